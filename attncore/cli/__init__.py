@@ -1,0 +1,80 @@
+"""The command line: one module a command, imported only when it runs.
+
+A command module has ``HELP`` (one line), ``configure(parser)`` and ``run(args) -> int``. Exit codes: 0 fine, 1 a finding,
+2 usage or bad input (one line on stderr), 3 no usable backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from attncore._version import __version__
+from attncore.errors import AttncoreError, NoBackendError
+
+COMMANDS = {
+    "replay": "replay a request trace: scheduler, paged cache, metadata and attention, verified",
+    "build": "read batches (JSON Lines), write their metadata",
+    "list": "list the attention backends that are installed",
+}
+
+
+class UsageError(ValueError):
+    """A mistake on the command line or in an input file; its text is the one line that the user sees."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse without the usage text before an error: one line says it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def _parser(command: str) -> _Parser:
+    module = importlib.import_module(f"attncore.cli.{command.replace('-', '_')}")
+    parser = _Parser(prog=f"attncore {command}", description=module.__doc__, allow_abbrev=False,
+                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    module.configure(parser)
+    parser.set_defaults(run=module.run)
+    return parser
+
+
+def _overview() -> str:
+    rows = "\n".join(f"  {name:12} {text}" for name, text in COMMANDS.items())
+    return f"usage: attncore COMMAND [OPTION ...]\n\n{rows}\n\n'attncore COMMAND --help' tells each command's options."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code and never raises for what a user did."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"attncore {__version__}")
+        return 0
+    try:
+        if words[0] not in COMMANDS:
+            raise UsageError(f"command: {words[0]!r} is not one of {', '.join(COMMANDS)}")
+        args = _parser(words[0]).parse_args(words[1:])
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except NoBackendError as error:
+        return _fail(error, 3)
+    except BrokenPipeError:  # the reader of a pipe has gone: nothing is left to say, and nobody to say it to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, TypeError, OSError, EOFError, AttncoreError) as error:
+        return _fail(error, 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+
+
+def _fail(error: object, code: int) -> int:
+    print(f"attncore: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return code

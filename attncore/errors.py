@@ -1,0 +1,19 @@
+"""The exceptions that are attncore's own. A user's mistake is a ValueError or TypeError that names the argument."""
+
+from __future__ import annotations
+
+
+class AttncoreError(Exception):
+    """Base of what attncore raises for reasons other than a caller's argument."""
+
+
+class NoBackendError(AttncoreError):
+    """No installed backend satisfies the request; the text lists every candidate with its reasons."""
+
+
+class PluginError(AttncoreError):
+    """A plugin failed; raised instead of recorded under ``ATTNCORE_STRICT_PLUGINS=1``. The cause is chained."""
+
+
+class ConcurrentUseError(AttncoreError):
+    """A builder or its batch was entered while another thread was inside it."""

@@ -1,0 +1,38 @@
+"""The one extension module of attncore. Everything else about the build is in pyproject.toml.
+
+ATTNCORE_DEBUG_EXT=1       compiles with bounds checks on (for tests; slow)
+ATTNCORE_PUBLIC_C_API=1    reads Python ints through the public C API only, the way other interpreters must
+"""
+
+import os
+import sys
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+
+def switch(name):
+    value = os.environ.get(name, "0")
+    if value not in ("0", "1"):
+        sys.exit(f"{name}: {value!r} is neither 0 nor 1")
+    return value == "1"
+
+
+debug = switch("ATTNCORE_DEBUG_EXT")
+extension = Extension(
+    "attncore._slots",
+    ["attncore/_slots.pyx"],
+    # The baseline instruction set of the platform (x86-64-v1 on x86-64): a wheel must run wherever it installs.
+    extra_compile_args=["/O2"] if sys.platform == "win32" else ["-O3", "-g0", "-fvisibility=hidden"],
+    define_macros=[("ATTNCORE_PUBLIC_C_API", "1")] if switch("ATTNCORE_PUBLIC_C_API") else [],
+)
+# The one place where directives are set.
+directives = {
+    "language_level": 3,
+    "boundscheck": debug,
+    "wraparound": False,
+    "initializedcheck": debug,
+    "cdivision": True,
+    "embedsignature": True,
+}
+setup(ext_modules=cythonize([extension], compiler_directives=directives))
