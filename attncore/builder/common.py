@@ -1,0 +1,202 @@
+"""The list door: metadata from groups of sequences, one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore import slots
+from attncore.builder import problems
+from attncore.builder.layouts import LAYOUTS
+from attncore.builder.metadata import CommonAttentionMetadata, identity
+from attncore.builder.sequence_group import SequenceGroup
+
+
+class _Measures(NamedTuple):
+    """What GroupReader.measure answers."""
+
+    code: int
+    row: int
+    token: int
+    num_tokens: int
+    num_seq_tokens: int
+    num_prefills: int
+    num_prefill_tokens: int
+    widest_row: int
+    num_pages: int
+    max_query_len: int
+    max_prefill_seq_len: int
+    max_decode_seq_len: int
+    max_decode_query_len: int
+    longest: int
+
+
+class CommonMetadataBuilder:
+    """Builds metadata from lists of SequenceGroup, by the rules of the first generation (docs/semantics.md).
+
+    ``layout``: ``common``, ``flash``, ``flashinfer`` or ``rocm``. ``sliding_window``: tokens a query may see, itself
+    included. ``max_seq_len_to_capture`` is read only where a build pads for a CUDA graph: the table is then
+    ``ceil(max_seq_len_to_capture / block_size)`` wide. ``backend`` None gives NumPy arrays. Answers are fresh arrays,
+    the caller's to keep.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        layout: str = "common",
+        *,
+        sliding_window: int | None = None,
+        chunked_prefill: bool = False,
+        max_seq_len_to_capture: int | None = None,
+        backend: Any = None,
+        kernels: slots.KernelsName | None = None,
+    ) -> None:
+        for name, value in (
+            ("block_size", block_size),
+            ("sliding_window", sliding_window),
+            ("max_seq_len_to_capture", max_seq_len_to_capture),
+        ):
+            if value is not None:
+                slots._at_least(name, value, 1)
+                if value > slots.INT32_MAX:
+                    raise ValueError(f"{name}: {value} does not fit int32")
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout: {layout!r} is not one of {', '.join(LAYOUTS)}")
+        if not isinstance(chunked_prefill, bool):
+            raise TypeError(f"chunked_prefill: {chunked_prefill!r} is not true or false")
+        self.block_size, self.layout = block_size, LAYOUTS[layout]
+        self.sliding_window, self.chunked_prefill = sliding_window, chunked_prefill
+        self.max_seq_len_to_capture = max_seq_len_to_capture
+        self._kernels = slots.load_kernels(kernels)
+        self._reader = self._kernels.GroupReader()
+        self._wrap = identity if backend is None else backend.from_host
+
+    def build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int = -1) -> CommonAttentionMetadata:
+        """The metadata of one step: prompts, then decodes.
+
+        ``cuda_graph_pad_size`` -1: no graph; else the number of padded requests behind the decodes. Raises ValueError or
+        TypeError that names the group, sequence and field, and builds nothing.
+        """
+        slots._at_least("cuda_graph_pad_size", cuda_graph_pad_size, -1)
+        groups = groups if isinstance(groups, (list, tuple)) else list(groups)
+        reader = self._reader
+        if not reader.read(groups):
+            raise problems.malformed_groups(groups)
+        window = self.sliding_window or 0
+        measures = _Measures(
+            *reader.measure(
+                self.block_size, window, self.chunked_prefill, self.layout.whole_batch_hit,
+                self.layout.multi_token_decode,
+            )
+        )  # fmt: skip
+        if measures.code != slots.OK:
+            raise self._refusal(groups, measures)
+        use_graph = cuda_graph_pad_size >= 0
+        pad = max(cuda_graph_pad_size, 0)
+        width = self._graph_width(measures) if use_graph else measures.widest_row
+
+        num_seqs = reader.num_seqs
+        num_reqs, num_tokens = num_seqs + pad, measures.num_tokens + pad
+        if max(num_tokens, measures.num_seq_tokens + pad) > slots.INT32_MAX:
+            raise ValueError(f"cuda_graph_pad_size: {pad} padded requests do not fit int32")
+        host = SimpleNamespace(
+            slot_mapping=np.empty(num_tokens, np.int64),
+            positions=np.empty(num_tokens, np.int64),
+            token_to_req_indices=np.empty(num_tokens, np.int32),
+            seq_lens=np.empty(num_reqs, np.int32),
+            context_lens=np.empty(num_seqs, np.int32),
+            query_lens=np.empty(num_seqs, np.int32),
+            query_start_loc=np.empty(num_seqs + 1, np.int32),
+            seq_start_loc=np.empty(num_reqs + 1, np.int32),
+            logits_indices=np.empty(num_seqs, np.int32),
+        )
+        reader.fill(self.block_size, window, pad, *vars(host).values())
+        host.block_table = np.empty((num_reqs, width), np.int32)
+        reader.fill_table(host.block_table)
+        if self.layout.page_lists:
+            self._fill_pages(host, num_reqs, measures.num_pages)
+        num_decode_tokens = num_tokens - measures.num_prefill_tokens
+        extra = {"max_decode_query_len": measures.max_decode_query_len} if self.layout.name == "flash" else {}
+        return CommonAttentionMetadata(
+            host,
+            self._wrap,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            num_prefills=measures.num_prefills,
+            num_prefill_tokens=measures.num_prefill_tokens,
+            num_decodes=num_seqs - measures.num_prefills,
+            num_decode_tokens=num_decode_tokens,
+            max_query_len=measures.max_query_len,
+            max_seq_len=max(measures.max_prefill_seq_len, measures.max_decode_seq_len),
+            max_prefill_seq_len=measures.max_prefill_seq_len,
+            max_decode_seq_len=measures.max_decode_seq_len,
+            use_cuda_graph=use_graph,
+            from_groups=True,
+            **extra,
+        )
+
+    def _fill_pages(self, host: SimpleNamespace, num_reqs: int, num_pages: int) -> None:
+        host.paged_kv_indptr = np.empty(num_reqs + 1, np.int32)
+        host.paged_kv_indices = np.empty(num_pages, np.int32)
+        host.paged_kv_last_page_len = np.empty(num_reqs, np.int32)
+        self._reader.fill_pages(
+            self.block_size, host.paged_kv_indptr, host.paged_kv_indices, host.paged_kv_last_page_len
+        )
+
+    def _graph_width(self, measures: _Measures) -> int:
+        """The fixed width of a captured table, and whether this step may replay a graph at all."""
+        if self.max_seq_len_to_capture is None:
+            raise ValueError("max_seq_len_to_capture: needed by a build that pads for a CUDA graph")
+        if measures.num_prefills:
+            raise ValueError("graph_batch_size: a graph batch holds decodes only; this one has a prompt")
+        if measures.longest > self.max_seq_len_to_capture:
+            raise ValueError(
+                f"max_seq_len_to_capture: {self.max_seq_len_to_capture} is below the length {measures.longest} of this step"
+            )
+        width = -(-self.max_seq_len_to_capture // self.block_size)
+        if measures.widest_row > width and not self.layout.cuts_lookahead:
+            raise ValueError(
+                f"block_table: a row of {measures.widest_row} blocks exceeds the {width} columns of "
+                f"max_seq_len_to_capture {self.max_seq_len_to_capture} (layout {self.layout.name} cuts no lookahead)"
+            )
+        return width
+
+    def _refusal(self, groups: Any, measures: _Measures) -> ValueError:
+        if measures.code == slots.TOO_MANY_SEQ_TOKENS:
+            return ValueError("groups: tokens, lengths or pages of this step do not fit int32 in all")
+        row, path, sequence, hit_path = -1, "", None, ""
+        for i, group in enumerate(groups):
+            for j, sequence in enumerate(group[1]):
+                row += 1
+                if row == measures.row:
+                    break
+            if row == measures.row:
+                path, hit_path = f"groups[{i}].sequences[{j}]", f"groups[{i}].prefix_cache_hit"
+                break
+        seq_id, query_len, context_len, table = sequence[:4]  # type: ignore[index]
+        match measures.code:
+            case slots.TOO_FEW_BLOCKS:
+                return ValueError(
+                    f"{path}.block_table: sequence {seq_id} holds {len(table)} blocks but token {measures.token} "
+                    f"needs block {measures.token // self.block_size} (block_size {self.block_size})"
+                )
+            case slots.HIT_ON_DECODE:
+                return ValueError(f"{hit_path}: true on a decode; only a prompt can hit the prefix cache")
+            case slots.HIT_WITH_WINDOW:
+                return ValueError(
+                    f"{hit_path}: true with sliding_window {self.sliding_window}; a prefix-cache hit excludes a window"
+                )
+            case slots.CONTEXT_WITHOUT_CHUNKS:
+                return ValueError(
+                    f"chunked_prefill: false, but {path} is a prompt with context_len {context_len} and no "
+                    "prefix_cache_hit"
+                )
+        return ValueError(
+            f"{path}.query_len: {query_len} on a decode; layout {self.layout.name} runs one token a decode (flash runs more)"
+        )
+
+

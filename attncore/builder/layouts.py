@@ -1,0 +1,30 @@
+"""How kernel libraries differ in what the list door hands them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Layout(NamedTuple):
+    """One layout of list-door metadata."""
+
+    name: str
+    whole_batch_hit: bool = False
+    """One prefix-cache hit anywhere gives every row of the batch its whole table."""
+    multi_token_decode: bool = False
+    """Decodes may run several tokens (speculative decoding)."""
+    cuts_lookahead: bool = False
+    """Under a graph, a row wider than the table loses its lookahead blocks; otherwise it is an error."""
+    page_lists: bool = False
+    """Builds paged_kv_indptr, paged_kv_indices and paged_kv_last_page_len."""
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("common"),
+        Layout("flash", whole_batch_hit=True, multi_token_decode=True, cuts_lookahead=True),
+        Layout("flashinfer", cuts_lookahead=True, page_lists=True),
+        Layout("rocm"),
+    )
+}

@@ -1,0 +1,181 @@
+"""What a step's attention must know: every field, with dtype, shape and residence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Wrap = Callable[[npt.NDArray[Any]], Any]
+
+TOKEN_FIELDS = ("slot_mapping", "positions", "token_to_req_indices")
+REQUEST_FIELDS = (
+    "seq_lens", "context_lens", "query_lens", "logits_indices", "last_blocks", "paged_kv_last_page_len"
+)  # fmt: skip
+LOC_FIELDS = ("query_start_loc", "seq_start_loc", "paged_kv_indptr")
+TABLE_FIELDS = ("block_table", "paged_kv_indices")
+ARRAY_FIELDS = frozenset(TOKEN_FIELDS + REQUEST_FIELDS + LOC_FIELDS + TABLE_FIELDS)
+COUNT_FIELDS = (
+    "num_reqs", "num_tokens", "num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens",
+    "max_query_len", "max_seq_len", "max_prefill_seq_len", "max_decode_seq_len",
+)  # fmt: skip
+
+
+def identity(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """How fields are wrapped where there is no backend: not at all."""
+    return array
+
+
+class CommonAttentionMetadata:
+    """One step's metadata. T tokens, n requests (padded ones included, where a graph pads).
+
+    Arrays lie on the backend's device (torch tensors; NumPy arrays where there is no backend); ``host`` has the same
+    fields as NumPy arrays, without a copy. A field that its door does not build is an AttributeError.
+    """
+
+    # one a token
+    slot_mapping: Any
+    """int64[T]: where the token's key and value go: block * block_size + offset; -1: nowhere."""
+    positions: Any
+    """int64[T]: the token's index in its request."""
+    token_to_req_indices: Any
+    """int32[T]: the token's row."""
+    # one a request
+    seq_lens: Any
+    """int32[n]: context + query, tokens (list door: capped for windowed decodes)."""
+    context_lens: Any
+    """int32[n]: tokens already in the cache before this step."""
+    query_lens: Any
+    """int32[n]: tokens of this step."""
+    logits_indices: Any
+    """int32[n]: the request's last token among the T."""
+    last_blocks: Any
+    """int32[n]: the block that holds the request's last token (persistent door)."""
+    query_start_loc: Any
+    """int32[n + 1]: where the request's tokens start among the T."""
+    seq_start_loc: Any
+    """int32[n + 1]: prefix sums of seq_lens."""
+    block_table: Any
+    """int32[n, width], padded with 0. Persistent door: the live table, stride fixed, valid until the batch changes."""
+    paged_kv_indptr: Any
+    """int32[n + 1]: where the request's pages start in paged_kv_indices."""
+    paged_kv_indices: Any
+    """int32[paged_kv_indptr[-1]]: the block ids of every request in turn."""
+    paged_kv_last_page_len: Any
+    """int32[n]: tokens in the request's last page; 0 for an empty request."""
+
+    # counts: plain ints
+    num_reqs: int
+    num_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    num_prefills: int
+    num_prefill_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    max_prefill_seq_len: int
+    max_decode_seq_len: int
+
+    req_ids: tuple[Any, ...] = ()
+    """The requests, in the order of rows (persistent door)."""
+    moves: tuple[tuple[int, int], ...] = ()
+    """Swaps of rows that the build made, in order (persistent door)."""
+    decodes_first: bool = False
+    """The order of rows: decodes before prefills (persistent door) or after prompts (list door)."""
+    from_groups: bool = False
+    """Whether the list door built it: capped windows, plain prompts without a table."""
+
+    def __init__(self, host: Any, wrap: Wrap = identity, **values: Any) -> None:
+        self.host = host
+        self._wrap = wrap
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for what is not there yet: wraps an array on first use and keeps it.
+        if name in ARRAY_FIELDS:
+            value = self._wrap(getattr(self.host, name))
+            self.__dict__[name] = value
+            return value
+        raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+
+    @property
+    def block_tables(self) -> Any:
+        """The first generation's name of ``block_table``."""
+        return self.block_table
+
+    @property
+    def prefill_metadata(self) -> CommonAttentionMetadata | None:
+        """The prefills of this step as a batch of their own, None where there are none. Cached."""
+        return self._cached("_prefill", self._prefill_view)
+
+    @property
+    def decode_metadata(self) -> CommonAttentionMetadata | None:
+        """The decodes of this step as a batch of their own, None where there are none. Cached."""
+        return self._cached("_decode", self._decode_view)
+
+    def asdict_zerocopy(self, skip_fields: Collection[str] | None = None) -> dict[str, Any]:
+        """Fields by name, arrays not copied, for broadcasting to other ranks; ``skip_fields`` is left as it is."""
+        skip = frozenset(skip_fields or ())
+        names = [name for name in (*COUNT_FIELDS, *sorted(ARRAY_FIELDS)) if name not in skip]
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+    def _cached(self, key: str, make: Callable[[], Any]) -> Any:
+        if key not in self.__dict__:
+            self.__dict__[key] = make()
+        return self.__dict__[key]
+
+    def _prefill_view(self) -> CommonAttentionMetadata | None:
+        if not self.num_prefills:
+            return None
+        first = self.num_decodes if self.decodes_first else 0
+        start = self.num_decode_tokens if self.decodes_first else 0
+        return self._view(
+            first, first + self.num_prefills, start, start + self.num_prefill_tokens,
+            num_prefills=self.num_prefills, num_prefill_tokens=self.num_prefill_tokens,
+            max_prefill_seq_len=self.max_prefill_seq_len, max_seq_len=self.max_prefill_seq_len,
+        )  # fmt: skip
+
+    def _decode_view(self) -> CommonAttentionMetadata | None:
+        if not self.num_decode_tokens:
+            return None
+        first = 0 if self.decodes_first else self.num_prefills
+        start = 0 if self.decodes_first else self.num_prefill_tokens
+        return self._view(
+            first, first + self.num_reqs - self.num_prefills, start, start + self.num_decode_tokens,
+            num_decodes=self.num_decodes, num_decode_tokens=self.num_decode_tokens,
+            max_decode_seq_len=self.max_decode_seq_len, max_seq_len=self.max_decode_seq_len,
+        )  # fmt: skip
+
+    def _view(self, first: int, last: int, start: int, stop: int, **counts: int) -> CommonAttentionMetadata:
+        """Rows first..last, tokens start..stop, with everything that counts from the start of a batch rebased."""
+        whole, host = self.host, SimpleNamespace()
+        for name in TOKEN_FIELDS:
+            setattr(host, name, getattr(whole, name)[start:stop])
+        for name in REQUEST_FIELDS + LOC_FIELDS:
+            if hasattr(whole, name):
+                extra = 1 if name in LOC_FIELDS else 0
+                setattr(host, name, getattr(whole, name)[first : last + extra])
+        host.block_table = whole.block_table[first:last]
+        if first:
+            host.token_to_req_indices = host.token_to_req_indices - np.int32(first)
+            host.logits_indices = host.logits_indices - np.int32(start)
+        for name in LOC_FIELDS:
+            values = getattr(host, name, None)
+            if values is not None and values[0]:
+                setattr(host, name, values - values[0])
+        if hasattr(whole, "paged_kv_indptr"):
+            pages = whole.paged_kv_indptr
+            # The last bound of a padded list-door batch, whose query_start_loc ends before the padding.
+            host.paged_kv_indices = whole.paged_kv_indices[pages[first] : pages[last]]
+        values_of_view = dict.fromkeys(COUNT_FIELDS, 0) | counts | {
+            "num_reqs": last - first,
+            "num_tokens": stop - start,
+            "max_query_len": int(host.query_lens.max(initial=0)),
+            "req_ids": self.req_ids[first:last],
+            "decodes_first": self.decodes_first,
+            "from_groups": self.from_groups,
+        }  # fmt: skip
+        return CommonAttentionMetadata(host, self._wrap, **values_of_view)

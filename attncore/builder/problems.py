@@ -1,0 +1,105 @@
+"""What the kernels' codes and refusals mean, in sentences. The slow way, taken only when something is wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attncore import slots
+
+if TYPE_CHECKING:
+    from attncore.builder.input_batch import InputBatch
+
+
+def refused_step(batch: InputBatch, code: int, row: int, token: int, query_lens: Any, max_tokens: int) -> ValueError:
+    """The error of a step that StepKernel.check refused; ``query_lens`` are those of the batch's rows."""
+    lens = query_lens[: batch.num_rows]
+    if code == slots.TOO_MANY_TOKENS:
+        return ValueError(
+            f"scheduled: {int(lens.sum())} tokens in this step exceed max_num_batched_tokens {max_tokens}; "
+            "schedule fewer or build the builder for more"
+        )
+    if code == slots.TOO_MANY_SEQ_TOKENS:
+        return ValueError("seq_lens: their sum over this step does not fit int32; schedule fewer requests")
+    req_id, computed = batch.req_id_of(row), batch.computed_of(row)
+    who = f"row {row} (request {req_id!r})"
+    if code == slots.TOO_LONG:
+        return ValueError(
+            f"scheduled: {who} has {computed} computed tokens and {int(lens[row])} more exceed "
+            f"max_model_len {batch.max_model_len}"
+        )
+    index = token // batch.block_size
+    if code == slots.NULL_BLOCK:
+        return ValueError(
+            f"block_table: {who} would write token {token} to block 0, the null block "
+            f"(index {index}, block_size {batch.block_size})"
+        )
+    return ValueError(
+        f"block_table: {who} holds {batch.num_blocks_of(row)} blocks but token {token} "
+        f"needs block {index} (block_size {batch.block_size})"
+    )
+
+
+def malformed_groups(groups: Any) -> ValueError | TypeError:
+    """The error of groups that GroupReader.read refused: the first field that is wrong, with its path."""
+    try:
+        groups = list(groups)
+    except TypeError:
+        return TypeError(f"groups: {groups!r} is not a list of SequenceGroup")
+    if not groups:
+        return ValueError("groups: empty; a step needs at least one group")
+    after_decode = False
+    for index, group in enumerate(groups):
+        problem = _malformed_group(f"groups[{index}]", group)
+        if problem:
+            return problem
+        if group[0] and after_decode:
+            return ValueError(f"groups[{index}].is_prompt: a prompt after a decode; prompts come first")
+        after_decode = after_decode or not group[0]
+    return ValueError("groups: refused by the kernels for a reason that no check names; please report it")
+
+
+def _malformed_group(path: str, group: Any) -> ValueError | TypeError | None:
+    if not isinstance(group, tuple) or len(group) < 3:
+        return TypeError(f"{path}: {type(group).__name__} is not a SequenceGroup")
+    is_prompt, sequences, hit = group[:3]
+    for name, value in (("is_prompt", is_prompt), ("prefix_cache_hit", hit)):
+        if not isinstance(value, bool):
+            return TypeError(f"{path}.{name}: {value!r} is not true or false")
+    if not isinstance(sequences, (list, tuple)):
+        return TypeError(f"{path}.sequences: {type(sequences).__name__} is not a list")
+    if not sequences:
+        return ValueError(f"{path}.sequences: empty; a group needs at least one sequence")
+    seen: set[int] = set()
+    for index, sequence in enumerate(sequences):
+        where = f"{path}.sequences[{index}]"
+        problem = _malformed_sequence(where, sequence)
+        if problem:
+            return problem
+        if sequence[0] in seen:
+            return ValueError(f"{where}.seq_id: {sequence[0]} stands twice in its group")
+        seen.add(sequence[0])
+        if (sequence[3] is None) != (sequences[0][3] is None):
+            return ValueError(f"{where}.block_table: null and non-null tables in one group")
+    return None
+
+
+def _malformed_sequence(path: str, sequence: Any) -> ValueError | TypeError | None:
+    if not isinstance(sequence, tuple) or len(sequence) < 4:
+        return TypeError(f"{path}: {type(sequence).__name__} is not a Sequence")
+    for name, value, least in zip(("seq_id", "query_len", "context_len"), sequence[:3], (None, 1, 0), strict=True):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            return TypeError(f"{path}.{name}: {value!r} is not an integer")
+        if least is None and not -(2**63) <= value < 2**63:
+            return ValueError(f"{path}.{name}: {value} does not fit 64 bits")
+        if least is not None and not least <= value <= slots.INT32_MAX:
+            return ValueError(f"{path}.{name}: {value} is outside {least}..{slots.INT32_MAX}")
+    if sequence[1] + sequence[2] > slots.INT32_MAX:
+        return ValueError(f"{path}.query_len: {sequence[1]} on top of context_len {sequence[2]} does not fit int32")
+    table = sequence[3]
+    if table is None:
+        return None
+    text = slots.describe_ids("", table, slots.INT32_MAX, slots.INT32_MAX + 1).removeprefix(": ")
+    if f"but room for {slots.INT32_MAX}" in text:  # nothing is wrong with the ids
+        return None
+    kind = TypeError if "not a" in text else ValueError
+    return kind(f"{path}.block_table: {text}")

@@ -1,0 +1,103 @@
+"""The persistent door's metadata: one object an arena, whose counts are the arena's and whose views are made once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore.builder.metadata import (
+    ARRAY_FIELDS,
+    LOC_FIELDS,
+    TOKEN_FIELDS,
+    CommonAttentionMetadata,
+    Wrap,
+)
+
+if TYPE_CHECKING:
+    from attncore.builder.input_batch import InputBatch
+
+
+def _count(name: str) -> property:
+    return property(lambda self: getattr(self._arena, name))
+
+
+class _HostFields:
+    """NumPy views of an arena, sized to its step: made on first use, forgotten when a step has another size."""
+
+    def __init__(self, arena: Any, fields: dict[str, npt.NDArray[Any]], batch: InputBatch) -> None:
+        self._arena, self._fields, self._batch = arena, fields, batch
+
+    def __getattr__(self, name: str) -> npt.NDArray[Any]:
+        if name not in ARRAY_FIELDS:
+            raise AttributeError(f"metadata.host has no field {name!r}")
+        arena = self._arena
+        if name == "block_table":
+            view: npt.NDArray[Any] = self._batch.block_table[: arena.num_reqs]
+        elif name in TOKEN_FIELDS:
+            view = self._fields[name][: arena.num_tokens]
+        else:
+            view = self._fields[name][: arena.num_reqs + (1 if name in LOC_FIELDS else 0)]
+        self.__dict__[name] = view
+        return view
+
+    @property
+    def paged_kv_indices(self) -> npt.NDArray[np.int32]:
+        """Gathered from the live table when asked for: a step that needs none pays nothing."""
+        return self._batch.page_indices(self.paged_kv_indptr)
+
+    def forget(self) -> None:
+        for name in ARRAY_FIELDS & self.__dict__.keys():
+            del self.__dict__[name]
+
+
+class StepMetadata(CommonAttentionMetadata):
+    """Valid until its arena is used again, ``depth`` builds later; ``block_table`` until the batch changes."""
+
+    decodes_first = True
+    num_reqs = _count("num_reqs")  # type: ignore[assignment]
+    num_tokens = _count("num_tokens")  # type: ignore[assignment]
+    num_decodes = _count("num_decodes")  # type: ignore[assignment]
+    num_decode_tokens = _count("num_decodes")  # type: ignore[assignment]
+    num_prefills = _count("num_prefills")  # type: ignore[assignment]
+    num_prefill_tokens = _count("num_prefill_tokens")  # type: ignore[assignment]
+    max_query_len = _count("max_query_len")  # type: ignore[assignment]
+    max_seq_len = _count("max_seq_len")  # type: ignore[assignment]
+    max_prefill_seq_len = _count("max_prefill_seq_len")  # type: ignore[assignment]
+    max_decode_seq_len = _count("max_decode_seq_len")  # type: ignore[assignment]
+    step = _count("step")
+    req_ids = _count("req_ids")  # type: ignore[assignment]
+    moves = _count("moves")  # type: ignore[assignment]
+
+    def __init__(self, arena: Any, fields: dict[str, npt.NDArray[Any]], batch: InputBatch, wrap: Wrap) -> None:
+        super().__init__(_HostFields(arena, fields, batch), wrap)
+        self._arena, self._fields = arena, fields
+
+    @property
+    def paged_kv_indices(self) -> Any:  # type: ignore[override]
+        return self._this_step("_indices", lambda: self._wrap(self.host.paged_kv_indices))
+
+    def forget_views(self) -> None:
+        """Called by the kernel when this arena's step has another number of tokens or requests than its last."""
+        self.host.forget()
+        for name in ARRAY_FIELDS & self.__dict__.keys():
+            del self.__dict__[name]
+
+    def _cached(self, key: str, make: Any) -> Any:
+        return self._this_step(key, make)
+
+    def _this_step(self, key: str, make: Any) -> Any:
+        step, value = self.__dict__.get(key, (None, None))
+        if step != self._arena.step:
+            value = make()
+            self.__dict__[key] = self._arena.step, value
+        return value
+
+    def _prefill_view(self) -> CommonAttentionMetadata | None:
+        view = super()._prefill_view()
+        if view is not None:  # the kernel wrote the rebased sums in the same pass
+            size = self.num_prefills + 1
+            view.host.query_start_loc = self._fields["prefill_query_start_loc"][:size]
+            view.host.seq_start_loc = self._fields["prefill_seq_start_loc"][:size]
+        return view
