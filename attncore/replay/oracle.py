@@ -1,0 +1,148 @@
+"""The metadata of a step once more, token by token in plain Python, from what the scheduler knows.
+
+The order of rows is the builder's to choose (decodes first); everything else follows from it.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class Row(NamedTuple):
+    """What one request does in a step: ``query_len`` tokens after ``context_len`` others, in ``blocks``."""
+
+    context_len: int
+    query_len: int
+    blocks: Sequence[int]
+
+
+INT64_FIELDS = ("slot_mapping", "positions")
+INT32_FIELDS = (
+    "token_to_req_indices",
+    "query_start_loc",
+    "seq_start_loc",
+    "seq_lens",
+    "context_lens",
+    "query_lens",
+    "logits_indices",
+    "last_blocks",
+    "paged_kv_indptr",
+    "paged_kv_indices",
+    "paged_kv_last_page_len",
+)
+COUNTS = (
+    "num_reqs",
+    "num_tokens",
+    "num_decodes",
+    "num_decode_tokens",
+    "num_prefills",
+    "num_prefill_tokens",
+    "max_query_len",
+    "max_seq_len",
+    "max_prefill_seq_len",
+    "max_decode_seq_len",
+)
+
+
+def expected(rows: Sequence[Row], block_size: int) -> dict[str, Any]:
+    """Every field of a step with these rows, decodes first: ints and lists of ints, without ``block_table``."""
+    slots, positions, owners, page_counts = [], [], [], []
+    pages: list[int] = []
+    for index, row in enumerate(rows):
+        for position in range(row.context_len, row.context_len + row.query_len):
+            slots.append(row.blocks[position // block_size] * block_size + position % block_size)
+            positions.append(position)
+            owners.append(index)
+        page_counts.append(_pages(row, block_size))
+        pages += row.blocks[: page_counts[-1]]
+    query_lens = [row.query_len for row in rows]
+    seq_lens = [row.context_len + row.query_len for row in rows]
+    query_start_loc = [0, *accumulate(query_lens)]
+    decodes = [length for length, row in zip(seq_lens, rows, strict=True) if row.query_len == 1]
+    prefills = [length for length, row in zip(seq_lens, rows, strict=True) if row.query_len > 1]
+    return {
+        "slot_mapping": slots,
+        "positions": positions,
+        "token_to_req_indices": owners,
+        "query_start_loc": query_start_loc,
+        "seq_start_loc": [0, *accumulate(seq_lens)],
+        "seq_lens": seq_lens,
+        "context_lens": [row.context_len for row in rows],
+        "query_lens": query_lens,
+        "logits_indices": [start - 1 for start in query_start_loc[1:]],
+        "last_blocks": [row.blocks[count - 1] for row, count in zip(rows, page_counts, strict=True)],
+        "paged_kv_indptr": [0, *accumulate(page_counts)],
+        "paged_kv_indices": pages,
+        "paged_kv_last_page_len": [(length - 1) % block_size + 1 for length in seq_lens],
+        "num_reqs": len(rows),
+        "num_tokens": len(slots),
+        "num_decodes": len(decodes),
+        "num_decode_tokens": len(decodes),
+        "num_prefills": len(prefills),
+        "num_prefill_tokens": len(slots) - len(decodes),
+        "max_query_len": max(query_lens),
+        "max_seq_len": max(seq_lens),
+        "max_prefill_seq_len": max(prefills, default=0),
+        "max_decode_seq_len": max(decodes, default=0),
+    }
+
+
+def _pages(row: Row, block_size: int) -> int:
+    return -(-(row.context_len + row.query_len) // block_size)
+
+
+def differences(metadata: Any, planned: Mapping[Any, Row], block_size: int) -> list[str]:
+    """One sentence for each field of ``metadata`` (host arrays) that is not what the oracle makes of ``planned``.
+
+    ``planned`` has the rows of this step by request id, in any order.
+    """
+    req_ids = list(metadata.req_ids)
+    if len(req_ids) != len(planned) or set(req_ids) != set(planned):
+        return [f"req_ids: {len(req_ids)} rows found, the step has {len(planned)}, or others"]
+    rows = [planned[req_id] for req_id in req_ids]
+    query_lens = [row.query_len for row in rows]
+    if any(a > 1 and b == 1 for a, b in pairwise(query_lens)):
+        return ["req_ids: a decode stands after a prefill"]
+    wanted = expected(rows, block_size)
+    found = [
+        f"{name}: {getattr(metadata, name)} found, {wanted[name]} expected"
+        for name in COUNTS
+        if getattr(metadata, name) != wanted[name]
+    ]
+    for names, dtype in ((INT64_FIELDS, np.int64), (INT32_FIELDS, np.int32)):
+        for name in names:
+            found += _difference(name, getattr(metadata.host, name), np.array(wanted[name], dtype=dtype))
+    return found + _table_differences(metadata.host.block_table, rows, block_size)
+
+
+def _difference(name: str, found: Any, wanted: np.ndarray[Any, Any]) -> list[str]:
+    if found.dtype != wanted.dtype or found.shape != wanted.shape:
+        return [f"{name}: {found.dtype}{list(found.shape)} found, {wanted.dtype}{list(wanted.shape)} expected"]
+    wrong = np.flatnonzero(found != wanted)
+    if not wrong.size:
+        return []
+    first = wrong[0]
+    return [f"{name}: [{first}] is {found[first]}, {wanted[first]} expected ({wrong.size} of {wanted.size} differ)"]
+
+
+def _table_differences(table: Any, rows: Sequence[Row], block_size: int) -> list[str]:
+    """A row holds the blocks of its tokens, then at most blocks the request holds for later, then zeros."""
+    if table.dtype != np.int32 or table.ndim != 2 or len(table) != len(rows):
+        return [f"block_table: {table.dtype}{list(table.shape)} found, int32 with {len(rows)} rows expected"]
+    for index, row in enumerate(rows):
+        nonzero = np.flatnonzero(table[index])
+        found = table[index][: nonzero[-1] + 1 if nonzero.size else 0].tolist()
+        if len(found) < _pages(row, block_size) or found != list(row.blocks[: len(found)]):
+            return [f"block_table: row {index} is {_short(found)}, {_short(row.blocks)} expected"]
+    return []
+
+
+def _short(blocks: Sequence[int]) -> str:
+    """A row in a message: its first blocks, and how many there are."""
+    return f"{list(blocks[:6])} of {len(blocks)}"

@@ -1,0 +1,72 @@
+"""Records the batches of a replay as a batch file: JSON Lines that ``attncore build`` reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from attncore.replay.scheduler import RunningRequest, Step
+
+
+class StepsFile:
+    """``with StepsFile(path, block_size) as record: record(step)``.
+
+    The file appears under its name, and replaces one of that name, only when all is written and nothing went wrong. A
+    pipe or a device is written to directly. Raises OSError, naming the path, where it cannot be written.
+    """
+
+    def __init__(self, path: str | Path, block_size: int) -> None:
+        self.block_size = block_size
+        self._path = Path(path).resolve()
+        direct = self._path.exists() and not self._path.is_file() and not self._path.is_dir()
+        self._partial = self._path if direct else self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
+        if self._path.is_dir():
+            raise IsADirectoryError(f"{path}: is a directory, a file is needed")
+        try:
+            self._file = self._partial.open("w", encoding="utf-8")
+        except OSError as error:
+            raise OSError(f"{path}: {error.strerror}") from error
+
+    def __call__(self, step: Step) -> None:
+        """One line for a step, whose requests stand as before it."""
+        json.dump(batch_line(step, self.block_size), self._file, separators=(",", ":"))
+        self._file.write("\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        try:
+            self._file.close()
+            if kind is None and self._partial != self._path:
+                self._partial.replace(self._path)
+        finally:
+            if self._partial != self._path:
+                with suppress(FileNotFoundError):
+                    self._partial.unlink()
+
+
+def batch_line(step: Step, block_size: int) -> dict[str, Any]:
+    """A step in the words of the batch file: prompts first, one group a request."""
+    prompts = [_group(running, count, is_prompt=True) for running, count in step.prefills]
+    decodes = [_group(running, 1, is_prompt=False) for running in step.decodes]
+    chunked = any(running.computed for running, _ in step.prefills)
+    return {"block_size": block_size, "chunked_prefill": chunked, "groups": prompts + decodes}
+
+
+def _group(running: RunningRequest, query_len: int, *, is_prompt: bool) -> dict[str, Any]:
+    sequence = {
+        "seq_id": running.row,
+        "query_len": query_len,
+        "context_len": running.computed,
+        "block_table": running.blocks,
+    }
+    return {"is_prompt": is_prompt, "sequences": [sequence]}
