@@ -1,0 +1,136 @@
+"""Dense attention of one sequence in float32, one head after another: what paged attention is checked against.
+
+Nothing here knows of blocks, slots or batches, and nothing is shared with the ``reference`` backend, so that the two
+can disagree.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@overload
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    causal: bool = ...,
+    sliding_window: int | None = ...,
+    logits_soft_cap: float | None = ...,
+    alibi_slopes: Tensor | Sequence[float] | None = ...,
+    sinks: Tensor | Sequence[float] | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    causal: bool = ...,
+    sliding_window: int | None = ...,
+    logits_soft_cap: float | None = ...,
+    alibi_slopes: Tensor | Sequence[float] | None = ...,
+    sinks: Tensor | Sequence[float] | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Tensor | Sequence[float] | None = None,
+    sinks: Tensor | Sequence[float] | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the last ``num_queries`` tokens of a sequence over all of its ``num_keys`` tokens, in float32.
+
+    ``query`` is ``(num_queries, num_heads, head_size)``, ``key`` ``(num_keys, num_kv_heads, head_size)``, ``value``
+    ``(num_keys, num_kv_heads, value_size)``, any float dtype, one device. Query i is token ``num_keys - num_queries +
+    i``; query head h reads key-value head ``h // (num_heads // num_kv_heads)``.
+
+    A score is ``scale * q.k``, then ``cap * tanh(score / cap)`` with a soft cap, then plus ``slope * (key - query)``
+    positions with ALiBi. ``causal`` hides later tokens; ``sliding_window`` is the number of tokens that a query may
+    see, itself included. ``sinks`` is a logit a head that takes part in the softmax's sum and carries no value.
+    Slopes and sinks have ``num_heads`` entries.
+
+    Returns ``(num_queries, num_heads, value_size)`` float32, and with ``return_lse`` also the logarithm of the
+    softmax's sum (the sink included), ``(num_queries, num_heads)`` float32.
+    """
+    _check(query, key, value, sliding_window, logits_soft_cap)
+    num_queries, num_heads = query.shape[:2]
+    num_keys, num_kv_heads = key.shape[:2]
+    slopes = _per_head("alibi_slopes", alibi_slopes, num_heads)
+    sink_logits = _per_head("sinks", sinks, num_heads)
+
+    key_position = torch.arange(num_keys, device=query.device)
+    query_position = torch.arange(num_keys - num_queries, num_keys, device=query.device).unsqueeze(1)
+    hidden = torch.zeros(num_queries, num_keys, dtype=torch.bool, device=query.device)
+    if causal:
+        hidden |= key_position > query_position
+    if sliding_window is not None:
+        hidden |= key_position <= query_position - sliding_window
+
+    outputs, sums = [], []
+    for head in range(num_heads):
+        kv_head = head // (num_heads // num_kv_heads)
+        score = query[:, head].float() @ key[:, kv_head].float().T * scale
+        if logits_soft_cap is not None:
+            score = logits_soft_cap * torch.tanh(score / logits_soft_cap)
+        if slopes is not None:
+            score = score + slopes[head] * (key_position - query_position)
+        score = score.masked_fill(hidden, -torch.inf)
+        lse = torch.logsumexp(score, dim=1)
+        if sink_logits is not None:
+            lse = torch.logaddexp(lse, torch.full_like(lse, sink_logits[head]))
+        outputs.append(torch.exp(score - lse.unsqueeze(1)) @ value[:, kv_head].float())
+        sums.append(lse)
+    output = torch.stack(outputs, dim=1)
+    return (output, torch.stack(sums, dim=1)) if return_lse else output
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, window: int | None, cap: float | None) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 3 or not tensor.is_floating_point():
+            raise ValueError(
+                f"{name}: {tensor.dtype} of shape {tuple(tensor.shape)} found; give floats (tokens, heads, head_size)"
+            )
+    if key.shape[2] != query.shape[2] or key.shape[1] < 1 or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"key: heads and head size {tuple(key.shape[1:])} found; the query has {tuple(query.shape[1:])}, "
+            "whose heads must be a multiple of the key's, and whose head size the same"
+        )
+    if value.shape[:2] != key.shape[:2]:
+        raise ValueError(f"value: tokens and heads {tuple(value.shape[:2])} found; the key has {tuple(key.shape[:2])}")
+    if query.shape[0] > key.shape[0]:
+        raise ValueError(f"query: {query.shape[0]} tokens found; the whole sequence has {key.shape[0]} keys")
+    if window is not None and window < 1:
+        raise ValueError(f"sliding_window: {window} found; a query sees at least itself, so give 1 or more, or None")
+    if cap is not None and not cap > 0:
+        raise ValueError(f"logits_soft_cap: {cap} found; give a positive number, or None")
+
+
+def _per_head(name: str, values: Tensor | Sequence[float] | None, num_heads: int) -> list[float] | None:
+    if values is None:
+        return None
+    numbers = [float(value) for value in values]
+    if len(numbers) != num_heads:
+        raise ValueError(f"{name}: {len(numbers)} values found; give one for each of the {num_heads} query heads")
+    return numbers

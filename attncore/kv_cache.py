@@ -1,0 +1,199 @@
+"""The paged KV cache, in torch: layout, allocation with a sink block, writing through the slot mapping, moving blocks.
+
+Layout ``NHD`` is one tensor ``[2, num_blocks + 1, block_size, num_kv_heads, head_size]``: ``[0]`` holds keys, ``[1]``
+values, and the last block is the *sink*, which no request owns. Slot -1 is, by ordinary indexing, the last slot of
+the sink, so padding and masked tokens are written without a mask, without a branch and without asking the device for
+anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: The layouts that this module makes and reads.
+LAYOUTS = ("NHD",)
+
+#: ``kv_cache_dtype`` values that need no scales; ``auto`` is the model's dtype.
+CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+Caches = Tensor | Sequence[Tensor]
+
+
+def cache_dtype(kv_cache_dtype: str, dtype: str) -> torch.dtype:
+    """The torch dtype of a cache: ``kv_cache_dtype``, or the model's ``dtype`` where that is ``auto``."""
+    if kv_cache_dtype not in CACHE_DTYPES:
+        raise ValueError(
+            f"kv_cache_dtype: {kv_cache_dtype!r} is not supported here; choose one of {', '.join(CACHE_DTYPES)}"
+        )
+    name = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+    found = getattr(torch, name, None)
+    if name not in CACHE_DTYPES[1:] or not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype: {name!r} is not supported here; choose one of {', '.join(CACHE_DTYPES[1:])}")
+    return found
+
+
+def cache_shape(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, layout: str = "NHD"
+) -> tuple[int, ...]:
+    """``(2, num_blocks, block_size, num_kv_heads, head_size)``; the allocator adds the sink block."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: {layout!r} is not supported here; choose one of {', '.join(LAYOUTS)}")
+    sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_kv_heads": num_kv_heads, "head_size": head_size}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}: {size} is not a size; give at least 1")
+    return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+
+def allocate(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    layout: str = "NHD",
+) -> Tensor:
+    """A zeroed cache of ``num_blocks`` usable blocks and one sink block after them, on ``device``."""
+    _, blocks, *rest = cache_shape(num_blocks, block_size, num_kv_heads, head_size, layout)
+    return torch.zeros((2, blocks + 1, *rest), dtype=dtype, device=device)
+
+
+def key_value(kv_cache: Caches) -> tuple[Tensor, Tensor]:
+    """Key cache and value cache, each ``[blocks, block_size, num_kv_heads, head_size]``, as views of ``kv_cache``.
+
+    ``kv_cache`` is one tensor ``[2, blocks, ...]`` or a pair; a library with another order passes a pair of NHD
+    views.
+    """
+    if isinstance(kv_cache, Tensor):
+        if kv_cache.dim() != 5 or kv_cache.shape[0] != 2:
+            raise ValueError(
+                f"kv_cache: shape {tuple(kv_cache.shape)} found; "
+                "expected (2, num_blocks + 1, block_size, num_kv_heads, head_size) or a pair of caches"
+            )
+        return kv_cache[0], kv_cache[1]
+    if len(kv_cache) != 2 or any(cache.dim() != 4 for cache in kv_cache):
+        shapes = [tuple(cache.shape) for cache in kv_cache]
+        raise ValueError(
+            f"kv_cache: shapes {shapes} found; expected a pair (blocks, block_size, num_kv_heads, head_size)"
+        )
+    return kv_cache[0], kv_cache[1]
+
+
+def write(key: Tensor, value: Tensor, kv_cache: Caches, slot_mapping: Tensor) -> None:
+    """Store this step's keys and values ``(num_tokens, num_kv_heads, head_size)`` in their slots, in place.
+
+    ``slot_mapping`` is int64 ``(num_tokens,)`` on the caches' device; -1 lands in the last block, which has to be a
+    sink. Values are converted to the cache's dtype. Nothing synchronises, so the call may be captured in a CUDA
+    graph. A slot past the end is the caller's error, which torch reports on a CPU by an IndexError.
+    """
+    if slot_mapping.dim() != 1 or not slot_mapping.shape[0] == key.shape[0] == value.shape[0]:
+        raise ValueError(
+            f"slot_mapping: shape {tuple(slot_mapping.shape)} found for {key.shape[0]} keys and "
+            f"{value.shape[0]} values; give one slot a token"
+        )
+    for name, new, cache in zip(("key", "value"), (key, value), key_value(kv_cache), strict=True):
+        if new.shape[1:] != cache.shape[2:]:
+            raise ValueError(
+                f"{name}: heads and head size {tuple(new.shape[1:])} found; the cache holds {tuple(cache.shape[2:])}"
+            )
+        if cache.is_contiguous():
+            cache.view(-1, *cache.shape[2:])[slot_mapping] = new.to(cache.dtype)
+        else:  # floor division and modulo send -1 to the last slot of the last block too
+            block_size = cache.shape[1]
+            block = torch.div(slot_mapping, block_size, rounding_mode="floor")
+            cache[block, torch.remainder(slot_mapping, block_size)] = new.to(cache.dtype)
+
+
+def read(cache: Tensor, slots: Tensor) -> Tensor:
+    """The tokens that ``slots`` name in a cache of keys or of values ``[blocks, block_size, num_kv_heads, head_size]``.
+
+    ``slots`` is int64 of any shape. Returns ``(*slots.shape, num_kv_heads, head_size)`` in the cache's dtype. Slots
+    have to be in range: nothing is clamped.
+    """
+    block_size, num_kv_heads, head_size = cache.shape[1:]
+    if cache.is_contiguous():
+        rows = cache.view(-1, num_kv_heads * head_size).index_select(0, slots.reshape(-1))
+        return rows.view(*slots.shape, num_kv_heads, head_size)
+    return cache[torch.div(slots, block_size, rounding_mode="floor"), torch.remainder(slots, block_size)]
+
+
+def copy_blocks(kv_caches: Tensor | Iterable[Caches], block_pairs: Any, *, block_dim: int = 1) -> None:
+    """Copy whole blocks inside each cache: ``block_pairs`` is ``(n, 2)``, source and destination (for copy-on-write).
+
+    One cache or one for each layer, in place. All sources are read before anything is written, so a chain such as
+    ``[(1, 2), (2, 3)]`` moves the old content of both. ``block_dim`` says which dimension counts blocks where a cache
+    is one tensor; in pairs it is 0. A block id outside the cache, the sink, or a destination named twice is a
+    ValueError. Pairs on a GPU are brought back to be checked.
+    """
+    caches = [kv_caches] if isinstance(kv_caches, Tensor) else list(kv_caches)
+    parts = [part for cache in caches for part in _parts(cache, block_dim)]
+    if not parts:
+        return
+    pairs = _checked_pairs(block_pairs, *(min(part.shape[0] for part in parts),) * 2)
+    for part in parts:
+        source, target = _indices(pairs, part, part)
+        part[target] = part[source]
+
+
+def swap_blocks(source: Caches, target: Caches, block_pairs: Any, *, block_dim: int = 1) -> None:
+    """Copy whole blocks from one cache to another, say GPU to CPU: ``block_pairs`` is ``(n, 2)``, source and target.
+
+    The caches may differ in device and in number of blocks; the shape of a block and the dtype have to agree. On
+    return the data has left ``source`` in stream order: when ``target`` is on the CPU it is there.
+    """
+    sources, targets = _parts(source, block_dim), _parts(target, block_dim)
+    for a, b in zip(sources, targets, strict=True):
+        if a.shape[1:] != b.shape[1:] or a.dtype != b.dtype:
+            raise ValueError(
+                f"target: blocks of {tuple(b.shape[1:])} {b.dtype} found; the source has {tuple(a.shape[1:])} {a.dtype}"
+            )
+    pairs = _checked_pairs(block_pairs, sources[0].shape[0], targets[0].shape[0])
+    for a, b in zip(sources, targets, strict=True):
+        from_ids, to_ids = _indices(pairs, a, b)
+        b[to_ids] = a[from_ids].to(b.device)
+
+
+def _parts(cache: Caches, block_dim: int) -> list[Tensor]:
+    """Views of a cache whose first dimension counts blocks, as it does already where keys or values are apart."""
+    if isinstance(cache, Tensor):
+        if not 0 <= block_dim < cache.dim():
+            raise ValueError(f"block_dim: {block_dim} found for a cache of {cache.dim()} dimensions")
+        return [cache if cache.dim() == 4 else cache.movedim(block_dim, 0)]
+    return list(cache)
+
+
+def _checked_pairs(block_pairs: Any, num_source: int, num_target: int) -> NDArray[np.int64]:
+    host = block_pairs.cpu() if isinstance(block_pairs, Tensor) else block_pairs
+    pairs = np.asarray(host)
+    if pairs.size == 0:
+        return np.empty((0, 2), dtype=np.int64)
+    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
+        raise ValueError(f"block_pairs: shape {pairs.shape} of {pairs.dtype} found; give integers of shape (n, 2)")
+    for column, blocks in enumerate((num_source - 1, num_target - 1)):  # the last block is the sink
+        wrong = pairs[:, column][(pairs[:, column] < 0) | (pairs[:, column] >= blocks)]
+        if wrong.size:
+            side = ("source", "destination")[column]
+            raise ValueError(
+                f"block_pairs: {side} block {wrong[0]} is outside the cache's {blocks} blocks (without the sink)"
+            )
+    if np.unique(pairs[:, 1]).size != len(pairs):
+        raise ValueError("block_pairs: a destination is named twice; each block can take one source only")
+    return pairs.astype(np.int64)
+
+
+def _indices(pairs: NDArray[np.int64], source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    columns = [torch.from_numpy(np.ascontiguousarray(pairs[:, i])) for i in range(2)]
+    return (
+        columns[0].to(source.device, non_blocking=True),
+        columns[1].to(target.device, non_blocking=True),
+    )

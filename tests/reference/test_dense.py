@@ -1,0 +1,91 @@
+"""dense_attention itself, against sums written out and against torch."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from attncore.dense import dense_attention
+
+
+def by_hand(query, key, value, head, i, *, scale, window=None, cap=None, slope=0.0, sink=None):
+    """One query of one head, in Python floats; returns the output and the log-sum-exp."""
+    group = query.shape[1] // key.shape[1]
+    position = len(key) - len(query) + i
+    weights = {}
+    for j in range(position + 1):
+        if window is not None and position - j >= window:
+            continue
+        score = scale * math.fsum((query[i, head] * key[j, head // group]).tolist())
+        if cap is not None:
+            score = cap * math.tanh(score / cap)
+        weights[j] = math.exp(score - slope * (position - j))
+    total = math.fsum(weights.values()) + (math.exp(sink) if sink is not None else 0.0)
+    output = sum(weight / total * value[j, head // group] for j, weight in weights.items())
+    return output, math.log(total)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("cap", [None, 0.7])
+@pytest.mark.parametrize("special", [False, True])
+def test_against_sums_written_out(window, cap, special):
+    torch.manual_seed(1)
+    query, key, value = torch.randn(4, 4, 6), torch.randn(7, 2, 6), torch.randn(7, 2, 6)
+    slopes, sinks = ([0.5, 0.1, 0.9, 0.3], [0.4, -2.0, 1.5, 0.0]) if special else (None, None)
+    output, lse = dense_attention(
+        query,
+        key,
+        value,
+        scale=0.4,
+        sliding_window=window,
+        logits_soft_cap=cap,
+        alibi_slopes=slopes,
+        sinks=sinks,
+        return_lse=True,
+    )
+    for i in range(4):
+        for head in range(4):
+            extra = {"slope": slopes[head], "sink": sinks[head]} if special else {}
+            row, total = by_hand(query, key, value, head, i, scale=0.4, window=window, cap=cap, **extra)
+            torch.testing.assert_close(output[i, head], row, atol=1e-5, rtol=1e-5)
+            assert lse[i, head].item() == pytest.approx(total, abs=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_against_torch(causal):
+    torch.manual_seed(2)
+    query, key, value = torch.randn(9, 4, 8), torch.randn(9, 4, 8), torch.randn(9, 4, 5)
+    expected = scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (query, key, value)), is_causal=causal, scale=0.25
+    )
+    found = dense_attention(query, key, value, scale=0.25, causal=causal)
+    torch.testing.assert_close(found, expected.transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_short_dtypes_are_computed_in_float32():
+    query = torch.randn(2, 1, 4).bfloat16()
+    found = dense_attention(query, query, query, scale=1.0)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, dense_attention(query.float(), query.float(), query.float(), scale=1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("query", {"query": torch.zeros(4, 4)}),
+        ("query", {"query": torch.zeros(8, 4, 6)}),
+        ("key", {"key": torch.zeros(7, 3, 6)}),
+        ("key", {"key": torch.zeros(7, 2, 5)}),
+        ("value", {"value": torch.zeros(6, 2, 6)}),
+        ("value", {"value": torch.zeros(7, 2, 6, dtype=torch.int64)}),
+        ("sliding_window", {"sliding_window": 0}),
+        ("logits_soft_cap", {"logits_soft_cap": -1.0}),
+        ("alibi_slopes", {"alibi_slopes": [1.0]}),
+        ("sinks", {"sinks": [1.0] * 5}),
+    ],
+)
+def test_errors(name, change):
+    given = {"query": torch.zeros(4, 4, 6), "key": torch.zeros(7, 2, 6), "value": torch.zeros(7, 2, 6), "scale": 1.0}
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        dense_attention(**(given | change))

@@ -1,0 +1,105 @@
+"""What reference refuses, and that the message begins with the argument's name."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from attncore.reference import ReferenceBackend
+
+
+@pytest.fixture
+def case(paged_case):
+    return paged_case([(5, 1), (0, 3)])
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_shapes_and_dtypes(case, name):
+    tensor = getattr(case, name)
+    for wrong in (tensor[1:], tensor[..., 1:], tensor[:, 1:], tensor.flatten(1), tensor.double(), tensor.bfloat16()):
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            case.forward(**{name: wrong})
+
+
+def test_output(case):
+    with pytest.raises(ValueError, match=r"^output: "):
+        case.forward(output=torch.empty(1, 4, 8))
+
+
+def test_nothing_is_written_when_an_argument_is_wrong(case):
+    before = case.cache.clone()
+    with pytest.raises(ValueError, match=r"^value: "):
+        case.forward(value=case.value[1:])
+    torch.testing.assert_close(case.cache, before, equal_nan=True)
+
+
+def test_caches(case):
+    wrong = [case.cache[0], case.cache[:, :, 1:], case.cache[:, :, :, 1:], case.cache.half(), [case.cache[0]]]
+    for cache in [*wrong, case.cache.transpose(0, 1)]:
+        with pytest.raises(ValueError, match=r"^kv_cache: "):
+            case.forward(kv_cache=cache)
+    with pytest.raises(ValueError, match=r"^kv_cache: none given"):
+        case.forward(kv_cache=None)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "kv_cache"])
+def test_devices(case, name):
+    tensor = (case.cache if name == "kv_cache" else getattr(case, name)).to("meta")
+    with pytest.raises(ValueError, match=r"^[a-z_]+: on (cpu|meta), but the query is on"):
+        case.forward(**{name: tensor})
+
+
+def test_metadata_of_another_device(case):
+    case.metadata.block_table = case.metadata.host.block_table
+    with pytest.raises(ValueError, match=r"^metadata: block_table is a ndarray"):
+        case.forward()
+
+
+def test_tables(case):
+    case.metadata.block_table = case.metadata.block_table[:, :1]
+    with pytest.raises(ValueError, match=r"^metadata: block table row 0 has 1 columns, but 6 tokens need 2 blocks"):
+        case.forward()
+
+
+@pytest.mark.parametrize("block", [4, -1, 100])
+def test_block_ids(case, block):
+    case.metadata.host.block_table[0, 0] = block  # block 4 is the sink
+    with pytest.raises(ValueError, match=rf"^metadata: the block table names block {block}, .* holds 4 blocks"):
+        case.forward()
+
+
+def test_lengths(case):
+    case.metadata.host.seq_lens[1] = 2
+    with pytest.raises(ValueError, match=r"^metadata: row 1 has seq_lens 2, fewer than its query tokens"):
+        case.forward()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("k_scale", 0.5),
+        ("v_scale", 2.0),
+        ("sliding_window", 0),
+        ("logits_soft_cap", 0.0),
+        ("alibi_slopes", [0.5] * 3),
+        ("sinks", [0.5] * 5),
+    ],
+)
+def test_layers(case, argument, value):
+    with pytest.raises(ValueError, match=f"^{argument}: "):
+        case.backend.impl("layer", scale=1.0, **{argument: value})
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("kv_cache_layout", "HND"),
+        ("kv_cache_dtype", "fp8_e4m3"),
+        ("dtype", "int8"),
+        ("head_size_v", 4),
+        ("use_mla", True),
+    ],
+)
+def test_configurations(case, argument, value):
+    with pytest.raises(ValueError, match=r"^(kv_cache_)?[a-z_]+: "):
+        ReferenceBackend(dataclasses.replace(case.backend.config, **{argument: value}))

@@ -1,0 +1,166 @@
+"""Allocation, writing through slots, and moving blocks; each against plain Python."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attncore import kv_cache
+
+
+def filled(num_blocks=5, block_size=4, dtype=torch.float32):
+    cache = kv_cache.allocate(num_blocks, block_size, 2, 3, dtype=dtype)
+    return cache.copy_(torch.arange(cache.numel()).view(cache.shape))
+
+
+def test_allocation_is_zeroed_with_a_sink_block():
+    cache = kv_cache.allocate(5, 4, 2, 3, dtype=torch.bfloat16)
+    assert cache.shape == (2, 6, 4, 2, 3)
+    assert cache.dtype == torch.bfloat16
+    assert not cache.any()
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "block_size", "num_kv_heads", "head_size"])
+def test_sizes(name):
+    sizes = {"num_blocks": 5, "block_size": 4, "num_kv_heads": 2, "head_size": 3}
+    with pytest.raises(ValueError, match=f"^{name}: 0"):
+        kv_cache.allocate(**(sizes | {name: 0}), dtype=torch.float32)
+
+
+def test_unknown_names():
+    with pytest.raises(ValueError, match=r"^layout: 'HND'"):
+        kv_cache.allocate(5, 4, 2, 3, dtype=torch.float32, layout="HND")
+    with pytest.raises(ValueError, match=r"^kv_cache_dtype: 'fp8_e4m3'"):
+        kv_cache.cache_dtype("fp8_e4m3", "bfloat16")
+    with pytest.raises(ValueError, match=r"^dtype: 'int32'"):
+        kv_cache.cache_dtype("auto", "int32")
+    assert kv_cache.cache_dtype("auto", "float16") is torch.float16
+    assert kv_cache.cache_dtype("bfloat16", "float32") is torch.bfloat16
+
+
+@pytest.mark.parametrize("layout", ["one tensor", "pair", "strided pair", "heads first"])
+def test_write_and_read(layout):
+    cache = filled()
+    expected = cache.clone()
+    if layout == "pair":
+        caches = (cache[0].clone(), cache[1].clone())
+    elif layout == "strided pair":  # (blocks, 2, ...) as FlashInfer has it
+        pages = cache.transpose(0, 1).contiguous()
+        caches = (pages[:, 0], pages[:, 1])
+    elif layout == "heads first":
+        heads = cache.transpose(2, 3).contiguous()
+        caches = (heads[0].transpose(1, 2), heads[1].transpose(1, 2))
+    else:
+        caches = cache
+    slots = [17, 0, -1, 6, 19, -1]
+    key, value = torch.randn(6, 2, 3), torch.randn(6, 2, 3)
+    kv_cache.write(key, value, caches, torch.tensor(slots))
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            expected[0, slot // 4, slot % 4] = key[token]
+            expected[1, slot // 4, slot % 4] = value[token]
+    for found, whole in zip(kv_cache.key_value(caches), expected, strict=True):
+        assert torch.equal(found[:-1], whole[:-1])
+        assert torch.equal(found[-1, :-1], whole[-1, :-1])  # of the sink only its last slot is used
+        wanted = torch.tensor([[19, 0], [6, 3]])
+        assert torch.equal(kv_cache.read(found, wanted), whole.flatten(0, 1)[wanted])
+
+
+def test_padding_alone_changes_no_block():
+    cache = filled()
+    before = cache.clone()
+    kv_cache.write(torch.full((3, 2, 3), torch.nan), torch.full((3, 2, 3), torch.nan), cache, torch.full((3,), -1))
+    assert torch.equal(cache[:, :-1], before[:, :-1])
+
+
+def test_write_converts_to_the_dtype_of_the_cache():
+    cache = filled(dtype=torch.float16)
+    key = torch.randn(1, 2, 3)
+    kv_cache.write(key, key, cache, torch.tensor([7]))
+    assert torch.equal(cache[0, 1, 3], key[0].half())
+
+
+def test_write_refuses_what_does_not_fit():
+    key = torch.zeros(3, 2, 3)
+    with pytest.raises(ValueError, match=r"^slot_mapping: "):
+        kv_cache.write(key, key, filled(), torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match=r"^key: "):
+        kv_cache.write(torch.zeros(3, 1, 3), key, filled(), torch.tensor([1, 2, 3]))
+    with pytest.raises(ValueError, match=r"^value: "):
+        kv_cache.write(key, torch.zeros(3, 2, 4), filled(), torch.tensor([1, 2, 3]))
+    with pytest.raises(ValueError, match=r"^kv_cache: "):
+        kv_cache.write(key, key, filled()[0], torch.tensor([1, 2, 3]))
+    with pytest.raises(IndexError):
+        kv_cache.write(key, key, filled(), torch.tensor([1, 2, 24]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_copy_blocks_reads_before_it_writes(data):
+    targets = data.draw(st.lists(st.integers(0, 7), unique=True, max_size=8))
+    pairs = [(data.draw(st.integers(0, 7)), target) for target in targets]
+    layers = [filled(8), filled(8) + 1000]
+    before = [cache.clone() for cache in layers]
+    kv_cache.copy_blocks(layers, pairs)
+    for cache, old in zip(layers, before, strict=True):
+        expected = old.clone()
+        for source, target in pairs:
+            expected[:, target] = old[:, source]
+        assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_copy_blocks_of_each_shape_of_cache(kind):
+    expected = filled()
+    expected[:, 4] = expected[:, 1]
+    one, pages = filled(), filled().transpose(0, 1).contiguous()
+    pair = list(filled())
+    kv_cache.copy_blocks(one, kind([(1, 4)]))
+    kv_cache.copy_blocks([pair], kind([(1, 4)]))
+    kv_cache.copy_blocks(pages, kind([(1, 4)]), block_dim=0)
+    assert torch.equal(one, expected)
+    assert torch.equal(torch.stack(pair), expected)
+    assert torch.equal(pages.transpose(0, 1), expected)
+    kv_cache.copy_blocks([], kind([(1, 4)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swap_out_and_in(dtype):
+    device, host = filled(6, dtype=dtype), kv_cache.allocate(3, 4, 2, 3, dtype=dtype)
+    before = device.clone()
+    kv_cache.swap_blocks(device, host, [(5, 0), (2, 2)])
+    assert torch.equal(host[:, 0], before[:, 5])
+    assert torch.equal(host[:, 2], before[:, 2])
+    assert not host[:, 1].any()
+    assert torch.equal(device, before)
+    device[:, [5, 2]] = 0
+    kv_cache.swap_blocks(host, device, torch.tensor([(0, 5), (2, 2)]))
+    assert torch.equal(device, before)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([(0, 5)], "destination block 5 is outside the cache's 5 blocks"),
+        ([(5, 0)], "source block 5 is outside"),
+        ([(-1, 0)], "source block -1 is outside"),
+        ([(0, 1), (2, 1)], "a destination is named twice"),
+        ([0, 1], r"shape \(2,\)"),
+        ([(0.0, 1.0)], "float64"),
+    ],
+)
+def test_pairs_that_are_wrong(pairs, message):
+    cache = filled()
+    before = cache.clone()
+    with pytest.raises(ValueError, match=f"^block_pairs: .*{message}|^block_pairs: {message}"):
+        kv_cache.copy_blocks(cache, pairs)
+    with pytest.raises(ValueError, match=r"^block_pairs: "):
+        kv_cache.swap_blocks(cache, filled(), pairs)
+    assert torch.equal(cache, before)
+
+
+def test_swap_refuses_other_blocks():
+    for other in (filled(block_size=2), filled(dtype=torch.float16)):
+        with pytest.raises(ValueError, match=r"^target: "):
+            kv_cache.swap_blocks(filled(), other, [(0, 1)])
