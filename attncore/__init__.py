@@ -1,0 +1,121 @@
+"""The attention-metadata layer of an LLM serving engine.
+
+Names are imported when they are first used (PEP 562): importing attncore imports neither torch nor pluggy nor numba.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from attncore._version import __version__
+
+if TYPE_CHECKING:
+    from attncore.abstract import (
+        AttentionBackend,
+        AttentionImpl,
+        AttentionLayer,
+        AttentionMetadata,
+        AttentionMetadataBuilder,
+        AttentionState,
+        AttentionType,
+        BackendConfig,
+    )
+    from attncore.builder import (
+        CommonAttentionMetadata,
+        CommonMetadataBuilder,
+        InputBatch,
+        MetadataBuilder,
+        Sequence,
+        SequenceGroup,
+    )
+    from attncore.errors import AttncoreError, ConcurrentUseError, NoBackendError, PluginError
+    from attncore.registry.choice import Choice
+    from attncore.registry.hookspecs import hookimpl
+    from attncore.registry.host import Host
+    from attncore.registry.joint import JointChoice
+    from attncore.registry.reasons import Reason
+    from attncore.registry.request import AttentionRequest
+    from attncore.registry.select import select, select_joint
+    from attncore.registry.sizes import MultipleOf
+    from attncore.registry.spec import ATTNCORE_API, BackendSpec, Option, Variant
+    from attncore.slots import (
+        PAD_SLOT_ID,
+        compute_slot_mapping,
+        compute_slot_mapping_start_idx,
+        is_block_tables_empty,
+    )
+
+__all__ = [
+    "ATTNCORE_API",
+    "PAD_SLOT_ID",
+    "AttentionBackend",
+    "AttentionImpl",
+    "AttentionLayer",
+    "AttentionMetadata",
+    "AttentionMetadataBuilder",
+    "AttentionRequest",
+    "AttentionState",
+    "AttentionType",
+    "AttncoreError",
+    "BackendConfig",
+    "BackendSpec",
+    "Choice",
+    "CommonAttentionMetadata",
+    "CommonMetadataBuilder",
+    "ConcurrentUseError",
+    "Host",
+    "InputBatch",
+    "JointChoice",
+    "MetadataBuilder",
+    "MultipleOf",
+    "NoBackendError",
+    "Option",
+    "PluginError",
+    "Reason",
+    "Sequence",
+    "SequenceGroup",
+    "Variant",
+    "__version__",
+    "compute_slot_mapping",
+    "compute_slot_mapping_start_idx",
+    "hookimpl",
+    "is_block_tables_empty",
+    "select",
+    "select_joint",
+]
+
+_HOMES = {
+    "abstract": (
+        "AttentionBackend AttentionImpl AttentionLayer AttentionMetadata AttentionMetadataBuilder AttentionState "
+        "AttentionType BackendConfig"
+    ),
+    "builder": ("CommonAttentionMetadata CommonMetadataBuilder InputBatch MetadataBuilder Sequence SequenceGroup"),
+    "errors": "AttncoreError ConcurrentUseError NoBackendError PluginError",
+    "registry.choice": "Choice",
+    "registry.hookspecs": "hookimpl",
+    "registry.host": "Host",
+    "registry.joint": "JointChoice",
+    "registry.reasons": "Reason",
+    "registry.request": "AttentionRequest",
+    "registry.select": "select select_joint",
+    "registry.sizes": "MultipleOf",
+    "registry.spec": "ATTNCORE_API BackendSpec Option Variant",
+    "slots": "PAD_SLOT_ID compute_slot_mapping compute_slot_mapping_start_idx is_block_tables_empty",
+}
+_HOME = {name: f"attncore.{module}" for module, names in _HOMES.items() for name in names.split()}
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,346 @@
+"""What a backend is made of. A vendor writes AttentionBackend and AttentionImpl; the rest comes complete from the core.
+
+torch is imported inside methods only: this module costs nothing where no tensor is made.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+from attncore._aliases import FirstGenerationNames
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from attncore.registry.spec import BackendSpec
+
+
+class AttentionType(enum.StrEnum):
+    """Whose tokens attend to whose."""
+
+    DECODER = "decoder"
+    """Causal, over the request's own cache."""
+    ENCODER = "encoder"
+    """Not causal; writes no cache; the encoder of an encoder/decoder model."""
+    ENCODER_ONLY = "encoder_only"
+    """Not causal; writes no cache; the model has no decoder."""
+    ENCODER_DECODER = "encoder_decoder"
+    """Cross attention: decoder queries over encoder keys kept in the cache."""
+
+
+@dataclass(frozen=True)
+class BackendConfig:
+    """What a backend is created for: the request, made definite by the choice. Heads are those of one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    """Dtype of query, key, value and output, by its torch name: ``bfloat16``."""
+    block_size: int
+    """Tokens per block of the kernel."""
+    _: KW_ONLY
+    kv_cache_dtype: str = "auto"
+    """``auto`` is ``dtype``."""
+    kv_cache_layout: str = "NHD"
+    device: str = "cpu"
+    """As torch writes it: ``cpu``, ``cuda:0`` (for ROCm too)."""
+    head_size_v: int | None = None
+    max_model_len: int | None = None
+    sliding_window: int | None = None
+    """The model's window, where its layers have one; what counts for a layer is what ``impl`` is given."""
+    logits_soft_cap: float | None = None
+    use_mla: bool = False
+    variant: str = ""
+    """Which of the spec's variants was chosen; empty for a spec without variants."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Every option that the spec declares, with the value given or its default."""
+    spec: BackendSpec | None = field(default=None, repr=False)
+    """The spec (of the variant) that was chosen; None where a backend is made by hand."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_size", "block_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name}: {value!r} is not an integer")
+            if value < 1:
+                raise ValueError(f"{name}: {value} is not positive")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+        object.__setattr__(self, "options", MappingProxyType(dict(self.options)))
+
+
+class PlanKey(NamedTuple):
+    """What layers must share to share one plan."""
+
+    scale: float
+    sliding_window: int | None
+    logits_soft_cap: float | None
+
+
+class AttentionMetadata(Protocol):
+    """What ``forward`` may read of a step; every field with shape and dtype is in ``CommonAttentionMetadata``."""
+
+    num_reqs: int
+    num_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    num_prefills: int
+    num_prefill_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    slot_mapping: Any
+    block_table: Any
+    seq_lens: Any
+    query_start_loc: Any
+
+
+class AttentionMetadataBuilder(Protocol):
+    """What makes a step's metadata: ``attncore.MetadataBuilder``, or ``attncore.CommonMetadataBuilder`` for lists."""
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """The metadata of one step. Called by the engine, once a step."""
+
+
+class AttentionState:
+    """What a backend keeps from step to step beside its plan. The default keeps nothing.
+
+    Made by the engine once a device, through ``backend.get_state_cls()``; a library that keeps wrappers or workspaces
+    subclasses it and names the subclass as ``state_class``.
+    """
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self.backend = backend
+
+    def graph_capture(self, max_batch_size: int) -> AbstractContextManager[None]:
+        """Entered by the engine around the capture of graphs of at most ``max_batch_size`` requests."""
+        if max_batch_size < 1:
+            raise ValueError(f"max_batch_size: {max_batch_size} is not positive")
+        return nullcontext()
+
+    def begin_forward(self, metadata: AttentionMetadata) -> None:
+        """Called by the engine once a step, after ``build`` and before the first layer. Does nothing by default."""
+
+
+class AttentionLayer(Protocol):
+    """What the core expects of a layer object, where an engine hands one over: names and the two cache scales."""
+
+    layer_name: str
+    impl: AttentionImpl
+    k_scale: float
+    v_scale: float
+
+
+class AttentionImpl(ABC):
+    """One layer's attention. Made at start-up by ``backend.impl``; ``forward`` runs in every step, through no hook.
+
+    ``alibi_slopes`` and ``sinks`` are one float per *local* query head, or None; ``k_scale`` and ``v_scale`` multiply
+    what an fp8 cache holds.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        layer_name: str,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        alibi_slopes: Sequence[float] | Tensor | None = None,
+        sinks: Sequence[float] | Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> None:
+        self.backend = backend
+        self.layer_name = layer_name
+        self.scale = scale
+        self.sliding_window = sliding_window
+        self.logits_soft_cap = logits_soft_cap
+        self.alibi_slopes = alibi_slopes
+        self.sinks = sinks
+        self.k_scale = k_scale
+        self.v_scale = v_scale
+
+    @abstractmethod
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Any,
+        metadata: Any,
+        output: Tensor | None = None,
+    ) -> Tensor:
+        """Write this step's keys and values to the cache by ``metadata.slot_mapping``, then attend over it.
+
+        Called by the engine for every layer of every step, perhaps inside a CUDA-graph capture; it must not synchronise
+        the device with the host. ``query`` is (T, num_heads, head_size), ``key`` (T, num_kv_heads, head_size),
+        ``value`` (T, num_kv_heads, head_size_v), T = ``metadata.num_tokens`` or more, all on the backend's device in
+        its dtype; ``kv_cache`` is what ``allocate_kv_cache`` gave. A slot of -1 must change no block that a request may
+        own. Returns (T, num_heads, head_size_v), which is ``output`` where that is given.
+        """
+
+
+class AttentionBackend(FirstGenerationNames, ABC):
+    """A kernel library, configured for one model on one device. Made by ``Choice.create()``; a vendor subclasses it.
+
+    Class attributes: ``impl_class`` (required), ``name`` (the spec's, when made by a choice), ``state_class``.
+    """
+
+    name: str = ""
+    impl_class: ClassVar[type[AttentionImpl]]
+    state_class: ClassVar[type[AttentionState]] = AttentionState
+
+    def __init__(self, config: BackendConfig) -> None:
+        self.config = config
+        self.name = config.spec.name if config.spec else (self.name or type(self).__name__)
+        self._plan_keys: dict[PlanKey, None] = {}
+
+    @property
+    def spec(self) -> BackendSpec | None:
+        """The spec (of the variant chosen) that the backend was made from; None for one made by hand."""
+        return self.config.spec
+
+    @property
+    def plan_keys(self) -> tuple[PlanKey, ...]:
+        """The distinct keys of the layers made so far, in the order of their first layer."""
+        return tuple(self._plan_keys)
+
+    def impl(
+        self,
+        layer_name: str,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        alibi_slopes: Sequence[float] | Tensor | None = None,
+        sinks: Sequence[float] | Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> AttentionImpl:
+        """The attention of one layer. Called by the engine at start-up; registers the layer's plan key.
+
+        Raises ValueError naming the argument where it is out of range, or asks for a feature that the spec does not
+        declare.
+        """
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"sliding_window: {sliding_window} is not positive; a query sees at least itself")
+        if logits_soft_cap is not None and not logits_soft_cap > 0:
+            raise ValueError(f"logits_soft_cap: {logits_soft_cap} is not positive")
+        for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+            if per_head is not None and len(per_head) != self.config.num_heads:
+                raise ValueError(f"{name}: {len(per_head)} given; the backend has {self.config.num_heads} query heads")
+        self._check_declared(
+            sliding_window=("sliding_window", sliding_window is not None),
+            logits_soft_cap=("logits_soft_cap", logits_soft_cap is not None),
+            alibi_slopes=("alibi", alibi_slopes is not None),
+            sinks=("sinks", sinks is not None),
+            k_scale=("kv_scales", k_scale != 1.0),
+            v_scale=("kv_scales", v_scale != 1.0),
+        )
+        self._plan_keys[PlanKey(scale, sliding_window, logits_soft_cap)] = None
+        return self.impl_class(
+            self,
+            layer_name,
+            scale=scale,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+
+    def _check_declared(self, **asked: tuple[str, bool]) -> None:
+        spec = self.config.spec
+        if spec is None:
+            return
+        for argument, (feature, wanted) in asked.items():
+            has = feature in spec.features or (feature == "alibi" and "alibi_standard" in spec.features)
+            if wanted and not has:
+                why = spec.unsupported.get(feature, "its spec does not declare it")
+                raise ValueError(f"{argument}: {self.name} does not support {feature}: {why}")
+
+    def plan(self, metadata: Any) -> None:
+        """Called by the core once a step, after the host arrays are built and before the first layer.
+
+        It reads ``metadata.host`` and its integers only: nothing on the device is there yet. The default calls
+        ``plan_layers`` for every distinct key of the layers.
+        """
+        for key in self._plan_keys:
+            self.plan_layers(metadata, key)
+
+    def plan_layers(self, metadata: Any, key: PlanKey) -> None:
+        """Plan the step for the layers that share ``key``. Nothing by default: most libraries have no plan."""
+
+    @abstractmethod
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """The shape of one layer's cache. Exactly one axis must grow with ``num_blocks``; the sink block is counted."""
+
+    def kv_cache_torch_dtype(self) -> Any:
+        """The torch dtype of the cache's elements."""
+        import torch
+
+        names = {"auto": self.config.dtype, "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+        return getattr(torch, names.get(self.config.kv_cache_dtype, self.config.kv_cache_dtype))
+
+    def allocate_kv_cache(self, num_blocks: int) -> Any:
+        """One layer's cache on the backend's device, zeroed, with a sink block after the ``num_blocks`` asked for.
+
+        A slot of -1 is the last slot of the sink. Called by the engine at start-up, once a layer. ValueError where
+        ``num_blocks`` is not positive or a block id would be larger than the spec's ``max_block_id``.
+        """
+        import torch
+
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks: {num_blocks} is not positive")
+        limit = self.config.spec.max_block_id if self.config.spec else None
+        if limit is not None and num_blocks > limit:
+            raise ValueError(
+                f"num_blocks: {num_blocks} and the sink block reach beyond {self.name}'s largest id {limit}"
+            )
+        shape = self._shape(num_blocks + 1)
+        return torch.zeros(shape, dtype=self.kv_cache_torch_dtype(), device=self.config.device)
+
+    def from_host(self, array: npt.NDArray[Any]) -> Tensor:
+        """A host array as a tensor on the backend's device; on a CPU it shares the array's memory."""
+        import torch
+
+        tensor = torch.from_numpy(array)
+        return tensor if self.config.device == "cpu" else tensor.to(self.config.device)
+
+    def copy_blocks(self, kv_caches: Sequence[Any], src_to_dst: Any) -> None:
+        """Copy blocks within each layer's cache: ``src_to_dst`` is (n, 2) of block ids, all read before any is
+        written.
+        """
+        for kv_cache in kv_caches:
+            self.swap_blocks(kv_cache, kv_cache, src_to_dst)
+
+    def swap_blocks(self, src_kv_cache: Any, dst_kv_cache: Any, src_to_dst: Any) -> None:
+        """Copy blocks from one cache to another, perhaps on another device: ``src_to_dst`` is (n, 2) of block ids."""
+        import torch
+
+        pairs = torch.as_tensor(src_to_dst, dtype=torch.int64).reshape(-1, 2)
+        axis = self.kv_cache_block_axis()
+        chosen = src_kv_cache.index_select(axis, pairs[:, 0].to(src_kv_cache.device))
+        dst_kv_cache.index_copy_(axis, pairs[:, 1].to(dst_kv_cache.device), chosen.to(dst_kv_cache.device))
+
+    def kv_cache_block_axis(self) -> int:
+        """The axis of the cache that counts blocks."""
+        grown = [axis for axis, (one, two) in enumerate(zip(self._shape(1), self._shape(2), strict=True)) if one != two]
+        if len(grown) != 1:
+            raise ValueError(f"kv_cache_shape: of {type(self).__name__}, {len(grown)} axes grow with num_blocks, not 1")
+        return grown[0]
+
+    def _shape(self, num_blocks: int) -> tuple[int, ...]:
+        config = self.config
+        return self.kv_cache_shape(num_blocks, config.block_size, config.num_kv_heads, config.head_size)

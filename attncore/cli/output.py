@@ -1,0 +1,45 @@
+"""How commands print facts: JSON, or a table (by rich on a terminal, in plain columns into a pipe or a file)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+def print_json(value: Any) -> None:
+    """``value`` as indented JSON on standard output."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Rows under ``headers``; the last column may be long: it wraps on a terminal and stays on one line elsewhere."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        _print_rich(headers, texts)
+        return
+    widths = [max(len(row[i]) for row in (list(headers), *texts)) for i in range(len(headers))]
+    for row in (list(headers), *texts):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """What plugins print while they load goes to standard error, so that ``--json`` stays JSON."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def _print_rich(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for i, header in enumerate(headers):
+        table.add_column(header, no_wrap=i < len(headers) - 1, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(markup=False, highlight=False).print(table)

@@ -1,0 +1,82 @@
+"""The closed vocabularies of the contract: what a spec may declare and what a request may ask.
+
+A word that is not here is a mistake of whoever wrote it, and refused; new words come with a minor release of attncore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+DTYPES = ("float16", "bfloat16", "float32")
+KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8_e4m3", "fp8_e5m2")
+"""``auto`` is the model's own dtype."""
+
+KV_CACHE_LAYOUTS = ("NHD", "HND")
+"""Order of the last three axes of a block: tokens, heads, head size, or heads first."""
+
+FEATURES: Mapping[str, str] = {
+    "sliding_window": "a query sees the last W tokens, itself included, in prefill and decode",
+    "logits_soft_cap": "scores pass through cap * tanh(score / cap)",
+    "alibi": "linear position biases with any slopes",
+    "alibi_standard": "linear position biases with the standard slopes of the local number of heads only",
+    "sinks": "a learnt logit per head joins the softmax",
+    "kv_scales": "k_scale and v_scale other than 1.0 for an fp8 cache",
+    "encoder": "attention that is not causal and writes no cache",
+    "encoder_decoder": "cross attention over encoder tokens kept in the cache",
+    "multi_token_decode": "decodes of several query tokens (speculative decoding) in the decode kernel",
+    "tree_mask": "a mask over draft tokens that form a tree",
+    "lse": "forward can return the log-sum-exp of each row (context parallelism)",
+}
+
+GRAPH_LEVELS = ("never", "uniform_decode", "uniform", "always")
+"""What may be captured in a CUDA graph, ascending: nothing; decodes of one token; batches of one query length; any
+batch.
+"""
+
+PHASES = ("prefill", "decode")
+NEEDS = ("block_table", "page_list")
+"""What a backend reads to find its blocks: the rectangle, or the flattened list of pages."""
+
+HOST_LENGTHS = ("none", "bounded", "exact")
+"""Whether a step needs sequence lengths on the host: not at all, an upper bound, or exactly."""
+
+PLAN_STAGING = ("shared", "per_slot")
+"""Whether a library's own pinned staging is one buffer, or rotated with the builder's ring."""
+
+POLICIES = ("strict", "fallback")
+"""What happens when the backend named cannot be used: an error, or the next one."""
+
+STATES = ("found", "blocked", "duplicate", "broken", "incompatible", "loaded")
+"""What became of an entry point: seen only, kept out, name disputed, failed, another contract version, ready."""
+
+REASON_CODES: Mapping[str, str] = {
+    "device": "the spec names no device like this host's",
+    "dtype": "the model's dtype",
+    "kv_cache_dtype": "the dtype of the KV cache",
+    "head_size": "the size of a query and key head",
+    "head_size_v": "the size of a value head where it differs",
+    "group_size": "query heads per key/value head",
+    "block_size": "tokens per block of the kernel",
+    "kv_cache_layout": "the order of axes in the cache",
+    "max_model_len": "the longest sequence",
+    "num_blocks": "the largest block id",
+    "mla": "latent attention",
+    "unsupported": "a feature that the spec says the backend does not have",
+    "undeclared": "a feature of which the spec says nothing",
+    "cuda_graph": "the level of graph capture",
+    "compiler": "the library compiles at run time and the request forbids it",
+    "phase": "prefill or decode alone",
+    "requirement": "a distribution that the backend needs is missing or of the wrong version",
+    "option": "an option that the spec does not declare, or a bad value for one",
+    "check": "the plugin's own check said so",
+    "excluded": "the request excludes the backend",
+    "not_installed": "attncore knows of the backend; its distribution is not installed",
+    "unknown": "the request names a backend that nobody provides",
+    "joint": "no common block size, layout and cache dtype with a backend for the other phase",
+    "blocked": "kept out by ATTNCORE_PLUGINS or ATTNCORE_DISABLE_PLUGINS",
+    "duplicate": "two distributions claim the name",
+    "broken": "the plugin failed while it was loaded",
+    "incompatible": "the plugin was built for another version of the contract",
+    "heavy_import": "the plugin's light module imports a heavy library (a warning: it works, slowly)",
+}
+"""Why a candidate was not chosen: every code a reason may carry."""
