@@ -20,8 +20,10 @@ from attncore import kv_cache as paged
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Elements of one temporary (gathered keys, or scores): 4 MiB in float32, small enough for a processor's cache.
-TEMPORARY_ELEMENTS = 1 << 20
+#: Elements of one temporary (gathered keys, scores, mask) on a CPU: 2 MiB in float32, what its caches hold; and on
+#: other devices, where every chunk costs a launch of each operation.
+CPU_ELEMENTS = 1 << 19
+DEVICE_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class Paged(NamedTuple):
                 )
         return paged.read(self.key_cache, slots).float(), paged.read(self.value_cache, slots).float()
 
+    @property
+    def temporary_elements(self) -> int:
+        """How many elements a temporary may have on this device."""
+        return CPU_ELEMENTS if self.query.device.type == "cpu" else DEVICE_ELEMENTS
+
     def fresh(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """This step's keys and values of tokens ``start:end``, float32, rounded as the cache rounds them."""
         return (
@@ -91,7 +98,7 @@ def one_request(step: Paged, scoring: Scoring, output: Tensor, *, row: int, star
         key, value = torch.cat((cached_key, key)), torch.cat((cached_value, value))
     num_tokens, num_heads = end - start, step.query.shape[1]
     copies = num_heads // key.shape[1] if scoring.plain else num_heads  # of the mask, or of the scores
-    chunk = max(1, TEMPORARY_ELEMENTS // (copies * len(key)))
+    chunk = max(1, step.temporary_elements // (copies * len(key)))
     for i in range(0, num_tokens, chunk):
         j = min(i + chunk, num_tokens)
         low, high = max(first, scoring.first_visible(context + i)), context + j
@@ -135,7 +142,7 @@ def many_requests(
     while done < len(order):
         # Lengths rise, so a chunk's last request sets its width: its size is count times that.
         sizes = lengths[order[done:]] * np.arange(1, len(order) - done + 1) * token_elements
-        count = max(1, int(np.searchsorted(sizes, TEMPORARY_ELEMENTS, side="right")))
+        count = max(1, int(np.searchsorted(sizes, step.temporary_elements, side="right")))
         chosen = order[done : done + count]
         done += count
         packed = np.stack((rows[chosen], starts[chosen], contexts[chosen], first[chosen]))

@@ -45,18 +45,19 @@ class Case:
         return self.backend.impl("layer", **self.features).forward(**(given | changes))
 
     def check(self, tolerance=2e-5):
-        before = self.cache.clone()
+        before = self.cache.cpu().clone()
         output = self.forward()
         assert output.dtype == self.query.dtype
         torch.testing.assert_close(output.float(), self.expected, atol=tolerance, rtol=tolerance)
-        slots = self.metadata.host.slot_mapping
+        slots = torch.from_numpy(self.metadata.host.slot_mapping)
         touched = torch.zeros(self.cache[0].shape[:2], dtype=torch.bool)
         touched.view(-1)[slots[slots >= 0]] = True
         touched[-1] = True  # the sink
-        for part, new in enumerate((self.key, self.value)):
+        after = self.cache.cpu()
+        for part, new in enumerate((self.key.cpu(), self.value.cpu())):
             exactly = {"equal_nan": True, "rtol": 0, "atol": 0}
-            torch.testing.assert_close(self.cache[part][~touched], before[part][~touched], **exactly)
-            flat = self.cache[part].flatten(0, 1)
+            torch.testing.assert_close(after[part][~touched], before[part][~touched], **exactly)
+            flat = after[part].flatten(0, 1)
             new = new[: len(slots)][slots >= 0].to(flat.dtype)
             torch.testing.assert_close(flat[slots[slots >= 0]], new, **exactly)
 
@@ -79,6 +80,7 @@ def make_case(
     padded_tokens=0,
     padded_rows=0,
     beyond=0,
+    device="cpu",
     seed=0,
     dead=float("nan"),
 ) -> Case:
@@ -99,7 +101,7 @@ def make_case(
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
         kv_cache_layout="NHD",
-        device="cpu",
+        device=device,
     )
     backend = ReferenceBackend(config)
     features = {
@@ -113,7 +115,7 @@ def make_case(
     needs = [0 if row.profiling else -(-(row.context + row.query_len) // block_size) for row in rows]
     num_blocks = 1 + sum(needs)
     ids = list(1 + random.permutation(num_blocks - 1))
-    cache = backend.allocate_kv_cache(num_blocks)
+    cache = backend.allocate_kv_cache(num_blocks).cpu()
     cache.fill_(dead)
 
     queries, keys, values, expected, slots = [], [], [], [], []
@@ -172,14 +174,14 @@ def make_case(
     for name, kind in DEVICE_FIELDS.items():
         array = getattr(host, name)
         assert array.dtype == kind
-        setattr(metadata, name, torch.from_numpy(array))
+        setattr(metadata, name, torch.from_numpy(array).to(device))
     return Case(
         backend,
         features,
         metadata,
-        cache,
-        *(torch.cat(group) for group in (queries, keys, values)),
-        torch.cat(expected),
+        cache.to(device),
+        *(torch.cat(group).to(device) for group in (queries, keys, values)),
+        torch.cat(expected).to(device),
         rows,
     )
 

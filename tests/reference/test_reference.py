@@ -69,7 +69,7 @@ def test_random_batches(paged_case, rows, block_size, window, cap, alibi, null_p
         seed=seed,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged_attention, "TEMPORARY_ELEMENTS", temporary)
+        patch.setattr(paged_attention, "CPU_ELEMENTS", temporary)
         case.check()
 
 

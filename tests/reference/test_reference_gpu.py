@@ -1,0 +1,68 @@
+"""The same on a GPU: right, and without waiting for it."""
+
+import pytest
+import torch
+
+from attncore import kv_cache
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+ROWS = [(9, 1), (0, 5), (300, 1), (7, 40), (12, 1), (0, 1), (4, 4)]
+FEATURES = {
+    "plain": {},
+    "window": {"sliding_window": 5},
+    "all": {
+        "sliding_window": 6,
+        "logits_soft_cap": 3.0,
+        "alibi_slopes": [0.5, 0.25, 0.125, 0.0625],
+        "sinks": [0.5] * 4,
+    },
+}
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("head_size", [8, 64, 128])
+def test_mixed_batch(paged_case, features, head_size):
+    paged_case(ROWS, head_size=head_size, device="cuda", padded_tokens=2, **features).check()
+
+
+def test_bfloat16(paged_case):
+    paged_case(ROWS, dtype="bfloat16", device="cuda").check(1e-2)
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+def test_forward_does_not_synchronise(paged_case, features):
+    case = paged_case(ROWS, device="cuda", **features)
+    impl = case.backend.impl("layer", **case.features)
+    given = (case.query, case.key, case.value, case.cache, case.metadata)
+    impl.forward(*given)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        output = impl.forward(*given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(output, case.expected, atol=2e-5, rtol=2e-5)
+
+
+def test_write_in_a_captured_graph():
+    cache = kv_cache.allocate(4, 4, 2, 8, dtype=torch.float32, device="cuda")
+    key, slots = torch.randn(3, 2, 8, device="cuda"), torch.tensor([5, -1, 9], device="cuda")
+    kv_cache.write(key, key, cache, slots)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kv_cache.write(key, key, cache, slots)
+    cache.zero_()
+    slots.copy_(torch.tensor([-1, 3, -1]))
+    graph.replay()
+    assert torch.equal(cache[0, 0, 3], key[1])
+    assert torch.count_nonzero(cache[:, :-1]) == 2 * key[1].numel()
+
+
+def test_swap_between_devices():
+    device = kv_cache.allocate(4, 4, 2, 8, dtype=torch.bfloat16, device="cuda").normal_()
+    host = kv_cache.allocate(2, 4, 2, 8, dtype=torch.bfloat16)
+    kv_cache.swap_blocks(device, host, [(3, 1)])
+    assert torch.equal(host[:, 1], device[:, 3].cpu())
+    kv_cache.swap_blocks(host, device, [(1, 0)])
+    assert torch.equal(device[:, 0], device[:, 3])
