@@ -57,9 +57,10 @@ def _mix(content_ids: Int64, positions: Int64, layer: int) -> npt.NDArray[np.uin
     return bits
 
 
-def own_content(request: Request) -> int:
-    """The content id of tokens that only this request has: what it generates, and prompts of unknown content."""
-    return 2 * request.row + 1
+def own_content(row: int) -> int:
+    """The content id of what only the request in this row of the trace has: the tokens that it generates, and prompts
+    of which the trace does not say what they share."""
+    return 2 * row + 1
 
 
 def content_ids(request: Request, start: int, stop: int) -> Int64:
@@ -67,7 +68,7 @@ def content_ids(request: Request, start: int, stop: int) -> Int64:
 
     A hash id of the trace is the content of its ``HASH_BLOCK`` prompt tokens, for every request that has it.
     """
-    ids = np.full(stop - start, own_content(request), dtype=np.int64)
+    ids = np.full(stop - start, own_content(request.row), dtype=np.int64)
     shared = min(stop, request.prompt_tokens) - start
     if request.hash_ids is not None and shared > 0:
         hash_ids = np.array(request.hash_ids, dtype=np.int64)
