@@ -30,6 +30,7 @@ def test_bfloat16(paged_case):
     paged_case(ROWS, dtype="bfloat16", device="cuda").check(1e-2)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 def test_forward_does_not_synchronise(paged_case, features):
     case = paged_case(ROWS, device="cuda", **features)
