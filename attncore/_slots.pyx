@@ -5,8 +5,8 @@ StepArena (the outputs of one step) and StepKernel (check, then one pass over th
 (reads lists of block ids, checks, fills). Every buffer is acquired once, at construction. The loops are ``noexcept
 nogil`` C, called with the GIL held: giving it up costs up to the switch interval when another thread is busy.
 
-Nothing here writes an error's text: a check answers with a code and the indices, a bad object with "bad", and the Python
-side (builder/problems.py) says what is wrong. _slots_numba.py is the twin, function by function.
+Nothing here writes an error's text: a check answers with a code and the indices, a bad object with "bad", and the
+Python side (builder/problems.py) says what is wrong. _slots_numba.py is the twin, function by function.
 """
 
 cimport cython
@@ -104,16 +104,16 @@ cdef BlockSize block_size_of(length_t tokens) noexcept nogil:
     return block
 
 
-cdef inline length_t column_of(length_t token, const BlockSize* block) noexcept nogil:
+cdef inline length_t column_of(length_t token, BlockSize block) noexcept nogil:
     return token >> block.shift if block.shift >= 0 else token // block.tokens
 
 
-cdef inline length_t offset_of(length_t token, const BlockSize* block) noexcept nogil:
+cdef inline length_t offset_of(length_t token, BlockSize block) noexcept nogil:
     return token & (block.tokens - 1) if block.shift >= 0 else token % block.tokens
 
 
 cdef inline void fill_slots(slot_t* slots, const block_id_t* ids, length_t start, length_t stop,
-                            const BlockSize* block) noexcept nogil:
+                            BlockSize block) noexcept nogil:
     """Slots of tokens start..stop of one request, a run of consecutive slots a block."""
     cdef length_t token = start, run, k
     cdef slot_t first
@@ -204,18 +204,33 @@ cdef slot_t read_ids(object ids, block_id_t* out, slot_t capacity, slot_t limit)
 
 # ---- the persistent door ---------------------------------------------------------------------------------------------
 
-cdef length_t check_rows(const Row* rows, const block_id_t* table, length_t width, const BlockSize* block,
+cdef inline bint decodes_fit(const Row* rows, const block_id_t* table, length_t width, BlockSize block, length_t count,
+                             length_t max_model_len) noexcept nogil:
+    """Whether rows 0..count can run one token each: check_rows for the common case, without saying what is wrong."""
+    cdef length_t i, computed, column
+    cdef slot_t num_seq_tokens = count
+    cdef bint fit = True
+    for i in range(count):
+        computed = rows[i].num_computed
+        column = column_of(computed, block)
+        fit &= (computed < max_model_len) & (column < rows[i].num_blocks)
+        num_seq_tokens += computed
+        if column != rows[i].column and fit:
+            fit &= table[<slot_t> i * width + column] != 0
+    return fit and num_seq_tokens <= MAX_INT32
+
+
+cdef length_t check_rows(const Row* rows, const block_id_t* table, length_t width, BlockSize block,
                          length_t num_rows, const length_t* query_lens, length_t max_model_len,
                          length_t max_num_tokens, length_t* failed_row, length_t* failed_token) noexcept nogil:
     """The checking pass: whether every scheduled token has a block of its own. Changes nothing."""
-    cdef length_t i, query_len = 1, computed, column, last
+    cdef length_t i, query_len, computed, column, last
     cdef slot_t num_tokens = 0, num_seq_tokens = 0
     cdef const Row* row
     for i in range(num_rows):
-        if query_lens != NULL:
-            query_len = query_lens[i]
-            if query_len == 0:
-                continue
+        query_len = query_lens[i]
+        if query_len == 0:
+            continue
         row = rows + i
         computed = row.num_computed
         failed_row[0] = i
@@ -260,7 +275,7 @@ cdef void swap_rows(Row* rows, block_id_t* table, length_t width, length_t i, le
 
 
 cdef inline void fill_decodes(StepArena out, Row* rows, const block_id_t* table, length_t width,
-                              const BlockSize* block, length_t count) noexcept nogil:
+                              BlockSize block, length_t count) noexcept nogil:
     """Rows 0..count run one token each. Everything but what counts 0, 1, 2, ..., which start_counting keeps."""
     cdef length_t i, computed, column, offset, pages = 0, seq_start = 0, max_seq_len = 0
     cdef Row* row
@@ -310,7 +325,7 @@ cdef inline void start_counting(StepArena out, length_t count) noexcept nogil:
 
 
 cdef inline void fill_prefills(StepArena out, Row* rows, const block_id_t* table, length_t width,
-                               const BlockSize* block, length_t start, length_t stop,
+                               BlockSize block, length_t start, length_t stop,
                                const length_t* query_lens) noexcept nogil:
     """Rows start..stop run query_lens[row] tokens each; start tokens are there already (a decode each)."""
     cdef length_t i, computed, query_len, seq_len, token = start, last
@@ -419,7 +434,7 @@ cdef class BlockRows:
         """Rows whose next token has no block (but could have one), into out; how many."""
         cdef length_t i, column, count = 0
         for i in range(self.num_rows):
-            column = column_of(self.rows[i].num_computed, &self.block)
+            column = column_of(self.rows[i].num_computed, self.block)
             if self.rows[i].num_blocks <= column < self.width:
                 out[count] = i
                 count += 1
@@ -546,11 +561,9 @@ cdef class StepKernel:
     def decode_step(self):
         """Every row runs one token: the metadata, or None where rows must be arranged or something is wrong."""
         cdef BlockRows rows = self.rows
-        cdef length_t row = 0, token = 0
         if rows.dirty or rows.busy or rows.num_rows > self.max_num_tokens:
             return None
-        if check_rows(rows.rows, rows.table, rows.width, &rows.block, rows.num_rows, NULL, self.max_model_len,
-                      self.max_num_tokens, &row, &token) != OK:
+        if not decodes_fit(rows.rows, rows.table, rows.width, rows.block, rows.num_rows, self.max_model_len):
             return None
         return self._run(rows.num_rows, rows.num_rows, NULL)
 
@@ -558,7 +571,7 @@ cdef class StepKernel:
         """The checking pass over query_lens int32[num_rows] (0: not in this step): (code, row, token)."""
         cdef length_t row = 0, token = 0
         cdef length_t code = check_rows(
-            self.rows.rows, self.rows.table, self.rows.width, &self.rows.block, self.rows.num_rows, &query_lens[0],
+            self.rows.rows, self.rows.table, self.rows.width, self.rows.block, self.rows.num_rows, &query_lens[0],
             self.max_model_len, self.max_num_tokens, &row, &token)
         return code, row, token
 
@@ -572,12 +585,12 @@ cdef class StepKernel:
         cdef BlockRows rows = self.rows
         cdef object metadata = <object> PyList_GET_ITEM(self.metadata, k)
         cdef length_t num_tokens = out.num_tokens, old_num_reqs = out.num_reqs
-        fill_decodes(out, rows.rows, rows.table, rows.width, &rows.block, num_decodes)
+        fill_decodes(out, rows.rows, rows.table, rows.width, rows.block, num_decodes)
         start_counting(out, num_decodes)
         out.max_query_len = 1 if num_decodes else 0
         out.max_prefill_seq_len = 0
         if num_decodes < num_reqs:
-            fill_prefills(out, rows.rows, rows.table, rows.width, &rows.block, num_decodes, num_reqs, query_lens)
+            fill_prefills(out, rows.rows, rows.table, rows.width, rows.block, num_decodes, num_reqs, query_lens)
         out.num_decodes = num_decodes
         out.num_reqs = num_reqs
         out.num_prefills = num_reqs - num_decodes
@@ -643,23 +656,27 @@ cdef class GroupReader:
         return 0
 
     def read(self, groups):
-        """Reads SequenceGroups (tuples of is_prompt, sequences, prefix_cache_hit): False where something is malformed."""
-        cdef object group, sequence, sequences
-        cdef bint is_prompt, hit
+        """Reads SequenceGroups (is_prompt, sequences, prefix_cache_hit): False where something is malformed."""
+        cdef object group, sequence, sequences, is_prompt, hit
         cdef length_t first, i
         self.num_seqs = 0
         self.num_ids = 0
         for group in groups:
+            # Groups and sequences are named tuples: their items are read from the tuple, not through an attribute.
             if not isinstance(group, tuple) or PyTuple_GET_SIZE(group) < 3:
                 return False
             first = self.num_seqs
-            if type(group[0]) is not bool or type(group[2]) is not bool:
+            is_prompt = <object> PyTuple_GET_ITEM(group, 0)
+            sequences = <object> PyTuple_GET_ITEM(group, 1)
+            hit = <object> PyTuple_GET_ITEM(group, 2)
+            if type(is_prompt) is not bool or type(hit) is not bool:
                 return False
-            is_prompt, hit, sequences = group[0], group[2], group[1]
-            if not isinstance(sequences, (list, tuple)):
-                return False
-            for sequence in sequences:
-                if self._read_sequence(sequence, is_prompt, hit) == 0:
+            if type(sequences) is not list:
+                if not isinstance(sequences, (list, tuple)):
+                    return False
+                sequences = list(sequences)
+            for sequence in <list> sequences:
+                if self._read_sequence(sequence, is_prompt is True, hit is True) == 0:
                     return False
             if self.num_seqs == first:
                 return False
@@ -669,7 +686,7 @@ cdef class GroupReader:
                 for i in range(first + 1, self.num_seqs):
                     if (self.entries[i].num_ids < 0) != (self.entries[first].num_ids < 0):
                         return False
-            if first and is_prompt and not self.entries[first - 1].is_prompt:
+            if first and is_prompt is True and not self.entries[first - 1].is_prompt:
                 return False
         return self.num_seqs > 0
 
@@ -685,7 +702,7 @@ cdef class GroupReader:
             return 0
         if query_len < 1 or context_len < 0 or query_len > MAX_INT32 or context_len > MAX_INT32 - query_len:
             return 0
-        ids = sequence[3]
+        ids = <object> PyTuple_GET_ITEM(sequence, 3)
         if ids is not None:
             try:
                 self._reserve_ids(len(ids))
@@ -787,7 +804,7 @@ cdef class GroupReader:
                 slot_mapping[token + k] = -1
             if masked < entry.query_len:
                 fill_slots(&slot_mapping[token + masked], self.ids + entry.first_id, entry.context_len + masked,
-                           entry.context_len + entry.query_len, &block)
+                           entry.context_len + entry.query_len, block)
             count_up(&positions[token], entry.context_len, entry.query_len)
             repeat(&token_to_req_indices[token], i, entry.query_len)
             token += entry.query_len
@@ -849,7 +866,7 @@ def fill_slot_mapping(const block_id_t[:, ::1] block_table, const length_t[::1] 
     cdef slot_t token = 0
     for i in range(<length_t> query_lens.shape[0]):
         if query_lens[i]:
-            fill_slots(&out[token], &block_table[i, 0], context_lens[i], context_lens[i] + query_lens[i], &block)
+            fill_slots(&out[token], &block_table[i, 0], context_lens[i], context_lens[i] + query_lens[i], block)
             token += query_lens[i]
 
 

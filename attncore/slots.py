@@ -102,8 +102,8 @@ def compute_slot_mapping(
     """Appends the slots of one sequence's tokens ``context_len..seq_len`` to ``slot_mapping``.
 
     Tokens before ``start_idx`` and every token of a profiling run get ``PAD_SLOT_ID``; the others
-    ``block_tables[seq_id][i // block_size] * block_size + i % block_size``. Raises ValueError, and appends nothing, where
-    the table is too short.
+    ``block_tables[seq_id][i // block_size] * block_size + i % block_size``. Raises ValueError, and appends nothing,
+    where the table is too short.
     """
     _at_least("context_len", context_len, 0)
     _at_least("seq_len", seq_len, context_len + 1)

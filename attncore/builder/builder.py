@@ -21,8 +21,8 @@ _EVERYBODY: Mapping[Any, int] = MappingProxyType({})
 class MetadataBuilder:
     """Builds the metadata of one step after another from ``batch``, for ``backend``.
 
-    ``backend`` None gives NumPy arrays; a backend's metadata holds torch tensors on its device. ``depth`` arenas are used
-    in turn: metadata is valid until ``depth`` builds later. ``nbytes`` is the memory of the arenas. One thread at a time.
+    ``backend`` None gives NumPy arrays; a backend's metadata holds torch tensors on its device. ``depth`` arenas are
+    used in turn: metadata is valid until ``depth`` builds later. ``nbytes`` is their memory. One thread at a time.
     """
 
     def __init__(

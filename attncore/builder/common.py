@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from attncore import slots
 from attncore.builder import problems
@@ -78,8 +77,8 @@ class CommonMetadataBuilder:
     def build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int = -1) -> CommonAttentionMetadata:
         """The metadata of one step: prompts, then decodes.
 
-        ``cuda_graph_pad_size`` -1: no graph; else the number of padded requests behind the decodes. Raises ValueError or
-        TypeError that names the group, sequence and field, and builds nothing.
+        ``cuda_graph_pad_size`` -1: no graph; else the number of padded requests behind the decodes. Raises ValueError
+        or TypeError that names the group, sequence and field, and builds nothing.
         """
         slots._at_least("cuda_graph_pad_size", cuda_graph_pad_size, -1)
         groups = groups if isinstance(groups, (list, tuple)) else list(groups)
@@ -155,7 +154,8 @@ class CommonMetadataBuilder:
             raise ValueError("graph_batch_size: a graph batch holds decodes only; this one has a prompt")
         if measures.longest > self.max_seq_len_to_capture:
             raise ValueError(
-                f"max_seq_len_to_capture: {self.max_seq_len_to_capture} is below the length {measures.longest} of this step"
+                f"max_seq_len_to_capture: {self.max_seq_len_to_capture} is below the length {measures.longest} "
+                "of this step"
             )
         width = -(-self.max_seq_len_to_capture // self.block_size)
         if measures.widest_row > width and not self.layout.cuts_lookahead:
@@ -168,16 +168,10 @@ class CommonMetadataBuilder:
     def _refusal(self, groups: Any, measures: _Measures) -> ValueError:
         if measures.code == slots.TOO_MANY_SEQ_TOKENS:
             return ValueError("groups: tokens, lengths or pages of this step do not fit int32 in all")
-        row, path, sequence, hit_path = -1, "", None, ""
-        for i, group in enumerate(groups):
-            for j, sequence in enumerate(group[1]):
-                row += 1
-                if row == measures.row:
-                    break
-            if row == measures.row:
-                path, hit_path = f"groups[{i}].sequences[{j}]", f"groups[{i}].prefix_cache_hit"
-                break
-        seq_id, query_len, context_len, table = sequence[:4]  # type: ignore[index]
+        rows = [(i, j) for i, group in enumerate(groups) for j in range(len(group[1]))]
+        i, j = rows[measures.row]
+        path, hit_path = f"groups[{i}].sequences[{j}]", f"groups[{i}].prefix_cache_hit"
+        seq_id, query_len, context_len, table = groups[i][1][j][:4]
         match measures.code:
             case slots.TOO_FEW_BLOCKS:
                 return ValueError(
@@ -196,7 +190,8 @@ class CommonMetadataBuilder:
                     "prefix_cache_hit"
                 )
         return ValueError(
-            f"{path}.query_len: {query_len} on a decode; layout {self.layout.name} runs one token a decode (flash runs more)"
+            f"{path}.query_len: {query_len} on a decode; layout {self.layout.name} runs one token a decode "
+            "(flash runs more)"
         )
 
 

@@ -18,9 +18,9 @@ NULL_BLOCK_ID = 0
 class InputBatch:
     """Up to ``max_num_reqs`` requests of up to ``max_model_len`` tokens, in blocks of ``block_size`` tokens.
 
-    Capacity and memory (``nbytes``, host) are fixed here. ``num_blocks`` bounds the block ids (the cache's size; default:
-    any int32). Block 0 is the null block: a table may hold it where a window has passed, no token may be written to it.
-    A request keeps its row until a build moves it (``metadata.moves``). One thread at a time.
+    Capacity and memory (``nbytes``, host) are fixed here. ``num_blocks`` bounds the block ids (the cache's size;
+    default: any int32). Block 0 is the null block: a table may hold it where a window has passed, no token may be
+    written to it. A request keeps its row until a build moves it (``metadata.moves``). One thread at a time.
     """
 
     def __init__(
@@ -91,8 +91,12 @@ class InputBatch:
         ids: list[int] = self.block_table[row, : self.num_blocks_of(row)].tolist()
         return ids
 
-    def add_request(self, req_id: Hashable, block_ids: Any, num_computed_tokens: int = 0) -> None:
-        """A request joins; ``num_computed_tokens`` of its tokens are in ``block_ids`` already."""
+    def add_request(self, req_id: Hashable, block_ids: Any, num_computed_tokens: int = 0) -> int:
+        """A request joins; ``num_computed_tokens`` of its tokens are in ``block_ids`` already.
+
+        Answers the row it has until a build moves it. Raises ValueError, and changes nothing, where the batch is full, the
+        name is taken, a block id is none or the blocks do not hold the computed tokens.
+        """
         with self._entered():
             if req_id is None:
                 raise ValueError("req_id: None cannot name a request")
@@ -113,8 +117,8 @@ class InputBatch:
                 held = self.num_blocks_of(row)
                 if held * self.block_size < num_computed_tokens:
                     raise ValueError(
-                        f"block_ids: request {req_id!r} has {num_computed_tokens} computed tokens but holds {held} blocks "
-                        f"(block_size {self.block_size})"
+                        f"block_ids: request {req_id!r} has {num_computed_tokens} computed tokens but holds "
+                        f"{held} blocks (block_size {self.block_size})"
                     )
             except BaseException:
                 self._clear(row)
@@ -127,6 +131,7 @@ class InputBatch:
                 self._ids[row] = req_id
             self._row_of[req_id] = row
             self._rows.dirty = True
+            return row
 
     def append_blocks(self, req_id: Hashable, block_ids: Any) -> None:
         """The request gets more blocks; one that was preempted takes part again."""

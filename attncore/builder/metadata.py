@@ -109,12 +109,14 @@ class CommonAttentionMetadata:
     @property
     def prefill_metadata(self) -> CommonAttentionMetadata | None:
         """The prefills of this step as a batch of their own, None where there are none. Cached."""
-        return self._cached("_prefill", self._prefill_view)
+        view: CommonAttentionMetadata | None = self._cached("_prefill", self._prefill_view)
+        return view
 
     @property
     def decode_metadata(self) -> CommonAttentionMetadata | None:
         """The decodes of this step as a batch of their own, None where there are none. Cached."""
-        return self._cached("_decode", self._decode_view)
+        view: CommonAttentionMetadata | None = self._cached("_decode", self._decode_view)
+        return view
 
     def asdict_zerocopy(self, skip_fields: Collection[str] | None = None) -> dict[str, Any]:
         """Fields by name, arrays not copied, for broadcasting to other ranks; ``skip_fields`` is left as it is."""

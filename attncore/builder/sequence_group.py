@@ -1,4 +1,4 @@
-"""What the list door takes: groups of sequences with lists of block ids, as engines of the first generation have them."""
+"""What the list door takes: groups of sequences with lists of block ids, as first-generation engines have them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The arenas a step's metadata is written to: one block of memory each, used in turn.
 
-On a CPU device that is all: arenas rotate and nothing is copied. A ring that brings an arena to a GPU has its place here.
+On a CPU device that is all: arenas rotate and nothing is copied. A ring that brings an arena to a GPU has its place
+here.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attncore.builder.input_batch import InputBatch
 
 
-def _count(name: str) -> property:
+def _count(name: str) -> Any:
     return property(lambda self: getattr(self._arena, name))
 
 
@@ -56,26 +56,26 @@ class StepMetadata(CommonAttentionMetadata):
     """Valid until its arena is used again, ``depth`` builds later; ``block_table`` until the batch changes."""
 
     decodes_first = True
-    num_reqs = _count("num_reqs")  # type: ignore[assignment]
-    num_tokens = _count("num_tokens")  # type: ignore[assignment]
-    num_decodes = _count("num_decodes")  # type: ignore[assignment]
-    num_decode_tokens = _count("num_decodes")  # type: ignore[assignment]
-    num_prefills = _count("num_prefills")  # type: ignore[assignment]
-    num_prefill_tokens = _count("num_prefill_tokens")  # type: ignore[assignment]
-    max_query_len = _count("max_query_len")  # type: ignore[assignment]
-    max_seq_len = _count("max_seq_len")  # type: ignore[assignment]
-    max_prefill_seq_len = _count("max_prefill_seq_len")  # type: ignore[assignment]
-    max_decode_seq_len = _count("max_decode_seq_len")  # type: ignore[assignment]
+    num_reqs = _count("num_reqs")
+    num_tokens = _count("num_tokens")
+    num_decodes = _count("num_decodes")
+    num_decode_tokens = _count("num_decodes")
+    num_prefills = _count("num_prefills")
+    num_prefill_tokens = _count("num_prefill_tokens")
+    max_query_len = _count("max_query_len")
+    max_seq_len = _count("max_seq_len")
+    max_prefill_seq_len = _count("max_prefill_seq_len")
+    max_decode_seq_len = _count("max_decode_seq_len")
     step = _count("step")
-    req_ids = _count("req_ids")  # type: ignore[assignment]
-    moves = _count("moves")  # type: ignore[assignment]
+    req_ids = _count("req_ids")
+    moves = _count("moves")
 
     def __init__(self, arena: Any, fields: dict[str, npt.NDArray[Any]], batch: InputBatch, wrap: Wrap) -> None:
         super().__init__(_HostFields(arena, fields, batch), wrap)
         self._arena, self._fields = arena, fields
 
     @property
-    def paged_kv_indices(self) -> Any:  # type: ignore[override]
+    def paged_kv_indices(self) -> Any:
         return self._this_step("_indices", lambda: self._wrap(self.host.paged_kv_indices))
 
     def forget_views(self) -> None:

@@ -1,7 +1,7 @@
 """The command line: one module a command, imported only when it runs.
 
-A command module has ``HELP`` (one line), ``configure(parser)`` and ``run(args) -> int``. Exit codes: 0 fine, 1 a finding,
-2 usage or bad input (one line on stderr), 3 no usable backend.
+A command module has ``HELP`` (one line), ``configure(parser)`` and ``run(args) -> int``. Exit codes: 0 fine, 1 a
+finding, 2 usage or bad input (one line on stderr), 3 no usable backend.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ class UsageError(ValueError):
     """A mistake on the command line or in an input file; its text is the one line that the user sees."""
 
 
+class InputLineError(UsageError):
+    """A mistake in one line of a stream: its text begins with ``line N:`` and is printed as it is."""
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse without the usage text before an error: one line says it."""
 
@@ -34,10 +38,18 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
+class _Help(argparse.HelpFormatter):
+    """Fills a description paragraph by paragraph, to the width of the terminal."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(super(_Help, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
+
+
 def _parser(command: str) -> _Parser:
     module = importlib.import_module(f"attncore.cli.{command.replace('-', '_')}")
-    parser = _Parser(prog=f"attncore {command}", description=module.__doc__, allow_abbrev=False,
-                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(
+        prog=f"attncore {command}", description=module.__doc__, allow_abbrev=False, formatter_class=_Help
+    )
     module.configure(parser)
     parser.set_defaults(run=module.run)
     return parser
@@ -76,5 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: object, code: int) -> int:
-    print(f"attncore: error: {' '.join(str(error).split())}", file=sys.stderr)
+    prefix = "" if isinstance(error, InputLineError) else "attncore: error: "
+    print(prefix + " ".join(str(error).split()), file=sys.stderr)
     return code

@@ -1,0 +1,173 @@
+"""The batch file: one batch of the list door a line (JSON Lines) in, its metadata out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple, NoReturn
+
+from attncore import slots
+from attncore.builder.common import CommonMetadataBuilder
+from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.sequence_group import Sequence, SequenceGroup
+
+_REQUIRED = object()
+_BATCH = {
+    "block_size": _REQUIRED, "groups": _REQUIRED, "sliding_window": None, "chunked_prefill": False,
+    "graph_batch_size": None, "max_seq_len_to_capture": None,
+}  # fmt: skip
+_GROUP = {"is_prompt": _REQUIRED, "sequences": _REQUIRED, "prefix_cache_hit": False}
+_SEQUENCE = {"seq_id": _REQUIRED, "query_len": _REQUIRED, "context_len": _REQUIRED, "block_table": _REQUIRED}
+
+# What a line of output holds, by layout. The file has the first generation's name of the rectangle.
+_COMMON = (
+    "num_prefills", "num_prefill_tokens", "num_decode_tokens", "slot_mapping", "seq_lens", "context_lens",
+    "query_start_loc", "seq_start_loc", "block_tables", "max_query_len", "max_prefill_seq_len", "max_decode_seq_len",
+    "use_cuda_graph",
+)  # fmt: skip
+_OUTPUT = {
+    "common": _COMMON,
+    "rocm": _COMMON,
+    "flash": (*_COMMON, "max_decode_query_len"),
+    "flashinfer": (*_COMMON, "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
+}
+
+
+class Batch(NamedTuple):
+    """One line of a batch file, checked for shape and type; what its numbers mean is the builder's to check."""
+
+    block_size: int
+    sliding_window: int | None
+    chunked_prefill: bool
+    max_seq_len_to_capture: int | None
+    cuda_graph_pad_size: int
+    groups: list[SequenceGroup]
+
+
+def parse_batch(text: str | bytes) -> Batch:
+    """One line to a Batch; ValueError or TypeError that begins with the field's path."""
+    try:
+        record = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("batch: nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"batch: not UTF-8 ({error.reason} at byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"batch: not JSON ({error.msg} at column {error.colno})") from None
+    fields = _fields("", "batch", record, _BATCH)
+    block_size = _integer("block_size", fields["block_size"], 1)
+    window = _optional("sliding_window", fields["sliding_window"])
+    chunked = _boolean("chunked_prefill", fields["chunked_prefill"])
+    groups = [_group(f"groups[{i}]", group) for i, group in enumerate(_list("groups", fields["groups"]))]
+    batch_size = _optional("graph_batch_size", fields["graph_batch_size"])
+    capture, pad = None, -1
+    if batch_size is not None:
+        if fields["max_seq_len_to_capture"] is None:
+            raise ValueError("max_seq_len_to_capture: missing; graph_batch_size needs it")
+        capture = _integer("max_seq_len_to_capture", fields["max_seq_len_to_capture"], 1)
+        num_seqs = sum(len(group.sequences) for group in groups)
+        if batch_size < num_seqs:
+            raise ValueError(f"graph_batch_size: {batch_size} is below the {num_seqs} sequences of the batch")
+        pad = batch_size - num_seqs
+    return Batch(block_size, window, chunked, capture, pad, groups)
+
+
+def build_batch(batch: Batch, layout: str = "common", kernels: slots.KernelsName | None = None) -> dict[str, Any]:
+    """The metadata of a batch as one line of output holds it: plain ints, bools and lists."""
+    builder = _builder(
+        batch.block_size, layout, batch.sliding_window, batch.chunked_prefill, batch.max_seq_len_to_capture, kernels
+    )
+    metadata = builder.build(batch.groups, batch.cuda_graph_pad_size)
+    return {name: _plain(metadata, name) for name in _OUTPUT[layout]}
+
+
+@lru_cache(maxsize=64)
+def _builder(
+    block_size: int, layout: str, window: int | None, chunked: bool, capture: int | None, kernels: Any
+) -> CommonMetadataBuilder:
+    # A stream repeats its settings line by line; a builder keeps its scratch.
+    return CommonMetadataBuilder(
+        block_size,
+        layout,
+        sliding_window=window,
+        chunked_prefill=chunked,
+        max_seq_len_to_capture=capture,
+        kernels=kernels,
+    )
+
+
+def _plain(metadata: CommonAttentionMetadata, name: str) -> Any:
+    value = getattr(metadata, name)
+    return value if isinstance(value, (int, bool)) else value.tolist()
+
+
+def _group(path: str, record: Any) -> SequenceGroup:
+    fields = _fields(f"{path}.", path, record, _GROUP)
+    is_prompt = _boolean(f"{path}.is_prompt", fields["is_prompt"])
+    hit = _boolean(f"{path}.prefix_cache_hit", fields["prefix_cache_hit"])
+    records = _list(f"{path}.sequences", fields["sequences"])
+    return SequenceGroup(is_prompt, [_sequence(f"{path}.sequences[{i}]", s) for i, s in enumerate(records)], hit)
+
+
+def _sequence(path: str, record: Any) -> Sequence:
+    fields = _fields(f"{path}.", path, record, _SEQUENCE)
+    table = fields["block_table"]
+    if table is not None and not isinstance(table, list):
+        raise TypeError(f"{path}.block_table: {_shown(table)} is neither a list nor null")
+    return Sequence(
+        _integer(f"{path}.seq_id", fields["seq_id"], None),
+        _integer(f"{path}.query_len", fields["query_len"], 1),
+        _integer(f"{path}.context_len", fields["context_len"], 0),
+        table,
+    )
+
+
+def _fields(prefix: str, whole: str, record: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise TypeError(f"{whole}: {_shown(record)} is not an object")
+    unknown = record.keys() - known.keys()
+    if unknown:
+        raise ValueError(f"{prefix}{min(unknown)}: unknown field; known: {', '.join(known)}")
+    fields = {**known, **record}
+    for name, value in fields.items():
+        if value is _REQUIRED:
+            raise ValueError(f"{prefix}{name}: missing")
+    return fields
+
+
+def _list(path: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{path}: {_shown(value)} is not a list")
+    if not value:
+        raise ValueError(f"{path}: empty; at least one is needed")
+    return value
+
+
+def _integer(path: str, value: Any, least: int | None) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{path}: {_shown(value)} is not an integer")
+    if least is None and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{path}: {value} does not fit 64 bits")
+    if least is not None and not least <= value <= slots.INT32_MAX:
+        raise ValueError(f"{path}: {value} is outside {least}..{slots.INT32_MAX}")
+    return value
+
+
+def _optional(path: str, value: Any) -> int | None:
+    return None if value is None else _integer(path, value, 1)
+
+
+def _boolean(path: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{path}: {_shown(value)} is not true or false")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"batch: not JSON ({name} is no JSON number)")

@@ -1,0 +1,20 @@
+"""What every test may use. Each test of the hot path runs on both implementations through the ``kernels`` fixture."""
+
+import importlib
+
+import pytest
+
+from attncore import env
+
+
+@pytest.fixture(params=["cython", "numba"])
+def kernels(request):
+    """The name of an implementation of the kernels."""
+    if request.param == "cython":
+        try:
+            importlib.import_module("attncore._slots")
+        except ImportError:
+            if env.require_ext():
+                raise
+            pytest.skip("the compiled extension is not installed")
+    return request.param

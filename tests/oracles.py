@@ -1,0 +1,115 @@
+"""What metadata must be, in plain Python and as plainly as the rules read. No code of attncore is used."""
+
+PAD = -1
+
+
+def cdiv(a, b):
+    return -(-a // b)
+
+
+def slots_of(table, start, stop, block_size):
+    return [table[i // block_size] * block_size + i % block_size for i in range(start, stop)]
+
+
+def sums(lengths):
+    out = [0]
+    for length in lengths:
+        out.append(out[-1] + length)
+    return out
+
+
+def persistent_step(rows, block_size):
+    """Every host field of a persistent step; rows: (blocks, computed before the step, query_len), decodes first."""
+    queries = [q for _, _, q in rows]
+    lens = [c + q for _, c, q in rows]
+    positions = [list(range(c, c + q)) for _, c, q in rows]
+    decodes = [row for row in rows if row[2] == 1]
+    num_decodes = len(decodes)
+    return {
+        "slot_mapping": [s for b, c, q in rows for s in slots_of(b, c, c + q, block_size)],
+        "positions": [p for run in positions for p in run],
+        "token_to_req_indices": [i for i, q in enumerate(queries) for _ in range(q)],
+        "seq_lens": lens,
+        "context_lens": [c for _, c, _ in rows],
+        "query_lens": queries,
+        "logits_indices": [end - 1 for end in sums(queries)[1:]],
+        "last_blocks": [b[(n - 1) // block_size] for (b, _, _), n in zip(rows, lens, strict=True)],
+        "query_start_loc": sums(queries),
+        "seq_start_loc": sums(lens),
+        "paged_kv_indptr": sums(cdiv(n, block_size) for n in lens),
+        "paged_kv_indices": [x for (b, _, _), n in zip(rows, lens, strict=True) for x in b[: cdiv(n, block_size)]],
+        "paged_kv_last_page_len": [(n - 1) % block_size + 1 for n in lens],
+        "num_reqs": len(rows),
+        "num_tokens": sum(queries),
+        "num_decodes": num_decodes,
+        "num_decode_tokens": num_decodes,
+        "num_prefills": len(rows) - num_decodes,
+        "num_prefill_tokens": sum(queries) - num_decodes,
+        "max_query_len": max(queries, default=0),
+        "max_seq_len": max(lens, default=0),
+        "max_decode_seq_len": max(lens[:num_decodes], default=0),
+        "max_prefill_seq_len": max(lens[num_decodes:], default=0),
+    }
+
+
+def list_step(groups, block_size, layout, window=None, chunked=False, pad=-1, capture=None):
+    """Every field of a list-door step; groups: (is_prompt, hit, [(query_len, context_len, table or None)])."""
+    rows = [(is_prompt, hit, *s) for is_prompt, hit, sequences in groups for s in sequences]
+    out = {"slot_mapping": [], "seq_lens": [], "context_lens": [], "query_lens": []}
+    tables, pages, last_page, indices = [], [], [], []
+    any_hit = any(hit for _, hit, *_ in rows)
+    max_prefill = max_decode = 0
+    for is_prompt, hit, query_len, context_len, table in rows:
+        seq_len = query_len + context_len
+        start_idx = max(0, query_len - window) if is_prompt and window else 0
+        for i in range(context_len, seq_len):
+            if table is None or i < start_idx:
+                out["slot_mapping"].append(PAD)
+            else:
+                out["slot_mapping"].append(table[i // block_size] * block_size + i % block_size)
+        kernel_len = seq_len
+        if not is_prompt and window:
+            kernel_len = min(seq_len, cdiv(window, block_size) * block_size + seq_len % block_size)
+        out["seq_lens"].append(kernel_len)
+        out["context_lens"].append(context_len)
+        out["query_lens"].append(query_len)
+        if is_prompt:
+            max_prefill = max(max_prefill, seq_len)
+        else:
+            max_decode = max(max_decode, kernel_len)
+        if table is None:
+            tables.append([])
+        elif hit or (layout == "flash" and any_hit):
+            tables.append(list(table))
+        elif is_prompt:
+            tables.append(list(table) if chunked else [])
+        elif window:
+            keep = cdiv(window, block_size) + (1 if seq_len % block_size else 0)
+            tables.append(list(table)[: cdiv(seq_len, block_size)][-keep:])
+        else:
+            tables.append(list(table))
+        pages.append(0 if table is None else cdiv(seq_len, block_size))
+        indices.extend([] if table is None else table[: pages[-1]])
+        last_page.append(0 if table is None else (seq_len % block_size or block_size))
+    padded = max(pad, 0)
+    out["slot_mapping"] += [PAD] * padded
+    out["query_start_loc"] = sums(out["query_lens"])
+    out["seq_lens"] += [1] * padded
+    out["seq_start_loc"] = sums(out["seq_lens"])
+    width = max(map(len, tables), default=0) if pad < 0 else cdiv(capture, block_size)
+    out["block_tables"] = [(t + [0] * width)[:width] for t in tables] + [[0] * width] * padded
+    prompts = [row for row in rows if row[0]]
+    decodes = [row for row in rows if not row[0]]
+    out["num_prefills"] = len(prompts)
+    out["num_prefill_tokens"] = sum(row[2] for row in prompts)
+    out["num_decode_tokens"] = sum(row[2] for row in decodes) + padded
+    out["max_query_len"] = max(row[2] for row in rows)
+    out["max_prefill_seq_len"], out["max_decode_seq_len"] = max_prefill, max_decode
+    out["use_cuda_graph"] = pad >= 0
+    if layout == "flash":
+        out["max_decode_query_len"] = max((row[2] for row in decodes), default=1)
+    if layout == "flashinfer":
+        out["paged_kv_indptr"] = sums(pages + [0] * padded)
+        out["paged_kv_indices"] = indices
+        out["paged_kv_last_page_len"] = last_page + [0] * padded
+    return out
