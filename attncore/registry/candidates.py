@@ -128,7 +128,7 @@ def _library(form: BackendSpec, host: Host) -> str:
 
 
 def _merged(judged: list[tuple[BackendSpec, list[Reason]]], host: Host) -> Iterator[Reason]:
-    """The reasons of all forms. Where a form lacks nothing but a distribution, that is what fixes the others' reasons."""
+    """The reasons of all forms. Where one lacks nothing but a distribution, that is what fixes the others' reasons."""
     missing = [reasons for _, reasons in judged if all(reason.code == "requirement" for reason in reasons)]
     installed = [reasons for _, reasons in judged if not any(reason.code == "requirement" for reason in reasons)]
     install = ""

@@ -74,6 +74,10 @@ class Host:
         """The same host, with ``found`` for the names that it does not hold."""
         return replace(self, packages={**found, **self.packages}) if found else self
 
+    def stating(self, packages: Mapping[str, str]) -> Host:
+        """The same host, with ``packages`` whatever it held for their names."""
+        return replace(self, packages={**self.packages, **packages})
+
     def as_json(self) -> dict[str, Any]:
         """The facts as JSON types, without CPU flags."""
         return {

@@ -137,7 +137,7 @@ def _failed(record: PluginRecord, error: BaseException) -> PluginRecord:
     else:
         reason = Reason(
             "broken",
-            f"{_value(record)} failed: {_described(error)}",
+            f"{_value(record)} failed: {described(error)}",
             asked=_value(record),
             source=record.label,
             fix=f"update {record.distribution}, or report it to its authors",
@@ -146,7 +146,8 @@ def _failed(record: PluginRecord, error: BaseException) -> PluginRecord:
     return replace(record, state=reason.code, reasons=(reason,), error=error)
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
+    """The type and the text of an exception, on one line."""
     try:
         text = " ".join(str(error).split())
     except Exception:  # an exception that cannot even be printed is a plugin's fault as well

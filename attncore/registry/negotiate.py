@@ -86,7 +86,8 @@ def negotiate_joint(
                 best = (key, (one, two), blocks, layouts)
     if best is None:
         return JointOutcome(None, _disjoint(first, second), _disjoint(second, first))
-    return JointOutcome(best[1], first, second, best[2], best[3])
+    one, two = best[1]
+    return JointOutcome(best[1], replace(first, chosen=one), replace(second, chosen=two), best[2], best[3])
 
 
 def _eligible(outcome: Outcome, request: AttentionRequest) -> tuple[Candidate, ...]:

@@ -1,0 +1,144 @@
+"""Examine the installation: versions, the compiled kernels, environment variables, the host, and every plugin.
+
+Each plugin is loaded, asked and (unless --no-create) made in a process of its own with a time limit, so that one that
+hangs or crashes is a row. Exits with 1 where there is a finding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+from attncore import env
+from attncore._version import __version__
+from attncore.cli.output import print_json, print_table
+from attncore.registry import discover
+from attncore.registry.host import Host
+from attncore.registry.isolate import Examination, examine
+from attncore.registry.reasons import listed
+
+HELP = "examine the installation: versions, environment, each plugin in a process of its own"
+PACKAGES = ("numpy", "pluggy", "rich", "torch", "numba", "triton", "transformers")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="for each plugin (default 60)")
+    parser.add_argument("--no-create", action="store_true", help="read specs only; import no kernel library")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found; 1 where something is wrong."""
+    if not args.timeout > 0:
+        raise ValueError(f"--timeout: {args.timeout:g} is not a positive number of seconds")
+    problems = env.problems()
+    plugins, rows = "", []
+    try:
+        records = discover.find()
+        rows = [examine(record, timeout=args.timeout, create=not args.no_create) for record in records]
+    except ValueError as error:  # a variable that says what may load cannot be read: then nothing may
+        plugins = f"no plugin is examined: {error}"
+    kernels, kernels_fine = _kernels()
+    findings = [*problems.values(), *_unmatched(rows), *_broken(rows)]
+    if not kernels_fine:
+        findings.append(f"kernels: {kernels}")
+    if plugins and plugins.partition(": ")[2] not in problems.values():
+        findings.append(plugins)
+    report = {
+        "attncore": __version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "kernels": kernels,
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if name in env.VARIABLES},
+        "host": Host.probe().as_json(),
+        "backends": [row.as_json() for row in rows],
+        "findings": findings,
+    }
+    if args.json:
+        print_json(report)
+    else:
+        _print(report, rows, plugins)
+    return 1 if findings else 0
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except Exception:
+        return None
+
+
+def _kernels() -> tuple[str, bool]:
+    try:
+        from attncore.slots import why_kernels
+
+        return why_kernels(), True
+    except (ImportError, ValueError) as error:
+        return str(error), False
+
+
+def _unmatched(rows: list[Examination]) -> list[str]:
+    """Names in the two lists of plugins that no plugin has: a list that pins what may load must not hold a typing
+    error.
+    """
+    try:
+        lists = {"ATTNCORE_PLUGINS": env.plugins() or frozenset(), "ATTNCORE_DISABLE_PLUGINS": env.disabled_plugins()}
+    except ValueError:
+        return []
+    names = {row.record.name for row in rows}
+    return [
+        f"{variable}: no plugin is named {name!r}; installed: {listed(sorted(names))}"
+        for variable, wanted in lists.items()
+        for name in sorted(wanted - names)
+    ]
+
+
+def _broken(rows: list[Examination]) -> list[str]:
+    return [
+        f"{row.record.name} ({row.record.label}): {reason}"
+        for row in rows
+        for reason in row.record.reasons
+        if row.record.state in ("duplicate", "broken", "incompatible") or reason.code == "heavy_import"
+    ]
+
+
+def _print(report: dict[str, Any], rows: list[Examination], plugins: str) -> None:
+    host = report["host"]
+    facts = [
+        ("attncore", report["attncore"]),
+        ("python", report["python"]),
+        ("platform", report["platform"]),
+        ("kernels", report["kernels"]),
+        ("host", " ".join(str(host[key]) for key in ("device", "device_name", "driver") if host[key])),
+        *(("note", note) for note in host["notes"]),
+        *((name, version or "not installed") for name, version in report["packages"].items()),
+        *report["environment"].items(),
+    ]
+    print_table(("WHAT", "FOUND"), facts)
+    print()
+    if plugins:
+        print(plugins)
+    elif rows:
+        headers = ("NAME", "DISTRIBUTION", "VERSION", "STATE", "SECONDS", "CREATED OR REASON")
+        print_table(headers, [_row(row) for row in rows])
+        for row in rows:
+            for key, value in row.facts.items():
+                print(f"{row.record.name}: {key}: {value}")
+    else:
+        print("no plugin is installed")
+    print()
+    for finding in report["findings"]:
+        print(f"finding: {finding}")
+    if not report["findings"]:
+        print("no findings")
+
+
+def _row(row: Examination) -> tuple[str, ...]:
+    record = row.record
+    words = " | ".join(part for part in (row.created, *map(str, record.reasons)) if part)
+    return (record.name, record.distribution, record.version, record.state, f"{row.seconds:.1f}", words)

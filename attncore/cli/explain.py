@@ -1,0 +1,180 @@
+"""Explain which backend would be chosen for a model on a machine, and give every reason against the others.
+
+The model comes from flags or from a Hugging Face config.json (flags win); without either a common one is taken, and
+told. The machine is this one, or any that --assume names; --assume-package states what is installed there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from attncore.cli.output import print_json, stdout_to_stderr
+from attncore.registry import explain as words
+from attncore.registry.candidates import Candidate
+from attncore.registry.decide import Decision, JointDecision, decide, decide_joint
+from attncore.registry.host import Host
+from attncore.registry.model_config import read
+from attncore.registry.negotiate import Outcome
+from attncore.registry.vocabulary import (
+    DTYPES,
+    FEATURES,
+    GRAPH_LEVELS,
+    KV_CACHE_DTYPES,
+    KV_CACHE_LAYOUTS,
+    PHASES,
+    POLICIES,
+)
+
+HELP = "say which backend would be chosen, on this machine or another, and why not the others"
+_COUNTS = (
+    ("num_heads", "query heads of one rank"),
+    ("num_kv_heads", "key/value heads of one rank"),
+    ("head_size", "size of a head"),
+    ("head_size_v", "size of a value head where it differs"),
+    ("block_size", "tokens per block of the kernel, exactly"),
+    ("manager_block_size", "tokens per block of the engine's allocator"),
+    ("max_model_len", "tokens of the longest sequence"),
+    ("num_blocks", "blocks in the cache"),
+    ("sliding_window", "tokens a query may see, itself included"),
+)
+_WORDS = (
+    ("dtype", DTYPES),
+    ("kv_cache_dtype", (*KV_CACHE_DTYPES, "fp8")),
+    ("kv_cache_layout", KV_CACHE_LAYOUTS),
+    ("cuda_graph", GRAPH_LEVELS),
+    ("phase", PHASES),
+    ("policy", POLICIES),
+)
+_COMMON = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    model = parser.add_argument_group("the request")
+    model.add_argument("--config", metavar="FILE", help="a Hugging Face config.json, or the folder that holds one")
+    model.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the heads of --config"
+    )
+    for name, text in _COUNTS:
+        model.add_argument(_flag(name), type=int, metavar="N", help=text)
+    for name, choices in _WORDS:
+        model.add_argument(_flag(name), choices=choices)
+    model.add_argument("--logits-soft-cap", type=float, metavar="X")
+    model.add_argument(
+        "--alibi", nargs="?", const=True, choices=("standard",), help="position biases; 'standard' slopes only"
+    )
+    model.add_argument("--sinks", action="store_true", default=None)
+    model.add_argument("--use-mla", action="store_true", default=None, help="latent attention")
+    model.add_argument("--feature", dest="features", action="append", choices=tuple(FEATURES), metavar="NAME")
+    model.add_argument("--no-compile", dest="allow_compile", action="store_false", default=None)
+    model.add_argument("--backend", metavar="NAME", help="the one to use")
+    model.add_argument("--prefer", type=_names, metavar="A,B", help="those to use where they can be")
+    model.add_argument("--exclude", type=_names, metavar="A,B", help="those not to use")
+    parser.add_argument("--joint", action="store_true", help="choose for prefill and for decode, together")
+    parser.add_argument("--assume", metavar="DEVICE", help="cuda:sm_90, sm_90, gfx942, cpu: the machine to choose for")
+    parser.add_argument("--assume-package", action="append", default=[], metavar="NAME==VERSION")
+    parser.add_argument("--json", action="store_true", help="print the request, the host and every candidate as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the negotiation; 3 where no backend can be used."""
+    fields, host = _fields(args), _host(args)
+    with stdout_to_stderr():
+        found = decide_joint(host=host, **fields) if args.joint else decide(host=host, **fields)
+    if args.json:
+        print_json(_as_json(found))
+    else:
+        _print(found)
+    return 0 if found.chosen is not None else 3
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _fields(args: argparse.Namespace) -> dict[str, Any]:
+    names = [name for name, _ in (*_COUNTS, *_WORDS)]
+    names += [
+        "logits_soft_cap",
+        "alibi",
+        "sinks",
+        "use_mla",
+        "features",
+        "allow_compile",
+        "backend",
+        "prefer",
+        "exclude",
+    ]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.config:
+        return {**read(args.config, tensor_parallel=args.tensor_parallel), **given}
+    if args.tensor_parallel != 1:
+        raise ValueError("--tensor-parallel: only with --config; --num-heads are those of one rank already")
+    if "num_heads" in given:
+        given.setdefault("num_kv_heads", given["num_heads"])
+    return {**_COMMON, **given}
+
+
+def _host(args: argparse.Namespace) -> Host:
+    packages = {}
+    for text in args.assume_package:
+        name, separator, version = text.partition("==")
+        if not separator or not name:
+            raise ValueError(f"--assume-package: {text!r} is not NAME==VERSION (NAME== says that it is not installed)")
+        packages[name.strip()] = version.strip()
+    if args.assume is not None:
+        return Host.assume(args.assume, packages=packages)
+    return Host.probe() if not packages else Host.probe().stating(packages)
+
+
+def _outcomes(found: Decision | JointDecision) -> Sequence[tuple[str, Outcome]]:
+    if isinstance(found, JointDecision):
+        return (("prefill", found.joint.prefill), ("decode", found.joint.decode))
+    return (("", found.outcome),)
+
+
+def _print(found: Decision | JointDecision) -> None:
+    asked = ", ".join(f"{name} {_word(value)}" for name, value in found.request.as_json().items())
+    host = found.host
+    print(f"request: {asked}")
+    print(f"host: {host.device} ({'assumed' if host.assumed else host.device_name or 'found'})")
+    for note in host.notes:
+        print(f"note: {note}")
+    for phase, outcome in _outcomes(found):
+        print(f"\n{phase}:" if phase else "")
+        print(words.text(outcome, found.request, found.asked_by))
+    print()
+    if found.chosen is None:
+        print(found.refusal)
+    else:
+        chosen = found.chosen
+        cache = f"kv_cache_layout {chosen.kv_cache_layout}, kv_cache_dtype {chosen.kv_cache_dtype}"
+        print(f"block_size {chosen.block_size}, {cache}")
+
+
+def _word(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _as_json(found: Decision | JointDecision) -> dict[str, Any]:
+    backends: Any = {phase: [_row(one, outcome) for one in _all(outcome)] for phase, outcome in _outcomes(found)}
+    return {
+        "request": found.request.as_json(),
+        "host": found.host.as_json(),
+        "chosen": found.chosen.as_json() if found.chosen is not None else None,
+        "backends": backends.get("", backends),
+    }
+
+
+def _all(outcome: Outcome) -> tuple[Candidate, ...]:
+    return (*outcome.usable, *outcome.rest)
+
+
+def _row(candidate: Candidate, outcome: Outcome) -> dict[str, Any]:
+    return {**candidate.as_json(), "chosen": candidate is outcome.chosen}
