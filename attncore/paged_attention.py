@@ -90,7 +90,7 @@ def one_request(step: Paged, scoring: Scoring, output: Tensor, *, row: int, star
     so that a prompt whose early slots are masked, or that has no table at all, is right too. Queries go in chunks of
     bounded temporaries.
     """
-    first = min(scoring.first_visible(context), context)
+    first = scoring.first_visible(context)
     key, value = step.fresh(start, end)
     if first < context:
         position = torch.arange(first, context, device=key.device)
@@ -126,13 +126,12 @@ def many_requests(
     """Attention of requests that each have ``num_queries`` tokens this step, few and cached, into ``output``.
 
     Request i is block-table row ``rows[i]``; its tokens begin at ``starts[i]`` and follow ``contexts[i]`` cached
-    ones. Requests of like length share a chunk; a position past a request's end repeats its last token, so no slot is
-    read that is not its own.
+    ones. Requests of like length share a chunk; a position past a request's context repeats its last token, so that
+    every slot read is a written one of its own.
     """
-    first = contexts * 0
+    first = np.zeros_like(contexts)
     if scoring.sliding_window is not None:
         first = np.maximum(first, contexts - scoring.sliding_window + 1)
-        first = np.minimum(first, contexts)
     lengths = contexts + num_queries - first
     order = np.argsort(lengths, kind="stable")
     token_elements = step.key.shape[1] * step.key.shape[2]
@@ -145,8 +144,11 @@ def many_requests(
         count = max(1, int(np.searchsorted(sizes, step.temporary_elements, side="right")))
         chosen = order[done : done + count]
         done += count
-        packed = np.stack((rows[chosen], starts[chosen], contexts[chosen], first[chosen]))
-        _batch(step, scoring, output, torch.from_numpy(packed), int(lengths[chosen[-1]]), num_queries)
+        packed = torch.from_numpy(np.stack((rows[chosen], starts[chosen], contexts[chosen], first[chosen])))
+        # A live table is as wide as the longest request that may ever come: take the columns in use.
+        columns = -(-int(contexts[chosen].max() + num_queries) // step.key_cache.shape[1])
+        used = step._replace(block_table=step.block_table[:, :columns])
+        _batch(used, scoring, output, packed, int(lengths[chosen[-1]]), num_queries)
 
 
 def _batch(step: Paged, scoring: Scoring, output: Tensor, packed: Tensor, width: int, num_queries: int) -> None:
