@@ -20,6 +20,8 @@ COMMANDS = {
     "replay": "replay a request trace: scheduler, paged cache, metadata and attention, verified",
     "build": "read batches (JSON Lines), write their metadata",
     "list": "list the attention backends that are installed",
+    "explain": "say which backend would be chosen, on this machine or another, and why not the others",
+    "doctor": "examine the installation: versions, environment, each plugin in a process of its own",
 }
 
 
