@@ -65,15 +65,17 @@ def print_table(report: dict[str, Any]) -> None:
     for column in ("p50", "p90", "p99", "max"):
         spread.add_column(column, justify="right")
     for name, values in _spreads(report):
-        spread.add_row(
-            name, *(f"{value:,}" if isinstance(value, int) else f"{value:,.1f}" for value in values.values())
-        )
+        spread.add_row(name, *map(_figure, values.values()))
     console.print(f"Replay of {trace['source']} ({trace['format']})", soft_wrap=True)
     for part in ("", facts, "", spread, ""):
         console.print(part)
     for failure in report["verification"]["failures"]:
         console.print(f"failed: {failure}", soft_wrap=True)
     console.print(verdict(report))
+
+
+def _figure(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
 
 
 def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -110,10 +112,12 @@ def verdict(report: dict[str, Any]) -> str:
     if failed:
         return f"FAILED: {failed:,} of {checked:,} checks did not hold; the first of them are listed above."
     work = f"{report['requests']:,} requests were served in {report['steps']:,} steps."
-    build = f"Saying where every token goes took {report['build_us']['p50']:.1f} us a step (median)"
+    build_us = report["build_us"]["p50"]
+    build = f"Working out where every token's key and value live took {build_us:.1f} us a step (median)"
     if report["attention_us"] is None:
-        return f"OK: {work} {build}, and all {checked:,} steps checked say what a plain recount says."
+        return f"OK: {work} {build}, and in all {checked:,} steps checked it is what a plain recount gives."
+    attention, error = report["attention_us"]["p50"], report["verification"]["max_abs_error"]
     return (
-        f"OK: {work} {build}, the attention itself {report['attention_us']['p50']:,.0f} us, and all {checked:,} results "
-        f"checked match dense attention (largest difference {report['verification']['max_abs_error']:.1e})."
+        f"OK: {work} {build}, the attention itself {attention:,.0f} us, and all {checked:,} results checked match "
+        f"dense attention (largest difference {error:.1e})."
     )

@@ -125,6 +125,4 @@ def _apply(step: Step, batch: InputBatch) -> dict[int, int]:
         batch.add_request(running.row, running.blocks, num_computed_tokens=running.computed)
     if step.appended:
         batch.append_blocks_many(step.appended)
-    scheduled = {running.row: count for running, count in step.prefills}
-    scheduled.update({running.row: 0 for running in step.held_back})
-    return scheduled
+    return {running.row: count for running, count in step.prefills}

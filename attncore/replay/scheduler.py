@@ -39,11 +39,10 @@ class RunningRequest:
 @dataclass(slots=True)
 class Step:
     """One step, as the scheduler knows it. ``preempted``, ``admitted`` and ``appended`` (row -> new block ids) happen
-    before it, in this order; ``finished`` is known after it. ``held_back`` are prompts without a token in this step."""
+    before it, in this order; ``finished`` is known after it."""
 
     decodes: list[RunningRequest] = field(default_factory=list)
     prefills: list[tuple[RunningRequest, int]] = field(default_factory=list)
-    held_back: list[RunningRequest] = field(default_factory=list)
     preempted: list[RunningRequest] = field(default_factory=list)
     admitted: list[RunningRequest] = field(default_factory=list)
     appended: dict[int, list[int]] = field(default_factory=dict)
@@ -104,6 +103,7 @@ class Scheduler:
             return None
         step = Step()
         self._decode(step)
+        # At least 1 while a prompt runs, and one prompt at most is under way: the next is admitted where this one ends.
         budget = self.max_num_batched_tokens - len(step.decodes)
         for running in self.running:
             if running.computed < running.goal:
@@ -172,9 +172,6 @@ class Scheduler:
 
     def _prefill(self, step: Step, running: RunningRequest, budget: int) -> int:
         count = min(running.goal - running.computed, budget)
-        if not count:
-            step.held_back.append(running)
-            return 0
         step.prefills.append((running, count))
         step.prefill_tokens += count
         step.context_tokens += running.computed + count
