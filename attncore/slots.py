@@ -237,7 +237,8 @@ def describe_ids(whose: str, ids: Any, room: int, limit: int) -> str:
     except TypeError:
         return f"{whose}: {ids!r} is not a sequence of block ids"
     for index, item in enumerate(items):
-        if isinstance(item, (bool, np.bool_)) or not hasattr(item, "__index__"):
+        item = item.item() if isinstance(item, np.generic) else item
+        if isinstance(item, bool) or not hasattr(item, "__index__"):
             return f"{whose}: block id {item!r} at index {index} is not an integer"
         if not 0 <= item.__index__() < limit:
             return f"{whose}: block id {item} at index {index} is outside 0..{limit - 1}"

@@ -47,9 +47,9 @@ class MetadataBuilder:
         self.nbytes = ring.nbytes
         self._arenas = [batch.kernels.StepArena(fields) for fields in ring.arenas]
         wrap = identity if backend is None else backend.from_host
-        metadata = [StepMetadata(*pair, batch, wrap) for pair in zip(self._arenas, ring.arenas, strict=True)]
+        self._metadata = [StepMetadata(*pair, batch, wrap) for pair in zip(self._arenas, ring.arenas, strict=True)]
         self._kernel = batch.kernels.StepKernel(
-            batch._rows, self._arenas, metadata, batch.max_model_len, max_num_batched_tokens
+            batch._rows, self._arenas, self._metadata, batch.max_model_len, max_num_batched_tokens
         )
         self._decode_step = self._kernel.decode_step
         self._query_lens = np.zeros(batch.max_num_reqs, np.int32)

@@ -81,7 +81,10 @@ class CommonMetadataBuilder:
         or TypeError that names the group, sequence and field, and builds nothing.
         """
         slots._at_least("cuda_graph_pad_size", cuda_graph_pad_size, -1)
-        groups = groups if isinstance(groups, (list, tuple)) else list(groups)
+        if not isinstance(groups, (list, tuple)):
+            if not isinstance(groups, Iterable):
+                raise problems.malformed_groups(groups)
+            groups = list(groups)
         reader = self._reader
         if not reader.read(groups):
             raise problems.malformed_groups(groups)

@@ -49,6 +49,7 @@ class InputBatch:
         self.block_table: npt.NDArray[np.int32] = np.zeros((max_num_reqs, width), np.int32)
         self._limit = slots.INT32_MAX + 1 if num_blocks is None else num_blocks
         self._state = np.zeros((max_num_reqs, 4), np.int32)  # num_computed, num_blocks, and the kernels' own two
+        self._state[:, 2] = -1  # no block cached, as in a row that was cleared
         self._rows = self.kernels.BlockRows(self._state, self.block_table, block_size, self._limit)
         self._scratch = np.zeros(max_num_reqs, np.int32)
         self._ids: list[Any] = []  # by row; None: an empty row

@@ -1,0 +1,185 @@
+"""The list door against the plain-Python oracle, and what it refuses."""
+
+import numpy as np
+import oracles
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from attncore.builder import CommonMetadataBuilder, Sequence, SequenceGroup
+
+LAYOUTS = ("common", "flash", "flashinfer", "rocm")
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@st.composite
+def steps(draw):
+    """A legal step: (groups, block_size, layout, window, chunked, pad, capture)."""
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
+    layout = draw(st.sampled_from(LAYOUTS))
+    window = draw(st.none() | st.integers(1, 20))
+    chunked = draw(st.booleans())
+    graph = draw(st.booleans())
+    groups = []
+    for is_prompt in sorted(draw(st.lists(st.booleans(), min_size=1, max_size=5)), reverse=True):
+        if graph and is_prompt:
+            continue
+        hit = is_prompt and window is None and draw(st.booleans())
+        profile = draw(st.integers(0, 9)) == 0
+        sequences = []
+        for _ in range(draw(st.integers(1, 2))):
+            query_len = draw(st.integers(1, 12)) if is_prompt or (layout == "flash" and draw(st.booleans())) else 1
+            context_len = draw(st.integers(0, 30)) if not is_prompt or chunked or hit else 0
+            needed = oracles.cdiv(query_len + context_len, block_size)
+            lookahead = draw(st.integers(0, 2))
+            table = draw(st.lists(st.integers(0, 2**31 - 1), min_size=needed + lookahead, max_size=needed + lookahead))
+            sequences.append((query_len, context_len, None if profile else table))
+        groups.append((is_prompt, hit, sequences))
+    if not groups:
+        groups = [(False, False, [(1, 0, [1] * 1)])]
+    longest = max(q + c for _, _, seqs in groups for q, c, _ in seqs)
+    pad, capture = (draw(st.integers(0, 3)), longest + 3 * block_size) if graph else (-1, None)
+    return groups, block_size, layout, window, chunked, pad, capture
+
+
+def to_groups(groups, kind=list):
+    return [
+        SequenceGroup(
+            is_prompt, [Sequence(i, q, c, None if t is None else kind(t)) for i, (q, c, t) in enumerate(seqs)], hit
+        )
+        for is_prompt, hit, seqs in groups
+    ]
+
+
+def as_int64(table):
+    return np.array(table, np.int64)
+
+
+def as_int32(table):
+    return np.array(table, np.int32)
+
+
+@quick
+@given(step=steps(), kind=st.sampled_from([list, tuple, as_int64, as_int32]))
+def test_every_field_is_the_oracles(kernels, step, kind):
+    groups, block_size, layout, window, chunked, pad, capture = step
+    builder = CommonMetadataBuilder(
+        block_size, layout, sliding_window=window, chunked_prefill=chunked, max_seq_len_to_capture=capture,
+        kernels=kernels,
+    )  # fmt: skip
+    metadata = builder.build(to_groups(groups, kind), pad)
+    for name, expected in oracles.list_step(*step).items():
+        value = getattr(metadata, name)
+        assert (value.tolist() if isinstance(value, np.ndarray) else value) == expected, name
+    queries = [q for _, _, seqs in groups for q, _, _ in seqs]
+    assert metadata.logits_indices.tolist() == [end - 1 for end in oracles.sums(queries)[1:]]
+    assert metadata.positions.tolist() == [
+        i for _, _, seqs in groups for q, c, _ in seqs for i in range(c, c + q)
+    ] + [0] * max(pad, 0)
+
+
+def decode(**fields):
+    return SequenceGroup(False, [Sequence(**{"seq_id": 0, "query_len": 1, "context_len": 3, "block_table": [5]} | fields)])
+
+
+def prompt(hit=False, **fields):
+    return SequenceGroup(
+        True, [Sequence(**{"seq_id": 0, "query_len": 4, "context_len": 0, "block_table": [5]} | fields)], hit
+    )
+
+
+BAD = [
+    ([], "groups: empty"),
+    (None, "groups: None is not a list"),
+    ([7], r"groups\[0\]: int is not a SequenceGroup"),
+    ([SequenceGroup(1, [])], r"groups\[0\].is_prompt: 1 is not true or false"),
+    ([SequenceGroup(True, [], None)], r"groups\[0\].prefix_cache_hit: None is not"),
+    ([SequenceGroup(True, [])], r"groups\[0\].sequences: empty"),
+    ([SequenceGroup(True, "ab")], r"groups\[0\].sequences: str is not a list"),
+    ([SequenceGroup(True, [3])], r"groups\[0\].sequences\[0\]: int is not a Sequence"),
+    ([decode(query_len=0)], r"groups\[0\].sequences\[0\].query_len: 0 is outside 1\.\."),
+    ([decode(query_len=True)], r"query_len: True is not an integer"),
+    ([decode(context_len=-1)], r"context_len: -1 is outside 0\.\."),
+    ([decode(context_len=2**31)], r"context_len: 2147483648 is outside"),
+    ([decode(context_len=2**31 - 1)], r"query_len: 1 on top of context_len 2147483647 does not fit int32"),
+    ([decode(context_len=1.5)], r"context_len: 1.5 is not an integer"),
+    ([decode(seq_id="x")], r"seq_id: 'x' is not an integer"),
+    ([decode(seq_id=2**63)], r"seq_id: 9223372036854775808 does not fit 64 bits"),
+    ([decode(block_table=[5, -1])], r"block_table: block id -1 at index 1 is outside 0\.\.2147483647"),
+    ([decode(block_table=[2**31])], r"block_table: block id 2147483648 at index 0"),
+    ([decode(block_table=[2**70])], r"block_table: block id \d+ at index 0"),
+    ([decode(block_table=[True])], r"block_table: block id True at index 0 is not an integer"),
+    ([decode(block_table=["a"])], r"block_table: block id 'a' at index 0 is not an integer"),
+    ([decode(block_table=7)], r"block_table: 7 is not a sequence of block ids"),
+    ([decode(block_table=np.array([3, -4]))], r"block_table: block id -4 at index 1"),
+    ([decode(block_table=np.array([2.5]))], r"block_table: block id 2.5 at index 0 is not an integer"),
+    ([decode(context_len=4)], r"sequence 0 holds 1 blocks but token 4 needs block 1 \(block_size 4\)"),
+    ([decode(block_table=[])], r"sequence 0 holds 0 blocks but token 3 needs block 0"),
+    ([prompt(query_len=9)], r"sequence 0 holds 1 blocks but token 4 needs block 1"),
+    ([decode(), prompt()], r"groups\[1\].is_prompt: a prompt after a decode"),
+    ([SequenceGroup(False, [Sequence(0, 1, 3, [5]), Sequence(0, 1, 3, [6])])], r"sequences\[1\].seq_id: 0 stands twice"),
+    ([SequenceGroup(False, [Sequence(0, 1, 3, [5]), Sequence(1, 1, 3, None)])], r"block_table: null and non-null tables"),
+    ([SequenceGroup(False, [Sequence(0, 1, 3, [5])], True)], r"groups\[0\].prefix_cache_hit: true on a decode"),
+    ([prompt(), prompt(context_len=1, query_len=2)], r"chunked_prefill: false, but groups\[1\].sequences\[0\]"),
+    ([decode(query_len=2, context_len=1)], r"query_len: 2 on a decode; layout common"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("groups", "message"), BAD)
+def test_a_bad_step_names_the_field(kernels, groups, message):
+    builder = CommonMetadataBuilder(4, kernels=kernels)
+    with pytest.raises((ValueError, TypeError), match=message):
+        builder.build(groups)
+    assert builder.build([decode()]).slot_mapping.tolist() == [23]  # the builder is as good as new
+
+
+def test_a_hit_excludes_a_window(kernels):
+    builder = CommonMetadataBuilder(4, sliding_window=8, kernels=kernels)
+    with pytest.raises(ValueError, match=r"groups\[0\].prefix_cache_hit: true with sliding_window 8"):
+        builder.build([prompt(hit=True)])
+
+
+def test_a_graph_batch_holds_decodes_only(kernels):
+    builder = CommonMetadataBuilder(4, max_seq_len_to_capture=16, kernels=kernels)
+    with pytest.raises(ValueError, match="graph_batch_size: a graph batch holds decodes only"):
+        builder.build([prompt()], 0)
+    with pytest.raises(ValueError, match="max_seq_len_to_capture: needed"):
+        CommonMetadataBuilder(4, kernels=kernels).build([decode()], 0)
+
+
+def test_answers_are_the_callers_to_keep(kernels):
+    builder = CommonMetadataBuilder(4, kernels=kernels)
+    first = builder.build([decode(block_table=[5])])
+    builder.build([decode(block_table=[6])])
+    assert first.slot_mapping.tolist() == [23]
+    assert first.block_table.tolist() == [[5]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"block_size": 0}, "block_size: 0 is below 1"),
+        ({"block_size": True}, "block_size: True is not an integer"),
+        ({"block_size": 4, "sliding_window": 0}, "sliding_window: 0 is below 1"),
+        ({"block_size": 4, "layout": "flsh"}, "layout: 'flsh' is not one of common, flash, flashinfer, rocm"),
+        ({"block_size": 4, "kernels": "fortran"}, "kernels: 'fortran' is not one of cython, numba"),
+        ({"block_size": 4, "max_seq_len_to_capture": 2**31}, "max_seq_len_to_capture: 2147483648 does not fit"),
+    ],
+)
+def test_bad_arguments_name_themselves(arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        CommonMetadataBuilder(**arguments)
+
+
+def test_a_list_that_shrinks_while_it_is_read_is_not_read_past_its_end(kernels):
+    table = [5] * 100
+
+    class Shrinks:
+        def __index__(self):
+            table.clear()
+            return 1
+
+    table[1] = Shrinks()
+    builder = CommonMetadataBuilder(4, kernels=kernels)
+    with pytest.raises((ValueError, TypeError)):
+        builder.build([decode(context_len=300, block_table=table)])

@@ -1,0 +1,139 @@
+"""The public functions of attncore.slots, and the choice of an implementation."""
+
+import ast
+import importlib
+import inspect
+import pathlib
+
+import numpy as np
+import pytest
+
+from attncore import slots
+
+
+@pytest.fixture(autouse=True)
+def chosen(kernels, monkeypatch):
+    monkeypatch.setenv("ATTNCORE_KERNELS", kernels)
+
+
+def test_the_environment_chooses(kernels):
+    assert slots.load_kernels().IMPLEMENTATION == kernels
+    assert slots.why_kernels() == f"{kernels}: asked for by ATTNCORE_KERNELS"
+    assert slots.why_kernels("numba") == "numba: asked for by the caller"
+
+
+def test_a_bad_choice_names_the_variable(monkeypatch):
+    monkeypatch.setenv("ATTNCORE_KERNELS", "rust")
+    with pytest.raises(ValueError, match="ATTNCORE_KERNELS: 'rust' is neither cython nor numba"):
+        slots.load_kernels()
+
+
+def test_without_a_choice_the_compiled_one_runs(monkeypatch, kernels):
+    monkeypatch.delenv("ATTNCORE_KERNELS")
+    importlib.import_module("attncore._slots" if kernels == "cython" else "attncore._slots_numba")
+    assert slots.load_kernels().IMPLEMENTATION == "cython"
+    assert slots.why_kernels().startswith("cython: the compiled extension is installed")
+
+
+def test_both_implementations_are_what_the_stub_says(kernels):
+    module = slots.load_kernels(kernels)
+    stub = ast.parse((pathlib.Path(slots.__file__).parent / "_slots.pyi").read_text())
+    for node in stub.body:
+        if isinstance(node, ast.FunctionDef):
+            assert parameters(getattr(module, node.name)) in ([a.arg for a in node.args.args], None)
+        if isinstance(node, ast.ClassDef):
+            cls = getattr(module, node.name)
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef):
+                    assert callable(getattr(cls, method.name)), f"{node.name}.{method.name}"
+
+
+def parameters(function):
+    """Names of a function's parameters; None where it does not tell."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except ValueError:
+        return None
+
+
+def test_compute_slot_mapping_is_the_first_generations():
+    out = []
+    slots.compute_slot_mapping(False, out, 7, 10, 0, 2, 4, {7: [0, 1, 0]})
+    assert out == [-1, -1, 2, 3, 4, 5, 6, 7, 0, 1]
+    slots.compute_slot_mapping(False, out, 7, 10, 6, 0, 4, {7: np.array([3, 1, 2])})
+    assert out[10:] == [6, 7, 8, 9]
+    slots.compute_slot_mapping(True, out, 7, 3, 1, 0, 4, {})
+    assert out[14:] == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((False, [], 7, 9, 0, 0, 4, {7: [5, 6]}), "sequence 7 holds 2 blocks but token 8 needs block 2"),
+        ((False, [], 7, 9, 0, 0, 4, {8: [5, 6]}), r"block_tables: no table for sequence 7; it has \[8\]"),
+        ((False, [], 7, 4, 4, 0, 4, {7: [5]}), "seq_len: 4 is below 5"),
+        ((False, [], 7, 4, 0, 0, 0, {7: [5]}), "block_size: 0 is below 1"),
+        ((False, [], 7, 4, 0, 0, 4, {7: [-5]}), "block id -5 at index 0"),
+    ],
+)
+def test_compute_slot_mapping_appends_nothing_when_it_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        slots.compute_slot_mapping(*arguments)
+    assert arguments[1] == []
+
+
+def test_empty_block_tables():
+    assert slots.is_block_tables_empty(None)
+    assert slots.is_block_tables_empty({1: None, 2: None})
+    assert slots.is_block_tables_empty({})
+    assert not slots.is_block_tables_empty({1: None, 2: [3]})
+
+
+def test_prefix_sums():
+    assert slots.build_query_start_loc([5, 1, 0, 2]).tolist() == [0, 5, 6, 6, 8]
+    assert slots.build_query_start_loc([]).tolist() == [0]
+    out = np.full(3, -7, np.int32)
+    assert slots.build_query_start_loc([4, 4], out) is out
+    with pytest.raises(ValueError, match=r"out: int32\[3\]; it must be int32\[2\]"):
+        slots.build_query_start_loc([4], out)
+    with pytest.raises(ValueError, match="query_lens: the sum 4294967294 does not fit int32"):
+        slots.build_query_start_loc([2**31 - 1] * 2)
+    with pytest.raises(ValueError, match="query_lens: -1 at index 1 is outside"):
+        slots.build_query_start_loc([1, -1])
+
+
+def test_slots_and_positions_of_a_rectangle():
+    table = [[4, 6, 0], [9, 2, 7], [0, 0, 0]]
+    assert slots.build_slot_mapping(table, [3, 8, 0], [5, 1, 0], 4).tolist() == [19, 24, 25, 26, 27, 28]
+    positions, rows = slots.build_positions([3, 8, 0], [5, 1, 0])
+    assert positions.tolist() == [3, 4, 5, 6, 7, 8]
+    assert rows.tolist() == [0, 0, 0, 0, 0, 1]
+    assert slots.build_logits_indices([0, 5, 6]).tolist() == [4, 5]
+    with pytest.raises(ValueError, match="row 1 holds 3 blocks but token 12 needs block 3"):
+        slots.build_slot_mapping(table, [3, 12, 0], [5, 1, 0], 4)
+    with pytest.raises(ValueError, match="query_lens: 1 lengths for 2 context_lens"):
+        slots.build_positions([3, 8], [5])
+    with pytest.raises(ValueError, match="context_lens: row 0 ends at token 2147483648"):
+        slots.build_positions([2**31 - 1], [1])
+
+
+def test_page_lists_of_a_rectangle():
+    indptr, indices, last = slots.build_page_lists([[4, 6, 0], [9, 2, 7], [0, 0, 0]], [8, 9, 0], 4)
+    assert indptr.tolist() == [0, 2, 5, 5]
+    assert indices.tolist() == [4, 6, 9, 2, 7]
+    assert last.tolist() == [4, 1, 0]
+    with pytest.raises(ValueError, match="row 0 has 3 columns but 4 pages are needed"):
+        slots.build_page_lists([[4, 6, 0]], [13], 4)
+
+
+def test_padding_a_block_table():
+    assert slots.pad_block_table([[4, 6], np.array([9, 2, 7]), []]).tolist() == [[4, 6, 0], [9, 2, 7], [0, 0, 0]]
+    assert slots.pad_block_table([], 3).shape == (0, 3)
+    out = np.full((1, 2), 9, np.int32)
+    assert slots.pad_block_table([[5]], 2, out).tolist() == [[5, 0]]
+    with pytest.raises(ValueError, match="rows: row 0: 3 block ids but room for 2"):
+        slots.pad_block_table([[1, 2, 3]], 2)
+    with pytest.raises(ValueError, match="rows: row 1: block id -1 at index 0"):
+        slots.pad_block_table([[1], [-1]])
+    with pytest.raises(ValueError, match="rows: row 0: block id 1.5 at index 0 is not an integer"):
+        slots.pad_block_table([[1.5]])
