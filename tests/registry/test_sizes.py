@@ -1,0 +1,53 @@
+"""Sets of sizes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attncore import MultipleOf
+from attncore.registry.sizes import as_sizes, describe, divisors_within, intersection, smallest
+
+SIZES = st.one_of(
+    st.frozensets(st.integers(1, 64), min_size=1),
+    st.builds(MultipleOf, st.integers(1, 24)),
+    st.integers(1, 24).flatmap(lambda base: st.builds(MultipleOf, st.just(base), st.integers(base, 96))),
+)
+
+
+@given(SIZES, SIZES)
+def test_an_intersection_holds_what_both_hold(first, second):
+    both = intersection(first, second)
+    for size in range(1, 200):
+        assert (size in both) == (size in first and size in second)
+
+
+@given(SIZES, st.integers(1, 256))
+def test_divisors_are_divisors_and_accepted(sizes, whole):
+    found = divisors_within(sizes, whole)
+    assert found == sorted((size for size in range(1, whole + 1) if whole % size == 0 and size in sizes), reverse=True)
+
+
+@given(SIZES)
+def test_the_smallest_is_a_member_with_none_below(sizes):
+    assert smallest(sizes) in sizes
+    assert not any(size in sizes for size in range(smallest(sizes)))
+
+
+def test_words():
+    assert str(MultipleOf(256)) == "multiples of 256"
+    assert str(MultipleOf(8, 256)) == "multiples of 8 up to 256"
+    assert str(MultipleOf(1)) == "any size"
+    assert describe(frozenset({128, 64})) == "64, 128"
+
+
+@pytest.mark.parametrize("arguments", [(0,), (-1,), (True,), (1.5,), (16, 8)])
+def test_multiples_of_nothing_are_refused(arguments):
+    with pytest.raises(ValueError, match=r"^(base|maximum): "):
+        MultipleOf(*arguments)
+
+
+def test_zero_and_booleans_are_no_sizes():
+    assert 0 not in MultipleOf(1)
+    assert -16 not in MultipleOf(16)
+    with pytest.raises(ValueError, match="block_sizes: True is not"):
+        as_sizes("block_sizes", [True])

@@ -1,0 +1,147 @@
+"""Specs: normalised, immutable, refused with every problem at once."""
+
+import dataclasses
+
+import pytest
+
+from attncore import BackendSpec, MultipleOf, Option, Variant
+from attncore.registry.spec import ContractVersionError
+
+FACTS = {
+    "name": "acme",
+    "api": 1,
+    "factory": "acme_attn.backend:AcmeBackend",
+    "devices": {"cuda:sm_90": 60, "cuda:sm_80+": 40},
+    "dtypes": {"float16", "bfloat16"},
+    "head_sizes": {64, 128},
+    "block_sizes": MultipleOf(16),
+}
+
+
+def spec(**facts):
+    return BackendSpec(**{**FACTS, **facts})
+
+
+def test_the_smallest_spec_fails_closed():
+    one = spec()
+    assert one.features == frozenset()
+    assert one.kv_cache_dtypes == {"auto"}
+    assert (one.cuda_graph, one.use_mla, one.head_size_v) == ("never", False, None)
+
+
+def test_collections_are_kept_immutable():
+    devices = {"cpu": 1}
+    one = spec(devices=devices, features=["sinks"], dtypes=["float32"])
+    devices["any"] = 2
+    assert dict(one.devices) == {"cpu": 1}
+    assert isinstance(one.features, frozenset)
+    with pytest.raises(TypeError):
+        one.devices["any"] = 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.name = "other"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("name", "Acme", "name: 'Acme' is not a name"),
+        ("factory", "acme.backend", "factory: 'acme.backend' is not of the form"),
+        ("devices", {"tpu": 1}, "devices: 'tpu' is no device"),
+        ("devices", {"cuda:sm_90a": 1}, "devices: 'cuda:sm_90a' is no device"),
+        ("devices", {"cuda": 101}, "devices: the priority of 'cuda' is 101"),
+        ("devices", {"cuda": True}, "devices: the priority of 'cuda' is True"),
+        ("devices", {}, "devices: {} is not a mapping"),
+        ("dtypes", {"int8"}, "dtypes: 'int8' is not one of float16, bfloat16, float32"),
+        ("dtypes", "float16", "dtypes: 'float16' is not a collection"),
+        ("dtypes", (), "dtypes: nothing is declared"),
+        ("kv_cache_dtypes", {"fp8"}, "kv_cache_dtypes: 'fp8' is not one of"),
+        ("head_sizes", {64, -1}, "head_sizes: -1 is not a positive integer"),
+        ("head_sizes", {True}, "head_sizes: True is not a positive integer"),
+        ("head_sizes", 128, "head_sizes: 128 is neither a MultipleOf nor a set"),
+        ("block_sizes", (), "block_sizes: no size is declared"),
+        ("preferred_block_size", 24, "preferred_block_size: 24 is not among block_sizes"),
+        ("kv_cache_layouts", {"NHD", "HND"}, "kv_cache_layouts: a set has no order"),
+        ("kv_cache_layouts", ("DHN",), "kv_cache_layouts: 'DHN' is not one of"),
+        ("features", {"telepathy"}, "features: 'telepathy' is not one of"),
+        ("unsupported", {"alibi": ""}, "unsupported: the reason for 'alibi' is ''"),
+        ("unsupported", {"wings": "none"}, "unsupported: 'wings' is not one of"),
+        ("cuda_graph", "sometimes", "cuda_graph: 'sometimes' is not one of never"),
+        ("needs", {"luck"}, "needs: 'luck' is not one of"),
+        ("requires", ("acme kernels 2",), "requires: 'acme kernels 2' is not a requirement"),
+        ("requires", "acme", "requires: 'acme' is not a collection"),
+        ("phases", (), "phases: nothing is declared"),
+        ("max_block_id", 0, "max_block_id: 0 is neither None nor a positive integer"),
+        ("use_mla", 1, "use_mla: 1 is neither True nor False"),
+        ("pad_seq_len", 2, "pad_seq_len: 2 is neither 0 nor 1"),
+        ("options", {"x": 1}, "options: 'x' is 1, not an Option"),
+        ("check", 3, "check: 3 cannot be called"),
+        ("variants", (1,), "variants: 1 is not a Variant"),
+        ("variants", (Variant("a"), Variant("a")), "variants: two variants have the same name"),
+        ("variants", (Variant("a", head_sizes={0}),), "variants: 'a': head_sizes: 0 is not a positive integer"),
+    ],
+)
+def test_nonsense_is_refused_by_the_name_of_its_field(field, value, text):
+    with pytest.raises(ValueError) as caught:
+        spec(**{field: value})
+    assert str(caught.value).startswith(text)
+
+
+def test_a_feature_cannot_be_had_and_not_had():
+    with pytest.raises(ValueError, match="unsupported: 'sinks' is also among features"):
+        spec(features={"sinks"}, unsupported={"sinks": "no"})
+
+
+def test_every_problem_is_told():
+    with pytest.raises(ValueError) as caught:
+        spec(head_sizes={0}, devices={}, cuda_graph="x")
+    assert str(caught.value).count(";") == 2
+
+
+def test_another_contract_is_told_before_fields_that_do_not_exist():
+    with pytest.raises(ContractVersionError) as caught:
+        spec(api=2, hologram=True)
+    assert caught.value.api == 2
+
+
+def test_variants_inherit_and_override():
+    one = spec(
+        requires=("numpy",),
+        variants=(
+            Variant("two", requires=("acme-kernels>=2",), head_sizes={256}),
+            Variant("one", requires=("acme-kernels<2",)),
+        ),
+    )
+    (first, two), (second, older) = one.forms
+    assert (first, second) == ("two", "one")
+    assert two.head_sizes == {256}
+    assert older.head_sizes == {64, 128}
+    assert two.requires == ("numpy", "acme-kernels>=2")
+    assert one.all_requires == ("numpy", "acme-kernels>=2", "acme-kernels<2")
+
+
+def test_a_variant_states_only_facts():
+    with pytest.raises(TypeError, match="api: variant 'two' states a fact that no variant may state"):
+        Variant("two", api=2)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "problem"),
+    [
+        (Option(int, "pages"), 4, None),
+        (Option(int, "pages"), True, "is not an int"),
+        (Option(int, "pages"), "4", "is not an int"),
+        (Option(float, "ratio"), 1, None),
+        (Option(float, "ratio"), True, "is not a float"),
+        (Option(bool, "fast"), True, None),
+        (Option(bool, "fast"), 1, "is not a bool"),
+        (Option(str, "kernel", choices=("fa2", "fa3")), "fa3", None),
+        (Option(str, "kernel", choices=("fa2", "fa3")), "fa9", "is not one of 'fa2', 'fa3'"),
+    ],
+)
+def test_options_check_their_values(option, value, problem):
+    assert option.problem(value) == problem
+
+
+def test_an_option_checks_its_own_default():
+    with pytest.raises(ValueError, match="'x' is not an int"):
+        Option(int, "pages", default="x")
