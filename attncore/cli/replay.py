@@ -23,6 +23,7 @@ from attncore.errors import NoBackendError
 from attncore.replay import report, synthetic
 from attncore.replay.clock import CostModel
 from attncore.replay.runner import Settings, replay
+from attncore.replay.scheduler import check_pool
 from attncore.replay.steps_file import StepsFile
 from attncore.replay.traces import Trace, read_trace
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from attncore.replay.attention import AttentionLayers
-    from attncore.replay.request import Request
 
 HELP = "replay a request trace: scheduler, paged cache, metadata and attention, verified"
 
@@ -99,6 +99,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay and report; 1 where a check failed."""
+    try:
+        return _run(args)
+    except MemoryError as error:
+        raise UsageError(
+            f"memory: not enough for this run ({error}); lower --requests, --max-num-seqs, --num-heads or --head-size"
+        ) from error
+
+
+def _run(args: argparse.Namespace) -> int:
     if args.max_num_seqs is None:
         args.max_num_seqs = min(_DEFAULTS.max_num_seqs, args.max_num_batched_tokens)
     settings = Settings(
@@ -108,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     _check_together(args)
     trace = _trace(args)
-    layers, why = _layers(args, settings, trace.requests)
+    check_pool(trace.requests, settings.num_blocks, settings.block_size)  # before caches of that many blocks are made
+    layers, why = _layers(args)
     with contextlib.ExitStack() as stack:
         record = stack.enter_context(StepsFile(args.save_steps, args.block_size)) if args.save_steps else None
         progress = stack.enter_context(_progress(len(trace.requests)))
@@ -152,9 +162,7 @@ def _trace(args: argparse.Namespace) -> Trace:
     return Trace(trace.source, trace.format, kept)
 
 
-def _layers(
-    args: argparse.Namespace, settings: Settings, requests: tuple[Request, ...]
-) -> tuple[AttentionLayers | None, str]:
+def _layers(args: argparse.Namespace) -> tuple[AttentionLayers | None, str]:
     """The attention of this run (None: metadata only), and why this backend runs it."""
     if args.metadata_only:
         return None, _WHY_NONE
@@ -165,9 +173,7 @@ def _layers(
     from attncore.registry.select import select
     from attncore.replay.attention import AttentionLayers
     from attncore.replay.content import Content
-    from attncore.replay.scheduler import check_pool
 
-    check_pool(requests, settings.num_blocks, settings.block_size)  # before caches of that many blocks are made
     with stdout_to_stderr():
         choice = select(
             num_heads=args.num_heads, num_kv_heads=args.num_kv_heads, head_size=args.head_size, dtype="float32",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     from attncore.replay.scheduler import RunningRequest, Step
@@ -23,20 +24,20 @@ class StepsFile:
 
     def __init__(self, path: str | Path, block_size: int) -> None:
         self.block_size = block_size
+        self._given = path
         self._path = Path(path).resolve()
         direct = self._path.exists() and not self._path.is_file() and not self._path.is_dir()
         self._partial = self._path if direct else self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
         if self._path.is_dir():
             raise IsADirectoryError(f"{path}: is a directory, a file is needed")
-        try:
+        with self._named_errors():
             self._file = self._partial.open("w", encoding="utf-8")
-        except OSError as error:
-            raise OSError(f"{path}: {error.strerror}") from error
 
     def __call__(self, step: Step) -> None:
         """One line for a step, whose requests stand as before it."""
-        json.dump(batch_line(step, self.block_size), self._file, separators=(",", ":"))
-        self._file.write("\n")
+        line = json.dumps(batch_line(step, self.block_size), separators=(",", ":"))
+        with self._named_errors():
+            self._file.write(line + "\n")
 
     def __enter__(self) -> Self:
         return self
@@ -45,13 +46,24 @@ class StepsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         try:
-            self._file.close()
+            # After a failure the file goes, so what cannot be flushed into it is nobody's loss.
+            with self._named_errors() if kind is None else suppress(OSError):
+                self._file.close()
             if kind is None and self._partial != self._path:
-                self._partial.replace(self._path)
+                with self._named_errors():
+                    self._partial.replace(self._path)
         finally:
             if self._partial != self._path:
                 with suppress(FileNotFoundError):
                     self._partial.unlink()
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Errors of a file that is already open do not say which one: a full disk is just a full disk."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(f"{self._given}: {error.strerror or error}") from error
 
 
 def batch_line(step: Step, block_size: int) -> dict[str, Any]:
