@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from attncore.registry import requirements, sizes
 from attncore.registry.devices import best_match
 from attncore.registry.host import Host
-from attncore.registry.reasons import Reason, listed
+from attncore.registry.reasons import OTHER, Reason, listed
 from attncore.registry.request import AttentionRequest
 from attncore.registry.sizes import Sizes
 from attncore.registry.spec import BackendSpec
 from attncore.registry.vocabulary import GRAPH_LEVELS, PHASES
-
-OTHER = "use another backend"
 
 
 def judge(form: BackendSpec, request: AttentionRequest, host: Host, source: str, plugin: str) -> list[Reason]:
@@ -103,7 +101,7 @@ def _blocks(form: BackendSpec, request: AttentionRequest, host: Host, source: st
             asked, field = request.block_size, "block_size"
         else:
             asked, field = request.manager_block_size or 0, "manager_block_size"
-            words = f"what one of these divides: {words}"
+            words = f"what these divide: {words}"
         fix = f"set {field} to {form.preferred_block_size or sizes.smallest(accepted)}, or leave it out"
         yield _refuse("block_size", field, asked, sizes.as_json(accepted), words, source, fix)
 

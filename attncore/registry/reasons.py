@@ -8,6 +8,9 @@ from typing import Any
 
 from attncore.registry.vocabulary import REASON_CODES
 
+OTHER = "use another backend"
+"""The fix where nothing about this backend can be changed; texts leave it out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reason:
@@ -30,8 +33,8 @@ class Reason:
             raise ValueError(f"code: {self.code!r} is not one of {', '.join(REASON_CODES)}")
 
     def __str__(self) -> str:
-        """The message, then what to do."""
-        return f"{self.message}; {self.fix}" if self.fix else self.message
+        """The message, then what to do (beyond using another backend)."""
+        return f"{self.message}; {self.fix}" if self.fix not in ("", OTHER) else self.message
 
     def as_json(self) -> dict[str, Any]:
         """The fields as a dictionary of JSON types."""

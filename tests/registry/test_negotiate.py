@@ -1,0 +1,273 @@
+"""Negotiation, as a pure function of (request, host, records)."""
+
+import dataclasses
+import random
+
+import pytest
+from lookalikes import FLASHINFER, PACKAGES, RECORDS, record
+
+from attncore import AttentionRequest, BackendSpec, Host, MultipleOf, Reason, Variant
+from attncore.registry.decide import Decision
+from attncore.registry.explain import text
+from attncore.registry.negotiate import negotiate
+
+H90 = Host.assume("sm_90", packages=PACKAGES)
+
+
+def request(**fields):
+    return AttentionRequest(**{"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16", **fields})
+
+
+def spec(name="one", **facts):
+    base = {
+        "name": name,
+        "api": 1,
+        "factory": "m:C",
+        "devices": {"any": 10},
+        "dtypes": {"bfloat16"},
+        "head_sizes": {64},
+        "block_sizes": {16, 32},
+    }
+    return BackendSpec(**{**base, **facts})
+
+
+def decide(records, host=H90, **fields):
+    asked = request(**fields)
+    return Decision(asked, "the request", host, negotiate(asked, host, records))
+
+
+def only(facts, host=H90, **fields):
+    """The reasons against one backend."""
+    outcome = decide([record(spec(**facts), "attn-one")], host, **fields).outcome
+    return {one.name: one for one in (*outcome.usable, *outcome.rest)}["one"].reasons
+
+
+def test_the_order_of_records_does_not_matter():
+    shuffled = list(RECORDS)
+    random.Random(7).shuffle(shuffled)
+    first, second = decide(RECORDS), decide(shuffled)
+    assert first.outcome.chosen == second.outcome.chosen
+    assert first.outcome.usable == second.outcome.usable
+
+
+def order(*specs, **fields):
+    return [one.name for one in decide([record(one, f"attn-{one.name}") for one in specs], **fields).outcome.usable]
+
+
+def test_priority_on_this_device_then_closeness_then_name():
+    specs = [
+        spec("c", devices={"any": 50}),
+        spec("b", devices={"cuda": 50, "cpu": 99}),
+        spec("a", devices={"any": 50}),
+        spec("d", devices={"cuda:sm_90": 50}),
+        spec("e", devices={"cuda:sm_80+": 50}),
+        spec("f", devices={"cuda": 51}),
+    ]
+    assert order(*specs) == ["f", "d", "e", "b", "a", "c"]
+
+
+def test_preferences_come_before_priority_and_the_named_one_before_them():
+    specs = [spec("a", devices={"any": 90}), spec("b"), spec("c")]
+    assert order(*specs, prefer=("c", "b")) == ["c", "b", "a"]
+    assert order(*specs, prefer=("c",), backend="b") == ["b", "c", "a"]
+
+
+def test_strict_and_fallback():
+    records = [record(spec("a", dtypes={"float32"}), "attn-a"), record(spec("b"), "attn-b")]
+    assert decide(records, backend="a").chosen is None
+    found = decide(records, backend="a", policy="fallback")
+    assert found.chosen.name == "b"
+    assert "in place of a, which the request names and which cannot be used" in found.chosen.explain()
+
+
+@pytest.mark.parametrize(
+    ("facts", "fields", "code", "asked", "accepted"),
+    [
+        ({"devices": {"rocm": 1}}, {}, "device", "cuda:sm_90", ["rocm"]),
+        ({}, {"dtype": "float16"}, "dtype", "float16", ["bfloat16"]),
+        ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype", "fp8_e4m3", ["auto"]),
+        ({}, {"head_size": 80}, "head_size", 80, [64]),
+        ({"head_sizes": MultipleOf(8, 64)}, {"head_size": 72}, "head_size", 72, {"multiple_of": 8, "maximum": 64}),
+        ({}, {"head_size_v": 32}, "head_size_v", 32, 64),
+        ({"head_size_v": {16}}, {"head_size_v": 32}, "head_size_v", 32, [16]),
+        ({"max_group_size": 2}, {}, "group_size", 4, 2),
+        ({}, {"block_size": 64}, "block_size", 64, [16, 32]),
+        ({}, {"manager_block_size": 24}, "block_size", 24, [16, 32]),
+        ({}, {"kv_cache_layout": "HND"}, "kv_cache_layout", "HND", ["NHD"]),
+        ({"max_model_len": 4096}, {"max_model_len": 4097}, "max_model_len", 4097, 4096),
+        ({"max_block_id": 100}, {"num_blocks": 101}, "num_blocks", 101, 100),
+        ({}, {"use_mla": True}, "mla", True, False),
+        ({"unsupported": {"sinks": "no"}}, {"sinks": True}, "unsupported", "sinks", []),
+        ({"features": {"alibi_standard"}}, {"alibi": True}, "unsupported", "alibi", ["alibi_standard"]),
+        ({}, {"sliding_window": 8}, "undeclared", "sliding_window", []),
+        ({}, {"logits_soft_cap": 30.0}, "undeclared", "logits_soft_cap", []),
+        ({}, {"features": ["lse"]}, "undeclared", "lse", []),
+        (
+            {"cuda_graph": "uniform_decode"},
+            {"cuda_graph": "uniform"},
+            "cuda_graph",
+            "uniform",
+            ["never", "uniform_decode"],
+        ),
+        ({"compiles_at_run_time": True}, {"allow_compile": False}, "compiler", False, [True]),
+        ({"phases": {"decode"}}, {}, "phase", "prefill and decode", ["decode"]),
+        ({"requires": ("absent>=2",)}, {}, "requirement", "absent>=2", None),
+        ({"requires": ("torch>=3",)}, {}, "requirement", "torch>=3", "2.11.0+cu130"),
+        ({}, {"options": {"one": {"x": 1}}}, "option", {"x": 1}, []),
+        ({}, {"exclude": ["one"]}, "excluded", "one", None),
+    ],
+)
+def test_each_reason_has_its_code_both_values_a_source_and_a_fix(facts, fields, code, asked, accepted):
+    (reason,) = only(facts, **fields)
+    assert (reason.code, reason.asked, reason.accepted) == (code, asked, accepted)
+    assert reason.source
+    assert reason.fix
+
+
+@pytest.mark.parametrize(
+    ("facts", "fields"),
+    [
+        ({}, {"kv_cache_dtype": "bfloat16"}),
+        ({"features": {"alibi"}}, {"alibi": "standard"}),
+        ({"max_model_len": 4096}, {"max_model_len": 4096}),
+        ({"max_block_id": 100}, {"num_blocks": 100}),
+        ({"head_size_v": {32}}, {"head_size_v": 32}),
+        ({}, {"head_size_v": 64}),
+        ({"phases": {"decode"}}, {"phase": "decode"}),
+        ({"max_group_size": 4}, {}),
+        ({"requires": ("torch>=2.6", "triton")}, {}),
+        ({"cuda_graph": "always"}, {"cuda_graph": "uniform_decode"}),
+    ],
+)
+def test_what_is_just_inside_is_accepted(facts, fields):
+    assert only(facts, **fields) == ()
+
+
+def test_no_reason_hides_another():
+    found = only(
+        {"devices": {"cpu": 1}, "requires": ("absent",)},
+        dtype="float16",
+        head_size=80,
+        block_size=8,
+        sinks=True,
+        sliding_window=3,
+        cuda_graph="always",
+        use_mla=True,
+    )
+    codes = {reason.code for reason in found}
+    assert codes == {"device", "dtype", "head_size", "block_size", "undeclared", "cuda_graph", "mla"}
+    assert sum(reason.code == "undeclared" for reason in found) == 2
+
+
+def test_requirements_are_told_where_the_device_fits_only():
+    facts = {"devices": {"cuda": 1}, "requires": ("absent",)}
+    assert [reason.code for reason in only(facts)] == ["requirement"]
+    assert [reason.code for reason in only(facts, Host.assume("cpu"))] == ["device"]
+
+
+def test_the_plugins_own_check_is_asked_and_its_failure_is_its_own():
+    assert [str(one) for one in only({"check": lambda request, host: ["too warm"]})] == ["too warm"]
+    mine = Reason("check", "mine", source="me", fix="none")
+    assert only({"check": lambda request, host: [mine]}) == (mine,)
+    assert only({"check": lambda request, host: ()}) == ()
+    (failed,) = only({"check": lambda request, host: 1 / 0})
+    assert (failed.code, "ZeroDivisionError" in failed.message) == ("check", True)
+    (failed,) = only({"check": lambda request, host: [3]})
+    assert "yields a int" in failed.message
+
+
+@pytest.mark.parametrize(
+    ("facts", "fields", "block", "per_manager"),
+    [
+        ({}, {}, 16, 1),
+        ({"preferred_block_size": 32}, {}, 32, 1),
+        ({"preferred_block_size": 32}, {"block_size": 16}, 16, 1),
+        ({}, {"manager_block_size": 64}, 32, 2),
+        ({}, {"manager_block_size": 48}, 16, 3),
+        ({"block_sizes": MultipleOf(16)}, {"manager_block_size": 64}, 64, 1),
+        ({}, {"manager_block_size": 64, "block_size": 16}, 16, 4),
+    ],
+)
+def test_block_size_is_an_output(facts, fields, block, per_manager):
+    chosen = decide([record(spec(**facts), "attn-one")], **fields).chosen
+    assert (chosen.block_size, chosen.blocks_per_manager_block) == (block, per_manager)
+
+
+def test_the_layout_is_an_output():
+    records = [record(spec(kv_cache_layouts=("HND", "NHD")), "attn-one")]
+    assert decide(records).chosen.kv_cache_layout == "HND"
+    assert decide(records, kv_cache_layout="NHD").chosen.kv_cache_layout == "NHD"
+
+
+def variants():
+    return spec(
+        variants=(
+            Variant("new", requires=("absent>=4",), head_sizes={64, 128}),
+            Variant("old", requires=("torch>=2",), block_sizes={256}),
+        )
+    )
+
+
+def test_the_first_variant_that_fits_is_used_and_named():
+    chosen = decide([record(variants(), "attn-one")]).chosen
+    assert (chosen.variant, chosen.block_size) == ("old", 256)
+    assert "variant old (torch 2.11.0+cu130)" in chosen.explain()
+    host = Host.assume("sm_90", packages={**PACKAGES, "absent": "4.1"})
+    assert decide([record(variants(), "attn-one")], host).chosen.variant == "new"
+
+
+def test_a_variant_that_only_has_to_be_installed_is_the_fix():
+    (reason,) = decide([record(variants(), "attn-one")], block_size=16).outcome.rest[0].reasons
+    assert str(reason) == "block_size 16 not supported by torch 2.11.0+cu130; supported: 256; install absent"
+    older = Host.assume("sm_90", packages={**PACKAGES, "absent": "3"})
+    (reason,) = decide([record(variants(), "attn-one")], older, block_size=16).outcome.rest[0].reasons
+    assert reason.fix == "install absent>=4"
+
+
+def test_no_variant_installed_tells_what_each_needs():
+    bare = Host.assume("sm_90", packages={})
+    reasons = decide([record(variants(), "attn-one")], bare).outcome.rest[0].reasons
+    assert [reason.asked for reason in reasons] == ["absent>=4", "torch>=2"]
+    assert all(reason.fix.startswith("pip install '") for reason in reasons)
+
+
+def test_known_backends_that_are_not_installed_are_rows():
+    outcome = decide([])
+    lines = text(outcome.outcome, outcome.request).splitlines()
+    assert "flash: not installed; pip install attn-flash" in lines
+    assert "rocm: not installed; pip install attn-rocm (needs an AMD GPU; this host has sm_90)" in lines
+    cpu = decide([], Host.assume("cpu"))
+    assert "flash: not installed; pip install attn-flash (needs an NVIDIA GPU; this host has no GPU)" in text(
+        cpu.outcome, cpu.request
+    )
+
+
+def test_names_that_nobody_provides_are_rows():
+    found = decide(RECORDS, backend="flesh", prefer=("flush",))
+    assert found.chosen is None
+    unknown = [one for one in found.outcome.rest if one.state == "unknown"]
+    assert [one.name for one in unknown] == ["flesh", "flush"]
+    assert "flash" in unknown[0].reasons[0].accepted
+
+
+def test_same_question_same_answer():
+    first, second = decide(RECORDS, sliding_window=100), decide(RECORDS, sliding_window=100)
+    assert first.chosen.explain() == second.chosen.explain()
+    assert [one.as_json() for one in first.outcome.rest] == [one.as_json() for one in second.outcome.rest]
+
+
+def test_options_of_a_request_are_checked_against_the_spec():
+    good = decide([record(FLASHINFER, "attn-flashinfer")], options={"flashinfer": {"tensor_cores": False}})
+    assert good.chosen.name == "flashinfer"
+    bad = decide([record(FLASHINFER, "attn-flashinfer")], options={"flashinfer": {"tensor_cores": 1}})
+    (reason,) = next(one for one in bad.outcome.rest if one.name == "flashinfer").reasons
+    assert reason.message == "option 'tensor_cores': 1 is not a bool"
+
+
+def test_reasons_have_a_closed_vocabulary():
+    with pytest.raises(ValueError, match="code: 'mood' is not one of device"):
+        Reason("mood", "not today")
+
+
+def test_requests_are_values():
+    assert dataclasses.replace(request(), sinks=True) == request(sinks=True)
