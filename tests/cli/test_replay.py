@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from attncore.cli import main
-from attncore.replay import runner
+from attncore.replay import runner, synthetic
+from attncore.replay.clock import CostModel
 
 TIMES = ("build_us", "attention_us", "wall_s")
 SMALL = ["--num-heads", "2", "--num-kv-heads", "1", "--head-size", "8", "--layers", "1"]
@@ -260,3 +261,11 @@ def test_the_whole_azure_slice_is_verified(capsys):
     assert report["decode_tokens"] == 1_287_511 - 5000
     assert report["verification"]["failed"] == 0
     assert report["verification"]["checked"] > 5000
+
+
+def test_the_page_about_replay_states_the_defaults():
+    page = Path(__file__).parents[2].joinpath("docs", "replay.md").read_text()
+    assert f"`{CostModel()}`" in page
+    for name in ("ARRIVALS_PER_SECOND", "PROMPT_MEDIAN", "PROMPT_SIGMA", "PROMPT_MAX", "OUTPUT_MEDIAN", "OUTPUT_SIGMA",
+                 "OUTPUT_MAX", "NUM_REQUESTS"):  # fmt: skip
+        assert f" {getattr(synthetic, name):g}" in page, name

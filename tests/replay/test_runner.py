@@ -54,8 +54,11 @@ def test_attention_matches_dense_attention(dtype):
     assert len(outcome.steps.attention_ns) == len(outcome.steps.build_ns)
 
 
-def test_steps_and_tokens_do_not_depend_on_attention():
+def test_steps_and_tokens_do_not_depend_on_attention(monkeypatch, kernels):
+    monkeypatch.setenv("ATTNCORE_KERNELS", kernels)
     with_attention, without = replay(REQUESTS, SETTINGS, layers()), replay(REQUESTS, SETTINGS)
+    assert with_attention.kernels == without.kernels == kernels
+    assert with_attention.verification.failed == 0
     for name in ("requests", "decodes", "prefill_tokens"):
         assert getattr(with_attention.steps, name) == getattr(without.steps, name)
     assert with_attention.virtual_seconds == without.virtual_seconds
