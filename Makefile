@@ -1,0 +1,60 @@
+# Two commands do all their own set-up in .venv: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+TRACE := ../shared/traces/azure_llm_2023_conv.csv.gz
+
+# The first test run compiles numba's functions; both cores then share the rest.
+JOBS ?= 2
+
+.PHONY: help demo test test-all test-gpu lint types bench bench-compare clean
+
+help:
+	@echo "make demo           replay a request trace through metadata and attention (under two minutes after set-up)"
+	@echo "make test           set up, lint, type-check, run the tests"
+	@echo "make test-all       the same, and the slow proofs"
+	@echo "make test-gpu       the tests that need a CUDA device, in the active Python"
+	@echo "make bench          metadata-build latency: run, save, compare with the last saved run"
+	@echo "make clean          remove .venv and everything that was built"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first, pinned: a plain `pip install torch` would bring CUDA's libraries along.
+$(VENV)/.deps: constraints.txt pyproject.toml | $(BIN)/python
+	$(PIP) install -q -c constraints.txt torch setuptools wheel cython
+	$(PIP) install -q -c constraints.txt numpy pluggy rich numba hypothesis pytest pytest-benchmark pytest-xdist \
+		build cython-lint hatchling mypy pre-commit ruff
+	touch $@
+
+$(VENV)/.built: $(VENV)/.deps setup.py attncore/_slots.pyx attncore/_slots.pxd attncore/_typedefs.pxd
+	$(PIP) install -q --no-build-isolation --no-deps -e .
+	touch $@
+
+demo: $(VENV)/.built
+	@if [ -f $(TRACE) ]; then $(BIN)/attncore replay $(TRACE) --minutes 1; else $(BIN)/attncore replay; fi
+
+lint: $(VENV)/.deps
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PATH="$(CURDIR)/$(BIN):$$PATH" cython-lint attncore
+
+types: $(VENV)/.built
+	$(BIN)/mypy
+
+test: $(VENV)/.built lint types
+	ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not slow"
+
+test-all: $(VENV)/.built lint types
+	ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+
+test-gpu:
+	$(PYTHON) -m pytest -m gpu
+
+bench: $(VENV)/.built
+	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-autosave \
+		--benchmark-storage=file://benchmarks/results --benchmark-compare --benchmark-columns=median,min,iqr,rounds
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info attncore/_slots.c attncore/*.so .benchmarks .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,48 @@
+"""Prints the table of goals from a saved benchmark run: ratios of medians within that one run.
+
+    python benchmarks/reach.py benchmarks/results/<machine>/<run>.json
+
+Exit code 1 where a goal is missed. ``make bench`` calls it on the run it has just saved.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+
+def medians(run):
+    """(group, way) -> median, microseconds."""
+    return {(b["group"], b["extra_info"]["way"]): b["stats"]["median"] * 1e6 for b in run["benchmarks"]}
+
+
+def rows(run):
+    """(what, figure, goal, whether it holds) for every goal."""
+    us = medians(run)
+    public_api = run["machine_info"].get("reads_ints") == "public C API"
+    ratio = us["decode 256", "numpy"] / us["decode 256", "persistent"]
+    yield "persistent door, decode 256, against NumPy", f"{ratio:.1f}x", ">= 20x", ratio >= 20
+    for n, goal in ((256, 1.5), (1, 0.3)):
+        value = us[f"decode {n}", "persistent"]
+        yield f"persistent door, decode {n}", f"{value:.2f} us", f"< {goal} us", value < goal
+    ratio = us["decode 256 lists", "plain python"] / us["decode 256 lists", "lists common"]
+    goal = 4 if public_api else 8
+    yield "list door, decode 256, against plain Python", f"{ratio:.1f}x", f">= {goal}x", ratio >= goal
+    ratio = us["prefill 1x8192", "persistent"] / us["prefill 1x8192", "copy"]
+    yield "prefill 1x8192, against a copy of the bytes", f"{ratio:.2f}x", "<= 3x", ratio <= 3
+    busy = next(b for b in run["benchmarks"] if b["group"] == "decode 256 beside a busy thread")
+    p99 = busy["extra_info"]["p99_us"]
+    yield "decode 256 beside a busy thread, p99", f"{p99:.1f} us", "< 50 us", p99 < 50
+
+
+def main(paths):
+    if len(paths) != 1:
+        sys.exit("usage: python benchmarks/reach.py RUN.json")
+    run = json.loads(Path(paths[0]).read_text())
+    table = list(rows(run))
+    for what, figure, goal, holds in table:
+        print(f"{what:48} {figure:>10}   goal {goal:<9} {'holds' if holds else 'MISSED'}")
+    return 0 if all(holds for *_, holds in table) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

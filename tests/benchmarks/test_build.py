@@ -1,0 +1,169 @@
+"""Both doors, beside the plain-Python way, the vectorised NumPy way and a memory copy of the bytes written."""
+
+import threading
+import time
+
+import baselines
+import doors
+import numpy as np
+import pytest
+import shapes
+from shapes import BLOCK_SIZE
+
+ROUNDS, ITERATIONS = 200, 16  # 3,200 decode steps: within the blocks' headroom
+LAYOUTS = ("common", "flash", "flashinfer", "rocm")
+
+
+def time_steps(benchmark, step):
+    """A call that runs one step further each time."""
+    benchmark.pedantic(step, rounds=ROUNDS, iterations=ITERATIONS, warmup_rounds=5)
+
+
+def named(benchmark, group, way, floor_bytes=None):
+    benchmark.group = group
+    benchmark.extra_info["way"] = way
+    if floor_bytes:
+        benchmark.extra_info["bytes"] = floor_bytes
+
+
+@pytest.mark.parametrize("n", shapes.DECODES)
+class TestDecode:
+    def test_persistent(self, benchmark, n):
+        _, builder, scheduled = doors.persistent(shapes.decodes(n))
+        named(benchmark, f"decode {n}", "persistent")
+        time_steps(benchmark, lambda: builder.build(scheduled))
+
+    def test_vectorised(self, benchmark, n):
+        way = baselines.Vectorised(shapes.decodes(n), BLOCK_SIZE, n)
+        named(benchmark, f"decode {n}", "numpy")
+        time_steps(benchmark, way.step)
+
+    def test_copy(self, benchmark, n):
+        _, builder, scheduled = doors.persistent(shapes.decodes(n))
+        size = doors.bytes_written(builder.build(scheduled))
+        named(benchmark, f"decode {n}", "copy", size)
+        time_steps(benchmark, baselines.copy_of(size))
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_lists(self, benchmark, n, layout):
+        build = doors.list_door(shapes.decodes(n, headroom=0), layout)
+        named(benchmark, f"decode {n} lists", f"lists {layout}")
+        benchmark.pedantic(build, rounds=100, warmup_rounds=5)
+
+    def test_lists_plain_python(self, benchmark, n):
+        rows = shapes.decodes(n, headroom=0)
+        named(benchmark, f"decode {n} lists", "plain python")
+        benchmark.pedantic(baselines.plain_python, (rows, BLOCK_SIZE), rounds=40, warmup_rounds=2)
+
+    def test_page_indices(self, benchmark, n):
+        batch, builder, scheduled = doors.persistent(shapes.decodes(n))
+        metadata = builder.build(scheduled)
+        named(benchmark, f"decode {n} page indices", "persistent")
+        benchmark.pedantic(batch.page_indices, (metadata.host.paged_kv_indptr,), rounds=100, warmup_rounds=5)
+
+
+class TestLongDecode:
+    """256 requests of 128k tokens: the persistent door does not see the length."""
+
+    def test_persistent(self, benchmark):
+        _, builder, scheduled = doors.persistent(shapes.long_decodes(256))
+        named(benchmark, "decode 256 x 128k", "persistent")
+        time_steps(benchmark, lambda: builder.build(scheduled))
+
+    def test_vectorised(self, benchmark):
+        way = baselines.Vectorised(shapes.long_decodes(256), BLOCK_SIZE, 256)
+        named(benchmark, "decode 256 x 128k", "numpy")
+        time_steps(benchmark, way.step)
+
+    def test_lists(self, benchmark):
+        build = doors.list_door(shapes.long_decodes(256, 0), "common")
+        named(benchmark, "decode 256 x 128k lists", "lists common")
+        benchmark.pedantic(build, rounds=10, warmup_rounds=1)
+
+    def test_lists_plain_python(self, benchmark):
+        rows = shapes.long_decodes(256, 0)
+        named(benchmark, "decode 256 x 128k lists", "plain python")
+        benchmark.pedantic(baselines.plain_python, (rows, BLOCK_SIZE), rounds=5, warmup_rounds=1)
+
+
+SHAPES = {f"prefill {n}x{tokens}": shapes.prefills(n, tokens) for n, tokens in shapes.PREFILLS}
+SHAPES["mixed 128 + 2048"] = shapes.mixed()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+class TestPrefillAndMixed:
+    def test_persistent(self, benchmark, shape):
+        rows = SHAPES[shape]
+        batch, builder, scheduled = doors.persistent(rows)
+
+        def again():
+            for i, row in enumerate(rows):
+                batch.rollback(i, batch.num_computed_tokens(i) - row.computed)
+
+        named(benchmark, shape, "persistent")
+        benchmark.pedantic(builder.build, (scheduled,), setup=again, rounds=300, warmup_rounds=5)
+
+    def test_vectorised(self, benchmark, shape):
+        rows = SHAPES[shape]
+        way = baselines.Vectorised(rows, BLOCK_SIZE, sum(row.query_len for row in rows))
+        start = way.computed.copy()
+        named(benchmark, shape, "numpy")
+        benchmark.pedantic(way.step, setup=lambda: np.copyto(way.computed, start), rounds=300, warmup_rounds=5)
+
+    def test_copy(self, benchmark, shape):
+        _, builder, scheduled = doors.persistent(SHAPES[shape])
+        size = doors.bytes_written(builder.build(scheduled))
+        named(benchmark, shape, "copy", size)
+        benchmark.pedantic(baselines.copy_of(size), rounds=300, warmup_rounds=5)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_lists(self, benchmark, shape, layout):
+        build = doors.list_door(SHAPES[shape], layout)
+        named(benchmark, f"{shape} lists", f"lists {layout}")
+        benchmark.pedantic(build, rounds=100, warmup_rounds=5)
+
+    def test_lists_plain_python(self, benchmark, shape):
+        named(benchmark, f"{shape} lists", "plain python")
+        benchmark.pedantic(baselines.plain_python, (SHAPES[shape], BLOCK_SIZE), rounds=20, warmup_rounds=1)
+
+
+@pytest.mark.parametrize("n", shapes.DECODES)
+def test_cold(benchmark, n):
+    """64 MB are touched between steps, as a model's own work on the host would."""
+    _, builder, scheduled = doors.persistent(shapes.decodes(n))
+    other = np.zeros(64 << 20, np.uint8)
+
+    def touch():
+        other[::64] += 1
+
+    named(benchmark, f"decode {n} cold", "persistent")
+    benchmark.pedantic(builder.build, (scheduled,), setup=touch, rounds=60, warmup_rounds=2)
+
+
+def test_busy_thread(benchmark):
+    """Another Python thread never rests: percentiles of single builds, microseconds, in extra_info."""
+    _, builder, scheduled = doors.persistent(shapes.decodes(256, headroom=20_000))
+    stop = threading.Event()
+
+    def spin():
+        count = 0
+        while not stop.is_set():
+            count += 1
+
+    samples = []
+
+    def step():
+        start = time.perf_counter_ns()
+        builder.build(scheduled)
+        samples.append(time.perf_counter_ns() - start)
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        named(benchmark, "decode 256 beside a busy thread", "persistent")
+        benchmark.pedantic(step, rounds=10_000, warmup_rounds=5)
+    finally:
+        stop.set()
+        thread.join()
+    for name, percent in (("p50", 50), ("p90", 90), ("p99", 99), ("max", 100)):
+        benchmark.extra_info[f"{name}_us"] = round(float(np.percentile(samples, percent)) / 1000, 2)
