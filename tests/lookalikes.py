@@ -1,4 +1,4 @@
-"""Specs that resemble real backends, and what is installed beside them: negotiation's tests need no plugin and no GPU."""
+"""Specs that resemble real backends, and what is installed beside them: tests need no plugin, no GPU."""
 
 from attncore import BackendSpec, MultipleOf, Option, Variant
 from attncore.registry.builtin import attncore_backend

@@ -64,7 +64,7 @@ def _overview() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code and never raises for what a user did."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = [*(sys.argv[1:] if argv is None else argv)]  # not list(): the command of that name becomes this module's
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0 if words else 2

@@ -132,7 +132,7 @@ class AttentionRequest:
         found = {}
         for one in fields(self):
             value = getattr(self, one.name)
-            if value in (None, False, (), frozenset()) or value == {} or value == one.default:
+            if value == one.default or (not value and not isinstance(value, bool)):
                 continue
             if isinstance(value, frozenset | tuple):
                 value = sorted(value) if isinstance(value, frozenset) else list(value)

@@ -49,7 +49,9 @@ def test_versions_met_in_practice(text, version, fits):
     assert satisfied(parse(text), version) is fits
 
 
-@pytest.mark.parametrize("text", ["", "acme 2", "acme>=", "acme>=x", "acme~=2", "acme>=2.*", "acme; python_version>'3'", 3])
+@pytest.mark.parametrize(
+    "text", ["", "acme 2", "acme>=", "acme>=x", "acme~=2", "acme>=2.*", "acme; python_version>'3'", 3]
+)
 def test_what_is_no_requirement(text):
     with pytest.raises(ValueError, match="is not a requirement"):
         parse(text)

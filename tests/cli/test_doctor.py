@@ -1,0 +1,157 @@
+"""``attncore doctor``: each plugin in a process of its own."""
+
+import json
+import time
+
+import pytest
+from planting import SPEC, zoo
+
+from attncore import env
+from attncore.cli import main
+
+FACTS = """
+@hookimpl
+def attncore_doctor(host):
+    return {"compiler": "none on " + host.platform}
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean(site, monkeypatch):
+    for variable in env.VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    # the reference backend imports torch when it is made: a second that most tests have no need of
+    monkeypatch.setenv("ATTNCORE_DISABLE_PLUGINS", "reference")
+
+
+def doctor(capsys, *words):
+    code = main(["doctor", "--json", *words])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def rows(report):
+    return {row["name"]: row for row in report["backends"]}
+
+
+def test_a_good_plugin_is_loaded_asked_and_made(site, capsys):
+    site.plugin("acme", SPEC.format(name="acme", module="attn_acme", extra="") + FACTS)
+    code, report = doctor(capsys)
+    row = rows(report)["acme"]
+    assert (code, row["state"], row["created"], row["reasons"]) == (0, "loaded", "Backend on cpu", [])
+    assert row["facts"]["compiler"].startswith("none on ")
+    assert rows(report)["reference"]["state"] == "blocked"
+    assert report["findings"] == []
+    assert report["packages"]["numpy"]
+
+
+def test_a_plugin_that_hangs_on_import_is_a_row(site, capsys):
+    site.plugin("hangs", "import time\ntime.sleep(600)")
+    site.plugin("acme")
+    started = time.monotonic()
+    code, report = doctor(capsys, "--timeout", "2")
+    assert time.monotonic() - started < 60
+    row = rows(report)["hangs"]
+    assert (code, row["state"]) == (1, "broken")
+    assert "it gave no answer within 2 s while its spec was read" in row["reasons"][0]["message"]
+    assert rows(report)["acme"]["state"] == "loaded"
+
+
+@pytest.mark.parametrize(
+    ("source", "heavy", "message"),
+    [
+        (
+            "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)",
+            "",
+            "the process died of SIGSEGV while its spec was",
+        ),
+        ("import os\nos._exit(3)", "", "the process ended with code 3 while its spec was read"),
+        (None, "import os\nos.abort()", "the process died of SIGABRT while the backend was created"),
+        (None, "raise SystemExit(4)", "creating it failed: SystemExit: 4"),
+        (None, "import a_library_that_is_not_there", "importing attn_bad_heavy:Backend failed: ModuleNotFoundError"),
+        (None, "def Backend(config): return 3", "made a int, not an AttentionBackend"),
+    ],
+)
+def test_what_crashes_or_fails_is_a_row(site, capsys, source, heavy, message):
+    site.plugin("bad", source, heavy=heavy)
+    code, report = doctor(capsys)
+    row = rows(report)["bad"]
+    assert (code, row["state"], row["created"]) == (1, "broken", "")
+    assert message in row["reasons"][0]["message"]
+    assert row["reasons"][0]["fix"]
+    assert any(message in finding for finding in report["findings"])
+
+
+def test_a_failing_doctor_hook_is_told(site, capsys):
+    site.plugin("bad", SPEC.format(name="bad", module="attn_bad", extra="") + FACTS.replace('"none on "', "1"))
+    code, report = doctor(capsys)
+    assert code == 1
+    assert "attncore_doctor failed: TypeError" in rows(report)["bad"]["reasons"][0]["message"]
+
+
+def test_the_zoo(site, capsys):
+    site.plugin("ahead", "import numba\n" + SPEC.format(name="ahead", module="attn_ahead", extra=""))
+    site.module("numba", "")
+    code, report = doctor(capsys, "--no-create")
+    assert code == 1
+    assert [reason["code"] for reason in rows(report)["ahead"]["reasons"]] == ["heavy_import"]
+
+
+def test_every_animal_is_a_finding_and_the_good_one_is_not(site, capsys):
+    expected = zoo(site)
+    few = ("good", "raises", "later", "taken")
+    for name in [name for name in expected if name not in few]:
+        next(site.folder.glob(f"zoo_{name}-*.dist-info")).joinpath("entry_points.txt").unlink()
+    code, report = doctor(capsys, "--no-create")
+    found = {(row["name"], row["distribution"]): row["state"] for row in report["backends"]}
+    assert code == 1
+    assert found["good", "zoo-good"] == "loaded"
+    assert found["raises", "zoo-raises"] == "broken"
+    assert found["later", "zoo-later"] == "incompatible"
+    assert found["taken", "zoo-taken-a"] == found["taken", "zoo-taken-b"] == "duplicate"
+    assert not any("good" in finding for finding in report["findings"])
+
+
+def test_a_backend_for_another_device_is_not_tried(site, capsys):
+    site.plugin("far", SPEC.format(name="far", module="attn_far", extra="").replace('"any"', '"rocm:gfx906"'))
+    code, report = doctor(capsys)
+    assert code == 0
+    assert rows(report)["far"]["created"].startswith("not tried: device ")
+
+
+def test_variables_known_and_unknown(site, capsys, monkeypatch):
+    monkeypatch.setenv("ATTNCORE_KERNELS", "numba")
+    monkeypatch.setenv("ATTNCORE_POISON", "maybe")
+    monkeypatch.setenv("ATTNCORE_PLUGIN", "x")
+    code, report = doctor(capsys, "--no-create")
+    assert code == 1
+    assert report["environment"]["ATTNCORE_KERNELS"] == "numba"
+    assert any(finding.startswith("ATTNCORE_POISON: 'maybe'") for finding in report["findings"])
+    assert any("did you mean ATTNCORE_PLUGINS" in finding for finding in report["findings"])
+
+
+def test_a_list_that_cannot_be_read_lets_nothing_load(site, capsys, monkeypatch):
+    site.plugin("acme", "import pathlib\npathlib.Path(__file__).with_name('ran').touch()")
+    monkeypatch.setenv("ATTNCORE_PLUGINS", "Not A Name")
+    code, report = doctor(capsys)
+    assert (code, report["backends"]) == (1, [])
+    assert not (site.folder / "ran").exists()
+
+
+def test_names_in_a_list_that_nobody_has(site, capsys, monkeypatch):
+    monkeypatch.setenv("ATTNCORE_PLUGINS", "reference,flahs")
+    code, report = doctor(capsys)
+    assert code == 1
+    assert report["findings"] == ["ATTNCORE_PLUGINS: no plugin is named 'flahs'; installed: reference"]
+
+
+def test_text(site, capsys):
+    site.plugin("raises", "raise RuntimeError('no licence file')")
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "\nraises" in out
+    assert "\nfinding: raises (attn-raises 1.0): attn_raises failed: RuntimeError: no licence file" in out
+
+
+def test_a_time_limit_must_be_one(site, capsys):
+    assert main(["doctor", "--timeout", "0"]) == 2
+    assert capsys.readouterr().err == "attncore: error: --timeout: 0 is not a positive number of seconds\n"

@@ -1,0 +1,128 @@
+"""``attncore explain``."""
+
+import json
+
+import pytest
+from lookalikes import REGISTRY
+
+from attncore.cli import main
+from attncore.registry import decide
+
+CONFIG = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "torch_dtype": "bfloat16"}
+
+
+@pytest.fixture
+def plugins(monkeypatch):
+    """The lookalikes in place of what is installed."""
+    monkeypatch.setattr(decide, "registry", lambda: REGISTRY)
+    monkeypatch.delenv("ATTNCORE_BACKEND", raising=False)
+
+
+def ask(capsys, *words):
+    code = main(["explain", *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_design_documents_example(plugins, capsys):
+    code, out, _ = ask(
+        capsys,
+        "--assume",
+        "cuda:sm_90",
+        "--block-size",
+        "16",
+        "--sliding-window",
+        "4096",
+        "--prefer",
+        "flash,flashinfer",
+    )
+    assert code == 0
+    assert "flashinfer (attn-flashinfer 0.1.0): chosen; preferred by the request, priority 70 on cuda:sm_90\n" in out
+    assert (
+        "flash (attn-flash 0.1.0): block_size 16 not supported by flash-attn 2.8.3; supported: multiples of 256; "
+        "install flash-attn-4\n"
+    ) in out
+    assert "acme (acme-attn 1.0): built for contract 2; this attncore speaks 1; install acme-attn<1\n" in out
+    assert out.endswith("block_size 16, kv_cache_layout NHD, kv_cache_dtype auto\n")
+
+
+@pytest.mark.parametrize(
+    ("assumed", "chosen"), [("gfx942", "rocm"), ("sm_90", "flashinfer"), ("sm_80", "flash"), ("cpu", "reference")]
+)
+def test_bare_devices(plugins, capsys, assumed, chosen):
+    code, out, _ = ask(capsys, "--assume", assumed, "--json")
+    report = json.loads(out)
+    assert (code, report["chosen"]["name"]) == (0, chosen)
+    assert [row["name"] for row in report["backends"] if row["chosen"]] == [chosen]
+
+
+def test_without_a_model_a_common_one_is_told(plugins, capsys):
+    _, out, _ = ask(capsys, "--assume", "cpu")
+    assert out.startswith("request: num_heads 32, num_kv_heads 8, head_size 128, dtype bfloat16\nhost: cpu (assumed)\n")
+
+
+def test_json_rows_hold_every_reason(plugins, capsys):
+    _, out, _ = ask(capsys, "--assume", "sm_90", "--json", "--dtype", "float32", "--head-size", "80")
+    rows = {row["name"]: row for row in json.loads(out)["backends"]}
+    assert [reason["code"] for reason in rows["flashinfer"]["reasons"]] == ["dtype", "head_size"]
+    assert rows["acme"]["state"] == "incompatible"
+    assert rows["reference"]["usable"] is True
+
+
+def test_no_usable_backend_is_3_and_still_explained(plugins, capsys):
+    code, out, _ = ask(capsys, "--assume", "cpu", "--use-mla", "--json")
+    report = json.loads(out)
+    assert (code, report["chosen"]) == (3, None)
+    assert all(row["reasons"] for row in report["backends"])
+    code, out, _ = ask(capsys, "--assume", "cpu", "--backend", "flash")
+    assert code == 3
+    assert out.endswith("backend: 'flash', named by the request, cannot be used on cpu (policy strict)\n")
+
+
+def test_a_models_config_and_flags_over_it(plugins, capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    _, out, _ = ask(capsys, "--assume", "sm_90", "--config", str(path), "--tensor-parallel", "8", "--json")
+    assert json.loads(out)["request"] == {"num_heads": 8, "num_kv_heads": 1, "head_size": 64, "dtype": "bfloat16"}
+    _, out, _ = ask(capsys, "--assume", "sm_90", "--config", str(tmp_path), "--dtype", "float16", "--json")
+    assert json.loads(out)["request"]["dtype"] == "float16"
+
+
+def test_packages_can_be_assumed(plugins, capsys):
+    words = ["--assume", "sm_90", "--json", "--backend", "flash"]
+    _, out, _ = ask(capsys, *words, "--assume-package", "flash-attn-4==4.0.0b36")
+    assert json.loads(out)["chosen"]["variant"] == "fa4"
+    code, out, _ = ask(capsys, *words, "--assume-package", "flash-attn==")
+    assert (code, json.loads(out)["chosen"]) == (3, None)
+
+
+def test_joint(plugins, capsys):
+    code, out, _ = ask(capsys, "--assume", "sm_90", "--joint", "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["chosen"]["prefill"]["name"] == report["chosen"]["decode"]["name"] == "flashinfer"
+    assert set(report["backends"]) == {"prefill", "decode"}
+    _, out, _ = ask(capsys, "--assume", "sm_90", "--joint")
+    assert "\nprefill:\n" in out
+    assert "\ndecode:\n" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--assume", "h100"], "device: 'h100'"),
+        (["--num-heads", "x"], "--num-heads"),
+        (["--num-heads", "0"], "num_heads: 0"),
+        (["--dtype", "half"], "--dtype"),
+        (["--feature", "wings"], "--feature"),
+        (["--config", "nowhere.json"], "config: nowhere.json cannot be read"),
+        (["--tensor-parallel", "2"], "--tensor-parallel: only with --config"),
+        (["--assume-package", "torch"], "--assume-package: 'torch'"),
+        (["--prefer", "Flash"], "prefer: 'Flash'"),
+    ],
+)
+def test_mistakes_are_one_line_that_names_the_field(plugins, capsys, words, names):
+    code, out, err = ask(capsys, *words)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert names in err

@@ -1,0 +1,61 @@
+"""``attncore list``."""
+
+import json
+
+from planting import zoo
+
+from attncore.cli import main
+
+
+def test_json_is_an_array_of_backends(site, capsys):
+    zoo(site)
+    assert main(["list", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    by_name = {(row["name"], row["distribution"]): row for row in rows}
+    reference = by_name["reference", "attncore"]
+    assert (reference["state"], reference["reasons"]) == ("loaded", [])
+    raises = by_name["raises", "zoo-raises"]
+    assert (raises["version"], raises["state"]) == ("1.0", "broken")
+    assert set(raises["reasons"][0]) == {"code", "message", "asked", "accepted", "source", "fix"}
+
+
+def test_text_has_a_row_for_each(site, capsys):
+    expected = zoo(site)
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["NAME", "DISTRIBUTION", "VERSION", "STATE", "DEVICES", "REASON"]
+    first = [line.split()[0] for line in lines[1:]]
+    assert first == sorted(first)
+    assert set(first) == {*expected, "good", "reference"}
+    assert "no licence file" in next(line for line in lines if line.startswith("raises"))
+
+
+def test_what_plugins_print_does_not_spoil_json(site, capsys):
+    site.plugin("loud", "print('hello'); raise RuntimeError('x')")
+    assert main(["list", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert any(row["name"] == "loud" for row in json.loads(captured.out))
+    assert "hello" in captured.err
+
+
+def test_a_bad_variable_is_one_line_and_2(site, capsys, monkeypatch):
+    monkeypatch.setenv("ATTNCORE_STRICT_PLUGINS", "maybe")
+    assert main(["list"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "attncore: error: ATTNCORE_STRICT_PLUGINS: 'maybe' is neither 0 nor 1\n"
+
+
+def test_strict_is_one_line_and_2(site, capsys, monkeypatch):
+    zoo(site)
+    monkeypatch.setenv("ATTNCORE_STRICT_PLUGINS", "1")
+    assert main(["list"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_nothing_is_said_to_be_nothing(site, capsys, monkeypatch):
+    monkeypatch.setattr("attncore.registry.discover._entry_points", list)
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out == "no backend is installed\n"
+    assert main(["list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []

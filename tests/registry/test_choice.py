@@ -1,0 +1,139 @@
+"""A choice: what create imports, with what configuration, and how it fails."""
+
+import logging
+import sys
+
+import pytest
+
+import attncore
+
+FIELDS = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "dtype": "float32"}
+
+
+def test_create_imports_the_factory_and_select_does_not(site):
+    site.plugin("plain")
+    choice = attncore.select(backend="plain", **FIELDS)
+    assert "attn_plain_heavy" not in sys.modules
+    backend = choice.create()
+    assert "attn_plain_heavy" in sys.modules
+    assert (backend.name, backend.spec.name) == ("plain", "plain")
+    assert backend.config.device == "cpu"
+    assert (backend.config.block_size, backend.config.num_heads) == (choice.block_size, 4)
+
+
+OPTIONS = "options={'pages': __import__('attncore').Option(int, 'how many', default=2)}, requires=(),"
+
+
+def test_options_reach_the_backend_with_defaults(site):
+    site.plugin("acme", extra=OPTIONS)
+    assert attncore.select(backend="acme", **FIELDS).create().config.options == {"pages": 2}
+    choice = attncore.select(backend="acme", options={"acme": {"pages": 3}}, **FIELDS)
+    assert choice.create().config.options == {"pages": 3}
+    assert choice.create(options={"pages": 4}).config.options == {"pages": 4}
+
+
+def test_options_that_the_spec_does_not_declare(site):
+    site.plugin("acme", extra=OPTIONS)
+    choice = attncore.select(backend="acme", **FIELDS)
+    with pytest.raises(ValueError, match="options: 'colour' is not declared by acme; declared: pages"):
+        choice.create(options={"colour": 1})
+    with pytest.raises(ValueError, match="options: 'pages': 'x' is not an int"):
+        choice.create(options={"pages": "x"})
+
+
+def test_the_device_is_the_hosts_unless_the_backend_is_for_any(site):
+    site.plugin("acme", extra="preferred_block_size=32,")
+    anywhere = attncore.select(backend="acme", host=attncore.Host.assume("sm_90"), **FIELDS)
+    assert anywhere.create().config.device == "cpu"
+    assert anywhere.create(device="meta").config.device == "meta"
+    site.plugin("cudaic")
+    source = (site.folder / "attn_cudaic.py").read_text().replace('"any"', '"cuda"')
+    site.module("attn_cudaic", source)
+    named = attncore.select(backend="cudaic", host=attncore.Host.assume("sm_90"), **FIELDS)
+    assert named.create().config.device == "cuda:0"
+
+
+def test_a_library_that_cannot_be_imported_is_told_with_its_cause(site):
+    site.plugin("acme", heavy="raise OSError('libacme.so: undefined symbol: acme_attend')")
+    choice = attncore.select(backend="acme", **FIELDS)
+    with pytest.raises(
+        attncore.PluginError, match=r"acme \(attn-acme 1.0\): importing attn_acme_heavy:Backend"
+    ) as caught:
+        choice.create()
+    assert "undefined symbol" in str(caught.value)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_factory_that_makes_something_else(site):
+    site.plugin("acme", heavy="Backend = dict")
+    with pytest.raises((TypeError, ValueError)):
+        attncore.select(backend="acme", **FIELDS).create()
+    site.module("attn_acme_heavy", "def Backend(config): return 3")
+    sys.modules.pop("attn_acme_heavy")
+    with pytest.raises(TypeError, match="factory: attn_acme_heavy:Backend made a int"):
+        attncore.select(backend="acme", **FIELDS).create()
+
+
+def test_the_environment_names_the_backend_where_the_request_does_not(site, monkeypatch):
+    site.plugin("acme")
+    monkeypatch.setenv("ATTNCORE_BACKEND", "reference")
+    choice = attncore.select(**FIELDS)
+    assert choice.name == "reference"
+    assert "named by ATTNCORE_BACKEND" in choice.explain()
+    assert attncore.select(backend="acme", **FIELDS).name == "acme"
+    monkeypatch.setenv("ATTNCORE_BACKEND", "flash")
+    with pytest.raises(attncore.NoBackendError, match="backend: 'flash', named by ATTNCORE_BACKEND, cannot be used"):
+        attncore.select(**FIELDS)
+
+
+def test_no_backend_lists_every_candidate(site, monkeypatch):
+    monkeypatch.setenv("ATTNCORE_PLUGINS", "")
+    with pytest.raises(attncore.NoBackendError) as caught:
+        attncore.select(**FIELDS)
+    words = str(caught.value)
+    assert words.startswith("no backend can be used on ")
+    for name in ("reference (attncore", "flash: not installed", "rocm: not installed"):
+        assert name in words
+
+
+def test_reasons_are_by_candidate(site):
+    site.plugin("acme")
+    choice = attncore.select(host=attncore.Host.assume("sm_90"), **{**FIELDS, "head_size": 80})
+    assert choice.name == "reference"
+    assert [reason.code for reason in choice.reasons["acme"]] == ["head_size"]
+    assert [reason.code for reason in choice.reasons["flash"]] == ["not_installed"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"head_sise": 64}, "head_sise: a request has no such field; did you mean head_size?"),
+        ({"num_heads": None}, "num_heads: None is not an integer"),
+    ],
+)
+def test_fields_are_checked_by_name(site, fields, text):
+    with pytest.raises(TypeError) as caught:
+        attncore.select(**{**FIELDS, **fields})
+    assert str(caught.value) == text
+
+
+def test_a_request_must_be_whole(site):
+    with pytest.raises(TypeError, match="num_kv_heads: a request must state it"):
+        attncore.select(num_heads=4)
+    with pytest.raises(TypeError, match="request: 3 is not an AttentionRequest"):
+        attncore.select(3)
+
+
+def test_fields_beside_a_request_replace_its_own(site):
+    request = attncore.AttentionRequest(**FIELDS)
+    assert attncore.select(request, block_size=48).block_size == 48
+
+
+def test_a_choice_is_logged_once_and_rejections_at_debug(site, caplog):
+    site.plugin("acme-logged")
+    with caplog.at_level(logging.DEBUG, "attncore"):
+        for _ in range(2):
+            attncore.select(**FIELDS)
+    chosen = [entry for entry in caplog.records if "acme-logged" in entry.message and entry.levelno == logging.INFO]
+    assert len(chosen) == 1
+    assert any(entry.levelno == logging.DEBUG and "flash: not installed" in entry.message for entry in caplog.records)

@@ -1,0 +1,172 @@
+"""The host as a value, and the probe on machines made of files."""
+
+import dataclasses
+
+import pytest
+
+from attncore import Host
+from attncore.registry import probe, probe_nvidia
+from attncore.registry.probe_device import Device
+
+CPUINFO = "processor\t: 0\nmodel name\t: A Processor\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\nflags\t\t: other\n"
+
+
+@pytest.fixture
+def no_nvidia(monkeypatch):
+    monkeypatch.setattr(probe_nvidia, "devices", lambda root, notes: ("", []))
+
+
+def nvidia(monkeypatch, *devices, driver="580.82.07"):
+    monkeypatch.setattr(probe_nvidia, "devices", lambda root, notes: (driver, list(devices)))
+
+
+def write(root, path, text=""):
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def kfd(root, *versions):
+    for index, version in enumerate(versions):
+        node = f"sys/class/kfd/kfd/topology/nodes/{index}"
+        write(root, f"{node}/properties", f"cpu_cores_count 0\ngfx_target_version {version}\nunique_id {index + 10}\n")
+        write(root, f"{node}/name", "a name\n")
+
+
+@pytest.mark.parametrize(
+    ("device", "platform", "arch", "torch_device"),
+    [
+        ("sm_90", "cuda", "sm_90", "cuda:0"),
+        ("rocm:gfx942", "rocm", "gfx942", "cuda:0"),
+        ("cpu", "cpu", "cpu", "cpu"),
+    ],
+)
+def test_assume(device, platform, arch, torch_device):
+    host = Host.assume(device)
+    assert (host.platform, host.arch, host.torch_device, host.assumed) == (platform, arch, torch_device, True)
+
+
+def test_what_is_stated_wins_over_what_is_here():
+    host = Host.assume("cpu", packages={"torch": "", "triton": "3.6"}).with_packages({"torch": "2.13", "numba": "1"})
+    assert dict(host.packages) == {"torch": "", "triton": "3.6", "numba": "1"}
+
+
+def test_a_host_is_a_value():
+    host = Host.assume("cpu")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        host.device = "sm_90"
+    with pytest.raises(TypeError):
+        host.packages["torch"] = "2"
+
+
+def test_this_machine_can_be_probed_and_is_cached():
+    assert Host.probe() is Host.probe()
+    assert Host.probe().assumed is False
+
+
+def test_a_machine_without_accelerators(tmp_path, no_nvidia):
+    write(tmp_path, "proc/cpuinfo", CPUINFO)
+    host = probe.probe(tmp_path, {})
+    assert (host.device, host.device_name, host.notes) == ("cpu", "A Processor", ())
+    assert host.cpu_flags == {"fpu", "avx2", "avx512f"}
+
+
+def test_a_machine_without_any_of_the_files(tmp_path, no_nvidia):
+    assert probe.probe(tmp_path, {}).device == "cpu"
+
+
+def test_amd_devices_by_topology(tmp_path, no_nvidia):
+    kfd(tmp_path, 0, 90402, 90402)
+    write(tmp_path, "sys/module/amdgpu/version", "6.10.5\n")
+    write(tmp_path, "dev/kfd")
+    host = probe.probe(tmp_path, {})
+    assert (host.device, host.device_count, host.driver, host.notes) == ("rocm:gfx942", 2, "6.10.5", ())
+
+
+def test_amd_without_the_device_node_is_noted(tmp_path, no_nvidia):
+    kfd(tmp_path, 0, 90010)
+    assert "/dev/kfd is not there" in probe.probe(tmp_path, {}).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        (90402, "gfx942"),
+        (90010, "gfx90a"),
+        (110000, "gfx1100"),
+        (120001, "gfx1201"),
+        (100302, "gfx1032"),
+        (90500, "gfx950"),
+    ],
+)
+def test_gfx_names(version, name):
+    assert probe.gfx_name(version) == name
+
+
+def test_nvidia_comes_first(tmp_path, monkeypatch):
+    kfd(tmp_path, 90402)
+    nvidia(monkeypatch, Device("cuda:sm_90", "H200", "GPU-a"), Device("cuda:sm_90", "H200", "GPU-b"))
+    host = probe.probe(tmp_path, {})
+    assert (host.device, host.device_name, host.device_count, host.driver) == ("cuda:sm_90", "H200", 2, "580.82.07")
+
+
+def test_devices_of_several_kinds_are_noted(tmp_path, monkeypatch):
+    nvidia(monkeypatch, Device("cuda:sm_90", "x"), Device("cuda:sm_120", "y"), Device("cuda:sm_120", "y"))
+    host = probe.probe(tmp_path, {"CUDA_VISIBLE_DEVICES": "2,0"})
+    assert (host.device, host.device_count) == ("cuda:sm_120", 1)
+    assert "several kinds" in host.notes[0]
+
+
+def test_hidden_devices_leave_the_cpu(tmp_path, monkeypatch):
+    nvidia(monkeypatch, Device("cuda:sm_90", "x"))
+    host = probe.probe(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    assert (host.device, host.notes) == ("cpu", ("1 NVIDIA device(s) hidden by CUDA_VISIBLE_DEVICES",))
+
+
+@pytest.mark.parametrize(
+    ("entries", "chosen"),
+    [
+        ("0", "a"),
+        ("1,0", "ba"),
+        ("2,0", "ca"),
+        ("GPU-b", "b"),
+        ("0,9,1", "a"),
+        ("-1", ""),
+        ("nonsense", ""),
+        ("MIG-12", "a"),
+        (" 1 , 2 ", "bc"),
+    ],
+)
+def test_visible_devices(entries, chosen):
+    devices = [Device("cuda:sm_90", letter, f"GPU-{letter}{letter}") for letter in "abc"]
+    found = probe.visible(devices, ("V",), {"V": entries})
+    assert "".join(device.name for device in found) == chosen
+
+
+def test_a_probe_that_fails_is_a_note(tmp_path, monkeypatch):
+    def fails(root, notes):
+        raise OSError("the driver is asleep")
+
+    monkeypatch.setattr(probe_nvidia, "devices", fails)
+    host = probe.probe(tmp_path, {})
+    assert host.device == "cpu"
+    assert "the driver is asleep" in host.notes[0]
+
+
+def test_the_drivers_version_from_proc(tmp_path):
+    text = (
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\nGCC version:  gcc 13.3.0\n"
+    )
+    write(tmp_path, "proc/driver/nvidia/version", text)
+    assert probe_nvidia.driver_version(tmp_path) == "580.82.07"
+    assert probe_nvidia.driver_version(tmp_path / "nowhere") == ""
+
+
+def test_a_driver_without_libraries_is_noted(tmp_path, monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(probe_nvidia.ctypes, "CDLL", missing)
+    write(tmp_path, "proc/driver/nvidia/version", "Module  580.82.07  x")
+    notes = []
+    assert probe_nvidia.devices(tmp_path, notes) == ("580.82.07", [])
+    assert "neither libnvidia-ml.so.1 nor libcuda.so.1" in notes[0]

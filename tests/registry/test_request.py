@@ -1,0 +1,76 @@
+"""Requests: checked field by field, normalised, values."""
+
+import pytest
+
+from attncore import AttentionRequest
+
+PLAIN = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+
+
+def request(**fields):
+    return AttentionRequest(**{**PLAIN, **fields})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("num_heads", 0, ValueError),
+        ("num_heads", 32.0, TypeError),
+        ("num_kv_heads", 5, ValueError),
+        ("head_size", True, TypeError),
+        ("dtype", "half", ValueError),
+        ("dtype", None, ValueError),
+        ("kv_cache_dtype", "int4", ValueError),
+        ("block_size", 0, ValueError),
+        ("kv_cache_layout", "DHN", ValueError),
+        ("sliding_window", -1, ValueError),
+        ("logits_soft_cap", 0, ValueError),
+        ("logits_soft_cap", float("nan"), ValueError),
+        ("logits_soft_cap", True, ValueError),
+        ("alibi", "odd", ValueError),
+        ("sinks", 1, TypeError),
+        ("features", ("wings",), ValueError),
+        ("features", "sinks", TypeError),
+        ("cuda_graph", "often", ValueError),
+        ("phase", "both", ValueError),
+        ("policy", "lenient", ValueError),
+        ("backend", "Flash", ValueError),
+        ("prefer", "flash", TypeError),
+        ("prefer", ("",), ValueError),
+        ("exclude", (3,), ValueError),
+        ("options", {"flash": 1}, TypeError),
+        ("options", [], TypeError),
+    ],
+)
+def test_mistakes_begin_with_the_fields_name(field, value, error):
+    with pytest.raises(error) as caught:
+        request(**{field: value})
+    assert str(caught.value).startswith(f"{field}: ")
+
+
+def test_a_managers_block_must_be_a_multiple():
+    with pytest.raises(ValueError, match="manager_block_size: 40 is not a multiple of block_size 16"):
+        request(manager_block_size=40, block_size=16)
+
+
+def test_fields_imply_features():
+    one = request(sliding_window=4, logits_soft_cap=1, alibi="standard", sinks=True, features=["lse"])
+    assert one.asked_features == ("alibi_standard", "logits_soft_cap", "lse", "sinks", "sliding_window")
+    assert request(alibi=True).asked_features == ("alibi",)
+    assert request().asked_features == ()
+
+
+def test_fp8_is_e4m3():
+    assert request(kv_cache_dtype="fp8").kv_cache_dtype == "fp8_e4m3"
+
+
+def test_json_holds_what_was_asked_only():
+    one = request(prefer=["flash"], sinks=True, options={"flash": {"x": 1}}, exclude={"rocm"})
+    assert one.as_json() == {
+        **PLAIN,
+        "sinks": True,
+        "prefer": ["flash"],
+        "exclude": ["rocm"],
+        "options": {"flash": {"x": 1}},
+    }
+    assert request(allow_compile=False).as_json() == {**PLAIN, "allow_compile": False}

@@ -1,0 +1,222 @@
+"""The base classes of a backend: what comes complete, and what is refused."""
+
+import numpy as np
+import pytest
+
+from attncore import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionState,
+    AttentionType,
+    BackendConfig,
+    BackendSpec,
+    MultipleOf,
+)
+from attncore.abstract import PlanKey
+
+torch = pytest.importorskip("torch")
+
+
+class Impl(AttentionImpl):
+    def forward(self, query, key, value, kv_cache, metadata, output=None):
+        return query
+
+
+class Backend(AttentionBackend):
+    impl_class = Impl
+
+    def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+
+class BlocksFirst(Backend):
+    def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
+        return (num_blocks, 2, num_kv_heads, block_size, head_size)
+
+
+def spec(**facts):
+    return BackendSpec(
+        name="acme",
+        api=1,
+        factory="m:C",
+        devices={"any": 1},
+        dtypes={"float32"},
+        head_sizes={8},
+        block_sizes=MultipleOf(1),
+        **facts,
+    )
+
+
+def config(**fields):
+    base = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "dtype": "float32", "block_size": 4}
+    return BackendConfig(**{**base, **fields})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("num_heads", 0, ValueError),
+        ("num_kv_heads", 3, ValueError),
+        ("head_size", 8.0, TypeError),
+        ("block_size", True, TypeError),
+    ],
+)
+def test_configurations_are_checked(field, value, error):
+    with pytest.raises(error) as caught:
+        config(**{field: value})
+    assert str(caught.value).startswith(f"{field}: ")
+
+
+def test_a_vendor_must_write_both_methods():
+    class NoForward(AttentionImpl):
+        pass
+
+    class NoShape(AttentionBackend):
+        impl_class = NoForward
+
+    with pytest.raises(TypeError, match="kv_cache_shape"):
+        NoShape(config())
+    with pytest.raises(TypeError, match="forward"):
+        NoForward(Backend(config()), "x", scale=1.0)
+
+
+def test_the_name_is_the_specs():
+    assert Backend(config()).name == "Backend"
+    backend = Backend(config(spec=spec()))
+    assert (backend.name, backend.get_name(), backend.spec.name) == ("acme", "acme", "acme")
+
+
+def test_impl_hands_everything_on():
+    backend = Backend(config())
+    impl = backend.impl(
+        "layers.0",
+        scale=0.5,
+        sliding_window=7,
+        logits_soft_cap=30.0,
+        alibi_slopes=[1, 2, 3, 4],
+        sinks=[0, 0, 0, 1],
+        k_scale=2.0,
+        v_scale=3.0,
+    )
+    assert isinstance(impl, Impl)
+    found = (impl.backend, impl.layer_name, impl.scale, impl.sliding_window, impl.logits_soft_cap)
+    assert found == (backend, "layers.0", 0.5, 7, 30.0)
+    assert (impl.alibi_slopes, impl.sinks, impl.k_scale, impl.v_scale) == ([1, 2, 3, 4], [0, 0, 0, 1], 2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"sliding_window": 0}, "sliding_window: 0 is not positive"),
+        ({"logits_soft_cap": -1.0}, "logits_soft_cap: -1.0 is not positive"),
+        ({"alibi_slopes": [1.0]}, "alibi_slopes: 1 given; the backend has 4 query heads"),
+        ({"sinks": [1.0] * 5}, "sinks: 5 given"),
+    ],
+)
+def test_layers_out_of_range(fields, text):
+    with pytest.raises(ValueError) as caught:
+        Backend(config()).impl("x", scale=1.0, **fields)
+    assert str(caught.value).startswith(text)
+
+
+def test_a_spec_that_does_not_declare_a_feature_refuses_its_layers():
+    backend = Backend(config(spec=spec(features={"sliding_window"}, unsupported={"sinks": "there are none"})))
+    backend.impl("x", scale=1.0, sliding_window=4)
+    with pytest.raises(ValueError, match="sinks: acme does not support sinks: there are none"):
+        backend.impl("x", scale=1.0, sinks=[0.0] * 4)
+    with pytest.raises(ValueError, match="v_scale: acme does not support kv_scales: its spec does not declare it"):
+        backend.impl("x", scale=1.0, v_scale=2.0)
+    standard = Backend(config(spec=spec(features={"alibi_standard"})))
+    standard.impl("x", scale=1.0, alibi_slopes=[1.0] * 4)
+
+
+def test_plan_runs_once_for_each_distinct_key():
+    class Planned(Backend):
+        def __init__(self, config):
+            super().__init__(config)
+            self.planned = []
+
+        def plan_layers(self, metadata, key):
+            self.planned.append((metadata, key))
+
+    backend = Planned(config())
+    for window in (None, 8, None, 8):
+        backend.impl("x", scale=1.0, sliding_window=window)
+    backend.plan("step")
+    assert backend.planned == [("step", PlanKey(1.0, None, None)), ("step", PlanKey(1.0, 8, None))]
+    assert backend.plan_keys == (PlanKey(1.0, None, None), PlanKey(1.0, 8, None))
+
+
+@pytest.mark.parametrize("kind", [Backend, BlocksFirst])
+def test_caches_are_zeroed_and_have_a_sink(kind):
+    backend = kind(config())
+    cache = backend.allocate_kv_cache(5)
+    assert cache.shape == backend.kv_cache_shape(6, 4, 2, 8)
+    assert cache.dtype == torch.float32
+    assert not cache.any()
+    assert cache.shape[backend.kv_cache_block_axis()] == 6
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "dtype"),
+    [("auto", "float32"), ("bfloat16", "bfloat16"), ("fp8_e4m3", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2")],
+)
+def test_cache_dtypes(kv_cache_dtype, dtype):
+    cache = Backend(config(kv_cache_dtype=kv_cache_dtype)).allocate_kv_cache(1)
+    assert cache.dtype == getattr(torch, dtype)
+
+
+def test_caches_that_no_kernel_could_address():
+    backend = Backend(config(spec=spec(max_block_id=7)))
+    backend.allocate_kv_cache(7)
+    with pytest.raises(ValueError, match="num_blocks: 8 and the sink block reach beyond acme's largest id 7"):
+        backend.allocate_kv_cache(8)
+    with pytest.raises(ValueError, match="num_blocks: 0 is not positive"):
+        backend.allocate_kv_cache(0)
+
+
+@pytest.mark.parametrize("kind", [Backend, BlocksFirst])
+def test_copying_and_swapping_blocks(kind):
+    backend = kind(config())
+    axis = backend.kv_cache_block_axis()
+    one, two = backend.allocate_kv_cache(4), backend.allocate_kv_cache(4)
+    for block in range(5):
+        one.select(axis, block).fill_(block)
+    backend.swap_blocks(one, two, [(1, 3), (2, 0)])
+    assert [two.select(axis, block).unique().tolist() for block in range(5)] == [[2], [0], [0], [1], [0]]
+    backend.copy_blocks([one, two], torch.tensor([[1, 2], [2, 1]]))
+    assert [one.select(axis, block).unique().tolist() for block in range(5)] == [[0], [2], [1], [3], [4]]
+    backend.copy_blocks([one], np.empty((0, 2), np.int64))
+
+
+def test_host_arrays_are_shared_on_a_cpu():
+    array = np.arange(3, dtype=np.int32)
+    tensor = Backend(config()).from_host(array)
+    array[1] = 9
+    assert tensor.tolist() == [0, 9, 2]
+
+
+def test_a_cache_without_an_axis_of_blocks_is_told():
+    class Odd(Backend):
+        def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
+            return (7, block_size)
+
+    with pytest.raises(ValueError, match="kv_cache_shape: of Odd, 0 axes grow with num_blocks, not 1"):
+        Odd(config()).kv_cache_block_axis()
+
+
+def test_the_names_of_the_first_generation():
+    from attncore.builder import CommonAttentionMetadata, CommonMetadataBuilder
+
+    backend = Backend(config())
+    assert backend.get_impl_cls() is Impl
+    assert backend.get_metadata_cls() is CommonAttentionMetadata
+    assert backend.get_builder_cls() is CommonMetadataBuilder
+    assert backend.get_state_cls() is AttentionState
+    assert backend.get_kv_cache_shape(3, 4, 2, 8) == (2, 3, 4, 2, 8)
+    state = backend.get_state_cls()(backend)
+    with state.graph_capture(4):
+        state.begin_forward(None)
+    with pytest.raises(ValueError, match="max_batch_size: 0"):
+        state.graph_capture(0)
+    assert AttentionType("encoder_decoder") is AttentionType.ENCODER_DECODER

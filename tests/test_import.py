@@ -1,0 +1,50 @@
+"""What `import attncore` costs, and what it offers."""
+
+import logging
+import subprocess
+import sys
+
+import attncore
+
+LIGHT = """
+import sys
+sys.path[:] = {path!r}
+import attncore
+{code}
+heavy = {{"torch", "pluggy", "numba", "rich", "numpy", "triton"}} & sys.modules.keys()
+print(",".join(sorted(heavy)))
+"""
+
+
+def heavy_after(code):
+    program = LIGHT.format(path=sys.path, code=code)
+    return subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_importing_attncore_loads_nothing_heavy():
+    assert heavy_after("") == ""
+
+
+def test_choosing_a_backend_loads_no_torch_numpy_or_rich():
+    code = (
+        "attncore.select(num_heads=1, num_kv_heads=1, head_size=1, dtype='float32', host=attncore.Host.assume('cpu'))"
+    )
+    assert heavy_after(code) == "pluggy"
+
+
+def test_writing_a_spec_loads_no_pluggy():
+    assert heavy_after("attncore.BackendSpec, attncore.AttentionBackend, attncore.AttentionRequest") == ""
+
+
+def test_every_public_name_is_there():
+    for name in attncore.__all__:
+        assert getattr(attncore, name) is not None
+    assert set(attncore.__all__) <= set(dir(attncore))
+
+
+def test_a_name_that_is_not_there():
+    assert not hasattr(attncore, "telepathy")
+
+
+def test_the_packages_logger_is_silent_by_default():
+    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("attncore").handlers)
