@@ -1,17 +1,21 @@
 from attncore._typedefs cimport block_id_t, length_t, slot_t
 
 
-# 16 bytes, four rows a cache line: what a decode row needs, so that it touches the table at block boundaries only.
-cdef struct Row:
-    length_t num_computed   # tokens in the cache
-    length_t num_blocks     # ids held in the table's row
-    length_t column         # of the cached block, -1: none
-    block_id_t block        # table[row, column]
-
-
 cdef struct BlockSize:
     length_t tokens
     int shift               # log2(tokens), -1 where it is no power of two
+
+
+# What a decode row needs, 16 bytes of it, so that it touches the table at block boundaries only. Four arrays, not an
+# array of rows: the loops over them are then the compiler's to vectorise.
+cdef struct Rows:
+    length_t* num_computed  # tokens in the cache
+    length_t* num_blocks    # ids held in the table's row
+    length_t* column        # of the cached block, -1: none
+    block_id_t* block       # table[row, column], never the null block
+    block_id_t* table       # [capacity, width]
+    length_t width
+    BlockSize size
 
 
 # A row of the list door, between reading and filling.
@@ -29,10 +33,8 @@ cdef struct Entry:
 
 cdef class BlockRows:
     cdef object _state, _table
-    cdef Row* rows
-    cdef block_id_t* table
+    cdef Rows rows
     cdef readonly length_t capacity, width
-    cdef BlockSize block
     cdef slot_t num_blocks
     cdef public length_t num_rows
     cdef public bint dirty
@@ -68,10 +70,13 @@ cdef class StepArena:
 cdef class StepKernel:
     cdef BlockRows rows
     cdef list arenas, metadata
+    cdef object _keep
+    cdef length_t* query_lens
+    cdef length_t* swaps
     cdef Py_ssize_t depth
     cdef length_t max_model_len, max_num_tokens
     cdef readonly slot_t next_step
-    cdef object _run(self, length_t num_decodes, length_t num_reqs, const length_t* query_lens)
+    cdef object _run(self, length_t num_decodes, length_t num_reqs)
 
 
 cdef class GroupReader:

@@ -1,6 +1,6 @@
 """The compiled hot path: slots, lengths, prefix sums, tables and page lists of one step.
 
-Two classes a door. The persistent door has BlockRows (the requests in flight: 16 bytes a row and a block table),
+Two classes a door. The persistent door has BlockRows (the requests in flight: 16 bytes each and a block table),
 StepArena (the outputs of one step) and StepKernel (check, then one pass over the rows). The list door has GroupReader
 (reads lists of block ids, checks, fills). Every buffer is acquired once, at construction. The loops are ``noexcept
 nogil`` C, called with the GIL held: giving it up costs up to the switch interval when another thread is busy.
@@ -204,49 +204,57 @@ cdef slot_t read_ids(object ids, block_id_t* out, slot_t capacity, slot_t limit)
 
 # ---- the persistent door ---------------------------------------------------------------------------------------------
 
-cdef inline bint decodes_fit(const Row* rows, const block_id_t* table, length_t width, BlockSize block, length_t count,
-                             length_t max_model_len) noexcept nogil:
-    """Whether rows 0..count can run one token each: check_rows for the common case, without saying what is wrong."""
+cdef inline bint decodes_fit(Rows* rows, length_t count, length_t max_model_len) noexcept nogil:
+    """Whether rows 0..count can run one token each: check_rows for the common case, without saying what is wrong.
+
+    Refreshes the cached block of rows that begin a new one: derived state, right whether the step happens or not.
+    """
     cdef length_t i, computed, column
     cdef slot_t num_seq_tokens = count
-    cdef bint fit = True
+    cdef block_id_t block
+    cdef BlockSize size = rows.size
     for i in range(count):
-        computed = rows[i].num_computed
-        column = column_of(computed, block)
-        fit &= (computed < max_model_len) & (column < rows[i].num_blocks)
+        computed = rows.num_computed[i]
+        column = column_of(computed, size)
         num_seq_tokens += computed
-        if column != rows[i].column and fit:
-            fit &= table[<slot_t> i * width + column] != 0
-    return fit and num_seq_tokens <= MAX_INT32
+        if column != rows.column[i]:
+            if column >= rows.num_blocks[i]:
+                return False
+            block = rows.table[<slot_t> i * rows.width + column]
+            if block == 0:
+                return False
+            rows.column[i] = column
+            rows.block[i] = block
+        if computed >= max_model_len:
+            return False
+    return num_seq_tokens <= MAX_INT32
 
 
-cdef length_t check_rows(const Row* rows, const block_id_t* table, length_t width, BlockSize block,
-                         length_t num_rows, const length_t* query_lens, length_t max_model_len,
+cdef length_t check_rows(const Rows* rows, length_t num_rows, const length_t* query_lens, length_t max_model_len,
                          length_t max_num_tokens, length_t* failed_row, length_t* failed_token) noexcept nogil:
     """The checking pass: whether every scheduled token has a block of its own. Changes nothing."""
-    cdef length_t i, query_len, computed, column, last
+    cdef length_t i, query_len, computed, column, last, first_missing
     cdef slot_t num_tokens = 0, num_seq_tokens = 0
-    cdef const Row* row
+    cdef BlockSize size = rows.size
     for i in range(num_rows):
         query_len = query_lens[i]
         if query_len == 0:
             continue
-        row = rows + i
-        computed = row.num_computed
+        computed = rows.num_computed[i]
         failed_row[0] = i
         if query_len > max_model_len - computed:
             return TOO_LONG
-        last = column_of(computed + query_len - 1, block)
-        if last >= row.num_blocks:
-            # The first token without a block.
-            failed_token[0] = row.num_blocks * block.tokens if row.num_blocks * block.tokens > computed else computed
+        last = column_of(computed + query_len - 1, size)
+        if last >= rows.num_blocks[i]:
+            first_missing = rows.num_blocks[i] * size.tokens
+            failed_token[0] = first_missing if first_missing > computed else computed
             return TOO_FEW_BLOCKS
-        column = column_of(computed, block)
-        if column == row.column:  # never the null block
+        column = column_of(computed, size)
+        if column == rows.column[i]:  # never the null block
             column += 1
         while column <= last:
-            if table[<slot_t> i * width + column] == 0:
-                failed_token[0] = column * block.tokens if column * block.tokens > computed else computed
+            if rows.table[<slot_t> i * rows.width + column] == 0:
+                failed_token[0] = column * size.tokens if column * size.tokens > computed else computed
                 return NULL_BLOCK
             column += 1
         num_tokens += query_len
@@ -258,58 +266,98 @@ cdef length_t check_rows(const Row* rows, const block_id_t* table, length_t widt
     return OK
 
 
-cdef void swap_rows(Row* rows, block_id_t* table, length_t width, length_t i, length_t j) noexcept nogil:
-    cdef block_id_t* a = table + <slot_t> i * width
-    cdef block_id_t* b = table + <slot_t> j * width
-    cdef length_t k, count = rows[i].num_blocks
+cdef inline void cache_block(Rows* rows, length_t i, length_t column) noexcept nogil:
+    if column != rows.column[i]:
+        rows.column[i] = column
+        rows.block[i] = rows.table[<slot_t> i * rows.width + column]
+
+
+cdef inline void exchange_lengths(length_t* values, length_t i, length_t j) noexcept nogil:
+    cdef length_t value = values[i]
+    values[i] = values[j]
+    values[j] = value
+
+
+cdef void swap_rows(Rows* rows, length_t i, length_t j) noexcept nogil:
+    cdef block_id_t* a = rows.table + <slot_t> i * rows.width
+    cdef block_id_t* b = rows.table + <slot_t> j * rows.width
+    cdef length_t k, count = rows.num_blocks[i]
     cdef block_id_t block
-    cdef Row row = rows[i]
-    if rows[j].num_blocks > count:
-        count = rows[j].num_blocks
+    if rows.num_blocks[j] > count:
+        count = rows.num_blocks[j]
     for k in range(count):
         block = a[k]
         a[k] = b[k]
         b[k] = block
-    rows[i] = rows[j]
-    rows[j] = row
+    exchange_lengths(rows.num_computed, i, j)
+    exchange_lengths(rows.num_blocks, i, j)
+    exchange_lengths(rows.column, i, j)
+    exchange_lengths(rows.block, i, j)
 
 
-cdef inline void fill_decodes(StepArena out, Row* rows, const block_id_t* table, length_t width,
-                              BlockSize block, length_t count) noexcept nogil:
+# A step of decodes is a few loops, each over two or three arrays: short enough for the compiler to see that they do not
+# overlap, and to run four rows at once.
+
+cdef inline void fill_decode_lengths(const length_t* computed, length_t* context_lens, length_t* seq_lens,
+                                     length_t count) noexcept nogil:
+    cdef length_t i
+    for i in range(count):
+        context_lens[i] = computed[i]
+        seq_lens[i] = computed[i] + 1
+
+
+cdef inline void fill_decode_slots(const length_t* computed, const block_id_t* block, slot_t* slots, BlockSize size,
+                                   length_t count) noexcept nogil:
+    cdef length_t i, mask = size.tokens - 1
+    if size.shift >= 0:
+        for i in range(count):
+            slots[i] = (<slot_t> block[i] << size.shift) | (computed[i] & mask)
+    else:
+        for i in range(count):
+            slots[i] = <slot_t> block[i] * size.tokens + computed[i] % size.tokens
+
+
+cdef inline void fill_decode_pages(const length_t* computed, const length_t* column, length_t* last_page_len,
+                                   BlockSize size, length_t count) noexcept nogil:
+    cdef length_t i, mask = size.tokens - 1
+    if size.shift >= 0:
+        for i in range(count):
+            last_page_len[i] = (computed[i] & mask) + 1
+    else:
+        for i in range(count):
+            last_page_len[i] = computed[i] - column[i] * size.tokens + 1
+
+
+cdef inline length_t longest_of(const length_t* lengths, length_t count) noexcept nogil:
+    cdef length_t i, longest = 0
+    for i in range(count):
+        longest = lengths[i] if lengths[i] > longest else longest
+    return longest
+
+
+cdef inline void fill_decodes(StepArena out, Rows* rows, length_t count) noexcept nogil:
     """Rows 0..count run one token each. Everything but what counts 0, 1, 2, ..., which start_counting keeps."""
-    cdef length_t i, computed, column, offset, pages = 0, seq_start = 0, max_seq_len = 0
-    cdef Row* row
-    cdef slot_t* slot_mapping = out.slot_mapping
+    cdef length_t i, pages = 0, seq_start = 0
+    cdef length_t* computed = rows.num_computed
+    cdef const length_t* column = rows.column
     cdef slot_t* positions = out.positions
-    cdef length_t* context_lens = out.context_lens
-    cdef length_t* seq_lens = out.seq_lens
-    cdef block_id_t* last_blocks = out.last_blocks
     cdef length_t* seq_start_loc = out.seq_start_loc
     cdef length_t* indptr = out.paged_kv_indptr
-    cdef length_t* last_page_len = out.paged_kv_last_page_len
+    fill_decode_lengths(computed, out.context_lens, out.seq_lens, count)
+    fill_decode_slots(computed, rows.block, out.slot_mapping, rows.size, count)
+    fill_decode_pages(computed, column, out.paged_kv_last_page_len, rows.size, count)
+    memcpy(out.last_blocks, rows.block, count * sizeof(block_id_t))
     for i in range(count):
-        row = rows + i
-        computed = row.num_computed
-        column = column_of(computed, block)
-        offset = offset_of(computed, block)
-        if column != row.column:
-            row.column = column
-            row.block = table[<slot_t> i * width + column]
-        slot_mapping[i] = <slot_t> row.block * block.tokens + offset
-        positions[i] = computed
-        context_lens[i] = computed
-        last_blocks[i] = row.block
-        last_page_len[i] = offset + 1
-        pages += column + 1
-        indptr[i + 1] = pages
-        computed += 1
-        seq_lens[i] = computed
-        seq_start += computed
+        positions[i] = computed[i]
+    for i in range(count):
+        seq_start += computed[i] + 1
         seq_start_loc[i + 1] = seq_start
-        if computed > max_seq_len:
-            max_seq_len = computed
-        row.num_computed = computed
-    out.max_decode_seq_len = max_seq_len
+    for i in range(count):
+        pages += column[i] + 1
+        indptr[i + 1] = pages
+    for i in range(count):
+        computed[i] += 1
+    out.max_decode_seq_len = longest_of(computed, count)
 
 
 cdef inline void start_counting(StepArena out, length_t count) noexcept nogil:
@@ -324,31 +372,26 @@ cdef inline void start_counting(StepArena out, length_t count) noexcept nogil:
         out.counting = count
 
 
-cdef inline void fill_prefills(StepArena out, Row* rows, const block_id_t* table, length_t width,
-                               BlockSize block, length_t start, length_t stop,
+cdef inline void fill_prefills(StepArena out, Rows* rows, length_t start, length_t stop,
                                const length_t* query_lens) noexcept nogil:
     """Rows start..stop run query_lens[row] tokens each; start tokens are there already (a decode each)."""
-    cdef length_t i, computed, query_len, seq_len, token = start, last
+    cdef length_t i, computed, query_len, seq_len, token = start
     cdef length_t pages = out.paged_kv_indptr[start], seq_start = out.seq_start_loc[start], decode_seqs = seq_start
-    cdef Row* row
     if out.counting > start:
         out.counting = start
     out.prefill_query_start_loc[0] = 0
     out.prefill_seq_start_loc[0] = 0
     for i in range(start, stop):
-        row = rows + i
         query_len = query_lens[i]
-        computed = row.num_computed
+        computed = rows.num_computed[i]
         seq_len = computed + query_len
-        fill_slots(out.slot_mapping + token, table + <slot_t> i * width, computed, seq_len, block)
+        fill_slots(out.slot_mapping + token, rows.table + <slot_t> i * rows.width, computed, seq_len, rows.size)
         count_up(out.positions + token, computed, query_len)
         repeat(out.token_to_req_indices + token, i, query_len)
+        cache_block(rows, i, column_of(seq_len - 1, rows.size))
+        rows.num_computed[i] = seq_len
         token += query_len
-        last = column_of(seq_len - 1, block)
-        row.column = last
-        row.block = table[<slot_t> i * width + last]
-        row.num_computed = seq_len
-        pages += last + 1
+        pages += rows.column[i] + 1
         seq_start += seq_len
         out.query_lens[i] = query_len
         out.context_lens[i] = computed
@@ -358,9 +401,9 @@ cdef inline void fill_prefills(StepArena out, Row* rows, const block_id_t* table
         out.prefill_query_start_loc[i - start + 1] = token - start
         out.prefill_seq_start_loc[i - start + 1] = seq_start - decode_seqs
         out.logits_indices[i] = token - 1
-        out.last_blocks[i] = row.block
+        out.last_blocks[i] = rows.block[i]
         out.paged_kv_indptr[i + 1] = pages
-        out.paged_kv_last_page_len[i] = offset_of(seq_len - 1, block) + 1
+        out.paged_kv_last_page_len[i] = seq_len - rows.column[i] * rows.size.tokens
         if query_len > out.max_query_len:
             out.max_query_len = query_len
         if seq_len > out.max_prefill_seq_len:
@@ -369,9 +412,9 @@ cdef inline void fill_prefills(StepArena out, Row* rows, const block_id_t* table
 
 @cython.final
 cdef class BlockRows:
-    """The requests in flight: hot state int32[n, 4] and block table int32[n, width], both owned by the caller.
+    """The requests in flight: hot state int32[4, n] and block table int32[n, width], both owned by the caller.
 
-    A row's table is zero beyond its blocks, always. ``num_rows`` is the high-water mark (rows below it may be empty);
+    The state's rows are those of ``Rows``: tokens computed, blocks held, and the cached block's column and id. A row's table is zero beyond its blocks, always. ``num_rows`` is the high-water mark (rows below it may be empty);
     ``dirty`` says that rows came, went or sat out since the last build, so that the next one must arrange them.
     """
 
@@ -379,10 +422,9 @@ cdef class BlockRows:
         cdef length_t[:, ::1] rows = state
         cdef block_id_t[:, ::1] ids = table
         self._state, self._table = state, table
-        self.rows = <Row*> &rows[0, 0]
-        self.table = &ids[0, 0]
+        self.rows = Rows(&rows[0, 0], &rows[1, 0], &rows[2, 0], &rows[3, 0], &ids[0, 0], <length_t> ids.shape[1],
+                         block_size_of(block_size))
         self.capacity, self.width = <length_t> ids.shape[0], <length_t> ids.shape[1]
-        self.block = block_size_of(block_size)
         self.num_blocks = num_blocks
         self.num_rows = 0
         self.dirty = True
@@ -401,73 +443,61 @@ cdef class BlockRows:
 
     def start(self, length_t row, length_t num_computed):
         """A row begins: no blocks, num_computed tokens in the cache."""
-        self.rows[row] = Row(num_computed, 0, -1, 0)
+        self.rows.num_computed[row] = num_computed
+        self.rows.num_blocks[row] = self.rows.block[row] = 0
+        self.rows.column[row] = -1
 
     def append(self, length_t row, ids):
         """Appends block ids to a row: how many, or -1 where one is bad or the row too short; then nothing changed."""
         return self._append(row, ids)
 
     cdef slot_t _append(self, length_t row, object ids) except -3:
-        cdef Row* target = self.rows + row
-        cdef block_id_t* tail = self.table + <slot_t> row * self.width + target.num_blocks
-        cdef length_t room = self.width - target.num_blocks
+        cdef length_t held = self.rows.num_blocks[row], room = self.width - held
+        cdef block_id_t* tail = self.rows.table + <slot_t> row * self.width + held
         cdef slot_t count = read_ids(ids, tail, room, self.num_blocks)
         if count < 0:
             memset(tail, 0, room * sizeof(block_id_t))
         else:
-            target.num_blocks += <length_t> count
+            self.rows.num_blocks[row] = held + <length_t> count
         return count
 
     def truncate(self, length_t row, length_t num_blocks):
         """Keeps a row's first num_blocks ids."""
-        cdef Row* target = self.rows + row
-        cdef block_id_t* ids = self.table + <slot_t> row * self.width
-        memset(ids + num_blocks, 0, (target.num_blocks - num_blocks) * sizeof(block_id_t))
-        target.num_blocks = num_blocks
-        if target.column >= num_blocks:
-            target.column = -1
+        cdef block_id_t* ids = self.rows.table + <slot_t> row * self.width
+        memset(ids + num_blocks, 0, (self.rows.num_blocks[row] - num_blocks) * sizeof(block_id_t))
+        self.rows.num_blocks[row] = num_blocks
+        if self.rows.column[row] >= num_blocks:
+            self.rows.column[row] = -1
 
     def set_computed(self, length_t row, length_t num_computed):
-        self.rows[row].num_computed = num_computed
+        self.rows.num_computed[row] = num_computed
 
     def needs_block(self, length_t[::1] out):
         """Rows whose next token has no block (but could have one), into out; how many."""
         cdef length_t i, column, count = 0
         for i in range(self.num_rows):
-            column = column_of(self.rows[i].num_computed, self.block)
-            if self.rows[i].num_blocks <= column < self.width:
+            column = column_of(self.rows.num_computed[i], self.rows.size)
+            if self.rows.num_blocks[i] <= column < self.width:
                 out[count] = i
                 count += 1
         return count
-
-    def arrange(self, length_t[::1] query_lens, length_t[:, ::1] swaps):
-        """Orders rows and query_lens decodes (1 token), prefills (more), rest (0) by the fewest swaps (two columns).
-
-        Answers (number of swaps, decodes, decodes and prefills).
-        """
-        cdef length_t count = 0, num_decodes = 0, num_reqs = 0
-        arrange_rows(self.rows, self.table, self.width, &query_lens[0], self.num_rows, &swaps[0, 0], &count,
-                     &num_decodes, &num_reqs)
-        return count, num_decodes, num_reqs
 
 
 cdef inline int kind_of(length_t query_len) noexcept nogil:
     return DECODE if query_len == 1 else (PREFILL if query_len else REST)
 
 
-cdef inline void exchange(Row* rows, block_id_t* table, length_t width, length_t* query_lens, length_t i, length_t j,
-                          length_t* swaps, length_t* count) noexcept nogil:
-    cdef length_t query_len = query_lens[i]
-    swap_rows(rows, table, width, i, j)
-    query_lens[i] = query_lens[j]
-    query_lens[j] = query_len
+cdef inline void exchange(Rows* rows, length_t* query_lens, length_t i, length_t j, length_t* swaps,
+                          length_t* count) noexcept nogil:
+    swap_rows(rows, i, j)
+    exchange_lengths(query_lens, i, j)
     swaps[2 * count[0]] = i
     swaps[2 * count[0] + 1] = j
     count[0] += 1
 
 
-cdef void arrange_rows(Row* rows, block_id_t* table, length_t width, length_t* query_lens, length_t n, length_t* swaps,
-                       length_t* count, length_t* num_decodes, length_t* num_reqs) noexcept nogil:
+cdef void arrange_rows(Rows* rows, length_t* query_lens, length_t n, length_t* swaps, length_t* count,
+                       length_t* num_decodes, length_t* num_reqs) noexcept nogil:
     # Regions 0, 1, 2 hold kinds 0, 1, 2 at the end. A row in region a of kind b and one in b of kind a take one swap;
     # what is left then goes round three regions and takes two. No fewer will do.
     cdef length_t bounds[4]
@@ -489,7 +519,7 @@ cdef void arrange_rows(Row* rows, block_id_t* table, length_t width, length_t* q
                     j += 1
                 if j == bounds[b + 1]:
                     break
-                exchange(rows, table, width, query_lens, i, j, swaps, count)
+                exchange(rows, query_lens, i, j, swaps, count)
     for i in range(bounds[1]):
         b = kind_of(query_lens[i])
         if b == DECODE:
@@ -501,8 +531,8 @@ cdef void arrange_rows(Row* rows, block_id_t* table, length_t width, length_t* q
         k = bounds[c]
         while kind_of(query_lens[k]) != DECODE:
             k += 1
-        exchange(rows, table, width, query_lens, i, j, swaps, count)
-        exchange(rows, table, width, query_lens, i, k, swaps, count)
+        exchange(rows, query_lens, i, j, swaps, count)
+        exchange(rows, query_lens, i, k, swaps, count)
 
 
 @cython.final
@@ -549,11 +579,20 @@ cdef class StepArena:
 
 @cython.final
 cdef class StepKernel:
-    """Builds a step into the next arena. ``metadata[k]`` is what a step in arena k answers with."""
+    """Builds a step into the next arena. ``metadata[k]`` is what a step in arena k answers with.
 
-    def __init__(self, BlockRows rows, list arenas, list metadata, length_t max_model_len, length_t max_num_tokens):
+    ``query_lens`` int32[capacity] is where the caller writes who runs how much (0: not in this step) before ``check``;
+    ``swaps`` int32[capacity, 2] is where ``arrange`` writes what it moved.
+    """
+
+    def __init__(self, BlockRows rows, list arenas, list metadata, query_lens, swaps, length_t max_model_len,
+                 length_t max_num_tokens):
+        cdef length_t[::1] lens = query_lens
+        cdef length_t[:, ::1] pairs = swaps
         self.rows = rows
         self.arenas, self.metadata = arenas, metadata
+        self._keep = query_lens, swaps
+        self.query_lens, self.swaps = &lens[0], &pairs[0, 0]
         self.depth = len(arenas)
         self.max_model_len, self.max_num_tokens = max_model_len, max_num_tokens
         self.next_step = 0
@@ -563,34 +602,50 @@ cdef class StepKernel:
         cdef BlockRows rows = self.rows
         if rows.dirty or rows.busy or rows.num_rows > self.max_num_tokens:
             return None
-        if not decodes_fit(rows.rows, rows.table, rows.width, rows.block, rows.num_rows, self.max_model_len):
+        if not decodes_fit(&rows.rows, rows.num_rows, self.max_model_len):
             return None
-        return self._run(rows.num_rows, rows.num_rows, NULL)
+        return self._run(rows.num_rows, rows.num_rows)
 
-    def check(self, const length_t[::1] query_lens):
-        """The checking pass over query_lens int32[num_rows] (0: not in this step): (code, row, token)."""
+    def schedule_all(self):
+        """Writes query_lens: one token a row."""
+        repeat(self.query_lens, 1, self.rows.num_rows)
+
+    def check(self):
+        """The checking pass over query_lens: (code, row, token)."""
         cdef length_t row = 0, token = 0
-        cdef length_t code = check_rows(
-            self.rows.rows, self.rows.table, self.rows.width, self.rows.block, self.rows.num_rows, &query_lens[0],
-            self.max_model_len, self.max_num_tokens, &row, &token)
+        cdef length_t code = check_rows(&self.rows.rows, self.rows.num_rows, self.query_lens, self.max_model_len,
+                                        self.max_num_tokens, &row, &token)
         return code, row, token
 
-    def step(self, length_t num_decodes, length_t num_reqs, const length_t[::1] query_lens):
-        """The mutating pass over arranged and checked rows; the metadata. The caller sets the arena's moves."""
-        return self._run(num_decodes, num_reqs, &query_lens[0])
+    def arrange(self):
+        """Orders rows and query_lens: decodes (1 token), prefills (more), rest (0), by the fewest swaps.
 
-    cdef object _run(self, length_t num_decodes, length_t num_reqs, const length_t* query_lens):
+        Answers (number of swaps, decodes, decodes and prefills).
+        """
+        cdef length_t count = 0, num_decodes = 0, num_reqs = 0
+        arrange_rows(&self.rows.rows, self.query_lens, self.rows.num_rows, self.swaps, &count, &num_decodes, &num_reqs)
+        return count, num_decodes, num_reqs
+
+    def step(self, length_t num_decodes, length_t num_reqs):
+        """The mutating pass over arranged and checked rows; the metadata. The caller sets the arena's moves."""
+        cdef BlockRows rows = self.rows
+        cdef length_t i
+        for i in range(num_decodes):
+            cache_block(&rows.rows, i, column_of(rows.rows.num_computed[i], rows.rows.size))
+        return self._run(num_decodes, num_reqs)
+
+    cdef object _run(self, length_t num_decodes, length_t num_reqs):
         cdef Py_ssize_t k = <Py_ssize_t> (self.next_step % self.depth)
         cdef StepArena out = <StepArena> PyList_GET_ITEM(self.arenas, k)
         cdef BlockRows rows = self.rows
         cdef object metadata = <object> PyList_GET_ITEM(self.metadata, k)
         cdef length_t num_tokens = out.num_tokens, old_num_reqs = out.num_reqs
-        fill_decodes(out, rows.rows, rows.table, rows.width, rows.block, num_decodes)
+        fill_decodes(out, &rows.rows, num_decodes)
         start_counting(out, num_decodes)
         out.max_query_len = 1 if num_decodes else 0
         out.max_prefill_seq_len = 0
         if num_decodes < num_reqs:
-            fill_prefills(out, rows.rows, rows.table, rows.width, rows.block, num_decodes, num_reqs, query_lens)
+            fill_prefills(out, &rows.rows, num_decodes, num_reqs, self.query_lens)
         out.num_decodes = num_decodes
         out.num_reqs = num_reqs
         out.num_prefills = num_reqs - num_decodes

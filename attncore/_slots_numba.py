@@ -20,7 +20,7 @@ INT32_MAX = 2**31 - 1
 OK, TOO_FEW_BLOCKS, NULL_BLOCK, TOO_LONG, TOO_MANY_TOKENS, TOO_MANY_SEQ_TOKENS = range(6)
 HIT_ON_DECODE, HIT_WITH_WINDOW, CONTEXT_WITHOUT_CHUNKS, QUERY_TOO_LONG = range(6, 10)
 
-# Columns of the hot state of a row.
+# Rows of the hot state.
 COMPUTED, BLOCKS, COLUMN, BLOCK = range(4)
 
 _jit = njit(cache=True, nogil=False, boundscheck=False)
@@ -49,14 +49,14 @@ def _check_rows(state, table, block_size, num_rows, query_lens, max_model_len, m
         query_len = query_lens[i]
         if query_len == 0:
             continue
-        computed, held = state[i, 0], state[i, 1]
+        computed, held = state[0, i], state[1, i]
         if query_len > max_model_len - computed:
             return TOO_LONG, i, 0
         last = (computed + query_len - 1) // block_size
         if last >= held:
             return TOO_FEW_BLOCKS, i, max(held * block_size, computed)
         column = computed // block_size
-        if column == state[i, 2]:
+        if column == state[2, i]:
             column += 1
         while column <= last:
             if table[i, column] == 0:
@@ -83,7 +83,7 @@ def _fill_step(  # type: ignore[no-untyped-def]
     decode_seqs = 0
     for i in range(num_reqs):
         query_len = 1 if i < num_decodes else query_lens[i]
-        computed = state[i, 0]
+        computed = state[0, i]
         seq_len = computed + query_len
         last = (seq_len - 1) // block_size
         _fill_slots(slot_mapping, token, table[i], computed, seq_len, block_size)
@@ -91,7 +91,7 @@ def _fill_step(  # type: ignore[no-untyped-def]
         token += query_len
         seq_start += seq_len
         pages += last + 1
-        state[i, 0], state[i, 2], state[i, 3] = seq_len, last, table[i, last]
+        state[0, i], state[2, i], state[3, i] = seq_len, last, table[i, last]
         seq_lens[i], context_lens[i], out_query_lens[i] = seq_len, computed, query_len
         logits_indices[i], last_blocks[i] = token - 1, table[i, last]
         last_page_len[i] = (seq_len - 1) % block_size + 1
@@ -111,10 +111,10 @@ def _fill_step(  # type: ignore[no-untyped-def]
 
 @_jit
 def _swap_rows(state, table, query_lens, i, j, swaps, count):  # type: ignore[no-untyped-def]
-    for k in range(max(state[i, 1], state[j, 1])):
+    for k in range(max(state[1, i], state[1, j])):
         table[i, k], table[j, k] = table[j, k], table[i, k]
     for k in range(4):
-        state[i, k], state[j, k] = state[j, k], state[i, k]
+        state[k, i], state[k, j] = state[k, j], state[k, i]
     query_lens[i], query_lens[j] = query_lens[j], query_lens[i]
     swaps[count, 0], swaps[count, 1] = i, j
     return count + 1
@@ -164,8 +164,8 @@ def _arrange_rows(state, table, query_lens, n, swaps):  # type: ignore[no-untype
 def _needs_block(state, num_rows, block_size, width, out):  # type: ignore[no-untyped-def]
     count = 0
     for i in range(num_rows):
-        column = state[i, 0] // block_size
-        if state[i, 1] <= column < width:
+        column = state[0, i] // block_size
+        if state[1, i] <= column < width:
             out[count] = i
             count += 1
     return count
@@ -353,32 +353,28 @@ class BlockRows:
         self.busy = False
 
     def start(self, row: int, num_computed: int) -> None:
-        self.state[row] = num_computed, 0, -1, 0
+        self.state[:, row] = num_computed, 0, -1, 0
 
     def append(self, row: int, ids: Any) -> int:
         array = _read_ids(ids, self.num_blocks)
-        held = int(self.state[row, BLOCKS])
+        held = int(self.state[BLOCKS, row])
         if array is None or len(array) > self.width - held:
             return -1
         self.table[row, held : held + len(array)] = array
-        self.state[row, BLOCKS] = held + len(array)
+        self.state[BLOCKS, row] = held + len(array)
         return len(array)
 
     def truncate(self, row: int, num_blocks: int) -> None:
-        self.table[row, num_blocks : self.state[row, BLOCKS]] = 0
-        self.state[row, BLOCKS] = num_blocks
-        if self.state[row, COLUMN] >= num_blocks:
-            self.state[row, COLUMN] = -1
+        self.table[row, num_blocks : self.state[BLOCKS, row]] = 0
+        self.state[BLOCKS, row] = num_blocks
+        if self.state[COLUMN, row] >= num_blocks:
+            self.state[COLUMN, row] = -1
 
     def set_computed(self, row: int, num_computed: int) -> None:
-        self.state[row, COMPUTED] = num_computed
+        self.state[COMPUTED, row] = num_computed
 
     def needs_block(self, out: Any) -> int:
         return int(_needs_block(self.state, self.num_rows, self.block_size, self.width, out))
-
-    def arrange(self, query_lens: Any, swaps: Any) -> tuple[int, int, int]:
-        count, decodes, reqs = _arrange_rows(self.state, self.table, query_lens, self.num_rows, swaps)
-        return int(count), int(decodes), int(reqs)
 
 
 class StepArena:
@@ -401,32 +397,46 @@ class StepArena:
 
 class StepKernel:
     def __init__(
-        self, rows: BlockRows, arenas: list[StepArena], metadata: list[Any], max_model_len: int, max_num_tokens: int
+        self,
+        rows: BlockRows,
+        arenas: list[StepArena],
+        metadata: list[Any],
+        query_lens: Any,
+        swaps: Any,
+        max_model_len: int,
+        max_num_tokens: int,
     ) -> None:
         self.rows, self.arenas, self.metadata = rows, arenas, metadata
+        self.query_lens, self.swaps = query_lens, swaps
         self.max_model_len, self.max_num_tokens = max_model_len, max_num_tokens
         self.next_step = 0
-        self._ones = np.ones(rows.capacity, np.int32)
 
     def decode_step(self) -> Any | None:
         rows = self.rows
-        if rows.dirty or rows.busy or self.check(self._ones)[0] != OK:
+        if rows.dirty or rows.busy:
             return None
-        return self.step(rows.num_rows, rows.num_rows, self._ones)
+        self.schedule_all()
+        return self.step(rows.num_rows, rows.num_rows) if self.check()[0] == OK else None
 
-    def check(self, query_lens: Any) -> tuple[int, int, int]:
-        rows = self.rows
-        code, row, token = _check_rows(
-            rows.state, rows.table, rows.block_size, rows.num_rows, query_lens, self.max_model_len, self.max_num_tokens
-        )
+    def schedule_all(self) -> None:
+        self.query_lens[: self.rows.num_rows] = 1
+
+    def check(self) -> tuple[int, int, int]:
+        rows, limits = self.rows, (self.max_model_len, self.max_num_tokens)
+        code, row, token = _check_rows(rows.state, rows.table, rows.block_size, rows.num_rows, self.query_lens, *limits)
         return int(code), int(row), int(token)
 
-    def step(self, num_decodes: int, num_reqs: int, query_lens: Any) -> Any:
+    def arrange(self) -> tuple[int, int, int]:
+        rows = self.rows
+        count, decodes, reqs = _arrange_rows(rows.state, rows.table, self.query_lens, rows.num_rows, self.swaps)
+        return int(count), int(decodes), int(reqs)
+
+    def step(self, num_decodes: int, num_reqs: int) -> Any:
         k = self.next_step % len(self.arenas)
         rows, out, metadata = self.rows, self.arenas[k], self.metadata[k]
         num_tokens, max_query_len, max_decode, max_prefill, pages = map(
             int,
-            _fill_step(rows.state, rows.table, rows.block_size, num_decodes, num_reqs, query_lens, *out.arrays),
+            _fill_step(rows.state, rows.table, rows.block_size, num_decodes, num_reqs, self.query_lens, *out.arrays),
         )
         resized = (num_tokens, num_reqs) != (out.num_tokens, out.num_reqs)
         out.num_reqs, out.num_decodes, out.num_prefills = num_reqs, num_decodes, num_reqs - num_decodes

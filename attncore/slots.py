@@ -273,8 +273,10 @@ def _context_and_query(
         )
     wrong = np.flatnonzero(context.astype(np.int64) + query > INT32_MAX)
     if len(wrong):
-        raise ValueError(f"context_lens: row {wrong[0]} ends at token {int(context[wrong[0]]) + int(query[wrong[0]])}, "
-                         f"beyond {INT32_MAX}")
+        raise ValueError(
+            f"context_lens: row {wrong[0]} ends at token {int(context[wrong[0]]) + int(query[wrong[0]])}, "
+            f"beyond {INT32_MAX}"
+        )
     return context, query
 
 

@@ -17,7 +17,7 @@ def chosen(kernels, monkeypatch):
 
 
 def test_the_environment_chooses(kernels):
-    assert slots.load_kernels().IMPLEMENTATION == kernels
+    assert kernels == slots.load_kernels().IMPLEMENTATION
     assert slots.why_kernels() == f"{kernels}: asked for by ATTNCORE_KERNELS"
     assert slots.why_kernels("numba") == "numba: asked for by the caller"
 
@@ -135,5 +135,5 @@ def test_padding_a_block_table():
         slots.pad_block_table([[1, 2, 3]], 2)
     with pytest.raises(ValueError, match="rows: row 1: block id -1 at index 0"):
         slots.pad_block_table([[1], [-1]])
-    with pytest.raises(ValueError, match="rows: row 0: block id 1.5 at index 0 is not an integer"):
+    with pytest.raises(ValueError, match=r"rows: row 0: block id 1\.5 at index 0 is not an integer"):
         slots.pad_block_table([[1.5]])

@@ -25,9 +25,7 @@ class MetadataBuilder:
     used in turn: metadata is valid until ``depth`` builds later. ``nbytes`` is their memory. One thread at a time.
     """
 
-    def __init__(
-        self, batch: InputBatch, backend: Any = None, *, max_num_batched_tokens: int, depth: int = 2
-    ) -> None:
+    def __init__(self, batch: InputBatch, backend: Any = None, *, max_num_batched_tokens: int, depth: int = 2) -> None:
         slots._at_least("max_num_batched_tokens", max_num_batched_tokens, 1)
         slots._at_least("depth", depth, 1)
         if max_num_batched_tokens > slots.INT32_MAX:
@@ -48,12 +46,18 @@ class MetadataBuilder:
         self._arenas = [batch.kernels.StepArena(fields) for fields in ring.arenas]
         wrap = identity if backend is None else backend.from_host
         self._metadata = [StepMetadata(*pair, batch, wrap) for pair in zip(self._arenas, ring.arenas, strict=True)]
-        self._kernel = batch.kernels.StepKernel(
-            batch._rows, self._arenas, self._metadata, batch.max_model_len, max_num_batched_tokens
-        )
-        self._decode_step = self._kernel.decode_step
         self._query_lens = np.zeros(batch.max_num_reqs, np.int32)
         self._swaps = np.zeros((batch.max_num_reqs, 2), np.int32)
+        self._kernel = batch.kernels.StepKernel(
+            batch._rows,
+            self._arenas,
+            self._metadata,
+            self._query_lens,
+            self._swaps,
+            batch.max_model_len,
+            max_num_batched_tokens,
+        )
+        self._decode_step = self._kernel.decode_step
 
     @property
     def kernels(self) -> str:
@@ -71,14 +75,33 @@ class MetadataBuilder:
             metadata = self._decode_step()
             if metadata is not None:
                 return metadata  # type: ignore[no-any-return]
-        with self.batch._entered():
+        with self.batch._entered:
             return self._arranged_step(scheduled)
 
     def _arranged_step(self, scheduled: Mapping[Hashable, int]) -> StepMetadata:
+        batch, kernel = self.batch, self._kernel
+        kernel.schedule_all()
+        self._schedule(scheduled)
+        code, row, token = kernel.check()
+        if code != slots.OK:
+            raise problems.refused_step(batch, code, row, token, self._query_lens, self.max_num_batched_tokens)
+
+        num_swaps, num_decodes, num_reqs = kernel.arrange()
+        moves = tuple(map(tuple, self._swaps[:num_swaps].tolist())) if num_swaps else ()
+        batch._take_moves(moves)
+        batch._rows.req_ids = tuple(batch._ids[:num_reqs])
+        # Until a row comes, goes or sits out, the next step of everybody has these rows.
+        batch._rows.dirty = num_reqs != batch.num_rows
+        metadata: StepMetadata = kernel.step(num_decodes, num_reqs)
+        metadata._arena.moves = moves
+        return metadata
+
+    def _schedule(self, scheduled: Mapping[Hashable, int]) -> None:
+        """Writes the exceptions to one token a row."""
         batch, query_lens = self.batch, self._query_lens
-        num_rows = batch.num_rows
-        query_lens[:num_rows] = 1
-        for row in (*batch._holes, *batch._paused):
+        for row in batch._holes:
+            query_lens[row] = 0
+        for row in batch._paused:
             query_lens[row] = 0
         for req_id, num_tokens in scheduled.items():
             row = batch._row_of.get(req_id, -1)
@@ -89,16 +112,3 @@ class MetadataBuilder:
             if not 0 <= num_tokens <= slots.INT32_MAX:
                 raise ValueError(f"scheduled: {num_tokens} tokens of {req_id!r} is outside 0..{slots.INT32_MAX}")
             query_lens[row] = num_tokens
-        code, row, token = self._kernel.check(query_lens)
-        if code != slots.OK:
-            raise problems.refused_step(batch, code, row, token, query_lens, self.max_num_batched_tokens)
-
-        num_swaps, num_decodes, num_reqs = batch._rows.arrange(query_lens, self._swaps)
-        swaps = self._swaps[:num_swaps].tolist()
-        batch._take_swaps(swaps)
-        batch._rows.req_ids = tuple(batch._ids[:num_reqs])
-        # Until a row comes, goes or sits out, the next step of everybody has these rows.
-        batch._rows.dirty = num_reqs != batch.num_rows
-        metadata: StepMetadata = self._kernel.step(num_decodes, num_reqs, query_lens)
-        metadata._arena.moves = tuple((i, j) for i, j in swaps)
-        return metadata

@@ -196,5 +196,3 @@ class CommonMetadataBuilder:
             f"{path}.query_len: {query_len} on a decode; layout {self.layout.name} runs one token a decode "
             "(flash runs more)"
         )
-
-

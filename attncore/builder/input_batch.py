@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,20 @@ from attncore import slots
 from attncore.errors import ConcurrentUseError
 
 NULL_BLOCK_ID = 0
+
+
+class _Entered:
+    """``with`` it: the batch is one caller's. A plain class, since a generator's would cost a build a microsecond."""
+
+    def __init__(self, rows: Any) -> None:
+        self._enter, self._leave = rows.enter, rows.leave
+
+    def __enter__(self) -> None:
+        if not self._enter():
+            raise ConcurrentUseError("batch: another thread is inside it or its builder; one at a time")
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
 
 
 class InputBatch:
@@ -48,9 +61,10 @@ class InputBatch:
         self.kernels = slots.load_kernels(kernels)
         self.block_table: npt.NDArray[np.int32] = np.zeros((max_num_reqs, width), np.int32)
         self._limit = slots.INT32_MAX + 1 if num_blocks is None else num_blocks
-        self._state = np.zeros((max_num_reqs, 4), np.int32)  # num_computed, num_blocks, and the kernels' own two
-        self._state[:, 2] = -1  # no block cached, as in a row that was cleared
+        self._state = np.zeros((4, max_num_reqs), np.int32)  # num_computed, num_blocks, and the kernels' own two
+        self._state[2] = -1  # no block cached, as in a row that was cleared
         self._rows = self.kernels.BlockRows(self._state, self.block_table, block_size, self._limit)
+        self._entered = _Entered(self._rows)
         self._scratch = np.zeros(max_num_reqs, np.int32)
         self._ids: list[Any] = []  # by row; None: an empty row
         self._row_of: dict[Hashable, int] = {}
@@ -95,10 +109,10 @@ class InputBatch:
     def add_request(self, req_id: Hashable, block_ids: Any, num_computed_tokens: int = 0) -> int:
         """A request joins; ``num_computed_tokens`` of its tokens are in ``block_ids`` already.
 
-        Answers the row it has until a build moves it. Raises ValueError, and changes nothing, where the batch is full, the
-        name is taken, a block id is none or the blocks do not hold the computed tokens.
+        Answers the row it has until a build moves it. Raises ValueError, and changes nothing, where the batch is full,
+        the name is taken, a block id is bad or the blocks do not hold the computed tokens.
         """
-        with self._entered():
+        with self._entered:
             if req_id is None:
                 raise ValueError("req_id: None cannot name a request")
             if req_id in self._row_of:
@@ -140,7 +154,7 @@ class InputBatch:
 
     def append_blocks_many(self, block_ids: Mapping[Any, Any]) -> None:
         """Blocks for several requests in one call: all of them, or, where one is wrong, none."""
-        with self._entered():
+        with self._entered:
             done: list[tuple[int, int]] = []
             try:
                 for req_id, ids in block_ids.items():
@@ -159,7 +173,7 @@ class InputBatch:
 
     def truncate_blocks(self, req_id: Hashable, num_blocks: int) -> list[int]:
         """Keeps the request's first ``num_blocks`` blocks, which must hold its computed tokens; those given up."""
-        with self._entered():
+        with self._entered:
             row = self._row(req_id)
             slots._at_least("num_blocks", num_blocks, 0)
             held, needed = self.num_blocks_of(row), -(-self.computed_of(row) // self.block_size)
@@ -174,7 +188,7 @@ class InputBatch:
 
     def remove_request(self, req_id: Hashable) -> list[int]:
         """The request leaves, between any two steps; the blocks it held. Its row stays empty until a build."""
-        with self._entered():
+        with self._entered:
             row = self._row(req_id)
             held = self._clear(row)
             del self._row_of[req_id]
@@ -190,7 +204,7 @@ class InputBatch:
 
         It keeps its row and sits out until ``append_blocks`` gives it blocks.
         """
-        with self._entered():
+        with self._entered:
             row = self._row(req_id)
             held = self._clear(row)
             self._paused.add(row)
@@ -199,13 +213,15 @@ class InputBatch:
 
     def rollback(self, req_id: Hashable, num_tokens: int) -> None:
         """Takes back the request's last ``num_tokens`` computed tokens (rejected drafts); its blocks stay."""
-        with self._entered():
+        with self._entered:
             row = self._row(req_id)
             slots._at_least("num_tokens", num_tokens, 0)
             computed = self.computed_of(row)
             if num_tokens > computed:
-                raise ValueError(f"num_tokens: {num_tokens} goes past the start of request {req_id!r}, "
-                                 f"which has {computed} computed tokens")
+                raise ValueError(
+                    f"num_tokens: {num_tokens} goes past the start of request {req_id!r}, "
+                    f"which has {computed} computed tokens"
+                )
             self._rows.set_computed(row, computed - num_tokens)
 
     def needs_block(self) -> list[Hashable]:
@@ -213,9 +229,7 @@ class InputBatch:
         count = self._rows.needs_block(self._scratch)
         ids = self._ids
         return [
-            ids[row]
-            for row in self._scratch[:count].tolist()
-            if row not in self._paused and row not in self._holes
+            ids[row] for row in self._scratch[:count].tolist() if row not in self._paused and row not in self._holes
         ]
 
     # What builders and error texts need; by row.
@@ -224,10 +238,10 @@ class InputBatch:
         return self._ids[row]  # type: ignore[no-any-return]
 
     def computed_of(self, row: int) -> int:
-        return int(self._state[row, 0])
+        return int(self._state[0, row])
 
     def num_blocks_of(self, row: int) -> int:
-        return int(self._state[row, 1])
+        return int(self._state[1, row])
 
     def page_indices(self, indptr: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The first ``indptr[i + 1] - indptr[i]`` blocks of rows 0, 1, ... in turn: int32[indptr[-1]], fresh."""
@@ -262,20 +276,11 @@ class InputBatch:
             self._holes.discard(len(self._ids))
         self._rows.num_rows = len(self._ids)
 
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
-        if not self._rows.enter():
-            raise ConcurrentUseError("batch: another thread is inside it or its builder; one at a time")
-        try:
-            yield
-        finally:
-            self._rows.leave()
-
     # What a build does to the order of rows.
 
-    def _take_swaps(self, swaps: list[list[int]]) -> None:
+    def _take_moves(self, moves: tuple[tuple[int, int], ...]) -> None:
         ids = self._ids
-        for i, j in swaps:
+        for i, j in moves:
             ids[i], ids[j] = ids[j], ids[i]
             for rows in (self._holes, self._paused):
                 if (i in rows) != (j in rows):

@@ -49,9 +49,7 @@ class _Help(argparse.HelpFormatter):
 
 def _parser(command: str) -> _Parser:
     module = importlib.import_module(f"attncore.cli.{command.replace('-', '_')}")
-    parser = _Parser(
-        prog=f"attncore {command}", description=module.__doc__, allow_abbrev=False, formatter_class=_Help
-    )
+    parser = _Parser(prog=f"attncore {command}", description=module.__doc__, allow_abbrev=False, formatter_class=_Help)
     module.configure(parser)
     parser.set_defaults(run=module.run)
     return parser

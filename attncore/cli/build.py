@@ -20,7 +20,9 @@ HELP = "read batches (JSON Lines), write their metadata"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", nargs="?", default="-", metavar="FILE", help="batches to read (default -: standard input)")
+    parser.add_argument(
+        "file", nargs="?", default="-", metavar="FILE", help="batches to read (default -: standard input)"
+    )
     parser.add_argument(
         "--layout", choices=sorted(LAYOUTS), default="common", help="whose fields to write (default %(default)s)"
     )

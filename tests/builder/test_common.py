@@ -73,13 +73,14 @@ def test_every_field_is_the_oracles(kernels, step, kind):
         assert (value.tolist() if isinstance(value, np.ndarray) else value) == expected, name
     queries = [q for _, _, seqs in groups for q, _, _ in seqs]
     assert metadata.logits_indices.tolist() == [end - 1 for end in oracles.sums(queries)[1:]]
-    assert metadata.positions.tolist() == [
-        i for _, _, seqs in groups for q, c, _ in seqs for i in range(c, c + q)
-    ] + [0] * max(pad, 0)
+    assert metadata.positions.tolist() == [i for _, _, seqs in groups for q, c, _ in seqs for i in range(c, c + q)] + [
+        0
+    ] * max(pad, 0)
 
 
 def decode(**fields):
-    return SequenceGroup(False, [Sequence(**{"seq_id": 0, "query_len": 1, "context_len": 3, "block_table": [5]} | fields)])
+    whole = {"seq_id": 0, "query_len": 1, "context_len": 3, "block_table": [5]} | fields
+    return SequenceGroup(False, [Sequence(**whole)])
 
 
 def prompt(hit=False, **fields):
@@ -117,8 +118,8 @@ BAD = [
     ([decode(block_table=[])], r"sequence 0 holds 0 blocks but token 3 needs block 0"),
     ([prompt(query_len=9)], r"sequence 0 holds 1 blocks but token 4 needs block 1"),
     ([decode(), prompt()], r"groups\[1\].is_prompt: a prompt after a decode"),
-    ([SequenceGroup(False, [Sequence(0, 1, 3, [5]), Sequence(0, 1, 3, [6])])], r"sequences\[1\].seq_id: 0 stands twice"),
-    ([SequenceGroup(False, [Sequence(0, 1, 3, [5]), Sequence(1, 1, 3, None)])], r"block_table: null and non-null tables"),
+    ([SequenceGroup(False, [Sequence(0, 1, 3, [5]), Sequence(0, 1, 3, [6])])], r"sequences\[1\].seq_id: 0 stands"),
+    ([SequenceGroup(False, [Sequence(0, 1, 3, [5]), Sequence(1, 1, 3, None)])], r"block_table: null and non-null"),
     ([SequenceGroup(False, [Sequence(0, 1, 3, [5])], True)], r"groups\[0\].prefix_cache_hit: true on a decode"),
     ([prompt(), prompt(context_len=1, query_len=2)], r"chunked_prefill: false, but groups\[1\].sequences\[0\]"),
     ([decode(query_len=2, context_len=1)], r"query_len: 2 on a decode; layout common"),

@@ -1,7 +1,7 @@
 """Random lives of a batch: after every build, every field is compared with the plain-Python oracle.
 
-The model knows its requests by id and an engine's own per-row list, which follows ``add_request`` and ``metadata.moves``
-only. A refused call must leave every byte as it was.
+The model knows its requests by id and an engine's own per-row list, which follows ``add_request`` and
+``metadata.moves`` only. A refused call must leave every byte as it was.
 """
 
 import numpy as np
@@ -148,9 +148,9 @@ class Batches(RuleBasedStateMachine):
         name = self.some(data, [n for n, r in self.requests.items() if not r.paused])
         request = self.requests[name]
         before = self.frozen()
+        scheduled = dict.fromkeys(self.requests, 0) | {name: max(self.room(request), 0) + extra}
         with pytest.raises(ValueError, match=r"(holds \d+ blocks but token|exceed max_model_len)"):
-            others = {other: 0 for other in self.requests if other != name}
-            self.builder.build(others | {name: max(self.room(request), 0) + extra})
+            self.builder.build(scheduled)
         assert self.frozen() == before
 
     def step(self, scheduled):
@@ -205,9 +205,7 @@ class NumbaBatches(Batches):
     kernels = "numba"
 
 
-runs = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+runs = settings(max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TestBatches = Batches.TestCase
 TestBatches.settings = runs
 TestNumbaBatches = NumbaBatches.TestCase
