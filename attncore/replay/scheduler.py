@@ -108,9 +108,8 @@ class Scheduler:
         for running in self.running:
             if running.computed < running.goal:
                 budget -= self._prefill(step, running, budget)
-        # Blocks that a preemption has just freed are for the requests that run.
-        if not step.preempted:
-            self._admit(step, budget)
+        # A request preempted in this step does not come back in it: somebody older has taken one of its blocks.
+        self._admit(step, budget)
         return step
 
     def complete(self, step: Step) -> None:
@@ -164,7 +163,7 @@ class Scheduler:
         self.pool.release(victim.blocks)
         victim.blocks = []
         victim.goal = victim.request.prompt_tokens + victim.generated
-        victim.computed = victim.published = 0
+        victim.computed = 0
         self._waiting.appendleft(victim)
         step.preempted.append(victim)
         self.preemptions += 1

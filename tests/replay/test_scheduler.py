@@ -149,6 +149,23 @@ def test_a_prompt_found_whole_still_computes_its_last_block():
     assert [(running.computed, count) for running, count in step.prefills] == [(4, 4)]
 
 
+def test_a_prompt_that_waits_for_blocks_is_admitted_when_others_have_computed_its_beginning():
+    # Six blocks: row 1 takes four; row 2 needs four, then, three being found, one.
+    requests = [Request(1, 0, 16, 3, (7,)), Request(2, 0, 16, 1, (7,))]
+    schedule = scheduler(requests, num_blocks=7, max_num_batched_tokens=64)
+    first = schedule.schedule(0)
+    assert [running.row for running in first.admitted] == [1]
+    schedule.complete(first)
+    assert [(running.row, running.computed) for running in schedule.schedule(0).admitted] == [(2, 12)]
+
+
+@pytest.mark.parametrize(("prompt", "together"), [(197 * 4, True), (198 * 4, False)])
+def test_admission_leaves_one_block_in_a_hundred_free(prompt, together):
+    requests = [Request(1, 0, 4, 2), Request(2, 0, prompt, 1)]
+    schedule = scheduler(requests, num_blocks=201, max_num_batched_tokens=1000)
+    assert len(schedule.schedule(0).admitted) == (2 if together else 1)
+
+
 def test_nothing_is_shared_where_the_trace_says_nothing():
     schedule = scheduler([Request(1, 0.0, 8, 1), Request(2, 1.0, 8, 1)])
     schedule.complete(schedule.schedule(0.0))
