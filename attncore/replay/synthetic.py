@@ -7,7 +7,7 @@ import numpy as np
 from attncore.replay.request import HASH_BLOCK, Request
 from attncore.replay.traces import Trace
 
-NUM_REQUESTS = 400
+NUM_REQUESTS = 200
 ARRIVALS_PER_SECOND = 4.0
 PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_MAX = 600, 0.9, 8192  # tokens of the user's part; sigma of the logarithm
 OUTPUT_MEDIAN, OUTPUT_SIGMA, OUTPUT_MAX = 180, 0.6, 1024
