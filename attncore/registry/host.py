@@ -8,9 +8,9 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
+from attncore._frozen import FrozenMap
 from attncore.registry.devices import canonical
 
 
@@ -40,7 +40,7 @@ class Host:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", canonical(self.device))
-        object.__setattr__(self, "packages", MappingProxyType(dict(self.packages)))
+        object.__setattr__(self, "packages", FrozenMap(dict(self.packages)))
 
     @property
     def platform(self) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any, Literal
 
+from attncore._frozen import FrozenMap
 from attncore.env import NAME
 from attncore.registry.vocabulary import (
     DTYPES,
@@ -177,4 +177,4 @@ def _check_options(value: object) -> Mapping[str, Mapping[str, Any]]:
     if not isinstance(value, Mapping) or not all(isinstance(one, Mapping) for one in value.values()):
         raise TypeError(f"options: {value!r} is not a mapping of backends to mappings of options")
     _names("options", tuple(value))
-    return MappingProxyType({name: MappingProxyType(dict(one)) for name, one in value.items()})
+    return FrozenMap({name: FrozenMap(dict(one)) for name, one in value.items()})

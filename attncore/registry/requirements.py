@@ -105,10 +105,13 @@ def _passes(operator: str, wanted: str, version: str) -> bool:
     if operator == "~=":
         head = wanted.rpartition(".")[0]
         return have >= want and _starts_with(version, head)
-    if operator == ">":  # 2.8.3.post2 is not later than 2.8.3 in the sense of a range
-        return have > want and not (want[3] < 0 <= have[3] and have[:3] == want[:3])
-    if operator == "<":  # nor is 3.0rc1 earlier than 3.0
-        return have < want and not (want[2] == (3, 0) and have[2] != (3, 0) and have[:2] == want[:2])
+    epoch, release, pre, post, dev = want
+    if operator == ">" and dev[0]:  # 2.8.3.post2 is not later than 2.8.3 in the sense of a range
+        return have >= (epoch, release, pre, post + 1, (0, 0)) if post >= 0 else have[:3] > want[:3]
+    if operator == "<" and dev[0] and pre == (3, 0):  # nor is 3.0rc1 earlier than 3.0
+        return have < (epoch, release, (-1, 0) if post < 0 else pre, post, (0, 0))
+    if operator in "<>":
+        return have < want if operator == "<" else have > want
     return {"==": have == want, "!=": have != want, ">=": have >= want, "<=": have <= want}[operator]
 
 

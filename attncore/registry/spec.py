@@ -104,6 +104,14 @@ class Variant:
         self.requires = requires
         self.facts: Mapping[str, Any] = dict(facts)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Variant):
+            return NotImplemented
+        return (self.name, tuple(self.requires), self.facts) == (other.name, tuple(other.requires), other.facts)
+
+    def __hash__(self) -> int:
+        return hash((self.name, tuple(self.requires)))
+
     def __repr__(self) -> str:
         facts = "".join(f", {key}={value!r}" for key, value in self.facts.items())
         return f"Variant({self.name!r}, requires={self.requires!r}{facts})"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
+from attncore._frozen import FrozenMap
 from attncore.env import NAME
 from attncore.registry import requirements
 from attncore.registry.devices import FORMS, is_pattern
@@ -68,7 +68,7 @@ def _devices(field: str, value: object) -> Mapping[str, int]:
             raise ValueError(f"{field}: {device!r} is no device; the forms are {FORMS}")
         if not isinstance(priority, int) or isinstance(priority, bool) or not 0 <= priority <= 100:
             raise ValueError(f"{field}: the priority of {device!r} is {priority!r}, not an integer from 0 to 100")
-    return MappingProxyType(dict(value))
+    return FrozenMap(dict(value))
 
 
 def _words(field: str, value: object, known: Collection[str]) -> tuple[str, ...]:
@@ -122,7 +122,7 @@ def _texts(field: str, value: object) -> Mapping[str, str]:
     for feature, text in value.items():
         if not isinstance(text, str) or not text:
             raise ValueError(f"{field}: the reason for {feature!r} is {text!r}, not a sentence")
-    return MappingProxyType(dict(value))
+    return FrozenMap(dict(value))
 
 
 def _requires(field: str, value: object) -> tuple[str, ...]:
@@ -165,7 +165,7 @@ def _options(field: str, value: object) -> Mapping[str, Any]:
             raise ValueError(f"{field}: {name!r} is not an identifier")
         if not isinstance(option, Option):
             raise ValueError(f"{field}: {name!r} is {option!r}, not an Option")
-    return MappingProxyType(dict(value))
+    return FrozenMap(dict(value))
 
 
 def _check(field: str, value: object) -> object:
