@@ -12,6 +12,7 @@ from attncore import slots
 from attncore.builder import problems
 from attncore.builder.input_batch import InputBatch
 from attncore.builder.metadata import identity
+from attncore.builder.planning import planner_of
 from attncore.builder.staging import StagingRing
 from attncore.builder.step_metadata import StepMetadata
 
@@ -58,6 +59,8 @@ class MetadataBuilder:
             max_num_batched_tokens,
         )
         self._decode_step = self._kernel.decode_step
+        self._plan = planner_of(backend)
+        self._moves_owed: tuple[tuple[int, int], ...] = ()
 
     @property
     def kernels(self) -> str:
@@ -68,15 +71,21 @@ class MetadataBuilder:
         """The metadata of this step; advances every request by the tokens it runs.
 
         ``scheduled`` names the exceptions: tokens of this step by request. Those not named run one token; those named
-        with 0 have no row. Raises ValueError, with everything left as it was, where a token has no block of its own, a
-        limit is exceeded or a name is unknown.
+        with 0 have no row. The backend's ``plan`` runs before it returns. Raises ValueError, with everything left as it
+        was, where a token has no block of its own, a limit is exceeded or a name is unknown.
         """
         if not scheduled:
             metadata = self._decode_step()
             if metadata is not None:
+                if self._plan is not None:
+                    with self.batch._entered:
+                        self._plan_or_undo(metadata)
                 return metadata  # type: ignore[no-any-return]
         with self.batch._entered:
-            return self._arranged_step(scheduled)
+            metadata = self._arranged_step(scheduled)
+            if self._plan is not None:
+                self._plan_or_undo(metadata)
+            return metadata
 
     def _arranged_step(self, scheduled: Mapping[Hashable, int]) -> StepMetadata:
         batch, kernel = self.batch, self._kernel
@@ -93,8 +102,22 @@ class MetadataBuilder:
         # Until a row comes, goes or sits out, the next step of everybody has these rows.
         batch._rows.dirty = num_reqs != batch.num_rows
         metadata: StepMetadata = kernel.step(num_decodes, num_reqs)
-        metadata._arena.moves = moves
+        metadata._arena.moves, self._moves_owed = self._moves_owed + moves, ()
         return metadata
+
+    def _plan_or_undo(self, metadata: StepMetadata) -> None:
+        """The backend's plan for the step; where it fails, the batch is at the tokens it was at before.
+
+        Rows that moved stay where they are: the caller learns of them from the next step's ``moves``.
+        """
+        try:
+            self._plan(metadata)
+        except BaseException:
+            batch = self.batch
+            batch._state[0, : metadata.num_reqs] = metadata.host.context_lens
+            batch._rows.dirty = True
+            self._moves_owed = metadata.moves
+            raise
 
     def _schedule(self, scheduled: Mapping[Hashable, int]) -> None:
         """Writes the exceptions to one token a row."""

@@ -12,6 +12,7 @@ from attncore import slots
 from attncore.builder import problems
 from attncore.builder.layouts import LAYOUTS
 from attncore.builder.metadata import CommonAttentionMetadata, identity
+from attncore.builder.planning import planner_of
 from attncore.builder.sequence_group import SequenceGroup
 
 
@@ -73,6 +74,7 @@ class CommonMetadataBuilder:
         self._kernels = slots.load_kernels(kernels)
         self._reader = self._kernels.GroupReader()
         self._wrap = identity if backend is None else backend.from_host
+        self._plan = planner_of(backend)
 
     def build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int = -1) -> CommonAttentionMetadata:
         """The metadata of one step: prompts, then decodes.
@@ -123,7 +125,7 @@ class CommonMetadataBuilder:
             self._fill_pages(host, num_reqs, measures.num_pages)
         num_decode_tokens = num_tokens - measures.num_prefill_tokens
         extra = {"max_decode_query_len": measures.max_decode_query_len} if self.layout.name == "flash" else {}
-        return CommonAttentionMetadata(
+        metadata = CommonAttentionMetadata(
             host,
             self._wrap,
             num_reqs=num_reqs,
@@ -140,6 +142,9 @@ class CommonMetadataBuilder:
             from_groups=True,
             **extra,
         )
+        if self._plan is not None:
+            self._plan(metadata)
+        return metadata
 
     def _fill_pages(self, host: SimpleNamespace, num_reqs: int, num_pages: int) -> None:
         host.paged_kv_indptr = np.empty(num_reqs + 1, np.int32)

@@ -98,12 +98,12 @@ class InputBatch:
 
     def num_computed_tokens(self, req_id: Hashable) -> int:
         """Tokens of the request that are in the cache."""
-        return self.computed_of(self._row(req_id))
+        return self._computed_of(self._row(req_id))
 
     def block_ids(self, req_id: Hashable) -> list[int]:
         """The blocks that the request holds, in order."""
         row = self._row(req_id)
-        ids: list[int] = self.block_table[row, : self.num_blocks_of(row)].tolist()
+        ids: list[int] = self.block_table[row, : self._num_blocks_of(row)].tolist()
         return ids
 
     def add_request(self, req_id: Hashable, block_ids: Any, num_computed_tokens: int = 0) -> int:
@@ -129,7 +129,7 @@ class InputBatch:
             self._rows.start(row, num_computed_tokens)
             try:
                 self._append(row, req_id, block_ids)
-                held = self.num_blocks_of(row)
+                held = self._num_blocks_of(row)
                 if held * self.block_size < num_computed_tokens:
                     raise ValueError(
                         f"block_ids: request {req_id!r} has {num_computed_tokens} computed tokens but holds "
@@ -159,7 +159,7 @@ class InputBatch:
             try:
                 for req_id, ids in block_ids.items():
                     row = self._row(req_id)
-                    held = self.num_blocks_of(row)
+                    held = self._num_blocks_of(row)
                     self._append(row, req_id, ids)
                     done.append((row, held))
             except BaseException:
@@ -167,7 +167,7 @@ class InputBatch:
                     self._rows.truncate(row, held)
                 raise
             for row, _ in done:
-                if row in self._paused and self.num_blocks_of(row):
+                if row in self._paused and self._num_blocks_of(row):
                     self._paused.discard(row)
                     self._rows.dirty = True
 
@@ -176,11 +176,11 @@ class InputBatch:
         with self._entered:
             row = self._row(req_id)
             slots._at_least("num_blocks", num_blocks, 0)
-            held, needed = self.num_blocks_of(row), -(-self.computed_of(row) // self.block_size)
+            held, needed = self._num_blocks_of(row), -(-self._computed_of(row) // self.block_size)
             if not needed <= num_blocks <= held:
                 raise ValueError(
                     f"num_blocks: {num_blocks} is outside {needed}..{held} "
-                    f"(request {req_id!r} has {self.computed_of(row)} computed tokens and {held} blocks)"
+                    f"(request {req_id!r} has {self._computed_of(row)} computed tokens and {held} blocks)"
                 )
             given_up: list[int] = self.block_table[row, num_blocks:held].tolist()
             self._rows.truncate(row, num_blocks)
@@ -216,7 +216,7 @@ class InputBatch:
         with self._entered:
             row = self._row(req_id)
             slots._at_least("num_tokens", num_tokens, 0)
-            computed = self.computed_of(row)
+            computed = self._computed_of(row)
             if num_tokens > computed:
                 raise ValueError(
                     f"num_tokens: {num_tokens} goes past the start of request {req_id!r}, "
@@ -234,13 +234,13 @@ class InputBatch:
 
     # What builders and error texts need; by row.
 
-    def req_id_of(self, row: int) -> Hashable:
+    def _req_id_of(self, row: int) -> Hashable:
         return self._ids[row]  # type: ignore[no-any-return]
 
-    def computed_of(self, row: int) -> int:
+    def _computed_of(self, row: int) -> int:
         return int(self._state[0, row])
 
-    def num_blocks_of(self, row: int) -> int:
+    def _num_blocks_of(self, row: int) -> int:
         return int(self._state[1, row])
 
     def page_indices(self, indptr: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
@@ -257,7 +257,7 @@ class InputBatch:
 
     def _append(self, row: int, req_id: Hashable, block_ids: Any) -> None:
         if self._rows.append(row, block_ids) < 0:
-            room = self.block_table.shape[1] - self.num_blocks_of(row)
+            room = self.block_table.shape[1] - self._num_blocks_of(row)
             whose = f"block_ids: request {req_id!r}"
             text = slots.describe_ids(whose, block_ids, room, self._limit)
             if text.endswith(f"room for {room}"):
@@ -265,7 +265,7 @@ class InputBatch:
             raise ValueError(text)
 
     def _clear(self, row: int) -> list[int]:
-        held: list[int] = self.block_table[row, : self.num_blocks_of(row)].tolist()
+        held: list[int] = self.block_table[row, : self._num_blocks_of(row)].tolist()
         self._rows.truncate(row, 0)
         self._rows.start(row, 0)
         return held

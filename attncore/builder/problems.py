@@ -20,7 +20,7 @@ def refused_step(batch: InputBatch, code: int, row: int, token: int, query_lens:
         )
     if code == slots.TOO_MANY_SEQ_TOKENS:
         return ValueError("seq_lens: their sum over this step does not fit int32; schedule fewer requests")
-    req_id, computed = batch.req_id_of(row), batch.computed_of(row)
+    req_id, computed = batch._req_id_of(row), batch._computed_of(row)
     who = f"row {row} (request {req_id!r})"
     if code == slots.TOO_LONG:
         return ValueError(
@@ -34,7 +34,7 @@ def refused_step(batch: InputBatch, code: int, row: int, token: int, query_lens:
             f"(index {index}, block_size {batch.block_size})"
         )
     return ValueError(
-        f"block_table: {who} holds {batch.num_blocks_of(row)} blocks but token {token} "
+        f"block_table: {who} holds {batch._num_blocks_of(row)} blocks but token {token} "
         f"needs block {index} (block_size {batch.block_size})"
     )
 

@@ -1,0 +1,94 @@
+"""The backend's plan runs once a build, before its metadata is handed out; where it fails, the step did not happen."""
+
+import numpy as np
+import pytest
+
+from attncore import AttentionBackend, AttentionImpl, BackendConfig, CommonMetadataBuilder, Sequence, SequenceGroup
+from attncore.builder import InputBatch, MetadataBuilder
+
+
+class Impl(AttentionImpl):
+    def forward(self, query, key, value, kv_cache, metadata, output=None):
+        return query
+
+
+class Plain(AttentionBackend):
+    name = "plain"
+    impl_class = Impl
+
+    def from_host(self, array):
+        return np.asarray(array)
+
+    def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+
+class Planning(Plain):
+    def __init__(self, config):
+        super().__init__(config)
+        self.planned, self.refuses = [], False
+
+    def plan_layers(self, metadata, key):
+        if self.refuses:
+            raise RuntimeError("the workspace is too small")
+        self.planned.append((key.sliding_window, metadata.host.seq_lens.tolist()))
+
+
+CONFIG = BackendConfig(num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", block_size=4)
+
+
+@pytest.fixture
+def backend():
+    backend = Planning(CONFIG)
+    for layer, window in enumerate((None, 8, None)):
+        backend.impl(f"layers.{layer}", scale=1.0, sliding_window=window)
+    return backend
+
+
+@pytest.fixture
+def batch(kernels):
+    batch = InputBatch(max_num_reqs=4, max_model_len=32, block_size=4, kernels=kernels)
+    for name in "abc":
+        batch.add_request(name, [1, 2, 3], 2)
+    return batch
+
+
+def test_plan_runs_once_a_step_for_each_distinct_layer(backend, batch):
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=32)
+    builder.build({"a": 3})
+    assert backend.planned == [(None, [3, 3, 5]), (8, [3, 3, 5])]
+    backend.planned.clear()
+    builder.build()
+    assert [lens for _, lens in backend.planned] == [[4, 4, 6]] * 2
+
+
+def test_a_failed_plan_undoes_the_step(backend, batch):
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=32)
+    rows = list("abc")
+    backend.refuses = True
+    for scheduled in ({"a": 3}, {}, {"b": 0}):
+        with pytest.raises(RuntimeError, match="workspace"):
+            builder.build(scheduled)
+        assert [batch.num_computed_tokens(name) for name in "abc"] == [2, 2, 2]
+    backend.refuses = False
+    metadata = builder.build({"a": 3})
+    for i, j in metadata.moves:  # those of the refused steps too: an engine's rows still follow
+        rows[i], rows[j] = rows[j], rows[i]
+    assert tuple(rows) == metadata.req_ids
+    assert metadata.seq_lens.tolist() == [3, 3, 5]
+
+
+def test_a_backend_without_a_plan_costs_a_step_nothing(batch):
+    assert MetadataBuilder(batch, Plain(CONFIG), max_num_batched_tokens=32)._plan is None
+
+
+def test_the_list_door_plans_too(backend, kernels):
+    builder = CommonMetadataBuilder(4, backend=backend, kernels=kernels)
+    builder.build([SequenceGroup(False, [Sequence(0, 1, 4, [3, 4])])])
+    assert backend.planned == [(None, [5]), (8, [5])]
+
+
+def test_a_backend_of_another_block_size_is_refused(backend, kernels):
+    batch = InputBatch(max_num_reqs=4, max_model_len=32, block_size=8, kernels=kernels)
+    with pytest.raises(ValueError, match="batch: its block_size 8 is not the backend's 4"):
+        MetadataBuilder(batch, backend, max_num_batched_tokens=32)

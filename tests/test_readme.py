@@ -1,0 +1,27 @@
+"""The README's engine runs as it stands, and every file it names is there."""
+
+import pathlib
+import re
+
+import attncore
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def test_the_engine_of_the_readme_runs(monkeypatch):
+    monkeypatch.delenv("ATTNCORE_BACKEND", raising=False)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    cpu = attncore.Host.assume("cpu")  # the example must run where a GPU's plugin is installed, too
+    monkeypatch.setattr("attncore.registry.host.Host.probe", classmethod(lambda cls: cpu))
+    names = {}
+    exec(compile(block, "README.md", "exec"), names)
+    assert names["choice"].name == "reference"
+    assert names["metadata"].req_ids == ("b", "a")
+    assert names["last"].shape == (2, 32, 128)
+    assert names["last"].isfinite().all()
+    assert names["batch"].num_computed_tokens("a") == 42
+
+
+def test_every_file_that_the_readme_names_exists():
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
