@@ -101,3 +101,29 @@ def test_a_single_choice_refuses_a_backend_of_one_phase(joint, monkeypatch):
     with pytest.raises(attncore.NoBackendError, match="phase prefill and decode not supported by attn-p"):
         attncore.select(host=Host.assume("sm_90"), **FIELDS)
     assert attncore.select(host=Host.assume("sm_90"), phase="decode", **FIELDS).name == "d"
+
+
+def test_the_better_place_for_decode_wins_where_all_else_is_equal(joint):
+    specs = [spec("a", block_sizes={16}), spec("b", block_sizes={32})]
+    assert names(joint(*specs, prefer_prefill=("a",), prefer_decode=("b",))) == ("b", "b")
+
+
+def test_the_sum_of_places_counts_not_one_phase_alone(joint):
+    found = joint(
+        spec("p", devices={"any": 90}, phases={"prefill"}, block_sizes={256}),
+        spec("m", devices={"any": 50}, phases={"prefill"}, block_sizes={16}),
+        spec("d", devices={"any": 90}, phases={"decode"}, block_sizes={16}),
+        spec("e", devices={"any": 80}, phases={"decode"}, block_sizes={32}),
+        spec("f", devices={"any": 70}, phases={"decode"}, block_sizes={256}),
+    )
+    assert names(found) == ("m", "d")
+
+
+def test_one_backend_for_both_wins_over_a_pair_with_the_same_sum(joint):
+    found = joint(
+        spec("x", devices={"any": 90}, phases={"prefill"}, block_sizes={512}),
+        spec("m", devices={"any": 50}, block_sizes={16}),
+        spec("p", devices={"any": 10}, phases={"prefill"}, block_sizes={256}),
+        spec("d", devices={"any": 90}, phases={"decode"}, block_sizes={256}),
+    )
+    assert names(found) == ("m", "m")
