@@ -21,6 +21,7 @@ from attncore.cli import UsageError
 from attncore.cli.output import print_json, stdout_to_stderr
 from attncore.errors import NoBackendError
 from attncore.replay import report, synthetic
+from attncore.replay.attention import AttentionLayers, torch_threads
 from attncore.replay.clock import CostModel
 from attncore.replay.runner import Settings, replay
 from attncore.replay.scheduler import check_pool
@@ -30,7 +31,6 @@ from attncore.replay.traces import Trace, read_trace
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attncore.replay.attention import AttentionLayers
 
 HELP = "replay a request trace: scheduler, paged cache, metadata and attention, verified"
 
@@ -77,6 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _integer_option(parser, "--num-kv-heads", 1, 1024, 2, "key-value heads, a divisor of --num-heads")
     _integer_option(parser, "--head-size", 1, 1024, 32, "numbers a head has; scores are scaled by its square root")
     _integer_option(parser, "--layers", 1, 1024, 2, "attention layers, each with its own cache")
+    _integer_option(parser, "--threads", 1, 1024, 1, "of torch on a CPU; more help with long prompts only")
     add("--backend", metavar="NAME", help="attention backend (default: what attncore.select chooses)")
     _integer_option(parser, "--seed", 0, 2**63 - 1, _DEFAULTS.seed, "of workload, keys and values, and sample")
     _integer_option(
@@ -122,6 +123,8 @@ def _run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         record = stack.enter_context(StepsFile(args.save_steps, args.block_size)) if args.save_steps else None
         progress = stack.enter_context(_progress(len(trace.requests)))
+        if layers:
+            stack.enter_context(torch_threads(args.threads))
         outcome = replay(trace.requests, settings, layers, record=record, progress=progress)
     found = report.as_json(
         outcome,
@@ -171,7 +174,6 @@ def _layers(args: argparse.Namespace) -> tuple[AttentionLayers | None, str]:
             "torch is not installed and attention needs it: pip install attncore[torch], or pass --metadata-only"
         )
     from attncore.registry.select import select
-    from attncore.replay.attention import AttentionLayers
     from attncore.replay.content import Content
 
     with stdout_to_stderr():
@@ -187,8 +189,10 @@ def _layers(args: argparse.Namespace) -> tuple[AttentionLayers | None, str]:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """What settles the steps, for the report."""
-    names = ("requests", "minutes", "rate", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens",
-             "num_heads", "num_kv_heads", "head_size", "layers", "seed", "verify_every", "metadata_only")  # fmt: skip
+    names = (
+        "requests", "minutes", "rate", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens",
+        "num_heads", "num_kv_heads", "head_size", "layers", "threads", "seed", "verify_every", "metadata_only",
+    )  # fmt: skip
     return {name: getattr(args, name) for name in names} | {"clock": str(args.clock)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ import numpy as np
 from attncore.replay.content import content_ids, own_content
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy.typing as npt
 
     from attncore.replay.content import Content
@@ -60,6 +63,23 @@ class AttentionLayers:
                 outputs.append(impl.forward(query, key, value, kv_cache, metadata))
                 elapsed += perf_counter_ns() - start
         return outputs, elapsed
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """torch computes with ``count`` threads meanwhile.
+
+    Replay's default is 1: a decode step is many small operations, whose threads wait for each other longer than they
+    compute, much longer on a busy machine; and sums come out the same however many cores there are.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def step_content(step: Step, metadata: Any) -> npt.NDArray[np.int64]:

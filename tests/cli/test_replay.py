@@ -12,6 +12,7 @@ import pytest
 
 from attncore.cli import main
 from attncore.replay import runner, synthetic
+from attncore.replay.attention import AttentionLayers
 from attncore.replay.clock import CostModel
 
 TIMES = ("build_us", "attention_us", "wall_s")
@@ -79,6 +80,23 @@ def test_the_report_of_attention(capsys, trace):
     assert 0 <= report["verification"]["max_abs_error"] < 1e-5
     assert report["kernels"] in ("cython", "numba")
     assert report["why"].startswith("chosen; ")
+
+
+def test_torch_s_threads_are_those_asked_for_and_only_meanwhile(capsys, trace, monkeypatch):
+    torch = pytest.importorskip("torch")
+    before, seen = torch.get_num_threads(), set()
+    forward = AttentionLayers.forward
+
+    def watched(*args):
+        seen.add(torch.get_num_threads())
+        return forward(*args)
+
+    monkeypatch.setattr(AttentionLayers, "forward", watched)
+    reported(capsys, trace, *SMALL)
+    assert seen == {1}
+    reported(capsys, trace, *SMALL, "--threads", "3")
+    assert seen == {1, 3}
+    assert torch.get_num_threads() == before
 
 
 def test_the_report_of_metadata_only(capsys, trace):
