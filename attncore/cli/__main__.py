@@ -1,5 +1,0 @@
-"""``python -m attncore.cli``: the same as the ``attncore`` command."""
-
-from attncore.cli import main
-
-raise SystemExit(main())
