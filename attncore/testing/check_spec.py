@@ -1,0 +1,223 @@
+"""The spec: that it loads, is light, and is honest at the edges of what it declares and just beyond."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from attncore.abstract import AttentionBackend, AttentionImpl
+from attncore.registry.load import HEAVY_MODULES
+from attncore.registry.sizes import MultipleOf
+from attncore.testing.capability import covers
+from attncore.testing.check_features import edges
+from attncore.testing.engine import Engine, run_rows
+from attncore.testing.errors import ConformanceError, UnsupportedError
+from attncore.testing.subject import Subject
+
+__all__ = [
+    "test_largest_declared_group",
+    "test_smallest_and_largest_declared_block_sizes",
+    "test_smallest_and_largest_declared_head_sizes",
+    "test_the_factory_makes_the_backend",
+    "test_the_largest_declared_block_id",
+    "test_the_plugin_loads",
+    "test_the_spec_is_read_without_heavy_imports",
+    "test_undeclared_features_are_refused_with_a_sentence",
+    "test_undeclared_options_are_refused_with_a_sentence",
+    "test_undeclared_sizes_are_refused_or_right",
+]
+MOST = 512  # sizes of heads and blocks beyond this are not probed: the arithmetic of a kernel has changed long before
+FEW = 12  # blocks of a cache whose blocks may be large
+_LIGHT = """
+import sys
+from attncore.registry import discover, load
+records = [record for record in discover.find() if record.name == {name!r} and record.state == "found"]
+heavy = {heavy!r}
+print(",".join(name for name in heavy if name in sys.modules), end=";")
+records = [load.load(record) for record in records]
+print(",".join(name for name in heavy if name in sys.modules), end=";")
+print(",".join(record.state for record in records))
+"""
+
+
+@covers("spec")
+def test_the_plugin_loads(attncore_subject: Subject) -> None:
+    """The record is ``loaded``, without a warning."""
+    record = attncore_subject.record
+    if record.state != "loaded":
+        raise ConformanceError(f"the plugin is {record.state}: " + "; ".join(map(str, record.reasons)))
+    # A heavy import shows only where nothing had imported that module before: the test of laziness always tells.
+
+
+@covers("laziness")
+def test_the_spec_is_read_without_heavy_imports(attncore_subject: Subject) -> None:
+    """In a fresh process, listing imports nothing of the plugin, and its spec imports no heavy library."""
+    script = _LIGHT.format(name=attncore_subject.name, heavy=HEAVY_MODULES)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environ, check=False
+    )
+    if done.returncode:
+        raise ConformanceError(f"reading the spec in a process of its own failed: {done.stderr.strip()[-2000:]}")
+    listed, spec, states = done.stdout.strip().rpartition("\n")[2].split(";")
+    if listed:
+        raise ConformanceError(f"listing alone imported {listed}")
+    if spec:
+        raise ConformanceError(f"reading the spec imported {spec}: import it in the factory's module only")
+    if states != "loaded":
+        raise ConformanceError(f"in a process of its own the plugin is {states or 'not there'}")
+
+
+@covers("spec")
+def test_the_factory_makes_the_backend(attncore_subject: Subject) -> None:
+    """What the spec's factory makes has the spec's name and an impl_class, and keeps the configuration."""
+    backend: Any = attncore_subject.backend()
+    if not isinstance(backend, AttentionBackend) or backend.name != attncore_subject.name:
+        raise ConformanceError(f"the factory made {backend!r} named {backend.name!r}, not {attncore_subject.name!r}")
+    if not issubclass(getattr(type(backend), "impl_class", object), AttentionImpl):
+        raise ConformanceError("the class attribute impl_class must be a subclass of attncore.AttentionImpl")
+    impl = backend.impl("layers.7", scale=0.25)
+    if not isinstance(impl, AttentionImpl) or (impl.layer_name, impl.scale) != ("layers.7", 0.25):
+        raise ConformanceError("backend.impl must make an AttentionImpl that keeps layer_name and scale")
+    if impl.backend is not backend:
+        raise ConformanceError("an AttentionImpl must keep the backend that made it, as `backend`")
+
+
+@covers("declared head sizes")
+def test_smallest_and_largest_declared_head_sizes(attncore_subject: Subject) -> None:
+    """The edges of head_sizes give right numbers."""
+    _probe(attncore_subject, "head_size", edges(attncore_subject.form.head_sizes, MOST))
+
+
+@covers("declared block sizes")
+def test_smallest_and_largest_declared_block_sizes(attncore_subject: Subject) -> None:
+    """The edges of block_sizes, and the preferred one, give right numbers."""
+    form = attncore_subject.form
+    chosen = {*edges(form.block_sizes, MOST), *([form.preferred_block_size] if form.preferred_block_size else [])}
+    _probe(attncore_subject, "block_size", sorted(chosen))
+
+
+@covers("declared groups")
+def test_largest_declared_group(attncore_subject: Subject) -> None:
+    """As many query heads per key/value head as max_group_size says; 16 where it sets no limit."""
+    group = min(attncore_subject.form.max_group_size or 16, 64)
+    backend = attncore_subject.backend(num_heads=group, num_kv_heads=1)
+    run_rows(Engine(backend), _rows(attncore_subject, backend.config.block_size))
+
+
+@covers("declared block ids")
+def test_the_largest_declared_block_id(attncore_subject: Subject) -> None:
+    """max_block_id: a cache with one block more than it allows is refused."""
+    limit = attncore_subject.form.max_block_id
+    if limit is None:
+        raise UnsupportedError("its spec sets no limit")
+    if limit > 1 << 20:
+        raise UnsupportedError(f"its limit of {limit} is too large to try")
+    backend = attncore_subject.backend()
+    _refused(lambda: backend.allocate_kv_cache(limit + 1), f"a cache of {limit + 1} blocks and a sink")
+
+
+@covers("clear errors")
+@pytest.mark.parametrize("field", ["head_size", "block_size"])
+def test_undeclared_sizes_are_refused_or_right(attncore_subject: Subject, field: str) -> None:
+    """Just beyond what is declared, past negotiation: an error with a sentence, or right numbers; never wrong ones."""
+    form = attncore_subject.form
+    declared: Any = form.head_sizes if field == "head_size" else form.block_sizes
+    found = edges(declared, MOST)
+    near = {found[0] - 1, found[0] + 1, found[-1] + 1, 2 * found[-1], found[0] // 2}
+    if isinstance(declared, MultipleOf):
+        near.add(declared.base + 1)
+    beyond = sorted(size for size in near if 0 < size <= MOST and size not in declared)[:4]
+    if not beyond:
+        raise UnsupportedError("its spec declares every size")
+    for size in beyond:
+        try:
+            backend = attncore_subject.beyond(**{field: size})
+            run_rows(Engine(backend, num_blocks=FEW), _rows(attncore_subject, size if field == "block_size" else 4))
+        except UnsupportedError:
+            raise
+        except ConformanceError as error:
+            raise ConformanceError(
+                f"{field} {size} is not declared, and gives wrong results instead of an error: {error}"
+            ) from error
+        except Exception as error:
+            _check_sentence(error, f"{field} {size}, which is not declared,")
+
+
+@covers("clear errors")
+@pytest.mark.parametrize(
+    ("argument", "value", "feature"),
+    [
+        ("sliding_window", 4, "sliding_window"),
+        ("logits_soft_cap", 5.0, "logits_soft_cap"),
+        ("alibi_slopes", "per head", "alibi"),
+        ("sinks", "per head", "sinks"),
+        ("k_scale", 0.5, "kv_scales"),
+        ("v_scale", 0.5, "kv_scales"),
+    ],
+)
+def test_undeclared_features_are_refused_with_a_sentence(
+    attncore_subject: Subject, argument: str, value: Any, feature: str
+) -> None:
+    """A layer that needs a feature which the spec does not declare is refused when it is made, naming the argument."""
+    form = attncore_subject.form
+    if feature in form.features or (feature == "alibi" and "alibi_standard" in form.features):
+        raise UnsupportedError(f"its spec declares {feature}, so there is nothing to refuse")
+    backend = attncore_subject.backend()
+    given: dict[str, Any] = {argument: [0.5] * backend.config.num_heads if value == "per head" else value}
+    error = _refused(lambda: backend.impl("layers.0", scale=1.0, **given), f"{argument}={value}")
+    if not str(error).startswith(argument):
+        raise ConformanceError(f"the error for {argument}={value} does not begin with the argument's name: {error}")
+
+
+@covers("clear errors")
+def test_undeclared_options_are_refused_with_a_sentence(attncore_subject: Subject) -> None:
+    """An option that the spec does not declare is refused by name."""
+    subject = Subject(attncore_subject.name, options={"no_such_option": 1}, host=attncore_subject.host)
+    error = _refused(subject.backend, "the option no_such_option")
+    if "no_such_option" not in str(error):
+        raise ConformanceError(f"the error does not name the option: {error}")
+
+
+def _probe(subject: Subject, field: str, chosen: list[int]) -> None:
+    """Every declared size must work; one that a check of the plugin's own refuses has its reason, and is left out."""
+    refused = []
+    for size in chosen:
+        try:
+            backend = subject.backend(**{field: size})
+        except UnsupportedError as error:
+            refused.append(f"{field} {size}: {error}")
+            continue
+        try:
+            run_rows(Engine(backend, num_blocks=FEW), _rows(subject, backend.config.block_size))
+        except Exception as error:
+            raise ConformanceError(f"the spec declares {field} {size}, but: {type(error).__name__}: {error}") from error
+    if len(refused) == len(chosen):
+        raise UnsupportedError("; ".join(refused))
+
+
+def _rows(subject: Subject, size: int) -> list[tuple[int, int]]:
+    batch = []
+    if "prefill" in subject.form.phases:
+        batch += [(0, size + 1), (2, 3)]
+    if "decode" in subject.form.phases:
+        batch += [(size, 1), (1, 1)]
+    return batch
+
+
+def _refused(call: Any, what: str) -> Exception:
+    try:
+        call()
+    except Exception as error:
+        _check_sentence(error, what)
+        return error
+    raise ConformanceError(f"{what} was accepted; it must be refused with an error that says why")
+
+
+def _check_sentence(error: Exception, what: str) -> None:
+    if len(str(error).split()) < 3:
+        raise ConformanceError(f"{what} was refused by a bare {type(error).__name__}({str(error)!r}); say what and why")

@@ -1,0 +1,96 @@
+"""What a step gave against what it should have given, in sentences that say where to look."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attncore.testing.errors import ConformanceError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from attncore.testing.engine import Engine
+    from attncore.testing.pages import Pages
+
+
+class Row(NamedTuple):
+    """One request of a step: its name, its tokens of the step, its tokens before the step."""
+
+    name: object
+    tokens: int
+    context: int
+
+    def __str__(self) -> str:
+        kind = "decode" if self.tokens == 1 and self.context else "prefill"
+        return f"{kind} of {self.tokens} after {self.context}"
+
+
+def compare(answer: Tensor, expected: list[Tensor], rows: list[Row], engine: Engine) -> float:
+    """The largest error of the rows; ConformanceError naming the first request, token and head that is too far off."""
+    worst, start = 0.0, 0
+    for row, wanted in zip(rows, expected, strict=True):
+        found = answer[start : start + row.tokens].float()
+        start += row.tokens
+        error = (found - wanted).abs()
+        if not bool((error <= engine.tolerance * (1 + wanted.abs())).all()):
+            raise ConformanceError(_sentence(found, wanted, row, rows, engine))
+        worst = max(worst, float(error.max())) if error.numel() else worst
+    return worst
+
+
+def _sentence(found: Tensor, wanted: Tensor, row: Row, rows: list[Row], engine: Engine) -> str:
+    config = engine.config
+    what = ", ".join(f"{name} {value}" for name, value in engine.features.items() if name != "scale")
+    setting = (
+        f"{config.num_heads} heads over {config.num_kv_heads}, head size {config.head_size}, block size "
+        f"{config.block_size}, {config.dtype}, cache {config.kv_cache_dtype}" + (f", {what}" if what else "")
+    )
+    batch = "; ".join(map(str, rows))
+    if found.isnan().any():
+        token, head = (int(i) for i in found.isnan().any(dim=2).nonzero()[0])
+        why = (
+            "the output holds NaN"
+            if not np.isnan(engine.junk)
+            else "the output holds NaN: it read a slot that holds no token of the request (a block that nobody owns, "
+            "or an unused row of a last page; a kernel that multiplies the latter by 0 declares finite_tail)"
+        )
+    else:
+        excess = (found - wanted).abs().amax(dim=2)
+        token, head = (int(i) for i in (excess == excess.max()).nonzero()[0])
+        why = f"the output differs from dense float32 attention by {excess.max():.3g} ({engine.tolerance:g} allowed)"
+    return f"{why} in the {row} (request {row.name}), token {row.context + token}, head {head} [{setting}] [{batch}]"
+
+
+def compare_cache(pages: Pages, before: list[Tensor], slots: npt.NDArray[np.int64]) -> None:
+    """ConformanceError unless the step changed the tokens of ``slots`` (none is -1) and, the sink apart, no other."""
+    changed, stray = pages.changed(before)
+    allowed = np.zeros_like(changed)
+    allowed[slots // pages.block_size, slots % pages.block_size] = True
+    missed = np.argwhere(allowed & ~changed)
+    if len(missed):
+        block, offset = (int(i) for i in missed[0])
+        raise ConformanceError(
+            f"forward wrote nothing to slot {block * pages.block_size + offset} (block {block}, offset {offset}), "
+            "which slot_mapping names"
+        )
+    allowed[pages.num_blocks] = True
+    wrong = np.argwhere(changed & ~allowed)
+    if len(wrong):
+        block, offset = (int(i) for i in wrong[0])
+        raise ConformanceError(
+            f"forward changed block {block}, offset {offset} (slot {block * pages.block_size + offset}), which is not "
+            "in slot_mapping: a slot of -1, or a token of padding, must change no block"
+        )
+    if stray:
+        raise ConformanceError("forward changed elements of the cache that belong to no slot")
+
+
+def differs(first: Tensor, second: Tensor) -> float:
+    """The largest difference of two outputs; infinite where only one is a number."""
+    if not torch.equal(first.isnan(), second.isnan()):
+        return float("inf")
+    return float((first.float() - second.float()).nan_to_num().abs().max()) if first.numel() else 0.0

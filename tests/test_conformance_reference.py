@@ -1,0 +1,3 @@
+from attncore.testing.suite import *  # noqa: F403
+
+BACKEND = "reference"
