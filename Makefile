@@ -33,7 +33,7 @@ $(VENV)/.built: $(VENV)/.deps setup.py attncore/_slots.pyx attncore/_slots.pxd a
 	touch $@
 
 demo: $(VENV)/.built
-	@if [ -f $(TRACE) ]; then $(BIN)/attncore replay $(TRACE) --minutes 1; else $(BIN)/attncore replay; fi
+	@if [ -f $(TRACE) ]; then $(BIN)/attncore replay $(TRACE) --requests 300; else $(BIN)/attncore replay; fi
 
 lint: $(VENV)/.deps
 	$(BIN)/ruff check .

@@ -75,9 +75,10 @@ class TestLongDecode:
         named(benchmark, "decode 256 x 128k", "numpy")
         time_steps(benchmark, way.step)
 
-    def test_lists(self, benchmark):
-        build = doors.list_door(shapes.long_decodes(256, 0), "common")
-        named(benchmark, "decode 256 x 128k lists", "lists common")
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_lists(self, benchmark, layout):
+        build = doors.list_door(shapes.long_decodes(256, 0), layout)
+        named(benchmark, "decode 256 x 128k lists", f"lists {layout}")
         benchmark.pedantic(build, rounds=10, warmup_rounds=1)
 
     def test_lists_plain_python(self, benchmark):

@@ -1,0 +1,215 @@
+"""``attncore build``: line by line, and what it refuses."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from attncore.cli import main
+
+EXAMPLE = {
+    "block_size": 4,
+    "sliding_window": None,
+    "chunked_prefill": True,
+    "graph_batch_size": None,
+    "max_seq_len_to_capture": 64,
+    "groups": [
+        {
+            "is_prompt": True,
+            "prefix_cache_hit": False,
+            "sequences": [{"seq_id": 0, "query_len": 5, "context_len": 3, "block_table": [4, 6]}],
+        },
+        {
+            "is_prompt": False,
+            "sequences": [{"seq_id": 1, "query_len": 1, "context_len": 8, "block_table": [9, 2, 7]}],
+        },
+        {"is_prompt": False, "sequences": [{"seq_id": 2, "query_len": 1, "context_len": 3, "block_table": [5]}]},
+    ],
+}
+ANSWER = {
+    "num_prefills": 1, "num_prefill_tokens": 5, "num_decode_tokens": 2,
+    "slot_mapping": [19, 24, 25, 26, 27, 28, 23], "seq_lens": [8, 9, 4], "context_lens": [3, 8, 3],
+    "query_start_loc": [0, 5, 6, 7], "seq_start_loc": [0, 8, 17, 21],
+    "block_tables": [[4, 6, 0], [9, 2, 7], [5, 0, 0]], "max_query_len": 5, "max_prefill_seq_len": 8,
+    "max_decode_seq_len": 9, "use_cuda_graph": False,
+}  # fmt: skip
+PAGES = {
+    "paged_kv_indptr": [0, 2, 5, 6],
+    "paged_kv_indices": [4, 6, 9, 2, 7, 5],
+    "paged_kv_last_page_len": [4, 1, 4],
+}
+ADDED = {"common": {}, "rocm": {}, "flash": {"max_decode_query_len": 1}, "flashinfer": PAGES}
+
+
+@pytest.fixture
+def build(monkeypatch, capsys):
+    """Runs the command over bytes on standard input: (exit code, lines of output, text on standard error)."""
+
+    def run(text, *arguments):
+        data = text if isinstance(text, bytes) else text.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        code = main(["build", *arguments])
+        out, err = capsys.readouterr()
+        return code, out.splitlines(), err
+
+    return run
+
+
+def changed(path, value):
+    """The example with the field at ``path`` ("groups.0.is_prompt") replaced; value ... removes it."""
+    batch = json.loads(json.dumps(EXAMPLE))
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    place = batch
+    for part in parents:
+        place = place[part]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return json.dumps(batch)
+
+
+@pytest.mark.parametrize("layout", ADDED)
+def test_the_documented_answer(build, kernels, layout):
+    code, lines, err = build(json.dumps(EXAMPLE), "--layout", layout, "--kernels", kernels)
+    assert (code, err) == (0, "")
+    assert [json.loads(line) for line in lines] == [ANSWER | ADDED[layout]]
+    assert list(json.loads(lines[0])) == list(ANSWER | ADDED[layout])  # the documented order too
+
+
+def test_a_file_and_blank_lines(build, tmp_path, capsys):
+    path = tmp_path / "batches.jsonl"
+    path.write_text(f"{json.dumps(EXAMPLE)}\n\n{json.dumps(EXAMPLE)}\r\n")
+    assert main(["build", str(path)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert len(build(json.dumps(EXAMPLE), "-")[1]) == 1
+
+
+def test_a_profiling_run(build):
+    groups = [{"is_prompt": True, "sequences": [{"seq_id": 0, "query_len": 3, "context_len": 0, "block_table": None}]}]
+    _, lines, _ = build(json.dumps({"block_size": 4, "groups": groups}), "--layout", "flashinfer")
+    answer = json.loads(lines[0])
+    assert answer["slot_mapping"] == [-1, -1, -1]
+    assert answer["block_tables"] == [[]]
+    assert answer["paged_kv_indptr"] == [0, 0]
+
+
+def test_a_graph_batch(build):
+    batch = json.loads(changed("groups", EXAMPLE["groups"][1:]))
+    batch |= {"graph_batch_size": 3, "max_seq_len_to_capture": 12}
+    answer = json.loads(build(json.dumps(batch))[1][0])
+    assert answer["use_cuda_graph"]
+    assert answer["block_tables"] == [[9, 2, 7], [5, 0, 0], [0, 0, 0]]
+
+
+def test_max_seq_len_to_capture_is_read_only_with_a_graph(build):
+    assert build(changed("max_seq_len_to_capture", "not read"))[0] == 0
+
+
+BAD = [
+    ("{", "batch: not JSON"),
+    ("[1]", "batch: [1] is not an object"),
+    ("null", "batch: null is not an object"),
+    (b"\xff\xfe", "batch: not UTF-8"),
+    ("\x00", "batch: not JSON"),
+    ("[" * 100_000, "batch: "),
+    ('{"block_size": NaN}', "batch: not JSON (NaN is no JSON number)"),
+    (json.dumps(EXAMPLE)[:-40], "batch: not JSON"),
+    (changed("block_size", ...), "block_size: missing"),
+    (changed("block_size", True), "block_size: true is not an integer"),
+    (changed("block_size", 4.0), "block_size: 4.0 is not an integer"),
+    (changed("block_size", "4"), 'block_size: "4" is not an integer'),
+    (changed("block_size", 0), "block_size: 0 is outside 1.."),
+    (changed("block_size", 2**31), "block_size: 2147483648 is outside 1..2147483647"),
+    (changed("groups", ...), "groups: missing"),
+    (changed("groups", []), "groups: empty"),
+    (changed("groups", {}), "groups: {} is not a list"),
+    (changed("blocksize", 4), "blocksize: unknown field"),
+    (changed("sliding_window", 0), "sliding_window: 0 is outside 1.."),
+    (changed("chunked_prefill", 1), "chunked_prefill: 1 is not true or false"),
+    (changed("chunked_prefill", "true"), 'chunked_prefill: "true" is not true or false'),
+    (changed("chunked_prefill", False), "chunked_prefill: false, but groups[0].sequences[0]"),
+    (changed("graph_batch_size", 2), "graph_batch_size: 2 is below the 3 sequences"),
+    (changed("graph_batch_size", 3), "graph_batch_size: a graph batch holds decodes only"),
+    (changed("groups.0.is_prompt", ...), "groups[0].is_prompt: missing"),
+    (changed("groups.0.is_prompt", "false"), 'groups[0].is_prompt: "false" is not true or false'),
+    (changed("groups.0.prefix_cache_hit", None), "groups[0].prefix_cache_hit: null is not true or false"),
+    (changed("groups.1.prefix_cache_hit", True), "groups[1].prefix_cache_hit: true on a decode"),
+    (changed("groups.2.is_prompt", True), "groups[2].is_prompt: a prompt after a decode"),
+    (changed("groups.0.sequences", []), "groups[0].sequences: empty"),
+    (changed("groups.0.extra", 1), "groups[0].extra: unknown field"),
+    (changed("groups.0.sequences.0", 3), "groups[0].sequences[0]: 3 is not an object"),
+    (changed("groups.0.sequences.0.seq_id", ...), "groups[0].sequences[0].seq_id: missing"),
+    (changed("groups.0.sequences.0.block_table", ...), "groups[0].sequences[0].block_table: missing"),
+    (changed("groups.0.sequences.0.block_table", 4), "groups[0].sequences[0].block_table: 4 is neither"),
+    (
+        changed("groups.0.sequences.0.block_table", [4, -6]),
+        "groups[0].sequences[0].block_table: block id -6 at index 1",
+    ),
+    (
+        changed("groups.0.sequences.0.block_table", [4, 1e3]),
+        "groups[0].sequences[0].block_table: block id 1000.0 at index 1 is not an integer",
+    ),
+    (changed("groups.0.sequences.0.block_table", [4]), "groups[0].sequences[0].block_table: sequence 0 holds 1 blocks"),
+    (changed("groups.0.sequences.0.query_len", 0), "groups[0].sequences[0].query_len: 0 is outside 1.."),
+    (changed("groups.0.sequences.0.context_len", -1), "groups[0].sequences[0].context_len: -1 is outside 0.."),
+    (changed("groups.1.sequences.0.query_len", 2), "groups[1].sequences[0].query_len: 2 on a decode"),
+    (
+        changed("groups.0.sequences", [EXAMPLE["groups"][0]["sequences"][0]] * 2),
+        "groups[0].sequences[1].seq_id: 0 stands twice",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD)
+def test_the_first_bad_line_ends_the_run(build, line, message):
+    line = line if isinstance(line, bytes) else line.encode()
+    good = json.dumps(EXAMPLE).encode()
+    code, lines, err = build(good + b"\n" + line + b"\n" + good)
+    assert code == 2
+    assert len(lines) == 1  # what came before is answered, what comes after is not
+    assert err.startswith(f"line 2: {message}")
+    assert err.count("\n") == 1
+
+
+def test_a_graph_without_a_length_to_capture(build):
+    batch = json.loads(changed("graph_batch_size", 4))
+    del batch["max_seq_len_to_capture"]
+    assert build(json.dumps(batch))[2].startswith("line 1: max_seq_len_to_capture: missing; graph_batch_size needs it")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layot", "flash"], "unrecognized arguments: --layot"),
+        (["--layout", "flsh"], "argument --layout: invalid choice: 'flsh'"),
+        (["--kernels", "c"], "argument --kernels: invalid choice: 'c'"),
+        (["no-such-file"], "No such file or directory: 'no-such-file'"),
+        (["/"], "Is a directory: '/'"),
+    ],
+)
+def test_a_bad_argument_is_one_line(build, arguments, message):
+    code, lines, err = build("", *arguments)
+    assert (code, lines) == (2, [])
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_an_empty_input_is_an_error(build):
+    code, _, err = build("\n\n")
+    assert code == 2
+    assert "empty" in err
+
+
+def test_an_answer_comes_before_the_next_question():
+    """A program at the other end of a pipe may wait for each answer."""
+    command = [sys.executable, "-m", "attncore", "build"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        for _ in range(2):
+            process.stdin.write(json.dumps(EXAMPLE) + "\n")
+            process.stdin.flush()
+            assert json.loads(process.stdout.readline()) == ANSWER
+        process.stdin.close()
+        assert process.wait(10) == 0
