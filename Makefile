@@ -52,9 +52,12 @@ test-all: $(VENV)/.built lint types
 test-gpu:
 	$(PYTHON) -m pytest -m gpu
 
+# Compares with the last saved run of this kind of machine where there is one, then checks the goals.
 bench: $(VENV)/.built
-	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-autosave \
-		--benchmark-storage=file://benchmarks/results --benchmark-compare --benchmark-columns=median,min,iqr,rounds
+	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable --benchmark-only --benchmark-autosave \
+		--benchmark-storage=file://benchmarks/results --benchmark-compare --benchmark-columns=median,min,iqr,rounds \
+		--benchmark-group-by=group --benchmark-sort=min -W "default::pytest_benchmark.logger.PytestBenchmarkWarning"
+	$(BIN)/python benchmarks/reach.py "$$(ls -t benchmarks/results/*/*.json | head -1)"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info attncore/_slots.c attncore/*.so .benchmarks .mypy_cache .ruff_cache .pytest_cache

@@ -7,7 +7,7 @@ BLOCK_SIZE = 16
 DECODES = (1, 8, 32, 128, 256, 512, 1024)
 PREFILLS = ((1, 8192), (8, 1024), (32, 256))
 MIXED = (128, 2048)  # decodes beside one chunk of a prompt
-STEPS = 4096  # how far a timed decode batch may run before its blocks end
+STEPS = 16_384  # how far a timed decode batch may run before its blocks end
 LONG = 131_072
 
 
