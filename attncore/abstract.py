@@ -331,6 +331,8 @@ class AttentionBackend(FirstGenerationNames, ABC):
 
         pairs = torch.as_tensor(src_to_dst, dtype=torch.int64).reshape(-1, 2)
         axis = self.kv_cache_block_axis()
+        if src_kv_cache.element_size() == 1:  # torch indexes no fp8
+            src_kv_cache, dst_kv_cache = src_kv_cache.view(torch.uint8), dst_kv_cache.view(torch.uint8)
         chosen = src_kv_cache.index_select(axis, pairs[:, 0].to(src_kv_cache.device))
         dst_kv_cache.index_copy_(axis, pairs[:, 1].to(dst_kv_cache.device), chosen.to(dst_kv_cache.device))
 

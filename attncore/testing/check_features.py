@@ -27,6 +27,7 @@ __all__ = [
     "test_window_off_by_one",
 ]
 SLOPES = (0.5, 0.0625, 0.25, 0.125)  # of no standard order, so that slopes made from a head's number show
+LARGE_SCALE = 1024.0
 FEATURES: dict[str, dict[str, Any]] = {
     "sliding_window": {"sliding_window": 6},
     "logits_soft_cap": {"logits_soft_cap": 1.5},
@@ -148,8 +149,11 @@ def test_scales_of_an_fp8_cache(attncore_subject: Subject, argument: str) -> Non
     if not dtypes:
         raise UnsupportedError("its spec declares no fp8 cache")
     backend = attncore_subject.backend(kv_cache_dtype=dtypes[0])
-    scale: dict[str, Any] = {argument: 0.5}
-    run_rows(Engine(backend, **scale), _rows(attncore_subject, backend.config.block_size))
+    # Without it keys or values are beyond what e4m3 holds: a small one, ignored both ways, would not show.
+    features: dict[str, Any] = {argument: LARGE_SCALE}
+    if argument == "k_scale":
+        features["scale"] = backend.config.head_size**-0.5 / LARGE_SCALE
+    run_rows(Engine(backend, **features), _rows(attncore_subject, backend.config.block_size))
 
 
 @covers("layout {layout}")

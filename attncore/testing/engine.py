@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 NUM_BLOCKS, NUM_TOKENS = 48, 192  # a cache has room for at least so many
 GARBAGE = 7.0  # a finite number that no key or value comes near: reading it shows, and no kernel chokes on it
+PADDING = -5.0  # not what unowned slots hold, so that a write to one of them shows
 GRID = (-2.0, -1.5, -1.0, -0.5, 0.5, 1.0, 1.5, 2.0)  # exact in every dtype of a cache, times a scale that is 2**n
 
 
@@ -177,7 +178,7 @@ class Engine:
         query, key, value = (self._heads(total, kind) for kind in ("q", "kv", "v"))
         if not self.finite_tail:
             for tensor in (query, key, value):  # what an engine feeds in for padding is anything
-                tensor[sum(row.tokens for row in rows) :] = self.junk
+                tensor[sum(row.tokens for row in rows) :] = PADDING if self.junk == self.junk else self.junk
         expected, start = [], 0
         for row in rows:
             tokens = slice(start, start + row.tokens)

@@ -1,6 +1,8 @@
 """The kit's part of pytest: unsupported is a skip with its reason, expected failures are strict, the table is printed.
 
-The suite's star import brings it along as ``pytest_plugins``; nothing happens to tests that are not the kit's. It may be imported before pytest knows of it: PYTEST_DONT_REWRITE.
+The suite's star import brings it along as ``pytest_plugins``; nothing happens to tests that are not the kit's.
+
+It may be imported before pytest knows of it: PYTEST_DONT_REWRITE.
 """
 
 from __future__ import annotations

@@ -1,0 +1,5 @@
+"""The fixtures of planting.py."""
+
+from planting import site
+
+__all__ = ["site"]

@@ -1,0 +1,129 @@
+"""The kit finds what it is for: each fault, planted in a backend that is right otherwise, fails its test."""
+
+import hypothesis
+import pytest
+from testing.faults import FAULTS, HEAVY, LIGHT
+
+from attncore.testing.run import conformance
+
+QUIET = ("-p", "no:terminal")
+hypothesis.settings.register_profile("without shrinking", phases=[hypothesis.Phase.generate])
+
+
+@pytest.fixture(autouse=True)
+def without_shrinking():
+    """A smaller counterexample is for a person; here any will do."""
+    before = hypothesis.settings.get_current_profile_name()
+    hypothesis.settings.load_profile("without shrinking")
+    yield
+    hypothesis.settings.load_profile(before)
+
+
+@pytest.fixture
+def plant(site):
+    """A function that plants a backend: the sound one, with code and facts changed."""
+
+    def planted(name, code="", facts="", light=""):
+        source = LIGHT.format(name=name, facts=f"dict({facts})")
+        site.plugin(name, f"{light}\n{source}", heavy=HEAVY + code)
+
+    return planted
+
+
+def run(name, test, settings="EXAMPLES = 15\n"):
+    words = test.replace("[", " and ").replace("]", "")
+    return conformance(name, settings=settings, options=[*QUIET, "-k", words])
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_is_found(plant, fault):
+    plant(fault.name, fault.code, fault.facts, fault.light)
+    code, report = run(fault.name, fault.test)
+    assert code == 1
+    found = [one for one in report.failures if one.test.startswith(fault.test)]
+    assert found, report.results
+    assert fault.says in found[0].reason
+
+
+def test_the_sound_backend_passes_every_test(plant):
+    plant("sound")
+    code, report = conformance("sound", settings="EXAMPLES = 10\n", options=QUIET)
+    assert (code, report.failures) == (0, [])
+    states = {row["capability"]: row["state"] for row in report.rows()}
+    assert states["graph padding"] == states["list door"] == states["NaN canary"] == "supported"
+
+
+def test_a_tail_that_must_be_finite_is_left_finite(plant):
+    fault = next(fault for fault in FAULTS if fault.name == "reads_unused_rows")
+    plant("tail", fault.code, "finite_tail=True")
+    code, report = run("tail", "test_nothing_is_read")
+    assert (code, report.failures) == (0, [])
+
+
+def test_a_list_door_that_is_refused_is_unsupported_with_the_reason(plant):
+    code = """
+def forward(self, query, key, value, kv_cache, metadata, output=None):
+    if metadata.from_groups:
+        raise ValueError("metadata: this backend reads the persistent door only")
+    return super(Impl, self).forward(query, key, value, kv_cache, metadata, output)
+Impl.forward = forward
+"""
+    plant("modern", code)
+    exit_code, report = run("modern", "list_door and not graph")
+    assert exit_code == 0
+    (row,) = report.rows()
+    assert (row["capability"], row["state"]) == ("list door", "unsupported")
+    assert "persistent door only" in row["reason"]
+
+
+def test_what_is_not_declared_is_unsupported_with_the_specs_own_reason(plant):
+    plant("plain", facts="features=set(), unsupported={'sinks': 'the kernel has no place for them'}")
+    code, report = run("plain", "test_a_feature_over_random_batches")
+    rows = {row["capability"]: row for row in report.rows()}
+    assert code == 0
+    assert {row["state"] for row in rows.values()} == {"unsupported"}
+    assert rows["sinks"]["reason"] == "the kernel has no place for them"
+    assert rows["alibi"]["reason"] == "its spec does not declare it"
+
+
+def test_a_backend_that_cannot_run_here_keeps_its_spec_tests(plant):
+    plant("elsewhere", facts="devices={'rocm:gfx942': 50}")
+    code, report = conformance("elsewhere", options=QUIET)
+    assert code == 0
+    outcomes = {result.test: result.outcome for result in report.results}
+    assert outcomes["test_the_plugin_loads"] == outcomes["test_the_spec_is_read_without_heavy_imports"] == "passed"
+    assert outcomes["test_decode"] == "skipped"
+    assert "rocm:gfx942" in next(one.reason for one in report.results if one.test == "test_decode")
+
+
+CAPLESS = next(fault.code for fault in FAULTS if fault.name == "no_cap")
+CAP_TEST = "test_a_feature_over_random_batches[logits_soft_cap]"
+
+
+def test_an_expected_failure_is_shown_as_one(plant):
+    plant("capless", CAPLESS)
+    settings = f"EXPECTED_FAILURES = {{{CAP_TEST!r}: 'fixed in 2.0'}}\n"
+    code, report = run("capless", CAP_TEST, settings)
+    assert code == 0
+    assert [(row["state"], row["reason"]) for row in report.rows()] == [("expected failure", "fixed in 2.0")]
+
+
+def test_an_expected_failure_that_passes_fails(plant):
+    plant("fixed")
+    settings = f"EXPECTED_FAILURES = {{{CAP_TEST!r}: 'fixed in 2.0'}}\n"
+    code, report = run("fixed", CAP_TEST, settings)
+    assert code == 1
+    assert [(one.test, one.outcome) for one in report.results] == [(CAP_TEST, "failed")]
+    assert "fixed in 2.0" in report.failures[0].reason
+
+
+def test_an_expected_failure_of_no_test_is_an_error(plant):
+    plant("stale")
+    code, _ = run("stale", "test_decode", "EXPECTED_FAILURES = {'test_decoed': 'fixed in 2.0'}\n")
+    assert code == 4
+
+
+def test_a_name_that_nobody_provides(site):
+    code, report = conformance("nobody", options=(*QUIET, "-k", "loads"))
+    assert code == 1
+    assert "no distribution installed here provides 'nobody'" in report.failures[0].reason
