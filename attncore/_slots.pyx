@@ -204,20 +204,34 @@ cdef slot_t read_ids(object ids, block_id_t* out, slot_t capacity, slot_t limit)
 
 # ---- the persistent door ---------------------------------------------------------------------------------------------
 
+cdef inline length_t longest_of(const length_t* lengths, length_t count) noexcept nogil:
+    cdef length_t i, longest = 0
+    for i in range(count):
+        longest = lengths[i] if lengths[i] > longest else longest
+    return longest
+
+
+cdef inline slot_t sum_of(const length_t* lengths, length_t count) noexcept nogil:
+    cdef length_t i
+    cdef slot_t total = 0
+    for i in range(count):
+        total += lengths[i]
+    return total
+
+
 cdef inline bint decodes_fit(Rows* rows, length_t count, length_t max_model_len) noexcept nogil:
     """Whether rows 0..count can run one token each: check_rows for the common case, without saying what is wrong.
 
     Refreshes the cached block of rows that begin a new one: derived state, right whether the step happens or not.
     """
-    cdef length_t i, computed, column
-    cdef slot_t num_seq_tokens = count
+    cdef length_t i, column
+    cdef const length_t* computed = rows.num_computed
+    cdef const length_t* cached = rows.column
     cdef block_id_t block
     cdef BlockSize size = rows.size
     for i in range(count):
-        computed = rows.num_computed[i]
-        column = column_of(computed, size)
-        num_seq_tokens += computed
-        if column != rows.column[i]:
+        column = column_of(computed[i], size)
+        if column != cached[i]:
             if column >= rows.num_blocks[i]:
                 return False
             block = rows.table[<slot_t> i * rows.width + column]
@@ -225,9 +239,10 @@ cdef inline bint decodes_fit(Rows* rows, length_t count, length_t max_model_len)
                 return False
             rows.column[i] = column
             rows.block[i] = block
-        if computed >= max_model_len:
-            return False
-    return num_seq_tokens <= MAX_INT32
+    if longest_of(computed, count) >= max_model_len and count:
+        return False
+    # A sum can be too large only where the largest possible one is.
+    return <slot_t> count * max_model_len <= MAX_INT32 or sum_of(computed, count) + count <= MAX_INT32
 
 
 cdef length_t check_rows(const Rows* rows, length_t num_rows, const length_t* query_lens, length_t max_model_len,
@@ -328,13 +343,6 @@ cdef inline void fill_decode_pages(const length_t* computed, const length_t* col
             last_page_len[i] = computed[i] - column[i] * size.tokens + 1
 
 
-cdef inline length_t longest_of(const length_t* lengths, length_t count) noexcept nogil:
-    cdef length_t i, longest = 0
-    for i in range(count):
-        longest = lengths[i] if lengths[i] > longest else longest
-    return longest
-
-
 cdef inline void fill_decodes(StepArena out, Rows* rows, length_t count) noexcept nogil:
     """Rows 0..count run one token each. Everything but what counts 0, 1, 2, ..., which start_counting keeps."""
     cdef length_t i, pages = 0, seq_start = 0
@@ -352,7 +360,6 @@ cdef inline void fill_decodes(StepArena out, Rows* rows, length_t count) noexcep
     for i in range(count):
         seq_start += computed[i] + 1
         seq_start_loc[i + 1] = seq_start
-    for i in range(count):
         pages += column[i] + 1
         indptr[i + 1] = pages
     for i in range(count):
