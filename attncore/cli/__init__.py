@@ -7,6 +7,7 @@ finding, 2 usage or bad input (one line on stderr), 3 no usable backend.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -22,6 +23,8 @@ COMMANDS = {
     "list": "list the attention backends that are installed",
     "explain": "say which backend would be chosen, on this machine or another, and why not the others",
     "doctor": "examine the installation: versions, environment, each plugin in a process of its own",
+    "verify": "run a backend against the reference on this machine, in a process of its own",
+    "new-backend": "start a backend of your own: a repository that works, to be changed",
 }
 
 
@@ -71,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         if words[0] not in COMMANDS:
-            raise UsageError(f"command: {words[0]!r} is not one of {', '.join(COMMANDS)}")
+            near = difflib.get_close_matches(words[0], COMMANDS, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UsageError(f"command: {words[0]!r} is not one of {', '.join(COMMANDS)}{hint}")
         args = _parser(words[0]).parse_args(words[1:])
         code: int = args.run(args)
         sys.stdout.flush()
