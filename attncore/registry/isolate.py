@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,18 +61,21 @@ def examine(record: PluginRecord, *, timeout: float, create: bool = True) -> Exa
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="attncore-doctor-") as folder:
         answers = Path(folder, "answers")
-        ended = _run(record, answers, timeout, create)
+        arguments = [record.name, record.distribution, str(answers), *(["--create"] if create else [])]
+        ended = run_apart("attncore.registry.examined", arguments, timeout)
         lines = answers.read_text().splitlines() if answers.exists() else []
     examination = _read(record, [json.loads(line) for line in lines], ended)
     return replace(examination, seconds=time.perf_counter() - started)
 
 
-def _run(record: PluginRecord, answers: Path, timeout: float, create: bool) -> str:
-    """How the process ended, as a sentence; empty where it came to its end."""
-    command = [sys.executable, "-m", "attncore.registry.examined", record.name, record.distribution, str(answers)]
+def run_apart(module: str, arguments: Sequence[str], timeout: float) -> str:
+    """Run a module in another process, which is killed with its children after ``timeout`` seconds.
+
+    Returns how it ended, as a sentence; empty where it came to its end. What it prints is dropped.
+    """
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
-        command + (["--create"] if create else []),
+        [sys.executable, "-m", module, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -36,10 +36,15 @@ def compare(answer: Tensor, expected: list[Tensor], rows: list[Row], engine: Eng
         found = answer[start : start + row.tokens].float()
         start += row.tokens
         error = (found - wanted).abs()
-        if not bool((error <= engine.tolerance * (1 + wanted.abs())).all()):
+        if not close(found, wanted, engine.tolerance):
             raise ConformanceError(_sentence(found, wanted, row, rows, engine))
         worst = max(worst, float(error.max())) if error.numel() else worst
     return worst
+
+
+def close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
+    """Whether every number of ``found`` is one, and within ``tolerance * (1 + abs(wanted))`` of that."""
+    return bool(((found.float() - wanted.float()).abs() <= tolerance * (1 + wanted.float().abs())).all())
 
 
 def _sentence(found: Tensor, wanted: Tensor, row: Row, rows: list[Row], engine: Engine) -> str:

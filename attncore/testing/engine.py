@@ -33,7 +33,8 @@ class Engine:
     """Runs steps of one layer through ``backend`` and checks each.
 
     ``features`` are what ``backend.impl`` takes (the scale has a default). Before every step, all that no request owns
-    is filled with ``junk``, and so are unused rows of last pages unless the spec says ``finite_tail``.
+    is filled with ``junk``, and so are unused rows of last pages unless the spec says ``finite_tail``. Keys and values
+    lie on a ``grid`` of numbers that any cache holds exactly, by default where the cache has a dtype of its own.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Engine:
         num_blocks: int | None = None,
         junk: float = GARBAGE,
         seed: int = 0,
+        grid: bool | None = None,
         **features: Any,
     ) -> None:
         config = backend.config
@@ -55,6 +57,7 @@ class Engine:
         self.kv_cache = backend.allocate_kv_cache(num_blocks)
         self.pages = Pages(backend, self.kv_cache, num_blocks)
         self.junk = junk
+        self.grid = config.kv_cache_dtype not in ("auto", config.dtype) if grid is None else grid
         self.finite_tail = config.spec is not None and config.spec.finite_tail
         self.phases = ("prefill", "decode") if config.spec is None else config.spec.phases
         self.window: int | None = self.features.get("sliding_window")
@@ -228,7 +231,7 @@ class Engine:
         config = self.config
         size = (config.head_size_v or config.head_size) if kind == "v" else config.head_size
         shape = (count, config.num_heads if kind == "q" else config.num_kv_heads, size)
-        if kind != "q" and config.kv_cache_dtype not in ("auto", config.dtype):
+        if kind != "q" and self.grid:
             # Exact in the cache too, so that it does not matter whether a kernel reads fresh keys or cached ones.
             drawn = torch.from_numpy(self.random.choice(np.array(GRID, dtype=np.float32), shape))
             return drawn * float(self.features.get("v_scale" if kind == "v" else "k_scale", 1.0))

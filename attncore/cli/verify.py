@@ -1,0 +1,110 @@
+"""Verify that a backend works on this machine: run it against the reference, in a process of its own.
+
+Without NAME the backend that would be chosen is verified, with --all every one that is loaded. The verdict is kept (by
+the plugin's version, the device and its driver) and shown again until --fresh asks anew. Exits with 0 where all agree,
+1 where one differs, fails, crashes or hangs, 3 where none can be used here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from attncore.cli.output import print_json, print_table, stdout_to_stderr
+from attncore.errors import NoBackendError
+from attncore.registry.load import registry
+from attncore.registry.select import select
+from attncore.registry.sizes import smallest
+from attncore.registry.spec import BackendSpec
+from attncore.registry.vocabulary import DTYPES, KV_CACHE_DTYPES
+
+if TYPE_CHECKING:
+    from attncore.registry.choice import Choice
+
+HELP = "run a backend against the reference on this machine, in a process of its own"
+_COUNTS = {
+    "num_heads": "query heads",
+    "num_kv_heads": "key/value heads",
+    "head_size": "size of a head",
+    "block_size": "tokens per block of the kernel",
+    "sliding_window": "tokens a query may see, itself included",
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the backend (default: the one that would be chosen)")
+    parser.add_argument("--all", action="store_true", help="every backend that is loaded")
+    for name, text in _COUNTS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
+    parser.add_argument("--dtype", choices=DTYPES)
+    parser.add_argument("--kv-cache-dtype", choices=(*KV_CACHE_DTYPES, "fp8"))
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for each (default 300)")
+    parser.add_argument("--fresh", action="store_true", help="ask anew, whatever verdict is kept")
+    parser.add_argument("--json", action="store_true", help="print an array of verdicts as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a row a backend; 1 where one does not agree."""
+    from attncore.testing.verify import verify
+
+    if not args.timeout > 0:
+        raise ValueError(f"--timeout: {args.timeout:g} is not a positive number of seconds")
+    if args.all and args.name:
+        raise ValueError(f"--all: given with NAME {args.name!r}; give one of them")
+    with stdout_to_stderr():
+        choices = _choices(args)
+    verdicts = [verify(choice, timeout=args.timeout, fresh=args.fresh) for choice in choices]
+    if args.json:
+        print_json([verdict.as_json() for verdict in verdicts])
+    else:
+        rows = [
+            (
+                verdict.name,
+                f"{verdict.distribution} {verdict.version}",
+                verdict.device,
+                verdict.state,
+                "-" if verdict.max_abs_error is None else f"{verdict.max_abs_error:.2g}",
+                f"{verdict.seconds:.1f}" + (" (kept)" if verdict.cached else ""),
+                verdict.message or f"{verdict.steps} steps compared with {verdict.against}",
+            )
+            for verdict in verdicts
+        ]
+        print_table(("NAME", "DISTRIBUTION", "DEVICE", "STATE", "ERROR", "SECONDS", "WHAT"), rows)
+    return 0 if all(verdict.fine for verdict in verdicts) else 1
+
+
+def _choices(args: argparse.Namespace) -> list[Choice]:
+    given = {name: getattr(args, name) for name in (*_COUNTS, "dtype", "kv_cache_dtype")}
+    given = {name: value for name, value in given.items() if value is not None}
+    specs = {record.name: record.spec for record in registry().records if record.spec is not None}
+    if not args.all:
+        spec = specs.get(args.name) if args.name else None
+        return [select(**{**_fields(spec), **given, "backend": args.name})]
+    found, refusals = [], []
+    for name, one in specs.items():
+        try:
+            found.append(select(**{**_fields(one), **given, "backend": name}))
+        except NoBackendError as error:
+            refusals.append(str(error))
+    if not found:
+        raise NoBackendError("; ".join(refusals) or "no backend is loaded")
+    return found
+
+
+def _fields(spec: BackendSpec | None) -> dict[str, Any]:
+    """A request of common sizes, or of what the spec declares where it does not declare those."""
+    fields: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+    if spec is None:
+        return fields
+    form = spec.forms[0][1]
+    if form.max_group_size is not None and form.max_group_size < 4:
+        fields["num_kv_heads"] = 32
+    if 128 not in form.head_sizes:
+        fields["head_size"] = smallest(form.head_sizes)  # type: ignore[arg-type]
+    fields["dtype"] = next(name for name in ("bfloat16", "float16", "float32") if name in form.dtypes)
+    if "auto" not in form.kv_cache_dtypes:
+        fields["kv_cache_dtype"] = min(form.kv_cache_dtypes)
+    if len(form.phases) == 1:
+        fields["phase"] = next(iter(form.phases))
+    return fields

@@ -1,0 +1,164 @@
+"""`attncore verify`: does a backend agree with ``reference`` on this device? Asked in a process of its own, and kept.
+
+A library that crashes or hangs is a verdict like any other. Verdicts are kept by (plugin version, device, driver) and
+what else the answer depends on, under ``$XDG_CACHE_HOME/attncore/verify``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from attncore._version import __version__
+from attncore.registry import requirements
+from attncore.registry.choice import Choice
+from attncore.registry.isolate import run_apart
+
+STATES = ("agrees", "differs", "fails", "crashes", "hangs")
+REQUEST = (
+    "num_heads", "num_kv_heads", "head_size", "dtype", "kv_cache_dtype", "sliding_window", "logits_soft_cap", "phase",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one backend on one device. ``state`` is of STATES; ``message`` says what is wrong, where it is."""
+
+    name: str
+    distribution: str
+    version: str
+    library: str
+    """The distributions that the plugin requires, with their versions."""
+    device: str
+    driver: str
+    state: str
+    message: str = ""
+    against: str = ""
+    """What it was compared with."""
+    steps: int = 0
+    max_abs_error: float | None = None
+    tolerance: float | None = None
+    seconds: float = 0.0
+    cached: bool = False
+
+    @property
+    def fine(self) -> bool:
+        """Whether it agrees."""
+        return self.state == "agrees"
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON types."""
+        return asdict(self)
+
+
+def verify(choice: Choice, *, timeout: float, fresh: bool = False, folder: Path | None = None) -> Verdict:
+    """The verdict on a choice: the one kept, or, where there is none or ``fresh``, a new one, which is then kept.
+
+    Verdicts of a process that ended by itself or by its own fault are kept; one that took longer than ``timeout``
+    seconds is not, for the limit may have been too short.
+    """
+    folder = cache_folder() if folder is None else folder
+    blank = _blank(choice)
+    file = folder / f"{choice.name}-{_digest(choice, blank)}.json"
+    if not fresh and (kept := _read(file)) is not None:
+        return kept
+    verdict = _ask(choice, blank, timeout)
+    if verdict.state != "hangs":
+        _write(file, verdict)
+    return verdict
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where verdicts are kept: under XDG_CACHE_HOME where that is an absolute path, else under ``~/.cache``."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    return Path(base if os.path.isabs(base) else Path.home() / ".cache", "attncore", "verify")
+
+
+def _blank(choice: Choice) -> Verdict:
+    host, form = choice.host, choice.spec
+    names = sorted({requirements.parse(text).name for text in form.all_requires})
+    library = ", ".join(f"{name} {host.packages.get(name, '')}".strip() for name in names)
+    return Verdict(
+        name=choice.name,
+        distribution=choice.candidate.distribution,
+        version=choice.candidate.version,
+        library=library,
+        device=host.device,
+        driver=host.driver,
+        state="fails",
+    )
+
+
+def _digest(choice: Choice, blank: Verdict) -> str:
+    facts = {
+        **{name: getattr(blank, name) for name in ("distribution", "version", "library", "device", "driver")},
+        "attncore": __version__,
+        "variant": choice.variant,
+        "choice": _asked(choice),
+        # a plugin in development changes without its version: its files' times tell
+        "files": _modified(choice.spec.factory.partition(":")[0]),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _asked(choice: Choice) -> dict[str, Any]:
+    asked = {name: getattr(choice.request, name) for name in REQUEST}
+    return {**asked, "block_size": choice.block_size, "kv_cache_layout": choice.kv_cache_layout}
+
+
+def _modified(module: str) -> dict[str, int]:
+    """The modification times of the package that holds the factory's module; nothing is imported."""
+    import importlib.util
+
+    try:
+        spec = importlib.util.find_spec(module.partition(".")[0])
+    except (ImportError, ValueError):
+        return {}
+    if spec is None or spec.origin is None:
+        return {}
+    origin = Path(spec.origin)
+    files = [origin] if spec.submodule_search_locations is None else sorted(origin.parent.glob("**/*.py"))
+    return {file.name: file.stat().st_mtime_ns for file in files if file.exists()}
+
+
+def _ask(choice: Choice, blank: Verdict, timeout: float) -> Verdict:
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="attncore-verify-") as temporary:
+        question, answer = Path(temporary, "question"), Path(temporary, "answer")
+        question.write_text(json.dumps({"backend": choice.name, **_asked(choice)}), encoding="utf-8")
+        ended = run_apart("attncore.testing.verified", [str(question), str(answer)], timeout)
+        lines = answer.read_text(encoding="utf-8").splitlines() if answer.exists() else []
+    facts: dict[str, Any] = {}
+    for line in lines:
+        facts.update(json.loads(line))
+    phase = facts.pop("phase", "before it was imported")
+    seconds = round(time.perf_counter() - started, 3)
+    if ended:
+        state = "hangs" if "no answer" in ended else "crashes"
+        facts = {"state": state, "message": f"{ended} {phase}"}
+    return replace(blank, **facts, seconds=seconds)
+
+
+def _read(file: Path) -> Verdict | None:
+    try:
+        return replace(Verdict(**json.loads(file.read_text(encoding="utf-8"))), cached=True)
+    except (OSError, ValueError, TypeError):  # none there, or of another attncore: ask again
+        return None
+
+
+def _write(file: Path, verdict: Verdict) -> None:
+    """A cache that cannot be written is no cache: the verdict stands all the same."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f".{file.name}.{os.getpid()}")
+        partial.write_text(json.dumps(verdict.as_json()), encoding="utf-8")
+        partial.replace(file)
+    except OSError:
+        return

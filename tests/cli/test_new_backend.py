@@ -1,0 +1,63 @@
+"""attncore new-backend: names, refusals, all or nothing. tests/test_template.py runs what it writes."""
+
+import json
+
+import pytest
+
+from attncore.cli import main, new_backend
+
+
+def test_it_says_what_it_wrote(tmp_path, capsys):
+    assert main(["new-backend", "acme.v2", str(tmp_path / "some" / "where"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["distribution"], found["package"], found["class"]) == ("attn-acme-v2", "attn_acme_v2", "AcmeV2")
+    assert "src/attn_acme_v2/backend.py" in found["files"]
+    written = [
+        str(path.relative_to(found["directory"])) for path in (tmp_path / "some/where").rglob("*") if path.is_file()
+    ]
+    assert sorted(written) == found["files"]
+    project = (tmp_path / "some/where/pyproject.toml").read_text()
+    assert '"acme.v2" = "attn_acme_v2"' in project
+
+
+def test_an_empty_directory_will_do(tmp_path, capsys):
+    assert main(["new-backend", "acme", str(tmp_path)]) == 0
+    assert "pip install -e '.[test]'" in capsys.readouterr().out
+    assert (tmp_path / "README.md").exists()
+
+
+@pytest.mark.parametrize("name", ["Acme", "9acme", "", "acme attention", "../acme", "a" * 65])
+def test_bad_names_are_refused(tmp_path, capsys, name):
+    assert main(["new-backend", name, str(tmp_path / "x")]) == 2
+    assert capsys.readouterr().err.startswith(f"attncore: error: NAME: {name!r} is not a backend's name")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["reference", "flash"])
+def test_names_that_are_taken_are_refused(tmp_path, capsys, name):
+    assert main(["new-backend", name, str(tmp_path / "x")]) == 2
+    assert "belongs to att" in capsys.readouterr().err
+
+
+def test_a_directory_that_holds_something_is_left_alone(tmp_path, capsys):
+    (tmp_path / "mine").write_text("precious")
+    assert main(["new-backend", "acme", str(tmp_path)]) == 2
+    assert "DIR: " in capsys.readouterr().err
+    assert main(["new-backend", "acme", str(tmp_path / "mine")]) == 2
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_nothing_is_half_written(tmp_path, capsys, monkeypatch):
+    write, written = new_backend._write, []
+
+    def full_disk(*args):
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        written.append(write(*args))
+        return written[-1]
+
+    monkeypatch.setattr(new_backend, "_write", full_disk)
+    assert main(["new-backend", "acme", str(tmp_path / "deep" / "er")]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert len(written) == 3
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,116 @@
+"""attncore verify: verdicts, their cache, and libraries that crash or hang."""
+
+import json
+
+import pytest
+
+from attncore.cli import main
+from attncore.testing.verify import cache_folder
+
+REFERENCE = """
+from attncore.reference import ReferenceBackend, ReferenceImpl
+
+class Impl(ReferenceImpl):
+    def forward(self, query, key, value, kv_cache, metadata, output=None):
+        {forward}
+        return super().forward(query, key, value, kv_cache, metadata, output)
+
+class Backend(ReferenceBackend):
+    impl_class = Impl
+"""
+SMALL = ["--num-heads", "4", "--num-kv-heads", "2", "--dtype", "float32"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """A cache of this test's own."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+def verdicts(capsys, *words):
+    code = main(["verify", *words, *SMALL, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_right_backend_agrees_and_the_verdict_is_kept(site, capsys, cache):
+    site.plugin("right", heavy=REFERENCE.format(forward="pass"), version="1.5")
+    code, (found,) = verdicts(capsys, "right")
+    assert (code, found["state"], found["message"], found["cached"]) == (0, "agrees", "", False)
+    assert (found["name"], found["distribution"], found["version"]) == ("right", "attn-right", "1.5")
+    assert found["against"] == "reference and dense float32 attention"
+    assert found["steps"] >= 4
+    assert 0 <= found["max_abs_error"] < found["tolerance"]
+    assert len(list((cache / "attncore" / "verify").iterdir())) == 1
+
+    code, (kept,) = verdicts(capsys, "right")
+    assert (code, kept) == (0, {**found, "cached": True})
+    # without a name it is what would be chosen: priority 5 against the reference's 0
+    code, (chosen,) = verdicts(capsys)
+    assert (code, chosen["name"], chosen["cached"]) == (0, "right", True)
+
+
+def test_a_new_version_a_change_or_fresh_asks_again(site, capsys):
+    site.plugin("moving", heavy="raise RuntimeError('first')")
+    assert "first" in verdicts(capsys, "moving")[1][0]["message"]
+    site.module("attn_moving_heavy", "raise RuntimeError('second, of another length')")
+    assert "second" in verdicts(capsys, "moving")[1][0]["message"]
+    assert verdicts(capsys, "moving")[1][0]["cached"]
+    assert not verdicts(capsys, "moving", "--fresh")[1][0]["cached"]
+
+
+@pytest.mark.parametrize(
+    ("forward", "state", "message"),
+    [
+        ("key = key * 1.01", "differs", "differs from dense float32 attention"),
+        ("raise RuntimeError('no kernel for this device')", "fails", "RuntimeError: no kernel for this device"),
+        ("import os; os.abort()", "crashes", "the process died of SIGABRT while it ran"),
+        ("import time; time.sleep(600)", "hangs", "it gave no answer within 8 s"),
+    ],
+)
+def test_a_wrong_failing_crashing_or_hanging_library_is_a_row(site, capsys, forward, state, message):
+    site.plugin("bad", heavy=REFERENCE.format(forward=forward))
+    code, (found,) = verdicts(capsys, "bad", "--timeout", "8")
+    assert (code, found["state"]) == (1, state)
+    assert message in found["message"]
+
+
+def test_what_cannot_be_used_here_exits_3_with_its_reasons(site, capsys):
+    site.plugin("elsewhere", extra="requires=('a-library-nobody-has>=2',)")
+    assert main(["verify", "elsewhere"]) == 3
+    assert "pip install 'a-library-nobody-has>=2'" in capsys.readouterr().err
+
+
+def test_all_is_a_row_each_and_prints_a_table(site, capsys, monkeypatch):
+    site.plugin("broken-create", heavy="raise ImportError('libacme.so is missing')", module="broken_create")
+    monkeypatch.setenv("ATTNCORE_PLUGINS", "broken-create")
+    assert main(["verify", "--all", *SMALL]) == 1
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split() == ["NAME", "DISTRIBUTION", "DEVICE", "STATE", "ERROR", "SECONDS", "WHAT"]
+    assert row.startswith("broken-create")
+    assert "libacme.so is missing" in row
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [(["--timeout", "0"], "--timeout"), (["reference", "--all"], "--all"), (["--head-size", "0"], "head_size")],
+)
+def test_bad_usage_is_one_line(capsys, words, field):
+    assert main(["verify", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"attncore: error: {field}: ")
+    assert error.count("\n") == 1
+
+
+def test_the_cache_folder_follows_the_environment(tmp_path):
+    assert cache_folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "attncore" / "verify"
+    assert cache_folder({"XDG_CACHE_HOME": "relative"}).parts[-3:] == (".cache", "attncore", "verify")
+
+
+def test_a_cache_that_cannot_be_written_or_read_is_no_cache(site, capsys, cache):
+    (cache / "attncore").write_text("a file where a folder should be")
+    site.plugin("bad", heavy="raise RuntimeError('no')")
+    for _ in range(2):
+        code, (found,) = verdicts(capsys, "bad")
+        assert (code, found["state"], found["cached"]) == (1, "fails", False)

@@ -1,0 +1,126 @@
+"""What `attncore new-backend` writes works as it stands: found, chosen, verified, and through the kit."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from planting import Site, site
+
+from attncore.cli import main
+from attncore.cli.new_backend import TEMPLATE
+from attncore.testing.run import conformance
+
+__all__ = ["site"]
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def rendered(tmp_path_factory, capsys):
+    """The repository of the backend acme-x, just written."""
+    directory = tmp_path_factory.mktemp("repository") / "acme"
+    assert main(["new-backend", "acme-x", str(directory)]) == 0
+    capsys.readouterr()
+    return directory
+
+
+def test_its_own_code_is_under_150_lines(rendered):
+    lines = [line for file in (rendered / "src").rglob("*.py") for line in file.read_text().splitlines()]
+    assert 50 < len(lines) < 150
+    assert len((rendered / "tests" / "test_conformance.py").read_text().split("\n\n")) == 2
+    assert not [line for line in lines if "attncore.reference" in line or "attncore.paged_attention" in line]
+
+
+def test_nothing_is_left_to_fill_in(rendered):
+    files = [path for path in rendered.rglob("*") if path.is_file()]
+    assert len(files) == len(list(TEMPLATE.rglob("*.txt")))
+    for file in files:
+        assert "{{" not in file.read_text()
+        assert "PACKAGE" not in str(file)
+
+
+def test_it_is_found_chosen_and_passes_the_kit(rendered, site: Site, capsys):
+    for source in (rendered / "src" / "attn_acme_x").iterdir():
+        target = site.folder / "attn_acme_x" / source.name
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(source.read_text())
+    site.plugin("acme-x", "", module="unused", version="0.1.0")
+    info = site.folder / "attn_acme_x-0.1.0.dist-info"
+    (info / "entry_points.txt").write_text("[attncore.backends]\nacme-x = attn_acme_x\n")
+    site.modules |= {"attn_acme_x", "attn_acme_x.backend"}
+
+    assert main(["explain", "--json"]) == 0
+    chosen = json.loads(capsys.readouterr().out)["chosen"]
+    assert (chosen["name"], chosen["block_size"]) == ("acme-x", 16)
+    code, report = conformance("acme-x", settings="EXAMPLES = 6\n", options=("-p", "no:terminal"))
+    assert (code, report.failures) == (0, [])
+    states = {row["capability"]: row["state"] for row in report.rows()}
+    assert states["sliding_window"] == states["logits_soft_cap"] == states["NaN canary"] == "supported"
+    assert states["sinks"] == "unsupported"
+
+
+def in_venv(python, *command, cwd, **environ):
+    """Standard output of a command in the clean environment; fails with all that it said."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ATTNCORE"))}
+    done = subprocess.run(
+        [python, *command], cwd=cwd, env={**clean, **environ}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{command}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_its_wheel_works_beside_attncores_wheel_in_a_clean_environment(rendered, tmp_path):
+    """Builds both wheels, installs them in a new environment, which sees this one's torch and pytest behind them."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    source = tmp_path / "source"
+    for name in listed.stdout.splitlines():
+        if name.partition("/")[0] not in ("tests", "plugins", "docs", "benchmarks") and (ROOT / name).is_file():
+            target = source / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((ROOT / name).read_bytes())
+    wheels = tmp_path / "wheels"
+    pip = ("-m", "pip", "--disable-pip-version-check")
+    for project in (source, rendered):
+        in_venv(
+            sys.executable,
+            *pip,
+            "wheel",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            wheels,
+            project,
+            cwd=tmp_path,
+        )
+    assert len(list(wheels.iterdir())) == 2
+
+    in_venv(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    in_venv(python, *pip, "install", "-q", "--no-deps", "--no-index", *wheels.iterdir(), cwd=tmp_path)
+    packages = Path(
+        in_venv(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
+    )
+    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    where = in_venv(
+        python, "-c", "import attncore, attn_acme_x as x; print(attncore.__file__, x.__file__)", cwd=tmp_path
+    )
+    assert all(Path(path).is_relative_to(packages) for path in where.split())
+    attncore = str(python.with_name("attncore"))
+    rows = {row["name"]: row for row in json.loads(in_venv(attncore, "list", "--json", cwd=tmp_path))}
+    assert (rows["acme-x"]["state"], rows["acme-x"]["distribution"]) == ("loaded", "attn-acme-x")
+    explained = json.loads(in_venv(attncore, "explain", "--assume", "cpu", "--json", cwd=tmp_path))
+    assert explained["chosen"]["name"] == "acme-x"
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+    (verdict,) = json.loads(in_venv(attncore, "verify", "acme-x", "--json", cwd=tmp_path, **cache))
+    assert verdict["state"] == "agrees"
+    assert "| NaN canary | supported |" in in_venv(python, "-m", "pytest", cwd=rendered)
+    table = json.loads(in_venv(python, "-m", "attncore.testing", "acme-x", "--json", "--examples", "5", cwd=tmp_path))
+    assert (table["distribution"], table["failures"]) == ("attn-acme-x", [])
