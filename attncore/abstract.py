@@ -270,6 +270,12 @@ class AttentionBackend(FirstGenerationNames, ABC):
                 why = spec.unsupported.get(feature, "its spec does not declare it")
                 raise ValueError(f"{argument}: {self.name} does not support {feature}: {why}")
 
+    @property
+    def has_plan(self) -> bool:
+        """Whether this class overrides ``plan`` or ``plan_layers``. Where it does not, the core calls neither."""
+        kind = type(self)
+        return (kind.plan, kind.plan_layers) != (AttentionBackend.plan, AttentionBackend.plan_layers)
+
     def plan(self, metadata: Any) -> None:
         """Called by the core once a step, after the host arrays are built and before the first layer.
 

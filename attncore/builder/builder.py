@@ -12,7 +12,6 @@ from attncore import slots
 from attncore.builder import problems
 from attncore.builder.input_batch import InputBatch
 from attncore.builder.metadata import identity
-from attncore.builder.planning import planner_of
 from attncore.builder.staging import StagingRing
 from attncore.builder.step_metadata import StepMetadata
 
@@ -59,7 +58,7 @@ class MetadataBuilder:
             max_num_batched_tokens,
         )
         self._decode_step = self._kernel.decode_step
-        self._plan = planner_of(backend)
+        self._plan = backend.plan if backend is not None and backend.has_plan else None
         self._moves_owed: tuple[tuple[int, int], ...] = ()
 
     @property
