@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from attncore.testing.plugin import reports
 from attncore.testing.report import Report
 
 FILE = 'from attncore.testing.suite import *\n\nBACKEND = "{name}"\n'
+_runs = itertools.count(1)
 
 
 def conformance(name: str, *, settings: str = "", options: Sequence[str] = ("-q",)) -> tuple[int, Report]:
@@ -22,7 +25,8 @@ def conformance(name: str, *, settings: str = "", options: Sequence[str] = ("-q"
     """
     catcher = _Catcher()
     with tempfile.TemporaryDirectory(prefix="attncore-conformance-") as folder:
-        file = Path(folder, f"test_conformance_{name.replace('-', '_').replace('.', '_')}.py")
+        # A name of its own: pytest imports a file only once a process, by its name.
+        file = Path(folder, f"test_conformance_{re.sub('[^a-z0-9]', '_', name)}_{next(_runs)}.py")
         file.write_text(FILE.format(name=name) + settings, encoding="utf-8")
         # Whatever pytest configuration lies around is its project's, not this run's.
         ini = Path(folder, "pytest.ini")

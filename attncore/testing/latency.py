@@ -1,0 +1,198 @@
+"""The latency suite for pytest-benchmark, adopted by a test file of two lines::
+
+    from attncore.testing.latency import *
+    BACKEND = "acme"
+
+It times build, plan and forward of a step, each apart, over ``SHAPES`` and over saved steps. The file may set
+``STEPS`` (a batch file, as `attncore replay --save-steps` writes it), ``REQUEST`` (fields of the AttentionRequest),
+``DEVICE`` and ``OPTIONS``. `pytest --benchmark-autosave --benchmark-compare-fail=median:10%` keeps history and fails on
+a regression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder
+from attncore.builder.batch_file import Batch, parse_batch
+from attncore.registry.spec import BackendSpec
+from attncore.testing import steps
+from attncore.testing.errors import UnsupportedError
+from attncore.testing.subject import Subject
+
+__all__ = ["attncore_timed", "pytest_plugins", "test_build", "test_forward", "test_plan"]
+pytest_plugins = ("attncore.testing.plugin",)
+
+SHAPES: Mapping[str, list[tuple[int, int]]] = {
+    "decode of 1": [(1000, 1)],
+    "decode of 32": [(16 * i, 1) for i in range(1, 33)],
+    "prefill of 256": [(0, 256)],
+    "chunk of 128 beside 16 decodes": [(512, 128), *((32 * i, 1) for i in range(1, 17))],
+}
+"""Name -> requests of (context, tokens of the step)."""
+SAVED = "saved steps"
+REQUEST = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "block_size": None}
+MOST_STEPS = 32  # of a file: evenly spread over it
+
+
+class Timed:
+    """A backend and one or more steps: what is timed calls ``build``, ``plan`` or ``forward`` once for each step."""
+
+    def __init__(self, subject: Subject, shape: str, request: Mapping[str, Any], saved: str | Path | None) -> None:
+        form = subject.form
+        heads = request["head_size"] if request["head_size"] in form.head_sizes else subject.request().head_size
+        self.backend = subject.backend(**{**request, "head_size": heads})
+        self.config = self.backend.config
+        self.impl = self.backend.impl("layers.0", scale=self.config.head_size**-0.5)
+        self._builders: list[Callable[[], Any]] = []
+        self._resets: list[Callable[[], None]] = []
+        blocks = self._saved(saved, form) if shape == SAVED else self._shape(SHAPES[shape])
+        self.metadata = [steps.planned(self.backend, build()) for build in self._builders]
+        self.kv_cache = self.backend.allocate_kv_cache(blocks)
+        self.tensors = [self._tensors(len(one.host.slot_mapping)) for one in self.metadata]
+        self.num_tokens = sum(len(one.host.slot_mapping) for one in self.metadata)
+
+    def reset(self) -> None:
+        """Before each build: the requests stand as before the step."""
+        for reset in self._resets:
+            reset()
+
+    def build(self) -> None:
+        """Build each step's host metadata."""
+        for build in self._builders:
+            build()
+
+    def plan(self) -> None:
+        """Call the backend's plan for each step."""
+        for metadata in self.metadata:
+            self.backend.plan(metadata)
+
+    def forward(self) -> None:
+        """One layer's attention of each step; waits for the device."""
+        for metadata, (query, key, value) in zip(self.metadata, self.tensors, strict=True):
+            self.impl.forward(query, key, value, self.kv_cache, metadata)
+        if torch.device(self.config.device).type == "cuda":
+            torch.cuda.synchronize()
+
+    def _shape(self, rows: list[tuple[int, int]]) -> int:
+        """One step of the persistent door; how many blocks its cache needs."""
+        size = self.config.block_size
+        longest = max(context + tokens for context, tokens in rows)
+        batch = InputBatch(max_num_reqs=len(rows), max_model_len=longest, block_size=size)
+        builder = MetadataBuilder(batch, max_num_batched_tokens=sum(tokens for _, tokens in rows))
+        scheduled = {i: tokens for i, (_, tokens) in enumerate(rows) if tokens != 1}
+        end = 1
+        for i, (context, tokens) in enumerate(rows):
+            start, end = end, end - (-(context + tokens) // size)
+            batch.add_request(i, list(range(start, end)), context)
+        built = []
+
+        def build() -> Any:
+            built.append(True)
+            return builder.build(scheduled)
+
+        def reset() -> None:
+            if built:
+                built.clear()
+                for i, (_, tokens) in enumerate(rows):
+                    batch.rollback(i, tokens)
+
+        self._builders.append(build)
+        self._resets.append(reset)
+        return end
+
+    def _saved(self, path: str | Path | None, form: BackendSpec) -> int:
+        """Steps of a batch file, through the list door."""
+        if path is None:
+            raise UnsupportedError("the test file sets no STEPS")
+        lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not lines:
+            raise ValueError(f"STEPS: {path} is empty; expected a batch a line")
+        chosen = sorted(set(np.linspace(0, len(lines) - 1, min(MOST_STEPS, len(lines))).astype(int).tolist()))
+        blocks = 0
+        for number in chosen:
+            batch = parse_batch(lines[number])
+            if batch.block_size != self.config.block_size:
+                raise UnsupportedError(
+                    f"the steps have block_size {batch.block_size}, the backend {self.config.block_size}; set REQUEST"
+                )
+            self._builders.append(_list_build(batch, "flashinfer" if "page_list" in form.needs else "common"))
+            tables = [
+                one.block_table for group in batch.groups for one in group.sequences if one.block_table is not None
+            ]
+            blocks = max(blocks, *(max(table, default=0) + 1 for table in tables), 1)
+        return blocks
+
+    def _tensors(self, tokens: int) -> tuple[Any, Any, Any]:
+        config, dtype = self.config, getattr(torch, self.config.dtype)
+        shapes = [
+            (tokens, heads, size)
+            for heads, size in (
+                (config.num_heads, config.head_size),
+                (config.num_kv_heads, config.head_size),
+                (config.num_kv_heads, config.head_size_v or config.head_size),
+            )
+        ]
+        made = [torch.randn(shape, dtype=torch.float32).to(config.device, dtype) for shape in shapes]
+        return made[0], made[1], made[2]
+
+
+def _list_build(batch: Batch, layout: str) -> Callable[[], Any]:
+    builder = CommonMetadataBuilder(
+        batch.block_size,
+        layout,
+        sliding_window=batch.sliding_window,
+        chunked_prefill=batch.chunked_prefill,
+        max_seq_len_to_capture=batch.max_seq_len_to_capture,
+    )
+    return lambda: builder.build(batch.groups, batch.cuda_graph_pad_size)
+
+
+@pytest.fixture(scope="module", params=[*SHAPES, SAVED])
+def attncore_timed(request: pytest.FixtureRequest) -> Iterator[Timed]:
+    """A backend and the steps to time, made once for all three tests."""
+    module = request.module
+    name = getattr(module, "BACKEND", None)
+    if not isinstance(name, str):
+        raise ValueError('BACKEND: the test file must name the backend: BACKEND = "acme"')
+    subject = Subject(name, device=getattr(module, "DEVICE", None), options=getattr(module, "OPTIONS", None))
+    fields = {**REQUEST, **getattr(module, "REQUEST", {})}
+    try:
+        yield Timed(subject, request.param, fields, getattr(module, "STEPS", None))
+    except UnsupportedError as error:
+        pytest.skip(f"unsupported: {error}")
+
+
+def _info(benchmark: Any, timed: Timed, group: str) -> None:
+    benchmark.group = group
+    benchmark.extra_info.update(
+        backend=timed.backend.name,
+        device=timed.config.device,
+        steps=len(timed.metadata),
+        tokens=timed.num_tokens,
+        block_size=timed.config.block_size,
+    )
+
+
+def test_build(benchmark: Any, attncore_timed: Timed) -> None:
+    """The metadata of a step, on the host."""
+    _info(benchmark, attncore_timed, "build")
+    benchmark.pedantic(attncore_timed.build, setup=attncore_timed.reset, rounds=200, warmup_rounds=10)
+
+
+def test_plan(benchmark: Any, attncore_timed: Timed) -> None:
+    """The backend's plan of a step."""
+    _info(benchmark, attncore_timed, "plan")
+    benchmark(attncore_timed.plan)
+
+
+def test_forward(benchmark: Any, attncore_timed: Timed) -> None:
+    """One layer's attention of a step, until the device is done."""
+    _info(benchmark, attncore_timed, "forward")
+    benchmark(attncore_timed.forward)

@@ -1,0 +1,52 @@
+"""The latency suite: adopted by two lines, over its shapes and over saved steps."""
+
+import json
+
+import pytest
+
+from attncore.cli import main
+
+FILE = 'from attncore.testing.latency import *\n\nBACKEND = "{name}"\n'
+
+
+def run(tmp_path, text, *options):
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    file = tmp_path / f"test_{tmp_path.name}.py"  # pytest imports a file only once a process, by its name
+    file.write_text(text)
+    fixed = ["-c", str(tmp_path / "pytest.ini"), "--rootdir", str(tmp_path), "--import-mode=importlib"]
+    return pytest.main([*fixed, "-p", "no:cacheprovider", *options, str(file)])
+
+
+def test_build_plan_and_forward_are_timed_apart(tmp_path):
+    results = tmp_path / "results.json"
+    options = ["--benchmark-json", str(results), "--benchmark-max-time=0.01", "--benchmark-min-rounds=2"]
+    assert run(tmp_path, FILE.format(name="reference"), *options, "-k", "32") == 0
+    found = json.loads(results.read_text())["benchmarks"]
+    assert {one["group"] for one in found} == {"build", "plan", "forward"}
+    assert {one["params"]["attncore_timed"] for one in found} == {"decode of 32"}
+    for one in found:
+        assert one["extra_info"]["tokens"] == 32
+        assert one["extra_info"]["backend"] == "reference"
+        assert one["stats"]["median"] > 0
+
+
+def test_saved_steps_are_replayed(tmp_path, capsys):
+    saved = tmp_path / "steps.jsonl"
+    assert (
+        main(["replay", "--metadata-only", "--save-steps", str(saved), "--requests", "3", "--num-blocks", "400"]) == 0
+    )
+    block_size = json.loads(saved.read_text().partition("\n")[0])["block_size"]
+    text = FILE.format(name="reference") + f"STEPS = {str(saved)!r}\nREQUEST = {{'block_size': {block_size}}}\n"
+    results = tmp_path / "results.json"
+    options = ["--benchmark-json", str(results), "--benchmark-max-time=0.01", "--benchmark-min-rounds=2"]
+    assert run(tmp_path, text, *options, "-k", "saved") == 0
+    found = {one["group"]: one for one in json.loads(results.read_text())["benchmarks"]}
+    assert set(found) == {"build", "plan", "forward"}
+    assert found["build"]["extra_info"]["steps"] > 1
+
+
+def test_without_timing_every_shape_runs_once_and_missing_steps_are_a_skip(tmp_path, capsys):
+    assert run(tmp_path, FILE.format(name="reference"), "--benchmark-disable", "-rs") == 0
+    shown = capsys.readouterr().out
+    assert "12 passed, 3 skipped" in shown, shown
+    assert "unsupported: the test file sets no STEPS" in shown
