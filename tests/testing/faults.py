@@ -319,7 +319,7 @@ Backend.swap_blocks = swap_blocks
     ),
     Fault(
         "accepts_anything",
-        "test_undeclared_features_are_refused_with_a_sentence[sliding_window",
+        "test_undeclared_features_are_refused_with_a_sentence[sliding_window-4-sliding_window]",
         "was accepted",
         "Backend._check_declared = lambda self, **asked: None",
         "features=()",

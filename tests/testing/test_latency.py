@@ -5,6 +5,7 @@ import json
 import pytest
 
 from attncore.cli import main
+from attncore.testing import latency
 
 FILE = 'from attncore.testing.latency import *\n\nBACKEND = "{name}"\n'
 
@@ -30,7 +31,8 @@ def test_build_plan_and_forward_are_timed_apart(tmp_path):
         assert one["stats"]["median"] > 0
 
 
-def test_saved_steps_are_replayed(tmp_path, capsys):
+def test_saved_steps_are_replayed(tmp_path, monkeypatch):
+    monkeypatch.setattr(latency, "MOST_STEPS", 3)
     saved = tmp_path / "steps.jsonl"
     assert (
         main(["replay", "--metadata-only", "--save-steps", str(saved), "--requests", "3", "--num-blocks", "400"]) == 0
@@ -42,7 +44,7 @@ def test_saved_steps_are_replayed(tmp_path, capsys):
     assert run(tmp_path, text, *options, "-k", "saved") == 0
     found = {one["group"]: one for one in json.loads(results.read_text())["benchmarks"]}
     assert set(found) == {"build", "plan", "forward"}
-    assert found["build"]["extra_info"]["steps"] > 1
+    assert found["build"]["extra_info"]["steps"] == 3
 
 
 def test_without_timing_every_shape_runs_once_and_missing_steps_are_a_skip(tmp_path, capsys):

@@ -1,17 +1,23 @@
 """The kit finds what it is for: each fault, planted in a backend that is right otherwise, fails its test."""
 
+import contextlib
+import functools
+import sys
+
 import hypothesis
 import pytest
+from planting import Site
 from testing.faults import FAULTS, HEAVY, LIGHT
 
-from attncore.testing.run import conformance
+from attncore.registry import load
+from attncore.testing.run import FILE, _Catcher, conformance
 
 QUIET = ("-p", "no:terminal")
 hypothesis.settings.register_profile("without shrinking", phases=[hypothesis.Phase.generate])
 
 
-@pytest.fixture(autouse=True)
-def without_shrinking():
+@contextlib.contextmanager
+def unshrunk():
     """A smaller counterexample is for a person; here any will do."""
     before = hypothesis.settings.get_current_profile_name()
     hypothesis.settings.load_profile("without shrinking")
@@ -19,15 +25,23 @@ def without_shrinking():
     hypothesis.settings.load_profile(before)
 
 
+@pytest.fixture(autouse=True)
+def without_shrinking():
+    """For every test here."""
+    with unshrunk():
+        yield
+
+
+def plant_in(site, name, code="", facts="", light=""):
+    source = LIGHT.format(name=name, facts=f"dict({facts})")
+    site.plugin(name, f"{light}\n{source}", heavy=HEAVY + code)
+
+
 @pytest.fixture
 def plant(site):
     """A function that plants a backend: the sound one, with code and facts changed."""
 
-    def planted(name, code="", facts="", light=""):
-        source = LIGHT.format(name=name, facts=f"dict({facts})")
-        site.plugin(name, f"{light}\n{source}", heavy=HEAVY + code)
-
-    return planted
+    return functools.partial(plant_in, site)
 
 
 def run(name, test, settings="EXAMPLES = 15\n"):
@@ -35,13 +49,35 @@ def run(name, test, settings="EXAMPLES = 15\n"):
     return conformance(name, settings=settings, options=[*QUIET, "-k", words])
 
 
+@pytest.fixture(scope="module")
+def all_faults(tmp_path_factory):
+    """Every faulty backend planted, and the one test of each run, in one session of pytest: its exit code, reports."""
+    folder, catcher = tmp_path_factory.mktemp("faults"), _Catcher()
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(folder), *sys.path])
+        site, nodes = Site(folder), []
+        for fault in FAULTS:
+            plant_in(site, fault.name, fault.code, fault.facts, fault.light)
+            file = folder / f"test_fault_{fault.name}.py"
+            file.write_text(FILE.format(name=fault.name) + "EXAMPLES = 15\n")
+            nodes.append(f"{file}::{fault.test}")
+        fixed = ["-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--import-mode=importlib"]
+        with unshrunk():
+            code = pytest.main([*fixed, "-p", "no:cacheprovider", *QUIET, *nodes], plugins=[catcher])
+        for name in site.modules:
+            sys.modules.pop(name, None)
+    load.forget()
+    return code, catcher.found
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_every_fault_is_found(plant, fault):
-    plant(fault.name, fault.code, fault.facts, fault.light)
-    code, report = run(fault.name, fault.test)
+def test_every_fault_is_found(all_faults, fault):
+    code, reports = all_faults
     assert code == 1
-    found = [one for one in report.failures if one.test.startswith(fault.test)]
-    assert found, report.results
+    found = reports[fault.name].failures
+    assert found, reports[fault.name].results
+    assert {one.test.partition("[")[0] for one in found} == {fault.test.partition("[")[0]}
     assert fault.says in found[0].reason
 
 
