@@ -1,16 +1,75 @@
-"""The two doors: a persistent batch built step by step, and groups of sequences handed over one step at a time."""
+"""The two doors: a persistent batch built step by step, and groups of sequences handed over one step at a time.
 
+Beside them the building blocks for engines that do more with a step: host arithmetic, described in
+docs/building-blocks.md.
+"""
+
+from attncore.builder.broadcast import metadata_from_fields
 from attncore.builder.builder import MetadataBuilder
+from attncore.builder.cascade import (
+    Cascade,
+    CascadePass,
+    CascadeRule,
+    SharedPrefix,
+    count_common_blocks,
+    find_shared_prefix,
+    plan_cascade,
+)
 from attncore.builder.common import CommonMetadataBuilder
+from attncore.builder.context_parallel import ContextParallel
 from attncore.builder.input_batch import InputBatch
+from attncore.builder.kernel_blocks import expand_blocks, kernel_blocks_per_block
+from attncore.builder.local_attention import VirtualBatch, local_attention_batches, local_attention_metadata
 from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.microbatches import BatchSlice, slice_by_requests, slice_by_tokens, slice_metadata
+from attncore.builder.multimodal import Placeholder, PlaceholderMap, PlaceholderRun, placeholder_map
 from attncore.builder.sequence_group import Sequence, SequenceGroup
+from attncore.builder.splitting import (
+    DecodePrefillSplit,
+    ThreeWaySplit,
+    classify_requests,
+    plan_reorder,
+    reorder_batch,
+    rows_after,
+    split_decodes_and_prefills,
+    split_three_ways,
+)
 
 __all__ = [
+    "BatchSlice",
+    "Cascade",
+    "CascadePass",
+    "CascadeRule",
     "CommonAttentionMetadata",
     "CommonMetadataBuilder",
+    "ContextParallel",
+    "DecodePrefillSplit",
     "InputBatch",
     "MetadataBuilder",
+    "Placeholder",
+    "PlaceholderMap",
+    "PlaceholderRun",
     "Sequence",
     "SequenceGroup",
+    "SharedPrefix",
+    "ThreeWaySplit",
+    "VirtualBatch",
+    "classify_requests",
+    "count_common_blocks",
+    "expand_blocks",
+    "find_shared_prefix",
+    "kernel_blocks_per_block",
+    "local_attention_batches",
+    "local_attention_metadata",
+    "metadata_from_fields",
+    "placeholder_map",
+    "plan_cascade",
+    "plan_reorder",
+    "reorder_batch",
+    "rows_after",
+    "slice_by_requests",
+    "slice_by_tokens",
+    "slice_metadata",
+    "split_decodes_and_prefills",
+    "split_three_ways",
 ]

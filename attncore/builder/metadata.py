@@ -23,6 +23,8 @@ COUNT_FIELDS = (
     "max_query_len", "max_seq_len", "max_prefill_seq_len", "max_decode_seq_len",
 )  # fmt: skip
 
+ORDER_FIELDS = ("decodes_first", "from_groups")  # which door's order and rules: views need them
+
 
 def identity(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """How fields are wrapped where there is no backend: not at all."""
@@ -119,9 +121,12 @@ class CommonAttentionMetadata:
         return view
 
     def asdict_zerocopy(self, skip_fields: Collection[str] | None = None) -> dict[str, Any]:
-        """Fields by name, arrays not copied, for broadcasting to other ranks; ``skip_fields`` is left as it is."""
+        """Fields by name, arrays not copied, for broadcasting to other ranks; ``skip_fields`` is left as it is.
+
+        ``metadata_from_fields`` makes metadata of them again.
+        """
         skip = frozenset(skip_fields or ())
-        names = [name for name in (*COUNT_FIELDS, *sorted(ARRAY_FIELDS)) if name not in skip]
+        names = [name for name in (*COUNT_FIELDS, *ORDER_FIELDS, *sorted(ARRAY_FIELDS)) if name not in skip]
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def _cached(self, key: str, make: Callable[[], Any]) -> Any:
@@ -156,10 +161,13 @@ class CommonAttentionMetadata:
         whole, host = self.host, SimpleNamespace()
         for name in TOKEN_FIELDS:
             setattr(host, name, getattr(whole, name)[start:stop])
-        for name in REQUEST_FIELDS + LOC_FIELDS:
+        for name in REQUEST_FIELDS:
             if hasattr(whole, name):
-                extra = 1 if name in LOC_FIELDS else 0
-                setattr(host, name, getattr(whole, name)[first : last + extra])
+                setattr(host, name, getattr(whole, name)[first:last])
+        for name in LOC_FIELDS:
+            if hasattr(whole, name):
+                sums = getattr(whole, name)  # the list door's end before the rows that a graph pads
+                setattr(host, name, sums[min(first, len(sums) - 1) : last + 1])
         host.block_table = whole.block_table[first:last]
         if first:
             host.token_to_req_indices = host.token_to_req_indices - np.int32(first)

@@ -1,0 +1,63 @@
+"""Checks of what the building blocks are given: errors begin with the argument's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore import slots
+
+INT32 = np.dtype(np.int32)
+
+
+def lengths(name: str, values: npt.ArrayLike, least: int) -> slots.Int32Array:
+    """``values`` as int32[n], each ``least`` or more; an int32 array is looked at once and not copied."""
+    if (
+        isinstance(values, np.ndarray)
+        and values.dtype is INT32
+        and values.ndim == 1
+        and (not values.size or np.minimum.reduce(values) >= least)
+    ):
+        return values
+    return slots._lengths(name, values, least)
+
+
+def table(values: npt.ArrayLike, num_rows: int | None = None) -> slots.Int32Array:
+    """``block_table`` as int32[n, width]: integers that fit, one row a request where ``num_rows`` says how many."""
+    array = np.asarray(values)
+    if array.ndim != 2 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"block_table: {array.dtype}{list(array.shape)}; it must be a rectangle (n, width) of integers"
+        )
+    if array.dtype != np.int32 and array.size:
+        ids_fit("block_table", array)
+    if num_rows is not None and len(array) != num_rows:
+        raise ValueError(f"block_table: {len(array)} rows for {num_rows} requests; give each its row")
+    return array.astype(np.int32, copy=False)
+
+
+def ids_fit(name: str, ids: npt.NDArray[Any]) -> None:
+    """Raises where a block id is negative or no int32."""
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high > slots.INT32_MAX:
+        raise ValueError(f"{name}: block id {low if low < 0 else high} is outside 0..{slots.INT32_MAX}")
+
+
+def same_length(name: str, values: npt.NDArray[Any], num_reqs: int) -> None:
+    """Raises where a list of lengths is not one a request."""
+    if len(values) != num_reqs:
+        raise ValueError(f"{name}: {len(values)} lengths for {num_reqs} requests; give one each")
+
+
+def contexts(query_lens: slots.Int32Array, seq_lens: slots.Int32Array) -> slots.Int32Array:
+    """Context lengths; raises where a request is shorter than its tokens of this step."""
+    same_length("seq_lens", seq_lens, len(query_lens))
+    context = seq_lens - query_lens
+    if len(context) and context.min() < 0:
+        row = int(np.argmax(context < 0))
+        raise ValueError(
+            f"seq_lens: row {row} has {seq_lens[row]} tokens, fewer than its {query_lens[row]} of this step"
+        )
+    return context

@@ -1,0 +1,59 @@
+"""Attention over parts of the keys, merged into attention over all of them by log-sum-exp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor], *, base2: bool = False) -> tuple[Tensor, Tensor]:
+    """Merges partial outputs of the same queries over disjoint sets of keys; returns output and log-sum-exp.
+
+    ``outputs[i]`` is (num_tokens, num_heads, value_size), any float dtype; ``lses[i]`` (num_tokens, num_heads), the
+    logarithm of the softmax's sum of that part: natural, or to base 2 with ``base2`` (FlashInfer). Infinite of either
+    sign, it says that the part held no key (kernels differ in the sign); what the output then holds is not looked at.
+    Sinks belong in one part only. Arithmetic and the merged logarithm (same base) are float32; the merged output has
+    the dtype of ``outputs[0]``. Where no part held a key, the output is 0 and the logarithm -inf. One device; nothing
+    synchronises.
+    """
+    import torch
+
+    _check(outputs, lses)
+    parts = torch.stack([lse.float() for lse in lses])
+    parts = torch.where(parts.isinf(), -torch.inf, parts)
+    peak = parts.amax(dim=0)
+    peak = torch.where(peak.isinf(), 0.0, peak)  # no part held a key: -inf less -inf is no number
+    shifted = parts - peak
+    weights = torch.exp2(shifted) if base2 else torch.exp(shifted)
+    total = weights.sum(dim=0)
+    merged = torch.zeros(outputs[0].shape, dtype=torch.float32, device=outputs[0].device)
+    for output, weight in zip(outputs, weights, strict=True):
+        share = (weight / total.clamp_min(torch.finfo(torch.float32).tiny)).unsqueeze(-1)
+        merged += torch.where(share > 0, output.float() * share, 0.0)
+    lse = peak + (torch.log2(total) if base2 else torch.log(total))
+    return merged.to(outputs[0].dtype), lse
+
+
+def _check(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
+    if not len(outputs):
+        raise ValueError("outputs: empty; give at least one part")
+    if len(lses) != len(outputs):
+        raise ValueError(f"lses: {len(lses)} for {len(outputs)} outputs; give one each")
+    first = outputs[0]
+    for index, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
+        if output.dim() != 3 or not output.is_floating_point() or output.shape != first.shape:
+            raise ValueError(
+                f"outputs[{index}]: {output.dtype} of shape {tuple(output.shape)} found; give floats (num_tokens, "
+                f"num_heads, value_size), all of one shape, the first's being {tuple(first.shape)}"
+            )
+        if lse.shape != output.shape[:2] or not lse.is_floating_point():
+            raise ValueError(
+                f"lses[{index}]: {lse.dtype} of shape {tuple(lse.shape)} found; its output has (num_tokens, num_heads) "
+                f"{tuple(output.shape[:2])}"
+            )
+        for name, tensor in ((f"outputs[{index}]", output), (f"lses[{index}]", lse)):
+            if tensor.device != first.device:
+                raise ValueError(f"{name}: on {tensor.device}, but outputs[0] is on {first.device}")
