@@ -58,7 +58,7 @@ class MetadataBuilder:
             max_num_batched_tokens,
         )
         self._decode_step = self._kernel.decode_step
-        self._plan = backend.plan if backend is not None and backend.has_plan else None
+        self._plan: Any = backend.plan if backend is not None and backend.has_plan else None
         self._moves_owed: tuple[tuple[int, int], ...] = ()
 
     @property

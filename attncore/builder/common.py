@@ -73,7 +73,7 @@ class CommonMetadataBuilder:
         self._kernels = slots.load_kernels(kernels)
         self._reader = self._kernels.GroupReader()
         self._wrap = identity if backend is None else backend.from_host
-        self._plan = backend.plan if backend is not None and backend.has_plan else None
+        self._plan: Any = backend.plan if backend is not None and backend.has_plan else None
 
     def build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int = -1) -> CommonAttentionMetadata:
         """The metadata of one step: prompts, then decodes.
