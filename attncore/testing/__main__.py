@@ -11,6 +11,8 @@ import contextlib
 import json
 import sys
 
+from attncore.testing.errors import UnsupportedError
+
 
 def main(argv: list[str] | None = None) -> int:
     """The command; its exit code."""
@@ -32,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     except ImportError as error:
         print(f"attncore: error: {error}; pip install 'attncore[test]'", file=sys.stderr)
         return 2
-    except ValueError as error:
+    except (UnsupportedError, ValueError) as error:
         print(f"attncore: error: {error}", file=sys.stderr)
         return 2
     settings = f"EXAMPLES = {args.examples}\nDEVICE = {args.device!r}\n"

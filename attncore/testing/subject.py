@@ -44,20 +44,22 @@ class Subject:
 
     @cached_property
     def record(self) -> PluginRecord:
-        """What became of the plugin; ValueError naming ``BACKEND`` where nobody provides it."""
+        """What became of the plugin; UnsupportedError naming ``BACKEND`` where nobody provides it."""
         records = registry().records
         found = [record for record in records if record.name == self.name]
         if not found:
             names = ", ".join(sorted({record.name for record in records})) or "none"
-            raise ValueError(f"BACKEND: no distribution installed here provides {self.name!r}; installed: {names}")
+            raise UnsupportedError(
+                f"BACKEND: no distribution installed here provides {self.name!r}; installed: {names}"
+            )
         return min(found, key=lambda record: record.state != "loaded")
 
     @property
     def spec(self) -> BackendSpec:
-        """The spec; ValueError with the plugin's reasons where it could not be loaded."""
+        """The spec; UnsupportedError with the plugin's reasons where it could not be loaded."""
         if self.record.spec is None:
             reasons = "; ".join(map(str, self.record.reasons))
-            raise ValueError(f"BACKEND: {self.name!r} is {self.record.state}: {reasons}")
+            raise UnsupportedError(f"BACKEND: {self.name!r} is {self.record.state}: {reasons}")
         return self.record.spec
 
     @cached_property

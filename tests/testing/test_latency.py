@@ -10,6 +10,13 @@ from attncore.testing import latency
 FILE = 'from attncore.testing.latency import *\n\nBACKEND = "{name}"\n'
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """pytest-benchmark times nothing in a worker of pytest-xdist; what these tests start is none."""
+    for variable in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
+        monkeypatch.delenv(variable, raising=False)
+
+
 def run(tmp_path, text, *options):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     file = tmp_path / f"test_{tmp_path.name}.py"  # pytest imports a file only once a process, by its name
