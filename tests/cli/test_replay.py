@@ -257,7 +257,7 @@ def test_steps_are_saved(capsys, trace, tmp_path):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
 def test_progress_is_shown_on_a_terminal_only(trace):
-    words = [sys.executable, "-m", "attncore.cli", "replay", trace, "--metadata-only", "--json"]
+    words = [sys.executable, "-m", "attncore", "replay", trace, "--metadata-only", "--json"]
     leader, follower = pty.openpty()
     with_terminal = subprocess.run(words, stdout=subprocess.PIPE, stderr=follower, check=True, timeout=120)
     os.close(follower)
