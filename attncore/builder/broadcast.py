@@ -23,7 +23,7 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
         raise ValueError(f"fields: {unknown[0]!r} is no field of metadata")
     missing = [name for name in COUNT_FIELDS if name not in fields]
     if missing:
-        raise ValueError(f"fields: {missing[0]} is missing; only arrays may be skipped")
+        raise ValueError(f"fields: {missing[0]!r} is missing; only arrays may be skipped")
     host = SimpleNamespace()
     for name in ARRAY_FIELDS & fields.keys():
         array = fields[name]

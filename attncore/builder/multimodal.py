@@ -99,6 +99,8 @@ def _as_arrays(runs: list[PlaceholderRun]) -> PlaceholderMap:
 
 def _in_order(row: int, ranges: Sequence[Placeholder]) -> list[Placeholder]:
     """A request's placeholders by offset, each checked."""
+    if not isinstance(ranges, (list, tuple)) or isinstance(ranges, Placeholder):
+        raise TypeError(f"placeholders[{row}]: {ranges!r} is not a list of Placeholder")
     for index, placeholder in enumerate(ranges):
         path = f"placeholders[{row}][{index}]"
         if not isinstance(placeholder, tuple) or len(placeholder) != 4:

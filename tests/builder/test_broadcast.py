@@ -1,0 +1,62 @@
+"""Metadata from fields that another rank sent."""
+
+import numpy as np
+import pytest
+import torch
+
+from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
+from attncore.builder import metadata_from_fields as received
+from attncore.builder.metadata import ARRAY_FIELDS, COUNT_FIELDS
+
+
+def persistent():
+    batch = InputBatch(max_num_reqs=4, max_model_len=32, block_size=4)
+    batch.add_request("a", [3, 5, 7], 2)
+    batch.add_request("b", [9], 1)
+    return MetadataBuilder(batch, max_num_batched_tokens=32).build({"a": 6})
+
+
+def list_door():
+    groups = [
+        SequenceGroup(True, [Sequence(0, 6, 2, [3, 5])]),
+        SequenceGroup(False, [Sequence(0, 1, 1, [9])]),
+    ]
+    return CommonMetadataBuilder(4, "flashinfer", chunked_prefill=True).build(groups)
+
+
+@pytest.mark.parametrize("build", [persistent, list_door])
+@pytest.mark.parametrize("send", [np.copy, lambda array: torch.from_numpy(array.copy())])
+def test_fields_there_and_back(build, send):
+    metadata = build()
+    fields = metadata.asdict_zerocopy()
+    copy = received({name: send(value) if name in ARRAY_FIELDS else value for name, value in fields.items()})
+    for mine, its in (
+        (metadata, copy),
+        (metadata.prefill_metadata, copy.prefill_metadata),
+        (metadata.decode_metadata, copy.decode_metadata),
+    ):
+        for name in COUNT_FIELDS:
+            assert getattr(mine, name) == getattr(its, name), name
+        for name in ARRAY_FIELDS:
+            assert hasattr(mine, name) == hasattr(its, name)
+            if hasattr(mine, name):
+                assert np.array_equal(getattr(mine, name), getattr(its, name)), name
+    assert (copy.decodes_first, copy.from_groups) == (metadata.decodes_first, metadata.from_groups)
+
+
+def test_what_was_skipped_is_missing():
+    copy = received(persistent().asdict_zerocopy({"block_table"}))
+    with pytest.raises(AttributeError):
+        copy.block_table  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"slots": [1]}, "fields: 'slots' is no field of metadata"),
+        ({"num_reqs": 1}, "fields: 'num_tokens' is missing; only arrays may be skipped"),
+    ],
+)
+def test_other_fields_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        received(fields)
