@@ -1,0 +1,28 @@
+"""docs/building-blocks.md: its snippets run, and it names every building block."""
+
+import pathlib
+import re
+
+from attncore import builder
+
+PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "building-blocks.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+# Described with the doors, or the type of what a function of the page answers.
+ELSEWHERE = {
+    "Cascade", "CascadePass", "CommonAttentionMetadata", "CommonMetadataBuilder", "BatchSlice", "DecodePrefillSplit",
+    "PlaceholderMap", "PlaceholderRun", "Sequence", "SequenceGroup", "SharedPrefix", "ThreeWaySplit", "VirtualBatch",
+}  # fmt: skip
+
+
+def test_the_snippets_run_from_top_to_bottom():
+    names = {}
+    for snippet in SNIPPETS:
+        exec(compile(snippet, "docs/building-blocks.md", "exec"), names)
+    assert "other" in names
+
+
+def test_the_page_names_every_building_block():
+    named = {name for name in builder.__all__ if re.search(rf"\b{name}\b", PAGE)}
+    assert set(builder.__all__) - named <= ELSEWHERE
+    assert all(name in builder.__all__ for name in ELSEWHERE)
