@@ -36,15 +36,6 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def _rows(subject: Subject, size: int) -> list[tuple[int, int]]:
-    batch = []
-    if "prefill" in subject.form.phases:
-        batch += [(0, 2 * size + 1), (size - 1, 3)]
-    if "decode" in subject.form.phases:
-        batch += [(size, 1), (2 * size - 1, 1), (3 * size + 1, 1)]
-    return batch
-
-
 @covers("{feature}")
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_over_random_batches(attncore_subject: Subject, attncore_examples: int, feature: str) -> None:
@@ -69,7 +60,7 @@ def test_window_off_by_one(attncore_subject: Subject, window: str) -> None:
     size = backend.config.block_size
     tokens = {"1": 1, "2": 2, "block-1": size - 1, "block": size, "block+1": size + 1, "2*block+1": 2 * size + 1}
     wide = max(1, tokens[window])
-    batch = _rows(attncore_subject, size)
+    batch = attncore_subject.around_a_block(size)
     for context in {wide - 1, wide, wide + 1}:
         if "decode" in attncore_subject.form.phases:
             batch.append((context, 1))
@@ -83,7 +74,7 @@ def test_alibi_slopes_in_any_order(attncore_subject: Subject) -> None:
     """Slopes are those given, one a query head, also where they are not the standard ones of so many heads."""
     attncore_subject.require("alibi")
     backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
-    run_rows(Engine(backend, alibi_slopes=SLOPES), _rows(attncore_subject, backend.config.block_size))
+    run_rows(Engine(backend, alibi_slopes=SLOPES), attncore_subject.around_a_block(backend.config.block_size))
 
 
 @covers("alibi_standard")
@@ -92,7 +83,7 @@ def test_standard_alibi_slopes(attncore_subject: Subject) -> None:
     attncore_subject.require("alibi_standard")
     backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
     slopes = tuple(2.0 ** (-8 * i / 4) for i in range(1, 5))
-    run_rows(Engine(backend, alibi_slopes=slopes), _rows(attncore_subject, backend.config.block_size))
+    run_rows(Engine(backend, alibi_slopes=slopes), attncore_subject.around_a_block(backend.config.block_size))
 
 
 @covers("features together")
@@ -103,7 +94,7 @@ def test_all_declared_features_together(attncore_subject: Subject) -> None:
         raise UnsupportedError("its spec declares fewer than two of these features")
     backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
     features = {argument: value for name in declared for argument, value in FEATURES[name].items()}
-    run_rows(Engine(backend, **features), _rows(attncore_subject, backend.config.block_size))
+    run_rows(Engine(backend, **features), attncore_subject.around_a_block(backend.config.block_size))
 
 
 @covers("multi_token_decode")
@@ -127,7 +118,7 @@ def test_dtype(attncore_subject: Subject, dtype: str) -> None:
     if dtype not in attncore_subject.form.dtypes:
         raise UnsupportedError("its spec does not declare it")
     backend = attncore_subject.backend(dtype=dtype)
-    run_rows(Engine(backend), _rows(attncore_subject, backend.config.block_size))
+    run_rows(Engine(backend), attncore_subject.around_a_block(backend.config.block_size))
 
 
 @covers("cache {kv_cache_dtype}")
@@ -137,7 +128,7 @@ def test_kv_cache_dtype(attncore_subject: Subject, attncore_examples: int, kv_ca
     if kv_cache_dtype not in attncore_subject.form.kv_cache_dtypes:
         raise UnsupportedError("its spec does not declare it")
     backend = attncore_subject.backend(kv_cache_dtype=kv_cache_dtype)
-    run_rows(Engine(backend), _rows(attncore_subject, backend.config.block_size))
+    run_rows(Engine(backend), attncore_subject.around_a_block(backend.config.block_size))
 
 
 @covers("kv_scales")
@@ -153,7 +144,7 @@ def test_scales_of_an_fp8_cache(attncore_subject: Subject, argument: str) -> Non
     features: dict[str, Any] = {argument: LARGE_SCALE}
     if argument == "k_scale":
         features["scale"] = backend.config.head_size**-0.5 / LARGE_SCALE
-    run_rows(Engine(backend, **features), _rows(attncore_subject, backend.config.block_size))
+    run_rows(Engine(backend, **features), attncore_subject.around_a_block(backend.config.block_size))
 
 
 @covers("layout {layout}")
@@ -165,7 +156,7 @@ def test_kv_cache_layout(attncore_subject: Subject, layout: str) -> None:
     backend = attncore_subject.backend(kv_cache_layout=layout)
     if backend.config.kv_cache_layout != layout:
         raise ConformanceError(f"asked for layout {layout}, the backend was made for {backend.config.kv_cache_layout}")
-    run_rows(Engine(backend), _rows(attncore_subject, backend.config.block_size))
+    run_rows(Engine(backend), attncore_subject.around_a_block(backend.config.block_size))
 
 
 def edges(declared: object, most: int) -> list[int]:

@@ -135,7 +135,7 @@ def test_layers_with_different_scales(attncore_subject: Subject) -> None:
     second = Engine(backend, scale=0.9)
     backend.impl("layers.0", scale=first.features["scale"])
     for engine in (second, first):
-        run_rows(engine, [(0, backend.config.block_size + 1), (3, 1)])
+        run_rows(engine, attncore_subject.around_a_block(backend.config.block_size))
 
 
 @covers("output")
@@ -154,7 +154,7 @@ def test_output_is_written_where_it_is_asked(attncore_subject: Subject) -> None:
         return output
 
     engine.impl.forward = into  # type: ignore[method-assign, assignment]
-    run_rows(engine, [(0, backend.config.block_size + 1), (3, 1)])
+    run_rows(engine, attncore_subject.around_a_block(backend.config.block_size))
     if any(given.data_ptr() != returned.data_ptr() for returned, given in seen):
         raise ConformanceError("forward was given an output and returned another tensor")
 
@@ -171,10 +171,4 @@ def test_tokens_beyond_the_metadata(attncore_subject: Subject) -> None:
 
 
 def _around_a_block(subject: Subject, backend: Any, **features: Any) -> None:
-    size = backend.config.block_size
-    batch = []
-    if "prefill" in subject.form.phases:
-        batch += [(0, 2 * size + 1), (size - 1, 3)]
-    if "decode" in subject.form.phases:
-        batch += [(size, 1), (2 * size - 1, 1)]
-    run_rows(Engine(backend, **features), batch)
+    run_rows(Engine(backend, **features), subject.around_a_block(backend.config.block_size))

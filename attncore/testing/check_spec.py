@@ -31,7 +31,7 @@ __all__ = [
     "test_undeclared_sizes_are_refused_or_right",
 ]
 MOST = 512  # sizes of heads and blocks beyond this are not probed: the arithmetic of a kernel has changed long before
-FEW = 12  # blocks of a cache whose blocks may be large
+FEW = 16  # blocks of a cache whose blocks may be large
 _LIGHT = """
 import sys
 from attncore.registry import discover, load
@@ -109,7 +109,7 @@ def test_largest_declared_group(attncore_subject: Subject) -> None:
     """As many query heads per key/value head as max_group_size says; 16 where it sets no limit."""
     group = min(attncore_subject.form.max_group_size or 16, 64)
     backend = attncore_subject.backend(num_heads=group, num_kv_heads=1)
-    run_rows(Engine(backend), _rows(attncore_subject, backend.config.block_size))
+    run_rows(Engine(backend), attncore_subject.around_a_block(backend.config.block_size))
 
 
 @covers("declared block ids")
@@ -140,7 +140,7 @@ def test_undeclared_sizes_are_refused_or_right(attncore_subject: Subject, field:
     for size in beyond:
         try:
             backend = attncore_subject.beyond(**{field: size})
-            run_rows(Engine(backend, num_blocks=FEW), _rows(attncore_subject, size if field == "block_size" else 4))
+            run_rows(Engine(backend, num_blocks=FEW), attncore_subject.around_a_block(backend.config.block_size))
         except UnsupportedError:
             raise
         except ConformanceError as error:
@@ -197,20 +197,11 @@ def _probe(subject: Subject, field: str, chosen: list[int]) -> None:
             refused.append(f"{field} {size}: {error}")
             continue
         try:
-            run_rows(Engine(backend, num_blocks=FEW), _rows(subject, backend.config.block_size))
+            run_rows(Engine(backend, num_blocks=FEW), subject.around_a_block(backend.config.block_size))
         except Exception as error:
             raise ConformanceError(f"the spec declares {field} {size}, but: {type(error).__name__}: {error}") from error
     if len(refused) == len(chosen):
         raise UnsupportedError("; ".join(refused))
-
-
-def _rows(subject: Subject, size: int) -> list[tuple[int, int]]:
-    batch = []
-    if "prefill" in subject.form.phases:
-        batch += [(0, size + 1), (2, 3)]
-    if "decode" in subject.form.phases:
-        batch += [(size, 1), (1, 1)]
-    return batch
 
 
 def _refused(call: Any, what: str) -> Exception:

@@ -103,6 +103,17 @@ class Subject:
         config: BackendConfig = dataclasses.replace(self.backend().config, **changes)
         return Choice._made(self._choose(**_base(self.form)), config)
 
+    def around_a_block(self, size: int) -> list[tuple[int, int]]:
+        """Requests of (context, tokens of a step), of the phases that the form runs, at the edges of blocks of
+        ``size``; at most 13 blocks in all.
+        """
+        batch = []
+        if "prefill" in self.form.phases:
+            batch += [(0, 2 * size + 1), (size - 1, 3)]
+        if "decode" in self.form.phases:
+            batch += [(size, 1), (2 * size - 1, 1), (3 * size + 1, 1)]
+        return batch
+
     def _choose(self, **fields: Any) -> Choice:
         request = AttentionRequest(**{"backend": self.name, **fields})
         found = decide(request, host=self.host)
