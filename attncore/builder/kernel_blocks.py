@@ -40,9 +40,10 @@ def expand_blocks(
         highest = int(ids.max())
         if (highest + 1) * kernel_blocks - 1 > slots.INT32_MAX:
             raise ValueError(f"block_ids: block {highest} of {kernel_blocks} kernel blocks does not fit int32")
+    first = ids.astype(np.int32, copy=False) * np.int32(kernel_blocks)
     expanded = np.empty((*ids.shape, kernel_blocks), np.int32)
-    np.multiply(ids.astype(np.int32, copy=False)[..., np.newaxis], np.int32(kernel_blocks), out=expanded)
-    expanded += np.arange(kernel_blocks, dtype=np.int32)
+    for index in range(kernel_blocks):  # a long loop for each of a few ids, not a short one for each of many
+        np.add(first, np.int32(index), out=expanded[..., index])
     expanded = expanded.reshape(*ids.shape[:-1], ids.shape[-1] * kernel_blocks)
     if held is not None:
         expanded[np.arange(expanded.shape[1]) >= held[:, np.newaxis] * kernel_blocks] = 0

@@ -113,7 +113,9 @@ def plan_reorder(kinds: npt.ArrayLike) -> slots.Int32Array:
     if found.size and not 0 <= int(found.min()) <= int(found.max()) <= PREFILL:
         wrong = int(np.flatnonzero((found < 0) | (found > PREFILL))[0])
         raise ValueError(f"kinds: {found[wrong]} at index {wrong} is outside 0..{PREFILL}")
-    return _fewest_swaps(found.astype(np.int8))
+    row_kinds = found.astype(np.int8)
+    data = row_kinds.tobytes()
+    return _fewest_swaps(row_kinds, data.count(DECODE), data.count(EXTEND))
 
 
 def reorder_batch(
@@ -128,7 +130,8 @@ def reorder_batch(
     """
     lens = checks.lengths("query_lens", query_lens, 1)
     kinds = _kinds(lens, context_lens, decode_threshold, extend_threshold)
-    return _fewest_swaps(kinds), _split_of(kinds, lens)
+    split = _split_of(kinds, lens)
+    return _fewest_swaps(kinds, split.num_decodes, split.num_extends), split
 
 
 def rows_after(swaps: npt.ArrayLike, num_rows: int) -> slots.Int32Array:
@@ -171,16 +174,14 @@ def _is_prefill(
     contexts = checks.lengths("context_lens", context_lens, 0)
     if len(contexts) != len(lens):
         raise ValueError(f"context_lens: {len(contexts)} lengths for {len(lens)} query_lens; give one each")
-    is_prefill: npt.NDArray[np.bool_] = contexts == 0
+    is_prefill: npt.NDArray[np.bool_] = np.logical_not(contexts)
     if extend_threshold is not None:
         slots._at_least("extend_threshold", extend_threshold, decode_threshold)
         is_prefill |= lens > extend_threshold
     return is_prefill
 
 
-def _fewest_swaps(kinds: npt.NDArray[np.int8]) -> slots.Int32Array:
-    data = kinds.tobytes()
-    num_decodes, num_extends = data.count(DECODE), data.count(EXTEND)
+def _fewest_swaps(kinds: npt.NDArray[np.int8], num_decodes: int, num_extends: int) -> slots.Int32Array:
     if num_extends:
         here, there = _swaps_of_three(kinds, num_decodes, num_extends)
     else:
@@ -218,12 +219,10 @@ def _swaps_of_three(kinds: npt.NDArray[np.int8], num_decodes: int, num_extends: 
 def _split_of(kinds: npt.NDArray[np.int8], lens: slots.Int32Array) -> ThreeWaySplit:
     """Counts by kind, whatever the order of rows. Sums in float64 are exact: a step has fewer than 2**53 tokens."""
     data = kinds.tobytes()
-    decode_tokens, extend_tokens, prefill_tokens = np.bincount(kinds, lens, 3).tolist()
-    return ThreeWaySplit(
-        data.count(DECODE), int(decode_tokens),
-        data.count(EXTEND), int(extend_tokens),
-        data.count(PREFILL), int(prefill_tokens),
-    )  # fmt: skip
+    num_decodes, num_extends = data.count(DECODE), data.count(EXTEND)
+    num_prefills = len(data) - num_decodes - num_extends
+    decode_tokens, extend_tokens, prefill_tokens = map(int, np.bincount(kinds, lens, 3).tolist())
+    return ThreeWaySplit(num_decodes, decode_tokens, num_extends, extend_tokens, num_prefills, prefill_tokens)
 
 
 def _leading(flags: npt.NDArray[np.bool_]) -> int:
