@@ -88,12 +88,13 @@ class ContextParallel:
         virtual = np.asarray(slot_mapping)
         if virtual.ndim != 1 or (virtual.size and virtual.dtype.kind not in "iu"):
             raise ValueError(f"slot_mapping: {virtual.dtype}{list(virtual.shape)}; it must be a list of integers")
-        # A slot says both: which virtual block, and where in it. (That of -1 is some rank's last: masked below.)
+        # A slot says both: which virtual block, and where in it. (-1 is the last of block -1,
+        # so that it is -1 again, in the last rank's blocks too.)
         blocks, offsets = np.divmod(virtual.astype(np.int64), self.virtual_block_size)
         runs, within = np.divmod(offsets, self.interleave)
         rounds, ranks = np.divmod(runs, self.world_size)
         local = blocks * self.block_size + rounds * self.interleave + within
-        return np.where((ranks == self.rank) & (virtual >= 0), local, np.int64(slots.PAD_SLOT_ID))
+        return np.where(ranks == self.rank, local, np.int64(slots.PAD_SLOT_ID))
 
     def seq_lens(self, seq_lens: npt.ArrayLike) -> slots.Int32Array:
         """int32[n]: how many of the first ``seq_lens`` int[n] tokens of a request this rank keeps.

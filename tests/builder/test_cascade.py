@@ -111,6 +111,9 @@ def test_two_passes_merged_are_the_whole():
     assert (table == before).all()
     assert cascade.token_indices.tolist() == [0, 1, 2, 3, 4, 5, 8, 9, 10]
     assert cascade.suffix.seq_lens.tolist() == [6, 5, 8, 12]
+    assert cascade.suffix.block_table.tolist() == [
+        [*row[3:], 0, 0, 0] if index != 2 else row for index, row in enumerate(table.tolist())
+    ]
     assert (cascade.prefix.causal, cascade.suffix.causal) == (False, True)
 
     def run(attention_pass, tokens):

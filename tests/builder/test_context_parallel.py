@@ -82,6 +82,13 @@ def test_how_many_keys_each_query_of_a_step_may_see():
     assert rank.seq_lens(np.arange(5, 10) + 1).tolist() == [4, 4, 4, 5, 6]
 
 
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("interleave", [1, 2, 4])
+def test_a_token_that_is_written_nowhere_is_written_by_no_rank(rank, interleave):
+    local = ContextParallel(3, rank, 4, interleave).local_slots([-1, 12, -1])
+    assert local.tolist() == [-1, 4 if rank == 0 else -1, -1]
+
+
 def test_metadata_of_a_rank():
     batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=8)
     builder = MetadataBuilder(batch, max_num_batched_tokens=64)
