@@ -8,7 +8,7 @@ TRACE := ../shared/traces/azure_llm_2023_conv.csv.gz
 # The first test run compiles numba's functions; both cores then share the rest.
 JOBS ?= 2
 
-.PHONY: help demo test test-all test-gpu lint types bench bench-compare clean
+.PHONY: help demo test test-all test-gpu lint types bench clean
 
 help:
 	@echo "make demo           replay a request trace through metadata and attention (under two minutes after set-up)"
@@ -29,7 +29,7 @@ $(VENV)/.deps: constraints.txt pyproject.toml | $(BIN)/python
 	touch $@
 
 $(VENV)/.built: $(VENV)/.deps setup.py attncore/_slots.pyx attncore/_slots.pxd attncore/_typedefs.pxd
-	$(PIP) install -q --no-build-isolation --no-deps -e .
+	ATTNCORE_REQUIRE_EXT=1 $(PIP) install -q --no-build-isolation --no-deps -e .
 	touch $@
 
 demo: $(VENV)/.built

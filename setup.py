@@ -2,6 +2,7 @@
 
 ATTNCORE_DEBUG_EXT=1       compiles with bounds checks on (for tests; slow)
 ATTNCORE_PUBLIC_C_API=1    reads Python ints through the public C API only, the way other interpreters must
+ATTNCORE_REQUIRE_EXT=1     fails where the extension cannot be compiled; without it the install goes on, for numba
 """
 
 import os
@@ -24,6 +25,8 @@ extension = Extension(
     ["attncore/_slots.pyx"],
     # The baseline instruction set of the platform (x86-64-v1 on x86-64): a wheel must run wherever it installs.
     extra_compile_args=["/O2"] if sys.platform == "win32" else ["-O3", "-g0", "-fvisibility=hidden"],
+    # A release must set ATTNCORE_REQUIRE_EXT: an optional extension that failed leaves a wheel that looks compiled.
+    optional=not switch("ATTNCORE_REQUIRE_EXT"),
     define_macros=[("ATTNCORE_PUBLIC_C_API", "1")] if switch("ATTNCORE_PUBLIC_C_API") else [],
 )
 # The one place where directives are set.

@@ -13,6 +13,7 @@ cdef struct Rows:
     length_t* num_blocks    # ids held in the table's row
     length_t* column        # of the cached block, -1: none
     block_id_t* block       # table[row, column], never the null block
+    length_t* stale         # scratch: rows whose cached block is not the current one
     block_id_t* table       # [capacity, width]
     length_t width
     BlockSize size
@@ -32,15 +33,15 @@ cdef struct Entry:
 
 
 cdef class BlockRows:
-    cdef object _state, _table
+    cdef object _keep
     cdef Rows rows
     cdef readonly length_t capacity, width
     cdef slot_t num_blocks
     cdef public length_t num_rows
     cdef public bint dirty
+    cdef public slot_t changes  # how often blocks of rows changed place or went away
     cdef public object req_ids
     cdef bint busy
-    cdef slot_t _append(self, length_t row, object ids) except -3
 
 
 cdef class StepArena:
@@ -62,7 +63,9 @@ cdef class StepArena:
     cdef length_t counting  # leading rows whose query_start_loc, logits_indices, ... already count 0, 1, 2, ...
     cdef readonly slot_t step
     cdef readonly length_t num_reqs, num_tokens, num_decodes, num_prefills, num_prefill_tokens
-    cdef readonly length_t max_query_len, max_seq_len, max_prefill_seq_len, max_decode_seq_len, num_pages
+    cdef readonly length_t max_query_len, max_seq_len, max_prefill_seq_len, max_decode_seq_len
+    cdef readonly length_t num_pages, num_seq_tokens
+    cdef readonly slot_t changes
     cdef readonly object req_ids
     cdef public object moves
 
@@ -76,6 +79,7 @@ cdef class StepKernel:
     cdef Py_ssize_t depth
     cdef length_t max_model_len, max_num_tokens
     cdef readonly slot_t next_step
+    cpdef object decode_step_inside(self)
     cdef object _run(self, length_t num_decodes, length_t num_reqs)
 
 
@@ -85,6 +89,7 @@ cdef class GroupReader:
     cdef block_id_t* ids
     cdef slot_t ids_capacity, num_ids
     cdef readonly length_t num_seqs
+    cdef bint busy
     cdef int _read_sequence(self, object sequence, bint is_prompt, bint hit) except -1
     cdef int _reserve_entries(self) except -1
     cdef int _reserve_ids(self, slot_t extra) except -1

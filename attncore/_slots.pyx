@@ -10,7 +10,7 @@ Python side (builder/problems.py) says what is wrong. _slots_numba.py is the twi
 """
 
 cimport cython
-from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport PyObject
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
@@ -22,21 +22,27 @@ from attncore._typedefs cimport block_id_t, length_t, slot_t
 cdef extern from *:
     """
     #include <stdint.h>
-    /* One Python int (not a bool) to C: 1 read, 0 not an int, or not one of 64 bits. Block tables are long lists of
-       small ints, so the interpreter's own layout is used where it is known; ATTNCORE_PUBLIC_C_API leaves it out. */
+    /* One Python int (not a bool) to C: 1 read, 0 not an int, or not one of 64 bits, -1 interrupted (an exception that is
+       no Exception is set). Block tables are long lists of small ints, so the interpreter's own layout is used where it
+       is known; ATTNCORE_PUBLIC_C_API leaves it out. */
     #if defined(ATTNCORE_PUBLIC_C_API) || defined(PYPY_VERSION)
       #define ATTNCORE_READS_INTS "public C API"
     #else
       #define ATTNCORE_READS_INTS "interpreter layout"
     #endif
+    static int attncore_not_read(void) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
+        PyErr_Clear();
+        return 0;
+    }
     static int attncore_read_any(PyObject *object, int64_t *value) {
         PyObject *index;
         if (PyBool_Check(object) || !PyIndex_Check(object)) return 0;
         index = PyNumber_Index(object);
-        if (index == NULL) { PyErr_Clear(); return 0; }
+        if (index == NULL) return attncore_not_read();
         *value = PyLong_AsLongLong(index);
         Py_DECREF(index);
-        if (*value == -1 && PyErr_Occurred()) { PyErr_Clear(); return 0; }
+        if (*value == -1 && PyErr_Occurred()) return attncore_not_read();
         return 1;
     }
     static inline int attncore_read_int(PyObject *object, int64_t *value) {
@@ -56,7 +62,7 @@ cdef extern from *:
     #else
         if (PyLong_CheckExact(object)) {
             *value = PyLong_AsLongLong(object);
-            if (*value == -1 && PyErr_Occurred()) { PyErr_Clear(); return 0; }
+            if (*value == -1 && PyErr_Occurred()) return attncore_not_read();
             return 1;
         }
     #endif
@@ -64,7 +70,7 @@ cdef extern from *:
     }
     """
     const char* ATTNCORE_READS_INTS
-    bint attncore_read_int(PyObject* item, slot_t* value) noexcept
+    int attncore_read_int(PyObject* item, slot_t* value) except -1
 
 IMPLEMENTATION = "cython"
 READS_INTS = (<bytes> ATTNCORE_READS_INTS).decode()
@@ -142,64 +148,60 @@ cdef inline void repeat(length_t* out, length_t value, length_t count) noexcept 
 
 # ---- reading block ids -----------------------------------------------------------------------------------------------
 
-cdef slot_t read_buffer(object ids, block_id_t* out, slot_t capacity, slot_t limit) except -3:
-    """Ids of a one-dimensional int32 or int64 array; -2 for a buffer of another kind (read it as a sequence)."""
-    cdef Py_buffer view
-    cdef slot_t k, value, count, bad = 0
-    cdef bytes code
+cdef object readable(object ids):
+    """What read_ids takes of a row: a list, or a one-dimensional int32 or int64 memoryview; None where it is no row."""
+    if type(ids) is list:
+        return ids
+    if type(ids) is tuple:
+        return list(ids)
+    if not hasattr(ids, "__len__"):  # an iterator could be read only once, and then not be told about
+        return None
+    if PyObject_CheckBuffer(ids):
+        try:
+            view = memoryview(ids)
+            if view.ndim == 1 and view.format in ("i", "l", "q") and view.c_contiguous:
+                return view
+        except (BufferError, TypeError, ValueError):
+            pass
     try:
-        PyObject_GetBuffer(ids, &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
-    except (BufferError, TypeError, ValueError):
-        return -2
-    try:
-        code = view.format if view.format != NULL else b"B"
-        if view.ndim != 1 or code not in (b"i", b"l", b"q") or view.itemsize not in (4, 8):
-            return -2
-        count = view.len // view.itemsize
-        if count > capacity:
-            return -1
-        if view.itemsize == 4:
-            for k in range(count):
-                value = (<const length_t*> view.buf)[k]
-                bad |= (value < 0) | (value >= limit)
-                out[k] = <block_id_t> value
-        else:
-            for k in range(count):
-                value = (<const slot_t*> view.buf)[k]
-                bad |= (value < 0) | (value >= limit)
-                out[k] = <block_id_t> value
-        return -1 if bad else count
-    finally:
-        PyBuffer_Release(&view)
+        return list(ids)
+    except (TypeError, MemoryError, OverflowError):
+        return None
 
 
-cdef slot_t read_ids(object ids, block_id_t* out, slot_t capacity, slot_t limit) except -3:
-    """Block ids 0 <= id < limit of a list, tuple, array or other sequence into out; the count, or -1: bad."""
+cdef slot_t read_ids(object row, block_id_t* out, slot_t capacity, slot_t limit) except -3:
+    """Block ids 0 <= id < limit of a ``readable`` row into out; the count, or -1: bad."""
     cdef slot_t k, value = 0, count
     cdef list items
-    if type(ids) is tuple:
-        ids = list(ids)
-    elif type(ids) is not list:
-        if PyObject_CheckBuffer(ids):
-            count = read_buffer(ids, out, capacity, limit)
-            if count != -2:
-                return count
-        try:
-            ids = list(ids)
-        except TypeError:
-            return -1
-    items = ids
-    count = PyList_GET_SIZE(items)
-    if count > capacity:
+    if row is None or len(row) > capacity:
         return -1
+    count = len(row)
+    if type(row) is not list:
+        if count == 0:
+            return 0
+        return read_buffer(row, out, count, limit)
+    items = row
     k = 0
     # The size is asked for each time: an item's __index__ may be the caller's own code.
     while k < PyList_GET_SIZE(items) and k < count:
-        if not attncore_read_int(<PyObject*> PyList_GET_ITEM(items, k), &value) or value < 0 or value >= limit:
+        if attncore_read_int(<PyObject*> PyList_GET_ITEM(items, k), &value) == 0 or value < 0 or value >= limit:
             return -1
         out[k] = <block_id_t> value
         k += 1
     return k
+
+
+cdef slot_t read_buffer(object view, block_id_t* out, slot_t count, slot_t limit) except -3:
+    cdef Py_buffer buffer
+    cdef slot_t k, value
+    cdef bint bad = False
+    PyObject_GetBuffer(view, &buffer, PyBUF_C_CONTIGUOUS)
+    for k in range(count):
+        value = (<const length_t*> buffer.buf)[k] if buffer.itemsize == 4 else (<const slot_t*> buffer.buf)[k]
+        bad |= (value < 0) | (value >= limit)
+        out[k] = <block_id_t> value
+    PyBuffer_Release(&buffer)
+    return -1 if bad else count
 
 
 # ---- the persistent door ---------------------------------------------------------------------------------------------
@@ -222,27 +224,27 @@ cdef inline slot_t sum_of(const length_t* lengths, length_t count) noexcept nogi
 cdef inline bint decodes_fit(Rows* rows, length_t count, length_t max_model_len) noexcept nogil:
     """Whether rows 0..count can run one token each: check_rows for the common case, without saying what is wrong.
 
-    Refreshes the cached block of rows that begin a new one: derived state, right whether the step happens or not.
+    Then refreshes the cached block of the rows that begin a new one, so that the filling loops need no table.
     """
-    cdef length_t i, column
+    cdef length_t i, column, num_stale = 0
     cdef const length_t* computed = rows.num_computed
     cdef const length_t* cached = rows.column
-    cdef block_id_t block
     cdef BlockSize size = rows.size
     for i in range(count):
         column = column_of(computed[i], size)
         if column != cached[i]:
-            if column >= rows.num_blocks[i]:
+            if column >= rows.num_blocks[i] or rows.table[<slot_t> i * rows.width + column] == 0:
                 return False
-            block = rows.table[<slot_t> i * rows.width + column]
-            if block == 0:
-                return False
-            rows.column[i] = column
-            rows.block[i] = block
+            rows.stale[num_stale] = i
+            num_stale += 1
     if longest_of(computed, count) >= max_model_len and count:
         return False
     # A sum can be too large only where the largest possible one is.
-    return <slot_t> count * max_model_len <= MAX_INT32 or sum_of(computed, count) + count <= MAX_INT32
+    if <slot_t> count * max_model_len > MAX_INT32 and sum_of(computed, count) + count > MAX_INT32:
+        return False
+    for i in range(num_stale):
+        cache_block(rows, rows.stale[i], column_of(computed[rows.stale[i]], size))
+    return True
 
 
 cdef length_t check_rows(const Rows* rows, length_t num_rows, const length_t* query_lens, length_t max_model_len,
@@ -365,6 +367,7 @@ cdef inline void fill_decodes(StepArena out, Rows* rows, length_t count) noexcep
     for i in range(count):
         computed[i] += 1
     out.max_decode_seq_len = longest_of(computed, count)
+    out.num_tokens, out.num_pages, out.num_seq_tokens = count, pages, seq_start
 
 
 cdef inline void start_counting(StepArena out, length_t count) noexcept nogil:
@@ -383,7 +386,7 @@ cdef inline void fill_prefills(StepArena out, Rows* rows, length_t start, length
                                const length_t* query_lens) noexcept nogil:
     """Rows start..stop run query_lens[row] tokens each; start tokens are there already (a decode each)."""
     cdef length_t i, computed, query_len, seq_len, token = start
-    cdef length_t pages = out.paged_kv_indptr[start], seq_start = out.seq_start_loc[start], decode_seqs = seq_start
+    cdef length_t pages = out.num_pages, seq_start = out.num_seq_tokens, decode_seqs = seq_start
     if out.counting > start:
         out.counting = start
     out.prefill_query_start_loc[0] = 0
@@ -415,23 +418,25 @@ cdef inline void fill_prefills(StepArena out, Rows* rows, length_t start, length
             out.max_query_len = query_len
         if seq_len > out.max_prefill_seq_len:
             out.max_prefill_seq_len = seq_len
+    out.num_tokens, out.num_pages, out.num_seq_tokens = token, pages, seq_start
 
 
 @cython.final
 cdef class BlockRows:
     """The requests in flight: hot state int32[4, n] and block table int32[n, width], both owned by the caller.
 
-    The state's rows are those of ``Rows``: tokens computed, blocks held, and the cached block's column and id. A row's
-    table is zero beyond its blocks, always. ``num_rows`` is the high-water mark (rows below it may be empty); ``dirty``
+    The state's rows are those of ``Rows``: tokens computed, blocks held, the cached block's column and id; ``stale``
+    int32[n] is scratch. A row's table is zero beyond its blocks, always. ``num_rows`` is the high-water mark (rows below it may be empty); ``dirty``
     says that rows came, went or sat out since the last build, so that the next one must arrange them.
     """
 
-    def __init__(self, state, table, length_t block_size, slot_t num_blocks):
+    def __init__(self, state, stale, table, length_t block_size, slot_t num_blocks):
         cdef length_t[:, ::1] rows = state
+        cdef length_t[::1] scratch = stale
         cdef block_id_t[:, ::1] ids = table
-        self._state, self._table = state, table
-        self.rows = Rows(&rows[0, 0], &rows[1, 0], &rows[2, 0], &rows[3, 0], &ids[0, 0], <length_t> ids.shape[1],
-                         block_size_of(block_size))
+        self._keep = state, stale, table
+        self.rows = Rows(&rows[0, 0], &rows[1, 0], &rows[2, 0], &rows[3, 0], &scratch[0], &ids[0, 0],
+                         <length_t> ids.shape[1], block_size_of(block_size))
         self.capacity, self.width = <length_t> ids.shape[0], <length_t> ids.shape[1]
         self.num_blocks = num_blocks
         self.num_rows = 0
@@ -457,16 +462,17 @@ cdef class BlockRows:
 
     def append(self, length_t row, ids):
         """Appends block ids to a row: how many, or -1 where one is bad or the row too short; then nothing changed."""
-        return self._append(row, ids)
-
-    cdef slot_t _append(self, length_t row, object ids) except -3:
         cdef length_t held = self.rows.num_blocks[row], room = self.width - held
         cdef block_id_t* tail = self.rows.table + <slot_t> row * self.width + held
-        cdef slot_t count = read_ids(ids, tail, room, self.num_blocks)
+        cdef slot_t count = -1
+        try:
+            count = read_ids(readable(ids), tail, room, self.num_blocks)
+        finally:
+            if count < 0:
+                memset(tail, 0, room * sizeof(block_id_t))
         if count < 0:
-            memset(tail, 0, room * sizeof(block_id_t))
-        else:
-            self.rows.num_blocks[row] = held + <length_t> count
+            return -1
+        self.rows.num_blocks[row] = held + <length_t> count
         return count
 
     def truncate(self, length_t row, length_t num_blocks):
@@ -528,15 +534,16 @@ cdef void arrange_rows(Rows* rows, length_t* query_lens, length_t n, length_t* s
                 if j == bounds[b + 1]:
                     break
                 exchange(rows, query_lens, i, j, swaps, count)
+    j = k = -1  # what is left goes round one way only: both searches run on
     for i in range(bounds[1]):
         b = kind_of(query_lens[i])
         if b == DECODE:
             continue
         c = 3 - b
-        j = bounds[b]
+        j = bounds[b] if j < 0 else j
         while kind_of(query_lens[j]) != c:
             j += 1
-        k = bounds[c]
+        k = bounds[c] if k < 0 else k
         while kind_of(query_lens[k]) != DECODE:
             k += 1
         exchange(rows, query_lens, i, j, swaps, count)
@@ -607,8 +614,12 @@ cdef class StepKernel:
 
     def decode_step(self):
         """Every row runs one token: the metadata, or None where rows must be arranged or something is wrong."""
+        return None if self.rows.busy else self.decode_step_inside()
+
+    cpdef object decode_step_inside(self):
+        """The same, for the caller that has entered the batch."""
         cdef BlockRows rows = self.rows
-        if rows.dirty or rows.busy or rows.num_rows > self.max_num_tokens:
+        if rows.dirty or rows.num_rows > self.max_num_tokens:
             return None
         if not decodes_fit(&rows.rows, rows.num_rows, self.max_model_len):
             return None
@@ -642,6 +653,18 @@ cdef class StepKernel:
             cache_block(&rows.rows, i, column_of(rows.rows.num_computed[i], rows.rows.size))
         return self._run(num_decodes, num_reqs)
 
+    def undo(self, length_t num_swaps):
+        """Takes the last step back: its tokens, its number, and its num_swaps swaps, the last one first."""
+        cdef StepArena out
+        cdef length_t i
+        self.next_step -= 1
+        out = <StepArena> PyList_GET_ITEM(self.arenas, <Py_ssize_t> (self.next_step % self.depth))
+        for i in range(out.num_reqs):
+            self.rows.rows.num_computed[i] -= 1 if i < out.num_decodes else self.query_lens[i]
+        while num_swaps:
+            num_swaps -= 1
+            swap_rows(&self.rows.rows, self.swaps[2 * num_swaps], self.swaps[2 * num_swaps + 1])
+
     cdef object _run(self, length_t num_decodes, length_t num_reqs):
         cdef Py_ssize_t k = <Py_ssize_t> (self.next_step % self.depth)
         cdef StepArena out = <StepArena> PyList_GET_ITEM(self.arenas, k)
@@ -657,14 +680,13 @@ cdef class StepKernel:
         out.num_decodes = num_decodes
         out.num_reqs = num_reqs
         out.num_prefills = num_reqs - num_decodes
-        out.num_tokens = out.query_start_loc[num_reqs]
         out.num_prefill_tokens = out.num_tokens - num_decodes
-        out.num_pages = out.paged_kv_indptr[num_reqs]
         out.max_seq_len = out.max_decode_seq_len
         if out.max_prefill_seq_len > out.max_seq_len:
             out.max_seq_len = out.max_prefill_seq_len
         out.step = self.next_step
         out.req_ids = rows.req_ids
+        out.changes = rows.changes
         out.moves = ()
         self.next_step += 1
         if out.num_tokens != num_tokens or out.num_reqs != old_num_reqs:
@@ -718,6 +740,16 @@ cdef class GroupReader:
         self.ids, self.ids_capacity = ids, capacity
         return 0
 
+    def enter(self):
+        """Takes the reader for one step; False where another caller, or this one further up, is inside."""
+        if self.busy:
+            return False
+        self.busy = True
+        return True
+
+    def leave(self):
+        self.busy = False
+
     def read(self, groups):
         """Reads SequenceGroups (is_prompt, sequences, prefix_cache_hit): False where something is malformed."""
         cdef object group, sequence, sequences, is_prompt, hit
@@ -759,18 +791,18 @@ cdef class GroupReader:
         cdef Entry* entry
         if not isinstance(sequence, tuple) or PyTuple_GET_SIZE(sequence) < 4:
             return 0
-        if (not attncore_read_int(<PyObject*> PyTuple_GET_ITEM(sequence, 0), &seq_id)
-                or not attncore_read_int(<PyObject*> PyTuple_GET_ITEM(sequence, 1), &query_len)
-                or not attncore_read_int(<PyObject*> PyTuple_GET_ITEM(sequence, 2), &context_len)):
+        if (attncore_read_int(<PyObject*> PyTuple_GET_ITEM(sequence, 0), &seq_id) == 0
+                or attncore_read_int(<PyObject*> PyTuple_GET_ITEM(sequence, 1), &query_len) == 0
+                or attncore_read_int(<PyObject*> PyTuple_GET_ITEM(sequence, 2), &context_len) == 0):
             return 0
         if query_len < 1 or context_len < 0 or query_len > MAX_INT32 or context_len > MAX_INT32 - query_len:
             return 0
         ids = <object> PyTuple_GET_ITEM(sequence, 3)
         if ids is not None:
-            try:
-                self._reserve_ids(len(ids))
-            except TypeError:
+            ids = readable(ids)
+            if ids is None or len(ids) > MAX_INT32:
                 return 0
+            self._reserve_ids(len(ids))
             count = read_ids(ids, self.ids + self.num_ids, self.ids_capacity - self.num_ids, <slot_t> MAX_INT32 + 1)
             if count < 0:
                 return 0
@@ -856,13 +888,15 @@ cdef class GroupReader:
         """Fills the fields of every layout; pad rows at the end are a graph's."""
         cdef BlockSize block = block_size_of(block_size)
         cdef length_t i, k, masked, token = 0, seq_start = 0, n = self.num_seqs
+        cdef slot_t before_window
         cdef Entry* entry
         query_start_loc[0] = seq_start_loc[0] = 0
         for i in range(n):
             entry = self.entries + i
             masked = entry.query_len if entry.num_ids < 0 else 0
             if entry.num_ids >= 0 and entry.is_prompt and window:
-                masked = min(max(entry.query_len - window - entry.context_len, 0), entry.query_len)
+                before_window = <slot_t> entry.query_len - window - entry.context_len
+                masked = <length_t> min(max(before_window, 0), entry.query_len)
             for k in range(masked):
                 slot_mapping[token + k] = -1
             if masked < entry.query_len:
@@ -963,7 +997,7 @@ def fill_block_table(list rows, block_id_t[:, ::1] out):
             if len(rows[i]):
                 return i
             continue
-        count = read_ids(rows[i], &out[i, 0], width, <slot_t> MAX_INT32 + 1)
+        count = read_ids(readable(rows[i]), &out[i, 0], width, <slot_t> MAX_INT32 + 1)
         if count < 0:
             return i
         memset(&out[i, 0] + count, 0, (width - count) * sizeof(block_id_t))

@@ -13,12 +13,22 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from attncore.slots import (
+    CONTEXT_WITHOUT_CHUNKS,
+    HIT_ON_DECODE,
+    HIT_WITH_WINDOW,
+    INT32_MAX,
+    NULL_BLOCK,
+    OK,
+    QUERY_TOO_LONG,
+    TOO_FEW_BLOCKS,
+    TOO_LONG,
+    TOO_MANY_SEQ_TOKENS,
+    TOO_MANY_TOKENS,
+)
+
 IMPLEMENTATION = "numba"
 READS_INTS = "NumPy"
-
-INT32_MAX = 2**31 - 1
-OK, TOO_FEW_BLOCKS, NULL_BLOCK, TOO_LONG, TOO_MANY_TOKENS, TOO_MANY_SEQ_TOKENS = range(6)
-HIT_ON_DECODE, HIT_WITH_WINDOW, CONTEXT_WITHOUT_CHUNKS, QUERY_TOO_LONG = range(6, 10)
 
 # Rows of the hot state.
 COMPUTED, BLOCKS, COLUMN, BLOCK = range(4)
@@ -144,15 +154,16 @@ def _arrange_rows(state, table, query_lens, n, swaps):  # type: ignore[no-untype
                 if j == bounds[b + 1]:
                     break
                 count = _swap_rows(state, table, query_lens, i, j, swaps, count)
+    j = k = -1
     for i in range(bounds[1]):
         b = _kind(query_lens[i])
         if b == 0:
             continue
         c = 3 - b
-        j = bounds[b]
+        j = bounds[b] if j < 0 else j
         while _kind(query_lens[j]) != c:
             j += 1
-        k = bounds[c]
+        k = bounds[c] if k < 0 else k
         while _kind(query_lens[k]) != 0:
             k += 1
         count = _swap_rows(state, table, query_lens, i, j, swaps, count)
@@ -306,7 +317,7 @@ def _read_int(value: Any) -> int | None:
         return None
     try:
         number = int(value.__index__())
-    except (AttributeError, TypeError):
+    except Exception:  # the caller's own code; whatever it raises, this is no int
         return None
     return number if -(2**63) <= number < 2**63 else None
 
@@ -321,9 +332,11 @@ def _read_ids(ids: Any, limit: int) -> Any:
         except OverflowError:
             return None
     else:
+        if not hasattr(ids, "__len__"):
+            return None
         try:
-            items = [_read_int(item) for item in ids]
-        except TypeError:
+            items = [_read_int(item) for item in list(ids)]
+        except (TypeError, MemoryError, OverflowError):
             return None
         if None in items:
             return None
@@ -337,11 +350,12 @@ def _read_ids(ids: Any, limit: int) -> Any:
 
 
 class BlockRows:
-    def __init__(self, state: Any, table: Any, block_size: int, num_blocks: int) -> None:
+    def __init__(self, state: Any, stale: Any, table: Any, block_size: int, num_blocks: int) -> None:
         self.state, self.table, self.block_size, self.num_blocks = state, table, block_size, num_blocks
         self.capacity, self.width = table.shape
         self.num_rows = 0
         self.dirty = True
+        self.changes = 0
         self.req_ids: tuple[Any, ...] = ()
         self.busy = False
 
@@ -390,7 +404,7 @@ class StepArena:
         self.step = -1
         self.num_reqs = self.num_tokens = self.num_decodes = self.num_prefills = self.num_prefill_tokens = 0
         self.max_query_len = self.max_seq_len = self.max_prefill_seq_len = self.max_decode_seq_len = 0
-        self.num_pages = 0
+        self.num_pages = self.changes = 0
         self.req_ids: tuple[Any, ...] = ()
         self.moves: tuple[tuple[int, int], ...] = ()
 
@@ -412,8 +426,11 @@ class StepKernel:
         self.next_step = 0
 
     def decode_step(self) -> Any | None:
+        return None if self.rows.busy else self.decode_step_inside()
+
+    def decode_step_inside(self) -> Any | None:
         rows = self.rows
-        if rows.dirty or rows.busy:
+        if rows.dirty:
             return None
         self.schedule_all()
         return self.step(rows.num_rows, rows.num_rows) if self.check()[0] == OK else None
@@ -431,6 +448,14 @@ class StepKernel:
         count, decodes, reqs = _arrange_rows(rows.state, rows.table, self.query_lens, rows.num_rows, self.swaps)
         return int(count), int(decodes), int(reqs)
 
+    def undo(self, num_swaps: int) -> None:
+        self.next_step -= 1
+        rows, out = self.rows, self.arenas[self.next_step % len(self.arenas)]
+        rows.state[COMPUTED, : out.num_reqs] -= self.query_lens[: out.num_reqs]
+        taken_back = np.empty((1, 2), np.int32)
+        for i, j in self.swaps[:num_swaps][::-1].tolist():
+            _swap_rows(rows.state, rows.table, self.query_lens, i, j, taken_back, 0)
+
     def step(self, num_decodes: int, num_reqs: int) -> Any:
         k = self.next_step % len(self.arenas)
         rows, out, metadata = self.rows, self.arenas[k], self.metadata[k]
@@ -443,7 +468,7 @@ class StepKernel:
         out.num_tokens, out.num_prefill_tokens, out.num_pages = num_tokens, num_tokens - num_decodes, pages
         out.max_query_len, out.max_seq_len = max_query_len, max(max_decode, max_prefill)
         out.max_decode_seq_len, out.max_prefill_seq_len = max_decode, max_prefill
-        out.step, out.req_ids, out.moves = self.next_step, rows.req_ids, ()
+        out.step, out.req_ids, out.moves, out.changes = self.next_step, rows.req_ids, (), rows.changes
         self.next_step += 1
         if resized:
             metadata.forget_views()
@@ -456,8 +481,16 @@ class StepKernel:
 class GroupReader:
     def __init__(self) -> None:
         self.num_seqs = 0
+        self.busy = False
         self.entries = np.zeros((0, 9), np.int64)
         self.ids = np.zeros(0, np.int32)
+
+    def enter(self) -> bool:
+        busy, self.busy = self.busy, True
+        return not busy
+
+    def leave(self) -> None:
+        self.busy = False
 
     def read(self, groups: collections.abc.Iterable[Any]) -> bool:
         entries: list[tuple[int, ...]] = []

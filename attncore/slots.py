@@ -81,11 +81,11 @@ def compute_slot_mapping_start_idx(
 
     Compared with the token's absolute index (context included), as the first generation did.
     """
-    _at_least("query_len", query_len, 1)
-    _at_least("context_len", context_len, 0)
+    _integer("query_len", query_len, 1)
+    _integer("context_len", context_len, 0)
     if sliding_window is None:
         return 0
-    _at_least("sliding_window", sliding_window, 1)
+    _integer("sliding_window", sliding_window, 1)
     return max(0, query_len - sliding_window) if is_prompt else 0
 
 
@@ -105,13 +105,14 @@ def compute_slot_mapping(
     ``block_tables[seq_id][i // block_size] * block_size + i % block_size``. Raises ValueError, and appends nothing,
     where the table is too short.
     """
-    _at_least("context_len", context_len, 0)
-    _at_least("seq_len", seq_len, context_len + 1)
-    _at_least("block_size", block_size, 1)
+    _integer("context_len", context_len, 0)
+    _integer("seq_len", seq_len, context_len + 1)
+    _integer("start_idx", start_idx, 0)
+    _integer("block_size", block_size, 1)
     if is_profile_run:
         slot_mapping.extend([PAD_SLOT_ID] * (seq_len - context_len))
         return
-    if seq_id not in block_tables:
+    if block_tables.get(seq_id) is None:
         raise ValueError(f"block_tables: no table for sequence {seq_id}; it has {sorted(block_tables)}")
     table = pad_block_table([block_tables[seq_id]])
     written = min(max(start_idx, context_len), seq_len)
@@ -121,10 +122,8 @@ def compute_slot_mapping(
             f"block_tables: sequence {seq_id} holds {table.shape[1]} blocks but token {token} "
             f"needs block {token // block_size} (block_size {block_size})"
         )
-    slot_mapping.extend([PAD_SLOT_ID] * (written - context_len))
-    if seq_len > written:
-        slots = build_slot_mapping(table, [written], [seq_len - written], block_size)
-        slot_mapping.extend(slots.tolist())
+    slots = build_slot_mapping(table, [written], [seq_len - written], block_size)
+    slot_mapping.extend([PAD_SLOT_ID] * (written - context_len) + slots.tolist())
 
 
 def build_query_start_loc(query_lens: npt.ArrayLike, out: Int32Array | None = None) -> Int32Array:
@@ -150,10 +149,8 @@ def build_slot_mapping(
 
     Raises ValueError, naming the row, where a token's block lies beyond the table's width.
     """
-    _at_least("block_size", block_size, 1)
-    table = np.ascontiguousarray(block_table, dtype=np.int32)
-    if table.ndim != 2:
-        raise ValueError(f"block_table: {table.ndim} dimensions; it must be a rectangle (n, width)")
+    _integer("block_size", block_size, 1)
+    table = _block_table(block_table)
     context, query = _context_and_query(context_lens, query_lens, len(table))
     last = context.astype(np.int64) + query - 1
     short = np.flatnonzero((query > 0) & (last // block_size >= table.shape[1]))
@@ -181,7 +178,10 @@ def build_positions(context_lens: npt.ArrayLike, query_lens: npt.ArrayLike) -> t
 
 def build_logits_indices(query_start_loc: npt.ArrayLike) -> Int32Array:
     """Index of the last token of each request, int32[n], from ``query_start_loc`` int32[n + 1]."""
-    return np.asarray(query_start_loc, dtype=np.int32)[1:] - np.int32(1)
+    starts = _lengths("query_start_loc", query_start_loc, 0)
+    if not len(starts) or starts[0] or (np.diff(starts) < 0).any():
+        raise ValueError("query_start_loc: these are no prefix sums: they start with 0 and never fall")
+    return starts[1:] - np.int32(1)
 
 
 def build_page_lists(
@@ -191,10 +191,8 @@ def build_page_lists(
 
     From the rectangle int32[n, width] and lengths int[n]; an empty request has no pages and a last length of 0.
     """
-    _at_least("block_size", block_size, 1)
-    table = np.ascontiguousarray(block_table, dtype=np.int32)
-    if table.ndim != 2:
-        raise ValueError(f"block_table: {table.ndim} dimensions; it must be a rectangle (n, width)")
+    _integer("block_size", block_size, 1)
+    table = _block_table(block_table)
     lengths = _lengths("seq_lens", seq_lens, 0)
     if len(lengths) != len(table):
         raise ValueError(f"seq_lens: {len(lengths)} lengths for the {len(table)} rows of block_table")
@@ -218,38 +216,78 @@ def pad_block_table(
 
     Raises ValueError, naming the row, for an id that is no int32 >= 0 and for a row longer than the width.
     """
-    columns = max((len(row) for row in rows), default=0) if width is None else width
-    _at_least("width", columns, 0)
-    if out is None:
-        out = np.empty((len(rows), columns), np.int32)
-    elif out.shape != (len(rows), columns) or out.dtype != np.int32 or not out.flags.c_contiguous:
-        raise ValueError(f"out: {out.dtype}{list(out.shape)}; it must be int32[{len(rows)}, {columns}], contiguous")
-    bad = load_kernels().fill_block_table(list(rows), out) if len(rows) else -1
+    for index, row in enumerate(rows):
+        if not hasattr(row, "__len__"):
+            raise TypeError(f"rows: row {index}: {row!r} is not a sequence of block ids")
+    columns = max((len(row) for row in rows), default=0) if width is None else _integer("width", width, 0)
+    table = np.empty((len(rows), columns), np.int32)
+    bad = load_kernels().fill_block_table(list(rows), table) if len(rows) else -1
     if bad >= 0:
-        raise ValueError(f"rows: {describe_ids(f'row {bad}', rows[bad], columns, INT32_MAX + 1)}")
+        kind, text = _bad_ids(rows[bad], INT32_MAX + 1) or (
+            ValueError,
+            f"{len(rows[bad])} block ids but room for {columns}",
+        )
+        raise kind(f"rows: row {bad}: {text}")
+    if out is None:
+        return table
+    # Filled apart first: a refused row must leave the caller's array as it was.
+    np.copyto(_output("out", out, table.shape, np.int32), table)
     return out
 
 
-def describe_ids(whose: str, ids: Any, room: int, limit: int) -> str:
-    """Why the kernels refused a row of block ids: the sentence of an error (the slow way, for the one bad row)."""
+def _bad_ids(ids: Any, limit: int) -> tuple[type[ValueError] | type[TypeError], str] | None:
+    """What is wrong with block ids that the kernels refused (the slow way); None where nothing is, except for room."""
+    if not hasattr(ids, "__len__"):
+        return TypeError, f"{ids!r} is not a sequence of block ids"
     try:
         items = list(ids)
-    except TypeError:
-        return f"{whose}: {ids!r} is not a sequence of block ids"
+    except (TypeError, MemoryError, OverflowError):
+        return TypeError, f"{type(ids).__name__} is not a sequence of block ids that can be read"
     for index, item in enumerate(items):
-        item = item.item() if isinstance(item, np.generic) else item
-        if isinstance(item, bool) or not hasattr(item, "__index__"):
-            return f"{whose}: block id {item!r} at index {index} is not an integer"
-        if not 0 <= item.__index__() < limit:
-            return f"{whose}: block id {item} at index {index} is outside 0..{limit - 1}"
-    return f"{whose}: {len(items)} block ids but room for {room}"
+        value = _int_or_none(item)
+        if value is None:
+            shown = item.item() if isinstance(item, np.generic) else item
+            return TypeError, f"block id {shown!r} at index {index} is not an integer"
+        if not 0 <= value < limit:
+            return ValueError, f"block id {value} at index {index} is outside 0..{limit - 1}"
+    return None
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+def _int_or_none(value: Any) -> int | None:
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    try:
+        return int(value.__index__())
+    except Exception:  # the caller's own code; whatever it raises, this is no int
+        return None
+
+
+def _integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> int:
+    """Checks an argument: ``value`` as int, where it is one between the two."""
+    number = _int_or_none(value)
+    if number is None:
         raise TypeError(f"{name}: {value!r} is not an integer")
-    if value < least:
-        raise ValueError(f"{name}: {value} is below {least}")
+    if number < least:
+        raise ValueError(f"{name}: {number} is below {least}")
+    if number > most:
+        raise ValueError(f"{name}: {number} " + ("does not fit int32" if most == INT32_MAX else f"exceeds {most}"))
+    return number
+
+
+def _block_table(values: npt.ArrayLike) -> Int32Array:
+    """``block_table`` as int32[n, width]: integers >= 0 that fit."""
+    array = np.asarray(values)
+    if array.ndim != 2 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"block_table: {array.dtype}{list(array.shape)}; it must be a rectangle (n, width) of integers"
+        )
+    if array.size and array.dtype != np.int32:
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high > INT32_MAX:
+            raise ValueError(f"block_table: block id {low if low < 0 else high} is outside 0..{INT32_MAX}")
+    if array.size and int(array.min()) < 0:
+        raise ValueError(f"block_table: block id {int(array.min())} is outside 0..{INT32_MAX}")
+    return np.ascontiguousarray(array, dtype=np.int32)
 
 
 def _lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
@@ -280,9 +318,13 @@ def _context_and_query(
     return context, query
 
 
-def _output(name: str, out: Any, length: int, dtype: type[np.generic]) -> Any:
+def _output(name: str, out: Any, shape: int | tuple[int, ...], dtype: type[np.generic]) -> Any:
+    shape = shape if isinstance(shape, tuple) else (shape,)
     if out is None:
-        return np.empty(length, dtype)
-    if out.shape != (length,) or out.dtype != dtype or not out.flags.c_contiguous:
-        raise ValueError(f"{name}: {out.dtype}{list(out.shape)}; it must be {np.dtype(dtype)}[{length}], contiguous")
+        return np.empty(shape, dtype)
+    wanted = f"it must be {np.dtype(dtype)}{list(shape)}, contiguous and writable"
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"{name}: {type(out).__name__} is no array; {wanted}")
+    if out.shape != shape or out.dtype != dtype or not out.flags.carray:
+        raise ValueError(f"{name}: {out.dtype}{list(out.shape)}; {wanted}")
     return out

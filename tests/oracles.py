@@ -93,7 +93,15 @@ def list_step(groups, block_size, layout, window=None, chunked=False, pad=-1, ca
         last_page.append(0 if table is None else (seq_len % block_size or block_size))
     padded = max(pad, 0)
     out["slot_mapping"] += [PAD] * padded
-    out["query_start_loc"] = sums(out["query_lens"])
+    queries = out["query_lens"]
+    out["token_to_req_indices"] = [i for i, q in enumerate(queries) for _ in range(q)]
+    out["token_to_req_indices"] += [len(rows) + i for i in range(padded)]
+    out["positions"] = [i for _, _, q, c, _ in rows for i in range(c, c + q)] + [0] * padded
+    out["logits_indices"] = [end - 1 for end in sums(queries)[1:]]
+    out["num_reqs"], out["num_tokens"] = len(rows) + padded, sum(queries) + padded
+    out["num_decodes"] = sum(1 for row in rows if not row[0])
+    out["max_seq_len"] = max(max_prefill, max_decode)
+    out["query_start_loc"] = sums(queries)
     out["seq_lens"] += [1] * padded
     out["seq_start_loc"] = sums(out["seq_lens"])
     width = max(map(len, tables), default=0) if pad < 0 else cdiv(capture, block_size)

@@ -102,7 +102,7 @@ def test_a_graph_cuts_lookahead_blocks_only(kernels, layout):
 @pytest.mark.parametrize("layout", ["common", "rocm"])
 def test_a_wide_row_is_an_error_elsewhere(kernels, layout):
     builder = CommonMetadataBuilder(4, layout, max_seq_len_to_capture=8, kernels=kernels)
-    with pytest.raises(ValueError, match="block_table: a row of 3 blocks exceeds the 2 columns"):
+    with pytest.raises(ValueError, match=r"groups\[0\].sequences\[0\].block_table: 3 blocks exceed the 2 columns"):
         builder.build([decode(8, [1, 2, 3])], 0)
 
 

@@ -73,6 +73,9 @@ def test_compute_slot_mapping_is_the_first_generations():
         ((False, [], 7, 9, 0, 0, 4, {8: [5, 6]}), r"block_tables: no table for sequence 7; it has \[8\]"),
         ((False, [], 7, 4, 4, 0, 4, {7: [5]}), "seq_len: 4 is below 5"),
         ((False, [], 7, 4, 0, 0, 0, {7: [5]}), "block_size: 0 is below 1"),
+        ((False, [], 7, 4, 0, 2, 2**31, {7: [5]}), "block_size: 2147483648 does not fit int32"),
+        ((False, [], 7, 2**31 + 4, 2**31 - 1, 0, 4, {7: [5]}), "seq_len: 2147483652 does not fit int32"),
+        ((False, [], 7, 4, 0, 0, 4, {7: None}), "no table for sequence 7"),
         ((False, [], 7, 4, 0, 0, 4, {7: [-5]}), "block id -5 at index 0"),
     ],
 )
@@ -117,6 +120,31 @@ def test_slots_and_positions_of_a_rectangle():
         slots.build_positions([2**31 - 1], [1])
 
 
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (np.array([[2**32 + 5]]), "block id 4294967301 is outside"),
+        ([[-3]], "block id -3 is outside"),
+        (np.array([[-3]], np.int32), "block id -3 is outside"),
+        ([[1.7]], r"block_table: float64\[1, 1\]; it must be a rectangle"),
+        ([["7"]], "it must be a rectangle"),
+        ([[True]], r"block_table: bool\[1, 1\]"),
+        ([7], r"block_table: int64\[1\]"),
+    ],
+)
+def test_a_bad_rectangle_is_refused_not_wrapped(table, message):
+    with pytest.raises(ValueError, match=message):
+        slots.build_slot_mapping(table, [0], [1], 4)
+    with pytest.raises(ValueError, match=message):
+        slots.build_page_lists(table, [1], 4)
+
+
+@pytest.mark.parametrize("starts", [[0, 2**32 + 7], [0, 1.5], [[0, 1]], [1, 2], [0, 3, 2], []])
+def test_logits_indices_need_prefix_sums(starts):
+    with pytest.raises(ValueError, match="query_start_loc"):
+        slots.build_logits_indices(starts)
+
+
 def test_page_lists_of_a_rectangle():
     indptr, indices, last = slots.build_page_lists([[4, 6, 0], [9, 2, 7], [0, 0, 0]], [8, 9, 0], 4)
     assert indptr.tolist() == [0, 2, 5, 5]
@@ -134,6 +162,11 @@ def test_padding_a_block_table():
     with pytest.raises(ValueError, match="rows: row 0: 3 block ids but room for 2"):
         slots.pad_block_table([[1, 2, 3]], 2)
     with pytest.raises(ValueError, match="rows: row 1: block id -1 at index 0"):
-        slots.pad_block_table([[1], [-1]])
-    with pytest.raises(ValueError, match=r"rows: row 0: block id 1\.5 at index 0 is not an integer"):
+        slots.pad_block_table([[1], [-1]], 1, kept := np.full((2, 1), 9, np.int32))
+    assert kept.tolist() == [[9], [9]]
+    with pytest.raises(TypeError, match="rows: row 0: 5 is not a sequence"):
+        slots.pad_block_table([5])
+    with pytest.raises(TypeError, match="out: list is no array"):
+        slots.pad_block_table([[5]], 1, [[0]])
+    with pytest.raises(TypeError, match=r"rows: row 0: block id 1\.5 at index 0 is not an integer"):
         slots.pad_block_table([[1.5]])

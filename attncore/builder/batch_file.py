@@ -18,6 +18,7 @@ _BATCH = {
     "graph_batch_size": None, "max_seq_len_to_capture": None,
 }  # fmt: skip
 _GROUP = {"is_prompt": _REQUIRED, "sequences": _REQUIRED, "prefix_cache_hit": False}
+_TABLES = (list, type(None))
 _SEQUENCE = {"seq_id": _REQUIRED, "query_len": _REQUIRED, "context_len": _REQUIRED, "block_table": _REQUIRED}
 
 # What a line of output holds, by layout. The file has the first generation's name of the rectangle.
@@ -34,6 +35,10 @@ _OUTPUT = {
 }
 
 
+# A line may ask for far more than it holds (a profiling run of 2**31 tokens): an answer of a gigabyte helps nobody.
+MAX_NUMBERS = 1 << 26
+
+
 class Batch(NamedTuple):
     """One line of a batch file, checked for shape and type; what its numbers mean is the builder's to check."""
 
@@ -45,9 +50,10 @@ class Batch(NamedTuple):
     groups: list[SequenceGroup]
 
 
-def parse_batch(text: str | bytes) -> Batch:
+def parse_batch(line: str | bytes) -> Batch:
     """One line to a Batch; ValueError or TypeError that begins with the field's path."""
     try:
+        text = line.decode() if isinstance(line, bytes) else line
         record = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("batch: nested too deeply") from None
@@ -55,18 +61,22 @@ def parse_batch(text: str | bytes) -> Batch:
         raise ValueError(f"batch: not UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"batch: not JSON ({error.msg} at column {error.colno})") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise ValueError(f"batch: {error}") from None
     fields = _fields("", "batch", record, _BATCH)
     block_size = _integer("block_size", fields["block_size"], 1)
     window = _optional("sliding_window", fields["sliding_window"])
     chunked = _boolean("chunked_prefill", fields["chunked_prefill"])
-    groups = [_group(f"groups[{i}]", group) for i, group in enumerate(_list("groups", fields["groups"]))]
+    groups = _groups(fields["groups"])
+    if text.count('"') != 2 * _count_keys(record):
+        _refuse_duplicates(text)
     batch_size = _optional("graph_batch_size", fields["graph_batch_size"])
     capture, pad = None, -1
     if batch_size is not None:
         if fields["max_seq_len_to_capture"] is None:
             raise ValueError("max_seq_len_to_capture: missing; graph_batch_size needs it")
         capture = _integer("max_seq_len_to_capture", fields["max_seq_len_to_capture"], 1)
-        num_seqs = sum(len(group.sequences) for group in groups)
+        num_seqs = sum(len(group[1]) for group in groups)
         if batch_size < num_seqs:
             raise ValueError(f"graph_batch_size: {batch_size} is below the {num_seqs} sequences of the batch")
         pad = batch_size - num_seqs
@@ -87,7 +97,7 @@ def _builder(
     block_size: int, layout: str, window: int | None, chunked: bool, capture: int | None, kernels: Any
 ) -> CommonMetadataBuilder:
     # A stream repeats its settings line by line; a builder keeps its scratch.
-    return CommonMetadataBuilder(
+    builder = CommonMetadataBuilder(
         block_size,
         layout,
         sliding_window=window,
@@ -95,11 +105,62 @@ def _builder(
         max_seq_len_to_capture=capture,
         kernels=kernels,
     )
+    builder._max_numbers = MAX_NUMBERS
+    return builder
 
 
 def _plain(metadata: CommonAttentionMetadata, name: str) -> Any:
     value = getattr(metadata, name)
     return value if isinstance(value, (int, bool)) else value.tolist()
+
+
+def _groups(records: Any) -> list[SequenceGroup]:
+    """The groups, read without a thought for errors; where something is missing or odd, again with a path for it.
+
+    Which values fit is the builder's to check: it must look at every one in any case.
+    """
+    groups: list[Any] = []
+    try:
+        for record in records:
+            sequences = []
+            for sequence in record["sequences"]:
+                table = sequence["block_table"]
+                row = (sequence["seq_id"], sequence["query_len"], sequence["context_len"], table)
+                if len(sequence) != 4 or list(map(type, row[:3])) != [int] * 3 or type(table) not in _TABLES:
+                    raise KeyError
+                sequences.append(row)
+            is_prompt, hit = record["is_prompt"], record.get("prefix_cache_hit", False)
+            if (
+                len(record) != 2 + ("prefix_cache_hit" in record)
+                or type(is_prompt) is not bool
+                or type(hit) is not bool
+            ):
+                raise KeyError
+            groups.append((is_prompt, sequences, hit))
+        if groups and isinstance(records, list) and all(group[1] for group in groups):
+            return groups
+    except (KeyError, TypeError, AttributeError):
+        pass
+    return [_group(f"groups[{i}]", group) for i, group in enumerate(_list("groups", records))]
+
+
+def _count_keys(record: dict[str, Any]) -> int:
+    """Keys of a batch that has been checked: no value in it is a string, so each is one pair of quotation marks."""
+    groups = record["groups"]
+    return len(record) + sum(len(group) + sum(map(len, group["sequences"])) for group in groups)
+
+
+def _refuse_duplicates(text: str) -> None:
+    """Names the field that stands twice in an object, where one does (a quotation mark may also be in a bad value)."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"{next(name for name in names if names.count(name) > 1)}: stands twice in one object")
+        return found
+
+    json.loads(text, object_pairs_hook=once)
 
 
 def _group(path: str, record: Any) -> SequenceGroup:
@@ -128,7 +189,9 @@ def _fields(prefix: str, whole: str, record: Any, known: Mapping[str, Any]) -> d
         raise TypeError(f"{whole}: {_shown(record)} is not an object")
     unknown = record.keys() - known.keys()
     if unknown:
-        raise ValueError(f"{prefix}{min(unknown)}: unknown field; known: {', '.join(known)}")
+        name = min(unknown)
+        shown = name if name.isidentifier() else json.dumps(name)[:40]
+        raise ValueError(f"{prefix}{shown}: unknown field; known: {', '.join(known)}")
     fields = {**known, **record}
     for name, value in fields.items():
         if value is _REQUIRED:
@@ -165,9 +228,12 @@ def _boolean(path: str, value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        text = "something nested deeply"
     return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"batch: not JSON ({name} is no JSON number)")
+    raise ValueError(f"not JSON ({name} is no JSON number)")

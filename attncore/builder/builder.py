@@ -26,11 +26,13 @@ class MetadataBuilder:
     """
 
     def __init__(self, batch: InputBatch, backend: Any = None, *, max_num_batched_tokens: int, depth: int = 2) -> None:
-        slots._at_least("max_num_batched_tokens", max_num_batched_tokens, 1)
-        slots._at_least("depth", depth, 1)
-        if max_num_batched_tokens > slots.INT32_MAX:
-            raise ValueError(f"max_num_batched_tokens: {max_num_batched_tokens} does not fit int32")
+        slots._integer("max_num_batched_tokens", max_num_batched_tokens, 1)
+        slots._integer("depth", depth, 1)
+        if not isinstance(batch, InputBatch):
+            raise TypeError(f"batch: {batch!r} is not an InputBatch")
         if backend is not None:
+            if not hasattr(backend, "config"):
+                raise TypeError(f"backend: {backend!r} is not a backend; attncore.select(...).create() makes one")
             if backend.config.device.split(":")[0] != "cpu":
                 raise ValueError(
                     f"backend: {backend.name!r} runs on {backend.config.device}; this version builds for the CPU only"
@@ -59,7 +61,6 @@ class MetadataBuilder:
         )
         self._decode_step = self._kernel.decode_step
         self._plan: Any = backend.plan if backend is not None and backend.has_plan else None
-        self._moves_owed: tuple[tuple[int, int], ...] = ()
 
     @property
     def kernels(self) -> str:
@@ -73,21 +74,34 @@ class MetadataBuilder:
         with 0 have no row. The backend's ``plan`` runs before it returns. Raises ValueError, with everything left as it
         was, where a token has no block of its own, a limit is exceeded or a name is unknown.
         """
-        if not scheduled:
+        if self._plan is None and not scheduled:
             metadata = self._decode_step()
             if metadata is not None:
-                if self._plan is not None:
-                    with self.batch._entered:
-                        self._plan_or_undo(metadata)
                 return metadata  # type: ignore[no-any-return]
         with self.batch._entered:
+            if self._plan is None:
+                return self._arranged_step(scheduled)
+            return self._planned_step(scheduled)
+
+    def _planned_step(self, scheduled: Mapping[Hashable, int]) -> StepMetadata:
+        """A step and the backend's plan for it; where the plan fails, neither happened."""
+        batch = self.batch
+        num_rows = batch.num_rows
+        metadata = None if scheduled else self._kernel.decode_step_inside()
+        if metadata is None:
             metadata = self._arranged_step(scheduled)
-            if self._plan is not None:
-                self._plan_or_undo(metadata)
-            return metadata
+        try:
+            self._plan(metadata)
+        except BaseException:
+            self._kernel.undo(len(metadata.moves))
+            batch._take_back(metadata.moves, num_rows)
+            raise
+        return metadata  # type: ignore[no-any-return]
 
     def _arranged_step(self, scheduled: Mapping[Hashable, int]) -> StepMetadata:
         batch, kernel = self.batch, self._kernel
+        if not isinstance(scheduled, Mapping):
+            raise TypeError(f"scheduled: {scheduled!r} is not a mapping of request to tokens")
         kernel.schedule_all()
         self._schedule(scheduled)
         code, row, token = kernel.check()
@@ -100,23 +114,10 @@ class MetadataBuilder:
         batch._rows.req_ids = tuple(batch._ids[:num_reqs])
         # Until a row comes, goes or sits out, the next step of everybody has these rows.
         batch._rows.dirty = num_reqs != batch.num_rows
+        batch._rows.changes += num_swaps > 0
         metadata: StepMetadata = kernel.step(num_decodes, num_reqs)
-        metadata._arena.moves, self._moves_owed = self._moves_owed + moves, ()
+        metadata._arena.moves = moves
         return metadata
-
-    def _plan_or_undo(self, metadata: StepMetadata) -> None:
-        """The backend's plan for the step; where it fails, the batch is at the tokens it was at before.
-
-        Rows that moved stay where they are: the caller learns of them from the next step's ``moves``.
-        """
-        try:
-            self._plan(metadata)
-        except BaseException:
-            batch = self.batch
-            batch._state[0, : metadata.num_reqs] = metadata.host.context_lens
-            batch._rows.dirty = True
-            self._moves_owed = metadata.moves
-            raise
 
     def _schedule(self, scheduled: Mapping[Hashable, int]) -> None:
         """Writes the exceptions to one token a row."""
@@ -126,7 +127,7 @@ class MetadataBuilder:
         for row in batch._paused:
             query_lens[row] = 0
         for req_id, num_tokens in scheduled.items():
-            row = batch._row_of.get(req_id, -1)
+            row = batch._row_of.get(req_id, -1)  # a key of a mapping: it is hashable
             if row < 0:
                 raise ValueError(f"scheduled: {req_id!r} is not in the batch")
             if isinstance(num_tokens, bool) or not hasattr(num_tokens, "__index__"):

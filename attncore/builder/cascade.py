@@ -152,7 +152,7 @@ def _usable(
     block_table: npt.ArrayLike, context_lens: npt.ArrayLike, block_size: int, null_block: int | None
 ) -> tuple[slots.Int32Array, npt.NDArray[np.int64]]:
     """The table, and how many leading blocks of each row are full of context and somebody's."""
-    slots._at_least("block_size", block_size, 1)
+    slots._integer("block_size", block_size, 1)
     contexts = checks.lengths("context_lens", context_lens, 0)
     table = checks.table(block_table, len(contexts))
     full = contexts.astype(np.int64) // block_size
@@ -203,8 +203,8 @@ def _plateaus(common: list[int]) -> list[tuple[int, int, int]]:
 
 
 def _checked(rule: CascadeRule) -> CascadeRule:
-    slots._at_least("rule.min_requests", rule.min_requests, 2)
-    slots._at_least("rule.min_prefix_tokens", rule.min_prefix_tokens, 1)
+    slots._integer("rule.min_requests", rule.min_requests, 2)
+    slots._integer("rule.min_prefix_tokens", rule.min_prefix_tokens, 1)
     if not 0 <= rule.min_saving <= 1:
         raise ValueError(f"rule.min_saving: {rule.min_saving} is outside 0..1, the part of all keys")
     return rule
@@ -215,8 +215,8 @@ def _check_shared(
 ) -> None:
     if rows.ndim != 1 or not rows.size or rows.min() < 0 or rows.max() >= len(table) or (np.diff(rows) <= 0).any():
         raise ValueError(f"shared.rows: {rows.tolist()} are not ascending rows of this batch of {len(table)}")
-    slots._at_least("shared.num_blocks", shared.num_blocks, 1)
-    slots._at_least("shared.num_tokens", shared.num_tokens, 1)
+    slots._integer("shared.num_blocks", shared.num_blocks, 1)
+    slots._integer("shared.num_tokens", shared.num_tokens, 1)
     if shared.num_tokens % shared.num_blocks:
         raise ValueError(f"shared.num_tokens: {shared.num_tokens} are not {shared.num_blocks} whole blocks")
     early = np.flatnonzero(contexts[rows] < shared.num_tokens)

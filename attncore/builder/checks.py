@@ -26,16 +26,10 @@ def lengths(name: str, values: npt.ArrayLike, least: int) -> slots.Int32Array:
 
 def table(values: npt.ArrayLike, num_rows: int | None = None) -> slots.Int32Array:
     """``block_table`` as int32[n, width]: integers that fit, one row a request where ``num_rows`` says how many."""
-    array = np.asarray(values)
-    if array.ndim != 2 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"block_table: {array.dtype}{list(array.shape)}; it must be a rectangle (n, width) of integers"
-        )
-    if array.dtype != np.int32 and array.size:
-        ids_fit("block_table", array)
+    array = slots._block_table(values)
     if num_rows is not None and len(array) != num_rows:
         raise ValueError(f"block_table: {len(array)} rows for {num_rows} requests; give each its row")
-    return array.astype(np.int32, copy=False)
+    return array
 
 
 def ids_fit(name: str, ids: npt.NDArray[Any]) -> None:

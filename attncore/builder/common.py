@@ -13,6 +13,7 @@ from attncore.builder import problems
 from attncore.builder.layouts import LAYOUTS
 from attncore.builder.metadata import CommonAttentionMetadata, identity
 from attncore.builder.sequence_group import SequenceGroup
+from attncore.errors import ConcurrentUseError
 
 
 class _Measures(NamedTuple):
@@ -60,9 +61,7 @@ class CommonMetadataBuilder:
             ("max_seq_len_to_capture", max_seq_len_to_capture),
         ):
             if value is not None:
-                slots._at_least(name, value, 1)
-                if value > slots.INT32_MAX:
-                    raise ValueError(f"{name}: {value} does not fit int32")
+                slots._integer(name, value, 1)
         if layout not in LAYOUTS:
             raise ValueError(f"layout: {layout!r} is not one of {', '.join(LAYOUTS)}")
         if not isinstance(chunked_prefill, bool):
@@ -72,6 +71,7 @@ class CommonMetadataBuilder:
         self.max_seq_len_to_capture = max_seq_len_to_capture
         self._kernels = slots.load_kernels(kernels)
         self._reader = self._kernels.GroupReader()
+        self._max_numbers: int | None = None  # a stream of strangers' batches sets a limit (batch_file.py)
         self._wrap = identity if backend is None else backend.from_host
         self._plan: Any = backend.plan if backend is not None and backend.has_plan else None
 
@@ -81,11 +81,19 @@ class CommonMetadataBuilder:
         ``cuda_graph_pad_size`` -1: no graph; else the number of padded requests behind the decodes. Raises ValueError
         or TypeError that names the group, sequence and field, and builds nothing.
         """
-        slots._at_least("cuda_graph_pad_size", cuda_graph_pad_size, -1)
+        slots._integer("cuda_graph_pad_size", cuda_graph_pad_size, -1)
         if not isinstance(groups, (list, tuple)):
             if not isinstance(groups, Iterable):
                 raise problems.malformed_groups(groups)
             groups = list(groups)
+        if not self._reader.enter():
+            raise ConcurrentUseError("builder: another caller is inside it; give each thread a builder of its own")
+        try:
+            return self._built(groups, cuda_graph_pad_size)
+        finally:
+            self._reader.leave()
+
+    def _built(self, groups: Any, cuda_graph_pad_size: int) -> CommonAttentionMetadata:
         reader = self._reader
         if not reader.read(groups):
             raise problems.malformed_groups(groups)
@@ -97,15 +105,28 @@ class CommonMetadataBuilder:
             )
         )  # fmt: skip
         if measures.code != slots.OK:
-            raise self._refusal(groups, measures)
+            raise problems.refused_groups(
+                groups,
+                measures.code,
+                measures.row,
+                measures.token,
+                self.block_size,
+                self.sliding_window,
+                self.layout.name,
+            )
         use_graph = cuda_graph_pad_size >= 0
         pad = max(cuda_graph_pad_size, 0)
-        width = self._graph_width(measures) if use_graph else measures.widest_row
+        width = self._graph_width(groups, measures) if use_graph else measures.widest_row
 
         num_seqs = reader.num_seqs
         num_reqs, num_tokens = num_seqs + pad, measures.num_tokens + pad
         if max(num_tokens, measures.num_seq_tokens + pad) > slots.INT32_MAX:
             raise ValueError(f"cuda_graph_pad_size: {pad} padded requests do not fit int32")
+        if self._max_numbers is not None and num_tokens + num_reqs * width > self._max_numbers:
+            raise ValueError(
+                f"groups: an answer of {num_tokens} tokens and a table of {num_reqs} x {width} is more than the "
+                f"{self._max_numbers} numbers allowed here"
+            )
         host = SimpleNamespace(
             slot_mapping=np.empty(num_tokens, np.int64),
             positions=np.empty(num_tokens, np.int64),
@@ -123,7 +144,6 @@ class CommonMetadataBuilder:
         if self.layout.page_lists:
             self._fill_pages(host, num_reqs, measures.num_pages)
         num_decode_tokens = num_tokens - measures.num_prefill_tokens
-        extra = {"max_decode_query_len": measures.max_decode_query_len} if self.layout.name == "flash" else {}
         metadata = CommonAttentionMetadata(
             host,
             self._wrap,
@@ -138,8 +158,8 @@ class CommonMetadataBuilder:
             max_prefill_seq_len=measures.max_prefill_seq_len,
             max_decode_seq_len=measures.max_decode_seq_len,
             use_cuda_graph=use_graph,
+            max_decode_query_len=measures.max_decode_query_len,
             from_groups=True,
-            **extra,
         )
         if self._plan is not None:
             self._plan(metadata)
@@ -153,50 +173,14 @@ class CommonMetadataBuilder:
             self.block_size, host.paged_kv_indptr, host.paged_kv_indices, host.paged_kv_last_page_len
         )
 
-    def _graph_width(self, measures: _Measures) -> int:
+    def _graph_width(self, groups: Any, measures: _Measures) -> int:
         """The fixed width of a captured table, and whether this step may replay a graph at all."""
-        if self.max_seq_len_to_capture is None:
+        capture = self.max_seq_len_to_capture
+        if capture is None:
             raise ValueError("max_seq_len_to_capture: needed by a build that pads for a CUDA graph")
         if measures.num_prefills:
-            raise ValueError("graph_batch_size: a graph batch holds decodes only; this one has a prompt")
-        if measures.longest > self.max_seq_len_to_capture:
-            raise ValueError(
-                f"max_seq_len_to_capture: {self.max_seq_len_to_capture} is below the length {measures.longest} "
-                "of this step"
-            )
-        width = -(-self.max_seq_len_to_capture // self.block_size)
-        if measures.widest_row > width and not self.layout.cuts_lookahead:
-            raise ValueError(
-                f"block_table: a row of {measures.widest_row} blocks exceeds the {width} columns of "
-                f"max_seq_len_to_capture {self.max_seq_len_to_capture} (layout {self.layout.name} cuts no lookahead)"
-            )
+            raise ValueError("graph_batch_size: a graph batch holds decodes only; groups[0].is_prompt is true")
+        width = -(-capture // self.block_size)
+        if measures.longest > capture or (measures.widest_row > width and not self.layout.cuts_lookahead):
+            raise problems.beyond_capture(groups, self.block_size, self.sliding_window, capture, self.layout.name)
         return width
-
-    def _refusal(self, groups: Any, measures: _Measures) -> ValueError:
-        if measures.code == slots.TOO_MANY_SEQ_TOKENS:
-            return ValueError("groups: tokens, lengths or pages of this step do not fit int32 in all")
-        rows = [(i, j) for i, group in enumerate(groups) for j in range(len(group[1]))]
-        i, j = rows[measures.row]
-        path, hit_path = f"groups[{i}].sequences[{j}]", f"groups[{i}].prefix_cache_hit"
-        seq_id, query_len, context_len, table = groups[i][1][j][:4]
-        match measures.code:
-            case slots.TOO_FEW_BLOCKS:
-                return ValueError(
-                    f"{path}.block_table: sequence {seq_id} holds {len(table)} blocks but token {measures.token} "
-                    f"needs block {measures.token // self.block_size} (block_size {self.block_size})"
-                )
-            case slots.HIT_ON_DECODE:
-                return ValueError(f"{hit_path}: true on a decode; only a prompt can hit the prefix cache")
-            case slots.HIT_WITH_WINDOW:
-                return ValueError(
-                    f"{hit_path}: true with sliding_window {self.sliding_window}; a prefix-cache hit excludes a window"
-                )
-            case slots.CONTEXT_WITHOUT_CHUNKS:
-                return ValueError(
-                    f"chunked_prefill: false, but {path} is a prompt with context_len {context_len} and no "
-                    "prefix_cache_hit"
-                )
-        return ValueError(
-            f"{path}.query_len: {query_len} on a decode; layout {self.layout.name} runs one token a decode "
-            "(flash runs more)"
-        )

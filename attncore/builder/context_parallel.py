@@ -36,8 +36,8 @@ class ContextParallel:
 
     def __post_init__(self) -> None:
         for name in ("world_size", "block_size", "interleave"):
-            slots._at_least(name, getattr(self, name), 1)
-        slots._at_least("rank", self.rank, 0)
+            slots._integer(name, getattr(self, name), 1)
+        slots._integer("rank", self.rank, 0)
         if self.rank >= self.world_size:
             raise ValueError(f"rank: {self.rank} is outside 0..{self.world_size - 1} (world_size {self.world_size})")
         if self.block_size % self.interleave:
@@ -45,7 +45,7 @@ class ContextParallel:
         if self.virtual_block_size > slots.INT32_MAX:
             raise ValueError(f"world_size: {self.world_size} blocks of {self.block_size} tokens do not fit int32")
         if self.tensor_parallel_size is not None:
-            slots._at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+            slots._integer("tensor_parallel_size", self.tensor_parallel_size, 1)
             if self.tensor_parallel_size % self.world_size:
                 raise ValueError(
                     f"world_size: {self.world_size} does not divide tensor_parallel_size {self.tensor_parallel_size}"
@@ -56,8 +56,8 @@ class ContextParallel:
         cls, virtual_block_size: int, world_size: int, rank: int, interleave: int = 1
     ) -> ContextParallel:
         """For tables whose ids stand for ``virtual_block_size`` tokens, such as those of ``InputBatch.block_size``."""
-        slots._at_least("virtual_block_size", virtual_block_size, 1)
-        slots._at_least("world_size", world_size, 1)
+        slots._integer("virtual_block_size", virtual_block_size, 1)
+        slots._integer("world_size", world_size, 1)
         if virtual_block_size % world_size:
             raise ValueError(
                 f"world_size: {world_size} does not divide the virtual block of {virtual_block_size} tokens"
@@ -110,7 +110,7 @@ class ContextParallel:
 
     def positions(self, seq_len: int) -> slots.Int64Array:
         """int64[seq_lens([seq_len])[0]]: which of a request's first ``seq_len`` tokens this rank keeps, in order."""
-        slots._at_least("seq_len", seq_len, 0)
+        slots._integer("seq_len", seq_len, 0)
         local = np.arange(self.seq_lens([seq_len])[0], dtype=np.int64)
         rounds, within = np.divmod(local, self.interleave)
         positions: slots.Int64Array = (rounds * self.world_size + self.rank) * self.interleave + within

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,9 +49,7 @@ class InputBatch:
         if num_blocks is not None:
             sizes["num_blocks"] = num_blocks
         for name, value in sizes.items():
-            slots._at_least(name, value, 1)
-            if value > slots.INT32_MAX:
-                raise ValueError(f"{name}: {value} does not fit int32")
+            slots._integer(name, value, 1)
         width = -(-max_model_len // block_size)
         if width * block_size > slots.INT32_MAX:
             raise ValueError(f"max_model_len: {max_model_len} in blocks of {block_size} does not fit int32")
@@ -63,9 +61,9 @@ class InputBatch:
         self._limit = slots.INT32_MAX + 1 if num_blocks is None else num_blocks
         self._state = np.zeros((4, max_num_reqs), np.int32)  # num_computed, num_blocks, and the kernels' own two
         self._state[2] = -1  # no block cached, as in a row that was cleared
-        self._rows = self.kernels.BlockRows(self._state, self.block_table, block_size, self._limit)
-        self._entered = _Entered(self._rows)
         self._scratch = np.zeros(max_num_reqs, np.int32)
+        self._rows = self.kernels.BlockRows(self._state, self._scratch, self.block_table, block_size, self._limit)
+        self._entered = _Entered(self._rows)
         self._ids: list[Any] = []  # by row; None: an empty row
         self._row_of: dict[Hashable, int] = {}
         self._holes: set[int] = set()
@@ -115,9 +113,13 @@ class InputBatch:
         with self._entered:
             if req_id is None:
                 raise ValueError("req_id: None cannot name a request")
+            try:
+                hash(req_id)
+            except TypeError as error:
+                raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
             if req_id in self._row_of:
                 raise ValueError(f"req_id: {req_id!r} is in the batch already; remove it first")
-            slots._at_least("num_computed_tokens", num_computed_tokens, 0)
+            slots._integer("num_computed_tokens", num_computed_tokens, 0)
             if num_computed_tokens > self.max_model_len:
                 raise ValueError(
                     f"num_computed_tokens: {num_computed_tokens} of request {req_id!r} exceed "
@@ -154,6 +156,8 @@ class InputBatch:
 
     def append_blocks_many(self, block_ids: Mapping[Any, Any]) -> None:
         """Blocks for several requests in one call: all of them, or, where one is wrong, none."""
+        if not isinstance(block_ids, Mapping):
+            raise TypeError(f"block_ids: {block_ids!r} is not a mapping of request to block ids")
         with self._entered:
             done: list[tuple[int, int]] = []
             try:
@@ -175,7 +179,7 @@ class InputBatch:
         """Keeps the request's first ``num_blocks`` blocks, which must hold its computed tokens; those given up."""
         with self._entered:
             row = self._row(req_id)
-            slots._at_least("num_blocks", num_blocks, 0)
+            slots._integer("num_blocks", num_blocks, 0)
             held, needed = self._num_blocks_of(row), -(-self._computed_of(row) // self.block_size)
             if not needed <= num_blocks <= held:
                 raise ValueError(
@@ -184,6 +188,7 @@ class InputBatch:
                 )
             given_up: list[int] = self.block_table[row, num_blocks:held].tolist()
             self._rows.truncate(row, num_blocks)
+            self._rows.changes += 1
             return given_up
 
     def remove_request(self, req_id: Hashable) -> list[int]:
@@ -215,7 +220,7 @@ class InputBatch:
         """Takes back the request's last ``num_tokens`` computed tokens (rejected drafts); its blocks stay."""
         with self._entered:
             row = self._row(req_id)
-            slots._at_least("num_tokens", num_tokens, 0)
+            slots._integer("num_tokens", num_tokens, 0)
             computed = self._computed_of(row)
             if num_tokens > computed:
                 raise ValueError(
@@ -226,11 +231,10 @@ class InputBatch:
 
     def needs_block(self) -> list[Hashable]:
         """Requests whose next token has no block yet, in the order of rows; not those preempted."""
-        count = self._rows.needs_block(self._scratch)
-        ids = self._ids
-        return [
-            ids[row] for row in self._scratch[:count].tolist() if row not in self._paused and row not in self._holes
-        ]
+        with self._entered:
+            count = self._rows.needs_block(self._scratch)
+            rows = self._scratch[:count].tolist()
+            return [self._ids[row] for row in rows if row not in self._paused and row not in self._holes]
 
     # What builders and error texts need; by row.
 
@@ -243,7 +247,7 @@ class InputBatch:
     def _num_blocks_of(self, row: int) -> int:
         return int(self._state[1, row])
 
-    def page_indices(self, indptr: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def _page_indices(self, indptr: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The first ``indptr[i + 1] - indptr[i]`` blocks of rows 0, 1, ... in turn: int32[indptr[-1]], fresh."""
         indices = np.empty(int(indptr[-1]), np.int32)
         self.kernels.fill_page_indices(self.block_table, indptr, indices)
@@ -254,20 +258,24 @@ class InputBatch:
             return self._row_of[req_id]
         except KeyError:
             raise ValueError(f"req_id: {req_id!r} is not in the batch") from None
+        except TypeError as error:
+            raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
 
     def _append(self, row: int, req_id: Hashable, block_ids: Any) -> None:
         if self._rows.append(row, block_ids) < 0:
             room = self.block_table.shape[1] - self._num_blocks_of(row)
-            whose = f"block_ids: request {req_id!r}"
-            text = slots.describe_ids(whose, block_ids, room, self._limit)
-            if text.endswith(f"room for {room}"):
-                text += f" (max_model_len {self.max_model_len}, block_size {self.block_size})"
-            raise ValueError(text)
+            kind, text = slots._bad_ids(block_ids, self._limit) or (
+                ValueError,
+                f"{len(block_ids)} block ids but room for {room} (max_model_len {self.max_model_len}, "
+                f"block_size {self.block_size})",
+            )
+            raise kind(f"block_ids: request {req_id!r}: {text}")
 
     def _clear(self, row: int) -> list[int]:
         held: list[int] = self.block_table[row, : self._num_blocks_of(row)].tolist()
         self._rows.truncate(row, 0)
         self._rows.start(row, 0)
+        self._rows.changes += 1
         return held
 
     def _drop_last_holes(self) -> None:
@@ -278,7 +286,19 @@ class InputBatch:
 
     # What a build does to the order of rows.
 
-    def _take_moves(self, moves: tuple[tuple[int, int], ...]) -> None:
+    def _take_moves(self, moves: Iterable[tuple[int, int]]) -> None:
+        self._exchange(moves)
+        self._drop_last_holes()
+
+    def _take_back(self, moves: tuple[tuple[int, int], ...], num_rows: int) -> None:
+        """Undoes ``_take_moves`` of a batch that had ``num_rows`` rows."""
+        self._holes.update(range(len(self._ids), num_rows))
+        self._ids.extend([None] * (num_rows - len(self._ids)))
+        self._exchange(reversed(moves))
+        self._rows.num_rows = num_rows
+        self._rows.dirty = True
+
+    def _exchange(self, moves: Iterable[tuple[int, int]]) -> None:
         ids = self._ids
         for i, j in moves:
             ids[i], ids[j] = ids[j], ids[i]
@@ -288,4 +308,3 @@ class InputBatch:
             for row in (i, j):
                 if ids[row] is not None:
                     self._row_of[ids[row]] = row
-        self._drop_last_holes()

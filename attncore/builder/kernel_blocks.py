@@ -11,8 +11,8 @@ from attncore.builder import checks
 
 def kernel_blocks_per_block(manager_block_size: int, kernel_block_size: int) -> int:
     """How many kernel blocks one manager block is; both sizes in tokens."""
-    slots._at_least("manager_block_size", manager_block_size, 1)
-    slots._at_least("kernel_block_size", kernel_block_size, 1)
+    slots._integer("manager_block_size", manager_block_size, 1)
+    slots._integer("kernel_block_size", kernel_block_size, 1)
     if manager_block_size % kernel_block_size:
         raise ValueError(
             f"kernel_block_size: {kernel_block_size} does not divide the manager's block of {manager_block_size} "
@@ -30,7 +30,7 @@ def expand_blocks(
     [0, 1, 2, 3, 8, 9, 10, 11]. Slots stay what they are. Of a rectangle (n, width), ``num_blocks`` int[n] says how many
     blocks each row holds; what lies behind is padded with 0. Without it padding is expanded as block 0. Host arrays.
     """
-    slots._at_least("kernel_blocks", kernel_blocks, 1)
+    slots._integer("kernel_blocks", kernel_blocks, 1)
     ids = np.asarray(block_ids)
     if ids.ndim not in (1, 2) or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"block_ids: {ids.dtype}{list(ids.shape)}; it must be a row or a rectangle of integers")

@@ -127,8 +127,8 @@ def local_attention_metadata(
 
 
 def _check_sizes(chunk_size: int, block_size: int) -> None:
-    slots._at_least("block_size", block_size, 1)
-    slots._at_least("chunk_size", chunk_size, 1)
+    slots._integer("block_size", block_size, 1)
+    slots._integer("chunk_size", chunk_size, 1)
     if chunk_size % block_size:
         raise ValueError(f"chunk_size: {chunk_size} is no multiple of block_size {block_size}; a chunk is whole blocks")
 

@@ -20,7 +20,8 @@ TABLE_FIELDS = ("block_table", "paged_kv_indices")
 ARRAY_FIELDS = frozenset(TOKEN_FIELDS + REQUEST_FIELDS + LOC_FIELDS + TABLE_FIELDS)
 COUNT_FIELDS = (
     "num_reqs", "num_tokens", "num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens",
-    "max_query_len", "max_seq_len", "max_prefill_seq_len", "max_decode_seq_len",
+    "max_query_len", "max_seq_len", "max_prefill_seq_len", "max_decode_seq_len", "max_decode_query_len",
+    "use_cuda_graph",
 )  # fmt: skip
 
 ORDER_FIELDS = ("decodes_first", "from_groups")  # which door's order and rules: views need them
@@ -29,6 +30,17 @@ ORDER_FIELDS = ("decodes_first", "from_groups")  # which door's order and rules:
 def identity(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """How fields are wrapped where there is no backend: not at all."""
     return array
+
+
+class _ViewOfHost(SimpleNamespace):
+    """A view's host arrays. Page indices are cut out when asked for: gathering them is dear, and most never ask."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "paged_kv_indices" and "pages_of_whole" in self.__dict__:
+            whole, start, stop = self.pages_of_whole
+            self.paged_kv_indices = whole.paged_kv_indices[start:stop]
+            return self.paged_kv_indices
+        raise AttributeError(f"metadata.host has no field {name!r}")
 
 
 class CommonAttentionMetadata:
@@ -80,6 +92,10 @@ class CommonAttentionMetadata:
     max_seq_len: int
     max_prefill_seq_len: int
     max_decode_seq_len: int
+    max_decode_query_len: int
+    """1 where there is no decode."""
+    use_cuda_graph: bool
+    """Whether the step was padded for a captured graph (list door)."""
 
     req_ids: tuple[Any, ...] = ()
     """The requests, in the order of rows (persistent door)."""
@@ -98,7 +114,10 @@ class CommonAttentionMetadata:
     def __getattr__(self, name: str) -> Any:
         # Reached only for what is not there yet: wraps an array on first use and keeps it.
         if name in ARRAY_FIELDS:
-            value = self._wrap(getattr(self.host, name))
+            array = getattr(self.host, name, None)
+            if array is None:
+                raise AttributeError(f"{type(self).__name__} of this door and layout has no field {name!r}")
+            value = self._wrap(array)
             self.__dict__[name] = value
             return value
         raise AttributeError(f"{type(self).__name__} has no field {name!r}")
@@ -154,11 +173,12 @@ class CommonAttentionMetadata:
             first, first + self.num_reqs - self.num_prefills, start, start + self.num_decode_tokens,
             num_decodes=self.num_decodes, num_decode_tokens=self.num_decode_tokens,
             max_decode_seq_len=self.max_decode_seq_len, max_seq_len=self.max_decode_seq_len,
+            max_decode_query_len=self.max_decode_query_len, use_cuda_graph=self.use_cuda_graph,
         )  # fmt: skip
 
     def _view(self, first: int, last: int, start: int, stop: int, **counts: int) -> CommonAttentionMetadata:
         """Rows first..last, tokens start..stop, with everything that counts from the start of a batch rebased."""
-        whole, host = self.host, SimpleNamespace()
+        whole, host = self.host, _ViewOfHost()
         for name in TOKEN_FIELDS:
             setattr(host, name, getattr(whole, name)[start:stop])
         for name in REQUEST_FIELDS:
@@ -177,10 +197,9 @@ class CommonAttentionMetadata:
             if values is not None and values[0]:
                 setattr(host, name, values - values[0])
         if hasattr(whole, "paged_kv_indptr"):
-            pages = whole.paged_kv_indptr
-            # The last bound of a padded list-door batch, whose query_start_loc ends before the padding.
-            host.paged_kv_indices = whole.paged_kv_indices[pages[first] : pages[last]]
-        values_of_view = dict.fromkeys(COUNT_FIELDS, 0) | counts | {
+            host.pages_of_whole = whole, whole.paged_kv_indptr[first], whole.paged_kv_indptr[last]
+        none = dict.fromkeys(COUNT_FIELDS, 0) | {"max_decode_query_len": 1, "use_cuda_graph": False}
+        values_of_view = none | counts | {
             "num_reqs": last - first,
             "num_tokens": stop - start,
             "max_query_len": int(host.query_lens.max(initial=0)),

@@ -26,7 +26,7 @@ class BatchSlice(NamedTuple):
 
 def slice_by_requests(query_lens: npt.ArrayLike, num_slices: int) -> tuple[BatchSlice, ...]:
     """``num_slices`` slices of a batch of ``query_lens`` int[n], as equal in requests as they can be, none cut."""
-    slots._at_least("num_slices", num_slices, 1)
+    slots._integer("num_slices", num_slices, 1)
     lens = checks.lengths("query_lens", query_lens, 0)
     if num_slices > len(lens):
         raise ValueError(f"num_slices: {num_slices} slices of {len(lens)} requests; ask for at most one a request")
@@ -42,7 +42,7 @@ def slice_by_tokens(query_lens: npt.ArrayLike, num_slices: int) -> tuple[BatchSl
     A request that lies across a border is cut: its later part has the earlier one as context, so that the slices are to
     run in order, layer by layer. Rows of no tokens go with the tokens before them, or with the first slice.
     """
-    slots._at_least("num_slices", num_slices, 1)
+    slots._integer("num_slices", num_slices, 1)
     starts = slots.build_query_start_loc(checks.lengths("query_lens", query_lens, 0))
     num_reqs, num_tokens = len(starts) - 1, int(starts[-1])
     if num_slices > num_tokens:
@@ -102,7 +102,7 @@ def _row_starts(metadata: CommonAttentionMetadata) -> npt.NDArray[np.int64]:
 def _check_slice(metadata: CommonAttentionMetadata, batch_slice: BatchSlice, bounds: npt.NDArray[np.int64]) -> None:
     req_start, req_stop, token_start, token_stop = batch_slice
     for name, value in zip(BatchSlice._fields, batch_slice, strict=True):
-        slots._at_least(f"batch_slice.{name}", value, 0)
+        slots._integer(f"batch_slice.{name}", value, 0)
     if not req_start < req_stop <= metadata.num_reqs:
         raise ValueError(f"batch_slice: rows {req_start}:{req_stop} of a batch of {metadata.num_reqs} rows")
     starts_in, ends_in = bounds[req_start : req_start + 2], bounds[req_stop - 1 : req_stop + 1]
@@ -125,7 +125,7 @@ def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int
     if after and has_blocks:
         if block_size is None:
             raise ValueError("block_size: needed to slice through a request, whose last block changes")
-        slots._at_least("block_size", block_size, 1)
+        slots._integer("block_size", block_size, 1)
     for name in ("query_lens", "context_lens", "seq_lens"):
         setattr(host, name, getattr(host, name).copy())
     host.query_lens[0] -= before

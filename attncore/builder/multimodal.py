@@ -106,7 +106,7 @@ def _in_order(row: int, ranges: Sequence[Placeholder]) -> list[Placeholder]:
         if not isinstance(placeholder, tuple) or len(placeholder) != 4:
             raise TypeError(f"{path}: {placeholder!r} is not a Placeholder")
         for name, value, least in zip(Placeholder._fields, placeholder, (0, 0, 1, 0), strict=True):
-            slots._at_least(f"{path}.{name}", value, least)
+            slots._integer(f"{path}.{name}", value, least)
             if value > slots.INT32_MAX:
                 raise ValueError(f"{path}.{name}: {value} does not fit int32")
     found = sorted(ranges, key=lambda placeholder: placeholder.offset)

@@ -39,6 +39,59 @@ def refused_step(batch: InputBatch, code: int, row: int, token: int, query_lens:
     )
 
 
+def refused_groups(
+    groups: Any, code: int, row: int, token: int, block_size: int, window: int | None, layout: str
+) -> ValueError:
+    """The error of groups that GroupReader.measure refused, at its ``row``."""
+    if code == slots.TOO_MANY_SEQ_TOKENS:
+        return ValueError("groups: tokens, lengths or pages of this step do not fit int32 in all")
+    i, j = _places(groups)[row]
+    path, hit = f"groups[{i}].sequences[{j}]", f"groups[{i}].prefix_cache_hit"
+    seq_id, query_len, context_len, table = groups[i][1][j][:4]
+    match code:
+        case slots.TOO_FEW_BLOCKS:
+            return ValueError(
+                f"{path}.block_table: sequence {seq_id} holds {len(table)} blocks but token {token} "
+                f"needs block {token // block_size} (block_size {block_size})"
+            )
+        case slots.HIT_ON_DECODE:
+            return ValueError(f"{hit}: true on a decode; only a prompt can hit the prefix cache")
+        case slots.HIT_WITH_WINDOW:
+            return ValueError(f"{hit}: true with sliding_window {window}; a prefix-cache hit excludes a window")
+        case slots.CONTEXT_WITHOUT_CHUNKS:
+            return ValueError(
+                f"chunked_prefill: false, but {path} is a prompt with context_len {context_len} and no prefix_cache_hit"
+            )
+    return ValueError(
+        f"{path}.query_len: {query_len} on a decode; layout {layout} runs one token a decode (flash runs more)"
+    )
+
+
+def beyond_capture(groups: Any, block_size: int, window: int | None, capture: int, layout: str) -> ValueError:
+    """The error of decodes that a captured graph cannot hold: the first too long, or too wide for this layout."""
+    width = -(-capture // block_size)
+    for i, j in _places(groups):
+        path, (_, query_len, context_len, table) = f"groups[{i}].sequences[{j}]", groups[i][1][j][:4]
+        length, blocks = int(query_len) + int(context_len), 0 if table is None else len(table)
+        if window is not None:
+            whole = -(-window // block_size)
+            length = min(length, whole * block_size + length % block_size)
+            blocks = min(blocks, -(-length // block_size))
+        if length > capture:
+            return ValueError(f"max_seq_len_to_capture: {capture} is below the length {length} of {path}")
+        if blocks > width:
+            break
+    return ValueError(
+        f"{path}.block_table: {blocks} blocks exceed the {width} columns of max_seq_len_to_capture {capture} "
+        f"(layout {layout} cuts no lookahead)"
+    )
+
+
+def _places(groups: Any) -> list[tuple[int, int]]:
+    """(group, sequence) of every row."""
+    return [(i, j) for i, group in enumerate(groups) for j in range(len(group[1]))]
+
+
 def malformed_groups(groups: Any) -> ValueError | TypeError:
     """The error of groups that GroupReader.read refused: the first field that is wrong, with its path."""
     try:
@@ -87,19 +140,17 @@ def _malformed_sequence(path: str, sequence: Any) -> ValueError | TypeError | No
     if not isinstance(sequence, tuple) or len(sequence) < 4:
         return TypeError(f"{path}: {type(sequence).__name__} is not a Sequence")
     for name, value, least in zip(("seq_id", "query_len", "context_len"), sequence[:3], (None, 1, 0), strict=True):
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
+        number = slots._int_or_none(value)
+        if number is None:
             return TypeError(f"{path}.{name}: {value!r} is not an integer")
-        if least is None and not -(2**63) <= value < 2**63:
-            return ValueError(f"{path}.{name}: {value} does not fit 64 bits")
-        if least is not None and not least <= value <= slots.INT32_MAX:
-            return ValueError(f"{path}.{name}: {value} is outside {least}..{slots.INT32_MAX}")
-    if sequence[1] + sequence[2] > slots.INT32_MAX:
+        if least is None and not -(2**63) <= number < 2**63:
+            return ValueError(f"{path}.{name}: {number} does not fit 64 bits")
+        if least is not None and not least <= number <= slots.INT32_MAX:
+            return ValueError(f"{path}.{name}: {number} is outside {least}..{slots.INT32_MAX}")
+    if int(sequence[1]) + int(sequence[2]) > slots.INT32_MAX:
         return ValueError(f"{path}.query_len: {sequence[1]} on top of context_len {sequence[2]} does not fit int32")
-    table = sequence[3]
-    if table is None:
+    bad = None if sequence[3] is None else slots._bad_ids(sequence[3], slots.INT32_MAX + 1)
+    if bad is None:
         return None
-    text = slots.describe_ids("", table, slots.INT32_MAX, slots.INT32_MAX + 1).removeprefix(": ")
-    if f"but room for {slots.INT32_MAX}" in text:  # nothing is wrong with the ids
-        return None
-    kind = TypeError if "not a" in text else ValueError
+    kind, text = bad
     return kind(f"{path}.block_table: {text}")

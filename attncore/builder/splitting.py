@@ -51,7 +51,7 @@ def split_decodes_and_prefills(
     Rows of no tokens (padding) count with the part that they follow. Raises ValueError where a decode stands behind a
     prefill: put the batch in order first.
     """
-    slots._at_least("decode_threshold", decode_threshold, 1)
+    slots._integer("decode_threshold", decode_threshold, 1)
     lens = checks.lengths("query_lens", query_lens, 0)
     long = lens > decode_threshold
     num_decodes = _leading(long)
@@ -139,7 +139,7 @@ def rows_after(swaps: npt.ArrayLike, num_rows: int) -> slots.Int32Array:
 
     For an engine's own tensors of one row a request. ``metadata.moves`` are swaps too.
     """
-    slots._at_least("num_rows", num_rows, 0)
+    slots._integer("num_rows", num_rows, 0)
     pairs = np.asarray(swaps)
     if pairs.size and (pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu"):
         raise ValueError(f"swaps: {pairs.dtype}{list(pairs.shape)}; give pairs of rows (k, 2)")
@@ -154,7 +154,7 @@ def rows_after(swaps: npt.ArrayLike, num_rows: int) -> slots.Int32Array:
 def _kinds(
     lens: slots.Int32Array, context_lens: npt.ArrayLike | None, decode_threshold: int, extend_threshold: int | None
 ) -> npt.NDArray[np.int8]:
-    slots._at_least("decode_threshold", decode_threshold, 1)
+    slots._integer("decode_threshold", decode_threshold, 1)
     long = lens > decode_threshold
     kinds: npt.NDArray[np.int8]
     if context_lens is None:
@@ -176,7 +176,7 @@ def _is_prefill(
         raise ValueError(f"context_lens: {len(contexts)} lengths for {len(lens)} query_lens; give one each")
     is_prefill: npt.NDArray[np.bool_] = np.logical_not(contexts)
     if extend_threshold is not None:
-        slots._at_least("extend_threshold", extend_threshold, decode_threshold)
+        slots._integer("extend_threshold", extend_threshold, decode_threshold)
         is_prefill |= lens > extend_threshold
     return is_prefill
 

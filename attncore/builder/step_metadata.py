@@ -14,6 +14,7 @@ from attncore.builder.metadata import (
     CommonAttentionMetadata,
     Wrap,
 )
+from attncore.errors import AttncoreError
 
 if TYPE_CHECKING:
     from attncore.builder.input_batch import InputBatch
@@ -45,7 +46,12 @@ class _HostFields:
     @property
     def paged_kv_indices(self) -> npt.NDArray[np.int32]:
         """Gathered from the live table when asked for: a step that needs none pays nothing."""
-        return self._batch.page_indices(self.paged_kv_indptr)
+        if self._arena.changes != self._batch._rows.changes:
+            raise AttncoreError(
+                "paged_kv_indices: blocks have moved or left since this step was built; ask for them before the batch "
+                "changes"
+            )
+        return self._batch._page_indices(self.paged_kv_indptr)
 
     def forget(self) -> None:
         for name in ARRAY_FIELDS & self.__dict__.keys():
@@ -53,9 +59,16 @@ class _HostFields:
 
 
 class StepMetadata(CommonAttentionMetadata):
-    """Valid until its arena is used again, ``depth`` builds later; ``block_table`` until the batch changes."""
+    """Valid until its arena is used again, ``depth`` builds later, and not to be written to.
+
+    ``block_table`` is the live table: it, and what is gathered from it (``paged_kv_indices``, the views' tables), is
+    this step's until a request leaves, is preempted or truncated, or a build moves rows. Ask for page indices before
+    that; afterwards asking raises.
+    """
 
     decodes_first = True
+    use_cuda_graph = False
+    max_decode_query_len = 1
     num_reqs = _count("num_reqs")
     num_tokens = _count("num_tokens")
     num_decodes = _count("num_decodes")

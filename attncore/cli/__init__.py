@@ -65,6 +65,9 @@ def _overview() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code and never raises for what a user did."""
+    for name in ("stdin", "stdout", "stderr"):  # closed by whoever started this: nothing comes in, nothing goes out
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     words = [*(sys.argv[1:] if argv is None else argv)]  # not list(): the command of that name becomes this module's
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
@@ -86,13 +89,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe has gone: nothing is left to say, and nobody to say it to
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, TypeError, OSError, EOFError, AttncoreError) as error:
+    except (ValueError, TypeError, OSError, EOFError, ImportError, AttncoreError) as error:
         return _fail(error, 2)
+    except MemoryError as error:
+        return _fail(f"not enough memory ({error})" if str(error) else "not enough memory", 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
 
 
 def _fail(error: object, code: int) -> int:
     prefix = "" if isinstance(error, InputLineError) else "attncore: error: "
-    print(prefix + " ".join(str(error).split()), file=sys.stderr)
+    text = "".join(letter if letter.isprintable() else " " for letter in str(error))  # no control codes to a terminal
+    print(prefix + " ".join(text.split()), file=sys.stderr)
     return code

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from attncore.builder.batch_file import build_batch, parse_batch
 from attncore.builder.layouts import LAYOUTS
 from attncore.cli import InputLineError, UsageError
+from attncore.slots import load_kernels
 
 HELP = "read batches (JSON Lines), write their metadata"
 
@@ -32,6 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    load_kernels(args.kernels)  # a choice that cannot be had is no fault of the first line
     with nullcontext(sys.stdin.buffer) if args.file == "-" else open(args.file, "rb") as lines:
         if not _answer(lines, args):
             raise UsageError("FILE: empty; expected a batch a line" if args.file == "-" else f"{args.file}: empty")
@@ -45,7 +47,7 @@ def _answer(lines: Iterable[bytes], args: argparse.Namespace) -> int:
             continue
         try:
             metadata = build_batch(parse_batch(line), args.layout, args.kernels)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, MemoryError) as error:
             raise InputLineError(f"line {number}: {error}") from error
         sys.stdout.write(json.dumps(metadata, separators=(", ", ": ")) + "\n")
         sys.stdout.flush()  # a program at the other end waits for this answer before it asks again

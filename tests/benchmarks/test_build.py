@@ -38,6 +38,11 @@ class TestDecode:
         named(benchmark, f"decode {n}", "numpy")
         time_steps(benchmark, way.step)
 
+    def test_tuned(self, benchmark, n):
+        way = baselines.Tuned(shapes.decodes(n), BLOCK_SIZE, n)
+        named(benchmark, f"decode {n}", "numpy, tuned")
+        time_steps(benchmark, way.step)
+
     def test_copy(self, benchmark, n):
         _, builder, scheduled = doors.persistent(shapes.decodes(n))
         size = doors.bytes_written(builder.build(scheduled))
@@ -59,7 +64,7 @@ class TestDecode:
         batch, builder, scheduled = doors.persistent(shapes.decodes(n))
         metadata = builder.build(scheduled)
         named(benchmark, f"decode {n} page indices", "persistent")
-        benchmark.pedantic(batch.page_indices, (metadata.host.paged_kv_indptr,), rounds=100, warmup_rounds=5)
+        benchmark.pedantic(batch._page_indices, (metadata.host.paged_kv_indptr,), rounds=100, warmup_rounds=5)
 
 
 class TestLongDecode:

@@ -64,18 +64,34 @@ def test_plan_runs_once_a_step_for_each_distinct_layer(backend, batch):
 
 def test_a_failed_plan_undoes_the_step(backend, batch):
     builder = MetadataBuilder(batch, backend, max_num_batched_tokens=32)
-    rows = list("abc")
+    builder.build()
+    before = batch.req_ids, batch.block_table.tobytes(), [batch.num_computed_tokens(name) for name in "abc"]
     backend.refuses = True
-    for scheduled in ({"a": 3}, {}, {"b": 0}):
+    for scheduled in ({"a": 3}, {}, {"b": 0}, {"a": 0, "b": 2}):
         with pytest.raises(RuntimeError, match="workspace"):
             builder.build(scheduled)
-        assert [batch.num_computed_tokens(name) for name in "abc"] == [2, 2, 2]
+        assert before == (
+            batch.req_ids, batch.block_table.tobytes(), [batch.num_computed_tokens(name) for name in "abc"]
+        )  # fmt: skip
     backend.refuses = False
     metadata = builder.build({"a": 3})
-    for i, j in metadata.moves:  # those of the refused steps too: an engine's rows still follow
-        rows[i], rows[j] = rows[j], rows[i]
-    assert tuple(rows) == metadata.req_ids
-    assert metadata.seq_lens.tolist() == [3, 3, 5]
+    assert metadata.moves == ((0, 2),)
+    assert metadata.req_ids == ("c", "b", "a")
+    assert metadata.step == 1  # a step that did not happen has no number
+    assert metadata.seq_lens.tolist() == [4, 4, 6]
+
+
+def test_rows_removed_before_a_failed_plan_stay_removed(backend, batch):
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=32)
+    builder.build()
+    batch.remove_request("a")
+    backend.refuses = True
+    with pytest.raises(RuntimeError, match="workspace"):
+        builder.build()
+    assert batch.req_ids == ("b", "c")
+    assert batch.add_request("d", [9], 1) == 0  # the hole is where it was
+    backend.refuses = False
+    assert builder.build().req_ids == ("d", "b", "c")
 
 
 def test_a_backend_without_a_plan_costs_a_step_nothing(batch):

@@ -24,13 +24,16 @@ class Request:
 class Batches(RuleBasedStateMachine):
     kernels = "cython"
 
-    @initialize(block_size=st.sampled_from([1, 3, 4, 16]), depth=st.integers(1, 3))
-    def start(self, block_size, depth):
+    @initialize(block_size=st.sampled_from([1, 3, 4, 16]), depth=st.integers(1, 3), planned=st.booleans())
+    def start(self, block_size, depth, planned):
         self.block_size = block_size
         self.batch = InputBatch(
             max_num_reqs=MAX_REQS, max_model_len=MAX_LEN, block_size=block_size, kernels=self.kernels
         )
         self.builder = MetadataBuilder(self.batch, max_num_batched_tokens=MAX_TOKENS, depth=depth)
+        self.plan_fails = False
+        if planned:
+            self.builder._plan = self.plan
         self.requests = {}
         self.rows = [None] * MAX_REQS  # what an engine keeps beside the batch
         self.next_id = 0
@@ -152,6 +155,32 @@ class Batches(RuleBasedStateMachine):
         with pytest.raises(ValueError, match=r"(holds \d+ blocks but token|exceed max_model_len)"):
             self.builder.build(scheduled)
         assert self.frozen() == before
+
+    def plan(self, metadata):
+        if self.plan_fails:
+            raise RuntimeError("no plan")
+
+    @precondition(lambda self: self.builder._plan)
+    @rule(data=st.data())
+    def build_with_a_failing_plan(self, data):
+        """The step does not happen: order of rows, tables, lengths are those of before."""
+        scheduled = {}
+        for name, request in sorted(self.requests.items()):
+            if not request.paused:
+                scheduled[name] = data.draw(st.integers(0, max(min(self.room(request), 8), 0)))
+        before = self.batch_bytes()
+        self.plan_fails = True
+        with pytest.raises(RuntimeError, match="no plan"):
+            self.builder.build(scheduled)
+        self.plan_fails = False
+        assert self.batch_bytes() == before
+
+    def batch_bytes(self):
+        """What a caller can tell of the batch: the cached block of a row is not among it."""
+        return (
+            self.batch._state[:2].tobytes(), self.batch.block_table.tobytes(), tuple(self.batch._ids),
+            sorted(self.batch._holes), sorted(self.batch._paused), dict(self.batch._row_of), self.batch.num_rows,
+        )  # fmt: skip
 
     def step(self, scheduled):
         queries = {n: scheduled.get(n, 0 if r.paused else 1) for n, r in self.requests.items()}

@@ -109,6 +109,17 @@ def test_max_seq_len_to_capture_is_read_only_with_a_graph(build):
 
 
 BAD = [
+    (b"\xef\xbb\xbf{}", "batch: not JSON (Unexpected UTF-8 BOM"),
+    (json.dumps(EXAMPLE).encode("utf-16"), "batch: not UTF-8"),
+    (changed("block_size", 0).replace('"block_size": 0', '"block_size": ' + "9" * 5000), "batch: Exceeds the limit"),
+    (changed("groups", 0).replace("0}", "[" * 900 + "]" * 900 + "}"), "groups[0]: "),
+    (changed("block_size", 4).replace("{", '{"block_size": 4, ', 1), "block_size: stands twice in one object"),
+    (changed("", 4), '"": unknown field'),
+    (changed("\x1b[31m", 4), '"\\u001b[31m": unknown field'),
+    (
+        changed("groups.0.sequences.0", {"seq_id": 0, "query_len": 2**31 - 9, "context_len": 0, "block_table": None}),
+        "groups: an answer of 2147483641 tokens",
+    ),
     ("{", "batch: not JSON"),
     ("[1]", "batch: [1] is not an object"),
     ("null", "batch: null is not an object"),
@@ -186,6 +197,7 @@ def test_a_graph_without_a_length_to_capture(build):
         (["--layot", "flash"], "unrecognized arguments: --layot"),
         (["--layout", "flsh"], "argument --layout: invalid choice: 'flsh'"),
         (["--kernels", "c"], "argument --kernels: invalid choice: 'c'"),
+        (["-", "--kernels"], "argument --kernels: expected one argument"),
         (["no-such-file"], "No such file or directory: 'no-such-file'"),
         (["/"], "Is a directory: '/'"),
     ],
@@ -195,6 +207,28 @@ def test_a_bad_argument_is_one_line(build, arguments, message):
     assert (code, lines) == (2, [])
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("closed", "code"), [("<&-", 2), (">&-", 0), ("2>&-", 0)])
+def test_a_closed_stream_is_no_traceback(tmp_path, closed, code):
+    (tmp_path / "batch.jsonl").write_text(json.dumps(EXAMPLE))
+    words = f"{sys.executable} -m attncore build {'' if closed == '<&-' else 'batch.jsonl'} {closed}"
+    done = subprocess.run(["sh", "-c", words], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bad_choice_of_kernels_is_no_fault_of_a_line(build, monkeypatch):
+    monkeypatch.setenv("ATTNCORE_KERNELS", "rust")
+    code, _, err = build(json.dumps(EXAMPLE))
+    assert (code, err) == (2, "attncore: error: ATTNCORE_KERNELS: 'rust' is neither cython nor numba\n")
+
+
+def test_kernels_that_are_not_installed_are_one_line(build, monkeypatch):
+    monkeypatch.setitem(sys.modules, "attncore._slots_numba", None)
+    code, _, err = build(json.dumps(EXAMPLE), "--kernels", "numba")
+    assert code == 2
+    assert err.startswith("attncore: error: kernels: numba was asked for and cannot be imported")
 
 
 def test_an_empty_input_is_an_error(build):

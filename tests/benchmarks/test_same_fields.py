@@ -1,0 +1,28 @@
+"""The ways that are timed against each other give the same fields."""
+
+import baselines
+import doors
+import pytest
+import shapes
+
+FIELDS = {
+    "slot_mapping": "slot_mapping", "positions": "positions", "query_start_loc": "query_start_loc",
+    "seq_start_loc": "seq_start_loc", "paged_kv_indptr": "indptr", "seq_lens": "seq_lens",
+    "context_lens": "context_lens", "paged_kv_last_page_len": "last_page_len", "last_blocks": "last_blocks",
+    "logits_indices": "logits_indices",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", [baselines.Vectorised, baselines.Tuned])
+@pytest.mark.parametrize("rows", [shapes.decodes(8), shapes.prefills(8, 1024), shapes.mixed()])
+def test_numpy_builds_what_the_persistent_door_builds(way, rows):
+    _, builder, scheduled = doors.persistent(rows)
+    numpy = way(rows, shapes.BLOCK_SIZE, sum(row.query_len for row in rows))
+    for _ in range(1 if scheduled else 40):
+        metadata = builder.build(scheduled)
+        total, num_decodes, (max_query_len, max_seq_len), token_to_req = numpy.step()
+        assert (metadata.num_tokens, metadata.num_decodes) == (total, num_decodes)
+        assert (metadata.max_query_len, metadata.max_seq_len) == (max_query_len, max_seq_len)
+        assert metadata.token_to_req_indices.tolist() == token_to_req.tolist()
+        for field, name in FIELDS.items():
+            assert getattr(metadata, field).tolist() == getattr(numpy, name)[: len(getattr(metadata, field))].tolist()
