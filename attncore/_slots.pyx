@@ -22,9 +22,9 @@ from attncore._typedefs cimport block_id_t, length_t, slot_t
 cdef extern from *:
     """
     #include <stdint.h>
-    /* One Python int (not a bool) to C: 1 read, 0 not an int, or not one of 64 bits, -1 interrupted (an exception that is
-       no Exception is set). Block tables are long lists of small ints, so the interpreter's own layout is used where it
-       is known; ATTNCORE_PUBLIC_C_API leaves it out. */
+    /* One Python int (not a bool) to C: 1 read, 0 not an int, or not one of 64 bits, -1 interrupted (an exception that
+       is no Exception is set). Block tables are long lists of small ints, so the interpreter's own layout is used where
+       it is known; ATTNCORE_PUBLIC_C_API leaves it out. */
     #if defined(ATTNCORE_PUBLIC_C_API) || defined(PYPY_VERSION)
       #define ATTNCORE_READS_INTS "public C API"
     #else
@@ -426,8 +426,9 @@ cdef class BlockRows:
     """The requests in flight: hot state int32[4, n] and block table int32[n, width], both owned by the caller.
 
     The state's rows are those of ``Rows``: tokens computed, blocks held, the cached block's column and id; ``stale``
-    int32[n] is scratch. A row's table is zero beyond its blocks, always. ``num_rows`` is the high-water mark (rows below it may be empty); ``dirty``
-    says that rows came, went or sat out since the last build, so that the next one must arrange them.
+    int32[n] is scratch. A row's table is zero beyond its blocks, always. ``num_rows`` is the high-water mark (rows below
+    it may be empty); ``dirty`` says that rows came, went or sat out since the last build, so that the next one must
+    arrange them.
     """
 
     def __init__(self, state, stale, table, length_t block_size, slot_t num_blocks):

@@ -96,7 +96,7 @@ class MetadataBuilder:
             self._kernel.undo(len(metadata.moves))
             batch._take_back(metadata.moves, num_rows)
             raise
-        return metadata  # type: ignore[no-any-return]
+        return metadata
 
     def _arranged_step(self, scheduled: Mapping[Hashable, int]) -> StepMetadata:
         batch, kernel = self.batch, self._kernel

@@ -117,8 +117,8 @@ BAD = [
     (changed("", 4), '"": unknown field'),
     (changed("\x1b[31m", 4), '"\\u001b[31m": unknown field'),
     (
-        changed("groups.0.sequences.0", {"seq_id": 0, "query_len": 2**31 - 9, "context_len": 0, "block_table": None}),
-        "groups: an answer of 2147483641 tokens",
+        changed("groups.0.sequences.0", {"seq_id": 0, "query_len": 2**31 - 100, "context_len": 0, "block_table": None}),
+        "groups: an answer of 2147483550 tokens",
     ),
     ("{", "batch: not JSON"),
     ("[1]", "batch: [1] is not an object"),
