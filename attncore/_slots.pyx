@@ -426,9 +426,9 @@ cdef class BlockRows:
     """The requests in flight: hot state int32[4, n] and block table int32[n, width], both owned by the caller.
 
     The state's rows are those of ``Rows``: tokens computed, blocks held, the cached block's column and id; ``stale``
-    int32[n] is scratch. A row's table is zero beyond its blocks, always. ``num_rows`` is the high-water mark (rows below
-    it may be empty); ``dirty`` says that rows came, went or sat out since the last build, so that the next one must
-    arrange them.
+    int32[n] is scratch. A row's table is zero beyond its blocks, always. ``num_rows`` is the high-water mark (rows
+    below it may be empty). ``dirty`` says that rows came, went or sat out since the last build, so that the next one
+    must arrange them.
     """
 
     def __init__(self, state, stale, table, length_t block_size, slot_t num_blocks):
