@@ -76,7 +76,7 @@ def parse_batch(line: str | bytes) -> Batch:
         if fields["max_seq_len_to_capture"] is None:
             raise ValueError("max_seq_len_to_capture: missing; graph_batch_size needs it")
         capture = _integer("max_seq_len_to_capture", fields["max_seq_len_to_capture"], 1)
-        num_seqs = sum(len(group[1]) for group in groups)
+        num_seqs = sum(len(group.sequences) for group in groups)
         if batch_size < num_seqs:
             raise ValueError(f"graph_batch_size: {batch_size} is below the {num_seqs} sequences of the batch")
         pad = batch_size - num_seqs
@@ -119,7 +119,7 @@ def _groups(records: Any) -> list[SequenceGroup]:
 
     Which values fit is the builder's to check: it must look at every one in any case.
     """
-    groups: list[Any] = []
+    groups: list[SequenceGroup] = []
     try:
         for record in records:
             sequences = []
@@ -128,7 +128,7 @@ def _groups(records: Any) -> list[SequenceGroup]:
                 row = (sequence["seq_id"], sequence["query_len"], sequence["context_len"], table)
                 if len(sequence) != 4 or list(map(type, row[:3])) != [int] * 3 or type(table) not in _TABLES:
                     raise KeyError
-                sequences.append(row)
+                sequences.append(tuple.__new__(Sequence, row))
             is_prompt, hit = record["is_prompt"], record.get("prefix_cache_hit", False)
             if (
                 len(record) != 2 + ("prefix_cache_hit" in record)
@@ -136,8 +136,8 @@ def _groups(records: Any) -> list[SequenceGroup]:
                 or type(hit) is not bool
             ):
                 raise KeyError
-            groups.append((is_prompt, sequences, hit))
-        if groups and isinstance(records, list) and all(group[1] for group in groups):
+            groups.append(SequenceGroup(is_prompt, sequences, hit))
+        if groups and isinstance(records, list) and all(group.sequences for group in groups):
             return groups
     except (KeyError, TypeError, AttributeError):
         pass
