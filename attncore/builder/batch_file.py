@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 from attncore import slots
@@ -18,8 +19,11 @@ _BATCH = {
     "graph_batch_size": None, "max_seq_len_to_capture": None,
 }  # fmt: skip
 _GROUP = {"is_prompt": _REQUIRED, "sequences": _REQUIRED, "prefix_cache_hit": False}
-_TABLES = (list, type(None))
 _SEQUENCE = {"seq_id": _REQUIRED, "query_len": _REQUIRED, "context_len": _REQUIRED, "block_table": _REQUIRED}
+
+_group_fields = itemgetter("is_prompt", "sequences")
+_sequence_fields = itemgetter(*_SEQUENCE)
+_new = tuple.__new__  # of a named tuple, from a tuple: a third of its constructor's time
 
 # What a line of output holds, by layout. The file has the first generation's name of the rectangle.
 _COMMON = (
@@ -88,7 +92,11 @@ def build_batch(batch: Batch, layout: str = "common", kernels: slots.KernelsName
     builder = _builder(
         batch.block_size, layout, batch.sliding_window, batch.chunked_prefill, batch.max_seq_len_to_capture, kernels
     )
-    metadata = builder.build(batch.groups, batch.cuda_graph_pad_size)
+    try:
+        metadata = builder.build(batch.groups, batch.cuda_graph_pad_size)
+    except (ValueError, TypeError):
+        _check_values(batch.groups)
+        raise
     return {name: _plain(metadata, name) for name in _OUTPUT[layout]}
 
 
@@ -115,39 +123,47 @@ def _plain(metadata: CommonAttentionMetadata, name: str) -> Any:
 
 
 def _groups(records: Any) -> list[SequenceGroup]:
-    """The groups, read without a thought for errors; where something is missing or odd, again with a path for it.
+    """The groups, read without a thought for values; where a field is missing or unknown, again with a path for it.
 
-    Which values fit is the builder's to check: it must look at every one in any case.
+    What the values are is the builder's to check, which must look at every one in any case (see ``build_batch``).
     """
-    groups: list[SequenceGroup] = []
+    groups = []
     try:
         for record in records:
+            is_prompt, records_of_group = _group_fields(record)
             sequences = []
-            for sequence in record["sequences"]:
-                table = sequence["block_table"]
-                row = (sequence["seq_id"], sequence["query_len"], sequence["context_len"], table)
-                if len(sequence) != 4 or list(map(type, row[:3])) != [int] * 3 or type(table) not in _TABLES:
+            for sequence in records_of_group:
+                if len(sequence) != 4:
                     raise KeyError
-                sequences.append(tuple.__new__(Sequence, row))
-            is_prompt, hit = record["is_prompt"], record.get("prefix_cache_hit", False)
-            if (
-                len(record) != 2 + ("prefix_cache_hit" in record)
-                or type(is_prompt) is not bool
-                or type(hit) is not bool
-            ):
+                sequences.append(_new(Sequence, _sequence_fields(sequence)))
+            if len(record) == 2:
+                groups.append(_new(SequenceGroup, (is_prompt, sequences, False)))
+            elif len(record) == 3:
+                groups.append(_new(SequenceGroup, (is_prompt, sequences, record["prefix_cache_hit"])))
+            else:
                 raise KeyError
-            groups.append(SequenceGroup(is_prompt, sequences, hit))
-        if groups and isinstance(records, list) and all(group.sequences for group in groups):
+        if groups and isinstance(records, list):
             return groups
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError):
         pass
     return [_group(f"groups[{i}]", group) for i, group in enumerate(_list("groups", records))]
+
+
+def _check_values(groups: list[SequenceGroup]) -> None:
+    """Raises for the first value of a wrong type, in the words of JSON."""
+    for i, group in enumerate(groups):
+        path = f"groups[{i}]"
+        _boolean(f"{path}.is_prompt", group.is_prompt)
+        _boolean(f"{path}.prefix_cache_hit", group.prefix_cache_hit)
+        _list(f"{path}.sequences", group.sequences)
+        for j, sequence in enumerate(group.sequences):
+            _checked_sequence(f"{path}.sequences[{j}]", sequence)
 
 
 def _count_keys(record: dict[str, Any]) -> int:
     """Keys of a batch that has been checked: no value in it is a string, so each is one pair of quotation marks."""
     groups = record["groups"]
-    return len(record) + sum(len(group) + sum(map(len, group["sequences"])) for group in groups)
+    return len(record) + sum([len(group) + sum(map(len, group["sequences"])) for group in groups])
 
 
 def _refuse_duplicates(text: str) -> None:
@@ -165,23 +181,20 @@ def _refuse_duplicates(text: str) -> None:
 
 def _group(path: str, record: Any) -> SequenceGroup:
     fields = _fields(f"{path}.", path, record, _GROUP)
-    is_prompt = _boolean(f"{path}.is_prompt", fields["is_prompt"])
-    hit = _boolean(f"{path}.prefix_cache_hit", fields["prefix_cache_hit"])
     records = _list(f"{path}.sequences", fields["sequences"])
-    return SequenceGroup(is_prompt, [_sequence(f"{path}.sequences[{i}]", s) for i, s in enumerate(records)], hit)
+    sequences = []
+    for j, sequence in enumerate(records):
+        where = f"{path}.sequences[{j}]"
+        sequences.append(_new(Sequence, _sequence_fields(_fields(f"{where}.", where, sequence, _SEQUENCE))))
+    return SequenceGroup(fields["is_prompt"], sequences, fields["prefix_cache_hit"])
 
 
-def _sequence(path: str, record: Any) -> Sequence:
-    fields = _fields(f"{path}.", path, record, _SEQUENCE)
-    table = fields["block_table"]
-    if table is not None and not isinstance(table, list):
-        raise TypeError(f"{path}.block_table: {_shown(table)} is neither a list nor null")
-    return Sequence(
-        _integer(f"{path}.seq_id", fields["seq_id"], None),
-        _integer(f"{path}.query_len", fields["query_len"], 1),
-        _integer(f"{path}.context_len", fields["context_len"], 0),
-        table,
-    )
+def _checked_sequence(path: str, sequence: Sequence) -> None:
+    _integer(f"{path}.seq_id", sequence.seq_id, None)
+    _integer(f"{path}.query_len", sequence.query_len, 1)
+    _integer(f"{path}.context_len", sequence.context_len, 0)
+    if sequence.block_table is not None and not isinstance(sequence.block_table, list):
+        raise TypeError(f"{path}.block_table: {_shown(sequence.block_table)} is neither a list nor null")
 
 
 def _fields(prefix: str, whole: str, record: Any, known: Mapping[str, Any]) -> dict[str, Any]:
