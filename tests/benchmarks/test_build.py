@@ -107,7 +107,7 @@ class TestPrefillAndMixed:
                 batch.rollback(i, batch.num_computed_tokens(i) - row.computed)
 
         named(benchmark, shape, "persistent")
-        benchmark.pedantic(builder.build, (scheduled,), setup=again, rounds=300, warmup_rounds=5)
+        benchmark.pedantic(builder.build, (scheduled,), setup=again, rounds=2000, warmup_rounds=20)
 
     def test_vectorised(self, benchmark, shape):
         rows = SHAPES[shape]
@@ -120,7 +120,7 @@ class TestPrefillAndMixed:
         _, builder, scheduled = doors.persistent(SHAPES[shape])
         size = doors.bytes_written(builder.build(scheduled))
         named(benchmark, shape, "copy", size)
-        benchmark.pedantic(baselines.copy_of(size), rounds=300, warmup_rounds=5)
+        benchmark.pedantic(baselines.copy_of(size), rounds=2000, warmup_rounds=20)
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_lists(self, benchmark, shape, layout):
