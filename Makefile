@@ -49,8 +49,9 @@ test: $(VENV)/.built lint types
 test-all: $(VENV)/.built lint types
 	ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
 
+# -P: the attncore that is installed there, not the source tree, which has no compiled extension.
 test-gpu:
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -P -m pytest -m gpu
 
 # Compares with the last saved run of this kind of machine where there is one, then checks the goals.
 bench: $(VENV)/.built
