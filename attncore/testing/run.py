@@ -32,6 +32,7 @@ def conformance(name: str, *, settings: str = "", options: Sequence[str] = ("-q"
         ini = Path(folder, "pytest.ini")
         ini.write_text("[pytest]\naddopts =\n", encoding="utf-8")
         fixed = ["-c", str(ini), "--rootdir", folder, "--import-mode=importlib", "-p", "no:cacheprovider"]
+        fixed += ["-p", "no:benchmark"]  # nothing is timed here, and it warns inside a worker of pytest-xdist
         code = int(pytest.main([*fixed, *options, str(file)], plugins=[catcher]))
     return code, catcher.found.get(name, Report(name))
 

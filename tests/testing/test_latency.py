@@ -7,6 +7,8 @@ import pytest
 from attncore.cli import main
 from attncore.testing import latency
 
+# Some releases of pytest-benchmark leave the file of --benchmark-json to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 FILE = 'from attncore.testing.latency import *\n\nBACKEND = "{name}"\n'
 
 

@@ -64,7 +64,9 @@ def all_faults(tmp_path_factory):
             nodes.append(f"{file}::{fault.test}")
         fixed = ["-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--import-mode=importlib"]
         with unshrunk():
-            code = pytest.main([*fixed, "-p", "no:cacheprovider", *QUIET, *nodes], plugins=[catcher])
+            code = pytest.main(
+                [*fixed, "-p", "no:cacheprovider", "-p", "no:benchmark", *QUIET, *nodes], plugins=[catcher]
+            )
         for name in site.modules:
             sys.modules.pop(name, None)
     load.forget()
