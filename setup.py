@@ -25,8 +25,6 @@ extension = Extension(
     ["attncore/_slots.pyx"],
     # The baseline instruction set of the platform (x86-64-v1 on x86-64): a wheel must run wherever it installs.
     extra_compile_args=["/O2"] if sys.platform == "win32" else ["-O3", "-g0", "-fvisibility=hidden"],
-    # A release must set ATTNCORE_REQUIRE_EXT: an optional extension that failed leaves a wheel that looks compiled.
-    optional=not switch("ATTNCORE_REQUIRE_EXT"),
     define_macros=[("ATTNCORE_PUBLIC_C_API", "1")] if switch("ATTNCORE_PUBLIC_C_API") else [],
 )
 # The one place where directives are set.
@@ -38,4 +36,8 @@ directives = {
     "cdivision": True,
     "embedsignature": True,
 }
-setup(ext_modules=cythonize([extension], compiler_directives=directives))
+extensions = cythonize([extension], compiler_directives=directives)
+for built in extensions:  # cythonize forgets it where it is given
+    # A release must set ATTNCORE_REQUIRE_EXT: an optional extension that failed leaves a wheel that looks compiled.
+    built.optional = not switch("ATTNCORE_REQUIRE_EXT")
+setup(ext_modules=extensions)
