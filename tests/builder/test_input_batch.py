@@ -252,6 +252,7 @@ def test_a_second_thread_is_refused(batch, builder):
             thread.join()
             return super().items()
 
+    builder.build()  # from now on an intruder's build would take the short way
     builder.build(Intruder(a=1))
     assert len(problems) == 3
     assert builder.build().num_reqs == 1

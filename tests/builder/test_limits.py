@@ -195,6 +195,7 @@ def test_page_indices_are_refused_once_the_blocks_have_moved(kernels):
     with pytest.raises(AttncoreError, match="paged_kv_indices: blocks have moved or left"):
         _ = late.paged_kv_indices
     last = builder.build()
+    assert last.paged_kv_indices.tolist() == [11, 12, 13, 1, 2]
     batch.remove_request("a")
     with pytest.raises(AttncoreError, match="paged_kv_indices"):
         _ = last.decode_metadata.paged_kv_indices
