@@ -31,6 +31,13 @@ def rows(run):
     yield "prefill 1x8192, against a copy of the bytes", f"{ratio:.2f}x", "<= 3x", ratio <= 3
     slowest = max(value for (group, _), value in us.items() if group.startswith("attncore build"))
     yield "attncore build, slowest shape", f"{1e6 / slowest:.0f} /s", ">= 2000/s", slowest <= 500
+    for what, group, goal in (("attncore list, three plugins", "attncore list", 200), ("select among ten", None, 1)):
+        value = us[group or what, "attncore"] / 1000
+        yield what, f"{value:.2f} ms", f"< {goal} ms", value < goal
+    # A difference of two whole processes: their fastest runs, or it is the machine's noise.
+    fastest = {b["extra_info"]["way"]: b["stats"]["min"] * 1e3 for b in run["benchmarks"] if b["group"] == "import"}
+    added = fastest["numpy, attncore"] - fastest["numpy"]
+    yield "import attncore, beside NumPy", f"{added:.1f} ms", "< 10 ms", added < 10
     busy = next(b for b in run["benchmarks"] if b["group"] == "decode 256 beside a busy thread")
     p99 = busy["extra_info"]["p99_us"]
     yield "decode 256 beside a busy thread, p99", f"{p99:.1f} us", "< 50 us", p99 < 50

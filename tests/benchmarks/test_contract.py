@@ -1,0 +1,49 @@
+"""What choosing a backend costs: the import, the command, the choice."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from planting import site
+
+import attncore
+
+__all__ = ["site"]
+REQUEST = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+
+
+def named(benchmark, what):
+    benchmark.group = what
+    benchmark.extra_info["way"] = "attncore"
+
+
+def plant(site, count):
+    for index in range(count):
+        site.plugin(f"planted{index}")
+
+
+def test_select_among_ten(benchmark, site):
+    plant(site, 9)  # and the reference backend
+    assert len(attncore.select(**REQUEST).reasons) >= 0
+    named(benchmark, "select among ten")
+    host = attncore.Host.assume("cpu")
+    benchmark.pedantic(lambda: attncore.select(host=host, **REQUEST), rounds=200, warmup_rounds=5)
+
+
+def test_list_with_three_plugins(benchmark, site):
+    plant(site, 3)
+    environment = {**os.environ, "PYTHONPATH": str(site.folder)}
+    words = [sys.executable, "-P", "-m", "attncore", "list"]
+    assert "planted2" in subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+    named(benchmark, "attncore list")
+    benchmark.pedantic(
+        lambda: subprocess.run(words, env=environment, capture_output=True, check=True), rounds=11, warmup_rounds=1
+    )
+
+
+@pytest.mark.parametrize("module", ["numpy", "numpy, attncore"])
+def test_import(benchmark, module):
+    words = [sys.executable, "-P", "-c", f"import {module}"]
+    benchmark.group, benchmark.extra_info["way"] = "import", module
+    benchmark.pedantic(lambda: subprocess.run(words, check=True), rounds=21, warmup_rounds=2)
