@@ -15,7 +15,7 @@ from attncore.registry.sizes import MultipleOf
 from attncore.testing.capability import covers
 from attncore.testing.check_features import edges
 from attncore.testing.engine import Engine, run_rows
-from attncore.testing.errors import ConformanceError, UnsupportedError
+from attncore.testing.errors import ConformanceError, UnsupportedError, told
 from attncore.testing.subject import Subject
 
 __all__ = [
@@ -29,8 +29,13 @@ __all__ = [
     "test_undeclared_features_are_refused_with_a_sentence",
     "test_undeclared_options_are_refused_with_a_sentence",
     "test_undeclared_sizes_are_refused_or_right",
+    "test_usual_block_sizes_that_are_declared",
+    "test_usual_head_sizes_that_are_declared",
 ]
 MOST = 512  # sizes of heads and blocks beyond this are not probed: the arithmetic of a kernel has changed long before
+USUAL_HEAD_SIZES = (24, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 256)  # of models that are served
+USUAL_BLOCK_SIZES = (16, 24, 32, 48, 64, 128, 256)
+WHOLE = 32  # a finite set of at most so many sizes is probed whole
 FEW = 16  # blocks of a cache whose blocks may be large
 _LIGHT = """
 import sys
@@ -102,6 +107,20 @@ def test_smallest_and_largest_declared_block_sizes(attncore_subject: Subject) ->
     form = attncore_subject.form
     chosen = {*edges(form.block_sizes, MOST), *([form.preferred_block_size] if form.preferred_block_size else [])}
     _probe(attncore_subject, "block_size", sorted(chosen))
+
+
+@covers("declared head sizes")
+def test_usual_head_sizes_that_are_declared(attncore_subject: Subject) -> None:
+    """The head sizes of models that are served, between the edges of head_sizes; a finite set whole."""
+    between = _between(attncore_subject.form.head_sizes, USUAL_HEAD_SIZES)
+    _probe(attncore_subject, "head_size", between, small=True)
+
+
+@covers("declared block sizes")
+def test_usual_block_sizes_that_are_declared(attncore_subject: Subject) -> None:
+    """The block sizes that engines use, between the edges of block_sizes; a finite set whole."""
+    between = _between(attncore_subject.form.block_sizes, USUAL_BLOCK_SIZES)
+    _probe(attncore_subject, "block_size", between, small=True)
 
 
 @covers("declared groups")
@@ -187,8 +206,22 @@ def test_undeclared_options_are_refused_with_a_sentence(attncore_subject: Subjec
         raise ConformanceError(f"the error does not name the option: {error}")
 
 
-def _probe(subject: Subject, field: str, chosen: list[int]) -> None:
-    """Every declared size must work; one that a check of the plugin's own refuses has its reason, and is left out."""
+def _between(declared: Any, usual: tuple[int, ...]) -> list[int]:
+    """Declared sizes that ``edges`` leaves out: the usual ones, and all of a small set."""
+    found = {size for size in usual if size in declared}
+    if not isinstance(declared, MultipleOf) and len(declared) <= WHOLE:
+        found = {size for size in declared if size <= MOST}
+    found -= set(edges(declared, MOST))
+    if not found:
+        raise UnsupportedError("its spec declares no usual size but those at the edges")
+    return sorted(found)
+
+
+def _probe(subject: Subject, field: str, chosen: list[int], *, small: bool = False) -> None:
+    """Every declared size must work; one that a check of the plugin's own refuses has its reason, and is left out.
+
+    ``small``: by one request a phase, over the edge of a block.
+    """
     refused = []
     for size in chosen:
         try:
@@ -197,9 +230,13 @@ def _probe(subject: Subject, field: str, chosen: list[int]) -> None:
             refused.append(f"{field} {size}: {error}")
             continue
         try:
-            run_rows(Engine(backend, num_blocks=FEW), subject.around_a_block(backend.config.block_size))
+            block = backend.config.block_size
+            batch = [(block - 1, 2)] * ("prefill" in subject.form.phases) + [(block, 1)] * (
+                "decode" in subject.form.phases
+            )
+            run_rows(Engine(backend, num_blocks=FEW), batch if small else subject.around_a_block(block))
         except Exception as error:
-            raise ConformanceError(f"the spec declares {field} {size}, but: {type(error).__name__}: {error}") from error
+            raise ConformanceError(f"the spec declares {field} {size}, but: {told(error)}") from error
     if len(refused) == len(chosen):
         raise UnsupportedError("; ".join(refused))
 

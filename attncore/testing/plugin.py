@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from attncore.testing.errors import UnsupportedError
+from attncore.testing.errors import UnsupportedError, told
 from attncore.testing.report import Report, Result
 
 _REPORTS = pytest.StashKey[dict[str, Report]]()
@@ -84,7 +84,7 @@ def pytest_runtest_makereport(
             expected = getattr(report, "wasxfail", None)
             reason = expected if expected is not None else _skip_reason(report)
         elif report.outcome == "failed":
-            reason = str(call.excinfo.value) if call.excinfo else str(report.longrepr)
+            reason = (str(call.excinfo.value) or told(call.excinfo.value)) if call.excinfo else str(report.longrepr)
         outcome = "expected failure" if hasattr(report, "wasxfail") and report.outcome == "skipped" else report.outcome
         reports.setdefault(row[0], Report(row[0])).add(Result(row[1], item.name, outcome, reason))
     return report

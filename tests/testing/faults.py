@@ -128,6 +128,33 @@ FAULTS = (
         _forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (kv_cache.shape[2] == 8))"),
     ),
     Fault(
+        "head_size_within_that_is_wrong",
+        "test_usual_head_sizes_that_are_declared",
+        "declares head_size 96",
+        _forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[2] == 96))"),
+        "head_sizes=MultipleOf(8, 256)",
+    ),
+    Fault(
+        "middle_of_a_set_that_is_wrong",
+        "test_usual_head_sizes_that_are_declared",
+        "declares head_size 56",
+        _forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[2] == 56))"),
+        "head_sizes={8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88}",
+    ),
+    Fault(
+        "block_size_within_that_is_wrong",
+        "test_usual_block_sizes_that_are_declared",
+        "declares block_size 48",
+        _forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (kv_cache.shape[2] == 48))"),
+    ),
+    Fault(
+        "head_size_that_raises_without_a_word",
+        "test_smallest_and_largest_declared_head_sizes",
+        "declares head_size 80, but: AssertionError without a message (attn_head_size_that_raises_without_a_word_heavy",
+        _init("assert backend.config.head_size != 80"),
+        "head_sizes={16, 32, 80}",
+    ),
+    Fault(
         "wrong_beyond",
         "test_undeclared_sizes_are_refused_or_right[head_size]",
         "gives wrong results instead of an error",
