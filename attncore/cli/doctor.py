@@ -18,7 +18,7 @@ from attncore.cli.output import print_json, print_table
 from attncore.registry import discover
 from attncore.registry.host import Host
 from attncore.registry.isolate import Examination, examine
-from attncore.registry.reasons import listed
+from attncore.registry.reasons import listed, one_line
 
 HELP = "examine the installation: versions, environment, each plugin in a process of its own"
 PACKAGES = ("numpy", "pluggy", "rich", "torch", "numba", "triton", "transformers")
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; 1 where something is wrong."""
-    if not args.timeout > 0:
+    if not 0 < args.timeout < float("inf"):
         raise ValueError(f"--timeout: {args.timeout:g} is not a positive number of seconds")
     problems = env.problems()
     plugins, rows = "", []
@@ -128,7 +128,7 @@ def _print(report: dict[str, Any], rows: list[Examination], plugins: str) -> Non
         print_table(headers, [_row(row) for row in rows])
         for row in rows:
             for key, value in row.facts.items():
-                print(f"{row.record.name}: {key}: {value}")
+                print(one_line(f"{row.record.name}: {key}: {value}"))
     else:
         print("no plugin is installed")
     print()

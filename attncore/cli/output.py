@@ -8,15 +8,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from attncore.registry.reasons import one_line
+
 
 def print_json(value: Any) -> None:
     """``value`` as indented JSON on standard output."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # a letter that the terminal does not have, or half of a surrogate pair
+        text = json.dumps(value, indent=2)
+    print(text)
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Rows under ``headers``; the last column may be long: it wraps on a terminal and stays on one line elsewhere."""
-    texts = [[str(cell) for cell in row] for row in rows]
+    texts = [[one_line(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         _print_rich(headers, texts)
         return

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Print a row a backend; 1 where one does not agree."""
     from attncore.testing.verify import verify
 
-    if not args.timeout > 0:
+    if not 0 < args.timeout < float("inf"):
         raise ValueError(f"--timeout: {args.timeout:g} is not a positive number of seconds")
     if args.all and args.name:
         raise ValueError(f"--all: given with NAME {args.name!r}; give one of them")

@@ -12,6 +12,7 @@ from attncore.registry import explain
 from attncore.registry.candidates import Candidate
 from attncore.registry.constraints import option_problem
 from attncore.registry.host import Host
+from attncore.registry.load import described
 from attncore.registry.negotiate import Outcome
 from attncore.registry.reasons import Reason
 from attncore.registry.request import AttentionRequest
@@ -77,7 +78,7 @@ class Choice:
         ``device`` is as torch writes it; None: the host's first one, but the CPU for a backend that was chosen as one
         for any device. ``options`` overrides the request's options for this backend. Raises ValueError beginning with
         ``options`` for one that the spec does not declare, TypeError where the factory makes no AttentionBackend, and
-        PluginError, with the cause chained, where the library cannot be imported.
+        PluginError, with the cause chained, where the library cannot be imported or asks the process to end.
         """
         from attncore.abstract import BackendConfig
 
@@ -116,11 +117,17 @@ class Choice:
             factory: Any = importlib.import_module(module)
             for part in path.split("."):
                 factory = getattr(factory, part)
-        except Exception as error:
-            raise PluginError(
-                f"{self.candidate.label}: importing {self.spec.factory} failed: {type(error).__name__}: {error}"
-            ) from error
-        backend = factory(config)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            message = f"{self.candidate.label}: importing {self.spec.factory} failed: {described(error)}"
+            raise PluginError(message) from error
+        try:
+            backend = factory(config)
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # SystemExit: a library does not end the process that asked for it
+            raise PluginError(f"{self.candidate.label}: {self.spec.factory} failed: {described(error)}") from error
         if not isinstance(backend, AttentionBackend):
             raise TypeError(f"factory: {self.spec.factory} made a {type(backend).__name__}, not an AttentionBackend")
         return backend

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from attncore.registry import requirements, sizes
 from attncore.registry.devices import best_match
 from attncore.registry.host import Host
+from attncore.registry.load import described
 from attncore.registry.reasons import OTHER, Reason, listed
 from attncore.registry.request import AttentionRequest
 from attncore.registry.sizes import Sizes
@@ -206,21 +207,28 @@ def option_problem(form: BackendSpec, name: str, value: object) -> str | None:
     return f"{name!r}: {value!r} {wrong}" if wrong else None
 
 
-def _own_check(form: BackendSpec, request: AttentionRequest, host: Host, plugin: str) -> Iterator[Reason]:
+def _own_check(form: BackendSpec, request: AttentionRequest, host: Host, plugin: str) -> list[Reason]:
+    """What the plugin's own function says: several answers, a single one, or None for none."""
+    found: list[Reason] = []
     if form.check is None:
-        return
+        return found
     try:
-        answers = list(form.check(request, host))
-        for answer in answers:
+        answers: object = form.check(request, host)
+        if answers is None or isinstance(answers, str | Reason):
+            answers = () if answers is None else (answers,)
+        for answer in answers:  # type: ignore[attr-defined]
             if isinstance(answer, Reason):
-                yield answer
+                found.append(answer)
             elif isinstance(answer, str):
-                yield Reason("check", answer, source=plugin, fix=OTHER)
+                found.append(Reason("check", answer, source=plugin, fix=OTHER))
             else:
                 raise TypeError(f"it yields a {type(answer).__name__}, neither a sentence nor a Reason")
-    except Exception as error:  # the plugin's code: its failure is a reason against it, not against the others
-        message = f"the check of {plugin} failed: {type(error).__name__}: {error}"
-        yield Reason("check", message, source=plugin, fix=f"update {plugin}, or report it to its authors")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the plugin's code: its failure is a reason against it, not against the others
+        message = f"the check of {plugin} failed: {described(error)}"
+        found.append(Reason("check", message, source=plugin, fix=f"update {plugin}, or report it to its authors"))
+    return found
 
 
 _Check = Callable[[BackendSpec, AttentionRequest, Host, str], Iterator[Reason]]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,7 +27,7 @@ def main(name: str, distribution: str, path: str, *options: str) -> None:
         )
         _tell(file, phase="spec")
         record = load.load(record)
-        _tell(file, state=record.state, reasons=[asdict(reason) for reason in record.reasons])
+        _tell(file, state=record.state, reasons=[reason.as_json() for reason in record.reasons])
         if record.spec is not None:
             _tell(file, phase="doctor")
             _tell(file, **_doctor(record))
@@ -93,7 +92,7 @@ def _create(record: PluginRecord, spec: BackendSpec) -> dict[str, Any]:
 
 def _broken(record: PluginRecord, message: str) -> dict[str, Any]:
     fix = f"update {record.distribution}, or report it to its authors"
-    return {"state": "broken", "reasons": [asdict(Reason("broken", message, source=record.label, fix=fix))]}
+    return {"state": "broken", "reasons": [Reason("broken", message, source=record.label, fix=fix).as_json()]}
 
 
 if __name__ == "__main__":

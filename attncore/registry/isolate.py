@@ -71,29 +71,32 @@ def examine(record: PluginRecord, *, timeout: float, create: bool = True) -> Exa
 def run_apart(module: str, arguments: Sequence[str], timeout: float) -> str:
     """Run a module in another process, which is killed with its children after ``timeout`` seconds.
 
-    Returns how it ended, as a sentence; empty where it came to its end. What it prints is dropped.
+    Returns how it ended, as a sentence; empty where it came to its end. What it prints is dropped. The current folder
+    is not searched for modules. A grandchild that left the process's session lives on, and nobody waits for it.
     """
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=environ,
-        start_new_session=True,
-    )
-    try:
-        _, errors = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return f"it gave no answer within {timeout:g} s"
-    finally:
-        _kill_group(process)
-    if process.returncode < 0:
-        return f"the process died of {_signal_name(-process.returncode)}"
-    if process.returncode:
-        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-        return f"the process ended with code {process.returncode}" + (f" ({last[:200]})" if last else "")
-    return ""
+    with tempfile.TemporaryFile() as errors:  # a pipe would be open until the last grandchild is gone
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *arguments],  # -P: the current folder is not on the path
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=environ,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return f"it gave no answer within {timeout:g} s"
+        finally:
+            _kill_group(process)
+        if process.returncode < 0:
+            return f"the process died of {_signal_name(-process.returncode)}"
+        if process.returncode:
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4096))
+            last = errors.read(4096).decode(errors="replace").strip().rpartition("\n")[2]
+            return f"the process ended with code {process.returncode}" + (f" ({last[:200]})" if last else "")
+        return ""
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -101,7 +104,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)  # what the plugin itself started, too
     except (ProcessLookupError, PermissionError):
         process.kill()
-    process.communicate()
+    process.wait()
 
 
 def _signal_name(number: int) -> str:

@@ -16,7 +16,7 @@ from attncore import env
 from attncore._version import __version__
 from attncore.errors import PluginError
 from attncore.registry import discover, requirements
-from attncore.registry.reasons import Reason
+from attncore.registry.reasons import Reason, one_line
 from attncore.registry.records import PluginRecord
 from attncore.registry.spec import ATTNCORE_API, BackendSpec, ContractVersionError
 
@@ -148,11 +148,7 @@ def _failed(record: PluginRecord, error: BaseException) -> PluginRecord:
 
 def described(error: BaseException) -> str:
     """The type and the text of an exception, on one line."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # an exception that cannot even be printed is a plugin's fault as well
-        text = ""
-    return f"{type(error).__name__}: {text or 'without a message'}"
+    return f"{one_line(type(error).__name__)}: {one_line(error) or 'without a message'}"
 
 
 def _other_contract(record: PluginRecord, error: ContractVersionError) -> Reason:
@@ -162,7 +158,7 @@ def _other_contract(record: PluginRecord, error: ContractVersionError) -> Reason
         version = version[:-2]
     return Reason(
         "incompatible",
-        f"built for contract {error.api}; this attncore speaks {ATTNCORE_API}",
+        f"built for contract {one_line(error.api) or type(error.api).__name__}; this attncore speaks {ATTNCORE_API}",
         asked=error.api,
         accepted=ATTNCORE_API,
         source=f"attncore {__version__}",

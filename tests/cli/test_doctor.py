@@ -56,6 +56,28 @@ def test_a_plugin_that_hangs_on_import_is_a_row(site, capsys):
     assert rows(report)["acme"]["state"] == "loaded"
 
 
+DETACHED = "import subprocess\nsubprocess.Popen(['sleep', '30'], start_new_session=True)\n"
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_grandchild_in_a_session_of_its_own_is_not_waited_for(site, capsys, hangs):
+    good = SPEC.format(name="acme", module="attn_acme", extra="")
+    site.plugin("acme", DETACHED + ("import time\ntime.sleep(600)" if hangs else good))
+    started = time.monotonic()
+    code, report = doctor(capsys, "--no-create", "--timeout", "2" if hangs else "25")
+    assert time.monotonic() - started < 25
+    assert (code, rows(report)["acme"]["state"]) == ((1, "broken") if hangs else (0, "loaded"))
+
+
+def test_modules_in_the_current_folder_are_not_the_librarys(site, capsys, tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("current")
+    (folder / "json.py").write_text("raise RuntimeError('not the library')")
+    monkeypatch.chdir(folder)
+    site.plugin("acme")
+    code, report = doctor(capsys, "--no-create")
+    assert (code, rows(report)["acme"]["state"], rows(report)["acme"]["reasons"]) == (0, "loaded", [])
+
+
 @pytest.mark.parametrize(
     ("source", "heavy", "message"),
     [
@@ -66,7 +88,7 @@ def test_a_plugin_that_hangs_on_import_is_a_row(site, capsys):
         ),
         ("import os\nos._exit(3)", "", "the process ended with code 3 while its spec was read"),
         (None, "import os\nos.abort()", "the process died of SIGABRT while the backend was created"),
-        (None, "raise SystemExit(4)", "creating it failed: SystemExit: 4"),
+        (None, "raise SystemExit(4)", "importing attn_bad_heavy:Backend failed: SystemExit: 4"),
         (None, "import a_library_that_is_not_there", "importing attn_bad_heavy:Backend failed: ModuleNotFoundError"),
         (None, "def Backend(config): return 3", "made a int, not an AttentionBackend"),
     ],
@@ -152,6 +174,19 @@ def test_text(site, capsys):
     assert "\nfinding: raises (attn-raises 1.0): attn_raises failed: RuntimeError: no licence file" in out
 
 
-def test_a_time_limit_must_be_one(site, capsys):
-    assert main(["doctor", "--timeout", "0"]) == 2
-    assert capsys.readouterr().err == "attncore: error: --timeout: 0 is not a positive number of seconds\n"
+@pytest.mark.parametrize("limit", ["0", "inf", "nan"])
+@pytest.mark.parametrize("command", ["doctor", "verify"])
+def test_a_time_limit_must_be_one(site, capsys, command, limit):
+    assert main([command, "--timeout", limit]) == 2
+    assert capsys.readouterr().err == f"attncore: error: --timeout: {limit} is not a positive number of seconds\n"
+
+
+def test_texts_that_cannot_be_encoded_are_escaped(site, capsys):
+    site.plugin("half", "raise ValueError('\\ud800 \\x1b[31m')")
+    site.plugin("odd", SPEC.format(name="odd", module="m", extra="").replace("api=1", "api=object()"))
+    for words in ([], ["--json"]):
+        assert main(["doctor", "--no-create", *words]) == 1
+        out = capsys.readouterr().out
+        assert "ud800" in out
+        assert out.isascii()
+        assert "\x1b" not in out

@@ -2,7 +2,7 @@
 
 import json
 
-from planting import zoo
+from planting import SPEC, zoo
 
 from attncore.cli import main
 
@@ -51,6 +51,18 @@ def test_strict_is_one_line_and_2(site, capsys, monkeypatch):
     monkeypatch.setenv("ATTNCORE_STRICT_PLUGINS", "1")
     assert main(["list"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_one_plugins_texts_and_values_do_not_stop_the_others(site, capsys):
+    site.plugin("half", "raise ValueError('\\ud800')")
+    site.plugin("odd", SPEC.format(name="odd", module="m", extra="").replace("api=1", "api=object()"))
+    site.plugin("mute", "class E(Exception):\n    def __str__(self): raise SystemExit(3)\nraise E")
+    assert main(["list", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert "ValueError: \\ud800" in rows["half"]["reasons"][0]["message"]
+    assert "object object at" in rows["odd"]["reasons"][0]["message"]
+    assert rows["mute"]["reasons"][0]["message"].endswith("E: without a message")
+    assert main(["list"]) == 0
 
 
 def test_nothing_is_said_to_be_nothing(site, capsys, monkeypatch):

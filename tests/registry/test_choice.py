@@ -137,3 +137,18 @@ def test_a_choice_is_logged_once_and_rejections_at_debug(site, caplog):
     chosen = [entry for entry in caplog.records if "acme-logged" in entry.message and entry.levelno == logging.INFO]
     assert len(chosen) == 1
     assert any(entry.levelno == logging.DEBUG and "flash: not installed" in entry.message for entry in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("heavy", "text"),
+    [
+        ("raise SystemExit(4)", "importing attn_acme_heavy:Backend failed: SystemExit: 4"),
+        ("def Backend(config): raise SystemExit(5)", "attn_acme_heavy:Backend failed: SystemExit: 5"),
+        ("class E(Exception):\n    def __str__(self): raise SystemExit\nraise E", "failed: E: without a message"),
+    ],
+)
+def test_a_library_does_not_end_the_process(site, heavy, text):
+    site.plugin("acme", heavy=heavy)
+    with pytest.raises(attncore.PluginError) as caught:
+        attncore.select(backend="acme", **FIELDS).create()
+    assert text in str(caught.value)

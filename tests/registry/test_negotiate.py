@@ -1,6 +1,7 @@
 """Negotiation, as a pure function of (request, host, records)."""
 
 import dataclasses
+import json
 import random
 
 import pytest
@@ -271,3 +272,34 @@ def test_reasons_have_a_closed_vocabulary():
 
 def test_requests_are_values():
     assert dataclasses.replace(request(), sinks=True) == request(sinks=True)
+
+
+def _exits(request, host):
+    raise SystemExit("no licence")
+
+
+@pytest.mark.parametrize(
+    ("check", "messages"),
+    [
+        (_exits, ["failed: SystemExit: no licence"]),
+        (lambda request, host: "not on Mondays", ["not on Mondays"]),
+        (lambda request, host: Reason("check", "not on Mondays"), ["not on Mondays"]),
+        (lambda request, host: None, []),
+        (lambda request, host: ["first", 3], ["first", "failed: TypeError: it yields a int"]),
+    ],
+)
+def test_what_a_check_answers_is_its_own_reason(check, messages):
+    found = [reason.message for reason in only({"check": check})]
+    assert len(found) == len(messages)
+    assert all(text in one for one, text in zip(found, messages, strict=True))
+
+
+def test_a_reason_is_json_whatever_it_holds():
+    loop = []
+    loop.append(loop)
+    reason = Reason("check", "a\ud800\nb", asked=object, accepted={"x": {1.5}, "y": float("nan"), "z": loop})
+    found = reason.as_json()
+    assert found["message"] == "a\\ud800 b"
+    assert found["asked"] == "<class 'object'>"
+    assert (found["accepted"]["x"], found["accepted"]["y"]) == ([1.5], "nan")
+    json.dumps(found, allow_nan=False).encode()
