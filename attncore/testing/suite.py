@@ -15,6 +15,7 @@ from attncore.testing import (
     check_numerics,
     check_spec,
     check_state,
+    check_strides,
 )
 from attncore.testing.fixtures import attncore_examples, attncore_subject
 
@@ -22,6 +23,7 @@ CHECKS = (
     check_spec,
     check_cache,
     check_numerics,
+    check_strides,
     check_features,
     check_canary,
     check_state,

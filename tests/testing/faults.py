@@ -169,6 +169,43 @@ FAULTS = (
         "head_sizes={16}",
     ),
     Fault(
+        "assumes_contiguous_keys",
+        "test_strided_tensors",
+        "with strided tensors",
+        _forward(
+            """
+key = torch.as_strided(key, key.shape, (key.shape[1] * key.shape[2], key.shape[2], 1))
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "assumes_contiguous_heads",
+        "test_strided_tensors[gaps]",
+        "with strided tensors (gaps",
+        _forward(
+            """
+query = torch.as_strided(query, query.shape, (query.stride(0), query.shape[2], 1))
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "assumes_a_contiguous_output",
+        "test_strided_tensors",
+        "wrote beside its strided output",
+        _forward(
+            """
+answer = whole(query, key, value, kv_cache, metadata)
+if output is None:
+    return answer
+torch.as_strided(output, answer.shape, answer.stride()).copy_(answer)
+output.copy_(answer)
+return output
+"""
+        ),
+    ),
+    Fault(
         "wrong_row",
         "test_decode",
         "decode of 1 after",
