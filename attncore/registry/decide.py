@@ -111,7 +111,7 @@ def decide(request: AttentionRequest | None = None, *, host: Host | None = None,
     """Negotiate for a request, given whole or as fields, on ``host`` (None: this machine). Errors as of ``select``."""
     wanted, asked_by = _request(request, given)
     plugins = registry()
-    host = (host or Host.probe()).with_packages(plugins.packages)
+    host = _host(host).with_packages(plugins.packages)
     return Decision(wanted, asked_by, host, negotiate(wanted, host, plugins.records))
 
 
@@ -126,13 +126,19 @@ def decide_joint(
     """Negotiate for both phases together. Errors as of ``select_joint``."""
     wanted, asked_by = _request(request, given)
     plugins = registry()
-    host = (host or Host.probe()).with_packages(plugins.packages)
+    host = _host(host).with_packages(plugins.packages)
     prefill = replace(wanted, phase="prefill", prefer=_first("prefer_prefill", prefer_prefill, wanted.prefer))
     decode = replace(wanted, phase="decode", prefer=_first("prefer_decode", prefer_decode, wanted.prefer))
     joint = negotiate_joint(prefill, decode, host, plugins.records)
     return JointDecision(
         Decision(prefill, asked_by, host, joint.prefill), Decision(decode, asked_by, host, joint.decode), joint
     )
+
+
+def _host(host: Host | None) -> Host:
+    if host is not None and not isinstance(host, Host):
+        raise TypeError(f"host: {host!r} is not a Host; Host.assume('sm_90') makes one")
+    return host or Host.probe()
 
 
 def _request(request: AttentionRequest | None, given: dict[str, Any]) -> tuple[AttentionRequest, str]:

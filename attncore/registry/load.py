@@ -94,8 +94,9 @@ def _spec(record: PluginRecord) -> BackendSpec:
     if len(answers) != 1:
         raise TypeError(f"{_value(record)} answers attncore_backend with nothing; it must return a BackendSpec")
     spec = answers[0]
-    if getattr(spec, "api", ATTNCORE_API) != ATTNCORE_API:
-        raise ContractVersionError(spec.api)
+    api = getattr(spec, "api", ATTNCORE_API)  # what is no BackendSpec may be one of another attncore
+    if type(api) is int and api != ATTNCORE_API:
+        raise ContractVersionError(api)
     if not isinstance(spec, BackendSpec):
         raise TypeError(f"attncore_backend returned a {type(spec).__name__}; it must return a BackendSpec")
     if spec.name != record.name:
@@ -158,7 +159,7 @@ def _other_contract(record: PluginRecord, error: ContractVersionError) -> Reason
         version = version[:-2]
     return Reason(
         "incompatible",
-        f"built for contract {one_line(error.api) or type(error.api).__name__}; this attncore speaks {ATTNCORE_API}",
+        f"built for contract {one_line(error.api)}; this attncore speaks {ATTNCORE_API}",
         asked=error.api,
         accepted=ATTNCORE_API,
         source=f"attncore {__version__}",

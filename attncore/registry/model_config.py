@@ -21,6 +21,8 @@ def read(path: str | Path, *, tensor_parallel: int = 1) -> dict[str, Any]:
         raise ValueError(f"config: {place} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise ValueError(f"config: {place} is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"config: {place} is nested too deeply to be read") from None
     if not isinstance(config, dict):
         raise ValueError(f"config: {place} holds a {type(config).__name__}, not an object")
     return request_fields(config, tensor_parallel=tensor_parallel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -85,7 +86,7 @@ class AttentionRequest:
 
     def __post_init__(self) -> None:
         for name in (*_COUNTS, *_LIMITS):
-            _check_count(name, getattr(self, name), optional=name in _LIMITS)
+            object.__setattr__(self, name, _count(name, getattr(self, name), optional=name in _LIMITS))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
         if self.kv_cache_dtype == "fp8":
@@ -152,13 +153,18 @@ _WORDS = {
 }
 
 
-def _check_count(name: str, value: object, *, optional: bool) -> None:
+def _count(name: str, value: Any, *, optional: bool) -> int | None:
     if value is None and optional:
-        return
-    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # NumPy's integers are integers, too
+    except TypeError:
+        number = None
+    if number is None:
         raise TypeError(f"{name}: {value!r} is not an integer")
-    if value < 1:
-        raise ValueError(f"{name}: {value} is not positive")
+    if number < 1:
+        raise ValueError(f"{name}: {number} is not positive")
+    return number
 
 
 def _names(field: str, value: object, known: Iterable[str] | None = None) -> tuple[str, ...]:

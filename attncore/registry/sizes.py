@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import lcm
+from math import isqrt, lcm
 from typing import Any
 
 
@@ -80,7 +80,14 @@ def intersection(first: Sizes, second: Sizes) -> Sizes:
 
 def divisors_within(sizes: Sizes, whole: int) -> list[int]:
     """The sizes that divide ``whole``, largest first."""
-    return [size for size in range(whole, 0, -1) if whole % size == 0 and size in sizes]
+    if isinstance(sizes, frozenset):
+        return sorted((size for size in sizes if whole % size == 0), reverse=True)
+    if whole % sizes.base:
+        return []
+    rest = whole // sizes.base
+    small = [one for one in range(1, isqrt(rest) + 1) if rest % one == 0]
+    found = {sizes.base * factor for one in small for factor in (one, rest // one)}
+    return sorted((size for size in found if size in sizes), reverse=True)
 
 
 def smallest(sizes: Sizes) -> int:

@@ -5,8 +5,9 @@ A spec fails closed: what it does not declare, the backend does not support.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from attncore.registry.sizes import MultipleOf
@@ -121,8 +122,9 @@ class Variant:
 class BackendSpec:
     """What a backend is, needs and supports. Collections may be given as any; they are kept immutable.
 
-    Raises ValueError that lists every field that makes no sense, and ContractVersionError (before anything else is
-    looked at, so that fields of a later contract do not matter) when ``api`` is not ATTNCORE_API.
+    Raises ValueError that lists every field that makes no sense, TypeError beginning with the name of a field that is
+    missing or that a spec does not have, and ContractVersionError (before anything else is looked at, so that fields
+    of a later contract do not matter) when ``api`` is not ATTNCORE_API.
     """
 
     name: str
@@ -188,8 +190,13 @@ class BackendSpec:
     """Generations of the library, the preferred one first; the first that fits a request is used."""
 
     def __new__(cls, *args: object, **kwargs: object) -> BackendSpec:
-        if kwargs.get("api", ATTNCORE_API) != ATTNCORE_API:
-            raise ContractVersionError(kwargs["api"])
+        api = kwargs.get("api", ATTNCORE_API)
+        if type(api) is not int:  # True and 1.0 equal 1, and are no version of a contract
+            raise TypeError(f"api: {api!r} is not an integer; state the contract, api={ATTNCORE_API}")
+        if api != ATTNCORE_API:
+            raise ContractVersionError(api)
+        if args or kwargs:  # a copy is made without arguments
+            _check_fields({one.name: one for one in fields(cls)}, bool(args), kwargs)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -200,14 +207,16 @@ class BackendSpec:
             raise ValueError("; ".join(problems))
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "_forms", tuple(self._form(variant) for variant in self.variants) or (("", self),))
-
-    def _form(self, variant: Variant) -> tuple[str, BackendSpec]:
-        requires = (*self.requires, *variant.requires)
-        try:
-            return variant.name, replace(self, variants=(), requires=requires, **variant.facts)
-        except ValueError as error:
-            raise ValueError(f"variants: {variant.name!r}: {error}") from None
+        forms = []
+        for variant in self.variants:
+            requires = (*self.requires, *variant.requires)
+            try:
+                forms.append((variant.name, replace(self, variants=(), requires=requires, **variant.facts)))
+            except ValueError as error:
+                problems.append(f"variants: {variant.name!r}: {error}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        object.__setattr__(self, "_forms", tuple(forms) or (("", self),))
 
     @property
     def forms(self) -> tuple[tuple[str, BackendSpec], ...]:
@@ -221,3 +230,17 @@ class BackendSpec:
     def all_requires(self) -> tuple[str, ...]:
         """Every requirement, of any variant."""
         return tuple(dict.fromkeys(one for _, form in self.forms for one in form.requires))
+
+
+def _check_fields(known: Mapping[str, Field[Any]], named: bool, given: Collection[str]) -> None:
+    """TypeError for a field that must be stated and is not, ``api`` first, and for one that a spec does not have."""
+    if "api" not in given:
+        raise TypeError(f"api: missing; state the contract, api={ATTNCORE_API}")
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise TypeError(f"{name}: a spec has no such field" + (f"; did you mean {close[0]}?" if close else ""))
+    for name, one in known.items():
+        needed = one.default is MISSING and one.default_factory is MISSING and not (named and name == "name")
+        if needed and name not in given:
+            raise TypeError(f"{name}: missing; a spec must state it")

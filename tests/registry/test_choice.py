@@ -152,3 +152,9 @@ def test_a_library_does_not_end_the_process(site, heavy, text):
     with pytest.raises(attncore.PluginError) as caught:
         attncore.select(backend="acme", **FIELDS).create()
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("choose", [attncore.select, attncore.select_joint])
+def test_a_host_is_a_host(site, choose):
+    with pytest.raises(TypeError, match=r"^host: 'sm_90' is not a Host"):
+        choose(host="sm_90", **FIELDS)

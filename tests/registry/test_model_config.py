@@ -87,3 +87,9 @@ def test_mistakes_name_the_entry(tmp_path):
 def test_a_folder_stands_for_its_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert read(tmp_path) == read(tmp_path / "config.json")
+
+
+def test_a_file_nested_too_deeply_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"^config: .* is nested too deeply"):
+        read(tmp_path)

@@ -1,5 +1,6 @@
 """Requests: checked field by field, normalised, values."""
 
+import numpy as np
 import pytest
 
 from attncore import AttentionRequest
@@ -74,3 +75,10 @@ def test_json_holds_what_was_asked_only():
         "options": {"flash": {"x": 1}},
     }
     assert request(allow_compile=False).as_json() == {**PLAIN, "allow_compile": False}
+
+
+def test_integers_of_numpy_are_integers():
+    one = request(block_size=np.int64(16), num_heads=np.int32(8))
+    assert (type(one.block_size), one.block_size, type(one.num_heads)) == (int, 16, int)
+    with pytest.raises(TypeError, match=r"block_size: .* is not an integer"):
+        request(block_size=np.float64(16))

@@ -51,3 +51,12 @@ def test_zero_and_booleans_are_no_sizes():
     assert -16 not in MultipleOf(16)
     with pytest.raises(ValueError, match="block_sizes: True is not"):
         as_sizes("block_sizes", [True])
+
+
+@pytest.mark.parametrize("sizes", [MultipleOf(1), MultipleOf(4), MultipleOf(3, 24), frozenset({7, 16, 48, 64})])
+def test_divisors_are_those_of_plain_search(sizes):
+    for whole in range(1, 200):
+        assert divisors_within(sizes, whole) == [
+            one for one in range(whole, 0, -1) if whole % one == 0 and one in sizes
+        ]
+    assert divisors_within(MultipleOf(2**20), 2**40)[0] == 2**40

@@ -1,5 +1,6 @@
 """Specs: normalised, immutable, refused with every problem at once."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -145,3 +146,37 @@ def test_options_check_their_values(option, value, problem):
 def test_an_option_checks_its_own_default():
     with pytest.raises(ValueError, match="'x' is not an int"):
         Option(int, "pages", default="x")
+
+
+@pytest.mark.parametrize("api", [True, 1.0, "1", None, object()])
+def test_a_contract_is_an_integer(api):
+    with pytest.raises(TypeError, match=r"^api: .* is not an integer; state the contract, api=1$"):
+        spec(api=api)
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({**FACTS, "head_sise": {64}}, "head_sise: a spec has no such field; did you mean head_sizes?"),
+        ({**FACTS, "zzz": 1}, "zzz: a spec has no such field"),
+        ({"name": "acme"}, "api: missing; state the contract, api=1"),
+        ({name: value for name, value in FACTS.items() if name != "dtypes"}, "dtypes: missing; a spec must state it"),
+        ({name: value for name, value in FACTS.items() if name != "name"}, "name: missing; a spec must state it"),
+    ],
+)
+def test_fields_are_missing_or_unknown_by_name(facts, text):
+    with pytest.raises(TypeError) as caught:
+        BackendSpec(**facts)
+    assert str(caught.value) == text
+
+
+def test_the_name_may_come_first_and_copies_are_equal():
+    one = BackendSpec("acme", **{name: value for name, value in FACTS.items() if name != "name"})
+    assert one == spec() == copy.deepcopy(one) == copy.copy(one)
+
+
+def test_problems_of_every_variant_are_told():
+    with pytest.raises(ValueError) as caught:
+        spec(variants=(Variant("a", head_sizes={0}), Variant("b", cuda_graph="x"), Variant("c")))
+    assert "variants: 'a': head_sizes" in str(caught.value)
+    assert "variants: 'b': cuda_graph" in str(caught.value)
