@@ -185,9 +185,9 @@ class AttentionImpl(ABC):
         Called by the engine for every layer of every step, perhaps inside a CUDA-graph capture; it must not synchronise
         the device with the host. ``query`` is (T, num_heads, head_size), ``key`` (T, num_kv_heads, head_size),
         ``value`` (T, num_kv_heads, head_size_v), T = ``metadata.num_tokens`` or more, all on the backend's device in
-        its dtype; of these and of ``output`` only the last dimension is contiguous, the others may have any stride
-        (slices of one fused QKV tensor). ``kv_cache`` is what ``allocate_kv_cache`` gave. A slot of -1 must change no block that a request may
-        own. Returns (T, num_heads, head_size_v), which is ``output`` where that is given.
+        its dtype. Of these and of ``output`` only the last dimension is contiguous; the others may have any stride
+        (slices of one fused QKV tensor). ``kv_cache`` is what ``allocate_kv_cache`` gave. A slot of -1 must change no
+        block that a request may own. Returns (T, num_heads, head_size_v), which is ``output`` where that is given.
         """
 
 

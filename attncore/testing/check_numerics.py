@@ -20,6 +20,7 @@ __all__ = [
     "test_grouped_heads",
     "test_layers_with_different_scales",
     "test_lengths_around_a_block",
+    "test_many_requests_in_a_step",
     "test_mixed_batch",
     "test_output_is_written_where_it_is_asked",
     "test_prefill",
@@ -79,6 +80,24 @@ def test_lengths_around_a_block(attncore_subject: Subject, tokens: int) -> None:
         run_rows(Engine(backend), [(length - 1, 1) for length in lengths if length > 1] or [(1, 1)])
 
 
+@covers("many requests")
+def test_many_requests_in_a_step(attncore_subject: Subject) -> None:
+    """Forty requests of other lengths each, in one step: their contexts, then decodes, then decodes beside chunks."""
+    backend = attncore_subject.backend()
+    size = backend.config.block_size
+    contexts = {name: 1 + 7 * name % min(size + 1, 40) for name in range(40)}
+    blocks = {name: -(-(context + 4) // size) for name, context in contexts.items()}
+    engine = Engine(backend, num_blocks=sum(blocks.values()) + 1)  # and the null block
+    for name, context in contexts.items():
+        engine.add(name, context + 4)
+    engine.fill(contexts)
+    if "decode" in engine.phases:
+        engine.step(dict.fromkeys(contexts, 1))
+    if "prefill" in engine.phases:
+        decode = 1 if "decode" in engine.phases else 2
+        engine.step({name: 3 if name % 4 == 0 else decode for name in contexts})
+
+
 @covers("prefix hits")
 def test_a_prefix_shared_by_two_requests(attncore_subject: Subject, attncore_examples: int) -> None:
     """A request starts on blocks that another computed, and both go on, reading the same blocks."""
@@ -114,7 +133,9 @@ def test_block_ids_at_the_end_of_the_pool(attncore_subject: Subject) -> None:
 
 
 @covers("grouped heads")
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1), (8, 1), (6, 2)], ids=lambda pair: f"{pair[0]}-{pair[1]}")
+@pytest.mark.parametrize(
+    "heads", [(1, 1), (2, 2), (4, 2), (4, 1), (8, 1), (6, 2)], ids=lambda pair: f"{pair[0]}-{pair[1]}"
+)
 def test_grouped_heads(attncore_subject: Subject, heads: tuple[int, int]) -> None:
     """Query head h reads key/value head ``h // (num_heads // num_kv_heads)``."""
     backend = attncore_subject.backend(num_heads=heads[0], num_kv_heads=heads[1])

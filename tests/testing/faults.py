@@ -206,6 +206,26 @@ return output
         ),
     ),
     Fault(
+        "wrong_with_one_head",
+        "test_grouped_heads[1-1]",
+        "1 heads over 1",
+        _forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[1] == 1))"),
+    ),
+    Fault(
+        "wrong_with_more_than_16_requests",
+        "test_many_requests_in_a_step",
+        "differs from dense",
+        _forward(
+            "return whole(query, key, value, kv_cache, metadata, output).div_(1 + (len(metadata.host.seq_lens) > 16))"
+        ),
+    ),
+    Fault(
+        "wrong_with_more_than_16_decodes",
+        "test_many_requests_in_a_step",
+        "decode of 1 after",
+        _forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (metadata.num_decodes > 16))"),
+    ),
+    Fault(
         "wrong_row",
         "test_decode",
         "decode of 1 after",

@@ -124,6 +124,21 @@ def test_what_is_not_declared_is_unsupported_with_the_specs_own_reason(plant):
     assert rows["alibi"]["reason"] == "its spec does not declare it"
 
 
+@pytest.mark.parametrize(
+    ("level", "reason"),
+    [
+        ("never", "its spec says cuda_graph='never'"),
+        ("uniform_decode", "the backend runs on cpu, where no graph can be captured"),
+    ],
+)
+def test_why_no_graph_is_captured(plant, level, reason):
+    name = f"graphs_{level}"
+    plant(name, facts=f"cuda_graph={level!r}")
+    code, report = run(name, "test_a_captured_graph", 'DEVICE = "cpu"\n')
+    assert code == 0
+    assert [(row["state"], row["reason"]) for row in report.rows()] == [("unsupported", reason)]
+
+
 def test_a_backend_that_cannot_run_here_keeps_its_spec_tests(plant):
     plant("elsewhere", facts="devices={'rocm:gfx942': 50}")
     code, report = conformance("elsewhere", options=QUIET)
