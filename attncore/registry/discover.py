@@ -15,6 +15,7 @@ from attncore import env
 from attncore.registry.known import KNOWN
 from attncore.registry.reasons import Reason
 from attncore.registry.records import PluginRecord
+from attncore.registry.requirements import canonical_name
 
 GROUP = "attncore.backends"
 logger = logging.getLogger(__name__)
@@ -23,8 +24,8 @@ logger = logging.getLogger(__name__)
 def find() -> list[PluginRecord]:
     """Every entry point of the group, sorted by (name, distribution): found, blocked, duplicate or broken.
 
-    A distribution whose metadata cannot be read is skipped with a warning in the log; one that is on the path twice
-    counts where it is met first, as for imports.
+    A distribution whose entry points cannot be read is broken, under the names that can be made out, else ``?``; one
+    that is on the path twice counts where it is met first, as for imports.
     """
     records = sorted(_entry_points(), key=lambda record: (record.name, record.distribution))
     return _without_duplicates(_without_blocked(_without_misnamed(records)))
@@ -39,16 +40,44 @@ def _entry_points() -> Iterator[PluginRecord]:
             if not text or GROUP not in text:
                 continue
             points = [point for point in distribution.entry_points if point.group == GROUP]
-            name = _distribution_name(distribution)
-            version = _distribution_version(distribution)
+            failure = None
         except Exception as error:
-            logger.warning("a distribution with unreadable metadata is skipped: %s: %s", type(error).__name__, error)
+            points, failure = [], error
+        if failure is None and not points:
             continue
-        if not points or (key := re.sub(r"[-_.]+", "-", name).lower()) in seen:
+        name, version = _distribution_name(distribution), _distribution_version(distribution)
+        records = [PluginRecord(point.name, name, version, "found", entry_point=point) for point in points]
+        if failure is not None:
+            records = _unreadable(distribution, name, version, failure)
+        if not records or (key := canonical_name(name)) in seen:
             continue
         seen.add(key)
-        for point in points:
-            yield PluginRecord(point.name, name, version, "found", entry_point=point)
+        yield from records
+
+
+def _unreadable(
+    distribution: importlib.metadata.Distribution, name: str, version: str, error: Exception
+) -> list[PluginRecord]:
+    """Broken records of a distribution whose entry points cannot be parsed; none where they are not of the group."""
+    place = getattr(distribution, "_path", None)
+    try:
+        text = (place / "entry_points.txt").read_bytes().decode(errors="replace") if place is not None else ""
+    except OSError:
+        text = ""
+    if GROUP not in text:
+        logger.warning("%s is skipped, its metadata is unreadable: %s: %s", name, type(error).__name__, error)
+        return []
+    section = text.partition(f"[{GROUP}]")[2].partition("\n[")[0]
+    names = dict.fromkeys(re.findall(rf"(?m)^[ \t]*({env.NAME.pattern})[ \t]*=", section)) or {"?": None}
+    label = " ".join(part for part in (name, version) if part)
+    reason = Reason(
+        "broken",
+        f"entry_points.txt of {label} cannot be read: {type(error).__name__}: {error}",
+        asked=getattr(place, "name", None),
+        source=label,
+        fix=f"reinstall {name}, or report it to its authors",
+    )
+    return [PluginRecord(one, name, version, "broken", reasons=(reason,), error=error) for one in names]
 
 
 def _distribution_name(distribution: importlib.metadata.Distribution) -> str:
@@ -71,7 +100,7 @@ def _distribution_version(distribution: importlib.metadata.Distribution) -> str:
 
 def _without_misnamed(records: list[PluginRecord]) -> list[PluginRecord]:
     def checked(record: PluginRecord) -> PluginRecord:
-        if env.NAME.fullmatch(record.name):
+        if record.state != "found" or env.NAME.fullmatch(record.name):
             return record
         reason = Reason(
             "broken",
@@ -115,7 +144,7 @@ def _without_duplicates(records: list[PluginRecord]) -> list[PluginRecord]:
         if record.state != "found":
             return record
         known = KNOWN.get(record.name)
-        if known is not None and record.distribution == known.distribution and _claims_of(record) == 1:
+        if known is not None and canonical_name(record.distribution) == known.distribution and _claims_of(record) == 1:
             return record
         if known is None and claims[record.name] == 1:
             return record

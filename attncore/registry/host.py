@@ -12,15 +12,16 @@ from typing import Any
 
 from attncore._frozen import FrozenMap
 from attncore.registry.devices import canonical
+from attncore.registry.requirements import canonical_name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """A machine: its device, how many, and what is installed on it.
 
-    ``packages`` maps distributions to versions; where it lacks a name, the distribution is not installed. ``select``
-    fills in what is installed here for names that it does not hold; an empty version says "not installed" whatever is
-    here.
+    ``packages`` maps distributions (their names normalised as by PEP 503) to versions; where it lacks a name, the
+    distribution is not installed. ``select`` fills in what is installed here for names that it does not hold; an empty
+    version says "not installed" whatever is here.
     """
 
     device: str
@@ -40,7 +41,7 @@ class Host:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", canonical(self.device))
-        object.__setattr__(self, "packages", FrozenMap(dict(self.packages)))
+        object.__setattr__(self, "packages", FrozenMap(_normalised(self.packages)))
 
     @property
     def platform(self) -> str:
@@ -72,11 +73,11 @@ class Host:
 
     def with_packages(self, found: Mapping[str, str]) -> Host:
         """The same host, with ``found`` for the names that it does not hold."""
-        return replace(self, packages={**found, **self.packages}) if found else self
+        return replace(self, packages={**_normalised(found), **self.packages}) if found else self
 
     def stating(self, packages: Mapping[str, str]) -> Host:
         """The same host, with ``packages`` whatever it held for their names."""
-        return replace(self, packages={**self.packages, **packages})
+        return replace(self, packages={**self.packages, **_normalised(packages)})
 
     def as_json(self) -> dict[str, Any]:
         """The facts as JSON types, without CPU flags."""
@@ -90,6 +91,10 @@ class Host:
             "assumed": self.assumed,
             "notes": list(self.notes),
         }
+
+
+def _normalised(packages: Mapping[str, str]) -> dict[str, str]:
+    return {canonical_name(name): version for name, version in packages.items()}
 
 
 @lru_cache(maxsize=1)

@@ -23,15 +23,20 @@ Key = tuple[int, tuple[int, ...], tuple[int, int], int, tuple[int, int]]
 
 
 class Requirement(NamedTuple):
-    """A distribution's name, and the comparisons its version must pass."""
+    """A distribution's normalised name, and the comparisons its version must pass."""
 
     name: str
     clauses: tuple[tuple[str, str], ...]
 
 
+def canonical_name(name: str) -> str:
+    """A distribution's name as PEP 503 normalises it: ``Acme.Kernels_x`` is ``acme-kernels-x``."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 @lru_cache(maxsize=1024)
 def parse(text: str) -> Requirement:
-    """A requirement from its text; ValueError where it is not one."""
+    """A requirement from its text, its name normalised; ValueError where it is not one."""
     matched = _REQUIREMENT.fullmatch(text) if isinstance(text, str) else None
     clauses = []
     for part in matched.group(2).split(",") if matched and matched.group(2) else ():
@@ -42,7 +47,7 @@ def parse(text: str) -> Requirement:
         clauses.append((clause.group(1), clause.group(2)))
     if matched is None:
         raise ValueError(f"{text!r} is not a requirement such as 'acme-kernels>=2,<3'")
-    return Requirement(matched.group(1), tuple(clauses))
+    return Requirement(canonical_name(matched.group(1)), tuple(clauses))
 
 
 def _makes_sense(operator: str, wanted: str) -> bool:

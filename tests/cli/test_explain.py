@@ -126,3 +126,11 @@ def test_mistakes_are_one_line_that_names_the_field(plugins, capsys, words, name
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert names in err
+
+
+def test_assumed_packages_are_those_of_the_requirement_however_written(site, capsys):
+    site.plugin("acme", extra="requires=('Acme_Kernels>=2',)")
+    for name in ("acme-kernels", "Acme.Kernels"):
+        assert main(["explain", "--backend", "acme", "--assume-package", f"{name}==2.1"]) == 0
+    assert main(["explain", "--backend", "acme", "--assume-package", "acme_kernels==1.9"]) == 3
+    assert "acme-kernels 1.9 is installed" in capsys.readouterr().out

@@ -71,3 +71,12 @@ def test_nothing_is_said_to_be_nothing(site, capsys, monkeypatch):
     assert capsys.readouterr().out == "no backend is installed\n"
     assert main(["list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
+
+
+def test_entry_points_that_cannot_be_read_are_a_row_of_list_and_doctor(site, capsys, monkeypatch):
+    info = site.plugin("mangled")
+    (info / "entry_points.txt").write_text("[attncore.backends]\nno equals sign\n")
+    monkeypatch.setenv("ATTNCORE_DISABLE_PLUGINS", "reference")
+    for command, code in ((["list"], 0), (["doctor"], 1)):
+        assert main(command) == code
+        assert any(line.startswith("?  ") for line in capsys.readouterr().out.splitlines())

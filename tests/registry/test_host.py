@@ -170,3 +170,10 @@ def test_a_driver_without_libraries_is_noted(tmp_path, monkeypatch):
     notes = []
     assert probe_nvidia.devices(tmp_path, notes) == ("580.82.07", [])
     assert "neither libnvidia-ml.so.1 nor libcuda.so.1" in notes[0]
+
+
+def test_names_of_distributions_are_normalised():
+    host = Host.assume("cpu", packages={"Acme_Kernels": "2.0"})
+    assert dict(host.packages) == {"acme-kernels": "2.0"}
+    assert dict(host.stating({"acme.kernels": "3"}).packages) == {"acme-kernels": "3"}
+    assert dict(host.with_packages({"ACME-kernels": "1"}).packages) == {"acme-kernels": "2.0"}

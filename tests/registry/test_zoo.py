@@ -95,14 +95,32 @@ def test_ctrl_c_passes_through(site):
         load.registry()
 
 
-def test_unreadable_metadata_hides_only_itself(site, caplog):
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (b"[attncore.backends]\nmangled = \xff\xfe\n", "mangled"),
+        (b"[attncore.backends]\nmangled = attn_mangled\nno equals sign\n", "mangled"),
+        (b"[attncore.backends]\nno equals sign\n", "?"),
+    ],
+)
+def test_unreadable_entry_points_are_broken_and_hide_nothing_else(site, content, name):
     info = site.plugin("mangled")
-    (info / "entry_points.txt").write_bytes(b"[attncore.backends]\nmangled = \xff\xfe\n")
+    (info / "entry_points.txt").write_bytes(content)
     site.plugin("fine")
     load.forget()
-    assert ("fine", "attn-fine") in rows()
+    assert rows()["fine", "attn-fine"].state == "loaded"
+    record = rows()[name, "attn-mangled"]
+    assert (record.state, record.version) == ("broken", "1.0")
+    assert "entry_points.txt of attn-mangled 1.0 cannot be read" in record.reasons[0].message
+    assert attncore.select(num_heads=2, num_kv_heads=1, head_size=64, dtype="float32").name == "fine"
+
+
+def test_unreadable_entry_points_of_others_are_skipped(site, caplog):
+    info = site.plugin("mangled")
+    (info / "entry_points.txt").write_bytes(b"[console_scripts]\nmangled = \xff\xfe\n")
+    load.forget()
     assert ("mangled", "attn-mangled") not in rows()
-    assert "unreadable metadata" in caplog.text
+    assert "metadata is unreadable" in caplog.text
 
 
 def test_a_distribution_without_metadata_still_has_a_name(site):
