@@ -36,6 +36,7 @@ MOST = 512  # sizes of heads and blocks beyond this are not probed: the arithmet
 USUAL_HEAD_SIZES = (24, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 256)  # of models that are served
 USUAL_BLOCK_SIZES = (16, 24, 32, 48, 64, 128, 256)
 WHOLE = 32  # a finite set of at most so many sizes is probed whole
+SHORT = 64  # larger blocks take a backend that only decodes, token by token, too long to fill several times
 FEW = 16  # blocks of a cache whose blocks may be large
 _LIGHT = """
 import sys
@@ -230,11 +231,11 @@ def _probe(subject: Subject, field: str, chosen: list[int], *, small: bool = Fal
             refused.append(f"{field} {size}: {error}")
             continue
         try:
-            block = backend.config.block_size
-            batch = [(block - 1, 2)] * ("prefill" in subject.form.phases) + [(block, 1)] * (
-                "decode" in subject.form.phases
-            )
-            run_rows(Engine(backend, num_blocks=FEW), batch if small else subject.around_a_block(block))
+            block, phases = backend.config.block_size, subject.form.phases
+            batch = [(block - 1, 2)] * ("prefill" in phases) + [(block, 1)] * ("decode" in phases)
+            if not small and ("prefill" in phases or block <= SHORT):
+                batch = subject.around_a_block(block)
+            run_rows(Engine(backend, num_blocks=FEW), batch)
         except Exception as error:
             raise ConformanceError(f"the spec declares {field} {size}, but: {told(error)}") from error
     if len(refused) == len(chosen):
