@@ -67,7 +67,7 @@ def verify(choice: Choice, *, timeout: float, fresh: bool = False, folder: Path 
     folder = cache_folder() if folder is None else folder
     blank = _blank(choice)
     file = folder / f"{choice.name}-{_digest(choice, blank)}.json"
-    if not fresh and (kept := _read(file)) is not None:
+    if not fresh and (kept := _read(file, blank)) is not None:
         return kept
     verdict = _ask(choice, blank, timeout)
     if verdict.state != "hangs":
@@ -121,11 +121,17 @@ def _modified(module: str) -> dict[str, int]:
         spec = importlib.util.find_spec(module.partition(".")[0])
     except (ImportError, ValueError):
         return {}
-    if spec is None or spec.origin is None:
+    if spec is None:
         return {}
-    origin = Path(spec.origin)
-    files = [origin] if spec.submodule_search_locations is None else sorted(origin.parent.glob("**/*.py"))
-    return {file.name: file.stat().st_mtime_ns for file in files if file.exists()}
+    roots = [Path(place) for place in spec.submodule_search_locations or ()]  # several, for a namespace package
+    found = [(file, root) for root in roots for suffix in ("py", "so", "pyd") for file in root.glob(f"**/*.{suffix}")]
+    if not roots and spec.origin is not None:
+        found.append((Path(spec.origin), Path(spec.origin).parent))
+    return {
+        f"{roots.index(root) if roots else 0}/{file.relative_to(root).as_posix()}": file.stat().st_mtime_ns
+        for file, root in found
+        if file.exists()
+    }
 
 
 def _ask(choice: Choice, blank: Verdict, timeout: float) -> Verdict:
@@ -146,11 +152,18 @@ def _ask(choice: Choice, blank: Verdict, timeout: float) -> Verdict:
     return replace(blank, **facts, seconds=seconds)
 
 
-def _read(file: Path) -> Verdict | None:
+def _read(file: Path, blank: Verdict) -> Verdict | None:
+    """The verdict kept in ``file``; None where there is none, or where it is not one on what is asked."""
     try:
-        return replace(Verdict(**json.loads(file.read_text(encoding="utf-8"))), cached=True)
-    except (OSError, ValueError, TypeError):  # none there, or of another attncore: ask again
+        kept = Verdict(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):  # none there, or of another attncore: ask again
         return None
+    same = all(getattr(kept, name) == getattr(blank, name) for name in ("name", "distribution", "version", "device"))
+    texts = (kept.library, kept.driver, kept.message, kept.against)
+    numbers = (kept.max_abs_error or 0.0, kept.tolerance or 0.0, kept.seconds)
+    typed = all(isinstance(one, str) for one in texts) and all(type(one) in (int, float) for one in numbers)
+    known = isinstance(kept.state, str) and kept.state in STATES and type(kept.steps) is int
+    return replace(kept, cached=True) if same and typed and known else None
 
 
 def _write(file: Path, verdict: Verdict) -> None:

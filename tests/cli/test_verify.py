@@ -1,11 +1,12 @@
 """attncore verify: verdicts, their cache, and libraries that crash or hang."""
 
 import json
+import os
 
 import pytest
 
 from attncore.cli import main
-from attncore.testing.verify import cache_folder
+from attncore.testing.verify import _modified, cache_folder
 
 REFERENCE = """
 from attncore.reference import ReferenceBackend, ReferenceImpl
@@ -115,3 +116,28 @@ def test_a_cache_that_cannot_be_written_or_read_is_no_cache(site, capsys, cache)
     for _ in range(2):
         code, (found,) = verdicts(capsys, "bad")
         assert (code, found["state"], found["cached"]) == (1, "fails", False)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ['{"state": "agrees"}', "[" * 100_000, "not JSON", '{"max_abs_error": "x"}', "null"],
+    ids=["fields missing", "deep", "no JSON", "wrong type", "null"],
+)
+def test_a_damaged_verdict_is_asked_again(site, capsys, cache, damage):
+    site.plugin("right", heavy=REFERENCE.format(forward="pass"))
+    verdicts(capsys, "right")
+    (kept,) = (cache / "attncore" / "verify").iterdir()
+    kept.write_text(damage)
+    code, (found,) = verdicts(capsys, "right")
+    assert (code, found["state"], found["cached"]) == (0, "agrees", False)
+
+
+def test_a_change_in_a_file_of_the_same_name_elsewhere_is_seen(tmp_path, monkeypatch):
+    for name in ("__init__.py", "a/k.py", "b/k.py", "a/__init__.py", "_c.so"):
+        file = tmp_path / "pack" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = _modified("pack.a.k")
+    os.utime(tmp_path / "pack" / "a" / "k.py", (1, 1))
+    assert _modified("pack.a.k") != before
