@@ -18,6 +18,10 @@ from attncore.builder.step_metadata import StepMetadata
 _EVERYBODY: Mapping[Any, int] = MappingProxyType({})
 
 
+def _not_this_way() -> None:
+    return None
+
+
 class MetadataBuilder:
     """Builds the metadata of one step after another from ``batch``, for ``backend``.
 
@@ -59,8 +63,9 @@ class MetadataBuilder:
             batch.max_model_len,
             max_num_batched_tokens,
         )
-        self._decode_step = self._kernel.decode_step
         self._plan: Any = backend.plan if backend is not None and backend.has_plan else None
+        # A step that must be planned takes the longer way, which holds the batch until the plan is made.
+        self._decode_step = self._kernel.decode_step if self._plan is None else _not_this_way
 
     @property
     def kernels(self) -> str:
@@ -74,7 +79,7 @@ class MetadataBuilder:
         with 0 have no row. The backend's ``plan`` runs before it returns. Raises ValueError, with everything left as it
         was, where a token has no block of its own, a limit is exceeded or a name is unknown.
         """
-        if self._plan is None and not scheduled:
+        if not scheduled:
             metadata = self._decode_step()
             if metadata is not None:
                 return metadata  # type: ignore[no-any-return]

@@ -14,9 +14,9 @@ ROUNDS, ITERATIONS = 2000, 8  # 16,000 decode steps: within the blocks' headroom
 LAYOUTS = ("common", "flash", "flashinfer", "rocm")
 
 
-def time_steps(benchmark, step):
+def time_steps(benchmark, step, *arguments):
     """A call that runs one step further each time."""
-    benchmark.pedantic(step, rounds=ROUNDS, iterations=ITERATIONS, warmup_rounds=5)
+    benchmark.pedantic(step, arguments, rounds=ROUNDS, iterations=ITERATIONS, warmup_rounds=5)
 
 
 def named(benchmark, group, way, floor_bytes=None):
@@ -31,7 +31,7 @@ class TestDecode:
     def test_persistent(self, benchmark, n):
         _, builder, scheduled = doors.persistent(shapes.decodes(n))
         named(benchmark, f"decode {n}", "persistent")
-        time_steps(benchmark, lambda: builder.build(scheduled))
+        time_steps(benchmark, builder.build, scheduled)
 
     def test_vectorised(self, benchmark, n):
         way = baselines.Vectorised(shapes.decodes(n), BLOCK_SIZE, n)
@@ -73,7 +73,7 @@ class TestLongDecode:
     def test_persistent(self, benchmark):
         _, builder, scheduled = doors.persistent(shapes.long_decodes(256))
         named(benchmark, "decode 256 x 128k", "persistent")
-        time_steps(benchmark, lambda: builder.build(scheduled))
+        time_steps(benchmark, builder.build, scheduled)
 
     def test_vectorised(self, benchmark):
         way = baselines.Vectorised(shapes.long_decodes(256), BLOCK_SIZE, 256)

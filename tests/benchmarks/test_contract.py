@@ -1,10 +1,10 @@
 """What choosing a backend costs: the import, the command, the choice."""
 
 import os
+import statistics
 import subprocess
 import sys
 
-import pytest
 from planting import site
 
 import attncore
@@ -42,8 +42,15 @@ def test_list_with_three_plugins(benchmark, site):
     )
 
 
-@pytest.mark.parametrize("module", ["numpy", "numpy, attncore"])
-def test_import(benchmark, module):
-    words = [sys.executable, "-P", "-c", f"import {module}"]
-    benchmark.group, benchmark.extra_info["way"] = "import", module
-    benchmark.pedantic(lambda: subprocess.run(words, check=True), rounds=21, warmup_rounds=2)
+def test_import(benchmark):
+    """Whole processes are timed; what attncore adds to NumPy is timed inside each, milliseconds, in extra_info."""
+    program = "import time, numpy; t = time.perf_counter(); import attncore; print(time.perf_counter() - t)"
+    added = []
+
+    def start():
+        done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+        added.append(float(done.stdout) * 1000)
+
+    named(benchmark, "import")
+    benchmark.pedantic(start, rounds=21, warmup_rounds=2)
+    benchmark.extra_info["added_ms"] = round(statistics.median(added), 2)
