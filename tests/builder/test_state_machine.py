@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from attncore.builder import InputBatch, MetadataBuilder
+from attncore.builder import InputBatch, MetadataBuilder, builder
 
 MAX_REQS, MAX_LEN, MAX_TOKENS = 6, 46, 64
 
@@ -32,8 +32,8 @@ class Batches(RuleBasedStateMachine):
         )
         self.builder = MetadataBuilder(self.batch, max_num_batched_tokens=MAX_TOKENS, depth=depth)
         self.plan_fails = False
-        if planned:
-            self.builder._plan = self.plan
+        if planned:  # as the builder does for a backend with a plan
+            self.builder._plan, self.builder._decode_step = self.plan, builder._not_this_way
         self.requests = {}
         self.rows = [None] * MAX_REQS  # what an engine keeps beside the batch
         self.next_id = 0
