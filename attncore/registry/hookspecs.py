@@ -26,8 +26,9 @@ class Hooks:
     def attncore_backend(self) -> BackendSpec:  # type: ignore[empty-body]
         """The spec of the one backend that this entry point provides.
 
-        Called once a process, when specs are first needed (``list``, ``explain``, ``select``). It must be cheap: no
-        torch, no kernel library, no GPU. What it raises becomes a row of `attncore list`.
+        Called when specs are first needed (``list``, ``explain``, ``select``), and again only where sys.path or the
+        filtering variables changed. It must be cheap: no torch, no kernel library, no GPU. What it raises becomes a row
+        of `attncore list`.
         """
 
     @hookspec
