@@ -36,7 +36,7 @@ class _Measures(NamedTuple):
 
 
 class CommonMetadataBuilder:
-    """Builds metadata from lists of SequenceGroup, by the rules of the first generation (docs/semantics.md).
+    """Builds metadata from lists of SequenceGroup, by the rules of the first generation (docs/list-door.md).
 
     ``layout``: ``common``, ``flash``, ``flashinfer`` or ``rocm``. ``sliding_window``: tokens a query may see, itself
     included. ``max_seq_len_to_capture`` is read only where a build pads for a CUDA graph: the table is then
