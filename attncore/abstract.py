@@ -30,11 +30,13 @@ class AttentionType(enum.StrEnum):
     DECODER = "decoder"
     """Causal, over the request's own cache."""
     ENCODER = "encoder"
-    """Not causal; writes no cache; the encoder of an encoder/decoder model."""
+    """Not causal; writes no cache; the encoder of an encoder/decoder model: encoder tokens by
+    ``encoder_query_start_loc``.
+    """
     ENCODER_ONLY = "encoder_only"
-    """Not causal; writes no cache; the model has no decoder."""
+    """Not causal; writes no cache; the model has no decoder: tokens by ``query_start_loc``."""
     ENCODER_DECODER = "encoder_decoder"
-    """Cross attention: decoder queries over encoder keys kept in the cache."""
+    """Cross attention: decoder queries over encoder keys kept in the cache by ``cross_slot_mapping``."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,28 @@ class BackendConfig:
                 raise ValueError(f"{name}: {value} is not positive")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+        check_value_size(self.head_size, self.head_size_v, self.num_kv_heads, self.use_mla)
         object.__setattr__(self, "options", FrozenMap(dict(self.options)))
+
+
+def check_value_size(head_size: int, head_size_v: int | None, num_kv_heads: int, use_mla: bool) -> None:
+    """Raise TypeError or ValueError, naming the field, where sizes make no cache: a latent one has a single head,
+    whose first ``head_size_v`` columns are the values.
+    """
+    if head_size_v is not None:
+        if not isinstance(head_size_v, int) or isinstance(head_size_v, bool):
+            raise TypeError(f"head_size_v: {head_size_v!r} is not an integer")
+        if head_size_v < 1:
+            raise ValueError(f"head_size_v: {head_size_v} is not positive")
+    if not use_mla:
+        return
+    if num_kv_heads != 1:
+        raise ValueError(f"num_kv_heads: {num_kv_heads} found; a latent cache (use_mla) has one head, so give 1")
+    if head_size_v is not None and head_size_v > head_size:
+        raise ValueError(
+            f"head_size_v: {head_size_v} found; with use_mla values are the first columns of the {head_size} of a "
+            "latent row (head_size)"
+        )
 
 
 class PlanKey(NamedTuple):
@@ -85,6 +108,10 @@ class PlanKey(NamedTuple):
     scale: float
     sliding_window: int | None
     logits_soft_cap: float | None
+    attn_type: AttentionType = AttentionType.DECODER
+    """Layers of the types ``encoder`` and ``encoder_only`` read no cache: a library that plans paged attention alone
+    plans nothing for them.
+    """
 
 
 class AttentionMetadata(Protocol):
@@ -144,7 +171,8 @@ class AttentionImpl(ABC):
     """One layer's attention. Made at start-up by ``backend.impl``; ``forward`` runs in every step, through no hook.
 
     ``alibi_slopes`` and ``sinks`` are one float per *local* query head, or None; ``k_scale`` and ``v_scale`` multiply
-    what an fp8 cache holds.
+    what an fp8 cache holds. ``attn_type`` is handed over for layers that are not of type ``decoder`` only, so that a
+    class that knows of no other need not take it.
     """
 
     def __init__(
@@ -159,6 +187,7 @@ class AttentionImpl(ABC):
         sinks: Sequence[float] | Tensor | None = None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        attn_type: AttentionType = AttentionType.DECODER,
     ) -> None:
         self.backend = backend
         self.layer_name = layer_name
@@ -169,13 +198,14 @@ class AttentionImpl(ABC):
         self.sinks = sinks
         self.k_scale = k_scale
         self.v_scale = v_scale
+        self.attn_type = attn_type
 
     @abstractmethod
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Any,
+        value: Any,
         kv_cache: Any,
         metadata: Any,
         output: Tensor | None = None,
@@ -188,7 +218,31 @@ class AttentionImpl(ABC):
         its dtype. Of these and of ``output`` only the last dimension is contiguous; the others may have any stride
         (slices of one fused QKV tensor). ``kv_cache`` is what ``allocate_kv_cache`` gave. A slot of -1 must change no
         block that a request may own. Returns (T, num_heads, head_size_v), which is ``output`` where that is given.
+
+        With ``use_mla`` key is the latent rows (T, 1, head_size), their first head_size_v columns are the values, and
+        ``value`` is None. The other types of attention take tensors of E encoder tokens, and key and value may be None
+        where E is 0: docs/contract.md says which.
         """
+
+    def forward_with_lse(
+        self,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        metadata: Any,
+        output: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``forward``, and float32 (T, num_heads): the natural logarithm of each softmax's sum, a sink included.
+
+        -inf where a query sees no key (the output is 0 there), and for padding. What ``attncore.merge`` merges.
+        Written by vendors whose spec declares ``lse``; a ValueError that says why not otherwise.
+        """
+        spec = self.backend.config.spec
+        why = "its class has no forward_with_lse"
+        if spec is not None and "lse" not in spec.features:
+            why = spec.unsupported.get("lse", "its spec does not declare lse")
+        raise ValueError(f"forward_with_lse: {self.backend.name} returns no log-sum-exp: {why}")
 
 
 class AttentionBackend(FirstGenerationNames, ABC):
@@ -227,12 +281,14 @@ class AttentionBackend(FirstGenerationNames, ABC):
         sinks: Sequence[float] | Tensor | None = None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        attn_type: AttentionType | str = AttentionType.DECODER,
     ) -> AttentionImpl:
         """The attention of one layer. Called by the engine at start-up; registers the layer's plan key.
 
-        Raises ValueError naming the argument where it is out of range, or asks for a feature that the spec does not
-        declare.
+        Raises ValueError naming the argument where it is out of range, asks for a feature that the spec does not
+        declare, or makes no sense for the type of attention.
         """
+        attn_type = self._checked_type(attn_type, sliding_window, alibi_slopes)
         if sliding_window is not None and sliding_window < 1:
             raise ValueError(f"sliding_window: {sliding_window} is not positive; a query sees at least itself")
         if logits_soft_cap is not None and not logits_soft_cap > 0:
@@ -247,8 +303,14 @@ class AttentionBackend(FirstGenerationNames, ABC):
             sinks=("sinks", sinks is not None),
             k_scale=("kv_scales", k_scale != 1.0),
             v_scale=("kv_scales", v_scale != 1.0),
+            attn_type=(
+                "encoder_decoder" if attn_type is AttentionType.ENCODER_DECODER else "encoder",
+                attn_type is not AttentionType.DECODER,
+            ),
         )
-        self._plan_keys[PlanKey(scale, sliding_window, logits_soft_cap)] = None
+        self._plan_keys[PlanKey(scale, sliding_window, logits_soft_cap, attn_type)] = None
+        # Classes written before there was a choice of types know of one.
+        kind = {} if attn_type is AttentionType.DECODER else {"attn_type": attn_type}
         return self.impl_class(
             self,
             layer_name,
@@ -259,7 +321,24 @@ class AttentionBackend(FirstGenerationNames, ABC):
             sinks=sinks,
             k_scale=k_scale,
             v_scale=v_scale,
+            **kind,
         )
+
+    def _checked_type(self, given: AttentionType | str, sliding_window: object, alibi_slopes: object) -> AttentionType:
+        try:
+            found = AttentionType(given)
+        except ValueError:
+            raise ValueError(f"attn_type: {given!r} is not one of {', '.join(AttentionType)}") from None
+        if found is not AttentionType.DECODER and self.config.use_mla:
+            raise ValueError(f"attn_type: {found} found; a latent cache (use_mla) is for decoder layers only")
+        if found is AttentionType.ENCODER_DECODER:
+            for name, value in (("sliding_window", sliding_window), ("alibi_slopes", alibi_slopes)):
+                if value is not None:
+                    raise ValueError(
+                        f"{name}: given for an encoder_decoder layer; an encoder's tokens have no distance from a "
+                        "query, so leave it None"
+                    )
+        return found
 
     def _check_declared(self, **asked: tuple[str, bool]) -> None:
         spec = self.config.spec

@@ -1,5 +1,6 @@
 """The signatures of docs/api.md, from the code. ``python tests/api_page.py --write`` puts them there."""
 
+import enum
 import inspect
 import pathlib
 import re
@@ -82,6 +83,8 @@ def plain(annotation):
 
 
 def default(value):
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
     text = getattr(value, "__name__", None) or repr(value)
     return re.sub(r"mappingproxy\((.*)\)", r"\1", text)
 

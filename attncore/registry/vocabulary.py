@@ -25,7 +25,7 @@ FEATURES: Mapping[str, str] = {
     "encoder_decoder": "cross attention over encoder tokens kept in the cache",
     "multi_token_decode": "decodes of several query tokens (speculative decoding) in the decode kernel",
     "tree_mask": "a mask over draft tokens that form a tree",
-    "lse": "forward can return the log-sum-exp of each row (context parallelism)",
+    "lse": "forward_with_lse returns the log-sum-exp of each row too (context parallelism, a context in chunks)",
 }
 
 GRAPH_LEVELS = ("never", "uniform_decode", "uniform", "always")
