@@ -4,6 +4,10 @@ Layout ``NHD`` is one tensor ``[2, num_blocks + 1, block_size, num_kv_heads, hea
 values, and the last block is the *sink*, which no request owns. Slot -1 is, by ordinary indexing, the last slot of
 the sink, so padding and masked tokens are written without a mask, without a branch and without asking the device for
 anything.
+
+Where values have a size of their own, keys and values share a row: ``[num_blocks + 1, block_size, num_kv_heads,
+head_size + head_size_v]``. A *latent* cache (MLA) has one row a token and no head: ``[num_blocks + 1, block_size,
+head_size]``, of which the first ``head_size_v`` columns are the values.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from attncore.abstract import check_value_size
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,15 +47,31 @@ def cache_dtype(kv_cache_dtype: str, dtype: str) -> torch.dtype:
 
 
 def cache_shape(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, layout: str = "NHD"
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    layout: str = "NHD",
+    *,
+    head_size_v: int | None = None,
+    use_mla: bool = False,
 ) -> tuple[int, ...]:
-    """``(2, num_blocks, block_size, num_kv_heads, head_size)``; the allocator adds the sink block."""
+    """``(2, num_blocks, block_size, num_kv_heads, head_size)``; the allocator adds the sink block.
+
+    ``(num_blocks, block_size, num_kv_heads, head_size + head_size_v)`` where the values' size differs, and
+    ``(num_blocks, block_size, head_size)`` for a latent cache (``use_mla``, one head).
+    """
     if layout not in LAYOUTS:
         raise ValueError(f"layout: {layout!r} is not supported here; choose one of {', '.join(LAYOUTS)}")
     sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_kv_heads": num_kv_heads, "head_size": head_size}
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}: {size} is not a size; give at least 1")
+    check_value_size(head_size, head_size_v, num_kv_heads, use_mla)
+    if use_mla:
+        return (num_blocks, block_size, head_size)
+    if head_size_v not in (None, head_size):
+        return (num_blocks, block_size, num_kv_heads, head_size + head_size_v)
     return (2, num_blocks, block_size, num_kv_heads, head_size)
 
 
@@ -62,25 +84,37 @@ def allocate(
     dtype: torch.dtype,
     device: str | torch.device = "cpu",
     layout: str = "NHD",
+    head_size_v: int | None = None,
+    use_mla: bool = False,
 ) -> Tensor:
     """A zeroed cache of ``num_blocks`` usable blocks and one sink block after them, on ``device``."""
-    _, blocks, *rest = cache_shape(num_blocks, block_size, num_kv_heads, head_size, layout)
-    return torch.zeros((2, blocks + 1, *rest), dtype=dtype, device=device)
+    sizes = (block_size, num_kv_heads, head_size, layout)
+    cache_shape(num_blocks, *sizes, head_size_v=head_size_v, use_mla=use_mla)  # the sink must not hide a 0
+    shape = cache_shape(num_blocks + 1, *sizes, head_size_v=head_size_v, use_mla=use_mla)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def key_value(kv_cache: Caches) -> tuple[Tensor, Tensor]:
-    """Key cache and value cache, each ``[blocks, block_size, num_kv_heads, head_size]``, as views of ``kv_cache``.
+def key_value(kv_cache: Caches, head_size_v: int | None = None) -> tuple[Tensor, Tensor]:
+    """Key cache and value cache, ``[blocks, block_size, num_kv_heads, head_size]`` (values: ``head_size_v``), as views.
 
-    ``kv_cache`` is one tensor ``[2, blocks, ...]`` or a pair; a library with another order passes a pair of NHD
-    views.
+    ``kv_cache`` is what ``allocate`` gives, or a pair; a library with another order passes a pair of NHD views.
+    ``head_size_v`` says where the values lie in a row that they share with the keys, and in a latent one, whose single
+    head has all its columns as values where it is None.
     """
     if isinstance(kv_cache, Tensor):
-        if kv_cache.dim() != 5 or kv_cache.shape[0] != 2:
-            raise ValueError(
-                f"kv_cache: shape {tuple(kv_cache.shape)} found; "
-                "expected (2, num_blocks + 1, block_size, num_kv_heads, head_size) or a pair of caches"
-            )
-        return kv_cache[0], kv_cache[1]
+        size, values = kv_cache.shape[-1] if kv_cache.dim() else 0, head_size_v
+        if kv_cache.dim() == 5 and kv_cache.shape[0] == 2 and values in (None, size):
+            return kv_cache[0], kv_cache[1]
+        if kv_cache.dim() == 4 and values is not None and 0 < values < size:
+            return kv_cache[..., : size - values], kv_cache[..., size - values :]
+        if kv_cache.dim() == 3 and (values is None or 0 < values <= size):
+            rows = kv_cache.unsqueeze(2)
+            return rows, rows[..., :values]
+        raise ValueError(
+            f"kv_cache: shape {tuple(kv_cache.shape)} found for head_size_v {head_size_v}; expected (2, num_blocks + "
+            "1, block_size, num_kv_heads, head_size), a pair of caches, (num_blocks + 1, block_size, num_kv_heads, "
+            "head_size + head_size_v), or (num_blocks + 1, block_size, head_size) for a latent cache"
+        )
     if len(kv_cache) != 2 or any(cache.dim() != 4 for cache in kv_cache):
         shapes = [tuple(cache.shape) for cache in kv_cache]
         raise ValueError(
@@ -89,19 +123,27 @@ def key_value(kv_cache: Caches) -> tuple[Tensor, Tensor]:
     return kv_cache[0], kv_cache[1]
 
 
-def write(key: Tensor, value: Tensor, kv_cache: Caches, slot_mapping: Tensor) -> None:
+def write(key: Tensor, value: Tensor | None, kv_cache: Caches, slot_mapping: Tensor) -> None:
     """Store this step's keys and values ``(num_tokens, num_kv_heads, head_size)`` in their slots, in place.
 
-    ``slot_mapping`` is int64 ``(num_tokens,)`` on the caches' device; -1 lands in the last block, which has to be a
-    sink. Values are converted to the cache's dtype. Nothing synchronises, so the call may be captured in a CUDA
-    graph. A slot past the end is the caller's error, which torch reports on a CPU by an IndexError.
+    Of a latent cache ``key`` is the rows ``(num_tokens, 1, head_size)``, and ``value`` is not read. ``slot_mapping``
+    is int64 ``(num_tokens,)`` on the caches' device; -1 lands in the last block, which has to be a sink. Values are
+    converted to the cache's dtype. Nothing synchronises, so the call may be captured in a CUDA graph. A slot past the
+    end is the caller's error, which torch reports on a CPU by an IndexError.
     """
-    if slot_mapping.dim() != 1 or not slot_mapping.shape[0] == key.shape[0] == value.shape[0]:
-        raise ValueError(
-            f"slot_mapping: shape {tuple(slot_mapping.shape)} found for {key.shape[0]} keys and "
-            f"{value.shape[0]} values; give one slot a token"
-        )
-    for name, new, cache in zip(("key", "value"), (key, value), key_value(kv_cache), strict=True):
+    named = {"key": key}
+    if isinstance(kv_cache, Tensor) and kv_cache.dim() == 3:
+        caches: tuple[Tensor, ...] = key_value(kv_cache)[:1]
+    elif value is None:
+        raise ValueError("value: None found; only a latent cache has its values among the keys")
+    else:
+        named["value"] = value
+        joined = isinstance(kv_cache, Tensor) and kv_cache.dim() == 4
+        caches = key_value(kv_cache, value.shape[-1] if joined else None)
+    if slot_mapping.dim() != 1 or any(len(new) != len(slot_mapping) for new in named.values()):
+        found = " and ".join(f"{len(new)} {name}s" for name, new in named.items())
+        raise ValueError(f"slot_mapping: shape {tuple(slot_mapping.shape)} found for {found}; give one slot a token")
+    for (name, new), cache in zip(named.items(), caches, strict=True):
         if new.shape[1:] != cache.shape[2:]:
             raise ValueError(
                 f"{name}: heads and head size {tuple(new.shape[1:])} found; the cache holds {tuple(cache.shape[2:])}"
@@ -131,9 +173,9 @@ def copy_blocks(kv_caches: Tensor | Iterable[Caches], block_pairs: Any, *, block
     """Copy whole blocks inside each cache: ``block_pairs`` is ``(n, 2)``, source and destination (for copy-on-write).
 
     One cache or one for each layer, in place. All sources are read before anything is written, so a chain such as
-    ``[(1, 2), (2, 3)]`` moves the old content of both. ``block_dim`` says which dimension counts blocks where a cache
-    is one tensor; in pairs it is 0. A block id outside the cache, the sink, or a destination named twice is a
-    ValueError. Pairs on a GPU are brought back to be checked.
+    ``[(1, 2), (2, 3)]`` moves the old content of both. ``block_dim`` says which dimension counts blocks where keys and
+    values are stacked in one tensor; in other caches it is the first. A block id outside the cache, the sink, or a
+    destination named twice is a ValueError. Pairs on a GPU are brought back to be checked.
     """
     caches = [kv_caches] if isinstance(kv_caches, Tensor) else list(kv_caches)
     parts = [part for cache in caches for part in _parts(cache, block_dim)]
@@ -164,11 +206,11 @@ def swap_blocks(source: Caches, target: Caches, block_pairs: Any, *, block_dim: 
 
 
 def _parts(cache: Caches, block_dim: int) -> list[Tensor]:
-    """Views of a cache whose first dimension counts blocks, as it does already where keys or values are apart."""
+    """Views of a cache whose first dimension counts blocks, as it does unless keys and values are stacked."""
     if isinstance(cache, Tensor):
         if not 0 <= block_dim < cache.dim():
             raise ValueError(f"block_dim: {block_dim} found for a cache of {cache.dim()} dimensions")
-        return [cache if cache.dim() == 4 else cache.movedim(block_dim, 0)]
+        return [cache if cache.dim() < 5 else cache.movedim(block_dim, 0)]
     return list(cache)
 
 

@@ -164,3 +164,79 @@ def test_swap_refuses_other_blocks():
     for other in (filled(block_size=2), filled(dtype=torch.float16)):
         with pytest.raises(ValueError, match=r"^target: "):
             kv_cache.swap_blocks(filled(), other, [(0, 1)])
+
+
+def test_shapes_of_latent_and_uneven_caches():
+    assert kv_cache.cache_shape(5, 4, 1, 9, head_size_v=6, use_mla=True) == (5, 4, 9)
+    assert kv_cache.cache_shape(5, 4, 2, 9, head_size_v=6) == (5, 4, 2, 15)
+    assert kv_cache.cache_shape(5, 4, 2, 9, head_size_v=9) == (2, 5, 4, 2, 9)
+    assert kv_cache.allocate(5, 4, 1, 9, dtype=torch.float16, head_size_v=6, use_mla=True).shape == (6, 4, 9)
+    assert not kv_cache.allocate(5, 4, 2, 9, dtype=torch.float16, head_size_v=6).any()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ({"use_mla": True}, "num_kv_heads"),
+        ({"use_mla": True, "num_kv_heads": 1, "head_size_v": 4}, "head_size_v"),
+        ({"head_size_v": 0}, "head_size_v"),
+        ({"num_blocks": 0, "head_size_v": 2}, "num_blocks"),
+    ],
+)
+def test_sizes_of_latent_and_uneven_caches(sizes, name):
+    given = {"num_blocks": 5, "block_size": 4, "num_kv_heads": 2, "head_size": 3} | sizes
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        kv_cache.allocate(**given, dtype=torch.float32)
+
+
+def test_a_latent_cache_is_written_read_and_moved():
+    cache = kv_cache.allocate(5, 4, 1, 9, dtype=torch.float32, head_size_v=6, use_mla=True)
+    cache.copy_(torch.arange(cache.numel()).view(cache.shape))
+    expected = cache.clone()
+    rows, slots = torch.randn(6, 1, 9), [17, 0, -1, 6, 19, -1]
+    kv_cache.write(rows, None, cache, torch.tensor(slots))
+    for row, slot in zip(rows, slots, strict=True):
+        if slot >= 0:
+            expected[slot // 4, slot % 4] = row[0]
+    assert torch.equal(cache[:-1], expected[:-1])
+    assert torch.equal(cache[-1, :-1], expected[-1, :-1])
+    key, value = kv_cache.key_value(cache, 6)
+    assert (key.shape, value.shape) == ((6, 4, 1, 9), (6, 4, 1, 6))
+    wanted = torch.tensor([[19, 0], [6, 3]])
+    assert torch.equal(kv_cache.read(key, wanted).squeeze(2), expected.flatten(0, 1)[wanted])
+    assert torch.equal(kv_cache.read(value, wanted).squeeze(2), expected.flatten(0, 1)[wanted][..., :6])
+    elsewhere = kv_cache.allocate(2, 4, 1, 9, dtype=torch.float32, use_mla=True)
+    kv_cache.copy_blocks([cache], [(1, 2), (2, 3)])
+    kv_cache.swap_blocks(cache, elsewhere, [(4, 1)])
+    assert torch.equal(cache[[2, 3]], expected[[1, 2]])
+    assert torch.equal(elsewhere[1], expected[4])
+    assert not elsewhere[0].any()
+
+
+@pytest.mark.parametrize("sizes", [(9, 6), (3, 5)])
+def test_keys_and_values_of_two_sizes_share_a_row(sizes):
+    cache = kv_cache.allocate(5, 4, 2, sizes[0], dtype=torch.float32, head_size_v=sizes[1])
+    key, value = (torch.randn(3, 2, size) for size in sizes)
+    kv_cache.write(key, value, cache, torch.tensor([7, -1, 16]))
+    kv_cache.copy_blocks(cache, [(1, 3)])
+    for part, new in zip(kv_cache.key_value(cache, sizes[1]), (key, value), strict=True):
+        assert part.shape == (6, 4, 2, new.shape[2])
+        assert torch.equal(kv_cache.read(part, torch.tensor([7, 16, 15])), new[[0, 2, 0]])
+        assert part[:-1].count_nonzero() == 3 * new[0].numel()
+
+
+def test_latent_and_uneven_caches_refuse_what_does_not_fit():
+    latent = kv_cache.allocate(5, 4, 1, 9, dtype=torch.float32, use_mla=True)
+    uneven = kv_cache.allocate(5, 4, 2, 9, dtype=torch.float32, head_size_v=6)
+    slots, key = torch.tensor([1, 2]), torch.zeros(2, 2, 9)
+    with pytest.raises(ValueError, match=r"^key: .*\(2, 9\) found; the cache holds \(1, 9\)"):
+        kv_cache.write(key, None, latent, slots)
+    with pytest.raises(ValueError, match=r"^slot_mapping: shape \(2,\) found for 1 keys"):
+        kv_cache.write(key[:1, :1], None, latent, slots)
+    with pytest.raises(ValueError, match=r"^value: None found; only a latent cache"):
+        kv_cache.write(key, None, uneven, slots)
+    with pytest.raises(ValueError, match=r"^key: .*\(2, 9\) found; the cache holds \(2, 10\)"):
+        kv_cache.write(key, key[..., :5], uneven, slots)
+    for cache, size in ((latent, 10), (uneven, None), (uneven, 15), (filled(), 2)):
+        with pytest.raises(ValueError, match=r"^kv_cache: shape \(.*\) found for head_size_v"):
+            kv_cache.key_value(cache, size)
