@@ -66,15 +66,18 @@ def dense_attention(
     ``(num_keys, num_kv_heads, value_size)``, any float dtype, one device. Query i is token ``num_keys - num_queries +
     i``; query head h reads key-value head ``h // (num_heads // num_kv_heads)``.
 
-    A score is ``scale * q.k``, then ``cap * tanh(score / cap)`` with a soft cap, then plus ``slope * (key - query)``
-    positions with ALiBi. ``causal`` hides later tokens; ``sliding_window`` is the number of tokens that a query may
-    see, itself included. ``sinks`` is a logit a head that takes part in the softmax's sum and carries no value.
-    Slopes and sinks have ``num_heads`` entries.
+    A score is ``scale * q.k``, then ``cap * tanh(score / cap)`` with a soft cap, then minus ``slope * distance`` with
+    ALiBi, the distance being that of the two positions. ``causal`` hides later tokens; ``sliding_window`` hides those
+    that many positions away or more: causal, it is the number of tokens that a query may see, itself included.
+    ``sinks`` is a logit a head that takes part in the softmax's sum and carries no value. Slopes and sinks have
+    ``num_heads`` entries. Not causal, without window and slopes, positions do not matter: there may be fewer keys than
+    queries, and none.
 
-    Returns ``(num_queries, num_heads, value_size)`` float32, and with ``return_lse`` also the logarithm of the
-    softmax's sum (the sink included), ``(num_queries, num_heads)`` float32.
+    Returns ``(num_queries, num_heads, value_size)`` float32, and with ``return_lse`` also the natural logarithm of the
+    softmax's sum (the sink included), ``(num_queries, num_heads)`` float32. Without any key they are 0 and -inf.
     """
-    _check(query, key, value, sliding_window, logits_soft_cap)
+    placed = causal or sliding_window is not None or alibi_slopes is not None
+    _check(query, key, value, sliding_window, logits_soft_cap, placed)
     num_queries, num_heads = query.shape[:2]
     num_keys, num_kv_heads = key.shape[:2]
     slopes = _per_head("alibi_slopes", alibi_slopes, num_heads)
@@ -86,7 +89,7 @@ def dense_attention(
     if causal:
         hidden |= key_position > query_position
     if sliding_window is not None:
-        hidden |= key_position <= query_position - sliding_window
+        hidden |= (key_position - query_position).abs() >= sliding_window
 
     outputs, sums = [], []
     for head in range(num_heads):
@@ -95,7 +98,7 @@ def dense_attention(
         if logits_soft_cap is not None:
             score = logits_soft_cap * torch.tanh(score / logits_soft_cap)
         if slopes is not None:
-            score = score + slopes[head] * (key_position - query_position)
+            score = score - slopes[head] * (key_position - query_position).abs()
         score = score.masked_fill(hidden, -torch.inf)
         lse = torch.logsumexp(score, dim=1)
         if sink_logits is not None:
@@ -106,7 +109,7 @@ def dense_attention(
     return (output, torch.stack(sums, dim=1)) if return_lse else output
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, window: int | None, cap: float | None) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, window: int | None, cap: float | None, placed: bool) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 3 or not tensor.is_floating_point():
             raise ValueError(
@@ -119,7 +122,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, window: int | None, cap: f
         )
     if value.shape[:2] != key.shape[:2]:
         raise ValueError(f"value: tokens and heads {tuple(value.shape[:2])} found; the key has {tuple(key.shape[:2])}")
-    if query.shape[0] > key.shape[0]:
+    if placed and query.shape[0] > key.shape[0]:
         raise ValueError(f"query: {query.shape[0]} tokens found; the whole sequence has {key.shape[0]} keys")
     if window is not None and window < 1:
         raise ValueError(f"sliding_window: {window} found; a query sees at least itself, so give 1 or more, or None")

@@ -9,18 +9,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from attncore.dense import dense_attention
 
 
-def by_hand(query, key, value, head, i, *, scale, window=None, cap=None, slope=0.0, sink=None):
+def by_hand(query, key, value, head, i, *, scale, causal=True, window=None, cap=None, slope=0.0, sink=None):
     """One query of one head, in Python floats; returns the output and the log-sum-exp."""
     group = query.shape[1] // key.shape[1]
     position = len(key) - len(query) + i
     weights = {}
-    for j in range(position + 1):
-        if window is not None and position - j >= window:
+    for j in range(position + 1 if causal else len(key)):
+        if window is not None and abs(position - j) >= window:
             continue
         score = scale * math.fsum((query[i, head] * key[j, head // group]).tolist())
         if cap is not None:
             score = cap * math.tanh(score / cap)
-        weights[j] = math.exp(score - slope * (position - j))
+        weights[j] = math.exp(score - slope * abs(position - j))
     total = math.fsum(weights.values()) + (math.exp(sink) if sink is not None else 0.0)
     output = sum(weight / total * value[j, head // group] for j, weight in weights.items())
     return output, math.log(total)
@@ -29,7 +29,8 @@ def by_hand(query, key, value, head, i, *, scale, window=None, cap=None, slope=0
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("cap", [None, 0.7])
 @pytest.mark.parametrize("special", [False, True])
-def test_against_sums_written_out(window, cap, special):
+@pytest.mark.parametrize("causal", [True, False])
+def test_against_sums_written_out(window, cap, special, causal):
     torch.manual_seed(1)
     query, key, value = torch.randn(4, 4, 6), torch.randn(7, 2, 6), torch.randn(7, 2, 6)
     slopes, sinks = ([0.5, 0.1, 0.9, 0.3], [0.4, -2.0, 1.5, 0.0]) if special else (None, None)
@@ -38,6 +39,7 @@ def test_against_sums_written_out(window, cap, special):
         key,
         value,
         scale=0.4,
+        causal=causal,
         sliding_window=window,
         logits_soft_cap=cap,
         alibi_slopes=slopes,
@@ -47,7 +49,7 @@ def test_against_sums_written_out(window, cap, special):
     for i in range(4):
         for head in range(4):
             extra = {"slope": slopes[head], "sink": sinks[head]} if special else {}
-            row, total = by_hand(query, key, value, head, i, scale=0.4, window=window, cap=cap, **extra)
+            row, total = by_hand(query, key, value, head, i, scale=0.4, causal=causal, window=window, cap=cap, **extra)
             torch.testing.assert_close(output[i, head], row, atol=1e-5, rtol=1e-5)
             assert lse[i, head].item() == pytest.approx(total, abs=1e-5)
 
@@ -61,6 +63,24 @@ def test_against_torch(causal):
     )
     found = dense_attention(query, key, value, scale=0.25, causal=causal)
     torch.testing.assert_close(found, expected.transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sinks", [None, [0.5, -1.0]])
+def test_fewer_keys_than_queries_where_positions_do_not_matter(sinks):
+    query, key, value = torch.randn(5, 2, 4), torch.randn(2, 1, 4), torch.randn(2, 1, 3)
+    given = {"scale": 0.5, "causal": False, "sinks": sinks, "return_lse": True}
+    output, lse = dense_attention(query, key, value, **given)
+    for i in range(5):
+        alone, total = dense_attention(query[i : i + 1], key, value, **given)
+        torch.testing.assert_close(output[i], alone[0])
+        torch.testing.assert_close(lse[i], total[0])
+    output, lse = dense_attention(query, key[:0], value[:0], **given)
+    assert output.shape == (5, 2, 3)
+    assert not output.any()
+    assert lse.tolist() == [sinks or [-math.inf] * 2] * 5
+    for placed in ({"causal": True}, {"sliding_window": 3}, {"alibi_slopes": [1.0, 0.5]}):
+        with pytest.raises(ValueError, match=r"^query: 5 tokens found; the whole sequence has 2 keys"):
+            dense_attention(query, key, value, **(given | placed))
 
 
 def test_short_dtypes_are_computed_in_float32():
