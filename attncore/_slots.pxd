@@ -6,17 +6,47 @@ cdef struct BlockSize:
     int shift               # log2(tokens), -1 where it is no power of two
 
 
-# What a decode row needs, 16 bytes of it, so that it touches the table at block boundaries only. Four arrays, not an
+cdef enum:
+    MAX_GROUPS = 64         # KV-cache groups of a batch
+
+
+# What a decode row needs of one KV-cache group, so that it touches the table at block boundaries only. Arrays, not an
 # array of rows: the loops over them are then the compiler's to vectorise.
 cdef struct Rows:
-    length_t* num_computed  # tokens in the cache
+    length_t* num_computed  # tokens in the cache; the same array in every group
     length_t* num_blocks    # ids held in the table's row
     length_t* column        # of the cached block, -1: none
     block_id_t* block       # table[row, column], never the null block
+    length_t* synced        # leading columns that the device's table has
     length_t* stale         # scratch: rows whose cached block is not the current one
+    length_t num_stale
     block_id_t* table       # [capacity, width]
     length_t width
     BlockSize size
+    length_t null_ids       # ids below this are the null block's
+
+
+# The arrays of a step that each KV-cache group has of its own.
+cdef struct GroupFields:
+    slot_t* slot_mapping
+    block_id_t* last_blocks
+    length_t* paged_kv_indptr
+    length_t* paged_kv_last_page_len
+    length_t num_pages
+    bint shares_pages       # an earlier group, of the same block size, fills the page lists
+
+
+cdef struct Failure:
+    length_t row
+    length_t token
+    length_t group
+
+
+# Which tokens a rank keeps: turns of ``interleave`` tokens go to ranks 0, 1, ... of ``world``.
+cdef struct Ranks:
+    length_t world
+    length_t rank
+    length_t interleave
 
 
 # A row of the list door, between reading and filling.
@@ -35,18 +65,29 @@ cdef struct Entry:
 cdef class BlockRows:
     cdef object _keep
     cdef Rows rows
-    cdef readonly length_t capacity, width
+    cdef readonly length_t capacity, width, kernel_blocks
     cdef slot_t num_blocks
+
+
+cdef class BatchRows:
+    cdef object _keep
+    cdef length_t* num_computed
+    cdef length_t* encoder_lens
+    cdef length_t* encoder_done
+    cdef Rows* decoders[MAX_GROUPS]
+    cdef length_t num_decoders
+    cdef Rows* cross
+    cdef slot_t version         # how often the rows of a step were arranged
     cdef public length_t num_rows
     cdef public bint dirty
     cdef public slot_t changes  # how often blocks of rows changed place or went away
     cdef public object req_ids
-    cdef bint busy
+    cdef readonly bint busy
 
 
 cdef class StepArena:
     cdef object _keep
-    cdef slot_t* slot_mapping
+    cdef GroupFields groups[MAX_GROUPS + 1]
     cdef slot_t* positions
     cdef length_t* token_to_req_indices
     cdef length_t* query_start_loc
@@ -55,32 +96,48 @@ cdef class StepArena:
     cdef length_t* context_lens
     cdef length_t* query_lens
     cdef length_t* logits_indices
-    cdef block_id_t* last_blocks
-    cdef length_t* paged_kv_indptr
-    cdef length_t* paged_kv_last_page_len
     cdef length_t* prefill_query_start_loc
     cdef length_t* prefill_seq_start_loc
-    cdef length_t counting  # leading rows whose query_start_loc, logits_indices, ... already count 0, 1, 2, ...
+    cdef length_t* encoder_seq_lens
+    cdef length_t* encoder_query_lens
+    cdef length_t* encoder_seq_start_loc
+    cdef length_t* encoder_query_start_loc
+    cdef length_t counting      # leading rows whose query_start_loc, logits_indices, ... already count 0, 1, 2, ...
+    cdef slot_t version         # of the rows whose encoder fields are there
+    cdef length_t encoder_reqs  # how many rows those are
     cdef readonly slot_t step
-    cdef readonly length_t num_reqs, num_tokens, num_decodes, num_prefills, num_prefill_tokens
-    cdef readonly length_t max_query_len, max_seq_len, max_prefill_seq_len, max_decode_seq_len
-    cdef readonly length_t num_pages, num_seq_tokens
+    cdef readonly length_t num_reqs, num_tokens, num_actual_reqs, num_actual_tokens
+    cdef readonly length_t num_decodes, num_decode_tokens, num_prefills, num_prefill_tokens
+    cdef readonly length_t max_query_len, max_seq_len, max_prefill_seq_len, max_decode_seq_len, max_decode_query_len
+    cdef length_t max_prefill_query_len
+    cdef readonly length_t num_encoder_tokens, max_encoder_seq_len, num_cross_slots
+    cdef length_t num_seq_tokens
     cdef readonly slot_t changes
     cdef readonly object req_ids
     cdef public object moves
+    cdef void _forget(self) noexcept
+
+
+cdef class StepBucket:
+    cdef readonly list arenas, metadata
+    cdef readonly bint pads, uniform
+    cdef readonly length_t num_reqs, num_tokens, query_len, pad_seq_len
 
 
 cdef class StepKernel:
-    cdef BlockRows rows
-    cdef list arenas, metadata
+    cdef BatchRows batch
+    cdef StepBucket eager
     cdef object _keep
     cdef length_t* query_lens
     cdef length_t* swaps
+    cdef signed char* kinds
     cdef Py_ssize_t depth
-    cdef length_t max_model_len, max_num_tokens
+    cdef length_t max_model_len, max_num_tokens, max_num_encoder_tokens, decode_threshold
+    cdef Ranks ranks
+    cdef list last              # by arena of the ring: the StepArena whose step it holds
     cdef readonly slot_t next_step
-    cpdef object decode_step_inside(self)
-    cdef object _run(self, length_t num_decodes, length_t num_reqs)
+    cpdef object decode_step_inside(self, StepBucket bucket)
+    cdef object _run(self, StepBucket bucket, length_t num_ones, length_t num_decodes, length_t num_reqs)
 
 
 cdef class GroupReader:

@@ -1,9 +1,10 @@
 """The compiled hot path: slots, lengths, prefix sums, tables and page lists of one step.
 
-Two classes a door. The persistent door has BlockRows (the requests in flight: 16 bytes each and a block table),
-StepArena (the outputs of one step) and StepKernel (check, then one pass over the rows). The list door has GroupReader
-(reads lists of block ids, checks, fills). Every buffer is acquired once, at construction. The loops are ``noexcept
-nogil`` C, called with the GIL held: giving it up costs up to the switch interval when another thread is busy.
+The persistent door has BatchRows (the requests in flight) with a BlockRows for each KV-cache group (their blocks),
+StepArena (the outputs of one step), StepBucket (a size of step) and StepKernel (check, then one pass over the rows).
+The list door has GroupReader (reads lists of block ids, checks, fills). Every buffer is acquired once, at construction.
+The loops are ``noexcept nogil`` C, called with the GIL held: giving it up costs up to the switch interval when another
+thread is busy.
 
 Nothing here writes an error's text: a check answers with a code and the indices, a bad object with "bad", and the
 Python side (builder/problems.py) says what is wrong. _slots_numba.py is the twin, function by function.
@@ -90,6 +91,10 @@ cdef enum:
     HIT_WITH_WINDOW = 7
     CONTEXT_WITHOUT_CHUNKS = 8
     QUERY_TOO_LONG = 9
+    TOO_MANY_ENCODER_TOKENS = 10
+    QUERY_NOT_CAPTURED = 11
+    ENCODER_NOT_CAPTURED = 12
+    TOO_MANY_ROWS = 13
 
 cdef enum:
     DECODE = 0
@@ -221,10 +226,10 @@ cdef inline slot_t sum_of(const length_t* lengths, length_t count) noexcept nogi
     return total
 
 
-cdef inline bint decodes_fit(Rows* rows, length_t count, length_t max_model_len) noexcept nogil:
-    """Whether rows 0..count can run one token each: check_rows for the common case, without saying what is wrong.
+cdef inline bint find_stale(Rows* rows, length_t count) noexcept nogil:
+    """Whether each of rows 0..count has a block for its next token; ``stale`` names those whose cached one is another.
 
-    Then refreshes the cached block of the rows that begin a new one, so that the filling loops need no table.
+    check_rows for the common case, without saying what is wrong.
     """
     cdef length_t i, column, num_stale = 0
     cdef const length_t* computed = rows.num_computed
@@ -233,54 +238,12 @@ cdef inline bint decodes_fit(Rows* rows, length_t count, length_t max_model_len)
     for i in range(count):
         column = column_of(computed[i], size)
         if column != cached[i]:
-            if column >= rows.num_blocks[i] or rows.table[<slot_t> i * rows.width + column] == 0:
+            if column >= rows.num_blocks[i] or rows.table[<slot_t> i * rows.width + column] < rows.null_ids:
                 return False
             rows.stale[num_stale] = i
             num_stale += 1
-    if longest_of(computed, count) >= max_model_len and count:
-        return False
-    # A sum can be too large only where the largest possible one is.
-    if <slot_t> count * max_model_len > MAX_INT32 and sum_of(computed, count) + count > MAX_INT32:
-        return False
-    for i in range(num_stale):
-        cache_block(rows, rows.stale[i], column_of(computed[rows.stale[i]], size))
+    rows.num_stale = num_stale
     return True
-
-
-cdef length_t check_rows(const Rows* rows, length_t num_rows, const length_t* query_lens, length_t max_model_len,
-                         length_t max_num_tokens, length_t* failed_row, length_t* failed_token) noexcept nogil:
-    """The checking pass: whether every scheduled token has a block of its own. Changes nothing."""
-    cdef length_t i, query_len, computed, column, last, first_missing
-    cdef slot_t num_tokens = 0, num_seq_tokens = 0
-    cdef BlockSize size = rows.size
-    for i in range(num_rows):
-        query_len = query_lens[i]
-        if query_len == 0:
-            continue
-        computed = rows.num_computed[i]
-        failed_row[0] = i
-        if query_len > max_model_len - computed:
-            return TOO_LONG
-        last = column_of(computed + query_len - 1, size)
-        if last >= rows.num_blocks[i]:
-            first_missing = rows.num_blocks[i] * size.tokens
-            failed_token[0] = first_missing if first_missing > computed else computed
-            return TOO_FEW_BLOCKS
-        column = column_of(computed, size)
-        if column == rows.column[i]:  # never the null block
-            column += 1
-        while column <= last:
-            if rows.table[<slot_t> i * rows.width + column] == 0:
-                failed_token[0] = column * size.tokens if column * size.tokens > computed else computed
-                return NULL_BLOCK
-            column += 1
-        num_tokens += query_len
-        num_seq_tokens += computed + query_len
-    if num_tokens > max_num_tokens:
-        return TOO_MANY_TOKENS
-    if num_seq_tokens > MAX_INT32:
-        return TOO_MANY_SEQ_TOKENS
-    return OK
 
 
 cdef inline void cache_block(Rows* rows, length_t i, length_t column) noexcept nogil:
@@ -289,13 +252,91 @@ cdef inline void cache_block(Rows* rows, length_t i, length_t column) noexcept n
         rows.block[i] = rows.table[<slot_t> i * rows.width + column]
 
 
+cdef inline bint decodes_fit(BatchRows batch, length_t max_model_len) noexcept nogil:
+    """Whether every row can run one token. Then the filling loops need no table: the cached blocks are the current."""
+    cdef length_t g, k, i, count = batch.num_rows
+    cdef Rows* rows
+    for g in range(batch.num_decoders):
+        if not find_stale(batch.decoders[g], count):
+            return False
+    if longest_of(batch.num_computed, count) >= max_model_len and count:
+        return False
+    # A sum can be too large only where the largest possible one is.
+    if <slot_t> count * max_model_len > MAX_INT32 and sum_of(batch.num_computed, count) + count > MAX_INT32:
+        return False
+    for g in range(batch.num_decoders):
+        rows = batch.decoders[g]
+        for k in range(rows.num_stale):
+            i = rows.stale[k]
+            cache_block(rows, i, column_of(batch.num_computed[i], rows.size))
+    return True
+
+
+cdef inline length_t check_blocks(const Rows* rows, length_t i, length_t start, length_t stop,
+                                  length_t* failed_token) noexcept nogil:
+    """Whether tokens start..stop of row i have blocks of their own in this group."""
+    cdef BlockSize size = rows.size
+    cdef length_t first_missing, column = column_of(start, size), last = column_of(stop - 1, size)
+    if last >= rows.num_blocks[i]:
+        first_missing = rows.num_blocks[i] * size.tokens
+        failed_token[0] = first_missing if first_missing > start else start
+        return TOO_FEW_BLOCKS
+    if column == rows.column[i]:  # never the null block
+        column += 1
+    while column <= last:
+        if rows.table[<slot_t> i * rows.width + column] < rows.null_ids:
+            failed_token[0] = column * size.tokens if column * size.tokens > start else start
+            return NULL_BLOCK
+        column += 1
+    return OK
+
+
+cdef length_t check_rows(BatchRows batch, const length_t* query_lens, length_t max_model_len, length_t max_num_tokens,
+                         length_t max_num_encoder_tokens, Failure* failure) noexcept nogil:
+    """The checking pass: whether every scheduled token has a block of its own in every group. Changes nothing."""
+    cdef length_t i, g, query_len, computed, code
+    cdef slot_t num_tokens = 0, num_seq_tokens = 0, num_encoder_tokens = 0, num_encoder_seq_tokens = 0
+    for i in range(batch.num_rows):
+        query_len = query_lens[i]
+        if query_len == 0:
+            continue
+        computed = batch.num_computed[i]
+        failure.row = i
+        failure.group = 0
+        if query_len > max_model_len - computed:
+            return TOO_LONG
+        for g in range(batch.num_decoders):
+            code = check_blocks(batch.decoders[g], i, computed, computed + query_len, &failure.token)
+            if code != OK:
+                failure.group = g
+                return code
+        if batch.cross != NULL and batch.encoder_lens[i]:
+            num_encoder_seq_tokens += batch.encoder_lens[i]
+            if not batch.encoder_done[i]:
+                num_encoder_tokens += batch.encoder_lens[i]
+                code = check_blocks(batch.cross, i, 0, batch.encoder_lens[i], &failure.token)
+                if code != OK:
+                    failure.group = batch.num_decoders
+                    return code
+        num_tokens += query_len
+        num_seq_tokens += computed + query_len
+    if num_tokens > max_num_tokens:
+        return TOO_MANY_TOKENS
+    if num_seq_tokens > MAX_INT32 or num_encoder_seq_tokens > MAX_INT32:
+        return TOO_MANY_SEQ_TOKENS
+    if num_encoder_tokens > max_num_encoder_tokens:
+        failure.token = <length_t> min(num_encoder_tokens, <slot_t> MAX_INT32)
+        return TOO_MANY_ENCODER_TOKENS
+    return OK
+
+
 cdef inline void exchange_lengths(length_t* values, length_t i, length_t j) noexcept nogil:
     cdef length_t value = values[i]
     values[i] = values[j]
     values[j] = value
 
 
-cdef void swap_rows(Rows* rows, length_t i, length_t j) noexcept nogil:
+cdef void swap_blocks(Rows* rows, length_t i, length_t j) noexcept nogil:
     cdef block_id_t* a = rows.table + <slot_t> i * rows.width
     cdef block_id_t* b = rows.table + <slot_t> j * rows.width
     cdef length_t k, count = rows.num_blocks[i]
@@ -306,10 +347,21 @@ cdef void swap_rows(Rows* rows, length_t i, length_t j) noexcept nogil:
         block = a[k]
         a[k] = b[k]
         b[k] = block
-    exchange_lengths(rows.num_computed, i, j)
     exchange_lengths(rows.num_blocks, i, j)
     exchange_lengths(rows.column, i, j)
     exchange_lengths(rows.block, i, j)
+    rows.synced[i] = rows.synced[j] = 0
+
+
+cdef void swap_rows(BatchRows batch, length_t i, length_t j) noexcept nogil:
+    cdef length_t g
+    for g in range(batch.num_decoders):
+        swap_blocks(batch.decoders[g], i, j)
+    if batch.cross != NULL:
+        swap_blocks(batch.cross, i, j)
+    exchange_lengths(batch.num_computed, i, j)
+    exchange_lengths(batch.encoder_lens, i, j)
+    exchange_lengths(batch.encoder_done, i, j)
 
 
 # A step of decodes is a few loops, each over two or three arrays: short enough for the compiler to see that they do not
@@ -345,29 +397,39 @@ cdef inline void fill_decode_pages(const length_t* computed, const length_t* col
             last_page_len[i] = computed[i] - column[i] * size.tokens + 1
 
 
-cdef inline void fill_decodes(StepArena out, Rows* rows, length_t count) noexcept nogil:
-    """Rows 0..count run one token each. Everything but what counts 0, 1, 2, ..., which start_counting keeps."""
-    cdef length_t i, pages = 0, seq_start = 0
-    cdef length_t* computed = rows.num_computed
+cdef inline void fill_decode_blocks(GroupFields* out, const Rows* rows, length_t count) noexcept nogil:
+    """One group's part of a step in which rows 0..count run one token each."""
+    cdef length_t i, pages = 0
     cdef const length_t* column = rows.column
+    cdef length_t* indptr = out.paged_kv_indptr
+    fill_decode_slots(rows.num_computed, rows.block, out.slot_mapping, rows.size, count)
+    memcpy(out.last_blocks, rows.block, count * sizeof(block_id_t))
+    if not out.shares_pages:
+        fill_decode_pages(rows.num_computed, column, out.paged_kv_last_page_len, rows.size, count)
+        for i in range(count):
+            pages += column[i] + 1
+            indptr[i + 1] = pages
+    out.num_pages = pages
+
+
+cdef inline void fill_decodes(StepArena out, BatchRows batch, length_t count) noexcept nogil:
+    """Rows 0..count run one token each. Everything but what counts 0, 1, 2, ..., which start_counting keeps."""
+    cdef length_t i, g, seq_start = 0
+    cdef length_t* computed = batch.num_computed
     cdef slot_t* positions = out.positions
     cdef length_t* seq_start_loc = out.seq_start_loc
-    cdef length_t* indptr = out.paged_kv_indptr
     fill_decode_lengths(computed, out.context_lens, out.seq_lens, count)
-    fill_decode_slots(computed, rows.block, out.slot_mapping, rows.size, count)
-    fill_decode_pages(computed, column, out.paged_kv_last_page_len, rows.size, count)
-    memcpy(out.last_blocks, rows.block, count * sizeof(block_id_t))
+    for g in range(batch.num_decoders):
+        fill_decode_blocks(out.groups + g, batch.decoders[g], count)
     for i in range(count):
         positions[i] = computed[i]
     for i in range(count):
         seq_start += computed[i] + 1
         seq_start_loc[i + 1] = seq_start
-        pages += column[i] + 1
-        indptr[i + 1] = pages
     for i in range(count):
         computed[i] += 1
     out.max_decode_seq_len = longest_of(computed, count)
-    out.num_tokens, out.num_pages, out.num_seq_tokens = count, pages, seq_start
+    out.num_tokens, out.num_seq_tokens = count, seq_start
 
 
 cdef inline void start_counting(StepArena out, length_t count) noexcept nogil:
@@ -382,64 +444,318 @@ cdef inline void start_counting(StepArena out, length_t count) noexcept nogil:
         out.counting = count
 
 
-cdef inline void fill_prefills(StepArena out, Rows* rows, length_t start, length_t stop,
-                               const length_t* query_lens) noexcept nogil:
+cdef inline void fill_blocks(GroupFields* out, Rows* rows, length_t i, length_t token, length_t computed,
+                             length_t seq_len) noexcept nogil:
+    """One group's part of row i, whose tokens computed..seq_len begin at ``token`` of the step."""
+    fill_slots(out.slot_mapping + token, rows.table + <slot_t> i * rows.width, computed, seq_len, rows.size)
+    cache_block(rows, i, column_of(seq_len - 1, rows.size))
+    out.last_blocks[i] = rows.block[i]
+    if not out.shares_pages:
+        out.num_pages += rows.column[i] + 1
+        out.paged_kv_indptr[i + 1] = out.num_pages
+        out.paged_kv_last_page_len[i] = seq_len - rows.column[i] * rows.size.tokens
+
+
+cdef void fill_rows(StepArena out, BatchRows batch, length_t start, length_t num_decodes, length_t stop,
+                    const length_t* query_lens) noexcept nogil:
     """Rows start..stop run query_lens[row] tokens each; start tokens are there already (a decode each)."""
-    cdef length_t i, computed, query_len, seq_len, token = start
-    cdef length_t pages = out.num_pages, seq_start = out.num_seq_tokens, decode_seqs = seq_start
+    cdef length_t i, g, computed, query_len, seq_len, token = start, seq_start = out.num_seq_tokens
+    cdef length_t decode_tokens = start, decode_seqs = seq_start
     if out.counting > start:
         out.counting = start
-    out.prefill_query_start_loc[0] = 0
-    out.prefill_seq_start_loc[0] = 0
     for i in range(start, stop):
         query_len = query_lens[i]
-        computed = rows.num_computed[i]
+        computed = batch.num_computed[i]
         seq_len = computed + query_len
-        fill_slots(out.slot_mapping + token, rows.table + <slot_t> i * rows.width, computed, seq_len, rows.size)
+        for g in range(batch.num_decoders):
+            fill_blocks(out.groups + g, batch.decoders[g], i, token, computed, seq_len)
         count_up(out.positions + token, computed, query_len)
         repeat(out.token_to_req_indices + token, i, query_len)
-        cache_block(rows, i, column_of(seq_len - 1, rows.size))
-        rows.num_computed[i] = seq_len
+        batch.num_computed[i] = seq_len
         token += query_len
-        pages += rows.column[i] + 1
         seq_start += seq_len
         out.query_lens[i] = query_len
         out.context_lens[i] = computed
         out.seq_lens[i] = seq_len
         out.query_start_loc[i + 1] = token
         out.seq_start_loc[i + 1] = seq_start
-        out.prefill_query_start_loc[i - start + 1] = token - start
-        out.prefill_seq_start_loc[i - start + 1] = seq_start - decode_seqs
         out.logits_indices[i] = token - 1
-        out.last_blocks[i] = rows.block[i]
-        out.paged_kv_indptr[i + 1] = pages
-        out.paged_kv_last_page_len[i] = seq_len - rows.column[i] * rows.size.tokens
-        if query_len > out.max_query_len:
-            out.max_query_len = query_len
-        if seq_len > out.max_prefill_seq_len:
-            out.max_prefill_seq_len = seq_len
-    out.num_tokens, out.num_pages, out.num_seq_tokens = token, pages, seq_start
+        if i < num_decodes:
+            decode_tokens, decode_seqs = token, seq_start
+            out.max_decode_query_len = max(out.max_decode_query_len, query_len)
+            out.max_decode_seq_len = max(out.max_decode_seq_len, seq_len)
+        else:
+            out.max_prefill_query_len = max(out.max_prefill_query_len, query_len)
+            out.max_prefill_seq_len = max(out.max_prefill_seq_len, seq_len)
+    out.prefill_query_start_loc[0] = 0
+    out.prefill_seq_start_loc[0] = 0
+    for i in range(num_decodes, stop):
+        out.prefill_query_start_loc[i - num_decodes + 1] = out.query_start_loc[i + 1] - decode_tokens
+        out.prefill_seq_start_loc[i - num_decodes + 1] = out.seq_start_loc[i + 1] - decode_seqs
+    out.num_decode_tokens, out.num_tokens, out.num_seq_tokens = decode_tokens, token, seq_start
+
+
+cdef void fill_encoder(StepArena out, BatchRows batch, length_t num_reqs) noexcept nogil:
+    """Encoder lengths of rows 0..num_reqs, and the slots of the encoder tokens that run now: those of no step before.
+
+    Where neither rows nor encoders changed since this arena's last step, all is there.
+    """
+    cdef length_t i, length, fresh, token = 0, seq_start = 0
+    cdef Rows* rows = batch.cross
+    cdef GroupFields* group = out.groups + batch.num_decoders
+    if out.version == batch.version and out.encoder_reqs == num_reqs:
+        return
+    out.max_encoder_seq_len = 0
+    group.num_pages = 0
+    for i in range(num_reqs):
+        length = batch.encoder_lens[i]
+        fresh = 0 if batch.encoder_done[i] else length
+        if fresh:
+            fill_slots(group.slot_mapping + token, rows.table + <slot_t> i * rows.width, 0, length, rows.size)
+            batch.encoder_done[i] = 1
+            token += fresh
+        seq_start += length
+        out.encoder_seq_lens[i] = length
+        out.encoder_query_lens[i] = fresh
+        out.encoder_seq_start_loc[i + 1] = seq_start
+        out.encoder_query_start_loc[i + 1] = token
+        out.max_encoder_seq_len = max(out.max_encoder_seq_len, length)
+        group.last_blocks[i] = 0
+        group.paged_kv_last_page_len[i] = 0
+        if length:
+            group.last_blocks[i] = rows.table[<slot_t> i * rows.width + column_of(length - 1, rows.size)]
+            group.num_pages += column_of(length - 1, rows.size) + 1
+            group.paged_kv_last_page_len[i] = offset_of(length - 1, rows.size) + 1
+        group.paged_kv_indptr[i + 1] = group.num_pages
+    out.num_encoder_tokens, out.num_cross_slots = seq_start, token
+    out.encoder_reqs = num_reqs
+    # Encoders that ran are done: the next step in this arena says so.
+    out.version = -1 if token else batch.version
+
+
+cdef inline length_t local_len(length_t seq_len, Ranks ranks) noexcept nogil:
+    """How many of a request's first seq_len tokens this rank keeps."""
+    cdef length_t turn = ranks.world * ranks.interleave
+    cdef length_t rest = seq_len % turn - ranks.rank * ranks.interleave
+    return seq_len // turn * ranks.interleave + min(max(rest, 0), ranks.interleave)
+
+
+cdef void keep_local(StepArena out, BatchRows batch, Ranks ranks) noexcept nogil:
+    """Makes slots, lengths and pages those of one rank's cache; a block holds world times as many tokens in all."""
+    cdef length_t i, g, t, tokens, offset, run, pages, seq_start = 0, block
+    cdef slot_t slot
+    cdef GroupFields* group
+    for g in range(batch.num_decoders):
+        group = out.groups + g
+        tokens = batch.decoders[g].size.tokens
+        block = tokens // ranks.world
+        for t in range(out.num_tokens):
+            slot = group.slot_mapping[t]
+            offset = <length_t> (slot % tokens)
+            run = offset // ranks.interleave
+            group.slot_mapping[t] = -1
+            if run % ranks.world == ranks.rank:
+                group.slot_mapping[t] = (slot // tokens * block + run // ranks.world * ranks.interleave
+                                         + offset % ranks.interleave)
+    out.max_decode_seq_len = out.max_prefill_seq_len = 0
+    for i in range(out.num_reqs):
+        out.context_lens[i] = local_len(out.context_lens[i], ranks)
+        out.seq_lens[i] = local_len(out.seq_lens[i], ranks)
+        seq_start += out.seq_lens[i]
+        out.seq_start_loc[i + 1] = seq_start
+        if i < out.num_decodes:
+            out.max_decode_seq_len = max(out.max_decode_seq_len, out.seq_lens[i])
+        else:
+            out.max_prefill_seq_len = max(out.max_prefill_seq_len, out.seq_lens[i])
+            out.prefill_seq_start_loc[i - out.num_decodes + 1] = seq_start - out.seq_start_loc[out.num_decodes]
+    out.num_seq_tokens = seq_start
+    for g in range(batch.num_decoders):
+        group = out.groups + g
+        if group.shares_pages:
+            continue
+        block = batch.decoders[g].size.tokens // ranks.world
+        pages = 0
+        for i in range(out.num_reqs):
+            pages += (out.seq_lens[i] + block - 1) // block
+            group.paged_kv_indptr[i + 1] = pages
+            group.paged_kv_last_page_len[i] = (out.seq_lens[i] - 1) % block + 1 if out.seq_lens[i] else 0
+        group.num_pages = pages
+
+
+cdef void pad_step(StepArena out, BatchRows batch, StepBucket bucket) noexcept nogil:
+    """Rows and tokens behind those of the step, up to the size that a graph was captured for."""
+    cdef length_t i, t, g, num_groups = batch.num_decoders + (batch.cross != NULL)
+    cdef length_t n = out.num_reqs, reqs = bucket.num_reqs, tokens = bucket.num_tokens
+    cdef GroupFields* group
+    out.counting = min(out.counting, n)
+    for i in range(n, reqs):
+        out.seq_lens[i] = bucket.pad_seq_len
+        out.context_lens[i] = out.query_lens[i] = out.logits_indices[i] = 0
+        out.query_start_loc[i + 1] = out.num_tokens
+        out.seq_start_loc[i + 1] = out.seq_start_loc[i] + bucket.pad_seq_len
+    if batch.cross != NULL:
+        for i in range(n, reqs):
+            out.encoder_seq_lens[i] = bucket.pad_seq_len
+            out.encoder_query_lens[i] = 0
+            out.encoder_seq_start_loc[i + 1] = out.encoder_seq_start_loc[i] + bucket.pad_seq_len
+            out.encoder_query_start_loc[i + 1] = out.encoder_query_start_loc[i]
+    for g in range(num_groups):
+        group = out.groups + g
+        for i in range(n, reqs):
+            group.last_blocks[i] = 0
+        if not group.shares_pages:
+            for i in range(n, reqs):
+                group.paged_kv_indptr[i + 1] = group.num_pages
+                group.paged_kv_last_page_len[i] = 0
+        if g < batch.num_decoders:
+            for t in range(out.num_tokens, tokens):
+                group.slot_mapping[t] = -1
+    for t in range(out.num_tokens, tokens):
+        out.positions[t] = 0
+        out.token_to_req_indices[t] = reqs - 1
+    out.num_reqs, out.num_tokens, out.num_decode_tokens = reqs, tokens, tokens
+    out.max_decode_query_len = bucket.query_len
+    out.max_decode_seq_len = max(out.max_decode_seq_len, bucket.pad_seq_len if n < reqs else 0)
 
 
 @cython.final
 cdef class BlockRows:
-    """The requests in flight: hot state int32[4, n] and block table int32[n, width], both owned by the caller.
+    """One KV-cache group's blocks: state int32[4, n] and block table int32[n, width], both owned by the caller.
 
-    The state's rows are those of ``Rows``: tokens computed, blocks held, the cached block's column and id; ``stale``
-    int32[n] is scratch. A row's table is zero beyond its blocks, always. ``num_rows`` is the high-water mark (rows
-    below it may be empty). ``dirty`` says that rows came, went or sat out since the last build, so that the next one
-    must arrange them.
+    The state's rows are blocks held, the cached block's column and id, and how many leading columns a device has
+    (``synced``); ``stale`` int32[n] is scratch. A block of the manager's is ``kernel_blocks`` columns. A row's table is
+    zero beyond its blocks, always.
     """
 
-    def __init__(self, state, stale, table, length_t block_size, slot_t num_blocks):
+    def __init__(self, state, stale, table, length_t block_size, slot_t num_blocks, length_t kernel_blocks):
         cdef length_t[:, ::1] rows = state
         cdef length_t[::1] scratch = stale
         cdef block_id_t[:, ::1] ids = table
         self._keep = state, stale, table
-        self.rows = Rows(&rows[0, 0], &rows[1, 0], &rows[2, 0], &rows[3, 0], &scratch[0], &ids[0, 0],
-                         <length_t> ids.shape[1], block_size_of(block_size))
+        self.rows = Rows(NULL, &rows[0, 0], &rows[1, 0], &rows[2, 0], &rows[3, 0], &scratch[0], 0, &ids[0, 0],
+                         <length_t> ids.shape[1], block_size_of(block_size), kernel_blocks)
         self.capacity, self.width = <length_t> ids.shape[0], <length_t> ids.shape[1]
-        self.num_blocks = num_blocks
+        self.num_blocks, self.kernel_blocks = num_blocks, kernel_blocks
+
+    def start(self, length_t row):
+        """A row begins: no blocks."""
+        self.rows.num_blocks[row] = self.rows.block[row] = self.rows.synced[row] = 0
+        self.rows.column[row] = -1
+
+    def append(self, length_t row, ids):
+        """Appends block ids to a row: how many, or -1 where one is bad or the row too short; then nothing changed."""
+        cdef length_t k, e, held = self.rows.num_blocks[row], room = self.width - held, each = self.kernel_blocks
+        cdef block_id_t* tail = self.rows.table + <slot_t> row * self.width + held
+        cdef block_id_t first
+        cdef slot_t count = -1
+        try:
+            count = read_ids(readable(ids), tail, room // each, self.num_blocks)
+        finally:
+            if count < 0:
+                memset(tail, 0, room * sizeof(block_id_t))
+        if count < 0:
+            return -1
+        if each > 1:
+            for k in range(<length_t> count - 1, -1, -1):
+                first = tail[k] * each
+                for e in range(each):
+                    tail[k * each + e] = first + e
+        self.rows.num_blocks[row] = held + <length_t> count * each
+        return count
+
+    def truncate(self, length_t row, length_t num_blocks):
+        """Keeps a row's first num_blocks ids."""
+        cdef block_id_t* ids = self.rows.table + <slot_t> row * self.width
+        memset(ids + num_blocks, 0, (self.rows.num_blocks[row] - num_blocks) * sizeof(block_id_t))
+        self.rows.num_blocks[row] = num_blocks
+        self.rows.synced[row] = min(self.rows.synced[row], num_blocks)
+        if self.rows.column[row] >= num_blocks:
+            self.rows.column[row] = -1
+
+    def replace(self, length_t row, length_t column, block_id_t block):
+        """Another id in a column that the row holds."""
+        self.rows.table[<slot_t> row * self.width + column] = block
+        self.rows.synced[row] = min(self.rows.synced[row], column)
+        if self.rows.column[row] == column:
+            self.rows.column[row] = -1
+
+    def needs_block(self, length_t num_rows, length_t[::1] out):
+        """Rows whose next token has no block (but could have one), into out; how many."""
+        cdef length_t i, column, count = 0
+        for i in range(num_rows):
+            column = column_of(self.rows.num_computed[i], self.rows.size)
+            if self.rows.num_blocks[i] <= column < self.width:
+                out[count] = i
+                count += 1
+        return count
+
+    def pass_window(self, length_t row, length_t first_token):
+        """Makes null what lies wholly before first_token: (ids that the row had there as a list, first column kept).
+
+        Whole blocks of the manager's; a row that passed them earlier costs one look.
+        """
+        cdef length_t each = self.kernel_blocks
+        cdef length_t column = column_of(first_token, self.rows.size)
+        cdef block_id_t* ids = self.rows.table + <slot_t> row * self.width
+        cdef list passed = []
+        cdef length_t e
+        column = min(column, self.rows.num_blocks[row]) // each * each - each
+        while column >= 0 and ids[column] >= self.rows.null_ids:
+            passed.append(ids[column] // each)
+            for e in range(each):
+                ids[column + e] = e
+            if column <= self.rows.column[row] < column + each:
+                self.rows.column[row] = -1
+            self.rows.synced[row] = min(self.rows.synced[row], column)
+            column -= each
+        passed.reverse()
+        return passed
+
+    def journal(self, length_t num_rows, length_t[::1] indices, block_id_t[::1] ids):
+        """Columns that a device's table lacks, as (flat index, id); how many were written, at most len(ids).
+
+        Raises each row's watermark to what was written: what does not fit goes with the next call.
+        """
+        cdef length_t i, column, count = 0, room = <length_t> ids.shape[0]
+        for i in range(num_rows):
+            column = self.rows.synced[i]
+            while column < self.rows.num_blocks[i] and count < room:
+                indices[count] = i * self.width + column
+                ids[count] = self.rows.table[<slot_t> i * self.width + column]
+                count += 1
+                column += 1
+            self.rows.synced[i] = max(column, self.rows.synced[i])
+        return count
+
+    def forget_synced(self):
+        """The device's table is not to be relied on: everything goes out again."""
+        cdef length_t i
+        for i in range(self.capacity):
+            self.rows.synced[i] = 0
+
+
+@cython.final
+cdef class BatchRows:
+    """The requests in flight: state int32[3, n] (tokens computed, encoder tokens, whether those are in the cache).
+
+    ``decoders`` and ``cross`` (or None) are their blocks, a BlockRows a KV-cache group. ``num_rows`` is the high-water
+    mark (rows below it may be empty). ``dirty`` says that rows came, went or sat out since the last build, so that the
+    next one must arrange them.
+    """
+
+    def __init__(self, state, list decoders, BlockRows cross):
+        cdef length_t[:, ::1] rows = state
+        cdef BlockRows group
+        self._keep = state, decoders, cross
+        self.num_computed, self.encoder_lens, self.encoder_done = &rows[0, 0], &rows[1, 0], &rows[2, 0]
+        self.num_decoders = 0
+        for group in decoders:
+            group.rows.num_computed = self.num_computed
+            self.decoders[self.num_decoders] = &group.rows
+            self.num_decoders += 1
+        self.cross = NULL if cross is None else &cross.rows
+        if self.cross != NULL:
+            self.cross.num_computed = self.encoder_lens
         self.num_rows = 0
         self.dirty = True
         self.req_ids = ()
@@ -455,242 +771,305 @@ cdef class BlockRows:
     def leave(self):
         self.busy = False
 
-    def start(self, length_t row, length_t num_computed):
-        """A row begins: no blocks, num_computed tokens in the cache."""
-        self.rows.num_computed[row] = num_computed
-        self.rows.num_blocks[row] = self.rows.block[row] = 0
-        self.rows.column[row] = -1
-
-    def append(self, length_t row, ids):
-        """Appends block ids to a row: how many, or -1 where one is bad or the row too short; then nothing changed."""
-        cdef length_t held = self.rows.num_blocks[row], room = self.width - held
-        cdef block_id_t* tail = self.rows.table + <slot_t> row * self.width + held
-        cdef slot_t count = -1
-        try:
-            count = read_ids(readable(ids), tail, room, self.num_blocks)
-        finally:
-            if count < 0:
-                memset(tail, 0, room * sizeof(block_id_t))
-        if count < 0:
-            return -1
-        self.rows.num_blocks[row] = held + <length_t> count
-        return count
-
-    def truncate(self, length_t row, length_t num_blocks):
-        """Keeps a row's first num_blocks ids."""
-        cdef block_id_t* ids = self.rows.table + <slot_t> row * self.width
-        memset(ids + num_blocks, 0, (self.rows.num_blocks[row] - num_blocks) * sizeof(block_id_t))
-        self.rows.num_blocks[row] = num_blocks
-        if self.rows.column[row] >= num_blocks:
-            self.rows.column[row] = -1
+    def start(self, length_t row, length_t num_computed, length_t encoder_len, bint encoder_done):
+        self.num_computed[row] = num_computed
+        self.encoder_lens[row] = encoder_len
+        self.encoder_done[row] = encoder_done
 
     def set_computed(self, length_t row, length_t num_computed):
-        self.rows.num_computed[row] = num_computed
+        self.num_computed[row] = num_computed
 
-    def needs_block(self, length_t[::1] out):
-        """Rows whose next token has no block (but could have one), into out; how many."""
-        cdef length_t i, column, count = 0
-        for i in range(self.num_rows):
-            column = column_of(self.rows.num_computed[i], self.rows.size)
-            if self.rows.num_blocks[i] <= column < self.width:
-                out[count] = i
-                count += 1
-        return count
+    def swap(self, length_t i, length_t j):
+        """Two rows change places."""
+        swap_rows(self, i, j)
 
 
-cdef inline int kind_of(length_t query_len) noexcept nogil:
-    return DECODE if query_len == 1 else (PREFILL if query_len else REST)
+cdef inline signed char kind_of(length_t query_len, length_t decode_threshold) noexcept nogil:
+    return REST if query_len == 0 else (DECODE if query_len <= decode_threshold else PREFILL)
 
 
-cdef inline void exchange(Rows* rows, length_t* query_lens, length_t i, length_t j, length_t* swaps,
-                          length_t* count) noexcept nogil:
-    swap_rows(rows, i, j)
-    exchange_lengths(query_lens, i, j)
+cdef inline void exchange(signed char* kinds, length_t i, length_t j, length_t* swaps, length_t* count) noexcept nogil:
+    cdef signed char kind = kinds[i]
+    kinds[i] = kinds[j]
+    kinds[j] = kind
     swaps[2 * count[0]] = i
     swaps[2 * count[0] + 1] = j
     count[0] += 1
 
 
-cdef void arrange_rows(Rows* rows, length_t* query_lens, length_t n, length_t* swaps, length_t* count,
-                       length_t* num_decodes, length_t* num_reqs) noexcept nogil:
+cdef length_t plan_swaps(signed char* kinds, length_t n, length_t first, length_t second,
+                         length_t* swaps) noexcept nogil:
+    """The fewest swaps that bring kinds 0, 1, 2 into order; ``first`` rows are of kind 0, ``second`` of kind 1."""
     # Regions 0, 1, 2 hold kinds 0, 1, 2 at the end. A row in region a of kind b and one in b of kind a take one swap;
     # what is left then goes round three regions and takes two. No fewer will do.
     cdef length_t bounds[4]
-    cdef length_t i, j, k
-    cdef int a, b, c
-    bounds[0] = bounds[1] = bounds[2] = 0
-    bounds[3] = n
-    for i in range(n):
-        bounds[1] += kind_of(query_lens[i]) == DECODE
-        bounds[2] += kind_of(query_lens[i]) != REST
-    num_decodes[0], num_reqs[0] = bounds[1], bounds[2]
+    cdef length_t i, j, k, count = 0
+    cdef signed char a, b, c
+    bounds[0], bounds[1], bounds[2], bounds[3] = 0, first, first + second, n
     for a in range(2):
         for b in range(a + 1, 3):
             j = bounds[b]
             for i in range(bounds[a], bounds[a + 1]):
-                if kind_of(query_lens[i]) != b:
+                if kinds[i] != b:
                     continue
-                while j < bounds[b + 1] and kind_of(query_lens[j]) != a:
+                while j < bounds[b + 1] and kinds[j] != a:
                     j += 1
                 if j == bounds[b + 1]:
                     break
-                exchange(rows, query_lens, i, j, swaps, count)
+                exchange(kinds, i, j, swaps, &count)
     j = k = -1  # what is left goes round one way only: both searches run on
     for i in range(bounds[1]):
-        b = kind_of(query_lens[i])
-        if b == DECODE:
+        b = kinds[i]
+        if b == 0:
             continue
         c = 3 - b
         j = bounds[b] if j < 0 else j
-        while kind_of(query_lens[j]) != c:
+        while kinds[j] != c:
             j += 1
         k = bounds[c] if k < 0 else k
-        while kind_of(query_lens[k]) != DECODE:
+        while kinds[k] != 0:
             k += 1
-        exchange(rows, query_lens, i, j, swaps, count)
-        exchange(rows, query_lens, i, k, swaps, count)
+        exchange(kinds, i, j, swaps, &count)
+        exchange(kinds, i, k, swaps, &count)
+    return count
+
+
+cdef length_t* lengths_of(dict fields, str name) except NULL:
+    cdef length_t[::1] view = fields[name]
+    return &view[0]
+
+
+cdef slot_t* slots_of(dict fields, str name) except NULL:
+    cdef slot_t[::1] view = fields[name]
+    return &view[0]
 
 
 @cython.final
 cdef class StepArena:
-    """The outputs of one step: arrays of one arena of the ring (by name, see builder/staging.py), and its counts."""
+    """The outputs of one step: arrays of one arena of the ring (by name, see builder/staging.py), and its counts.
 
-    def __init__(self, dict fields):
-        cdef length_t[::1] lengths
-        cdef slot_t[::1] slots
-        self._keep = fields
-        slots = fields["slot_mapping"]
-        self.slot_mapping = &slots[0]
-        slots = fields["positions"]
-        self.positions = &slots[0]
-        lengths = fields["token_to_req_indices"]
-        self.token_to_req_indices = &lengths[0]
-        lengths = fields["query_start_loc"]
-        self.query_start_loc = &lengths[0]
-        lengths = fields["seq_start_loc"]
-        self.seq_start_loc = &lengths[0]
-        lengths = fields["seq_lens"]
-        self.seq_lens = &lengths[0]
-        lengths = fields["context_lens"]
-        self.context_lens = &lengths[0]
-        lengths = fields["query_lens"]
-        self.query_lens = &lengths[0]
-        lengths = fields["logits_indices"]
-        self.logits_indices = &lengths[0]
-        lengths = fields["last_blocks"]
-        self.last_blocks = &lengths[0]
-        lengths = fields["paged_kv_indptr"]
-        self.paged_kv_indptr = &lengths[0]
-        lengths = fields["paged_kv_last_page_len"]
-        self.paged_kv_last_page_len = &lengths[0]
-        lengths = fields["prefill_query_start_loc"]
-        self.prefill_query_start_loc = &lengths[0]
-        lengths = fields["prefill_seq_start_loc"]
-        self.prefill_seq_start_loc = &lengths[0]
-        self.query_start_loc[0] = self.seq_start_loc[0] = self.paged_kv_indptr[0] = 0
-        self.counting = 0
+    ``groups`` has the arrays of each KV-cache group, the cross group's last. Groups whose page lists are the same
+    arrays as an earlier group's have blocks of one size: they are filled once.
+    """
+
+    def __init__(self, dict fields, list groups, bint has_cross):
+        cdef dict group, other
+        cdef GroupFields* out
+        cdef length_t g, h
+        if len(groups) > MAX_GROUPS + 1:
+            raise ValueError(f"groups: {len(groups)} are more than the kernels take")
+        self._keep = fields, groups
+        self.positions = slots_of(fields, "positions")
+        self.token_to_req_indices = lengths_of(fields, "token_to_req_indices")
+        self.query_start_loc = lengths_of(fields, "query_start_loc")
+        self.seq_start_loc = lengths_of(fields, "seq_start_loc")
+        self.seq_lens = lengths_of(fields, "seq_lens")
+        self.context_lens = lengths_of(fields, "context_lens")
+        self.query_lens = lengths_of(fields, "query_lens")
+        self.logits_indices = lengths_of(fields, "logits_indices")
+        self.prefill_query_start_loc = lengths_of(fields, "prefill_query_start_loc")
+        self.prefill_seq_start_loc = lengths_of(fields, "prefill_seq_start_loc")
+        if has_cross:
+            self.encoder_seq_lens = lengths_of(fields, "encoder_seq_lens")
+            self.encoder_query_lens = lengths_of(fields, "encoder_query_lens")
+            self.encoder_seq_start_loc = lengths_of(fields, "encoder_seq_start_loc")
+            self.encoder_query_start_loc = lengths_of(fields, "encoder_query_start_loc")
+        for g in range(<length_t> len(groups)):
+            group, out = groups[g], self.groups + g
+            out.slot_mapping = slots_of(group, "slot_mapping")
+            out.last_blocks = lengths_of(group, "last_blocks")
+            out.paged_kv_indptr = lengths_of(group, "paged_kv_indptr")
+            out.paged_kv_last_page_len = lengths_of(group, "paged_kv_last_page_len")
+            out.shares_pages = False
+            for h in range(g):
+                other = groups[h]
+                out.shares_pages |= other["paged_kv_indptr"] is group["paged_kv_indptr"]
         self.step = -1
         self.req_ids = self.moves = ()
+        self._forget()
+
+    cdef void _forget(self) noexcept:
+        """Another bucket's step may have written here: nothing of this arena's last step is relied on."""
+        cdef length_t g
+        self.counting = 0
+        self.version = -1
+        self.query_start_loc[0] = self.seq_start_loc[0] = 0
+        for g in range(MAX_GROUPS + 1):
+            if self.groups[g].paged_kv_indptr != NULL:
+                self.groups[g].paged_kv_indptr[0] = 0
+        if self.encoder_seq_lens != NULL:
+            self.encoder_seq_start_loc[0] = self.encoder_query_start_loc[0] = 0
+
+
+@cython.final
+cdef class StepBucket:
+    """A size of step: its arenas, and what each answers with. A step in arena k answers with ``metadata[k]``.
+
+    Where it pads (``num_reqs`` rows of ``query_len`` tokens, for a captured graph), steps of fewer rows get padded rows
+    whose seq_lens are ``pad_seq_len``; ``uniform`` asks that every row runs ``query_len`` tokens.
+    """
+
+    def __init__(self, list arenas, list metadata, bint pads=False, length_t num_reqs=0, length_t query_len=0,
+                 length_t pad_seq_len=0, bint uniform=True):
+        self.arenas, self.metadata = arenas, metadata
+        self.pads, self.num_reqs, self.num_tokens = pads, num_reqs, num_reqs * query_len
+        self.query_len, self.pad_seq_len, self.uniform = query_len, pad_seq_len, uniform
 
 
 @cython.final
 cdef class StepKernel:
-    """Builds a step into the next arena. ``metadata[k]`` is what a step in arena k answers with.
+    """Builds a step into the next arena.
 
     ``query_lens`` int32[capacity] is where the caller writes who runs how much (0: not in this step) before ``check``;
-    ``swaps`` int32[capacity, 2] is where ``arrange`` writes what it moved.
+    ``swaps`` int32[capacity, 2] is where ``arrange`` writes what it moved; ``kinds`` int8[capacity] is scratch. Of
+    ``world`` ranks, ``rank`` keeps its turns of ``interleave`` tokens.
     """
 
-    def __init__(self, BlockRows rows, list arenas, list metadata, query_lens, swaps, length_t max_model_len,
-                 length_t max_num_tokens):
+    def __init__(self, BatchRows batch, StepBucket eager, query_lens, swaps, kinds, length_t max_model_len,
+                 length_t max_num_tokens, length_t max_num_encoder_tokens, length_t decode_threshold,
+                 length_t world, length_t rank, length_t interleave):
         cdef length_t[::1] lens = query_lens
         cdef length_t[:, ::1] pairs = swaps
-        self.rows = rows
-        self.arenas, self.metadata = arenas, metadata
-        self._keep = query_lens, swaps
-        self.query_lens, self.swaps = &lens[0], &pairs[0, 0]
-        self.depth = len(arenas)
+        cdef signed char[::1] scratch = kinds
+        self.batch, self.eager = batch, eager
+        self._keep = query_lens, swaps, kinds
+        self.query_lens, self.swaps, self.kinds = &lens[0], &pairs[0, 0], &scratch[0]
+        self.depth = len(eager.arenas)
         self.max_model_len, self.max_num_tokens = max_model_len, max_num_tokens
+        self.max_num_encoder_tokens, self.decode_threshold = max_num_encoder_tokens, decode_threshold
+        self.ranks = Ranks(world, rank, interleave)
         self.next_step = 0
+        self.last = [None] * self.depth
 
     def decode_step(self):
         """Every row runs one token: the metadata, or None where rows must be arranged or something is wrong."""
-        return None if self.rows.busy else self.decode_step_inside()
+        return None if self.batch.busy else self.decode_step_inside(self.eager)
 
-    cpdef object decode_step_inside(self):
+    cpdef object decode_step_inside(self, StepBucket bucket):
         """The same, for the caller that has entered the batch."""
-        cdef BlockRows rows = self.rows
-        if rows.dirty or rows.num_rows > self.max_num_tokens:
+        cdef BatchRows batch = self.batch
+        if batch.dirty or batch.num_rows > self.max_num_tokens:
             return None
-        if not decodes_fit(&rows.rows, rows.num_rows, self.max_model_len):
+        if bucket.pads and (batch.num_rows > bucket.num_reqs or bucket.query_len != 1):
             return None
-        return self._run(rows.num_rows, rows.num_rows)
+        if not decodes_fit(batch, self.max_model_len):
+            return None
+        return self._run(bucket, batch.num_rows, batch.num_rows, batch.num_rows)
 
-    def schedule_all(self):
-        """Writes query_lens: one token a row."""
-        repeat(self.query_lens, 1, self.rows.num_rows)
+    def schedule_all(self, length_t query_len):
+        """Writes query_lens: query_len tokens a row."""
+        repeat(self.query_lens, query_len, self.batch.num_rows)
 
     def check(self):
-        """The checking pass over query_lens: (code, row, token)."""
-        cdef length_t row = 0, token = 0
-        cdef length_t code = check_rows(&self.rows.rows, self.rows.num_rows, self.query_lens, self.max_model_len,
-                                        self.max_num_tokens, &row, &token)
-        return code, row, token
+        """The checking pass over query_lens: (code, row, token, group)."""
+        cdef Failure failure = Failure(0, 0, 0)
+        cdef length_t code = check_rows(self.batch, self.query_lens, self.max_model_len, self.max_num_tokens,
+                                        self.max_num_encoder_tokens, &failure)
+        return code, failure.row, failure.token, failure.group
+
+    def check_bucket(self, StepBucket bucket):
+        """Whether the checked step fits a bucket that pads: (code, row, number of rows)."""
+        cdef length_t i, count = 0, query_len
+        for i in range(self.batch.num_rows):
+            query_len = self.query_lens[i]
+            if query_len == 0:
+                continue
+            count += 1
+            if query_len > bucket.query_len or (bucket.uniform and query_len != bucket.query_len):
+                return QUERY_NOT_CAPTURED, i, 0
+            if self.batch.cross != NULL and self.batch.encoder_lens[i] and not self.batch.encoder_done[i]:
+                return ENCODER_NOT_CAPTURED, i, 0
+        return OK if count <= bucket.num_reqs else TOO_MANY_ROWS, 0, count
 
     def arrange(self):
-        """Orders rows and query_lens: decodes (1 token), prefills (more), rest (0), by the fewest swaps.
+        """Orders rows and query_lens: decodes (up to the threshold), prefills (more), rest (0), by the fewest swaps.
 
         Answers (number of swaps, decodes, decodes and prefills).
         """
-        cdef length_t count = 0, num_decodes = 0, num_reqs = 0
-        arrange_rows(&self.rows.rows, self.query_lens, self.rows.num_rows, self.swaps, &count, &num_decodes, &num_reqs)
-        return count, num_decodes, num_reqs
+        cdef length_t i, count, num_decodes = 0, num_prefills = 0, n = self.batch.num_rows
+        for i in range(n):
+            self.kinds[i] = kind_of(self.query_lens[i], self.decode_threshold)
+            num_decodes += self.kinds[i] == DECODE
+            num_prefills += self.kinds[i] == PREFILL
+        count = plan_swaps(self.kinds, n, num_decodes, num_prefills, self.swaps)
+        for i in range(count):
+            swap_rows(self.batch, self.swaps[2 * i], self.swaps[2 * i + 1])
+            exchange_lengths(self.query_lens, self.swaps[2 * i], self.swaps[2 * i + 1])
+        return count, num_decodes, num_decodes + num_prefills
 
-    def step(self, length_t num_decodes, length_t num_reqs):
+    def step(self, StepBucket bucket, length_t num_decodes, length_t num_reqs):
         """The mutating pass over arranged and checked rows; the metadata. The caller sets the arena's moves."""
-        cdef BlockRows rows = self.rows
-        cdef length_t i
-        for i in range(num_decodes):
-            cache_block(&rows.rows, i, column_of(rows.rows.num_computed[i], rows.rows.size))
-        return self._run(num_decodes, num_reqs)
+        cdef BatchRows batch = self.batch
+        cdef length_t i, g, num_ones = 0
+        while num_ones < num_decodes and self.query_lens[num_ones] == 1:
+            num_ones += 1
+        for g in range(batch.num_decoders):
+            for i in range(num_ones):
+                cache_block(batch.decoders[g], i, column_of(batch.num_computed[i], batch.decoders[g].size))
+        batch.version += 1
+        return self._run(bucket, num_ones, num_decodes, num_reqs)
 
-    def undo(self, length_t num_swaps):
-        """Takes the last step back: its tokens, its number, and its num_swaps swaps, the last one first."""
+    def null_step(self, StepBucket bucket, length_t max_seq_len):
+        """A step of no rows, all padding; ``max_seq_len``, where not 0, is the largest that a graph may meet."""
+        cdef StepArena out
+        cdef object metadata = self._run(bucket, 0, 0, 0)
+        out = <StepArena> PyList_GET_ITEM(bucket.arenas, <Py_ssize_t> ((self.next_step - 1) % self.depth))
+        out.req_ids = ()
+        if max_seq_len:
+            out.max_seq_len = out.max_decode_seq_len = max_seq_len
+        return metadata
+
+    def undo(self, StepBucket bucket, length_t num_swaps):
+        """Takes the last step back: its tokens, its encoders, its number, and its num_swaps swaps, the last first."""
+        cdef BatchRows batch = self.batch
         cdef StepArena out
         cdef length_t i
         self.next_step -= 1
-        out = <StepArena> PyList_GET_ITEM(self.arenas, <Py_ssize_t> (self.next_step % self.depth))
-        for i in range(out.num_reqs):
-            self.rows.rows.num_computed[i] -= 1 if i < out.num_decodes else self.query_lens[i]
+        out = <StepArena> PyList_GET_ITEM(bucket.arenas, <Py_ssize_t> (self.next_step % self.depth))
+        for i in range(out.num_actual_reqs):
+            batch.num_computed[i] -= out.query_lens[i]
+            if batch.cross != NULL and out.encoder_query_lens[i]:
+                batch.encoder_done[i] = 0
+        batch.version += 1
         while num_swaps:
             num_swaps -= 1
-            swap_rows(&self.rows.rows, self.swaps[2 * num_swaps], self.swaps[2 * num_swaps + 1])
+            swap_rows(batch, self.swaps[2 * num_swaps], self.swaps[2 * num_swaps + 1])
 
-    cdef object _run(self, length_t num_decodes, length_t num_reqs):
+    cdef object _run(self, StepBucket bucket, length_t num_ones, length_t num_decodes, length_t num_reqs):
         cdef Py_ssize_t k = <Py_ssize_t> (self.next_step % self.depth)
-        cdef StepArena out = <StepArena> PyList_GET_ITEM(self.arenas, k)
-        cdef BlockRows rows = self.rows
-        cdef object metadata = <object> PyList_GET_ITEM(self.metadata, k)
-        cdef length_t num_tokens = out.num_tokens, old_num_reqs = out.num_reqs
-        fill_decodes(out, &rows.rows, num_decodes)
-        start_counting(out, num_decodes)
-        out.max_query_len = 1 if num_decodes else 0
-        out.max_prefill_seq_len = 0
-        if num_decodes < num_reqs:
-            fill_prefills(out, &rows.rows, num_decodes, num_reqs, self.query_lens)
+        cdef StepArena out = <StepArena> PyList_GET_ITEM(bucket.arenas, k)
+        cdef BatchRows batch = self.batch
+        cdef object metadata = <object> PyList_GET_ITEM(bucket.metadata, k)
+        cdef length_t num_tokens = out.num_tokens, old_num_reqs = out.num_reqs, num_cross_slots = out.num_cross_slots
+        if <PyObject*> out != PyList_GET_ITEM(self.last, k):
+            self.last[k] = out
+            out._forget()
+        fill_decodes(out, batch, num_ones)
+        start_counting(out, num_ones)
+        out.max_decode_query_len = 1
+        out.max_prefill_query_len = out.max_prefill_seq_len = 0
+        out.num_decode_tokens = num_ones
+        if num_ones < num_reqs:
+            fill_rows(out, batch, num_ones, num_decodes, num_reqs, self.query_lens)
         out.num_decodes = num_decodes
-        out.num_reqs = num_reqs
+        out.num_reqs = out.num_actual_reqs = num_reqs
+        out.num_actual_tokens = out.num_tokens
         out.num_prefills = num_reqs - num_decodes
-        out.num_prefill_tokens = out.num_tokens - num_decodes
-        out.max_seq_len = out.max_decode_seq_len
-        if out.max_prefill_seq_len > out.max_seq_len:
-            out.max_seq_len = out.max_prefill_seq_len
+        out.num_prefill_tokens = out.num_tokens - out.num_decode_tokens
+        if self.ranks.world > 1:
+            keep_local(out, batch, self.ranks)
+        if batch.cross != NULL:
+            fill_encoder(out, batch, num_reqs)
+        if bucket.pads:
+            pad_step(out, batch, bucket)
+        out.max_query_len = max(out.max_prefill_query_len, out.max_decode_query_len if num_decodes or bucket.pads else 0)
+        out.max_seq_len = max(out.max_decode_seq_len, out.max_prefill_seq_len)
         out.step = self.next_step
-        out.req_ids = rows.req_ids
-        out.changes = rows.changes
+        out.req_ids = batch.req_ids
+        out.changes = batch.changes
         out.moves = ()
         self.next_step += 1
-        if out.num_tokens != num_tokens or out.num_reqs != old_num_reqs:
+        if out.num_tokens != num_tokens or out.num_reqs != old_num_reqs or out.num_cross_slots != num_cross_slots:
             metadata.forget_views()
         return metadata
 
@@ -1003,3 +1382,37 @@ def fill_block_table(list rows, block_id_t[:, ::1] out):
             return i
         memset(&out[i, 0] + count, 0, (width - count) * sizeof(block_id_t))
     return -1
+
+
+def classify(const length_t[::1] query_lens, const length_t[::1] context_lens, length_t decode_threshold,
+             length_t extend_threshold, signed char[::1] kinds, slot_t[::1] counts):
+    """The kind of each row into kinds (0 decode, 1 short extend, 2 prefill); counts int64[6]: rows and tokens by kind.
+
+    A row of more than decode_threshold tokens is an extend where it has context and at most extend_threshold tokens;
+    without context_lens (of length 0) none is.
+    """
+    cdef length_t i, query_len, num_rows[3]
+    cdef slot_t num_tokens[3]
+    cdef signed char kind
+    cdef bint extends = context_lens.shape[0] > 0
+    num_rows[:] = [0, 0, 0]
+    num_tokens[:] = [0, 0, 0]
+    for i in range(<length_t> query_lens.shape[0]):
+        query_len = query_lens[i]
+        kind = 0
+        if query_len > decode_threshold:
+            kind = 1 if extends and context_lens[i] and query_len <= extend_threshold else 2
+        kinds[i] = kind
+        num_rows[kind] += 1
+        num_tokens[kind] += query_len
+    for i in range(3):
+        counts[i], counts[3 + i] = num_rows[i], num_tokens[i]
+
+
+def order_kinds(signed char[::1] kinds, length_t[:, ::1] swaps):
+    """The fewest swaps of rows that bring kinds 0, 1, 2 into order, as kinds then are; how many are in swaps."""
+    cdef length_t i, n = <length_t> kinds.shape[0], first = 0, second = 0
+    for i in range(n):
+        first += kinds[i] == 0
+        second += kinds[i] == 1
+    return plan_swaps(&kinds[0], n, first, second, &swaps[0, 0]) if n else 0

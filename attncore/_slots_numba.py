@@ -15,14 +15,18 @@ from numba import njit
 
 from attncore.slots import (
     CONTEXT_WITHOUT_CHUNKS,
+    ENCODER_NOT_CAPTURED,
     HIT_ON_DECODE,
     HIT_WITH_WINDOW,
     INT32_MAX,
     NULL_BLOCK,
     OK,
+    QUERY_NOT_CAPTURED,
     QUERY_TOO_LONG,
     TOO_FEW_BLOCKS,
     TOO_LONG,
+    TOO_MANY_ENCODER_TOKENS,
+    TOO_MANY_ROWS,
     TOO_MANY_SEQ_TOKENS,
     TOO_MANY_TOKENS,
 )
@@ -30,8 +34,9 @@ from attncore.slots import (
 IMPLEMENTATION = "numba"
 READS_INTS = "NumPy"
 
-# Rows of the hot state.
-COMPUTED, BLOCKS, COLUMN, BLOCK = range(4)
+# Rows of a batch's state, and of a group's.
+COMPUTED, ENCODER, ENCODED = range(3)
+BLOCKS, COLUMN, BLOCK, SYNCED = range(4)
 
 _jit = njit(cache=True, nogil=False, boundscheck=False)
 
@@ -53,130 +58,139 @@ def _fill_run(positions, rows, at, row, start, count):  # type: ignore[no-untype
 
 
 @_jit
-def _check_rows(state, table, block_size, num_rows, query_lens, max_model_len, max_num_tokens):  # type: ignore[no-untyped-def]
-    num_tokens, num_seq_tokens = 0, 0
+def _check_lengths(computed, num_rows, query_lens, max_model_len):  # type: ignore[no-untyped-def]
     for i in range(num_rows):
-        query_len = query_lens[i]
-        if query_len == 0:
+        if query_lens[i] > max_model_len - computed[i]:
+            return i
+    return num_rows
+
+
+@_jit
+def _check_blocks(state, table, block_size, null_ids, num_rows, starts, lens):  # type: ignore[no-untyped-def]
+    """The first row of which tokens starts..starts + lens have no block of their own: (code, row, token)."""
+    for i in range(num_rows):
+        if lens[i] == 0:
             continue
-        computed, held = state[0, i], state[1, i]
-        if query_len > max_model_len - computed:
-            return TOO_LONG, i, 0
-        last = (computed + query_len - 1) // block_size
+        start, held = starts[i], state[0, i]
+        last = (start + lens[i] - 1) // block_size
         if last >= held:
-            return TOO_FEW_BLOCKS, i, max(held * block_size, computed)
-        column = computed // block_size
-        if column == state[2, i]:
+            return TOO_FEW_BLOCKS, i, max(held * block_size, start)
+        column = start // block_size
+        if column == state[1, i]:
             column += 1
         while column <= last:
-            if table[i, column] == 0:
-                return NULL_BLOCK, i, max(column * block_size, computed)
+            if table[i, column] < null_ids:
+                return NULL_BLOCK, i, max(column * block_size, start)
             column += 1
-        num_tokens += query_len
-        num_seq_tokens += computed + query_len
-    if num_tokens > max_num_tokens:
-        return TOO_MANY_TOKENS, 0, 0
-    if num_seq_tokens > INT32_MAX:
-        return TOO_MANY_SEQ_TOKENS, 0, 0
-    return OK, 0, 0
+    return OK, num_rows, 0
 
 
 @_jit
-def _fill_step(  # type: ignore[no-untyped-def]
-    state, table, block_size, num_decodes, num_reqs, query_lens,
-    slot_mapping, positions, token_rows, seq_lens, context_lens, out_query_lens, logits_indices, last_blocks,
-    last_page_len, query_start_loc, seq_start_loc, indptr, prefill_query_start_loc, prefill_seq_start_loc,
+def _fill_shared(  # type: ignore[no-untyped-def]
+    computed, num_decodes, num_reqs, query_lens,
+    positions, token_rows, seq_lens, context_lens, out_query_lens, logits_indices, query_start_loc, seq_start_loc,
+    prefill_query_start_loc, prefill_seq_start_loc,
 ):  # fmt: skip
-    token, seq_start, pages = 0, 0, 0
-    max_query_len, max_decode, max_prefill = 0, 0, 0
-    query_start_loc[0] = seq_start_loc[0] = indptr[0] = 0
-    decode_seqs = 0
+    token, seq_start, decode_tokens, decode_seqs = 0, 0, 0, 0
+    longest = np.zeros(4, np.int64)  # query and sequence of decodes, of prefills
+    query_start_loc[0] = seq_start_loc[0] = 0
     for i in range(num_reqs):
-        query_len = 1 if i < num_decodes else query_lens[i]
-        computed = state[0, i]
-        seq_len = computed + query_len
-        last = (seq_len - 1) // block_size
-        _fill_slots(slot_mapping, token, table[i], computed, seq_len, block_size)
-        _fill_run(positions, token_rows, token, i, computed, query_len)
+        query_len = query_lens[i]
+        seq_len = computed[i] + query_len
+        _fill_run(positions, token_rows, token, i, computed[i], query_len)
         token += query_len
         seq_start += seq_len
-        pages += last + 1
-        state[0, i], state[2, i], state[3, i] = seq_len, last, table[i, last]
-        seq_lens[i], context_lens[i], out_query_lens[i] = seq_len, computed, query_len
-        logits_indices[i], last_blocks[i] = token - 1, table[i, last]
-        last_page_len[i] = (seq_len - 1) % block_size + 1
-        query_start_loc[i + 1], seq_start_loc[i + 1], indptr[i + 1] = token, seq_start, pages
-        max_query_len = max(max_query_len, query_len)
+        seq_lens[i], context_lens[i], out_query_lens[i] = seq_len, computed[i], query_len
+        logits_indices[i] = token - 1
+        query_start_loc[i + 1], seq_start_loc[i + 1] = token, seq_start
+        part = 0 if i < num_decodes else 2
+        longest[part] = max(longest[part], query_len)
+        longest[part + 1] = max(longest[part + 1], seq_len)
         if i < num_decodes:
-            decode_seqs = seq_start
-            max_decode = max(max_decode, seq_len)
-        else:
-            max_prefill = max(max_prefill, seq_len)
+            decode_tokens, decode_seqs = token, seq_start
     prefill_query_start_loc[0] = prefill_seq_start_loc[0] = 0
     for i in range(num_decodes, num_reqs):
-        prefill_query_start_loc[i - num_decodes + 1] = query_start_loc[i + 1] - num_decodes
+        prefill_query_start_loc[i - num_decodes + 1] = query_start_loc[i + 1] - decode_tokens
         prefill_seq_start_loc[i - num_decodes + 1] = seq_start_loc[i + 1] - decode_seqs
-    return token, max_query_len, max_decode, max_prefill, pages
+    return token, decode_tokens, longest
 
 
 @_jit
-def _swap_rows(state, table, query_lens, i, j, swaps, count):  # type: ignore[no-untyped-def]
-    for k in range(max(state[1, i], state[1, j])):
+def _fill_group(  # type: ignore[no-untyped-def]
+    state, table, block_size, num_reqs, starts, lens, keeps, caches, slot_mapping, last_blocks, indptr, last_page_len
+):  # fmt: skip
+    """One group's slots and pages: of tokens starts..starts + lens of each row, which holds ``keeps`` in all."""
+    token, pages = 0, 0
+    indptr[0] = 0
+    for i in range(num_reqs):
+        _fill_slots(slot_mapping, token, table[i], starts[i], starts[i] + lens[i], block_size)
+        token += lens[i]
+        last_blocks[i] = last_page_len[i] = 0
+        if keeps[i]:
+            last = (keeps[i] - 1) // block_size
+            if caches:
+                state[1, i], state[2, i] = last, table[i, last]
+            last_blocks[i] = table[i, last]
+            last_page_len[i] = (keeps[i] - 1) % block_size + 1
+            pages += last + 1
+        indptr[i + 1] = pages
+    return pages
+
+
+@_jit
+def _swap_blocks(state, table, i, j):  # type: ignore[no-untyped-def]
+    for k in range(max(state[0, i], state[0, j])):
         table[i, k], table[j, k] = table[j, k], table[i, k]
-    for k in range(4):
+    for k in range(3):
         state[k, i], state[k, j] = state[k, j], state[k, i]
-    query_lens[i], query_lens[j] = query_lens[j], query_lens[i]
-    swaps[count, 0], swaps[count, 1] = i, j
-    return count + 1
+    state[3, i] = state[3, j] = 0
 
 
 @_jit
-def _kind(query_len):  # type: ignore[no-untyped-def]
-    return 0 if query_len == 1 else (1 if query_len else 2)
-
-
-@_jit
-def _arrange_rows(state, table, query_lens, n, swaps):  # type: ignore[no-untyped-def]
-    bounds = np.zeros(4, np.int64)
-    bounds[3] = n
-    for i in range(n):
-        bounds[1] += _kind(query_lens[i]) == 0
-        bounds[2] += _kind(query_lens[i]) != 2
+def _plan_swaps(kinds, n, first, second, swaps):  # type: ignore[no-untyped-def]
+    bounds = np.array([0, first, first + second, n])
     count = 0
     for a in range(2):
         for b in range(a + 1, 3):
             j = bounds[b]
             for i in range(bounds[a], bounds[a + 1]):
-                if _kind(query_lens[i]) != b:
+                if kinds[i] != b:
                     continue
-                while j < bounds[b + 1] and _kind(query_lens[j]) != a:
+                while j < bounds[b + 1] and kinds[j] != a:
                     j += 1
                 if j == bounds[b + 1]:
                     break
-                count = _swap_rows(state, table, query_lens, i, j, swaps, count)
+                count = _exchange(kinds, i, j, swaps, count)
     j = k = -1
     for i in range(bounds[1]):
-        b = _kind(query_lens[i])
+        b = kinds[i]
         if b == 0:
             continue
         c = 3 - b
         j = bounds[b] if j < 0 else j
-        while _kind(query_lens[j]) != c:
+        while kinds[j] != c:
             j += 1
         k = bounds[c] if k < 0 else k
-        while _kind(query_lens[k]) != 0:
+        while kinds[k] != 0:
             k += 1
-        count = _swap_rows(state, table, query_lens, i, j, swaps, count)
-        count = _swap_rows(state, table, query_lens, i, k, swaps, count)
-    return count, bounds[1], bounds[2]
+        count = _exchange(kinds, i, j, swaps, count)
+        count = _exchange(kinds, i, k, swaps, count)
+    return count
 
 
 @_jit
-def _needs_block(state, num_rows, block_size, width, out):  # type: ignore[no-untyped-def]
+def _exchange(kinds, i, j, swaps, count):  # type: ignore[no-untyped-def]
+    kinds[i], kinds[j] = kinds[j], kinds[i]
+    swaps[count, 0], swaps[count, 1] = i, j
+    return count + 1
+
+
+@_jit
+def _needs_block(computed, num_blocks, num_rows, block_size, width, out):  # type: ignore[no-untyped-def]
     count = 0
     for i in range(num_rows):
-        column = state[0, i] // block_size
-        if state[1, i] <= column < width:
+        column = computed[i] // block_size
+        if num_blocks[i] <= column < width:
             out[count] = i
             count += 1
     return count
@@ -350,9 +364,77 @@ def _read_ids(ids: Any, limit: int) -> Any:
 
 
 class BlockRows:
-    def __init__(self, state: Any, stale: Any, table: Any, block_size: int, num_blocks: int) -> None:
+    num_computed: Any  # the batch's
+
+    def __init__(
+        self, state: Any, stale: Any, table: Any, block_size: int, num_blocks: int, kernel_blocks: int
+    ) -> None:
         self.state, self.table, self.block_size, self.num_blocks = state, table, block_size, num_blocks
         self.capacity, self.width = table.shape
+        self.kernel_blocks = kernel_blocks
+
+    def start(self, row: int) -> None:
+        self.state[:, row] = 0, -1, 0, 0
+
+    def append(self, row: int, ids: Any) -> int:
+        array, each = _read_ids(ids, self.num_blocks), self.kernel_blocks
+        held = int(self.state[BLOCKS, row])
+        if array is None or len(array) * each > self.width - held:
+            return -1
+        columns = (array[:, np.newaxis] * np.int32(each) + np.arange(each, dtype=np.int32)).ravel()
+        self.table[row, held : held + len(columns)] = columns
+        self.state[BLOCKS, row] = held + len(columns)
+        return len(array)
+
+    def truncate(self, row: int, num_blocks: int) -> None:
+        self.table[row, num_blocks : self.state[BLOCKS, row]] = 0
+        self.state[BLOCKS, row] = num_blocks
+        self.state[SYNCED, row] = min(self.state[SYNCED, row], num_blocks)
+        if self.state[COLUMN, row] >= num_blocks:
+            self.state[COLUMN, row] = -1
+
+    def replace(self, row: int, column: int, block: int) -> None:
+        self.table[row, column] = block
+        self.state[SYNCED, row] = min(self.state[SYNCED, row], column)
+        if self.state[COLUMN, row] == column:
+            self.state[COLUMN, row] = -1
+
+    def needs_block(self, num_rows: int, out: Any) -> int:
+        return int(_needs_block(self.num_computed, self.state[BLOCKS], num_rows, self.block_size, self.width, out))
+
+    def pass_window(self, row: int, first_token: int) -> list[int]:
+        each, ids, passed = self.kernel_blocks, self.table[row], []
+        column = min(first_token // self.block_size, int(self.state[BLOCKS, row])) // each * each - each
+        while column >= 0 and ids[column] >= each:
+            passed.append(int(ids[column]) // each)
+            for extra in range(each):
+                self.replace(row, column + extra, extra)
+            column -= each
+        return passed[::-1]
+
+    def journal(self, num_rows: int, indices: Any, ids: Any) -> int:
+        count = 0
+        for row in range(num_rows):
+            start, held = int(self.state[SYNCED, row]), int(self.state[BLOCKS, row])
+            stop = min(held, start + len(ids) - count)
+            if stop > start:
+                indices[count : count + stop - start] = np.arange(row * self.width + start, row * self.width + stop)
+                ids[count : count + stop - start] = self.table[row, start:stop]
+                count += stop - start
+                self.state[SYNCED, row] = stop
+        return count
+
+    def forget_synced(self) -> None:
+        self.state[SYNCED] = 0
+
+
+class BatchRows:
+    def __init__(self, state: Any, decoders: list[BlockRows], cross: BlockRows | None) -> None:
+        self.state, self.decoders, self.cross = state, decoders, cross
+        for group in decoders:
+            group.num_computed = state[COMPUTED]
+        if cross is not None:
+            cross.num_computed = state[ENCODER]
         self.num_rows = 0
         self.dirty = True
         self.changes = 0
@@ -366,113 +448,260 @@ class BlockRows:
     def leave(self) -> None:
         self.busy = False
 
-    def start(self, row: int, num_computed: int) -> None:
-        self.state[:, row] = num_computed, 0, -1, 0
-
-    def append(self, row: int, ids: Any) -> int:
-        array = _read_ids(ids, self.num_blocks)
-        held = int(self.state[BLOCKS, row])
-        if array is None or len(array) > self.width - held:
-            return -1
-        self.table[row, held : held + len(array)] = array
-        self.state[BLOCKS, row] = held + len(array)
-        return len(array)
-
-    def truncate(self, row: int, num_blocks: int) -> None:
-        self.table[row, num_blocks : self.state[BLOCKS, row]] = 0
-        self.state[BLOCKS, row] = num_blocks
-        if self.state[COLUMN, row] >= num_blocks:
-            self.state[COLUMN, row] = -1
+    def start(self, row: int, num_computed: int, encoder_len: int, encoder_done: bool) -> None:
+        self.state[:, row] = num_computed, encoder_len, encoder_done
 
     def set_computed(self, row: int, num_computed: int) -> None:
         self.state[COMPUTED, row] = num_computed
 
-    def needs_block(self, out: Any) -> int:
-        return int(_needs_block(self.state, self.num_rows, self.block_size, self.width, out))
+    def swap(self, i: int, j: int) -> None:
+        for group in (*self.decoders, *([self.cross] if self.cross else [])):
+            _swap_blocks(group.state, group.table, i, j)
+        self.state[:, [i, j]] = self.state[:, [j, i]]
 
 
 class StepArena:
-    # The order in which _fill_step takes an arena's fields.
-    ORDER = (
-        "slot_mapping", "positions", "token_to_req_indices", "seq_lens", "context_lens", "query_lens",
-        "logits_indices", "last_blocks", "paged_kv_last_page_len", "query_start_loc", "seq_start_loc",
-        "paged_kv_indptr", "prefill_query_start_loc", "prefill_seq_start_loc",
+    # The order in which the loops take an arena's fields.
+    SHARED = (
+        "positions", "token_to_req_indices", "seq_lens", "context_lens", "query_lens", "logits_indices",
+        "query_start_loc", "seq_start_loc", "prefill_query_start_loc", "prefill_seq_start_loc",
     )  # fmt: skip
+    GROUP = ("slot_mapping", "last_blocks", "paged_kv_indptr", "paged_kv_last_page_len")
 
-    def __init__(self, fields: dict[str, Any]) -> None:
-        self.arrays = tuple(fields[name] for name in self.ORDER)
+    def __init__(self, fields: dict[str, Any], groups: list[dict[str, Any]], has_cross: bool) -> None:
+        self.fields = fields
+        self.shared = tuple(fields[name] for name in self.SHARED)
+        self.groups = [tuple(group[name] for name in self.GROUP) for group in groups]
         self.step = -1
-        self.num_reqs = self.num_tokens = self.num_decodes = self.num_prefills = self.num_prefill_tokens = 0
+        self.num_reqs = self.num_tokens = self.num_actual_reqs = self.num_actual_tokens = 0
+        self.num_decodes = self.num_decode_tokens = self.num_prefills = self.num_prefill_tokens = 0
         self.max_query_len = self.max_seq_len = self.max_prefill_seq_len = self.max_decode_seq_len = 0
-        self.num_pages = self.changes = 0
+        self.max_decode_query_len = 1
+        self.num_encoder_tokens = self.max_encoder_seq_len = self.num_cross_slots = self.changes = 0
         self.req_ids: tuple[Any, ...] = ()
         self.moves: tuple[tuple[int, int], ...] = ()
+
+
+class StepBucket:
+    def __init__(
+        self, arenas: list[StepArena], metadata: list[Any], pads: bool = False, num_reqs: int = 0, query_len: int = 0,
+        pad_seq_len: int = 0, uniform: bool = True,
+    ) -> None:  # fmt: skip
+        self.arenas, self.metadata = arenas, metadata
+        self.pads, self.num_reqs, self.num_tokens = pads, num_reqs, num_reqs * query_len
+        self.query_len, self.pad_seq_len, self.uniform = query_len, pad_seq_len, uniform
 
 
 class StepKernel:
     def __init__(
         self,
-        rows: BlockRows,
-        arenas: list[StepArena],
-        metadata: list[Any],
+        batch: BatchRows,
+        eager: StepBucket,
         query_lens: Any,
         swaps: Any,
+        kinds: Any,
         max_model_len: int,
         max_num_tokens: int,
+        max_num_encoder_tokens: int,
+        decode_threshold: int,
+        world: int,
+        rank: int,
+        interleave: int,
     ) -> None:
-        self.rows, self.arenas, self.metadata = rows, arenas, metadata
-        self.query_lens, self.swaps = query_lens, swaps
+        self.batch, self.eager = batch, eager
+        self.query_lens, self.swaps, self.kinds = query_lens, swaps, kinds
+        self.depth = len(eager.arenas)
         self.max_model_len, self.max_num_tokens = max_model_len, max_num_tokens
+        self.max_num_encoder_tokens, self.decode_threshold = max_num_encoder_tokens, decode_threshold
+        self.world, self.rank, self.interleave = world, rank, interleave
         self.next_step = 0
 
     def decode_step(self) -> Any | None:
-        return None if self.rows.busy else self.decode_step_inside()
+        return None if self.batch.busy else self.decode_step_inside(self.eager)
 
-    def decode_step_inside(self) -> Any | None:
-        rows = self.rows
-        if rows.dirty:
+    def decode_step_inside(self, bucket: StepBucket) -> Any | None:
+        batch = self.batch
+        if batch.dirty or (bucket.pads and (batch.num_rows > bucket.num_reqs or bucket.query_len != 1)):
             return None
-        self.schedule_all()
-        return self.step(rows.num_rows, rows.num_rows) if self.check()[0] == OK else None
+        self.schedule_all(1)
+        return self._run(bucket, batch.num_rows, batch.num_rows) if self.check()[0] == OK else None
 
-    def schedule_all(self) -> None:
-        self.query_lens[: self.rows.num_rows] = 1
+    def schedule_all(self, query_len: int) -> None:
+        self.query_lens[: self.batch.num_rows] = query_len
 
-    def check(self) -> tuple[int, int, int]:
-        rows, limits = self.rows, (self.max_model_len, self.max_num_tokens)
-        code, row, token = _check_rows(rows.state, rows.table, rows.block_size, rows.num_rows, self.query_lens, *limits)
-        return int(code), int(row), int(token)
+    def check(self) -> tuple[int, int, int, int]:
+        batch, n = self.batch, self.batch.num_rows
+        computed, query_lens = batch.state[COMPUTED], self.query_lens
+        too_long = int(_check_lengths(computed, n, query_lens, self.max_model_len))
+        found = [(too_long, -1, TOO_LONG, 0)] if too_long < n else []
+        for g, group in enumerate(batch.decoders):
+            found += self._first_failure(group, too_long, g, computed, query_lens)
+        encoders = np.where(query_lens[:n] > 0, batch.state[ENCODER, :n], 0).astype(np.int64)
+        fresh = np.where(batch.state[ENCODED, :n] != 0, 0, encoders).astype(np.int32)
+        if batch.cross is not None:
+            found += self._first_failure(batch.cross, too_long, len(batch.decoders), np.zeros_like(fresh), fresh)
+        if found:
+            row, group_index, code, token = min(found)
+            return code, row, token, max(group_index, 0)
+        num_tokens = int(query_lens[:n].sum(dtype=np.int64))
+        running = computed[:n].astype(np.int64)[query_lens[:n] > 0]
+        if num_tokens > self.max_num_tokens:
+            return TOO_MANY_TOKENS, 0, 0, 0
+        if int(running.sum()) + num_tokens > INT32_MAX or int(encoders.sum()) > INT32_MAX:
+            return TOO_MANY_SEQ_TOKENS, 0, 0, 0
+        num_encoder_tokens = int(fresh.sum(dtype=np.int64))
+        if num_encoder_tokens > self.max_num_encoder_tokens:
+            return TOO_MANY_ENCODER_TOKENS, 0, min(num_encoder_tokens, INT32_MAX), 0
+        return OK, 0, 0, 0
+
+    def _first_failure(
+        self, group: BlockRows, num_rows: int, index: int, starts: Any, lens: Any
+    ) -> list[tuple[int, int, int, int]]:
+        code, row, token = map(
+            int, _check_blocks(group.state, group.table, group.block_size, group.kernel_blocks, num_rows, starts, lens)
+        )
+        return [] if code == OK else [(row, index, code, token)]
+
+    def check_bucket(self, bucket: StepBucket) -> tuple[int, int, int]:
+        batch, count = self.batch, 0
+        for i in range(batch.num_rows):
+            query_len = int(self.query_lens[i])
+            if query_len == 0:
+                continue
+            count += 1
+            if query_len > bucket.query_len or (bucket.uniform and query_len != bucket.query_len):
+                return QUERY_NOT_CAPTURED, i, 0
+            if batch.cross is not None and batch.state[ENCODER, i] and not batch.state[ENCODED, i]:
+                return ENCODER_NOT_CAPTURED, i, 0
+        return (OK if count <= bucket.num_reqs else TOO_MANY_ROWS), 0, count
 
     def arrange(self) -> tuple[int, int, int]:
-        rows = self.rows
-        count, decodes, reqs = _arrange_rows(rows.state, rows.table, self.query_lens, rows.num_rows, self.swaps)
-        return int(count), int(decodes), int(reqs)
+        n = self.batch.num_rows
+        lens, kinds = self.query_lens[:n], self.kinds
+        kinds[:n] = np.where(lens == 0, 2, np.where(lens <= self.decode_threshold, 0, 1))
+        num_decodes, num_prefills = int((kinds[:n] == 0).sum()), int((kinds[:n] == 1).sum())
+        count = int(_plan_swaps(kinds, n, num_decodes, num_prefills, self.swaps))
+        for i, j in self.swaps[:count].tolist():
+            self.batch.swap(i, j)
+            lens[[i, j]] = lens[[j, i]]
+        return count, num_decodes, num_decodes + num_prefills
 
-    def undo(self, num_swaps: int) -> None:
+    def step(self, bucket: StepBucket, num_decodes: int, num_reqs: int) -> Any:
+        return self._run(bucket, num_decodes, num_reqs)
+
+    def null_step(self, bucket: StepBucket, max_seq_len: int) -> Any:
+        metadata = self._run(bucket, 0, 0)
+        out = bucket.arenas[(self.next_step - 1) % self.depth]
+        out.req_ids = ()
+        if max_seq_len:
+            out.max_seq_len = out.max_decode_seq_len = max_seq_len
+        return metadata
+
+    def undo(self, bucket: StepBucket, num_swaps: int) -> None:
         self.next_step -= 1
-        rows, out = self.rows, self.arenas[self.next_step % len(self.arenas)]
-        rows.state[COMPUTED, : out.num_reqs] -= self.query_lens[: out.num_reqs]
-        taken_back = np.empty((1, 2), np.int32)
+        batch, out = self.batch, bucket.arenas[self.next_step % self.depth]
+        n = out.num_actual_reqs
+        batch.state[COMPUTED, :n] -= out.fields["query_lens"][:n]
+        if batch.cross is not None:
+            batch.state[ENCODED, :n][out.fields["encoder_query_lens"][:n] > 0] = 0
         for i, j in self.swaps[:num_swaps][::-1].tolist():
-            _swap_rows(rows.state, rows.table, self.query_lens, i, j, taken_back, 0)
+            batch.swap(i, j)
 
-    def step(self, num_decodes: int, num_reqs: int) -> Any:
-        k = self.next_step % len(self.arenas)
-        rows, out, metadata = self.rows, self.arenas[k], self.metadata[k]
-        num_tokens, max_query_len, max_decode, max_prefill, pages = map(
-            int,
-            _fill_step(rows.state, rows.table, rows.block_size, num_decodes, num_reqs, self.query_lens, *out.arrays),
-        )
-        resized = (num_tokens, num_reqs) != (out.num_tokens, out.num_reqs)
-        out.num_reqs, out.num_decodes, out.num_prefills = num_reqs, num_decodes, num_reqs - num_decodes
-        out.num_tokens, out.num_prefill_tokens, out.num_pages = num_tokens, num_tokens - num_decodes, pages
-        out.max_query_len, out.max_seq_len = max_query_len, max(max_decode, max_prefill)
-        out.max_decode_seq_len, out.max_prefill_seq_len = max_decode, max_prefill
-        out.step, out.req_ids, out.moves, out.changes = self.next_step, rows.req_ids, (), rows.changes
+    def _run(self, bucket: StepBucket, num_decodes: int, num_reqs: int) -> Any:
+        k = self.next_step % self.depth
+        batch, out, metadata = self.batch, bucket.arenas[k], bucket.metadata[k]
+        size = out.num_tokens, out.num_reqs, out.num_cross_slots
+        computed, lens = batch.state[COMPUTED], self.query_lens
+        num_tokens, decode_tokens, longest = _fill_shared(computed, num_decodes, num_reqs, lens, *out.shared)
+        seq_lens = out.fields["seq_lens"]
+        for group, arrays in zip(batch.decoders, out.groups, strict=False):
+            _fill_group(group.state, group.table, group.block_size, num_reqs, computed, lens, seq_lens, True, *arrays)
+        computed[:num_reqs] += lens[:num_reqs]
+        out.num_decodes, out.num_prefills = num_decodes, num_reqs - num_decodes
+        out.num_reqs = out.num_actual_reqs = num_reqs
+        out.num_tokens = out.num_actual_tokens = int(num_tokens)
+        out.num_decode_tokens, out.num_prefill_tokens = int(decode_tokens), int(num_tokens - decode_tokens)
+        decode_query, out.max_decode_seq_len, prefill_query, out.max_prefill_seq_len = map(int, longest)
+        out.max_query_len, out.max_decode_query_len = max(decode_query, prefill_query), max(decode_query, 1)
+        if self.world > 1:
+            self._keep_local(out)
+        if batch.cross is not None:
+            self._fill_encoder(out, batch.cross)
+        if bucket.pads:
+            self._pad(out, bucket)
+        out.max_seq_len = max(out.max_decode_seq_len, out.max_prefill_seq_len)
+        out.step, out.req_ids, out.moves, out.changes = self.next_step, batch.req_ids, (), batch.changes
         self.next_step += 1
-        if resized:
+        if size != (out.num_tokens, out.num_reqs, out.num_cross_slots):
             metadata.forget_views()
         return metadata
+
+    def _fill_encoder(self, out: StepArena, cross: BlockRows) -> None:
+        n, fields = out.num_reqs, out.fields
+        state = self.batch.state
+        lens = state[ENCODER, :n]
+        fields["encoder_seq_lens"][:n] = lens
+        fields["encoder_query_lens"][:n] = np.where(state[ENCODED, :n] != 0, 0, lens)
+        for name in ("encoder_seq", "encoder_query"):
+            fields[f"{name}_start_loc"][0] = 0
+            np.cumsum(fields[f"{name}_lens"][:n], out=fields[f"{name}_start_loc"][1 : n + 1])
+        fresh = fields["encoder_query_lens"]
+        _fill_group(
+            cross.state, cross.table, cross.block_size, n, np.zeros(n, np.int32), fresh, lens, False, *out.groups[-1]
+        )
+        state[ENCODED, :n] |= fresh[:n] > 0
+        out.num_encoder_tokens = int(lens.sum())
+        out.num_cross_slots = int(fresh[:n].sum())
+        out.max_encoder_seq_len = int(lens.max(initial=0))
+
+    def _local_lens(self, lens: Any) -> Any:
+        turns, rest = np.divmod(lens.astype(np.int64), self.world * self.interleave)
+        return turns * self.interleave + np.clip(rest - self.rank * self.interleave, 0, self.interleave)
+
+    def _keep_local(self, out: StepArena) -> None:
+        n, num_tokens, fields = out.num_reqs, out.num_tokens, out.fields
+        for name in ("context_lens", "seq_lens"):
+            fields[name][:n] = self._local_lens(fields[name][:n])
+        seq_lens, start_loc = fields["seq_lens"][:n], fields["seq_start_loc"]
+        np.cumsum(seq_lens, out=start_loc[1 : n + 1])
+        prefill_start_loc = start_loc[out.num_decodes : n + 1] - start_loc[out.num_decodes]
+        fields["prefill_seq_start_loc"][: len(prefill_start_loc)] = prefill_start_loc
+        out.max_decode_seq_len = int(seq_lens[: out.num_decodes].max(initial=0))
+        out.max_prefill_seq_len = int(seq_lens[out.num_decodes :].max(initial=0))
+        for group, (slots, _, indptr, last_page_len) in zip(self.batch.decoders, out.groups, strict=True):
+            block = group.block_size // self.world
+            blocks, offsets = np.divmod(slots[:num_tokens], group.block_size)
+            runs, within = np.divmod(offsets, self.interleave)
+            rounds, ranks = np.divmod(runs, self.world)
+            local = blocks * block + rounds * self.interleave + within
+            slots[:num_tokens] = np.where(ranks == self.rank, local, -1)
+            np.cumsum(-(-seq_lens // block), out=indptr[1 : n + 1])
+            last_page_len[:n] = np.where(seq_lens > 0, (seq_lens - 1) % block + 1, 0)
+
+    def _pad(self, out: StepArena, bucket: StepBucket) -> None:
+        n, t, reqs, tokens, fields = out.num_reqs, out.num_tokens, bucket.num_reqs, bucket.num_tokens, out.fields
+        fields["seq_lens"][n:reqs] = bucket.pad_seq_len
+        for name in ("context_lens", "query_lens", "logits_indices"):
+            fields[name][n:reqs] = 0
+        fields["query_start_loc"][n + 1 : reqs + 1] = t
+        fields["positions"][t:tokens] = 0
+        fields["token_to_req_indices"][t:tokens] = reqs - 1
+        starts = ["seq_start_loc"]
+        if self.batch.cross is not None:
+            fields["encoder_seq_lens"][n:reqs] = bucket.pad_seq_len
+            fields["encoder_query_lens"][n:reqs] = 0
+            fields["encoder_query_start_loc"][n + 1 : reqs + 1] = fields["encoder_query_start_loc"][n]
+            starts.append("encoder_seq_start_loc")
+        for name in starts:
+            fields[name][n + 1 : reqs + 1] = fields[name][n] + bucket.pad_seq_len * np.arange(1, reqs - n + 1)
+        for g, (slots, last_blocks, indptr, last_page_len) in enumerate(out.groups):
+            last_blocks[n:reqs] = last_page_len[n:reqs] = 0
+            indptr[n + 1 : reqs + 1] = indptr[n]
+            if g < len(self.batch.decoders):
+                slots[t:tokens] = -1
+        out.num_reqs, out.num_tokens, out.num_decode_tokens = reqs, tokens, tokens
+        out.max_query_len = out.max_decode_query_len = bucket.query_len
+        out.max_decode_seq_len = max(out.max_decode_seq_len, bucket.pad_seq_len if n < reqs else 0)
 
 
 # ---- the list door ---------------------------------------------------------------------------------------------------
@@ -573,3 +802,18 @@ def fill_block_table(rows: list[Any], out: Any) -> int:
         out[i, : len(ids)] = ids
         out[i, len(ids) :] = 0
     return -1
+
+
+def classify(
+    query_lens: Any, context_lens: Any, decode_threshold: int, extend_threshold: int, kinds: Any, counts: Any
+) -> None:
+    kinds[:] = np.where(query_lens > decode_threshold, 2, 0)
+    if len(context_lens):
+        kinds[(kinds == 2) & (context_lens > 0) & (query_lens <= extend_threshold)] = 1
+    for kind in range(3):
+        counts[kind] = (kinds == kind).sum()
+        counts[3 + kind] = query_lens[kinds == kind].sum(dtype=np.int64)
+
+
+def order_kinds(kinds: Any, swaps: Any) -> int:
+    return int(_plan_swaps(kinds, len(kinds), (kinds == 0).sum(), (kinds == 1).sum(), swaps))

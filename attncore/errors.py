@@ -17,3 +17,7 @@ class PluginError(AttncoreError):
 
 class ConcurrentUseError(AttncoreError):
     """A builder or its batch was entered while another thread was inside it."""
+
+
+class CaptureError(AttncoreError, RuntimeError):
+    """A capture, a plan or a replay of a CUDA graph at the wrong moment, or of a size that was not captured."""

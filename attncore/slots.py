@@ -28,6 +28,7 @@ INT32_MAX = 2**31 - 1
 # What a kernel's check may answer (the enum of _slots.pyx).
 OK, TOO_FEW_BLOCKS, NULL_BLOCK, TOO_LONG, TOO_MANY_TOKENS, TOO_MANY_SEQ_TOKENS = range(6)
 HIT_ON_DECODE, HIT_WITH_WINDOW, CONTEXT_WITHOUT_CHUNKS, QUERY_TOO_LONG = range(6, 10)
+TOO_MANY_ENCODER_TOKENS, QUERY_NOT_CAPTURED, ENCODER_NOT_CAPTURED, TOO_MANY_ROWS = range(10, 14)
 
 _MODULES: dict[KernelsName, str] = {"cython": "attncore._slots", "numba": "attncore._slots_numba"}
 

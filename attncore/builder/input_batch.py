@@ -9,9 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore import slots
+from attncore.builder.block_table import BlockTable
+from attncore.builder.kv_cache_group import KVCacheGroup, checked_groups
 from attncore.errors import ConcurrentUseError
 
 NULL_BLOCK_ID = 0
+ONLY_GROUP = "decoder"
+"""The name of a batch's group where it was made with ``block_size`` and not with groups."""
 
 
 class _Entered:
@@ -34,6 +38,10 @@ class InputBatch:
     Capacity and memory (``nbytes``, host) are fixed here. ``num_blocks`` bounds the block ids (the cache's size;
     default: any int32). Block 0 is the null block: a table may hold it where a window has passed, no token may be
     written to it. A request keeps its row until a build moves it (``metadata.moves``). One thread at a time.
+
+    ``groups`` instead of ``block_size`` and ``num_blocks``: several KV-cache groups, each with a table of its own;
+    block ids are then given, and answered, as a mapping of group name to ids. ``max_encoder_len`` belongs to a cross
+    group.
     """
 
     def __init__(
@@ -41,28 +49,40 @@ class InputBatch:
         *,
         max_num_reqs: int,
         max_model_len: int,
-        block_size: int,
+        block_size: int | None = None,
         num_blocks: int | None = None,
+        groups: Iterable[KVCacheGroup] | None = None,
+        max_encoder_len: int | None = None,
         kernels: slots.KernelsName | None = None,
     ) -> None:
-        sizes = {"max_num_reqs": max_num_reqs, "max_model_len": max_model_len, "block_size": block_size}
-        if num_blocks is not None:
-            sizes["num_blocks"] = num_blocks
-        for name, value in sizes.items():
-            slots._integer(name, value, 1)
-        width = -(-max_model_len // block_size)
-        if width * block_size > slots.INT32_MAX:
-            raise ValueError(f"max_model_len: {max_model_len} in blocks of {block_size} does not fit int32")
-        if max_num_reqs * width > slots.INT32_MAX:
-            raise ValueError(f"max_num_reqs: {max_num_reqs} rows of {width} blocks do not fit int32")
-        self.max_num_reqs, self.max_model_len, self.block_size = max_num_reqs, max_model_len, block_size
+        slots._integer("max_num_reqs", max_num_reqs, 1)
+        slots._integer("max_model_len", max_model_len, 1)
+        self.groups = _groups(groups, block_size, num_blocks)
+        decoders = [group for group in self.groups if not group.cross]
+        has_cross = len(decoders) < len(self.groups)
+        if has_cross:
+            slots._integer("max_encoder_len", max_encoder_len, 1)
+        elif max_encoder_len is not None:
+            raise ValueError(f"max_encoder_len: {max_encoder_len} given, but no group is cross")
+        self.max_num_reqs, self.max_model_len = max_num_reqs, max_model_len
+        self.max_encoder_len = max_encoder_len or 0
+        self.block_size = self.groups[0].block_size
         self.kernels = slots.load_kernels(kernels)
-        self.block_table: npt.NDArray[np.int32] = np.zeros((max_num_reqs, width), np.int32)
-        self._limit = slots.INT32_MAX + 1 if num_blocks is None else num_blocks
-        self._state = np.zeros((4, max_num_reqs), np.int32)  # num_computed, num_blocks, and the kernels' own two
-        self._state[2] = -1  # no block cached, as in a row that was cleared
+        self._one_group = groups is None
+        self._tables = {
+            group.name: BlockTable(
+                group, max_num_reqs, self.max_encoder_len if group.cross else max_model_len, self.kernels
+            )
+            for group in self.groups
+        }
+        tables = list(self._tables.values())
+        self._decoders, self._cross = tables[: len(decoders)], tables[-1] if has_cross else None
+        self.block_table: npt.NDArray[np.int32] = tables[0].array
+        self._state = np.zeros((3, max_num_reqs), np.int32)  # tokens computed, encoder tokens, whether those are cached
         self._scratch = np.zeros(max_num_reqs, np.int32)
-        self._rows = self.kernels.BlockRows(self._state, self._scratch, self.block_table, block_size, self._limit)
+        self._rows = self.kernels.BatchRows(
+            self._state, [table.rows for table in self._decoders], self._cross.rows if self._cross else None
+        )
         self._entered = _Entered(self._rows)
         self._ids: list[Any] = []  # by row; None: an empty row
         self._row_of: dict[Hashable, int] = {}
@@ -71,8 +91,8 @@ class InputBatch:
 
     @property
     def nbytes(self) -> int:
-        """Host memory of the table and the rows, bytes."""
-        return int(self.block_table.nbytes + self._state.nbytes + self._scratch.nbytes)
+        """Host memory of the tables and the rows, bytes."""
+        return int(sum(table.nbytes for table in self._tables.values()) + self._state.nbytes + self._scratch.nbytes)
 
     @property
     def num_reqs(self) -> int:
@@ -98,45 +118,45 @@ class InputBatch:
         """Tokens of the request that are in the cache."""
         return self._computed_of(self._row(req_id))
 
-    def block_ids(self, req_id: Hashable) -> list[int]:
-        """The blocks that the request holds, in order."""
-        row = self._row(req_id)
-        ids: list[int] = self.block_table[row, : self._num_blocks_of(row)].tolist()
-        return ids
+    def encoder_seq_len(self, req_id: Hashable) -> int:
+        """Encoder tokens of the request; 0: it has no encoder input."""
+        return int(self._state[1, self._row(req_id)])
 
-    def add_request(self, req_id: Hashable, block_ids: Any, num_computed_tokens: int = 0) -> int:
+    def block_ids(self, req_id: Hashable) -> Any:
+        """The blocks that the request holds, in order: list[int], or with groups a dict of such lists by group name.
+
+        The block manager's blocks; 0 where a window has passed.
+        """
+        row = self._row(req_id)
+        return self._answer({name: table.held(row) for name, table in self._tables.items()})
+
+    def add_request(
+        self,
+        req_id: Hashable,
+        block_ids: Any,
+        num_computed_tokens: int = 0,
+        *,
+        encoder_seq_len: int = 0,
+        encoder_computed: bool = False,
+    ) -> int:
         """A request joins; ``num_computed_tokens`` of its tokens are in ``block_ids`` already.
 
-        Answers the row it has until a build moves it. Raises ValueError, and changes nothing, where the batch is full,
-        the name is taken, a block id is bad or the blocks do not hold the computed tokens.
+        With a cross group, ``encoder_seq_len`` encoder tokens are to be kept in its blocks: the first step in which
+        the request runs has their slots, unless they are there already (``encoder_computed``). Answers the row it has
+        until a build moves it. Raises ValueError, and changes nothing, where the batch is full, the name is taken, a
+        block id is bad, a group has no blocks given or the blocks do not hold the tokens.
         """
         with self._entered:
-            if req_id is None:
-                raise ValueError("req_id: None cannot name a request")
-            try:
-                hash(req_id)
-            except TypeError as error:
-                raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
-            if req_id in self._row_of:
-                raise ValueError(f"req_id: {req_id!r} is in the batch already; remove it first")
-            slots._integer("num_computed_tokens", num_computed_tokens, 0)
-            if num_computed_tokens > self.max_model_len:
-                raise ValueError(
-                    f"num_computed_tokens: {num_computed_tokens} of request {req_id!r} exceed "
-                    f"max_model_len {self.max_model_len}"
-                )
-            if len(self._row_of) == self.max_num_reqs:
-                raise ValueError(f"req_id: no row for {req_id!r}; the batch holds max_num_reqs {self.max_num_reqs}")
+            self._check_new(req_id, num_computed_tokens, encoder_seq_len)
+            given = self._by_group(req_id, block_ids, all_groups=True)
             row = min(self._holes) if self._holes else len(self._ids)
-            self._rows.start(row, num_computed_tokens)
+            self._rows.start(row, num_computed_tokens, encoder_seq_len, bool(encoder_computed))
             try:
-                self._append(row, req_id, block_ids)
-                held = self._num_blocks_of(row)
-                if held * self.block_size < num_computed_tokens:
-                    raise ValueError(
-                        f"block_ids: request {req_id!r} has {num_computed_tokens} computed tokens but holds "
-                        f"{held} blocks (block_size {self.block_size})"
-                    )
+                for name, ids in given.items():
+                    table = self._tables[name]
+                    table.rows.start(row)
+                    table.append(row, req_id, ids)
+                    table.check_holds(row, req_id, encoder_seq_len if table.group.cross else num_computed_tokens)
             except BaseException:
                 self._clear(row)
                 raise
@@ -151,7 +171,7 @@ class InputBatch:
             return row
 
     def append_blocks(self, req_id: Hashable, block_ids: Any) -> None:
-        """The request gets more blocks; one that was preempted takes part again."""
+        """The request gets more blocks, in one group or several; one that was preempted takes part again."""
         self.append_blocks_many({req_id: block_ids})
 
     def append_blocks_many(self, block_ids: Mapping[Any, Any]) -> None:
@@ -159,40 +179,81 @@ class InputBatch:
         if not isinstance(block_ids, Mapping):
             raise TypeError(f"block_ids: {block_ids!r} is not a mapping of request to block ids")
         with self._entered:
-            done: list[tuple[int, int]] = []
+            done: list[tuple[BlockTable, int, int]] = []
             try:
                 for req_id, ids in block_ids.items():
                     row = self._row(req_id)
-                    held = self._num_blocks_of(row)
-                    self._append(row, req_id, ids)
-                    done.append((row, held))
+                    for name, ids_of_group in self._by_group(req_id, ids).items():
+                        table = self._tables[name]
+                        held = table.num_columns(row)
+                        table.append(row, req_id, ids_of_group)
+                        done.append((table, row, held))
             except BaseException:
-                for row, held in reversed(done):
-                    self._rows.truncate(row, held)
+                for table, row, held in reversed(done):
+                    table.rows.truncate(row, held)
                 raise
-            for row, _ in done:
-                if row in self._paused and self._num_blocks_of(row):
-                    self._paused.discard(row)
-                    self._rows.dirty = True
+            if self._paused:
+                for _, row, _ in done:
+                    if row in self._paused and any(table.num_columns(row) for table in self._decoders):
+                        self._paused.discard(row)
+                        self._rows.dirty = True
 
-    def truncate_blocks(self, req_id: Hashable, num_blocks: int) -> list[int]:
-        """Keeps the request's first ``num_blocks`` blocks, which must hold its computed tokens; those given up."""
+    def replace_block(self, req_id: Hashable, index: int, block_id: int, group: str | None = None) -> int:
+        """Another block in place of the request's block number ``index`` (copy on write); the one it had.
+
+        0 makes it null. ``group`` names the KV-cache group, where there are several.
+        """
         with self._entered:
-            row = self._row(req_id)
-            slots._integer("num_blocks", num_blocks, 0)
-            held, needed = self._num_blocks_of(row), -(-self._computed_of(row) // self.block_size)
-            if not needed <= num_blocks <= held:
-                raise ValueError(
-                    f"num_blocks: {num_blocks} is outside {needed}..{held} "
-                    f"(request {req_id!r} has {self._computed_of(row)} computed tokens and {held} blocks)"
-                )
-            given_up: list[int] = self.block_table[row, num_blocks:held].tolist()
-            self._rows.truncate(row, num_blocks)
+            row, table = self._row(req_id), self._table(group)
+            was = table.replace(row, req_id, index, block_id)
             self._rows.changes += 1
-            return given_up
+            return was
 
-    def remove_request(self, req_id: Hashable) -> list[int]:
-        """The request leaves, between any two steps; the blocks it held. Its row stays empty until a build."""
+    def truncate_blocks(self, req_id: Hashable, num_blocks: int, group: str | None = None) -> list[int]:
+        """Keeps the request's first ``num_blocks`` blocks, which must hold its computed tokens; those given up.
+
+        ``group`` names the KV-cache group, where there are several.
+        """
+        with self._entered:
+            row, table = self._row(req_id), self._table(group)
+            tokens = int(self._state[1 if table.group.cross else 0, row])
+            slots._integer("num_blocks", num_blocks, 0)
+            held, needed = table.held(row), -(-tokens // table.group.block_size)
+            if not needed <= num_blocks <= len(held):
+                raise ValueError(
+                    f"num_blocks: {num_blocks} is outside {needed}..{len(held)} "
+                    f"(request {req_id!r} has {tokens} computed tokens and {len(held)} blocks)"
+                )
+            table.rows.truncate(row, num_blocks * table.group.kernel_blocks)
+            self._rows.changes += 1
+            return held[num_blocks:]
+
+    def release_passed_blocks(self, num_rollback: int = 0) -> dict[Hashable, Any]:
+        """Makes null every block that a group's sliding window has passed; the blocks given up, by request.
+
+        Of each request, blocks wholly before what its next query sees, even after a roll-back of ``num_rollback``
+        tokens. Answers ids as ``block_ids`` does (with groups: by group name), only for requests that gave up any. Call
+        it between steps: the last step's page indices cannot be asked for afterwards.
+        """
+        with self._entered:
+            slots._integer("num_rollback", num_rollback, 0)
+            windowed = [table for table in self._decoders if table.group.sliding_window is not None]
+            released: dict[Hashable, dict[str, list[int]]] = {}
+            for row, req_id in enumerate(self._ids):
+                if req_id is None:
+                    continue
+                for table in windowed:
+                    passed = table.pass_window(row, int(self._state[0, row]) - num_rollback)
+                    if passed:
+                        released.setdefault(req_id, {})[table.group.name] = passed
+            self._rows.changes += bool(released)
+            return {req_id: self._answer(by_group) for req_id, by_group in released.items()}
+
+    def remove_request(self, req_id: Hashable) -> Any:
+        """The request leaves, between any two steps; the blocks it held (as ``block_ids`` answers).
+
+        Its row stays empty until a build.
+        """
         with self._entered:
             row = self._row(req_id)
             held = self._clear(row)
@@ -204,37 +265,77 @@ class InputBatch:
             self._rows.dirty = True
             return held
 
-    def preempt(self, req_id: Hashable) -> list[int]:
+    def preempt(self, req_id: Hashable) -> Any:
         """The request loses its blocks and its progress, to be computed again; the blocks it held.
 
-        It keeps its row and sits out until ``append_blocks`` gives it blocks.
+        It keeps its row and sits out until ``append_blocks`` gives it blocks. Its encoder tokens run again, too.
         """
         with self._entered:
             row = self._row(req_id)
+            encoder_seq_len = int(self._state[1, row])
             held = self._clear(row)
+            self._rows.start(row, 0, encoder_seq_len, False)
             self._paused.add(row)
             self._rows.dirty = True
             return held
 
     def rollback(self, req_id: Hashable, num_tokens: int) -> None:
         """Takes back the request's last ``num_tokens`` computed tokens (rejected drafts); its blocks stay."""
-        with self._entered:
-            row = self._row(req_id)
-            slots._integer("num_tokens", num_tokens, 0)
-            computed = self._computed_of(row)
-            if num_tokens > computed:
-                raise ValueError(
-                    f"num_tokens: {num_tokens} goes past the start of request {req_id!r}, "
-                    f"which has {computed} computed tokens"
-                )
-            self._rows.set_computed(row, computed - num_tokens)
+        self.rollback_many({req_id: num_tokens})
 
-    def needs_block(self) -> list[Hashable]:
-        """Requests whose next token has no block yet, in the order of rows; not those preempted."""
+    def rollback_many(self, num_tokens: Mapping[Any, int]) -> None:
+        """``rollback`` for several requests in one call: all of them, or, where one goes too far, none."""
+        if not isinstance(num_tokens, Mapping):
+            raise TypeError(f"num_tokens: {num_tokens!r} is not a mapping of request to tokens")
         with self._entered:
-            count = self._rows.needs_block(self._scratch)
-            rows = self._scratch[:count].tolist()
-            return [self._ids[row] for row in rows if row not in self._paused and row not in self._holes]
+            computed_of = self._state[0]
+            new: list[tuple[int, int]] = []
+            for req_id, count in num_tokens.items():
+                row = self._row(req_id)
+                slots._integer("num_tokens", count, 0)
+                computed = int(computed_of[row])
+                if count > computed:
+                    raise ValueError(
+                        f"num_tokens: {count} goes past the start of request {req_id!r}, "
+                        f"which has {computed} computed tokens"
+                    )
+                for table in self._decoders:
+                    if table.group.sliding_window is not None:
+                        table.check_sees(row, req_id, computed - count)
+                new.append((row, computed - count))
+            for row, computed in new:
+                self._rows.set_computed(row, computed)
+
+    def swap_rows(self, i: int, j: int) -> None:
+        """The requests in rows ``i`` and ``j`` change places, for an engine that orders its rows itself.
+
+        The next build orders decodes and prefills as ever.
+        """
+        with self._entered:
+            for name, row in (("i", i), ("j", j)):
+                slots._integer(name, row, 0)
+                if row >= len(self._ids):
+                    raise ValueError(f"{name}: row {row} is not in use; the batch has {len(self._ids)} rows")
+            if i != j:
+                self._rows.swap(i, j)
+                self._exchange([(i, j)])
+                self._drop_last_holes()
+                self._rows.dirty = True
+                self._rows.changes += 1
+
+    def needs_block(self, group: str | None = None) -> list[Hashable]:
+        """Requests whose next token has no block yet in ``group`` (None: in any), in the order of rows.
+
+        Not those preempted. A cross group needs none: its blocks come with the request.
+        """
+        with self._entered:
+            tables = self._decoders if group is None else [self._table(group)]
+            found: set[int] = set()
+            for table in tables:
+                if not table.group.cross:
+                    count = table.rows.needs_block(len(self._ids), self._scratch)
+                    found.update(self._scratch[:count].tolist())
+            return [self._ids[row] for row in sorted(found) if row not in self._paused and row not in self._holes]
 
     # What builders and error texts need; by row.
 
@@ -244,15 +345,6 @@ class InputBatch:
     def _computed_of(self, row: int) -> int:
         return int(self._state[0, row])
 
-    def _num_blocks_of(self, row: int) -> int:
-        return int(self._state[1, row])
-
-    def _page_indices(self, indptr: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The first ``indptr[i + 1] - indptr[i]`` blocks of rows 0, 1, ... in turn: int32[indptr[-1]], fresh."""
-        indices = np.empty(int(indptr[-1]), np.int32)
-        self.kernels.fill_page_indices(self.block_table, indptr, indices)
-        return indices
-
     def _row(self, req_id: Hashable) -> int:
         try:
             return self._row_of[req_id]
@@ -261,22 +353,71 @@ class InputBatch:
         except TypeError as error:
             raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
 
-    def _append(self, row: int, req_id: Hashable, block_ids: Any) -> None:
-        if self._rows.append(row, block_ids) < 0:
-            room = self.block_table.shape[1] - self._num_blocks_of(row)
-            kind, text = slots._bad_ids(block_ids, self._limit) or (
-                ValueError,
-                f"{len(block_ids)} block ids but room for {room} (max_model_len {self.max_model_len}, "
-                f"block_size {self.block_size})",
-            )
-            raise kind(f"block_ids: request {req_id!r}: {text}")
+    def _table(self, group: str | None) -> BlockTable:
+        if group is None:
+            if len(self._tables) > 1:
+                raise ValueError(f"group: name one of {', '.join(self._tables)}")
+            return self._decoders[0]
+        if not isinstance(group, str) or group not in self._tables:
+            raise ValueError(f"group: {group!r} is not one of {', '.join(self._tables)}")
+        return self._tables[group]
 
-    def _clear(self, row: int) -> list[int]:
-        held: list[int] = self.block_table[row, : self._num_blocks_of(row)].tolist()
-        self._rows.truncate(row, 0)
-        self._rows.start(row, 0)
+    def _answer(self, by_group: dict[str, list[int]]) -> Any:
+        return by_group[ONLY_GROUP] if self._one_group else by_group
+
+    def _by_group(self, req_id: Hashable, block_ids: Any, *, all_groups: bool = False) -> Mapping[str, Any]:
+        """Block ids by the name of their group; with ``all_groups``, every group's."""
+        if self._one_group:
+            return {ONLY_GROUP: block_ids}
+        if not isinstance(block_ids, Mapping):
+            raise TypeError(
+                f"block_ids: {block_ids!r} of request {req_id!r} is not a mapping; "
+                f"give ids by group: {', '.join(self._tables)}"
+            )
+        for name in block_ids:
+            if name not in self._tables:
+                raise ValueError(
+                    f"block_ids: request {req_id!r} names group {name!r}; known: {', '.join(self._tables)}"
+                )
+        if all_groups:
+            for name in self._tables:
+                if name not in block_ids:
+                    raise ValueError(
+                        f"block_ids: request {req_id!r} has none for group {name!r}; give a list, if empty"
+                    )
+        return block_ids
+
+    def _check_new(self, req_id: Hashable, num_computed_tokens: int, encoder_seq_len: int) -> None:
+        if req_id is None:
+            raise ValueError("req_id: None cannot name a request")
+        try:
+            hash(req_id)
+        except TypeError as error:
+            raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
+        if req_id in self._row_of:
+            raise ValueError(f"req_id: {req_id!r} is in the batch already; remove it first")
+        slots._integer("num_computed_tokens", num_computed_tokens, 0)
+        if num_computed_tokens > self.max_model_len:
+            raise ValueError(
+                f"num_computed_tokens: {num_computed_tokens} of request {req_id!r} exceed "
+                f"max_model_len {self.max_model_len}"
+            )
+        slots._integer("encoder_seq_len", encoder_seq_len, 0)
+        if encoder_seq_len > self.max_encoder_len:
+            if self._cross is None:
+                raise ValueError(f"encoder_seq_len: {encoder_seq_len} of request {req_id!r}, but no group is cross")
+            raise ValueError(
+                f"encoder_seq_len: {encoder_seq_len} of request {req_id!r} exceed "
+                f"max_encoder_len {self.max_encoder_len}"
+            )
+        if len(self._row_of) == self.max_num_reqs:
+            raise ValueError(f"req_id: no row for {req_id!r}; the batch holds max_num_reqs {self.max_num_reqs}")
+
+    def _clear(self, row: int) -> Any:
+        held = {name: table.clear(row) for name, table in self._tables.items()}
+        self._rows.start(row, 0, 0, False)
         self._rows.changes += 1
-        return held
+        return self._answer(held)
 
     def _drop_last_holes(self) -> None:
         while self._ids and self._ids[-1] is None:
@@ -308,3 +449,17 @@ class InputBatch:
             for row in (i, j):
                 if ids[row] is not None:
                     self._row_of[ids[row]] = row
+
+
+def _groups(
+    groups: Iterable[KVCacheGroup] | None, block_size: int | None, num_blocks: int | None
+) -> tuple[KVCacheGroup, ...]:
+    if groups is not None:
+        for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
+            if value is not None:
+                raise ValueError(f"{name}: {value} given beside groups, which state their own; give one of the two")
+        return checked_groups(groups)
+    slots._integer("block_size", block_size, 1)
+    if num_blocks is not None:
+        slots._integer("num_blocks", num_blocks, 1)
+    return (KVCacheGroup(ONLY_GROUP, block_size, num_blocks=num_blocks),)  # type: ignore[arg-type]

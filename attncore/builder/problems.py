@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from attncore.builder.input_batch import InputBatch
 
 
-def refused_step(batch: InputBatch, code: int, row: int, token: int, query_lens: Any, max_tokens: int) -> ValueError:
+def refused_step(
+    batch: InputBatch, code: int, row: int, token: int, group: int, query_lens: Any, max_tokens: int
+) -> ValueError:
     """The error of a step that StepKernel.check refused; ``query_lens`` are those of the batch's rows."""
     lens = query_lens[: batch.num_rows]
     if code == slots.TOO_MANY_TOKENS:
@@ -20,6 +22,11 @@ def refused_step(batch: InputBatch, code: int, row: int, token: int, query_lens:
         )
     if code == slots.TOO_MANY_SEQ_TOKENS:
         return ValueError("seq_lens: their sum over this step does not fit int32; schedule fewer requests")
+    if code == slots.TOO_MANY_ENCODER_TOKENS:
+        return ValueError(
+            f"scheduled: {token} encoder tokens in this step exceed the builder's max_num_encoder_tokens; "
+            "let fewer new requests run or build the builder for more"
+        )
     req_id, computed = batch._req_id_of(row), batch._computed_of(row)
     who = f"row {row} (request {req_id!r})"
     if code == slots.TOO_LONG:
@@ -27,15 +34,33 @@ def refused_step(batch: InputBatch, code: int, row: int, token: int, query_lens:
             f"scheduled: {who} has {computed} computed tokens and {int(lens[row])} more exceed "
             f"max_model_len {batch.max_model_len}"
         )
-    index = token // batch.block_size
+    table = batch._tables[batch.groups[group].name]
+    block_size, index = table.group.block_size, token // table.group.block_size
+    what = "encoder token" if table.group.cross else "token"
+    if len(batch.groups) > 1:
+        who += f" in group {table.group.name!r}"
     if code == slots.NULL_BLOCK:
         return ValueError(
-            f"block_table: {who} would write token {token} to block 0, the null block "
-            f"(index {index}, block_size {batch.block_size})"
+            f"block_table: {who} would write {what} {token} to block 0, the null block "
+            f"(index {index}, block_size {block_size})"
         )
     return ValueError(
-        f"block_table: {who} holds {batch._num_blocks_of(row)} blocks but token {token} "
-        f"needs block {index} (block_size {batch.block_size})"
+        f"block_table: {who} holds {len(table.held(row))} blocks but {what} {token} "
+        f"needs block {index} (block_size {block_size})"
+    )
+
+
+def refused_bucket(batch: InputBatch, code: int, row: int, count: int, query_lens: Any, bucket: Any) -> ValueError:
+    """The error of a step that does not fit the captured size it was to be padded to."""
+    name, each = f"bucket: {bucket.num_reqs}", bucket.query_len
+    if code == slots.TOO_MANY_ROWS:
+        return ValueError(f"{name} rows were captured, but this step has {count} requests; choose a larger one")
+    who = f"row {row} (request {batch._req_id_of(row)!r})"
+    if code == slots.ENCODER_NOT_CAPTURED:
+        return ValueError(f"{name}: {who} runs its encoder tokens in this step; run it without a graph")
+    return ValueError(
+        f"{name} rows were captured with {each} tokens each, but {who} runs {int(query_lens[row])}; "
+        "build without a bucket and run the step without a graph"
     )
 
 

@@ -5,7 +5,6 @@ Host arithmetic on NumPy arrays; nothing here keeps state.
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from attncore.builder import checks
 DECODE, EXTEND, PREFILL = range(3)
 """Kinds of requests, in the order of rows."""
 
-_Rows = list[npt.NDArray[np.intp]]
+_NONE = np.empty(0, np.int32)
 
 
 class DecodePrefillSplit(NamedTuple):
@@ -75,7 +74,7 @@ def split_three_ways(
     The kinds are those of ``classify_requests``. Raises ValueError where a row stands behind one of a later part.
     """
     lens = checks.lengths("query_lens", query_lens, 1)
-    kinds = _kinds(lens, context_lens, decode_threshold, extend_threshold)
+    kinds, split = _kinds(lens, context_lens, decode_threshold, extend_threshold)
     wrong = np.flatnonzero(kinds[1:] < kinds[:-1])
     if len(wrong):
         row, names = int(wrong[0]) + 1, ("decode", "short extend", "prefill")
@@ -83,7 +82,7 @@ def split_three_ways(
             f"query_lens: row {row}, a {names[kinds[row]]}, stands behind a {names[kinds[row - 1]]}; "
             "put the batch in order first (plan_reorder)"
         )
-    return _split_of(kinds, lens)
+    return split
 
 
 def classify_requests(
@@ -98,7 +97,7 @@ def classify_requests(
     that has context and up to ``extend_threshold`` tokens (None: any number) is a short extend; without, there are no
     extends. The rest are prefills. Every request runs at least one token: one that runs none has no row.
     """
-    return _kinds(checks.lengths("query_lens", query_lens, 1), context_lens, decode_threshold, extend_threshold)
+    return _kinds(checks.lengths("query_lens", query_lens, 1), context_lens, decode_threshold, extend_threshold)[0]
 
 
 def plan_reorder(kinds: npt.ArrayLike) -> slots.Int32Array:
@@ -113,9 +112,7 @@ def plan_reorder(kinds: npt.ArrayLike) -> slots.Int32Array:
     if found.size and not 0 <= int(found.min()) <= int(found.max()) <= PREFILL:
         wrong = int(np.flatnonzero((found < 0) | (found > PREFILL))[0])
         raise ValueError(f"kinds: {found[wrong]} at index {wrong} is outside 0..{PREFILL}")
-    row_kinds = found.astype(np.int8)
-    data = row_kinds.tobytes()
-    return _fewest_swaps(row_kinds, data.count(DECODE), data.count(EXTEND))
+    return _fewest_swaps(found.astype(np.int8))
 
 
 def reorder_batch(
@@ -129,9 +126,8 @@ def reorder_batch(
     Arguments are those of ``classify_requests``; without ``context_lens`` there are no extends.
     """
     lens = checks.lengths("query_lens", query_lens, 1)
-    kinds = _kinds(lens, context_lens, decode_threshold, extend_threshold)
-    split = _split_of(kinds, lens)
-    return _fewest_swaps(kinds, split.num_decodes, split.num_extends), split
+    kinds, split = _kinds(lens, context_lens, decode_threshold, extend_threshold)
+    return _fewest_swaps(kinds), split
 
 
 def rows_after(swaps: npt.ArrayLike, num_rows: int) -> slots.Int32Array:
@@ -153,76 +149,30 @@ def rows_after(swaps: npt.ArrayLike, num_rows: int) -> slots.Int32Array:
 
 def _kinds(
     lens: slots.Int32Array, context_lens: npt.ArrayLike | None, decode_threshold: int, extend_threshold: int | None
-) -> npt.NDArray[np.int8]:
+) -> tuple[npt.NDArray[np.int8], ThreeWaySplit]:
+    """The kind of each row, and rows and tokens by kind, whatever the order of rows."""
     slots._integer("decode_threshold", decode_threshold, 1)
-    long = lens > decode_threshold
-    kinds: npt.NDArray[np.int8]
-    if context_lens is None:
-        if extend_threshold is not None:
-            raise ValueError("extend_threshold: given without context_lens, which say who extends; give both")
-        kinds = long.view(np.int8) * np.int8(PREFILL)
+    if extend_threshold is None:
+        extend_threshold = slots.INT32_MAX
+    elif context_lens is None:
+        raise ValueError("extend_threshold: given without context_lens, which say who extends; give both")
     else:
-        is_prefill = _is_prefill(lens, context_lens, decode_threshold, extend_threshold)
-        kinds = long.view(np.int8) + (long & is_prefill).view(np.int8)
-    return kinds
-
-
-def _is_prefill(
-    lens: slots.Int32Array, context_lens: npt.ArrayLike, decode_threshold: int, extend_threshold: int | None
-) -> npt.NDArray[np.bool_]:
-    """Of requests that are no decodes: whether one has no context, or too many tokens for a short extend."""
-    contexts = checks.lengths("context_lens", context_lens, 0)
-    if len(contexts) != len(lens):
-        raise ValueError(f"context_lens: {len(contexts)} lengths for {len(lens)} query_lens; give one each")
-    is_prefill: npt.NDArray[np.bool_] = np.logical_not(contexts)
-    if extend_threshold is not None:
         slots._integer("extend_threshold", extend_threshold, decode_threshold)
-        is_prefill |= lens > extend_threshold
-    return is_prefill
+    contexts = _NONE
+    if context_lens is not None:
+        contexts = checks.lengths("context_lens", context_lens, 0)
+        if len(contexts) != len(lens):
+            raise ValueError(f"context_lens: {len(contexts)} lengths for {len(lens)} query_lens; give one each")
+    kinds, counts = np.empty(len(lens), np.int8), np.empty(6, np.int64)
+    slots.load_kernels().classify(lens, contexts, decode_threshold, extend_threshold, kinds, counts)
+    rows, tokens = counts.tolist()[:3], counts.tolist()[3:]
+    return kinds, ThreeWaySplit(rows[0], tokens[0], rows[1], tokens[1], rows[2], tokens[2])
 
 
-def _fewest_swaps(kinds: npt.NDArray[np.int8], num_decodes: int, num_extends: int) -> slots.Int32Array:
-    if num_extends:
-        here, there = _swaps_of_three(kinds, num_decodes, num_extends)
-    else:
-        front = kinds[:num_decodes].nonzero()[0]
-        back = (kinds[num_decodes:] == DECODE).nonzero()[0]
-        here, there = [front], [back + num_decodes]
-    return np.concatenate(here + there).reshape(2, -1).T.astype(np.int32, order="C")
-
-
-def _swaps_of_three(kinds: npt.NDArray[np.int8], num_decodes: int, num_extends: int) -> tuple[_Rows, _Rows]:
-    """Rows to swap, and the rows to swap them with. A row's key is 3 * (the kind that belongs there) + (its kind)."""
-    zones = b"\0" * num_decodes + b"\3" * num_extends + b"\6" * (len(kinds) - num_decodes - num_extends)
-    keys = np.frombuffer(zones, np.int8) + kinds
-    order, data = keys.argsort(kind="stable"), keys.tobytes()
-    counts = [data.count(key) for key in range(9)]
-    starts = list(accumulate(counts, initial=0))
-
-    here, there = [], []
-    for key, opposite in ((1, 3), (2, 6), (5, 7)):  # one swap puts two rows right
-        count = min(counts[key], counts[opposite])
-        i, j = starts[key], starts[opposite]
-        here.append(order[i : i + count])
-        there.append(order[j : j + count])
-        starts[key], counts[key] = i + count, counts[key] - count
-        starts[opposite] = j + count
-    for first, second, third in ((1, 5, 6), (2, 7, 3)):  # the rest are rings of three: two swaps put three rows right
-        count = counts[first]
-        if count:
-            i, j, k = starts[first], starts[second], starts[third]
-            here += (order[i : i + count], order[i : i + count])
-            there += (order[j : j + count], order[k : k + count])
-    return here, there
-
-
-def _split_of(kinds: npt.NDArray[np.int8], lens: slots.Int32Array) -> ThreeWaySplit:
-    """Counts by kind, whatever the order of rows. Sums in float64 are exact: a step has fewer than 2**53 tokens."""
-    data = kinds.tobytes()
-    num_decodes, num_extends = data.count(DECODE), data.count(EXTEND)
-    num_prefills = len(data) - num_decodes - num_extends
-    decode_tokens, extend_tokens, prefill_tokens = map(int, np.bincount(kinds, lens, 3).tolist())
-    return ThreeWaySplit(num_decodes, decode_tokens, num_extends, extend_tokens, num_prefills, prefill_tokens)
+def _fewest_swaps(kinds: npt.NDArray[np.int8]) -> slots.Int32Array:
+    """Of rows of these kinds, which are in order afterwards."""
+    swaps = np.empty((len(kinds), 2), np.int32)
+    return swaps[: slots.load_kernels().order_kinds(kinds, swaps)]
 
 
 def _leading(flags: npt.NDArray[np.bool_]) -> int:

@@ -1,23 +1,32 @@
-"""The persistent door's metadata: one object an arena, whose counts are the arena's and whose views are made once."""
+"""The persistent door's metadata: one object an arena and bucket; its counts are the arena's, views are made once."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from attncore.builder.metadata import (
-    ARRAY_FIELDS,
-    LOC_FIELDS,
-    TOKEN_FIELDS,
-    CommonAttentionMetadata,
-    Wrap,
-)
+from attncore.builder.metadata import CommonAttentionMetadata, Wrap
+from attncore.builder.staging import Arrays, Views
 from attncore.errors import AttncoreError
 
 if TYPE_CHECKING:
+    from attncore.builder.block_table import BlockTable
     from attncore.builder.input_batch import InputBatch
+
+_TOKENS = frozenset(("slot_mapping", "positions", "token_to_req_indices"))
+_LOCS = frozenset(
+    ("query_start_loc", "seq_start_loc", "paged_kv_indptr", "encoder_seq_start_loc", "encoder_query_start_loc")
+)
+_REQUESTS = frozenset(
+    ("seq_lens", "context_lens", "query_lens", "logits_indices", "last_blocks", "paged_kv_last_page_len",
+     "encoder_seq_lens", "encoder_query_lens")
+)  # fmt: skip
+_TABLES = frozenset(("block_table", "cross_block_table"))
+_FIELDS = _TOKENS | _LOCS | _REQUESTS | _TABLES | {"cross_slot_mapping"}
+_LENGTHS_OF_CROSS = {"seq_lens": "encoder_seq_lens", "seq_start_loc": "encoder_seq_start_loc"}
 
 
 def _count(name: str) -> Any:
@@ -27,35 +36,44 @@ def _count(name: str) -> Any:
 class _HostFields:
     """NumPy views of an arena, sized to its step: made on first use, forgotten when a step has another size."""
 
-    def __init__(self, arena: Any, fields: dict[str, npt.NDArray[Any]], batch: InputBatch) -> None:
-        self._arena, self._fields, self._batch = arena, fields, batch
+    def __init__(self, arena: Any, fields: Arrays, tables: Mapping[str, BlockTable], rows: Any) -> None:
+        self._arena, self._fields, self._tables, self._rows = arena, fields, tables, rows
 
     def __getattr__(self, name: str) -> npt.NDArray[Any]:
-        if name not in ARRAY_FIELDS:
+        if name not in _FIELDS:
             raise AttributeError(f"metadata.host has no field {name!r}")
-        arena = self._arena
-        if name == "block_table":
-            view: npt.NDArray[Any] = self._batch.block_table[: arena.num_reqs]
-        elif name in TOKEN_FIELDS:
-            view = self._fields[name][: arena.num_tokens]
-        else:
-            view = self._fields[name][: arena.num_reqs + (1 if name in LOC_FIELDS else 0)]
+        view: npt.NDArray[Any] = _cut(self._array(name), name, self._arena)
         self.__dict__[name] = view
         return view
+
+    def _array(self, name: str) -> npt.NDArray[Any]:
+        if name in self._tables:
+            return self._tables[name].array
+        if name not in self._fields:
+            raise AttributeError(f"metadata.host of this batch and group has no field {name!r}")
+        return self._fields[name]
 
     @property
     def paged_kv_indices(self) -> npt.NDArray[np.int32]:
         """Gathered from the live table when asked for: a step that needs none pays nothing."""
-        if self._arena.changes != self._batch._rows.changes:
+        if self._arena.changes != self._rows.changes:
             raise AttncoreError(
                 "paged_kv_indices: blocks have moved or left since this step was built; ask for them before the batch "
                 "changes"
             )
-        return self._batch._page_indices(self.paged_kv_indptr)
+        return self._tables["block_table"].page_indices(self.paged_kv_indptr)
 
     def forget(self) -> None:
-        for name in ARRAY_FIELDS & self.__dict__.keys():
+        for name in _FIELDS & self.__dict__.keys():
             del self.__dict__[name]
+
+
+def _cut(array: Any, name: str, arena: Any) -> Any:
+    if name in _TOKENS:
+        return array[: arena.num_tokens]
+    if name == "cross_slot_mapping":
+        return array[: arena.num_cross_slots]
+    return array[: arena.num_reqs + (name in _LOCS)]
 
 
 class StepMetadata(CommonAttentionMetadata):
@@ -64,28 +82,51 @@ class StepMetadata(CommonAttentionMetadata):
     ``block_table`` is the live table: it, and what is gathered from it (``paged_kv_indices``, the views' tables), is
     this step's until a request leaves, is preempted or truncated, or a build moves rows. Ask for page indices before
     that; afterwards asking raises.
+
+    ``groups`` maps each KV-cache group's name to the step as that group's layers see it: its own slots, table and
+    pages, everything else shared. A batch of one group has one entry, the step itself.
     """
 
     decodes_first = True
     use_cuda_graph = False
-    max_decode_query_len = 1
     num_reqs = _count("num_reqs")
     num_tokens = _count("num_tokens")
+    num_actual_reqs = _count("num_actual_reqs")
+    num_actual_tokens = _count("num_actual_tokens")
     num_decodes = _count("num_decodes")
-    num_decode_tokens = _count("num_decodes")
+    num_decode_tokens = _count("num_decode_tokens")
     num_prefills = _count("num_prefills")
     num_prefill_tokens = _count("num_prefill_tokens")
     max_query_len = _count("max_query_len")
     max_seq_len = _count("max_seq_len")
     max_prefill_seq_len = _count("max_prefill_seq_len")
     max_decode_seq_len = _count("max_decode_seq_len")
+    max_decode_query_len = _count("max_decode_query_len")
+    num_encoder_tokens = _count("num_encoder_tokens")
+    max_encoder_seq_len = _count("max_encoder_seq_len")
     step = _count("step")
     req_ids = _count("req_ids")
     moves = _count("moves")
 
-    def __init__(self, arena: Any, fields: dict[str, npt.NDArray[Any]], batch: InputBatch, wrap: Wrap) -> None:
-        super().__init__(_HostFields(arena, fields, batch), wrap)
-        self._arena, self._fields = arena, fields
+    groups: Mapping[str, StepMetadata]
+    group: str
+    """The KV-cache group whose slots and table these are."""
+
+    def __init__(
+        self, arena: Any, group: str, fields: Arrays, tables: Mapping[str, BlockTable], rows: Any, wrap: Wrap,
+        device: Mapping[str, Any] | None,
+    ) -> None:  # fmt: skip
+        super().__init__(_HostFields(arena, fields, tables, rows), wrap)
+        self._arena, self._fields, self._device, self.group = arena, fields, device, group
+        self.use_cuda_graph = device is not None
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for what is not there yet. Steps of a captured graph read the device arena, at fixed addresses.
+        if self._device is None or name not in self._device:
+            return super().__getattr__(name)
+        value = _cut(self._device[name], name, self._arena)
+        self.__dict__[name] = value
+        return value
 
     @property
     def paged_kv_indices(self) -> Any:
@@ -93,9 +134,10 @@ class StepMetadata(CommonAttentionMetadata):
 
     def forget_views(self) -> None:
         """Called by the kernel when this arena's step has another number of tokens or requests than its last."""
-        self.host.forget()
-        for name in ARRAY_FIELDS & self.__dict__.keys():
-            del self.__dict__[name]
+        for metadata in self.groups.values():
+            metadata.host.forget()
+            for name in _FIELDS & metadata.__dict__.keys():
+                del metadata.__dict__[name]
 
     def _cached(self, key: str, make: Any) -> Any:
         return self._this_step(key, make)
@@ -114,3 +156,47 @@ class StepMetadata(CommonAttentionMetadata):
             view.host.query_start_loc = self._fields["prefill_query_start_loc"][:size]
             view.host.seq_start_loc = self._fields["prefill_seq_start_loc"][:size]
         return view
+
+
+class CrossStepMetadata(StepMetadata):
+    """A step as its cross layers see it: ``block_table``, lengths and pages are the encoder's.
+
+    Slots of the encoder tokens that run are ``cross_slot_mapping``; there is no ``slot_mapping``.
+    """
+
+    max_seq_len = _count("max_encoder_seq_len")
+
+
+def step_metadata(
+    arena: Any, views: Views, batch: InputBatch, wraps: Mapping[str, Wrap], device: Views | None = None
+) -> StepMetadata:
+    """The metadata of steps in ``arena``, whose arrays are ``views``; ``wraps`` by group name.
+
+    ``device``, for steps of a captured graph: the device arena's arrays, which its fields are then made of.
+    """
+    groups: dict[str, StepMetadata] = {}
+    for index, group in enumerate(batch.groups):
+        wrap, tables = wraps[group.name], {"block_table": batch._tables[group.name]}
+        if batch._cross is not None:
+            tables["cross_block_table"] = batch._cross
+        fields = _fields_of(views, index, group.cross, batch._cross is not None)
+        on_device = None
+        if device is not None:
+            arrays = _fields_of(device, index, group.cross, batch._cross is not None)
+            on_device = {name: wrap(array) for name, array in arrays.items()}
+        kind = CrossStepMetadata if group.cross else StepMetadata
+        groups[group.name] = kind(arena, group.name, fields, tables, batch._rows, wrap, on_device)
+    first = groups[batch.groups[0].name]
+    for metadata in groups.values():
+        metadata.groups = groups
+    return first
+
+
+def _fields_of(views: Views, index: int, cross: bool, has_cross: bool) -> Arrays:
+    fields = views.fields | views.groups[index]
+    if has_cross:
+        fields["cross_slot_mapping"] = views.groups[-1]["slot_mapping"]
+    if cross:  # the keys of a cross group are the encoder's, and its slots those of the encoder tokens
+        del fields["slot_mapping"]
+        fields |= {name: views.fields[encoder] for name, encoder in _LENGTHS_OF_CROSS.items()}
+    return fields

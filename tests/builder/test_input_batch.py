@@ -20,7 +20,8 @@ def builder(batch):
 
 
 def state_of(batch):
-    return batch._state.tobytes(), batch.block_table.tobytes(), tuple(batch._ids), dict(batch._row_of)
+    states = tuple(table._state.tobytes() for table in batch._tables.values())
+    return batch._state.tobytes(), states, batch.block_table.tobytes(), tuple(batch._ids), dict(batch._row_of)
 
 
 BAD_CALLS = [
@@ -80,11 +81,11 @@ def test_a_refused_step_changes_nothing(batch, builder, scheduled, message):
     batch.add_request("c", range(10, 18), 22)
     batch.add_request("d", [20, 21, 22, 0, 0])
     before = state_of(batch)
-    arenas = [array.tobytes() for m in builder._metadata for array in m._fields.values()]
+    arenas = [array.tobytes() for m in builder._eager.metadata for array in m._fields.values()]
     with pytest.raises((ValueError, TypeError), match=message):
         builder.build(scheduled)
     assert state_of(batch) == before
-    assert arenas == [array.tobytes() for m in builder._metadata for array in m._fields.values()]
+    assert arenas == [array.tobytes() for m in builder._eager.metadata for array in m._fields.values()]
     assert builder.build({"a": 8, "c": 0, "d": 2}).num_tokens == 11
 
 

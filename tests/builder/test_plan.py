@@ -95,7 +95,7 @@ def test_rows_removed_before_a_failed_plan_stay_removed(backend, batch):
 
 
 def test_a_backend_without_a_plan_costs_a_step_nothing(batch):
-    assert MetadataBuilder(batch, Plain(CONFIG), max_num_batched_tokens=32)._plan is None
+    assert MetadataBuilder(batch, Plain(CONFIG), max_num_batched_tokens=32)._backends.plans == ()
 
 
 def test_the_list_door_plans_too(backend, kernels):

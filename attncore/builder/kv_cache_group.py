@@ -1,0 +1,73 @@
+"""What a batch is told of each KV-cache group: layers that share block tables, such as those of one window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from attncore import slots
+from attncore.builder.kernel_blocks import kernel_blocks_per_block
+
+MAX_GROUPS = 64
+
+
+class KVCacheGroup(NamedTuple):
+    """One group of layers whose caches are addressed by the same block table. Checked by the batch that takes it."""
+
+    name: str
+    """By which an engine names the group: the key of ``block_ids`` and of ``metadata.groups``."""
+    block_size: int
+    """Tokens that a block of the engine's block manager holds."""
+    kernel_block_size: int | None = None
+    """Tokens of a block of the kernel, a divisor of ``block_size`` (None: the same). Tables hold kernel blocks."""
+    sliding_window: int | None = None
+    """Tokens that a query of these layers may see, itself included; blocks that it has passed may be given up."""
+    cross: bool = False
+    """Whether the group holds the keys of an encoder, for cross attention."""
+    num_blocks: int | None = None
+    """The cache's size: ids of blocks are below it. None: any int32."""
+
+    @property
+    def kernel_blocks(self) -> int:
+        """Columns of the table that a block of the manager's takes."""
+        return self.block_size // (self.kernel_block_size or self.block_size)
+
+    @property
+    def tokens_per_column(self) -> int:
+        """Tokens that a column of the table stands for."""
+        return self.kernel_block_size or self.block_size
+
+
+def checked_groups(groups: Iterable[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
+    """The groups, decoder groups first and the cross group last; ValueError or TypeError that names the field."""
+    try:
+        found = tuple(groups)
+    except TypeError:
+        raise TypeError(f"groups: {groups!r} is not a list of KVCacheGroup") from None
+    names: set[str] = set()
+    for index, group in enumerate(found):
+        path = f"groups[{index}]"
+        if not isinstance(group, KVCacheGroup):
+            raise TypeError(f"{path}: {group!r} is not a KVCacheGroup")
+        if not isinstance(group.name, str) or not group.name:
+            raise TypeError(f"{path}.name: {group.name!r} is not a name")
+        if group.name in names:
+            raise ValueError(f"{path}.name: {group.name!r} stands twice; name each group differently")
+        names.add(group.name)
+        slots._integer(f"{path}.block_size", group.block_size, 1)
+        if group.kernel_block_size is not None:
+            kernel_blocks_per_block(group.block_size, group.kernel_block_size)
+        for field in ("sliding_window", "num_blocks"):
+            if getattr(group, field) is not None:
+                slots._integer(f"{path}.{field}", getattr(group, field), 1)
+        if group.cross and group.sliding_window is not None:
+            raise ValueError(f"{path}.sliding_window: given for a cross group, whose queries see the whole encoder")
+    decoders = tuple(group for group in found if not group.cross)
+    crosses = tuple(group for group in found if group.cross)
+    if not decoders:
+        raise ValueError("groups: none holds the decoder's own keys; give one that is not cross")
+    if len(crosses) > 1:
+        raise ValueError(f"groups: {crosses[0].name!r} and {crosses[1].name!r} are both cross; give one")
+    if len(decoders) > MAX_GROUPS:
+        raise ValueError(f"groups: {len(decoders)} given; a batch takes {MAX_GROUPS}")
+    return decoders + crosses
