@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from attncore.builder.cross_attention import ENCODER_FIELDS, encoder_rows
+
 Wrap = Callable[[npt.NDArray[Any]], Any]
 
 TOKEN_FIELDS = ("slot_mapping", "positions", "token_to_req_indices")
@@ -17,11 +19,11 @@ REQUEST_FIELDS = (
 )  # fmt: skip
 LOC_FIELDS = ("query_start_loc", "seq_start_loc", "paged_kv_indptr")
 TABLE_FIELDS = ("block_table", "paged_kv_indices")
-ARRAY_FIELDS = frozenset(TOKEN_FIELDS + REQUEST_FIELDS + LOC_FIELDS + TABLE_FIELDS)
+ARRAY_FIELDS = frozenset(TOKEN_FIELDS + REQUEST_FIELDS + LOC_FIELDS + TABLE_FIELDS + ENCODER_FIELDS)
 COUNT_FIELDS = (
     "num_reqs", "num_tokens", "num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens",
     "max_query_len", "max_seq_len", "max_prefill_seq_len", "max_decode_seq_len", "max_decode_query_len",
-    "use_cuda_graph",
+    "use_cuda_graph", "num_encoder_tokens", "max_encoder_seq_len",
 )  # fmt: skip
 
 ORDER_FIELDS = ("decodes_first", "from_groups")  # which door's order and rules: views need them
@@ -47,7 +49,8 @@ class CommonAttentionMetadata:
     """One step's metadata. T tokens, n requests (padded ones included, where a graph pads).
 
     Arrays lie on the backend's device (torch tensors; NumPy arrays where there is no backend); ``host`` has the same
-    fields as NumPy arrays, without a copy. A field that its door does not build is an AttributeError.
+    fields as NumPy arrays, without a copy. A field that its door does not build is an AttributeError; so are those of
+    encoders and of cross attention in a step without encoder input.
     """
 
     # one a token
@@ -80,6 +83,19 @@ class CommonAttentionMetadata:
     """int32[paged_kv_indptr[-1]]: the block ids of every request in turn."""
     paged_kv_last_page_len: Any
     """int32[n]: tokens in the request's last page; 0 for an empty request."""
+    # encoders and cross attention; E encoder tokens run in this step, row after row
+    encoder_seq_lens: Any
+    """int32[n]: encoder tokens of the request; 0: it has no encoder input. (List door: padded with 1.)"""
+    encoder_query_lens: Any
+    """int32[n]: encoder tokens that run in this step. List door: all of a prompt's, none of a decode's."""
+    encoder_seq_start_loc: Any
+    """int32[n + 1]: prefix sums of encoder_seq_lens."""
+    encoder_query_start_loc: Any
+    """int32[n + 1]: where the request's encoder tokens start among the E."""
+    cross_slot_mapping: Any
+    """int64[E]: where the encoder token's key and value go in the cross cache; -1: nowhere."""
+    cross_block_table: Any
+    """int32[n, width], padded with 0: the blocks of the request's encoder tokens (list door: of decodes alone)."""
 
     # counts: plain ints
     num_reqs: int
@@ -96,6 +112,9 @@ class CommonAttentionMetadata:
     """1 where there is no decode."""
     use_cuda_graph: bool
     """Whether the step was padded for a captured graph (list door)."""
+    num_encoder_tokens: int = 0
+    """Sum of encoder_seq_lens, padded rows left out."""
+    max_encoder_seq_len: int = 0
 
     req_ids: tuple[Any, ...] = ()
     """The requests, in the order of rows (persistent door)."""
@@ -126,6 +145,11 @@ class CommonAttentionMetadata:
     def block_tables(self) -> Any:
         """The first generation's name of ``block_table``."""
         return self.block_table
+
+    @property
+    def cross_block_tables(self) -> Any:
+        """The first generation's name of ``cross_block_table``."""
+        return self.cross_block_table
 
     @property
     def prefill_metadata(self) -> CommonAttentionMetadata | None:
@@ -162,6 +186,7 @@ class CommonAttentionMetadata:
             first, first + self.num_prefills, start, start + self.num_prefill_tokens,
             num_prefills=self.num_prefills, num_prefill_tokens=self.num_prefill_tokens,
             max_prefill_seq_len=self.max_prefill_seq_len, max_seq_len=self.max_prefill_seq_len,
+            whole_encoder=self.from_groups,
         )  # fmt: skip
 
     def _decode_view(self) -> CommonAttentionMetadata | None:
@@ -174,13 +199,20 @@ class CommonAttentionMetadata:
             num_decodes=self.num_decodes, num_decode_tokens=self.num_decode_tokens,
             max_decode_seq_len=self.max_decode_seq_len, max_seq_len=self.max_decode_seq_len,
             max_decode_query_len=self.max_decode_query_len, use_cuda_graph=self.use_cuda_graph,
+            whole_encoder=self.from_groups,
         )  # fmt: skip
 
-    def _view(self, first: int, last: int, start: int, stop: int, **counts: int) -> CommonAttentionMetadata:
-        """Rows first..last, tokens start..stop, with everything that counts from the start of a batch rebased."""
+    def _view(
+        self, first: int, last: int, start: int, stop: int, *, whole_encoder: bool = False, **counts: int
+    ) -> CommonAttentionMetadata:
+        """Rows first..last, tokens start..stop, with everything that counts from the start of a batch rebased.
+
+        ``whole_encoder``: the encoder fields are those of all rows, as views of the first generation have them.
+        """
         whole, host = self.host, _ViewOfHost()
         for name in TOKEN_FIELDS:
-            setattr(host, name, getattr(whole, name)[start:stop])
+            if hasattr(whole, name):  # a cross group's tokens have no slots
+                setattr(host, name, getattr(whole, name)[start:stop])
         for name in REQUEST_FIELDS:
             if hasattr(whole, name):
                 setattr(host, name, getattr(whole, name)[first:last])
@@ -198,6 +230,11 @@ class CommonAttentionMetadata:
                 setattr(host, name, values - values[0])
         if hasattr(whole, "paged_kv_indptr"):
             host.pages_of_whole = whole, whole.paged_kv_indptr[first], whole.paged_kv_indptr[last]
+        if hasattr(whole, "encoder_seq_lens"):
+            rows = (0, self.num_reqs) if whole_encoder else (first, last)
+            fields, encoder_counts = encoder_rows(whole, *rows)
+            vars(host).update(fields)
+            counts |= encoder_counts
         none = dict.fromkeys(COUNT_FIELDS, 0) | {"max_decode_query_len": 1, "use_cuda_graph": False}
         values_of_view = none | counts | {
             "num_reqs": last - first,
