@@ -10,6 +10,7 @@ import numpy as np
 
 from attncore import slots
 from attncore.builder import problems
+from attncore.builder.cross_attention import encoder_fields
 from attncore.builder.layouts import LAYOUTS
 from attncore.builder.metadata import CommonAttentionMetadata, identity
 from attncore.builder.sequence_group import SequenceGroup
@@ -42,6 +43,10 @@ class CommonMetadataBuilder:
     included. ``max_seq_len_to_capture`` is read only where a build pads for a CUDA graph: the table is then
     ``ceil(max_seq_len_to_capture / block_size)`` wide. ``backend`` None gives NumPy arrays. Answers are fresh arrays,
     the caller's to keep.
+
+    ``encoder_decoder``: every group has ``encoder_seq_len`` and a ``cross_block_table``, and metadata the fields of
+    encoders and of cross attention. ``max_encoder_seq_len_to_capture``: as the other, for the cross table (None: the
+    same length).
     """
 
     def __init__(
@@ -52,6 +57,8 @@ class CommonMetadataBuilder:
         sliding_window: int | None = None,
         chunked_prefill: bool = False,
         max_seq_len_to_capture: int | None = None,
+        encoder_decoder: bool = False,
+        max_encoder_seq_len_to_capture: int | None = None,
         backend: Any = None,
         kernels: slots.KernelsName | None = None,
     ) -> None:
@@ -59,16 +66,24 @@ class CommonMetadataBuilder:
             ("block_size", block_size),
             ("sliding_window", sliding_window),
             ("max_seq_len_to_capture", max_seq_len_to_capture),
+            ("max_encoder_seq_len_to_capture", max_encoder_seq_len_to_capture),
         ):
             if value is not None:
                 slots._integer(name, value, 1)
         if layout not in LAYOUTS:
             raise ValueError(f"layout: {layout!r} is not one of {', '.join(LAYOUTS)}")
-        if not isinstance(chunked_prefill, bool):
-            raise TypeError(f"chunked_prefill: {chunked_prefill!r} is not true or false")
+        for name, flag in (("chunked_prefill", chunked_prefill), ("encoder_decoder", encoder_decoder)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}: {flag!r} is not true or false")
+        if encoder_decoder and not LAYOUTS[layout].encoder_decoder:
+            able = ", ".join(name for name, one in LAYOUTS.items() if one.encoder_decoder)
+            raise ValueError(f"layout: {layout} has no encoder/decoder attention; {able} have")
+        if max_encoder_seq_len_to_capture is not None and not encoder_decoder:
+            raise ValueError("max_encoder_seq_len_to_capture: given, but encoder_decoder is false")
         self.block_size, self.layout = block_size, LAYOUTS[layout]
         self.sliding_window, self.chunked_prefill = sliding_window, chunked_prefill
         self.max_seq_len_to_capture = max_seq_len_to_capture
+        self.encoder_decoder, self.max_encoder_seq_len_to_capture = encoder_decoder, max_encoder_seq_len_to_capture
         self._kernels = slots.load_kernels(kernels)
         self._reader = self._kernels.GroupReader()
         self._max_numbers: int | None = None  # a stream of strangers' batches sets a limit (batch_file.py)
@@ -161,6 +176,14 @@ class CommonMetadataBuilder:
             max_decode_query_len=measures.max_decode_query_len,
             from_groups=True,
         )
+        if self.encoder_decoder:
+            fields, counts = encoder_fields(self, groups, measures.num_prefills, num_reqs, use_graph)
+            vars(host).update(fields)
+            vars(metadata).update(counts)
+        elif len(groups[0]) > 3 and groups[0][3] is not None:
+            raise ValueError(
+                "groups[0].encoder_seq_len: given to a builder that was not made with encoder_decoder=True"
+            )
         if self._plan is not None:
             self._plan(metadata)
         return metadata

@@ -17,6 +17,8 @@ class Layout(NamedTuple):
     """Under a graph, a row wider than the table loses its lookahead blocks; otherwise it is an error."""
     page_lists: bool = False
     """Builds paged_kv_indptr, paged_kv_indices and paged_kv_last_page_len."""
+    encoder_decoder: bool = True
+    """Has encoder and cross attention."""
 
 
 LAYOUTS = {
@@ -24,7 +26,7 @@ LAYOUTS = {
     for layout in (
         Layout("common"),
         Layout("flash", whole_batch_hit=True, multi_token_decode=True, cuts_lookahead=True),
-        Layout("flashinfer", cuts_lookahead=True, page_lists=True),
+        Layout("flashinfer", cuts_lookahead=True, page_lists=True, encoder_decoder=False),
         Layout("rocm"),
     )
 }

@@ -28,3 +28,7 @@ class SequenceGroup(NamedTuple):
     sequences: list[Sequence]
     prefix_cache_hit: bool = False
     """Whether part of a prompt's context came from the prefix cache; excludes a sliding window."""
+    encoder_seq_len: int | None = None
+    """Encoder tokens of each of its sequences, for a builder of encoder/decoder models; 0: no encoder input."""
+    cross_block_table: collections.abc.Sequence[int] | npt.NDArray[Any] | None = None
+    """The blocks that hold the encoder's keys, shared by its sequences; None where block tables are (profiling)."""
