@@ -1,21 +1,15 @@
-"""Attention over a paged cache, in torch and float32: the arithmetic of the ``reference`` backend.
-
-Two routes give the same numbers: ``fused`` is torch's scaled_dot_product_attention, for what it can say (scale,
-causality, window); ``explicit`` writes the scores out, for soft caps, ALiBi and sinks. Both see keys only through
-positions: a key at a later position than the query, or ``sliding_window`` or more positions before it, is hidden.
-"""
+"""Attention over a paged cache, causal: how ``reference`` gathers keys and values for the arithmetic of ``scoring``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from attncore import kv_cache as paged
+from attncore.scoring import Scoring, attend
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,30 +18,31 @@ if TYPE_CHECKING:
 #: other devices, where every chunk costs a launch of each operation.
 CPU_ELEMENTS = 1 << 19
 DEVICE_ELEMENTS = 1 << 24
+#: Requests with at most so many tokens in a step (decodes, drafts) are computed together; longer ones one by one.
+MAX_BATCHED_QUERY = 16
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """How scores are made. Slopes and sinks are float32 ``(num_kv_heads, heads a kv head)``, on the device."""
+class Answer(NamedTuple):
+    """Where results go: ``output`` (num_tokens, heads, value size), and ``lse`` float32 (num_tokens, heads) or None."""
 
-    scale: float
-    sliding_window: int | None = None
-    logits_soft_cap: float | None = None
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
+    output: Tensor
+    lse: Tensor | None
 
-    @property
-    def plain(self) -> bool:
-        """Whether torch's fused attention can do it."""
-        return self.logits_soft_cap is None and self.alibi_slopes is None and self.sinks is None
+    def put(self, tokens: slice | Tensor, result: Tensor, lse: Tensor | None) -> None:
+        """What ``attend`` gave for ``tokens``."""
+        self.output[tokens] = result.to(self.output.dtype)
+        if self.lse is not None and lse is not None:
+            self.lse[tokens] = lse
 
-    def first_visible(self, position: int) -> int:
-        """The first key position that a query at ``position`` may see."""
-        return 0 if self.sliding_window is None else max(0, position - self.sliding_window + 1)
+    def put_nothing(self, tokens: slice, lse: Tensor | float = -torch.inf) -> None:
+        """Zeros, for tokens that see no key."""
+        self.output[tokens] = 0
+        if self.lse is not None:
+            self.lse[tokens] = lse
 
 
 class Paged(NamedTuple):
-    """What a step's attention reads: its tensors ``(num_tokens, heads, head_size)``, the caches, the block table."""
+    """What a step's attention reads: its tensors ``(num_tokens, heads, size)``, the caches, the block table."""
 
     query: Tensor
     key: Tensor
@@ -70,10 +65,10 @@ class Paged(NamedTuple):
                 )
         return paged.read(self.key_cache, slots).float(), paged.read(self.value_cache, slots).float()
 
-    @property
-    def temporary_elements(self) -> int:
-        """How many elements a temporary may have on this device."""
-        return CPU_ELEMENTS if self.query.device.type == "cpu" else DEVICE_ELEMENTS
+    def cached(self, row: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens ``start:end`` of table row ``row``, float32."""
+        position = torch.arange(start, end, device=self.query.device)
+        return self.gather(_slots(self.block_table[row], position, self.key_cache.shape[1]))
 
     def fresh(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """This step's keys and values of tokens ``start:end``, float32, rounded as the cache rounds them."""
@@ -82,48 +77,120 @@ class Paged(NamedTuple):
             self.value[start:end].to(self.value_cache.dtype).float(),
         )
 
-
-def one_request(step: Paged, scoring: Scoring, output: Tensor, *, row: int, start: int, end: int, context: int) -> None:
-    """Attention of tokens ``start:end``, which follow ``context`` cached tokens of table row ``row``, into ``output``.
-
-    Context is read from the cache, no further back than a window reaches; the step's own keys are taken as they came,
-    so that a prompt whose early slots are masked, or that has no table at all, is right too. Queries go in chunks of
-    bounded temporaries.
-    """
-    first = scoring.first_visible(context)
-    key, value = step.fresh(start, end)
-    if first < context:
-        position = torch.arange(first, context, device=key.device)
-        cached_key, cached_value = step.gather(_slots(step.block_table[row], position, step.key_cache.shape[1]))
-        key, value = torch.cat((cached_key, key)), torch.cat((cached_value, value))
-    num_tokens, num_heads = end - start, step.query.shape[1]
-    copies = num_heads // key.shape[1] if scoring.plain else num_heads  # of the mask, or of the scores
-    chunk = max(1, step.temporary_elements // (copies * len(key)))
-    for i in range(0, num_tokens, chunk):
-        j = min(i + chunk, num_tokens)
-        low, high = max(first, scoring.first_visible(context + i)), context + j
-        seen = slice(low - first, high - first)
-        output[start + i : start + j] = attend(
-            step.query[start + i : start + j].float().unsqueeze(0),
-            key[seen].unsqueeze(0),
-            value[seen].unsqueeze(0),
-            torch.arange(context + i, context + j, device=key.device).unsqueeze(0),
-            torch.arange(low, high, device=key.device).unsqueeze(0),
-            scoring,
-        )[0]
+    @property
+    def temporary_elements(self) -> int:
+        """How many elements a temporary may have on this device."""
+        return CPU_ELEMENTS if self.query.device.type == "cpu" else DEVICE_ELEMENTS
 
 
-def many_requests(
+class CausalRows(NamedTuple):
+    """The requests of a step that have tokens in it, int64 each: table row, first and last token, context."""
+
+    rows: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    contexts: NDArray[np.int64]
+    cached: NDArray[np.bool_]
+    """Whether the context lies in the cache."""
+
+    @classmethod
+    def of(cls, host: Any) -> CausalRows:
+        """From the metadata's host arrays; ValueError where a request is shorter than its query."""
+        bounds = np.asarray(host.query_start_loc, dtype=np.int64)
+        rows = np.flatnonzero(np.diff(bounds))  # a padded row may have no token
+        starts, ends = bounds[rows], bounds[rows + 1]
+        contexts = np.asarray(host.seq_lens, dtype=np.int64)[rows] - (ends - starts)
+        if contexts.size and contexts.min() < 0:
+            row = rows[contexts.argmin()]
+            raise ValueError(f"metadata: row {row} has seq_lens {host.seq_lens[row]}, fewer than its query tokens")
+        # Without a slot for its last token a request owns no cache: a profiling run.
+        cached = (contexts > 0) & (np.asarray(host.slot_mapping)[ends - 1] >= 0)
+        return cls(rows, starts, ends, contexts, cached)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each request, its context and its query's."""
+        return self.contexts + self.ends - self.starts
+
+    def attend(self, step: Paged, scoring: Scoring, answer: Answer) -> None:
+        """Attention of every request over its context and itself: short queries together, others one by one."""
+        rows, starts, ends, contexts, cached = self
+        batched = cached & (ends - starts <= MAX_BATCHED_QUERY)
+        for num_queries in np.unique((ends - starts)[batched]):
+            some = batched & (ends - starts == num_queries)
+            _many_requests(
+                step,
+                scoring,
+                answer,
+                rows=rows[some],
+                starts=starts[some],
+                contexts=contexts[some],
+                num_queries=int(num_queries),
+            )
+        for i in np.flatnonzero(~batched).tolist():
+            tokens = slice(int(starts[i]), int(ends[i]))
+            _one_request(step, scoring, answer, int(rows[i]), tokens, int(contexts[i]) if cached[i] else 0)
+
+
+def over_keys(
     step: Paged,
     scoring: Scoring,
-    output: Tensor,
+    answer: Answer,
+    tokens: slice,
+    keys: tuple[Tensor, Tensor],
+    *,
+    position: int = 0,
+    first: int = 0,
+) -> None:
+    """Attention of ``tokens``, which stand at ``position`` and after it, over keys and values that stand at ``first``
+    and after it. Queries go in chunks of bounded temporaries.
+    """
+    key, value = keys
+    num_heads = step.query.shape[1]
+    copies = num_heads // key.shape[1] if scoring.plain else num_heads  # of the mask, or of the scores
+    chunk = max(1, step.temporary_elements // (copies * len(key)))
+    for start in range(tokens.start, tokens.stop, chunk):
+        some = slice(start, min(start + chunk, tokens.stop))
+        places = range(position + some.start - tokens.start, position + some.stop - tokens.start)
+        low, high = scoring.visible(places[0], places[-1], first + len(key))
+        low = max(first, low)
+        seen = slice(low - first, high - first)
+        result, lse = attend(
+            step.query[some].float().unsqueeze(0),
+            key[seen].unsqueeze(0),
+            value[seen].unsqueeze(0),
+            torch.arange(places.start, places.stop, device=key.device).unsqueeze(0),
+            torch.arange(low, high, device=key.device).unsqueeze(0),
+            scoring,
+        )
+        answer.put(some, result[0], None if lse is None else lse[0])
+
+
+def _one_request(step: Paged, scoring: Scoring, answer: Answer, row: int, tokens: slice, context: int) -> None:
+    """Attention of ``tokens``, which follow ``context`` cached tokens of table row ``row``.
+
+    Context is read from the cache, no further back than a window reaches; the step's own keys are taken as they came,
+    so that a prompt whose early slots are masked, or that has no table at all, is right too.
+    """
+    first = scoring.visible(context, context, context + 1)[0]
+    key, value = step.fresh(tokens.start, tokens.stop)
+    if first < context:
+        cached_key, cached_value = step.cached(row, first, context)
+        key, value = torch.cat((cached_key, key)), torch.cat((cached_value, value))
+    over_keys(step, scoring, answer, tokens, (key, value), position=context, first=first)
+
+
+def _many_requests(
+    step: Paged,
+    scoring: Scoring,
+    answer: Answer,
     *,
     rows: NDArray[np.int64],
     starts: NDArray[np.int64],
     contexts: NDArray[np.int64],
     num_queries: int,
 ) -> None:
-    """Attention of requests that each have ``num_queries`` tokens this step, few and cached, into ``output``.
+    """Attention of requests that each have ``num_queries`` tokens this step, few and cached.
 
     Request i is block-table row ``rows[i]``; its tokens begin at ``starts[i]`` and follow ``contexts[i]`` cached
     ones. Requests of like length share a chunk; a position past a request's context repeats its last token, so that
@@ -134,7 +201,7 @@ def many_requests(
         first = np.maximum(first, contexts - scoring.sliding_window + 1)
     lengths = contexts + num_queries - first
     order = np.argsort(lengths, kind="stable")
-    token_elements = step.key.shape[1] * step.key.shape[2]
+    token_elements = step.key.shape[1] * max(step.key.shape[2], step.value.shape[2])
     if not scoring.plain:
         token_elements = max(token_elements, step.query.shape[1] * num_queries)
     done = 0
@@ -148,10 +215,10 @@ def many_requests(
         # A live table is as wide as the longest request that may ever come: take the columns in use.
         columns = -(-int(contexts[chosen].max() + num_queries) // step.key_cache.shape[1])
         used = step._replace(block_table=step.block_table[:, :columns])
-        _batch(used, scoring, output, packed, int(lengths[chosen[-1]]), num_queries)
+        _batch(used, scoring, answer, packed, int(lengths[chosen[-1]]), num_queries)
 
 
-def _batch(step: Paged, scoring: Scoring, output: Tensor, packed: Tensor, width: int, num_queries: int) -> None:
+def _batch(step: Paged, scoring: Scoring, answer: Answer, packed: Tensor, width: int, num_queries: int) -> None:
     device = step.query.device
     rows, starts, contexts, first = packed.to(device, non_blocking=True).unsqueeze(2).unbind()
     ahead = torch.arange(num_queries, device=device)
@@ -165,72 +232,10 @@ def _batch(step: Paged, scoring: Scoring, output: Tensor, packed: Tensor, width:
         line = torch.arange(len(rows), device=device).unsqueeze(1)
         key[line, query_position - first] = step.key[tokens].to(step.key_cache.dtype).float()
         value[line, query_position - first] = step.value[tokens].to(step.value_cache.dtype).float()
-    result = attend(step.query[tokens].float(), key, value, query_position, key_position, scoring)
-    output[tokens] = result.to(output.dtype)
+    answer.put(tokens, *attend(step.query[tokens].float(), key, value, query_position, key_position, scoring))
 
 
 def _slots(block_table: Tensor, position: Tensor, block_size: int) -> Tensor:
     """Slots of ``position`` (int64) in the rows of ``block_table``; both have the same leading dimensions."""
     block = block_table.gather(-1, torch.div(position, block_size, rounding_mode="floor"))
     return block.long() * block_size + torch.remainder(position, block_size)
-
-
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, query_position: Tensor, key_position: Tensor, scoring: Scoring
-) -> Tensor:
-    """Attention of ``query`` (b, q, heads, d) over ``key`` and ``value`` (b, k, kv heads, d).
-
-    Positions are int64, (b, q) and (b, k); the rest is float32, the result (b, q, heads, d). Every query has to see
-    at least one key.
-    """
-    distance = query_position.unsqueeze(2) - key_position.unsqueeze(1)
-    hidden = distance < 0
-    if scoring.sliding_window is not None:
-        hidden |= distance >= scoring.sliding_window
-    return (fused if scoring.plain else explicit)(query, key, value, distance, hidden, scoring)
-
-
-def fused(query: Tensor, key: Tensor, value: Tensor, distance: Tensor, hidden: Tensor, scoring: Scoring) -> Tensor:
-    """``attend`` by torch's scaled_dot_product_attention."""
-    group = query.shape[2] // key.shape[2]
-    mask = torch.zeros(hidden.shape, device=query.device).masked_fill_(hidden, -torch.inf)
-    result = scaled_dot_product_attention(
-        _fold(query, key.shape[2]),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_mask=mask.repeat(1, group, 1).unsqueeze(1),
-        scale=scoring.scale,
-    )
-    return _unfold(result, group)
-
-
-def explicit(query: Tensor, key: Tensor, value: Tensor, distance: Tensor, hidden: Tensor, scoring: Scoring) -> Tensor:
-    """``attend`` with the scores written out: scale, soft cap, ALiBi, mask, softmax with sinks."""
-    group = query.shape[2] // key.shape[2]
-    score = _fold(query, key.shape[2]) * scoring.scale @ key.permute(0, 2, 3, 1)
-    score = score.view(*score.shape[:2], group, *distance.shape[1:])  # (b, kv heads, heads a kv head, q, k)
-    if scoring.logits_soft_cap is not None:
-        score = score.div_(scoring.logits_soft_cap).tanh_().mul_(scoring.logits_soft_cap)
-    if scoring.alibi_slopes is not None:
-        score -= scoring.alibi_slopes[None, :, :, None, None] * distance[:, None, None]
-    score.masked_fill_(hidden[:, None, None], -torch.inf)
-    if scoring.sinks is not None:
-        sink = scoring.sinks[None, :, :, None, None].expand(*score.shape[:-1], 1)
-        weight = torch.cat((score, sink), dim=-1).softmax(dim=-1)[..., :-1]
-    else:
-        weight = score.softmax(dim=-1)
-    return _unfold(weight.flatten(2, 3) @ value.transpose(1, 2), group)
-
-
-def _fold(query: Tensor, num_kv_heads: int) -> Tensor:
-    """(b, q, heads, d) as (b, kv heads, heads a kv head * q, d): the heads that share keys become further queries."""
-    batch, num_queries, num_heads, head_size = query.shape
-    parted = query.reshape(batch, num_queries, num_kv_heads, num_heads // num_kv_heads, head_size)
-    return parted.permute(0, 2, 3, 1, 4).flatten(2, 3)
-
-
-def _unfold(result: Tensor, group: int) -> Tensor:
-    """The inverse of ``_fold``."""
-    batch, num_kv_heads, rows, head_size = result.shape
-    parted = result.reshape(batch, num_kv_heads, group, rows // group, head_size)
-    return parted.permute(0, 3, 1, 2, 4).flatten(2, 3)

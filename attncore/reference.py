@@ -1,4 +1,4 @@
-"""The built-in backend ``reference``: paged attention in torch, on any device, in float32 arithmetic.
+"""The built-in backend ``reference``: attention of every type in torch, on any device, in float32 arithmetic.
 
 It is what other backends are compared with (``attncore verify``, the conformance kit), and what runs where no kernel
 library does.
@@ -6,6 +6,7 @@ library does.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,17 +14,16 @@ import torch
 from torch import Tensor
 
 from attncore import kv_cache as paged
-from attncore.abstract import AttentionBackend, AttentionImpl
-from attncore.paged_attention import Paged, Scoring, many_requests, one_request
-from attncore.reference_checks import check_forward, check_table, per_head
+from attncore import reference_checks as checks
+from attncore.abstract import AttentionBackend, AttentionImpl, AttentionType
+from attncore.encoder_attention import CrossRows, among_themselves
+from attncore.paged_attention import Answer, CausalRows, Paged
+from attncore.scoring import Scoring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attncore.abstract import BackendConfig
-
-#: Requests with at most so many tokens in a step (decodes, drafts) are computed together; longer ones one by one.
-MAX_BATCHED_QUERY = 16
 
 
 class ReferenceImpl(AttentionImpl):
@@ -41,6 +41,7 @@ class ReferenceImpl(AttentionImpl):
         sinks: Sequence[float] | Tensor | None = None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        attn_type: AttentionType = AttentionType.DECODER,
     ) -> None:
         super().__init__(
             backend,
@@ -52,6 +53,7 @@ class ReferenceImpl(AttentionImpl):
             sinks=sinks,
             k_scale=k_scale,
             v_scale=v_scale,
+            attn_type=attn_type,
         )
         for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
             if factor != 1.0:
@@ -62,85 +64,107 @@ class ReferenceImpl(AttentionImpl):
             scale=scale,
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,
-            alibi_slopes=per_head("alibi_slopes", alibi_slopes, backend.config),
-            sinks=per_head("sinks", sinks, backend.config),
+            alibi_slopes=checks.per_head("alibi_slopes", alibi_slopes, backend.config),
+            sinks=checks.per_head("sinks", sinks, backend.config),
+            causal=attn_type is AttentionType.DECODER,
         )
 
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Any,
+        value: Any,
         kv_cache: Any,
         metadata: Any,
         output: Tensor | None = None,
     ) -> Tensor:
-        """Write this step's keys and values to the cache, and attend; returns ``(num_tokens, num_heads, head_size)``.
+        """Write this step's keys and values to the cache, and attend; returns ``(num_tokens, num_heads, head_size_v)``.
 
-        ``query`` is ``(num_tokens, num_heads, head_size)``, ``key`` and ``value`` ``(num_tokens, num_kv_heads,
-        head_size)``, in the backend's dtype and on one device with ``kv_cache`` and the metadata of either door; the
-        result has the query's dtype and is stored in ``output`` where that is given. ``kv_cache`` may be None in a
-        profiling run, whose slots are all -1.
+        ``query`` is ``(num_tokens, num_heads, head_size)``, ``key`` ``(num_tokens, num_kv_heads, head_size)`` and
+        ``value`` ``(num_tokens, num_kv_heads, head_size_v)``, in the backend's dtype and on one device with
+        ``kv_cache`` and the metadata of either door; the result has the query's dtype and is stored in ``output``
+        where that is given. ``kv_cache`` may be None in a profiling run, whose slots are all -1. What other types of
+        attention and latent caches take is said in docs/contract.md.
 
         Request i attends over its first ``seq_lens[i]`` tokens, causally. A request without context, and one whose
         last slot is -1 (profiling), attends over this step's keys alone and needs no block table. Tokens beyond the
         last request (padding) give zeros. The host's arrays decide and the device's index, so nothing synchronises.
 
-        Tensors that disagree are ValueErrors that name the argument.
+        Tensors that disagree are ValueErrors that name the argument; nothing is written then.
         """
-        config = self.backend.config
-        caches = check_forward(config, query, key, value, kv_cache, metadata, output)
+        return self._attend(self._scoring, (query, key, value), kv_cache, metadata, output)
+
+    def forward_with_lse(
+        self,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        metadata: Any,
+        output: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``forward``, and the natural logarithm of each softmax's sum, ``(num_tokens, num_heads)`` float32."""
+        scoring = replace(self._scoring, with_lse=True)
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        return self._attend(scoring, (query, key, value), kv_cache, metadata, output, lse), lse
+
+    def _attend(
+        self,
+        scoring: Scoring,
+        tensors: tuple[Tensor, Any, Any],
+        kv_cache: Any,
+        metadata: Any,
+        output: Tensor | None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        config, kind, host = self.backend.config, self.attn_type, metadata.host
+        checks.check_host(kind, host)
+        query, key, value = checks.check_tensors(config, kind, tensors, _num_tokens(kind, host), output)
+        checks.check_device(kind, metadata, query.device)
+        if kind is AttentionType.ENCODER_ONLY:
+            checks.check_whole(host)
         if output is None:
-            output = torch.empty_like(query)
-        if caches is None:
-            caches = (key[:0].unsqueeze(1), value[:0].unsqueeze(1))
+            output = query.new_empty((*query.shape[:2], value.shape[2]))
+        answer = Answer(output, lse)
+        step = Paged(query, key, value, key[:0].unsqueeze(1), value[:0].unsqueeze(1), query.new_empty((0, 0)))
+        if kind in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
+            starts = host.query_start_loc
+            requests, step = self._written(step, kv_cache, metadata)
+            requests.attend(step, scoring, answer)
         else:
-            written = len(metadata.slot_mapping)
-            paged.write(key[:written], value[:written], caches, metadata.slot_mapping)
-        step = Paged(query, key, value, *caches, metadata.block_table)
-        self._attend(step, metadata, output)
+            starts = host.query_start_loc if kind is AttentionType.ENCODER_ONLY else host.encoder_query_start_loc
+            among_themselves(step, scoring, answer, np.asarray(starts, dtype=np.int64))
+        answer.put_nothing(slice(int(starts[-1]), None))  # some engines feed padding to the next layer
         return output
 
-    def _attend(self, step: Paged, metadata: Any, output: Tensor) -> None:
-        bounds = np.asarray(metadata.host.query_start_loc, dtype=np.int64)
-        output[int(bounds[-1]) :] = 0  # padding: some engines feed it to the next layer
-        rows = np.flatnonzero(np.diff(bounds))  # a padded row may have no token
-        starts, ends = bounds[rows], bounds[rows + 1]
-        contexts = np.asarray(metadata.host.seq_lens, dtype=np.int64)[rows] - (ends - starts)
-        if contexts.size and contexts.min() < 0:
-            row = rows[contexts.argmin()]
-            raise ValueError(
-                f"metadata: row {row} has seq_lens {metadata.host.seq_lens[row]}, fewer than its query tokens"
-            )
-        # Without a slot for its last token a request owns no cache: a profiling run.
-        cached = (contexts > 0) & (np.asarray(metadata.host.slot_mapping)[ends - 1] >= 0)
-        check_table(step, rows[cached], ends[cached] - starts[cached] + contexts[cached])
-        batched = cached & (ends - starts <= MAX_BATCHED_QUERY)
-        for num_queries in np.unique((ends - starts)[batched]):
-            some = batched & (ends - starts == num_queries)
-            many_requests(
-                step,
-                self._scoring,
-                output,
-                rows=rows[some],
-                starts=starts[some],
-                contexts=contexts[some],
-                num_queries=int(num_queries),
-            )
-        for i in np.flatnonzero(~batched):
-            one_request(
-                step,
-                self._scoring,
-                output,
-                row=int(rows[i]),
-                start=int(starts[i]),
-                end=int(ends[i]),
-                context=int(contexts[i]) if cached[i] else 0,
-            )
+    def _written(self, step: Paged, kv_cache: Any, metadata: Any) -> tuple[CausalRows | CrossRows, Paged]:
+        """The requests, and the step with the caches, to which its keys and values have been written."""
+        host, crosses = metadata.host, self.attn_type is AttentionType.ENCODER_DECODER
+        slots = "cross_slot_mapping" if crosses else "slot_mapping"
+        table: Tensor = metadata.cross_block_table if crosses else metadata.block_table
+        caches = checks.check_cache(self.backend.config, kv_cache, slots, getattr(host, slots), step.query.device)
+        requests = CrossRows.of(host) if crosses else CausalRows.of(host)
+        cached = requests.cached
+        checks.check_table(caches, table, requests.rows[cached], requests.lengths[cached])
+        if caches is None:
+            return requests, step
+        written = len(getattr(host, slots))
+        paged.write(step.key[:written], step.value[:written], caches, getattr(metadata, slots))
+        return requests, step._replace(key_cache=caches[0], value_cache=caches[1], block_table=table)
+
+
+def _num_tokens(kind: AttentionType, host: Any) -> tuple[int, int | None]:
+    """Tokens that the metadata has: queries, and keys where those are others."""
+    if kind is AttentionType.DECODER:
+        return len(host.slot_mapping), None
+    if kind is AttentionType.ENCODER:
+        return int(host.encoder_query_start_loc[-1]), None
+    queries = int(host.query_start_loc[-1])
+    return queries, int(host.encoder_query_start_loc[-1]) if kind is AttentionType.ENCODER_DECODER else None
 
 
 class ReferenceBackend(AttentionBackend):
-    """Paged attention in torch on any device, with windows, soft caps, ALiBi, sinks and grouped queries."""
+    """Attention of every type in torch on any device: windows, soft caps, ALiBi, sinks, groups, latent caches."""
 
     name = "reference"
     impl_class = ReferenceImpl
@@ -149,14 +173,17 @@ class ReferenceBackend(AttentionBackend):
         super().__init__(config)
         paged.cache_dtype(config.kv_cache_dtype, config.dtype)
         self.kv_cache_shape(1, config.block_size, config.num_kv_heads, config.head_size)
-        if config.use_mla or config.head_size_v not in (None, config.head_size):
-            raise ValueError(
-                "head_size_v: the reference backend keeps keys and values of one size, and no latent cache"
-            )
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        """``(2, num_blocks, block_size, num_kv_heads, head_size)``: keys, then values."""
-        return paged.cache_shape(num_blocks, block_size, num_kv_heads, head_size, self.config.kv_cache_layout)
+        """``(2, num_blocks, block_size, num_kv_heads, head_size)``: keys, then values.
+
+        ``attncore.kv_cache.cache_shape`` says how it is for values of another size, and for latent caches.
+        """
+        config = self.config
+        return paged.cache_shape(
+            num_blocks, block_size, num_kv_heads, head_size, config.kv_cache_layout,
+            head_size_v=config.head_size_v, use_mla=config.use_mla,
+        )  # fmt: skip
 
     def copy_blocks(self, kv_caches: Sequence[Any], src_to_dst: Any) -> None:
         """Copy blocks within each layer's cache; see ``attncore.kv_cache.copy_blocks`` for the rules and errors."""

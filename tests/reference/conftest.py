@@ -40,9 +40,14 @@ class Case:
     expected: torch.Tensor
     rows: list[Row]
 
-    def forward(self, **changes):
+    def given(self, **changes):
         given = {name: getattr(self, name) for name in ("query", "key", "value", "metadata")} | {"kv_cache": self.cache}
-        return self.backend.impl("layer", **self.features).forward(**(given | changes))
+        if self.backend.config.use_mla:
+            given["value"] = None
+        return given | changes
+
+    def forward(self, **changes):
+        return self.backend.impl("layer", **self.features).forward(**self.given(**changes))
 
     def check(self, tolerance=2e-5):
         before = self.cache.cpu().clone()
@@ -50,16 +55,25 @@ class Case:
         assert output.dtype == self.query.dtype
         torch.testing.assert_close(output.float(), self.expected, atol=tolerance, rtol=tolerance)
         slots = torch.from_numpy(self.metadata.host.slot_mapping)
-        touched = torch.zeros(self.cache[0].shape[:2], dtype=torch.bool)
+        touched = torch.zeros(parts_of(self.cache, self.backend.config)[0].shape[:2], dtype=torch.bool)
         touched.view(-1)[slots[slots >= 0]] = True
         touched[-1] = True  # the sink
-        after = self.cache.cpu()
-        for part, new in enumerate((self.key.cpu(), self.value.cpu())):
+        after, before = (parts_of(cache, self.backend.config) for cache in (self.cache.cpu(), before))
+        for part, old, new in zip(after, before, (self.key.cpu(), self.value.cpu()), strict=False):
             exactly = {"equal_nan": True, "rtol": 0, "atol": 0}
-            torch.testing.assert_close(after[part][~touched], before[part][~touched], **exactly)
-            flat = after[part].flatten(0, 1)
+            torch.testing.assert_close(part[~touched], old[~touched], **exactly)
+            flat = part.flatten(0, 1)
             new = new[: len(slots)][slots >= 0].to(flat.dtype)
             torch.testing.assert_close(flat[slots[slots >= 0]], new, **exactly)
+
+
+def parts_of(cache, config):
+    """Views (blocks, block size, heads, size) of what a cache holds: keys and values, or latent rows."""
+    if config.use_mla:
+        return [cache[:, :, None]]
+    if config.head_size_v in (None, config.head_size):
+        return [cache[0], cache[1]]
+    return [cache[..., : config.head_size], cache[..., config.head_size :]]
 
 
 def make_case(
@@ -69,6 +83,8 @@ def make_case(
     num_heads=4,
     num_kv_heads=2,
     head_size=8,
+    head_size_v=None,
+    use_mla=False,
     sliding_window=None,
     logits_soft_cap=None,
     alibi_slopes=None,
@@ -97,6 +113,8 @@ def make_case(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
+        head_size_v=head_size_v,
+        use_mla=use_mla,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
@@ -117,20 +135,22 @@ def make_case(
     ids = list(1 + random.permutation(num_blocks - 1))
     cache = backend.allocate_kv_cache(num_blocks).cpu()
     cache.fill_(dead)
+    parts, size_v = parts_of(cache, config), head_size_v or head_size
 
     queries, keys, values, expected, slots = [], [], [], [], []
     tables, lengths = [], []
     for row, need in zip(rows, needs, strict=True):
         total = row.context + row.query_len
         query = torch.randn(row.query_len, num_heads, head_size).mul(2).to(torch_dtype)
-        key, value = (torch.randn(total, num_kv_heads, head_size).to(torch_dtype) for _ in range(2))
+        key, value = (torch.randn(total, num_kv_heads, size).to(torch_dtype) for size in (head_size, size_v))
+        value = key[..., :size_v] if use_mla else value
         table = [int(ids.pop()) for _ in range(need)]
         visible = 0 if sliding_window is None else max(0, row.context - sliding_window + 1)
         masked = max(0, row.query_len - sliding_window) if row.prompt and sliding_window else 0
         for token in range(row.context if not row.profiling else 0):
             if token >= visible:
-                cache[0, table[token // block_size], token % block_size] = key[token]
-                cache[1, table[token // block_size], token % block_size] = value[token]
+                for part, new in zip(parts, (key, value), strict=False):
+                    part[table[token // block_size], token % block_size] = new[token]
         for token in range(row.context, total):
             hidden = row.profiling or token < masked
             slots.append(-1 if hidden else table[token // block_size] * block_size + token % block_size)
@@ -155,9 +175,10 @@ def make_case(
     padding = padded_tokens + (padded_rows if list_door else 0)
     slots += [-1] * padding
     padding += beyond
-    for group, heads in ((queries, num_heads), (keys, num_kv_heads), (values, num_kv_heads)):
-        group.append(torch.full((padding, heads, head_size), dead, dtype=torch_dtype))
-    expected.append(torch.zeros(padding, num_heads, head_size))
+    sizes = ((num_heads, head_size), (num_kv_heads, head_size), (num_kv_heads, size_v))
+    for group, shape in zip((queries, keys, values), sizes, strict=True):
+        group.append(torch.full((padding, *shape), dead, dtype=torch_dtype))
+    expected.append(torch.zeros(padding, num_heads, size_v))
     starts = np.concatenate(([0], np.cumsum([row.query_len for row in rows])))
     if not list_door:
         starts = np.concatenate((starts, [starts[-1]] * padded_rows))

@@ -34,7 +34,14 @@ def test_nothing_is_written_when_an_argument_is_wrong(case):
 
 
 def test_caches(case):
-    wrong = [case.cache[0], case.cache[:, :, 1:], case.cache[:, :, :, 1:], case.cache.half(), [case.cache[0]]]
+    wrong = [
+        case.cache[0, :, :, 0],
+        case.cache[0],
+        case.cache[:, :, 1:],
+        case.cache[:, :, :, 1:],
+        case.cache.half(),
+        [case.cache[0]],
+    ]
     for cache in [*wrong, case.cache.transpose(0, 1)]:
         with pytest.raises(ValueError, match=r"^kv_cache: "):
             case.forward(kv_cache=cache)
@@ -96,8 +103,8 @@ def test_layers(case, argument, value):
         ("kv_cache_layout", "HND"),
         ("kv_cache_dtype", "fp8_e4m3"),
         ("dtype", "int8"),
-        ("head_size_v", 4),
-        ("use_mla", True),
+        ("head_size_v", 0),
+        ("use_mla", True),  # two heads
     ],
 )
 def test_configurations(case, argument, value):

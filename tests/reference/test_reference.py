@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncore import paged_attention, reference
+from attncore import paged_attention
 from attncore.dense import dense_attention
-from attncore.paged_attention import Scoring, explicit, fused
+from attncore.scoring import Scoring, explicit, fused
 
 SLOPES = [0.5, 0.25, 0.125, 0.0625]
 MIXED = [(9, 1), (0, 5), (3, 1), (7, 6), (12, 1), (0, 1), (4, 4)]
@@ -156,14 +156,16 @@ def test_fused_and_explicit_agree():
     distance = query_position.unsqueeze(2) - torch.arange(40)
     for window in (None, 3, 20):
         hidden = (distance < 0) | (distance >= (window or 100))
-        given = (query, key, value, distance, hidden, Scoring(scale=0.3, sliding_window=window))
-        torch.testing.assert_close(fused(*given), explicit(*given), atol=1e-5, rtol=1e-5)
+        scoring = Scoring(scale=0.3, sliding_window=window)
+        written_out, no_lse = explicit(query, key, value, distance, hidden, scoring)
+        torch.testing.assert_close(fused(query, key, value, hidden, scoring), written_out, atol=1e-5, rtol=1e-5)
+        assert no_lse is None
 
 
 def test_batched_and_single_requests_agree(paged_case, monkeypatch):
     case = paged_case([(30, 3), (8, 2), (17, 1), (1, 16)], sliding_window=9)
     batched = case.forward()
-    monkeypatch.setattr(reference, "MAX_BATCHED_QUERY", 0)
+    monkeypatch.setattr(paged_attention, "MAX_BATCHED_QUERY", 0)
     torch.testing.assert_close(case.forward(), batched, atol=1e-5, rtol=1e-5)
 
 
