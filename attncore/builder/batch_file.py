@@ -18,7 +18,10 @@ _BATCH = {
     "block_size": _REQUIRED, "groups": _REQUIRED, "sliding_window": None, "chunked_prefill": False,
     "graph_batch_size": None, "max_seq_len_to_capture": None,
 }  # fmt: skip
-_GROUP = {"is_prompt": _REQUIRED, "sequences": _REQUIRED, "prefix_cache_hit": False}
+_GROUP = {
+    "is_prompt": _REQUIRED, "sequences": _REQUIRED, "prefix_cache_hit": False, "encoder_seq_len": None,
+    "cross_block_table": None,
+}  # fmt: skip
 _SEQUENCE = {"seq_id": _REQUIRED, "query_len": _REQUIRED, "context_len": _REQUIRED, "block_table": _REQUIRED}
 
 _group_fields = itemgetter("is_prompt", "sequences")
@@ -37,6 +40,11 @@ _OUTPUT = {
     "flash": (*_COMMON, "max_decode_query_len"),
     "flashinfer": (*_COMMON, "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
 }
+# What a line of encoder/decoder groups holds besides.
+_ENCODER_OUTPUT = (
+    "encoder_seq_lens", "num_encoder_tokens", "max_encoder_seq_len", "encoder_seq_start_loc", "cross_slot_mapping",
+    "cross_block_tables",
+)  # fmt: skip
 
 
 # A line may ask for far more than it holds (a profiling run of 2**31 tokens): an answer of a gigabyte helps nobody.
@@ -52,6 +60,8 @@ class Batch(NamedTuple):
     max_seq_len_to_capture: int | None
     cuda_graph_pad_size: int
     groups: list[SequenceGroup]
+    encoder_decoder: bool = False
+    """Whether a group has an encoder length or a cross table."""
 
 
 def parse_batch(line: str | bytes) -> Batch:
@@ -71,7 +81,7 @@ def parse_batch(line: str | bytes) -> Batch:
     block_size = _integer("block_size", fields["block_size"], 1)
     window = _optional("sliding_window", fields["sliding_window"])
     chunked = _boolean("chunked_prefill", fields["chunked_prefill"])
-    groups = _groups(fields["groups"])
+    groups, encoder_decoder = _groups(fields["groups"])
     if text.count('"') != 2 * _count_keys(record):
         _refuse_duplicates(text)
     batch_size = _optional("graph_batch_size", fields["graph_batch_size"])
@@ -84,25 +94,33 @@ def parse_batch(line: str | bytes) -> Batch:
         if batch_size < num_seqs:
             raise ValueError(f"graph_batch_size: {batch_size} is below the {num_seqs} sequences of the batch")
         pad = batch_size - num_seqs
-    return Batch(block_size, window, chunked, capture, pad, groups)
+    return Batch(block_size, window, chunked, capture, pad, groups, encoder_decoder)
 
 
 def build_batch(batch: Batch, layout: str = "common", kernels: slots.KernelsName | None = None) -> dict[str, Any]:
     """The metadata of a batch as one line of output holds it: plain ints, bools and lists."""
     builder = _builder(
-        batch.block_size, layout, batch.sliding_window, batch.chunked_prefill, batch.max_seq_len_to_capture, kernels
-    )
+        batch.block_size, layout, batch.sliding_window, batch.chunked_prefill, batch.max_seq_len_to_capture,
+        batch.encoder_decoder, kernels,
+    )  # fmt: skip
     try:
         metadata = builder.build(batch.groups, batch.cuda_graph_pad_size)
     except (ValueError, TypeError):
         _check_values(batch.groups)
         raise
-    return {name: _plain(metadata, name) for name in _OUTPUT[layout]}
+    names = _OUTPUT[layout] + _ENCODER_OUTPUT if batch.encoder_decoder else _OUTPUT[layout]
+    return {name: _plain(metadata, name) for name in names}
 
 
 @lru_cache(maxsize=64)
 def _builder(
-    block_size: int, layout: str, window: int | None, chunked: bool, capture: int | None, kernels: Any
+    block_size: int,
+    layout: str,
+    window: int | None,
+    chunked: bool,
+    capture: int | None,
+    encoder_decoder: bool,
+    kernels: Any,
 ) -> CommonMetadataBuilder:
     # A stream repeats its settings line by line; a builder keeps its scratch.
     builder = CommonMetadataBuilder(
@@ -111,6 +129,7 @@ def _builder(
         sliding_window=window,
         chunked_prefill=chunked,
         max_seq_len_to_capture=capture,
+        encoder_decoder=encoder_decoder,
         kernels=kernels,
     )
     builder._max_numbers = MAX_NUMBERS
@@ -122,12 +141,13 @@ def _plain(metadata: CommonAttentionMetadata, name: str) -> Any:
     return value if isinstance(value, (int, bool)) else value.tolist()
 
 
-def _groups(records: Any) -> list[SequenceGroup]:
-    """The groups, read without a thought for values; where a field is missing or unknown, again with a path for it.
+def _groups(records: Any) -> tuple[list[SequenceGroup], bool]:
+    """The groups, read without a thought for values, and whether they are of an encoder/decoder model.
 
-    What the values are is the builder's to check, which must look at every one in any case (see ``build_batch``).
+    Where a field is missing or unknown they are read again, with a path for it. What the values are is the builder's to
+    check, which must look at every one in any case (see ``build_batch``).
     """
-    groups = []
+    groups, encoder_decoder = [], False
     try:
         for record in records:
             is_prompt, records_of_group = _group_fields(record)
@@ -137,16 +157,25 @@ def _groups(records: Any) -> list[SequenceGroup]:
                     raise KeyError
                 sequences.append(_new(Sequence, _sequence_fields(sequence)))
             if len(record) == 2:
-                groups.append(_new(SequenceGroup, (is_prompt, sequences, False)))
-            elif len(record) == 3:
-                groups.append(_new(SequenceGroup, (is_prompt, sequences, record["prefix_cache_hit"])))
+                groups.append(_new(SequenceGroup, (is_prompt, sequences, False, None, None)))
+            elif len(record) == 3 and "prefix_cache_hit" in record:
+                groups.append(_new(SequenceGroup, (is_prompt, sequences, record["prefix_cache_hit"], None, None)))
+            elif record.keys() <= _GROUP.keys():
+                groups.append(_encoder_group(is_prompt, sequences, record))
+                encoder_decoder |= groups[-1][3:] != (None, None)
             else:
                 raise KeyError
         if groups and isinstance(records, list):
-            return groups
+            return groups, encoder_decoder
     except (KeyError, TypeError):
         pass
-    return [_group(f"groups[{i}]", group) for i, group in enumerate(_list("groups", records))]
+    groups = [_group(f"groups[{i}]", group) for i, group in enumerate(_list("groups", records))]
+    return groups, any(group[3:] != (None, None) for group in groups)
+
+
+def _encoder_group(is_prompt: Any, sequences: list[Sequence], record: dict[str, Any]) -> SequenceGroup:
+    length, table = record.get("encoder_seq_len"), record.get("cross_block_table")
+    return SequenceGroup(is_prompt, sequences, record.get("prefix_cache_hit", False), length, table)
 
 
 def _check_values(groups: list[SequenceGroup]) -> None:
@@ -155,6 +184,9 @@ def _check_values(groups: list[SequenceGroup]) -> None:
         path = f"groups[{i}]"
         _boolean(f"{path}.is_prompt", group.is_prompt)
         _boolean(f"{path}.prefix_cache_hit", group.prefix_cache_hit)
+        if group.encoder_seq_len is not None:
+            _integer(f"{path}.encoder_seq_len", group.encoder_seq_len, 0)
+        _check_table(f"{path}.cross_block_table", group.cross_block_table)
         _list(f"{path}.sequences", group.sequences)
         for j, sequence in enumerate(group.sequences):
             _checked_sequence(f"{path}.sequences[{j}]", sequence)
@@ -186,15 +218,19 @@ def _group(path: str, record: Any) -> SequenceGroup:
     for j, sequence in enumerate(records):
         where = f"{path}.sequences[{j}]"
         sequences.append(_new(Sequence, _sequence_fields(_fields(f"{where}.", where, sequence, _SEQUENCE))))
-    return SequenceGroup(fields["is_prompt"], sequences, fields["prefix_cache_hit"])
+    return _encoder_group(fields["is_prompt"], sequences, fields)
 
 
 def _checked_sequence(path: str, sequence: Sequence) -> None:
     _integer(f"{path}.seq_id", sequence.seq_id, None)
     _integer(f"{path}.query_len", sequence.query_len, 1)
     _integer(f"{path}.context_len", sequence.context_len, 0)
-    if sequence.block_table is not None and not isinstance(sequence.block_table, list):
-        raise TypeError(f"{path}.block_table: {_shown(sequence.block_table)} is neither a list nor null")
+    _check_table(f"{path}.block_table", sequence.block_table)
+
+
+def _check_table(path: str, table: Any) -> None:
+    if table is not None and not isinstance(table, list):
+        raise TypeError(f"{path}: {_shown(table)} is neither a list nor null")
 
 
 def _fields(prefix: str, whole: str, record: Any, known: Mapping[str, Any]) -> dict[str, Any]:

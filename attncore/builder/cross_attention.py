@@ -127,9 +127,10 @@ def _slots(
     builder: CommonMetadataBuilder, groups: Any, query_lens: slots.Int32Array, tables: list[Any]
 ) -> slots.Int64Array:
     """Slots of the prompts' encoder tokens; -1 for all of a profiled prompt."""
-    table = np.empty((len(tables), max(map(len, tables), default=0)), np.int32)
-    _fill_table(builder, groups, tables, 0, table)
     held = np.where([len(row) > 0 for row in tables], query_lens, np.int32(0)).astype(np.int32, copy=False)
+    needed = -(-int(held.max(initial=0)) // builder.block_size)  # and not less, should a caller's list shrink meanwhile
+    table = np.empty((len(tables), max([needed, *map(len, tables)])), np.int32)
+    _fill_table(builder, groups, tables, 0, table)
     num_held = int(held.sum())
     slot_mapping = np.empty(num_held, np.int64)
     if num_held:
