@@ -116,6 +116,8 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         return {**read(args.config, tensor_parallel=args.tensor_parallel), **given}
     if args.tensor_parallel != 1:
         raise ValueError("--tensor-parallel: only with --config; --num-heads are those of one rank already")
+    if "use_mla" in given:
+        given.setdefault("num_kv_heads", 1)
     if "num_heads" in given:
         given.setdefault("num_kv_heads", given["num_heads"])
     return {**_COMMON, **given}

@@ -9,7 +9,7 @@ from attncore.registry.spec import BackendSpec
 
 @hookimpl
 def attncore_backend() -> BackendSpec:
-    """Paged attention in torch, on any device, in float32 arithmetic: what others are compared with."""
+    """Attention in torch, on any device, in float32 arithmetic: what others are compared with."""
     return BackendSpec(
         name="reference",
         api=1,
@@ -21,14 +21,23 @@ def attncore_backend() -> BackendSpec:
         block_sizes=MultipleOf(1),
         preferred_block_size=16,
         kv_cache_layouts=("NHD",),
-        features={"sliding_window", "logits_soft_cap", "alibi", "alibi_standard", "sinks", "multi_token_decode"},
+        features={
+            "sliding_window",
+            "logits_soft_cap",
+            "alibi",
+            "alibi_standard",
+            "sinks",
+            "encoder",
+            "encoder_decoder",
+            "multi_token_decode",
+            "lse",
+        },
         unsupported={
             "kv_scales": "the cache is kept in a floating-point dtype without scales",
-            "encoder": "it computes causal attention only",
-            "encoder_decoder": "it computes causal attention only",
             "tree_mask": "it takes no mask",
-            "lse": "it returns the output only",
         },
+        head_size_v=MultipleOf(1),
+        use_mla=True,
         cuda_graph="never",
         needs={"block_table"},
         host_lengths="exact",

@@ -148,6 +148,10 @@ def _features(form: BackendSpec, request: AttentionRequest, host: Host, source: 
         yield Reason(
             "mla", f"latent attention not supported by {source}; supported: plain heads", True, False, source, OTHER
         )
+    if form.mla_only and not request.use_mla:
+        yield Reason(
+            "mla", f"plain heads not supported by {source}; supported: latent attention", False, True, source, OTHER
+        )
 
 
 def _graph(form: BackendSpec, request: AttentionRequest, host: Host, source: str) -> Iterator[Reason]:

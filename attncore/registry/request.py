@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from attncore._frozen import FrozenMap
+from attncore.abstract import check_value_size
 from attncore.env import NAME
 from attncore.registry.vocabulary import (
     DTYPES,
@@ -63,6 +64,7 @@ class AttentionRequest:
     """True: slopes of any value; ``standard``: the standard slopes of ``num_heads`` heads."""
     sinks: bool = False
     use_mla: bool = False
+    """Whether the cache holds latent rows, one a token, of ``head_size``, values their first ``head_size_v``."""
     features: Iterable[str] = ()
     """Of FEATURES: what is needed beside what the fields above imply."""
     cuda_graph: str = "never"
@@ -89,6 +91,7 @@ class AttentionRequest:
             object.__setattr__(self, name, _count(name, getattr(self, name), optional=name in _LIMITS))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+        check_value_size(self.head_size, self.head_size_v, self.num_kv_heads, self.use_mla is True)
         if self.kv_cache_dtype == "fp8":
             object.__setattr__(self, "kv_cache_dtype", "fp8_e4m3")
         for name, words in _WORDS.items():

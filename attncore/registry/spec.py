@@ -79,6 +79,7 @@ class VariantFacts(TypedDict, total=False):
     phases: Collection[str]
     head_size_v: Collection[int] | MultipleOf | None
     use_mla: bool
+    mla_only: bool
     max_group_size: int | None
     max_model_len: int | None
     max_block_id: int | None
@@ -164,6 +165,8 @@ class BackendSpec:
     """Sizes of a value head where it differs from the query's; None: it must be the same."""
     use_mla: bool = False
     """Whether the backend runs latent attention (one latent head, values a part of keys)."""
+    mla_only: bool = False
+    """Whether latent attention is all that it runs."""
     max_group_size: int | None = None
     """Most query heads per key/value head."""
     max_model_len: int | None = None

@@ -44,6 +44,8 @@ def _together(values: Values) -> Iterable[str]:
     preferred, sizes = values["preferred_block_size"], values["block_sizes"]
     if preferred is not None and preferred not in sizes:
         yield f"preferred_block_size: {preferred} is not among block_sizes"
+    if values["mla_only"] and not values["use_mla"]:
+        yield "mla_only: True, but use_mla is False"
     for feature in sorted(values["features"] & values["unsupported"].keys()):
         yield f"unsupported: {feature!r} is also among features"
 
@@ -208,6 +210,7 @@ _CHECKS: Mapping[str, Callable[[str, object], object]] = {
     "phases": _some(PHASES),
     "head_size_v": lambda field, value: None if value is None else as_sizes(field, value),
     "use_mla": _flag,
+    "mla_only": _flag,
     "max_group_size": _limit,
     "max_model_len": _limit,
     "max_block_id": _limit,

@@ -44,7 +44,7 @@ def _no_synchronisation() -> Iterator[None]:
 
 def _tensors(engine: Engine, tokens: int) -> list[Any]:
     dtype = getattr(torch, engine.config.dtype)
-    return [engine._heads(tokens, kind).to(engine.config.device, dtype) for kind in ("q", "kv", "v")]
+    return [tensor.to(engine.config.device, dtype) for tensor in engine.tensors(tokens)]
 
 
 @covers("no synchronisation", gpu=True)
@@ -64,7 +64,7 @@ def test_forward_does_not_wait_for_the_device(attncore_subject: Subject) -> None
     for name in ("positions", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "seq_start_loc"):
         getattr(metadata, name)
     with _no_synchronisation():
-        engine.impl.forward(given[0], given[1], given[2], engine.kv_cache, metadata)
+        engine.forward(given, metadata)
 
 
 @covers("captured graph", gpu=True)
@@ -87,7 +87,7 @@ def test_a_captured_graph_replays_with_new_lengths(attncore_subject: Subject) ->
     state = engine.backend.get_state_cls()(engine.backend)
 
     def forward() -> Any:
-        return engine.impl.forward(given[0], given[1], given[2], engine.kv_cache, captured)
+        return engine.forward(given, captured)
 
     with state.graph_capture(3):
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

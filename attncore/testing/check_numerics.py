@@ -169,7 +169,7 @@ def test_output_is_written_where_it_is_asked(attncore_subject: Subject) -> None:
     forward, seen = engine.impl.forward, []
 
     def into(query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any) -> Any:
-        size = (query.shape[0], query.shape[1], value.shape[2])
+        size = (*query.shape[:2], backend.config.head_size_v or backend.config.head_size)
         output = torch.full(size, float("nan"), dtype=query.dtype, device=query.device)
         seen.append((forward(query, key, value, kv_cache, metadata, output), output))
         return output

@@ -27,24 +27,24 @@ def test_strided_tensors(attncore_subject: Subject, layout: str) -> None:
     has gaps between its tokens, or its heads, which stay as they are.
     """
     backend = attncore_subject.backend()
-    engine = Engine(backend)
+    engine, config = Engine(backend), backend.config
     forward = engine.impl.forward
 
-    def strided(query: Tensor, key: Tensor, value: Tensor, kv_cache: Any, metadata: Any) -> Tensor:
-        given = fused(query, key, value) if layout == "fused" else [gapped(part) for part in (query, key, value)]
-        shape = (query.shape[0], query.shape[1], value.shape[2])
-        blank = query.new_full(shape, BETWEEN)
-        output = fused(blank, key, value)[0] if layout == "fused" else gapped(blank)
+    def strided(query: Tensor, key: Tensor, value: Tensor | None, kv_cache: Any, metadata: Any) -> Tensor:
+        parts = {"query": query, "key": key, **({} if value is None else {"value": value})}
+        given = fused(*parts.values()) if layout == "fused" else [gapped(part) for part in parts.values()]
+        blank = query.new_full((*query.shape[:2], config.head_size_v or config.head_size), BETWEEN)
+        output = fused(blank, key)[0] if layout == "fused" else gapped(blank)
         whole = _storage(output)
         before = whole.clone()
-        answer = forward(given[0], given[1], given[2], kv_cache, metadata, output)
+        answer = forward(given[0], given[1], None if value is None else given[2], kv_cache, metadata, output)
         if answer.data_ptr() != output.data_ptr() or answer.stride() != output.stride():
             raise ConformanceError("forward was given a strided output and returned another tensor")
         result = output.clone()
         output.copy_(blank)
         if differs(whole.cpu(), before.cpu()):
             raise ConformanceError("forward wrote beside its strided output: it ignores the strides")
-        for name, tensor, original in zip(("query", "key", "value"), given, (query, key, value), strict=True):
+        for (name, original), tensor in zip(parts.items(), given, strict=True):
             if differs(tensor.cpu(), original.cpu()):
                 raise ConformanceError(f"forward changed its strided argument {name}")
         return result

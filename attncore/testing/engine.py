@@ -178,7 +178,7 @@ class Engine:
 
     def _run(self, metadata: Any, rows: list[Row], *, extra: int = 0, profiling: bool = False) -> Tensor:
         total = len(metadata.host.slot_mapping) + extra
-        query, key, value = (self._heads(total, kind) for kind in ("q", "kv", "v"))
+        query, key, value = self.tensors(total)
         if not self.finite_tail:
             for tensor in (query, key, value):  # what an engine feeds in for padding is anything
                 tensor[sum(row.tokens for row in rows) :] = PADDING if self.junk == self.junk else self.junk
@@ -193,7 +193,7 @@ class Engine:
         before = self.pages.snapshot()
         config, dtype = self.config, getattr(torch, self.config.dtype)
         given = [tensor.to(config.device, dtype, copy=True) for tensor in (query, key, value)]
-        output = self.impl.forward(given[0], given[1], given[2], self.kv_cache, metadata)
+        output = self.forward(given, metadata)
         answer = output.cpu()
         slots = metadata.host.slot_mapping
         slots = slots[slots >= 0]
@@ -209,6 +209,18 @@ class Engine:
             error = compare(answer, expected, rows, self)
             self.max_error = max(self.max_error, error)
         return answer
+
+    def tensors(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Random query, key and value of ``count`` tokens, float32, on the host; latent values are part of the keys."""
+        query, key = self._heads(count, "q"), self._heads(count, "kv")
+        if self.config.use_mla:
+            return query, key, key[..., : self.config.head_size_v].clone()
+        return query, key, self._heads(count, "v")
+
+    def forward(self, tensors: Iterable[Tensor], metadata: Any) -> Tensor:
+        """The layer's output, of query, key and value on the device."""
+        query, key, value = tensors
+        return self.impl.forward(query, key, None if self.config.use_mla else value, self.kv_cache, metadata)
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         features = {name: part for name, part in self.features.items() if name not in ("k_scale", "v_scale")}

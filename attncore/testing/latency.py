@@ -140,7 +140,7 @@ class Timed:
             )
         ]
         made = [torch.randn(shape, dtype=torch.float32).to(config.device, dtype) for shape in shapes]
-        return made[0], made[1], made[2]
+        return made[0], made[1], None if config.use_mla else made[2]
 
 
 def _list_build(batch: Batch, layout: str) -> Callable[[], Any]:

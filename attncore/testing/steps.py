@@ -82,5 +82,5 @@ def prefill_once(backend: AttentionBackend, kv_cache: Any, block_ids: list[int],
             source.expand(chunk, head, size).contiguous().to(config.device, dtype)
             for source, head, size in zip((torch.ones_like(part), part, part), heads, sizes, strict=True)
         )
-        output = impl.forward(query, key, value, kv_cache, metadata)
+        output = impl.forward(query, key, None if config.use_mla else value, kv_cache, metadata)
     return output

@@ -86,14 +86,17 @@ class Subject:
         return form
 
     def request(self, **changes: Any) -> AttentionRequest:
-        """What the kit asks for unless a test changes it: few heads of a common small size, small blocks."""
-        return AttentionRequest(**{**_base(self.form), "backend": self.name, **changes})
+        """What the kit asks for unless a test changes it."""
+        return AttentionRequest(**{**_base(self.form, **changes), "backend": self.name})
 
     def backend(self, **changes: Any) -> AttentionBackend:
-        """A backend for the base request with ``changes``; made once for each. UnsupportedError where it is refused."""
+        """A backend for the base request with ``changes``; made once for each. UnsupportedError where it is refused.
+
+        ``use_mla=True`` asks for a latent cache, the base of a backend that has no other.
+        """
         key = tuple(sorted(changes.items()))
         if key not in self._made:
-            self._made[key] = self._choose(**{**_base(self.form), **changes}).create(self.device, self.options)
+            self._made[key] = self._choose(**_base(self.form, **changes)).create(self.device, self.options)
         return self._made[key]
 
     def beyond(self, **changes: Any) -> AttentionBackend:
@@ -137,8 +140,8 @@ class Subject:
             raise UnsupportedError(f"its spec declares no phase {' and '.join(missing)}")
 
 
-def _base(form: BackendSpec) -> dict[str, Any]:
-    """A small request that a form accepts."""
+def _base(form: BackendSpec, **changes: Any) -> dict[str, Any]:
+    """A small request that a form accepts: few heads of a common small size, small blocks; with ``changes``."""
     group = 2 if form.max_group_size is None else min(2, form.max_group_size)
     found: dict[str, Any] = {
         "num_heads": 2 * group,
@@ -150,11 +153,19 @@ def _base(form: BackendSpec) -> dict[str, Any]:
     }
     if len(form.phases) == 1:
         found["phase"] = next(iter(form.phases))
-    if form.use_mla:
-        found["use_mla"] = True
-        if form.head_size_v is not None:
-            found["head_size_v"] = sizes.smallest(form.head_size_v)  # type: ignore[arg-type]
+    found.update(changes)
+    if form.mla_only or found.get("use_mla"):
+        _make_latent(form, found)
     return found
+
+
+def _make_latent(form: BackendSpec, request: dict[str, Any]) -> None:
+    """One latent head, values smaller than its rows where the form has such."""
+    size, most = request["head_size"], form.max_group_size or request["num_heads"]
+    request.update(use_mla=True, num_kv_heads=1, num_heads=min(request["num_heads"], most))
+    if "head_size_v" not in request and form.head_size_v is not None:
+        values = [value for value in range(size - 1, 0, -1) if value in form.head_size_v]
+        request["head_size_v"] = next((value for value in values if value % 8 == 0), values[0] if values else None)
 
 
 def _first(wanted: Iterable[int], accepted: Any) -> int:

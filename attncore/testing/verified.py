@@ -111,7 +111,14 @@ def _reference(config: BackendConfig) -> AttentionBackend:
 
     return ReferenceBackend(
         BackendConfig(
-            config.num_heads, config.num_kv_heads, config.head_size, config.dtype, config.block_size, device="cpu"
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_size,
+            config.dtype,
+            config.block_size,
+            device="cpu",
+            head_size_v=config.head_size_v,
+            use_mla=config.use_mla,
         )
     )
 

@@ -23,7 +23,8 @@ from attncore.registry.isolate import run_apart
 
 STATES = ("agrees", "differs", "fails", "crashes", "hangs")
 REQUEST = (
-    "num_heads", "num_kv_heads", "head_size", "dtype", "kv_cache_dtype", "sliding_window", "logits_soft_cap", "phase",
+    "num_heads", "num_kv_heads", "head_size", "head_size_v", "use_mla", "dtype", "kv_cache_dtype", "sliding_window",
+    "logits_soft_cap", "phase",
 )  # fmt: skip
 
 

@@ -70,13 +70,24 @@ def test_json_rows_hold_every_reason(plugins, capsys):
 
 
 def test_no_usable_backend_is_3_and_still_explained(plugins, capsys):
-    code, out, _ = ask(capsys, "--assume", "cpu", "--use-mla", "--json")
+    code, out, _ = ask(capsys, "--assume", "cpu", "--feature", "tree_mask", "--json")
     report = json.loads(out)
     assert (code, report["chosen"]) == (3, None)
     assert all(row["reasons"] for row in report["backends"])
     code, out, _ = ask(capsys, "--assume", "cpu", "--backend", "flash")
     assert code == 3
     assert out.endswith("backend: 'flash', named by the request, cannot be used on cpu (policy strict)\n")
+
+
+def test_latent_attention_has_one_head(plugins, capsys):
+    sizes = ("--num-heads", "16", "--head-size", "576", "--head-size-v", "512")
+    words = ("--assume", "cpu", "--use-mla", *sizes, "--json")
+    code, out, _ = ask(capsys, *words)
+    report = json.loads(out)
+    assert (code, report["chosen"]["name"], report["request"]["num_kv_heads"]) == (0, "reference", 1)
+    code, _, err = ask(capsys, *words, "--num-kv-heads", "2")
+    assert code == 2
+    assert "num_kv_heads: 2 found; a latent cache" in err
 
 
 def test_a_models_config_and_flags_over_it(plugins, capsys, tmp_path):

@@ -35,6 +35,8 @@ def request(**fields):
         ("cuda_graph", "often", ValueError),
         ("phase", "both", ValueError),
         ("policy", "lenient", ValueError),
+        ("head_size_v", 0, ValueError),
+        ("use_mla", 1, TypeError),
         ("backend", "Flash", ValueError),
         ("prefer", "flash", TypeError),
         ("prefer", ("",), ValueError),
@@ -82,3 +84,12 @@ def test_integers_of_numpy_are_integers():
     assert (type(one.block_size), one.block_size, type(one.num_heads)) == (int, 16, int)
     with pytest.raises(TypeError, match=r"block_size: .* is not an integer"):
         request(block_size=np.float64(16))
+
+
+def test_a_latent_cache_has_one_head_and_values_within_its_rows():
+    latent = {"num_kv_heads": 1, "head_size": 576, "use_mla": True}
+    assert request(**latent, head_size_v=512).head_size_v == 512
+    with pytest.raises(ValueError, match=r"^num_kv_heads: 8 found; a latent cache \(use_mla\) has one head"):
+        request(use_mla=True)
+    with pytest.raises(ValueError, match=r"^head_size_v: 577 found; with use_mla values are the first columns"):
+        request(**latent, head_size_v=577)

@@ -73,6 +73,8 @@ def test_collections_are_kept_immutable():
         ("phases", (), "phases: nothing is declared"),
         ("max_block_id", 0, "max_block_id: 0 is neither None nor a positive integer"),
         ("use_mla", 1, "use_mla: 1 is neither True nor False"),
+        ("mla_only", None, "mla_only: None is neither True nor False"),
+        ("mla_only", True, "mla_only: True, but use_mla is False"),
         ("pad_seq_len", 2, "pad_seq_len: 2 is neither 0 nor 1"),
         ("options", {"x": 1}, "options: 'x' is 1, not an Option"),
         ("check", 3, "check: 3 cannot be called"),
