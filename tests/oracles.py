@@ -121,3 +121,26 @@ def list_step(groups, block_size, layout, window=None, chunked=False, pad=-1, ca
         out["paged_kv_indices"] = indices
         out["paged_kv_last_page_len"] = last_page + [0] * padded
     return out
+
+
+def encoder_step(groups, encoders, block_size, pad=-1, capture=None):
+    """The encoder fields of a list-door step; groups as for list_step, encoders: (length, cross table or None) each."""
+    rows = [(is_prompt, *e) for (is_prompt, _, seqs), e in zip(groups, encoders, strict=True) for _ in seqs]
+    padded, fresh = max(pad, 0), [length if is_prompt else 0 for is_prompt, length, _ in rows]
+    lens = [length for _, length, _ in rows] + [1] * padded
+    slots = []
+    for is_prompt, length, table in rows:
+        if is_prompt:
+            slots += [PAD] * length if table is None else slots_of(table, 0, length, block_size)
+    tables = [[] if is_prompt or table is None else list(table) for is_prompt, _, table in rows] + [[]] * padded
+    width = max(map(len, tables)) if pad < 0 else cdiv(capture, block_size)
+    return {
+        "encoder_seq_lens": lens,
+        "encoder_query_lens": fresh + [0] * padded,
+        "encoder_seq_start_loc": sums(lens),
+        "encoder_query_start_loc": sums(fresh + [0] * padded),
+        "cross_slot_mapping": slots,
+        "cross_block_table": [(table + [0] * width)[:width] for table in tables],
+        "num_encoder_tokens": sum(lens) - padded,
+        "max_encoder_seq_len": max(lens),
+    }

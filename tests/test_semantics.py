@@ -15,6 +15,10 @@ def decode(seq_len, table, query_len=1):
     return SequenceGroup(False, [Sequence(0, query_len, seq_len - query_len, table)])
 
 
+def encoded(group, encoder_seq_len, cross_block_table):
+    return group._replace(encoder_seq_len=encoder_seq_len, cross_block_table=cross_block_table)
+
+
 def test_start_index_is_compared_with_the_absolute_index():
     assert slots.compute_slot_mapping_start_idx(True, 10, 20, 8) == 2
     assert slots.compute_slot_mapping_start_idx(True, 10, 0, None) == 0
@@ -155,3 +159,43 @@ def test_asdict_zerocopy_shares_memory_and_leaves_the_callers_set(kernels):
     assert fields["num_decode_tokens"] == 1
     assert np.shares_memory(fields["slot_mapping"], metadata.slot_mapping)
     assert "paged_kv_indptr" not in fields
+
+
+def test_prompts_of_an_encoder_decoder_model(kernels):
+    """All encoder tokens have slots; there is no cross table."""
+    builder = CommonMetadataBuilder(4, encoder_decoder=True, kernels=kernels)
+    groups = [encoded(prompt(2, 0, [5]), 6, [7, 9]), encoded(prompt(1, 0, [8]), 3, [4])]
+    metadata = builder.build(groups)
+    assert metadata.encoder_seq_lens.tolist() == [6, 3]
+    assert metadata.encoder_seq_start_loc.tolist() == [0, 6, 9]
+    assert (metadata.num_encoder_tokens, metadata.max_encoder_seq_len) == (9, 6)
+    assert metadata.cross_slot_mapping.tolist() == [28, 29, 30, 31, 36, 37, 16, 17, 18]
+    assert metadata.cross_block_tables.shape == (2, 0)
+    profiled = builder.build([encoded(prompt(2, 0, None), 3, None)])
+    assert profiled.cross_slot_mapping.tolist() == [-1, -1, -1]
+
+
+def test_decodes_of_an_encoder_decoder_model(kernels):
+    """No slots; tables padded with 0, under a graph to a fixed width, with lengths of 1."""
+    builder = CommonMetadataBuilder(4, encoder_decoder=True, max_seq_len_to_capture=16, kernels=kernels)
+    groups = [encoded(decode(5, [4, 6]), 6, [7, 9]), encoded(decode(4, [5]), 3, [4])]
+    metadata = builder.build(groups)
+    assert metadata.cross_slot_mapping.tolist() == []
+    assert metadata.cross_block_tables.tolist() == [[7, 9], [4, 0]]
+    padded = builder.build(groups, 1)
+    assert padded.encoder_seq_lens.tolist() == [6, 3, 1]
+    assert padded.encoder_seq_start_loc.tolist() == [0, 6, 9, 10]
+    assert padded.cross_block_tables.tolist() == [[7, 9, 0, 0], [4, 0, 0, 0], [0, 0, 0, 0]]
+    assert (padded.num_encoder_tokens, padded.max_encoder_seq_len) == (9, 6)
+
+
+def test_views_have_the_encoder_fields_whole(kernels):
+    builder = CommonMetadataBuilder(4, encoder_decoder=True, kernels=kernels)
+    metadata = builder.build([encoded(prompt(2, 0, [5]), 6, [7, 9]), encoded(decode(4, [5]), 3, [4])])
+    for view in (metadata.prefill_metadata, metadata.decode_metadata):
+        assert view.num_reqs == 1
+        assert view.num_encoder_tokens == 9
+        assert view.encoder_seq_lens.tolist() == [6, 3]
+        assert view.encoder_seq_start_loc.tolist() == [0, 6, 9]
+        assert len(view.cross_slot_mapping) == 6
+        assert view.cross_block_tables.tolist() == [[0], [4]]

@@ -17,6 +17,7 @@ from attncore.builder.cascade import (
 )
 from attncore.builder.common import CommonMetadataBuilder
 from attncore.builder.context_parallel import ContextParallel
+from attncore.builder.cross_attention import token_counts
 from attncore.builder.input_batch import InputBatch
 from attncore.builder.kernel_blocks import expand_blocks, kernel_blocks_per_block
 from attncore.builder.local_attention import VirtualBatch, local_attention_batches, local_attention_metadata
@@ -72,4 +73,5 @@ __all__ = [
     "slice_metadata",
     "split_decodes_and_prefills",
     "split_three_ways",
+    "token_counts",
 ]

@@ -87,14 +87,13 @@ def encoder_fields(
     seq_lens, query_lens = np.ones(num_reqs, np.int32), np.zeros(num_reqs, np.int32)
     seq_lens[:num_seqs] = lens
     query_lens[:num_prefills] = seq_lens[:num_prefills]
-    has_table = num_reqs > num_prefills
     fields: Fields = {
         "encoder_seq_lens": seq_lens,
         "encoder_query_lens": query_lens,
         "encoder_seq_start_loc": _sums(seq_lens),
         "encoder_query_start_loc": _sums(query_lens),
         "cross_slot_mapping": _slots(builder, groups, query_lens[:num_prefills], tables[:num_prefills]),
-        "cross_block_table": np.zeros((num_reqs, width if has_table else 0), np.int32),
+        "cross_block_table": np.zeros((num_reqs, width), np.int32),
     }
     _fill_table(builder, groups, tables, num_prefills, fields["cross_block_table"][num_prefills:num_seqs])
     return fields, {"num_encoder_tokens": num_tokens, "max_encoder_seq_len": int(seq_lens.max())}

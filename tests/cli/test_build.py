@@ -96,6 +96,104 @@ def test_a_profiling_run(build):
     assert answer["paged_kv_indptr"] == [0, 0]
 
 
+def of_encoders(*encoders):
+    """The example's groups with an encoder each: (length, cross table)."""
+    batch = json.loads(json.dumps(EXAMPLE))
+    for group, (length, table) in zip(batch["groups"], encoders, strict=True):
+        group |= {"encoder_seq_len": length, "cross_block_table": table}
+    return batch
+
+
+ENCODERS = of_encoders((6, [7, 9]), (3, [4]), (0, []))
+
+
+@pytest.mark.parametrize("layout", ["common", "flash", "rocm"])
+def test_groups_with_encoders(build, kernels, layout):
+    _, lines, err = build(json.dumps(ENCODERS), "--layout", layout, "--kernels", kernels)
+    assert err == ""
+    expected = ANSWER | ADDED[layout] | {
+        "encoder_seq_lens": [6, 3, 0], "num_encoder_tokens": 9, "max_encoder_seq_len": 6,
+        "encoder_seq_start_loc": [0, 6, 9, 9], "cross_slot_mapping": [28, 29, 30, 31, 36, 37],
+        "cross_block_tables": [[0], [4], [0]],
+    }  # fmt: skip
+    assert json.loads(lines[0]) == expected
+    assert list(json.loads(lines[0])) == list(expected)
+
+
+def test_a_graph_batch_with_encoders(build):
+    batch = ENCODERS | {"groups": ENCODERS["groups"][1:], "graph_batch_size": 3, "max_seq_len_to_capture": 12}
+    answer = json.loads(build(json.dumps(batch))[1][0])
+    assert answer["cross_block_tables"] == [[4, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert (answer["encoder_seq_lens"], answer["cross_slot_mapping"]) == ([3, 0, 1], [])
+
+
+def test_fields_of_encoders_that_are_null_are_no_encoders(build):
+    batch = of_encoders((None, None), (None, None), (None, None))
+    del batch["groups"][1]["cross_block_table"]
+    for layout, added in ADDED.items():
+        assert json.loads(build(json.dumps(batch), "--layout", layout)[1][0]) == ANSWER | added
+
+
+def test_lines_with_and_without_encoders_take_turns(build):
+    lines = build("\n".join(json.dumps(batch) for batch in (EXAMPLE, ENCODERS, EXAMPLE)))[1]
+    assert ["num_encoder_tokens" in json.loads(line) for line in lines] == [False, True, False]
+    assert lines[0] == lines[2]
+
+
+@pytest.mark.parametrize(
+    ("encoders", "message"),
+    [
+        (
+            [(6, [7, 9]), (3, [4]), (None, None)],
+            "groups[2].encoder_seq_len: missing; every group of an encoder/decoder",
+        ),
+        ([(None, None), (3, [4]), (0, [])], "groups[0].encoder_seq_len: missing; every group"),
+        ([(None, [7]), (3, [4]), (0, [])], "groups[0].encoder_seq_len: missing, but cross_block_table is given"),
+        ([(6, None), (3, [4]), (0, [])], "groups[0].cross_block_table: missing; the 6 encoder tokens need blocks"),
+        (
+            [(9, [7, 9]), (3, [4]), (0, [])],
+            "groups[0].cross_block_table: sequence 0 holds 2 blocks but encoder token 8",
+        ),
+        ([("6", [7, 9]), (3, [4]), (0, [])], 'groups[0].encoder_seq_len: "6" is not an integer'),
+        ([(6.0, [7, 9]), (3, [4]), (0, [])], "groups[0].encoder_seq_len: 6.0 is not an integer"),
+        ([(-6, [7, 9]), (3, [4]), (0, [])], "groups[0].encoder_seq_len: -6 is outside 0..2147483647"),
+        ([(6, [7, 9]), (3, 4), (0, [])], "groups[1].cross_block_table: 4 is neither a list nor null"),
+        ([(6, [7, 9]), (3, "4"), (0, [])], 'groups[1].cross_block_table: "4" is neither a list nor null'),
+        ([(6, [7, 9]), (3, {"4": 4}), (0, [])], 'groups[1].cross_block_table: {"4": 4} is neither a list nor null'),
+        (
+            [(6, [7, True]), (3, [4]), (0, [])],
+            "groups[0].cross_block_table: block id True at index 1 is not an integer",
+        ),
+    ],
+)
+def test_a_bad_encoder_names_its_field(build, encoders, message):
+    code, lines, err = build(json.dumps(of_encoders(*encoders)))
+    assert (code, lines) == (2, [])
+    assert err.startswith(f"line 1: {message}")
+    assert err.count("\n") == 1
+
+
+def test_a_layout_without_cross_attention_says_so(build):
+    assert build(json.dumps(ENCODERS), "--layout", "flashinfer")[2].startswith("line 1: layout: flashinfer has no enc")
+
+
+def test_an_encoder_field_that_stands_twice(build):
+    line = json.dumps(ENCODERS).replace('"encoder_seq_len": 6', '"encoder_seq_len": 6, "encoder_seq_len": 6')
+    assert build(line)[2].startswith("line 1: encoder_seq_len: stands twice in one object")
+
+
+def test_encoders_far_larger_than_their_line(build):
+    groups = [EXAMPLE["groups"][0] | {"sequences": [EXAMPLE["groups"][0]["sequences"][0] | {"block_table": None}]}]
+    batch = EXAMPLE | {"groups": [groups[0] | {"encoder_seq_len": 2**31 - 1}]}
+    assert build(json.dumps(batch))[2].startswith(
+        "line 1: groups: 2147483647 encoder tokens and cross tables 0 wide are"
+    )
+    graph = {"groups": ENCODERS["groups"][2:], "graph_batch_size": 2, "max_seq_len_to_capture": 2**31 - 1}
+    assert build(json.dumps(ENCODERS | graph))[2].startswith(
+        "line 1: groups: an answer of 2 tokens and a table of 2 x 5"
+    )
+
+
 def test_a_graph_batch(build):
     batch = json.loads(changed("groups", EXAMPLE["groups"][1:]))
     batch |= {"graph_batch_size": 3, "max_seq_len_to_capture": 12}
