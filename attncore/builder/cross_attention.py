@@ -111,8 +111,8 @@ def _read(groups: Any, block_size: int) -> tuple[list[int], list[Any]]:
         if table is None or sequences[0][3] is None:
             _check_missing(index, group, length, table)
             table = ()
-        elif not hasattr(table, "__len__") or len(table) * block_size < length:
-            raise _short(index, group, length, table, block_size)
+        elif _count(index, table) * block_size < length:
+            raise _short(index, group, length, len(table), block_size)
         if len(sequences) == 1:
             lens.append(length)
             tables.append(table)
@@ -150,10 +150,8 @@ def _fill_table(
         return
     row = builder._kernels.fill_block_table(tables[first : first + len(out)], out)
     if row >= 0:
-        kind, text = slots._bad_ids(tables[first + row], slots.INT32_MAX + 1) or (
-            ValueError,
-            "changed while it was read",
-        )
+        bad = slots._bad_ids(tables[first + row], slots.INT32_MAX + 1)
+        kind, text = bad or (ValueError, "changed while it was read")
         raise kind(f"groups[{_group_of(groups, first + row)}].cross_block_table: {text}")
 
 
@@ -216,12 +214,15 @@ def _check_missing(index: int, group: Any, length: int, table: Any) -> None:
         raise ValueError(f"{path}: missing; the {length} encoder tokens need blocks (null: profiling, as block tables)")
 
 
-def _short(index: int, group: Any, length: int, table: Any, block_size: int) -> ValueError | TypeError:
-    path = f"groups[{index}].cross_block_table"
-    if not hasattr(table, "__len__"):
-        return TypeError(f"{path}: {table!r} is not a sequence of block ids")
-    token = len(table) * block_size
+def _count(index: int, table: Any) -> int:
+    try:
+        return len(table)
+    except TypeError:
+        raise TypeError(f"groups[{index}].cross_block_table: {table!r} is not a sequence of block ids") from None
+
+
+def _short(index: int, group: Any, length: int, num_blocks: int, block_size: int) -> ValueError:
     return ValueError(
-        f"{path}: sequence {group[1][0][0]} holds {len(table)} blocks but encoder token {token} of {length} "
-        f"needs block {token // block_size} (block_size {block_size})"
+        f"groups[{index}].cross_block_table: sequence {group[1][0][0]} holds {num_blocks} blocks but encoder token "
+        f"{num_blocks * block_size} of {length} needs block {num_blocks} (block_size {block_size})"
     )

@@ -1,6 +1,7 @@
 """The list door's encoder fields against the plain-Python oracle, and what it refuses."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import oracles
@@ -58,16 +59,11 @@ def steps(draw):
 
 
 def to_groups(groups, encoders, kind=list):
-    return [
-        SequenceGroup(
-            is_prompt,
-            [Sequence(i, *one) for i, one in enumerate(seqs)],
-            hit,
-            length,
-            None if table is None else kind(table),
-        )  # fmt: skip
-        for (is_prompt, hit, seqs), (length, table) in zip(groups, encoders, strict=True)
-    ]
+    made = []
+    for (is_prompt, hit, seqs), (length, ids) in zip(groups, encoders, strict=True):
+        table = None if ids is None else kind(ids)
+        made.append(SequenceGroup(is_prompt, [Sequence(i, *one) for i, one in enumerate(seqs)], hit, length, table))
+    return made
 
 
 @quick
@@ -136,6 +132,7 @@ BAD = [
     ([decode("5")], r"groups\[0\].encoder_seq_len: '5' is not an integer"),
     ([decode(Odd())], r"groups\[0\].encoder_seq_len: .* is not an integer"),
     ([decode(), decode(5, 3)], r"groups\[1\].cross_block_table: 3 is not a sequence of block ids"),
+    ([decode(5, np.array(3))], r"groups\[0\].cross_block_table: array\(3\) is not a sequence of block ids"),
     ([decode(5, iter([1, 2]))], r"groups\[0\].cross_block_table: .* is not a sequence of block ids"),
     ([decode(5, [1, -2])], r"groups\[0\].cross_block_table: block id -2 at index 1 is outside 0..2147483647"),
     ([prompt(5, [1, 2**31])], r"groups\[0\].cross_block_table: block id 2147483648 at index 1"),
@@ -259,6 +256,18 @@ def test_a_table_that_shrinks_while_it_is_read_is_not_read_past_its_end(kernels)
     slot_mapping = builder.build([prompt(400, table)]).cross_slot_mapping
     assert slot_mapping[:8].tolist() == [20, 21, 22, 23, 4, 5, 6, 7]  # what was read before it shrank
     assert len(slot_mapping) == 400
+
+
+def test_a_plan_sees_the_encoder_fields(kernels):
+    planned = []
+    backend = SimpleNamespace(from_host=torch.from_numpy, has_plan=True, plan=planned.append)
+    builder = CommonMetadataBuilder(4, encoder_decoder=True, backend=backend, kernels=kernels)
+    metadata = builder.build([prompt()])
+    assert planned == [metadata]
+    assert isinstance(planned[0].cross_slot_mapping, torch.Tensor)
+    with pytest.raises(ValueError):
+        builder.build([prompt(-1)])
+    assert planned == [metadata]
 
 
 def test_there_and_back():
