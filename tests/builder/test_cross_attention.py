@@ -14,6 +14,8 @@ from attncore import AttentionType, BackendConfig
 from attncore.builder import (
     BatchSlice,
     CommonMetadataBuilder,
+    InputBatch,
+    MetadataBuilder,
     Sequence,
     SequenceGroup,
     metadata_from_fields,
@@ -21,6 +23,7 @@ from attncore.builder import (
     token_counts,
 )
 from attncore.builder.cross_attention import ENCODER_FIELDS
+from attncore.builder.kv_cache_group import KVCacheGroup
 from attncore.dense import dense_attention
 from attncore.reference import ReferenceBackend
 
@@ -260,7 +263,8 @@ def test_a_table_that_shrinks_while_it_is_read_is_not_read_past_its_end(kernels)
 
 def test_a_plan_sees_the_encoder_fields(kernels):
     planned = []
-    backend = SimpleNamespace(from_host=torch.from_numpy, has_plan=True, plan=planned.append)
+    config = SimpleNamespace(device="cpu")
+    backend = SimpleNamespace(config=config, from_host=torch.from_numpy, has_plan=True, plan=planned.append)
     builder = CommonMetadataBuilder(4, encoder_decoder=True, backend=backend, kernels=kernels)
     metadata = builder.build([prompt()])
     assert planned == [metadata]
@@ -296,6 +300,19 @@ def test_a_slice_has_the_encoders_of_its_rows(kernels):
         "num_encoder_tokens": 8,
         "max_encoder_seq_len": 5,
     }
+
+
+def test_views_of_the_persistent_door_have_the_encoders_of_their_rows(kernels):
+    groups = [KVCacheGroup("full", 4), KVCacheGroup("cross", 4, cross=True)]
+    batch = InputBatch(max_num_reqs=2, max_model_len=32, groups=groups, max_encoder_len=16, kernels=kernels)
+    batch.add_request("a", {"full": [3, 4], "cross": [7, 9]}, 4, encoder_seq_len=6, encoder_computed=True)
+    batch.add_request("b", {"full": [5], "cross": [8]}, encoder_seq_len=3)
+    metadata = MetadataBuilder(batch, max_num_batched_tokens=8).build({"b": 3})
+    decodes, prefills = metadata.decode_metadata, metadata.prefill_metadata
+    assert (decodes.encoder_seq_lens.tolist(), decodes.cross_slot_mapping.tolist()) == ([6], [])
+    assert (prefills.encoder_seq_lens.tolist(), prefills.cross_slot_mapping.tolist()) == ([3], [32, 33, 34])
+    assert prefills.encoder_query_start_loc.tolist() == prefills.encoder_seq_start_loc.tolist() == [0, 3]
+    assert (prefills.cross_block_table[:, :1].tolist(), prefills.num_encoder_tokens) == ([[8]], 3)
 
 
 def test_token_counts():
