@@ -10,8 +10,9 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 # Described with the doors, or the type of what a function of the page answers.
 ELSEWHERE = {
-    "Cascade", "CascadePass", "CommonAttentionMetadata", "CommonMetadataBuilder", "BatchSlice", "DecodePrefillSplit",
-    "PlaceholderMap", "PlaceholderRun", "Sequence", "SequenceGroup", "SharedPrefix", "ThreeWaySplit", "VirtualBatch",
+    "BatchSlice", "Cascade", "CascadePass", "CommonAttentionMetadata", "CommonMetadataBuilder", "ContextChunks",
+    "DecodePrefillSplit", "PlaceholderMap", "PlaceholderRun", "Sequence", "SequenceGroup", "SharedPrefix",
+    "ThreeWaySplit", "VirtualBatch",
 }  # fmt: skip
 
 

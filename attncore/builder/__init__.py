@@ -15,6 +15,12 @@ from attncore.builder.cascade import (
     find_shared_prefix,
     plan_cascade,
 )
+from attncore.builder.chunked_context import (
+    ContextChunks,
+    context_chunk_metadata,
+    context_chunks,
+    new_tokens_metadata,
+)
 from attncore.builder.common import CommonMetadataBuilder
 from attncore.builder.context_parallel import ContextParallel
 from attncore.builder.cross_attention import token_counts
@@ -43,6 +49,7 @@ __all__ = [
     "CascadeRule",
     "CommonAttentionMetadata",
     "CommonMetadataBuilder",
+    "ContextChunks",
     "ContextParallel",
     "DecodePrefillSplit",
     "InputBatch",
@@ -56,6 +63,8 @@ __all__ = [
     "ThreeWaySplit",
     "VirtualBatch",
     "classify_requests",
+    "context_chunk_metadata",
+    "context_chunks",
     "count_common_blocks",
     "expand_blocks",
     "find_shared_prefix",
@@ -63,6 +72,7 @@ __all__ = [
     "local_attention_batches",
     "local_attention_metadata",
     "metadata_from_fields",
+    "new_tokens_metadata",
     "placeholder_map",
     "plan_cascade",
     "plan_reorder",
