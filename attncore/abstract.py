@@ -8,7 +8,6 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from attncore.builder.state import AttentionState as AttentionState
     from attncore.registry.spec import BackendSpec
 
 
@@ -138,24 +138,13 @@ class AttentionMetadataBuilder(Protocol):
         """The metadata of one step. Called by the engine, once a step."""
 
 
-class AttentionState:
-    """What a backend keeps from step to step beside its plan. The default keeps nothing.
+class _DefaultState:
+    """``state_class`` of a backend that names none: imported when asked for, since it needs NumPy."""
 
-    Made by the engine once a device, through ``backend.get_state_cls()``; a library that keeps wrappers or workspaces
-    subclasses it and names the subclass as ``state_class``.
-    """
+    def __get__(self, backend: object, kind: object) -> type[AttentionState]:
+        from attncore.builder.state import AttentionState
 
-    def __init__(self, backend: AttentionBackend) -> None:
-        self.backend = backend
-
-    def graph_capture(self, max_batch_size: int) -> AbstractContextManager[None]:
-        """Entered by the engine around the capture of graphs of at most ``max_batch_size`` requests."""
-        if max_batch_size < 1:
-            raise ValueError(f"max_batch_size: {max_batch_size} is not positive")
-        return nullcontext()
-
-    def begin_forward(self, metadata: AttentionMetadata) -> None:
-        """Called by the engine once a step, after ``build`` and before the first layer. Does nothing by default."""
+        return AttentionState
 
 
 class AttentionLayer(Protocol):
@@ -253,7 +242,7 @@ class AttentionBackend(FirstGenerationNames, ABC):
 
     name: str = ""
     impl_class: ClassVar[type[AttentionImpl]]
-    state_class: ClassVar[type[AttentionState]] = AttentionState
+    state_class: ClassVar[Any] = _DefaultState()
 
     def __init__(self, config: BackendConfig) -> None:
         self.config = config
@@ -432,3 +421,11 @@ class AttentionBackend(FirstGenerationNames, ABC):
     def _shape(self, num_blocks: int) -> tuple[int, ...]:
         config = self.config
         return self.kv_cache_shape(num_blocks, config.block_size, config.num_kv_heads, config.head_size)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "AttentionState":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from attncore.builder.state import AttentionState
+
+    return AttentionState

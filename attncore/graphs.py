@@ -34,6 +34,15 @@ def is_capturing(device: str) -> bool:
     return torch is not None and bool(torch.cuda.is_current_stream_capturing())
 
 
+def refuse_while_capturing(device: str, what: str) -> None:
+    """CaptureError that begins with ``what`` where ``device`` is capturing a graph: for what plans or copies."""
+    if is_capturing(device):
+        raise CaptureError(
+            f"{what}: a stream is capturing, and this plans or copies from the host, which a graph must not record; "
+            "call it before the capture begins, and before each replay"
+        )
+
+
 class StandInGraph:
     """What ``torch.cuda.CUDAGraph`` is elsewhere, for a device without graphs: a list of calls, made again by replay.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from attncore.builder.layouts import LAYOUTS
 from attncore.builder.metadata import CommonAttentionMetadata, identity
 from attncore.builder.sequence_group import SequenceGroup
 from attncore.errors import ConcurrentUseError
+from attncore.graphs import refuse_while_capturing
 
 
 class _Measures(NamedTuple):
@@ -34,6 +35,17 @@ class _Measures(NamedTuple):
     max_decode_seq_len: int
     max_decode_query_len: int
     longest: int
+
+
+def _planner(backend: Any) -> Callable[[CommonAttentionMetadata], None]:
+    """The backend's plan, refused while a stream is capturing: only a step that is planned pays for the question."""
+    plan, device = backend.plan, backend.config.device
+
+    def planned(metadata: CommonAttentionMetadata) -> None:
+        refuse_while_capturing(device, "plan")
+        plan(metadata)
+
+    return planned
 
 
 class CommonMetadataBuilder:
@@ -87,8 +99,9 @@ class CommonMetadataBuilder:
         self._kernels = slots.load_kernels(kernels)
         self._reader = self._kernels.GroupReader()
         self._max_numbers: int | None = None  # a stream of strangers' batches sets a limit (batch_file.py)
+        self.backend = backend
         self._wrap = identity if backend is None else backend.from_host
-        self._plan: Any = backend.plan if backend is not None and backend.has_plan else None
+        self._plan: Any = _planner(backend) if backend is not None and backend.has_plan else None
 
     def build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int = -1) -> CommonAttentionMetadata:
         """The metadata of one step: prompts, then decodes.
@@ -175,6 +188,7 @@ class CommonMetadataBuilder:
             use_cuda_graph=use_graph,
             max_decode_query_len=measures.max_decode_query_len,
             from_groups=True,
+            _source=(self, groups),
         )
         if self.encoder_decoder:
             fields, counts = encoder_fields(self, groups, measures.num_prefills, num_reqs, use_graph)

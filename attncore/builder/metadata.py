@@ -124,6 +124,10 @@ class CommonAttentionMetadata:
     """The order of rows: decodes before prefills (persistent door) or after prompts (list door)."""
     from_groups: bool = False
     """Whether the list door built it: capped windows, plain prompts without a table."""
+    advanced: int = 0
+    """How often ``advance_step`` moved it on."""
+    _source: Any = None
+    """(builder, groups) of a step of the list door: ``advance_step`` reads the whole tables there."""
 
     def __init__(self, host: Any, wrap: Wrap = identity, **values: Any) -> None:
         self.host = host
@@ -150,6 +154,22 @@ class CommonAttentionMetadata:
     def cross_block_tables(self) -> Any:
         """The first generation's name of ``cross_block_table``."""
         return self.cross_block_table
+
+    @property
+    def block_table_bound(self) -> Any:
+        """int32[n]: pages in use of each request's table; 0 until ``advance_step`` (list door, with page lists)."""
+        if not self.from_groups:
+            raise AttributeError("block_table_bound: a field of the list door")
+        indptr = self.host.paged_kv_indptr
+        return self._cached("_bound", lambda: self._wrap(np.diff(indptr) if self.advanced else 0 * indptr[1:]))
+
+    def advance_step(
+        self, input_tokens: Any = None, sampled_token_ids: Any = None, num_queries: int | None = None
+    ) -> None:
+        """The next step of the same decodes, in place: ``attncore.builder.advance_step`` (list door)."""
+        from attncore.builder.speculative import advance_step
+
+        advance_step(self, input_tokens, sampled_token_ids, num_queries)
 
     @property
     def prefill_metadata(self) -> CommonAttentionMetadata | None:
