@@ -36,8 +36,9 @@ class CrossRows(NamedTuple):
     """Whether they lie in the cache, none of them being among this step's keys."""
 
     @classmethod
-    def of(cls, host: Any) -> CrossRows:
+    def of(cls, metadata: Any) -> CrossRows:
         """From the metadata's host arrays; ValueError where they do not go together."""
+        host = metadata.host
         bounds, lengths, fresh, fresh_starts = (
             np.asarray(getattr(host, name), dtype=np.int64)
             for name in ("query_start_loc", "encoder_seq_lens", "encoder_query_lens", "encoder_query_start_loc")
@@ -47,8 +48,11 @@ class CrossRows(NamedTuple):
         for name, count in counts.items():
             if count != len(lengths):
                 raise ValueError(f"metadata: {name} has {count} rows, but encoder_seq_lens {len(lengths)}")
-        if len(bounds) - 1 > len(lengths):  # fewer under a graph, which pads the encoder's
-            raise ValueError(f"metadata: encoder_seq_lens has {len(lengths)} rows for {len(bounds) - 1} requests")
+        if len(lengths) != metadata.num_reqs or len(bounds) - 1 > len(lengths):  # fewer bounds under a graph
+            raise ValueError(
+                f"metadata: encoder_seq_lens has {len(lengths)} rows for {metadata.num_reqs} requests; views of a mixed "
+                "step of the list door keep the whole step's encoder fields, so run such a step whole"
+            )
         if len(host.cross_slot_mapping) != fresh_starts[-1]:
             raise ValueError(
                 f"metadata: cross_slot_mapping has {len(host.cross_slot_mapping)} slots for the {fresh_starts[-1]} "

@@ -94,8 +94,9 @@ class CausalRows(NamedTuple):
     """Whether the context lies in the cache."""
 
     @classmethod
-    def of(cls, host: Any) -> CausalRows:
+    def of(cls, metadata: Any) -> CausalRows:
         """From the metadata's host arrays; ValueError where a request is shorter than its query."""
+        host = metadata.host
         bounds = np.asarray(host.query_start_loc, dtype=np.int64)
         rows = np.flatnonzero(np.diff(bounds))  # a padded row may have no token
         starts, ends = bounds[rows], bounds[rows + 1]

@@ -143,7 +143,7 @@ class ReferenceImpl(AttentionImpl):
         slots = "cross_slot_mapping" if crosses else "slot_mapping"
         table: Tensor = metadata.cross_block_table if crosses else metadata.block_table
         caches = checks.check_cache(self.backend.config, kv_cache, slots, getattr(host, slots), step.query.device)
-        requests = CrossRows.of(host) if crosses else CausalRows.of(host)
+        requests = CrossRows.of(metadata) if crosses else CausalRows.of(metadata)
         cached = requests.cached
         checks.check_table(caches, table, requests.rows[cached], requests.lengths[cached])
         if caches is None:

@@ -32,7 +32,8 @@ def metadata_of(device="cpu", **fields):
     """Host arrays, and the same on the device, with the dtypes that the fields have."""
     host = SimpleNamespace(**{name: np.array(value, dtype=FIELDS[name]) for name, value in fields.items()})
     arrays = {name: torch.from_numpy(array).to(device) for name, array in vars(host).items()}
-    return SimpleNamespace(host=host, **arrays)
+    bounds = fields.get("query_start_loc", [0])
+    return SimpleNamespace(host=host, num_reqs=len(fields.get("encoder_seq_lens", bounds[1:])), **arrays)
 
 
 def changed(case, **fields):
