@@ -6,14 +6,21 @@ outputs are gathered and merged. Rank 0 also runs the same batch whole, on the r
 
 import json
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from attncore import kv_cache
 from attncore.abstract import BackendConfig
-from attncore.builder import ContextParallel, InputBatch, MetadataBuilder, metadata_from_fields
-from attncore.dense import dense_attention
+from attncore.builder import (
+    CommonAttentionMetadata,
+    ContextParallel,
+    InputBatch,
+    MetadataBuilder,
+    metadata_from_fields,
+)
 from attncore.merge import merge_attention
 from attncore.reference import ReferenceBackend
 
@@ -21,13 +28,13 @@ BLOCK, HEADS, KV_HEADS, SIZE, SCALE = 4, 4, 2, 8, 0.3
 STEPS = [{"a": 21, "b": 3}, {"c": 9}, {}, {"b": 4}, {}, {"a": 0}, {"a": 13, "c": 5}, {}]
 
 
+def backend_of(block_size):
+    return ReferenceBackend(BackendConfig(HEADS, KV_HEADS, SIZE, "float32", block_size))
+
+
 def steps(world_size):
     """The steps of three requests on one rank, with the backend that runs them whole."""
-    config = BackendConfig(
-        num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype="float32", block_size=BLOCK * world_size,
-        device="cpu",
-    )  # fmt: skip
-    backend = ReferenceBackend(config)
+    backend = backend_of(BLOCK * world_size)
     batch = InputBatch(max_num_reqs=3, max_model_len=128, block_size=BLOCK * world_size)
     builder = MetadataBuilder(batch, backend, max_num_batched_tokens=64)
     free = iter([11, 3, 8, 5, 17, 2, 9, 14, 1, 6, 12, 4, 7, 10, 13, 15, 16, 18, 19])
@@ -53,23 +60,21 @@ def broadcast(fields):
     return arrived
 
 
-def attend_to_shard(query, local, caches, mine):
-    """Partial output and log-sum-exp of every token over this rank's keys; NaN and -inf where it may see none."""
-    output = torch.full_like(query, torch.nan)
-    lse = torch.full(query.shape[:2], -torch.inf)
-    visible = mine.seq_lens(local.host.positions + 1).tolist()
-    for token, row in enumerate(local.host.token_to_req_indices.tolist()):
-        if visible[token]:
-            position = torch.arange(visible[token])
-            slots = local.block_table[row][position // BLOCK].long() * BLOCK + position % BLOCK
-            key, value = (kv_cache.read(cache, slots) for cache in caches)
-            output[token], lse[token] = (
-                part[0]
-                for part in dense_attention(
-                    query[token : token + 1], key, value, scale=SCALE, causal=False, return_lse=True
-                )
-            )
-    return output, lse
+def attend_to_shard(impl, query, local, cache, mine):
+    """Partial output and log-sum-exp of every token over this rank's keys: each token a row of its own, which sees the
+    first so many of its request's, through a layer that is not causal."""
+    visible = mine.seq_lens(local.host.positions + 1)
+    tokens = len(visible)
+    host = SimpleNamespace(
+        query_start_loc=np.arange(tokens + 1, dtype=np.int32),
+        encoder_seq_lens=visible,
+        encoder_query_lens=np.zeros(tokens, np.int32),
+        encoder_query_start_loc=np.zeros(tokens + 1, np.int32),
+        cross_slot_mapping=np.zeros(0, np.int64),
+        cross_block_table=local.host.block_table[local.host.token_to_req_indices],
+    )
+    step = CommonAttentionMetadata(host, torch.from_numpy, num_reqs=tokens)
+    return impl.forward_with_lse(query, None, None, cache, step)
 
 
 def gathered(tensor, world_size):
@@ -83,7 +88,8 @@ def main(rank, world_size, interleave, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     torch.manual_seed(7)  # every rank has the activations of all its tokens
     mine = ContextParallel(world_size, rank, BLOCK, interleave)
-    caches = kv_cache.key_value(kv_cache.allocate(20, BLOCK, KV_HEADS, SIZE, dtype=torch.float32))
+    shard = backend_of(BLOCK)
+    cache, partial = shard.allocate_kv_cache(20), shard.impl("shard", scale=SCALE, attn_type="encoder_decoder")
     whole = steps(world_size) if rank == 0 else None
     found = {"steps": 0, "tokens": 0, "max_abs_error": 0.0, "shard_tokens": 0}
     whole_cache = impl = None
@@ -95,9 +101,8 @@ def main(rank, world_size, interleave, store):
         query = torch.randn(arrived.num_tokens, HEADS, SIZE)
         key, value = torch.randn(2, arrived.num_tokens, KV_HEADS, SIZE).unbind()
         local_slots = torch.from_numpy(local.host.slot_mapping)
-        kv_cache.write(key, value, caches, local_slots)
-        local.block_table = torch.from_numpy(local.host.block_table)
-        output, lse = attend_to_shard(query, local, caches, mine)
+        kv_cache.write(key, value, cache, local_slots)
+        output, lse = attend_to_shard(partial, query, local, cache, mine)
         merged, _ = merge_attention(gathered(output, world_size), gathered(lse, world_size))
         found["shard_tokens"] += int((local_slots >= 0).sum())
         if rank == 0:
