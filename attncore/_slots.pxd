@@ -24,6 +24,8 @@ cdef struct Rows:
     length_t width
     BlockSize size
     length_t null_ids       # ids below this are the null block's
+    Rows* next              # another group of this block size: it shares ``column``, and its block is cached with ours
+    bint follows            # whether this is such another group
 
 
 # The arrays of a step that each KV-cache group has of its own.
@@ -122,6 +124,11 @@ cdef class StepBucket:
     cdef readonly list arenas, metadata
     cdef readonly bint pads, uniform
     cdef readonly length_t num_reqs, num_tokens, query_len, pad_seq_len
+    cdef object _keep
+    cdef list sources
+    cdef char* device           # where a captured graph reads, or NULL
+    cdef Py_ssize_t nbytes
+    cpdef object commit(self, slot_t step)
 
 
 cdef class StepKernel:
@@ -136,6 +143,7 @@ cdef class StepKernel:
     cdef Ranks ranks
     cdef list last              # by arena of the ring: the StepArena whose step it holds
     cdef readonly slot_t next_step
+    cdef dict buckets
     cpdef object decode_step_inside(self, StepBucket bucket)
     cdef object _run(self, StepBucket bucket, length_t num_ones, length_t num_decodes, length_t num_reqs)
 

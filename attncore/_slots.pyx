@@ -226,30 +226,54 @@ cdef inline slot_t sum_of(const length_t* lengths, length_t count) noexcept nogi
     return total
 
 
+cdef inline bint any_stale(const length_t* computed, const length_t* cached, length_t count, int shift) noexcept nogil:
+    """Whether one of the rows is not in its cached column."""
+    cdef length_t k, different = 0
+    for k in range(count):
+        different |= (computed[k] >> shift) ^ cached[k]
+    return different != 0
+
+
 cdef inline bint find_stale(Rows* rows, length_t count) noexcept nogil:
     """Whether each of rows 0..count has a block for its next token; ``stale`` names those whose cached one is another.
 
-    check_rows for the common case, without saying what is wrong.
+    check_rows for the common case, without saying what is wrong. Followers are looked at with the group they follow.
     """
-    cdef length_t i, column, num_stale = 0
+    cdef length_t i, k, column, start = 0, stop, num_stale = 0
     cdef const length_t* computed = rows.num_computed
     cdef const length_t* cached = rows.column
+    cdef length_t* stale = rows.stale
     cdef BlockSize size = rows.size
-    for i in range(count):
-        column = column_of(computed[i], size)
-        if column != cached[i]:
+    if size.shift >= 0:
+        while start < count:
+            stop = min(start + 16, count)
+            if any_stale(computed + start, cached + start, stop - start, size.shift):
+                for i in range(start, stop):  # without a branch: which rows begin a block is anybody's guess
+                    stale[num_stale] = i
+                    num_stale += (computed[i] >> size.shift) != cached[i]
+            start = stop
+    else:
+        for i in range(count):
+            stale[num_stale] = i
+            num_stale += computed[i] // size.tokens != cached[i]
+    rows.num_stale = num_stale
+    while rows != NULL:
+        for k in range(num_stale):
+            i = stale[k]
+            column = column_of(computed[i], size)
             if column >= rows.num_blocks[i] or rows.table[<slot_t> i * rows.width + column] < rows.null_ids:
                 return False
-            rows.stale[num_stale] = i
-            num_stale += 1
-    rows.num_stale = num_stale
+        rows = rows.next
     return True
 
 
 cdef inline void cache_block(Rows* rows, length_t i, length_t column) noexcept nogil:
+    """The current block of row i, in this group and its followers."""
     if column != rows.column[i]:
         rows.column[i] = column
-        rows.block[i] = rows.table[<slot_t> i * rows.width + column]
+        while rows != NULL:
+            rows.block[i] = rows.table[<slot_t> i * rows.width + column]
+            rows = rows.next
 
 
 cdef inline bint decodes_fit(BatchRows batch, length_t max_model_len) noexcept nogil:
@@ -257,7 +281,7 @@ cdef inline bint decodes_fit(BatchRows batch, length_t max_model_len) noexcept n
     cdef length_t g, k, i, count = batch.num_rows
     cdef Rows* rows
     for g in range(batch.num_decoders):
-        if not find_stale(batch.decoders[g], count):
+        if not batch.decoders[g].follows and not find_stale(batch.decoders[g], count):
             return False
     if longest_of(batch.num_computed, count) >= max_model_len and count:
         return False
@@ -266,6 +290,8 @@ cdef inline bint decodes_fit(BatchRows batch, length_t max_model_len) noexcept n
         return False
     for g in range(batch.num_decoders):
         rows = batch.decoders[g]
+        if rows.follows:
+            continue
         for k in range(rows.num_stale):
             i = rows.stale[k]
             cache_block(rows, i, column_of(batch.num_computed[i], rows.size))
@@ -348,7 +374,8 @@ cdef void swap_blocks(Rows* rows, length_t i, length_t j) noexcept nogil:
         a[k] = b[k]
         b[k] = block
     exchange_lengths(rows.num_blocks, i, j)
-    exchange_lengths(rows.column, i, j)
+    if not rows.follows:
+        exchange_lengths(rows.column, i, j)
     exchange_lengths(rows.block, i, j)
     rows.synced[i] = rows.synced[j] = 0
 
@@ -397,19 +424,35 @@ cdef inline void fill_decode_pages(const length_t* computed, const length_t* col
             last_page_len[i] = computed[i] - column[i] * size.tokens + 1
 
 
+cdef inline length_t sum_up(const length_t* values, length_t* sums, length_t count) noexcept nogil:
+    """sums[i + 1] is the sum of values[0..i] + 1; the last. Four at a time: a sum waits for one addition, not for four."""
+    cdef length_t i = 0, a, b, c, total = 0
+    while i + 4 <= count:
+        a = values[i] + 1
+        b = a + values[i + 1] + 1
+        c = b + values[i + 2] + 1
+        sums[i + 1] = total + a
+        sums[i + 2] = total + b
+        sums[i + 3] = total + c
+        total += c + values[i + 3] + 1
+        sums[i + 4] = total
+        i += 4
+    while i < count:
+        total += values[i] + 1
+        sums[i + 1] = total
+        i += 1
+    return total
+
+
 cdef inline void fill_decode_blocks(GroupFields* out, const Rows* rows, length_t count) noexcept nogil:
     """One group's part of a step in which rows 0..count run one token each."""
-    cdef length_t i, pages = 0
     cdef const length_t* column = rows.column
     cdef length_t* indptr = out.paged_kv_indptr
     fill_decode_slots(rows.num_computed, rows.block, out.slot_mapping, rows.size, count)
     memcpy(out.last_blocks, rows.block, count * sizeof(block_id_t))
     if not out.shares_pages:
         fill_decode_pages(rows.num_computed, column, out.paged_kv_last_page_len, rows.size, count)
-        for i in range(count):
-            pages += column[i] + 1
-            indptr[i + 1] = pages
-    out.num_pages = pages
+        out.num_pages = sum_up(column, indptr, count)
 
 
 cdef inline void fill_decodes(StepArena out, BatchRows batch, length_t count) noexcept nogil:
@@ -417,15 +460,12 @@ cdef inline void fill_decodes(StepArena out, BatchRows batch, length_t count) no
     cdef length_t i, g, seq_start = 0
     cdef length_t* computed = batch.num_computed
     cdef slot_t* positions = out.positions
-    cdef length_t* seq_start_loc = out.seq_start_loc
     fill_decode_lengths(computed, out.context_lens, out.seq_lens, count)
     for g in range(batch.num_decoders):
         fill_decode_blocks(out.groups + g, batch.decoders[g], count)
     for i in range(count):
         positions[i] = computed[i]
-    for i in range(count):
-        seq_start += computed[i] + 1
-        seq_start_loc[i + 1] = seq_start
+    seq_start = sum_up(computed, out.seq_start_loc, count)
     for i in range(count):
         computed[i] += 1
     out.max_decode_seq_len = longest_of(computed, count)
@@ -448,7 +488,8 @@ cdef inline void fill_blocks(GroupFields* out, Rows* rows, length_t i, length_t 
                              length_t seq_len) noexcept nogil:
     """One group's part of row i, whose tokens computed..seq_len begin at ``token`` of the step."""
     fill_slots(out.slot_mapping + token, rows.table + <slot_t> i * rows.width, computed, seq_len, rows.size)
-    cache_block(rows, i, column_of(seq_len - 1, rows.size))
+    if not rows.follows:
+        cache_block(rows, i, column_of(seq_len - 1, rows.size))
     out.last_blocks[i] = rows.block[i]
     if not out.shares_pages:
         out.num_pages += rows.column[i] + 1
@@ -633,7 +674,7 @@ cdef class BlockRows:
         cdef block_id_t[:, ::1] ids = table
         self._keep = state, stale, table
         self.rows = Rows(NULL, &rows[0, 0], &rows[1, 0], &rows[2, 0], &rows[3, 0], &scratch[0], 0, &ids[0, 0],
-                         <length_t> ids.shape[1], block_size_of(block_size), kernel_blocks)
+                         <length_t> ids.shape[1], block_size_of(block_size), kernel_blocks, NULL, False)
         self.capacity, self.width = <length_t> ids.shape[0], <length_t> ids.shape[1]
         self.num_blocks, self.kernel_blocks = num_blocks, kernel_blocks
 
@@ -746,11 +787,18 @@ cdef class BatchRows:
     def __init__(self, state, list decoders, BlockRows cross):
         cdef length_t[:, ::1] rows = state
         cdef BlockRows group
+        cdef Rows* earlier
+        cdef length_t g
         self._keep = state, decoders, cross
         self.num_computed, self.encoder_lens, self.encoder_done = &rows[0, 0], &rows[1, 0], &rows[2, 0]
         self.num_decoders = 0
         for group in decoders:
             group.rows.num_computed = self.num_computed
+            for g in range(self.num_decoders):
+                earlier = self.decoders[g]
+                if earlier.size.tokens == group.rows.size.tokens and not earlier.follows:
+                    group.rows.follows, group.rows.column = True, earlier.column
+                    group.rows.next, earlier.next = earlier.next, &group.rows
             self.decoders[self.num_decoders] = &group.rows
             self.num_decoders += 1
         self.cross = NULL if cross is None else &cross.rows
@@ -906,14 +954,28 @@ cdef class StepBucket:
     """A size of step: its arenas, and what each answers with. A step in arena k answers with ``metadata[k]``.
 
     Where it pads (``num_reqs`` rows of ``query_len`` tokens, for a captured graph), steps of fewer rows get padded rows
-    whose seq_lens are ``pad_seq_len``; ``uniform`` asks that every row runs ``query_len`` tokens.
+    whose seq_lens are ``pad_seq_len``; ``uniform`` asks that every row runs ``query_len`` tokens. ``commit`` copies a
+    step from its arena's bytes, ``sources``, to ``device`` (both uint8), where these are given.
     """
 
     def __init__(self, list arenas, list metadata, bint pads=False, length_t num_reqs=0, length_t query_len=0,
-                 length_t pad_seq_len=0, bint uniform=True):
+                 length_t pad_seq_len=0, bint uniform=True, list sources=None, device=None):
+        cdef unsigned char[::1] memory
         self.arenas, self.metadata = arenas, metadata
+        self._keep = device, sources
+        self.device = NULL
+        if device is not None:
+            memory = device
+            self.device, self.nbytes, self.sources = <char*> &memory[0], memory.shape[0], sources
         self.pads, self.num_reqs, self.num_tokens = pads, num_reqs, num_reqs * query_len
         self.query_len, self.pad_seq_len, self.uniform = query_len, pad_seq_len, uniform
+
+    cpdef object commit(self, slot_t step):
+        """Copies the arena of ``step`` to where captured graphs read, in host memory."""
+        cdef unsigned char[::1] source
+        if self.device != NULL:
+            source = self.sources[step % len(self.sources)]
+            memcpy(self.device, &source[0], self.nbytes)
 
 
 @cython.final
@@ -938,12 +1000,27 @@ cdef class StepKernel:
         self.max_model_len, self.max_num_tokens = max_model_len, max_num_tokens
         self.max_num_encoder_tokens, self.decode_threshold = max_num_encoder_tokens, decode_threshold
         self.ranks = Ranks(world, rank, interleave)
+        self.buckets = {}
         self.next_step = 0
         self.last = [None] * self.depth
 
     def decode_step(self):
         """Every row runs one token: the metadata, or None where rows must be arranged or something is wrong."""
         return None if self.batch.busy else self.decode_step_inside(self.eager)
+
+    def add_bucket(self, StepBucket bucket):
+        """A bucket that ``padded_step`` finds by its num_reqs."""
+        self.buckets[bucket.num_reqs] = bucket
+
+    def padded_step(self, size):
+        """decode_step for the bucket of ``size`` rows, brought to where graphs read; None where that cannot be."""
+        cdef object found = self.buckets.get(size), metadata
+        if found is None or self.batch.busy:
+            return None
+        metadata = self.decode_step_inside(<StepBucket> found)
+        if metadata is not None:
+            (<StepBucket> found).commit(self.next_step - 1)
+        return metadata
 
     cpdef object decode_step_inside(self, StepBucket bucket):
         """The same, for the caller that has entered the batch."""
@@ -1004,8 +1081,9 @@ cdef class StepKernel:
         while num_ones < num_decodes and self.query_lens[num_ones] == 1:
             num_ones += 1
         for g in range(batch.num_decoders):
-            for i in range(num_ones):
-                cache_block(batch.decoders[g], i, column_of(batch.num_computed[i], batch.decoders[g].size))
+            if not batch.decoders[g].follows:
+                for i in range(num_ones):
+                    cache_block(batch.decoders[g], i, column_of(batch.num_computed[i], batch.decoders[g].size))
         batch.version += 1
         return self._run(bucket, num_ones, num_decodes, num_reqs)
 
@@ -1062,7 +1140,9 @@ cdef class StepKernel:
             fill_encoder(out, batch, num_reqs)
         if bucket.pads:
             pad_step(out, batch, bucket)
-        out.max_query_len = max(out.max_prefill_query_len, out.max_decode_query_len if num_decodes or bucket.pads else 0)
+        out.max_query_len = out.max_prefill_query_len
+        if num_decodes or bucket.pads:
+            out.max_query_len = max(out.max_query_len, out.max_decode_query_len)
         out.max_seq_len = max(out.max_decode_seq_len, out.max_prefill_seq_len)
         out.step = self.next_step
         out.req_ids = batch.req_ids
