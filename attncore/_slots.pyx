@@ -934,7 +934,7 @@ cdef class StepArena:
                 out.shares_pages |= other["paged_kv_indptr"] is group["paged_kv_indptr"]
         self.step = -1
         self.req_ids = self.moves = ()
-        self._forget()
+        # Nothing is written before the first step: another bucket's step may stand in this memory.
 
     cdef void _forget(self) noexcept:
         """Another bucket's step may have written here: nothing of this arena's last step is relied on."""
@@ -1014,7 +1014,7 @@ cdef class StepKernel:
 
     def padded_step(self, size):
         """decode_step for the bucket of ``size`` rows, brought to where graphs read; None where that cannot be."""
-        cdef object found = self.buckets.get(size), metadata
+        cdef object found = self.buckets.get(size) if type(size) is int else None, metadata
         if found is None or self.batch.busy:
             return None
         metadata = self.decode_step_inside(<StepBucket> found)

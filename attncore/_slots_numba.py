@@ -485,11 +485,16 @@ class StepArena:
 class StepBucket:
     def __init__(
         self, arenas: list[StepArena], metadata: list[Any], pads: bool = False, num_reqs: int = 0, query_len: int = 0,
-        pad_seq_len: int = 0, uniform: bool = True,
+        pad_seq_len: int = 0, uniform: bool = True, sources: list[Any] | None = None, device: Any = None,
     ) -> None:  # fmt: skip
         self.arenas, self.metadata = arenas, metadata
+        self.sources, self.device = sources or [], device
         self.pads, self.num_reqs, self.num_tokens = pads, num_reqs, num_reqs * query_len
         self.query_len, self.pad_seq_len, self.uniform = query_len, pad_seq_len, uniform
+
+    def commit(self, step: int) -> None:
+        if self.device is not None:
+            self.device[:] = self.sources[step % len(self.sources)]
 
 
 class StepKernel:
@@ -514,10 +519,23 @@ class StepKernel:
         self.max_model_len, self.max_num_tokens = max_model_len, max_num_tokens
         self.max_num_encoder_tokens, self.decode_threshold = max_num_encoder_tokens, decode_threshold
         self.world, self.rank, self.interleave = world, rank, interleave
+        self.buckets: dict[int, StepBucket] = {}
         self.next_step = 0
 
     def decode_step(self) -> Any | None:
         return None if self.batch.busy else self.decode_step_inside(self.eager)
+
+    def add_bucket(self, bucket: StepBucket) -> None:
+        self.buckets[bucket.num_reqs] = bucket
+
+    def padded_step(self, size: Any) -> Any | None:
+        bucket = self.buckets.get(size) if type(size) is int else None
+        if bucket is None or self.batch.busy:
+            return None
+        metadata = self.decode_step_inside(bucket)
+        if metadata is not None:
+            bucket.commit(self.next_step - 1)
+        return metadata
 
     def decode_step_inside(self, bucket: StepBucket) -> Any | None:
         batch = self.batch

@@ -18,37 +18,111 @@ def sums(lengths):
     return out
 
 
-def persistent_step(rows, block_size):
+def persistent_step(rows, block_size, threshold=1):
     """Every host field of a persistent step; rows: (blocks, computed before the step, query_len), decodes first."""
     queries = [q for _, _, q in rows]
     lens = [c + q for _, c, q in rows]
-    positions = [list(range(c, c + q)) for _, c, q in rows]
-    decodes = [row for row in rows if row[2] == 1]
-    num_decodes = len(decodes)
+    num_decodes = sum(q <= threshold for q in queries)
     return {
         "slot_mapping": [s for b, c, q in rows for s in slots_of(b, c, c + q, block_size)],
-        "positions": [p for run in positions for p in run],
+        "positions": [p for _, c, q in rows for p in range(c, c + q)],
         "token_to_req_indices": [i for i, q in enumerate(queries) for _ in range(q)],
-        "seq_lens": lens,
         "context_lens": [c for _, c, _ in rows],
         "query_lens": queries,
         "logits_indices": [end - 1 for end in sums(queries)[1:]],
         "last_blocks": [b[(n - 1) // block_size] for (b, _, _), n in zip(rows, lens, strict=True)],
         "query_start_loc": sums(queries),
-        "seq_start_loc": sums(lens),
-        "paged_kv_indptr": sums(cdiv(n, block_size) for n in lens),
-        "paged_kv_indices": [x for (b, _, _), n in zip(rows, lens, strict=True) for x in b[: cdiv(n, block_size)]],
-        "paged_kv_last_page_len": [(n - 1) % block_size + 1 for n in lens],
+        **lengths([b for b, _, _ in rows], lens, block_size, num_decodes),
         "num_reqs": len(rows),
         "num_tokens": sum(queries),
         "num_decodes": num_decodes,
-        "num_decode_tokens": num_decodes,
+        "num_decode_tokens": sum(queries[:num_decodes]),
         "num_prefills": len(rows) - num_decodes,
-        "num_prefill_tokens": sum(queries) - num_decodes,
+        "num_prefill_tokens": sum(queries[num_decodes:]),
         "max_query_len": max(queries, default=0),
+        "max_decode_query_len": max(queries[:num_decodes], default=1),
+    }
+
+
+def lengths(tables, lens, block_size, num_decodes):
+    """What follows from lengths and blocks alone."""
+    return {
+        "seq_lens": lens,
+        "seq_start_loc": sums(lens),
+        "paged_kv_indptr": sums(cdiv(n, block_size) for n in lens),
+        "paged_kv_indices": [x for b, n in zip(tables, lens, strict=True) for x in b[: cdiv(n, block_size)]],
+        "paged_kv_last_page_len": [(n - 1) % block_size + 1 if n else 0 for n in lens],
         "max_seq_len": max(lens, default=0),
         "max_decode_seq_len": max(lens[:num_decodes], default=0),
         "max_prefill_seq_len": max(lens[num_decodes:], default=0),
+    }
+
+
+def rank_of(i, block_size, world, interleave):
+    """The rank that keeps token i, in virtual blocks of block_size * world tokens, and its offset in that rank's block."""
+    virtual = i % (block_size * world)
+    return (virtual // interleave) % world, virtual // (world * interleave) * interleave + i % interleave
+
+
+def rank_step(rows, block_size, world, rank, interleave, threshold=1):
+    """A step's fields on one rank of a context-parallel group; blocks of ``rows`` are virtual."""
+
+    def kept(count):
+        return sum(rank_of(i, block_size, world, interleave)[0] == rank for i in range(count))
+
+    whole = persistent_step(rows, block_size * world, threshold)
+    slots = []
+    for blocks, computed, query_len in rows:
+        for i in range(computed, computed + query_len):
+            owner, offset = rank_of(i, block_size, world, interleave)
+            slots.append(blocks[i // (block_size * world)] * block_size + offset if owner == rank else PAD)
+    lens = [kept(c + q) for _, c, q in rows]
+    local = lengths([b for b, _, _ in rows], lens, block_size, whole["num_decodes"])
+    return whole | local | {"slot_mapping": slots, "context_lens": [kept(c) for _, c, _ in rows]}
+
+
+def encoder_step(rows, block_size):
+    """The encoder fields of a persistent step; rows: (cross blocks, encoder tokens, those that run in this step)."""
+    lens, fresh = [n for _, n, _ in rows], [f for _, _, f in rows]
+    return {
+        "encoder_seq_lens": lens,
+        "encoder_query_lens": fresh,
+        "encoder_seq_start_loc": sums(lens),
+        "encoder_query_start_loc": sums(fresh),
+        "cross_slot_mapping": [s for b, _, f in rows for s in slots_of(b, 0, f, block_size)],
+        "num_encoder_tokens": sum(lens),
+        "max_encoder_seq_len": max(lens, default=0),
+    }
+
+
+PADDED_WITH = {"positions": 0, "context_lens": 0, "query_lens": 0, "logits_indices": 0, "last_blocks": 0,
+               "paged_kv_last_page_len": 0, "slot_mapping": PAD, "encoder_query_lens": 0}  # fmt: skip
+PER_TOKEN = ("positions", "slot_mapping", "token_to_req_indices")
+
+
+def padded(fields, num_reqs, query_len, pad_seq_len):
+    """The fields of a step padded to ``num_reqs`` rows of ``query_len`` tokens: starts plateau, slots are -1."""
+    rows, tokens = num_reqs - fields["num_reqs"], num_reqs * query_len - fields["num_tokens"]
+    out = dict(fields)
+    for name, value in fields.items():
+        if name in PADDED_WITH:
+            out[name] = value + [PADDED_WITH[name]] * (tokens if name in PER_TOKEN else rows)
+        elif name in ("seq_lens", "encoder_seq_lens"):
+            out[name] = value + [pad_seq_len] * rows
+        elif name in ("query_start_loc", "paged_kv_indptr", "encoder_query_start_loc"):
+            out[name] = value + [value[-1]] * rows
+        elif name in ("seq_start_loc", "encoder_seq_start_loc"):
+            out[name] = value + [value[-1] + pad_seq_len * (i + 1) for i in range(rows)]
+    longest = max(fields["max_decode_seq_len"], pad_seq_len if rows else 0)
+    return out | {
+        "token_to_req_indices": fields["token_to_req_indices"] + [num_reqs - 1] * tokens,
+        "num_reqs": num_reqs,
+        "num_tokens": num_reqs * query_len,
+        "num_decode_tokens": num_reqs * query_len,
+        "max_query_len": query_len,
+        "max_decode_query_len": query_len,
+        "max_decode_seq_len": longest,
+        "max_seq_len": longest,
     }
 
 

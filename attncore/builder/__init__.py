@@ -26,6 +26,7 @@ from attncore.builder.context_parallel import ContextParallel
 from attncore.builder.cross_attention import token_counts
 from attncore.builder.input_batch import InputBatch
 from attncore.builder.kernel_blocks import expand_blocks, kernel_blocks_per_block
+from attncore.builder.kv_cache_group import KVCacheGroup
 from attncore.builder.local_attention import VirtualBatch, local_attention_batches, local_attention_metadata
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.microbatches import BatchSlice, slice_by_requests, slice_by_tokens, slice_metadata
@@ -53,6 +54,7 @@ __all__ = [
     "ContextParallel",
     "DecodePrefillSplit",
     "InputBatch",
+    "KVCacheGroup",
     "MetadataBuilder",
     "Placeholder",
     "PlaceholderMap",

@@ -21,16 +21,15 @@ class Buckets:
     def __init__(self, batch: InputBatch, ring: StagingRing, backends: Backends) -> None:
         self._batch, self._ring, self._backends = batch, ring, backends
         self._buckets: dict[int, Any] = {}
-        self._copiers: dict[int, Any] = {}
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._buckets)
 
     def find(self, num_reqs: int) -> Any:
         """The kernels' StepBucket of a captured size."""
-        bucket = self._buckets.get(num_reqs) if isinstance(num_reqs, int) else None
+        num_reqs = slots._integer("bucket", num_reqs, 1)
+        bucket = self._buckets.get(num_reqs)
         if bucket is None:
-            slots._integer("bucket", num_reqs, 1)
             known = ", ".join(map(str, sorted(self._buckets))) or "none"
             raise CaptureError(
                 f"bucket: {num_reqs} was not captured (captured: {known}); call builder.capture({num_reqs}) at "
@@ -38,15 +37,15 @@ class Buckets:
             )
         return bucket
 
-    def add(self, num_reqs: int, query_len: int) -> None:
-        """A size to capture; ValueError where the backend captures no such steps."""
+    def add(self, num_reqs: int, query_len: int) -> Any:
+        """The StepBucket of a size to capture; ValueError where the backend captures no such steps."""
         if num_reqs in self._buckets:
             found = self._buckets[num_reqs].query_len
             if found != query_len:
                 raise ValueError(
                     f"query_len: {num_reqs} requests were captured with {found} tokens each, not {query_len}"
                 )
-            return
+            return self._buckets[num_reqs]
         level, name = self._backends.graph_level()
         if level == "never":
             raise ValueError(f"num_reqs: backend {name!r} cannot be captured in a graph; run its steps without")
@@ -60,11 +59,8 @@ class Buckets:
             arenas.append(batch.kernels.StepArena(views.fields, views.groups, batch._cross is not None))
             metadata.append(step_metadata(arenas[-1], views, batch, self._backends.wraps, device))
         uniform = level != "always"
-        self._copiers[num_reqs] = ring.copier(size)
+        sources, target = ring.bytes_of(size)
         self._buckets[num_reqs] = batch.kernels.StepBucket(
-            arenas, metadata, True, num_reqs, query_len, self._backends.pad_seq_len, uniform
+            arenas, metadata, True, num_reqs, query_len, self._backends.pad_seq_len, uniform, sources, target
         )
-
-    def commit(self, num_reqs: int, step: int) -> None:
-        """Brings a step to the device arena, where a graph of this size reads it."""
-        self._copiers[num_reqs](step % self._ring.depth)
+        return self._buckets[num_reqs]

@@ -21,7 +21,7 @@ from attncore.errors import CaptureError
 _EVERYBODY: Mapping[Any, int] = MappingProxyType({})
 
 
-def _not_this_way() -> None:
+def _not_this_way(*_: int) -> None:
     return None
 
 
@@ -92,7 +92,9 @@ class MetadataBuilder:
         )
         self._buckets = Buckets(batch, self._ring, self._backends)
         # A step that must be planned takes the longer way, which holds the batch until the plan is made.
-        self._decode_step = self._kernel.decode_step if not self._backends.plans else _not_this_way
+        self._plans = bool(self._backends.plans)
+        self._decode_step = _not_this_way if self._plans else self._kernel.decode_step
+        self._padded_step = _not_this_way if self._plans else self._kernel.padded_step
 
     @property
     def kernels(self) -> str:
@@ -120,15 +122,13 @@ class MetadataBuilder:
         token has no block of its own, a limit is exceeded, a name is unknown or the step does not fit the bucket, and
         CaptureError where the bucket was not captured or a stream is capturing.
         """
-        if not scheduled and bucket is None and query_len == 1:
-            metadata = self._decode_step()
+        if bucket is not None or self._plans:
+            self._refuse_while_capturing("build")
+        if not scheduled and query_len == 1:
+            metadata = self._decode_step() if bucket is None else self._padded_step(bucket)
             if metadata is not None:
                 return metadata  # type: ignore[no-any-return]
-        size = self._eager
-        if bucket is not None or self._backends.plans:
-            self._refuse_while_capturing("build")
-            if bucket is not None:
-                size = self._buckets.find(bucket)
+        size = self._eager if bucket is None else self._buckets.find(bucket)
         with self.batch._entered:
             return self._built(size, scheduled, query_len)
 
@@ -154,7 +154,7 @@ class MetadataBuilder:
                 f"{self.max_num_batched_tokens}"
             )
         with self.batch._entered:
-            self._buckets.add(num_reqs, query_len)
+            self._kernel.add_bucket(self._buckets.add(num_reqs, query_len))
             return self._null_step(num_reqs, capturing=True)
 
     def build_null(self, bucket: int) -> StepMetadata:
@@ -172,7 +172,7 @@ class MetadataBuilder:
         except BaseException:
             self._kernel.undo(size, 0)
             raise
-        self._buckets.commit(bucket, metadata.step)
+        size.commit(metadata.step)
         return metadata
 
     def _refuse_while_capturing(self, what: str) -> None:
@@ -196,7 +196,7 @@ class MetadataBuilder:
             batch._take_back(metadata.moves, num_rows)
             raise
         if bucket.pads:
-            self._buckets.commit(bucket.num_reqs, metadata.step)
+            bucket.commit(metadata.step)
         return metadata
 
     def _arranged_step(self, bucket: Any, scheduled: Mapping[Hashable, int], query_len: int) -> StepMetadata:

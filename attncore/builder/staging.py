@@ -102,21 +102,17 @@ class StagingRing:
 
     def device_views(self, size: Size) -> Views:
         """The device arena's arrays for steps of ``size``: where captured graphs read."""
+        return self._views(self._device_memory(), self._layout(size)[0])
+
+    def bytes_of(self, size: Size) -> tuple[list[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]:
+        """Every arena, and the device arena, as far as steps of ``size`` reach."""
+        nbytes = self._layout(size)[1]
+        return [memory[:nbytes] for memory in self._memory], self._device_memory()[:nbytes]
+
+    def _device_memory(self) -> npt.NDArray[np.uint8]:
         if self._device is None:
             self._device = _aligned(self.arena_nbytes)
-        return self._views(self._device, self._layout(size)[0])
-
-    def copier(self, size: Size) -> Any:
-        """A function of an arena's number that brings it, as far as steps of ``size`` reach, to the device arena."""
-        nbytes = self._layout(size)[1]
-        self.device_views(size)
-        assert self._device is not None
-        target, sources = self._device[:nbytes], [memory[:nbytes] for memory in self._memory]
-
-        def copy(arena: int) -> None:
-            target[:] = sources[arena]
-
-        return copy
+        return self._device
 
     def _layout(self, size: Size) -> tuple[list[tuple[int, Field, int, int]], int]:
         """(group or -1, field, offset, length) of every array, and where the last one ends; per-token fields first."""
