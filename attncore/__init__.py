@@ -26,11 +26,12 @@ if TYPE_CHECKING:
         CommonAttentionMetadata,
         CommonMetadataBuilder,
         InputBatch,
+        KVCacheGroup,
         MetadataBuilder,
         Sequence,
         SequenceGroup,
     )
-    from attncore.errors import AttncoreError, ConcurrentUseError, NoBackendError, PluginError
+    from attncore.errors import AttncoreError, CaptureError, ConcurrentUseError, NoBackendError, PluginError
     from attncore.registry.choice import Choice
     from attncore.registry.hookspecs import hookimpl
     from attncore.registry.host import Host
@@ -61,6 +62,7 @@ __all__ = [
     "AttncoreError",
     "BackendConfig",
     "BackendSpec",
+    "CaptureError",
     "Choice",
     "CommonAttentionMetadata",
     "CommonMetadataBuilder",
@@ -68,6 +70,7 @@ __all__ = [
     "Host",
     "InputBatch",
     "JointChoice",
+    "KVCacheGroup",
     "MetadataBuilder",
     "MultipleOf",
     "NoBackendError",
@@ -91,8 +94,10 @@ _HOMES = {
         "AttentionBackend AttentionImpl AttentionLayer AttentionMetadata AttentionMetadataBuilder AttentionState "
         "AttentionType BackendConfig"
     ),
-    "builder": ("CommonAttentionMetadata CommonMetadataBuilder InputBatch MetadataBuilder Sequence SequenceGroup"),
-    "errors": "AttncoreError ConcurrentUseError NoBackendError PluginError",
+    "builder": (
+        "CommonAttentionMetadata CommonMetadataBuilder InputBatch KVCacheGroup MetadataBuilder Sequence SequenceGroup"
+    ),
+    "errors": "AttncoreError CaptureError ConcurrentUseError NoBackendError PluginError",
     "registry.choice": "Choice",
     "registry.hookspecs": "hookimpl",
     "registry.host": "Host",

@@ -59,7 +59,7 @@ def lengths(tables, lens, block_size, num_decodes):
 
 
 def rank_of(i, block_size, world, interleave):
-    """The rank that keeps token i, in virtual blocks of block_size * world tokens, and its offset in that rank's block."""
+    """The rank that keeps token i, in virtual blocks of block_size * world tokens, and the offset in its block."""
     virtual = i % (block_size * world)
     return (virtual // interleave) % world, virtual // (world * interleave) * interleave + i % interleave
 
@@ -81,7 +81,7 @@ def rank_step(rows, block_size, world, rank, interleave, threshold=1):
     return whole | local | {"slot_mapping": slots, "context_lens": [kept(c) for _, c, _ in rows]}
 
 
-def encoder_step(rows, block_size):
+def persistent_encoder(rows, block_size):
     """The encoder fields of a persistent step; rows: (cross blocks, encoder tokens, those that run in this step)."""
     lens, fresh = [n for _, n, _ in rows], [f for _, _, f in rows]
     return {

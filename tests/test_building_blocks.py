@@ -11,7 +11,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 # Described with the doors, or the type of what a function of the page answers.
 ELSEWHERE = {
     "BatchSlice", "Cascade", "CascadePass", "CommonAttentionMetadata", "CommonMetadataBuilder", "ContextChunks",
-    "DecodePrefillSplit", "PlaceholderMap", "PlaceholderRun", "Sequence", "SequenceGroup", "SharedPrefix",
+    "DecodePrefillSplit", "KVCacheGroup", "PlaceholderMap", "PlaceholderRun", "Sequence", "SequenceGroup", "SharedPrefix",
     "ThreeWaySplit", "VirtualBatch",
 }  # fmt: skip
 

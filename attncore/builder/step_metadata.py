@@ -151,7 +151,9 @@ class StepMetadata(CommonAttentionMetadata):
 
     def _prefill_view(self) -> CommonAttentionMetadata | None:
         view = super()._prefill_view()
-        if view is not None:  # the kernel wrote the rebased sums in the same pass
+        if (
+            view is not None and "prefill_seq_start_loc" in self._fields
+        ):  # the kernel wrote the rebased sums in the same pass
             size = self.num_prefills + 1
             view.host.query_start_loc = self._fields["prefill_query_start_loc"][:size]
             view.host.seq_start_loc = self._fields["prefill_seq_start_loc"][:size]
@@ -197,6 +199,7 @@ def _fields_of(views: Views, index: int, cross: bool, has_cross: bool) -> Arrays
     if has_cross:
         fields["cross_slot_mapping"] = views.groups[-1]["slot_mapping"]
     if cross:  # the keys of a cross group are the encoder's, and its slots those of the encoder tokens
-        del fields["slot_mapping"]
+        for name in ("slot_mapping", "prefill_seq_start_loc"):
+            del fields[name]
         fields |= {name: views.fields[encoder] for name, encoder in _LENGTHS_OF_CROSS.items()}
     return fields

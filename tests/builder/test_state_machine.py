@@ -1,9 +1,9 @@
 """Random lives of a batch: after every build, every field is compared with the plain-Python oracle.
 
 Batches of one KV-cache group and of several (windowed, of other block sizes, expanded to kernel blocks, cross), with
-drafts, steps padded for captured sizes, and ranks of a context-parallel group. The model knows its requests by id and an
-engine's own per-row list, which follows ``add_request``, ``swap_rows`` and ``metadata.moves`` only. A refused call must
-leave every byte as it was.
+drafts, steps padded for captured sizes, and ranks of a context-parallel group. The model knows its requests by id, and
+by an engine's own per-row list, which follows ``add_request``, ``swap_rows`` and ``metadata.moves`` only. A refused
+call must leave every byte as it was.
 """
 
 import numpy as np
@@ -317,7 +317,7 @@ class Batches(RuleBasedStateMachine):
                 return
             self.captured[size] = query_len
             metadata = self.builder.capture(size, query_len)
-            assert metadata.max_seq_len == MAX_LEN and metadata.req_ids == ()
+            assert (metadata.max_seq_len, metadata.req_ids) == (MAX_LEN, ())
             self.addresses[size] = {name: array.ctypes.data for name, array in metadata._device.items() if array.size}
         each = self.captured[size]
         able = [
@@ -410,11 +410,9 @@ class Batches(RuleBasedStateMachine):
         encoder = {}
         if self.groups[-1].cross:
             size, _ = self.columns(self.groups[-1], [])
-            rows = [
-                (self.columns(self.groups[-1], r.blocks[self.groups[-1].name])[1], r.encoder, 0 if r.encoded else r.encoder)
-                for r, _ in running
-            ]  # fmt: skip
-            encoder = oracles.encoder_step(rows, size)
+            held = [self.columns(self.groups[-1], r.blocks[self.groups[-1].name])[1] for r, _ in running]
+            rows = [(b, r.encoder, 0 if r.encoded else r.encoder) for b, (r, _) in zip(held, running, strict=True)]
+            encoder = oracles.persistent_encoder(rows, size)
         for group in self.groups:
             rows = [(*self.columns(group, r.blocks[group.name])[1:], r.computed, q) for r, q in running]
             self.check_group(metadata, group, rows, encoder, bucket)
