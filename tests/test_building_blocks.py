@@ -11,8 +11,8 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 # Described with the doors, or the type of what a function of the page answers.
 ELSEWHERE = {
     "BatchSlice", "Cascade", "CascadePass", "CommonAttentionMetadata", "CommonMetadataBuilder", "ContextChunks",
-    "DecodePrefillSplit", "KVCacheGroup", "PlaceholderMap", "PlaceholderRun", "Sequence", "SequenceGroup", "SharedPrefix",
-    "ThreeWaySplit", "VirtualBatch",
+    "DecodePrefillSplit", "KVCacheGroup", "PlaceholderMap", "PlaceholderRun", "Sequence", "SequenceGroup",
+    "SharedPrefix", "ThreeWaySplit", "VirtualBatch",
 }  # fmt: skip
 
 
