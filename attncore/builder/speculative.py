@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import operator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,31 @@ if TYPE_CHECKING:
     from attncore.builder.common import CommonMetadataBuilder
     from attncore.builder.metadata import CommonAttentionMetadata
 
-Arrays = dict[str, npt.NDArray[Any]]
+
+# The host arrays that an advance may change.
+_FIELDS = (
+    "context_lens", "positions", "slot_mapping", "seq_lens", "seq_start_loc", "block_table", "paged_kv_indptr",
+    "paged_kv_indices", "paged_kv_last_page_len",
+)  # fmt: skip
+
+
+class _Rows(NamedTuple):
+    """Some rows of the step, in order, and for each an id or a row of ids."""
+
+    rows: npt.NDArray[np.intp]
+    ids: slots.Int32Array
+
+
+class _Next(NamedTuple):
+    """What the next step needs beyond adding 1."""
+
+    started: _Rows
+    """Rows whose token starts a block, and the block."""
+    table: _Rows
+    """Rows of ``block_table`` that change, all their columns: perhaps more or fewer than there are now."""
+    seq_lens: slots.Int32Array | None
+    """Of decodes with a window; None: one more than before."""
+    max_seq_len: int
 
 
 def advance_step(
@@ -26,37 +51,33 @@ def advance_step(
     """Moves decodes that CommonMetadataBuilder built on by the token that each has sampled, in place.
 
     Afterwards every field is what a build of the longer sequences would answer, on the device too; views and plans are
-    made anew. Arrays keep their addresses, but for ``paged_kv_indices``, whose length follows the pages in use, and a
-    windowed ``block_table`` whose width changes. ``sampled_token_ids`` (n of them, an array or tensor) become the first
-    n of ``input_tokens`` int[num_reqs], where padded requests get 0. ``num_queries`` is n, the decodes without padding.
+    made anew. Arrays keep their addresses, but for ``paged_kv_indices`` and a ``block_table`` whose shape changes (no
+    graph's does). ``sampled_token_ids`` (n of them, an array or tensor) become the first n of ``input_tokens``
+    int[num_reqs], where padded requests get 0. ``num_queries`` is n, the decodes without padding.
 
-    The whole tables are read from the groups of the build when it is first advanced, and again when a row runs out of
-    them: an engine may append blocks to its lists, and must leave the others. Raises ValueError or TypeError that names
-    the argument or the row, and changes nothing, for a step with prompts, a decode of several tokens, a token without a
-    block, and a step that a captured graph cannot hold any more.
+    A token that starts a block takes it from the tables of the groups that the step was built from: an engine may
+    append to them, and must leave what they hold. Raises ValueError or TypeError that names the argument or the row,
+    and changes nothing, for a step with prompts, a decode of several tokens, a token without a block, and a step that a
+    captured graph cannot hold any more; CaptureError while a stream is capturing.
     """
-    source = _source_of(metadata)
-    builder: CommonMetadataBuilder = source[0]
-    n = _checked_queries(metadata, num_queries)
+    builder = _checked_builder(metadata)
+    n = len(metadata.host.query_lens)
+    if num_queries is not None and slots._integer("num_queries", num_queries, 1) != n:
+        raise ValueError(f"num_queries: {num_queries}, but the step has {n} decodes without padding; build it anew")
     tokens = _checked_tokens(metadata, n, input_tokens, sampled_token_ids)
     refuse_while_capturing("cpu" if builder.backend is None else builder.backend.config.device, "advance_step")
-
-    fields, longest = _advanced_fields(metadata, builder, n)
-    before = {name: getattr(metadata.host, name).copy() for name in fields} if builder._plan else {}
-    counts = metadata.max_seq_len, metadata.max_decode_seq_len
-    _write(metadata, fields, longest, longest, 1)
-    if builder._plan:
-        try:
-            builder._plan(metadata)
-        except BaseException:
-            _write(metadata, before, *counts, -1)
-            raise
+    step = _next_step(metadata, builder, n)
+    if builder._plan is None:
+        _write(metadata, step, builder)
+    else:
+        _write_planned(metadata, step, builder)
     if tokens is not None:
         input_tokens[:n] = tokens
         input_tokens[n : metadata.num_reqs] = 0
 
 
-def _source_of(metadata: CommonAttentionMetadata) -> tuple[Any, Any]:
+def _checked_builder(metadata: CommonAttentionMetadata) -> CommonMetadataBuilder:
+    """The builder of a step that can advance."""
     if metadata._source is None:
         raise ValueError(
             "metadata: not as CommonMetadataBuilder.build gave it (a view, a captured size, or of the other door); "
@@ -65,20 +86,13 @@ def _source_of(metadata: CommonAttentionMetadata) -> tuple[Any, Any]:
     if metadata.num_prefills:
         raise ValueError(f"metadata: {metadata.num_prefills} prompts in the step; only decodes advance without a build")
     if metadata.max_query_len > 1:
-        row = int(np.argmax(metadata.host.query_lens > 1))
+        row = int(metadata.host.query_lens.argmax())
         raise ValueError(
-            f"metadata: row {row} ran {metadata.host.query_lens[row]} tokens; decodes of one token advance, so build "
-            "this step anew"
+            f"metadata: row {row} ran {metadata.max_query_len} tokens; decodes of one token advance, so build the step "
+            "anew"
         )
-    found: tuple[Any, Any] = metadata._source
-    return found
-
-
-def _checked_queries(metadata: CommonAttentionMetadata, num_queries: int | None) -> int:
-    n = len(metadata.host.query_lens)
-    if num_queries is not None and slots._integer("num_queries", num_queries, 1) != n:
-        raise ValueError(f"num_queries: {num_queries}, but the step has {n} decodes without padding; build it anew")
-    return n
+    builder: CommonMetadataBuilder = metadata._source[0]
+    return builder
 
 
 def _checked_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any, sampled: Any) -> Any:
@@ -90,167 +104,201 @@ def _checked_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any
             raise TypeError(f"{name}: missing; give input_tokens and sampled_token_ids both, or neither")
         if not hasattr(value, "shape") or "int" not in str(value.dtype):
             raise TypeError(f"{name}: {type(value).__name__} is not an array or tensor of integers")
-        shape = tuple(value.shape)
-        if name == "input_tokens" and len(shape) != 1:
-            raise ValueError(f"input_tokens: {list(shape)}; it must have one dimension")
-        if int(np.prod(shape)) < length:
-            raise ValueError(f"{name}: {int(np.prod(shape))} tokens for the {length} rows of the step")
+        if len(value.reshape(-1)) < length:
+            raise ValueError(f"{name}: {len(value.reshape(-1))} tokens for the {length} rows of the step")
+    if len(input_tokens.shape) != 1:
+        raise ValueError(f"input_tokens: {list(input_tokens.shape)}; it must have one dimension")
     tokens = sampled.reshape(-1)[:n]
-    if not isinstance(input_tokens, np.ndarray) and isinstance(tokens, np.ndarray):
+    if isinstance(tokens, np.ndarray) and not isinstance(input_tokens, np.ndarray):
         import torch
 
         return torch.from_numpy(tokens)
     return tokens
 
 
-def _advanced_fields(metadata: CommonAttentionMetadata, builder: CommonMetadataBuilder, n: int) -> tuple[Arrays, int]:
-    """The fields of the next step that differ, and its longest length."""
-    host, size, num_reqs = metadata.host, builder.block_size, metadata.num_reqs
-    contexts = host.context_lens + np.int32(1)
-    tables, are_new = _Tables.of(metadata, builder, contexts)
-    too_long = np.flatnonzero(contexts == slots.INT32_MAX)
-    if len(too_long):
-        raise ValueError(f"metadata: row {too_long[0]} cannot grow beyond {slots.INT32_MAX} tokens")
-    lengths = contexts + np.int32(1)
-    kernel_lens = lengths if builder.sliding_window is None else _capped(lengths, builder.sliding_window, size)
-    longest = int(kernel_lens.max())
-    capture = builder.max_seq_len_to_capture
-    if metadata.use_cuda_graph and longest > (capture or 0):
+def _next_step(metadata: CommonAttentionMetadata, builder: CommonMetadataBuilder, n: int) -> _Next:
+    """The next step, checked; nothing is written yet."""
+    host, size, window = metadata.host, builder.block_size, builder.sliding_window
+    tables = vars(metadata).get("_row_tables")
+    if tables is None:
+        tables = vars(metadata)["_row_tables"] = _row_tables(metadata, n)
+    contexts = host.context_lens + np.int32(1)  # where the new tokens stand
+    longest = int(contexts.max()) + 1
+    if longest > slots.INT32_MAX:
+        raise ValueError(f"metadata: row {int(contexts.argmax())} cannot grow beyond {slots.INT32_MAX} tokens")
+    lengths = None
+    total = int(host.seq_start_loc[-1]) + n
+    if window is not None:
+        lengths = contexts + np.int32(1)
+        most = -(-window // size) * size
+        lengths = np.minimum(lengths, most + lengths.astype(np.int64) % size).astype(np.int32)
+        longest, total = int(lengths.max()), int(lengths.sum(dtype=np.int64)) + metadata.num_reqs - n
+    if metadata.use_cuda_graph and longest > (builder.max_seq_len_to_capture or 0):
+        row = int((contexts if lengths is None else lengths).argmax())
         raise ValueError(
-            f"max_seq_len_to_capture: {capture} is below the length {longest} of row {int(kernel_lens.argmax())}; run "
-            "the step without a graph"
+            f"max_seq_len_to_capture: {builder.max_seq_len_to_capture} is below the length {longest} of row {row}; "
+            "build the step anew, without a graph"
         )
-    fields: Arrays = {
-        "context_lens": contexts,
-        "positions": np.zeros(num_reqs, np.int64),
-        "slot_mapping": np.full(num_reqs, slots.PAD_SLOT_ID, np.int64),
-        "seq_lens": np.ones(num_reqs, np.int32),
-    }
-    fields["positions"][:n] = contexts
-    fields["seq_lens"][:n] = kernel_lens
-    fields["seq_start_loc"] = _sums(fields["seq_lens"], "lengths")
-    builder._kernels.fill_slot_mapping(tables.ids, contexts, host.query_lens, size, fields["slot_mapping"][:n])
+    started = _started_blocks(host, builder, contexts, tables)
     if builder.layout.page_lists:
-        pages = np.zeros(num_reqs, np.int32)
-        pages[:n] = contexts // size + 1
-        indptr = fields["paged_kv_indptr"] = _sums(pages, "pages")
-        fields["paged_kv_indices"] = np.empty(int(indptr[-1]), np.int32)
-        builder._kernels.fill_page_indices(tables.ids, indptr[: n + 1], fields["paged_kv_indices"])
-        fields["paged_kv_last_page_len"] = np.zeros(num_reqs, np.int32)
-        fields["paged_kv_last_page_len"][:n] = contexts % size + 1
-    width = host.block_table.shape[1] if metadata.use_cuda_graph else None
-    if builder.sliding_window is not None:
-        fields["block_table"] = tables.trimmed(contexts // size + 1, -(-kernel_lens // size), num_reqs, width)
-    elif are_new:
-        if width is not None and tables.counts.max() > width and not builder.layout.cuts_lookahead:
-            row = int(tables.counts.argmax())
+        total = max(total, int(host.paged_kv_indptr[-1]) + len(started.rows))
+    if total > slots.INT32_MAX:
+        raise ValueError(f"metadata: lengths or pages of this step, {total} in all, do not fit int32")
+    if lengths is None:
+        return _Next(started, _longer_rows(metadata, contexts // size, started), None, longest)
+    return _Next(started, _trimmed_rows(metadata, size, contexts, lengths, started), lengths, longest)
+
+
+def _row_tables(metadata: CommonAttentionMetadata, n: int) -> list[Any]:
+    """Every row's table, in the groups that the step was built from."""
+    slot_mapping = metadata.host.slot_mapping[:n]
+    if slot_mapping.min() < 0:
+        raise ValueError(f"metadata: row {int(slot_mapping.argmin())} is of a profiling run, without blocks")
+    tables = [sequence[3] for group in metadata._source[1] for sequence in group[1]]
+    if len(tables) != n:
+        raise ValueError(f"metadata: its groups have {len(tables)} sequences now, not {n}; build the step anew")
+    return tables
+
+
+def _started_blocks(host: Any, builder: CommonMetadataBuilder, contexts: slots.Int32Array, tables: list[Any]) -> _Rows:
+    """The rows whose tokens at ``contexts`` start a block, each with its id: with blocks of 16, about one in 16."""
+    size = builder.block_size
+    rows = np.flatnonzero(contexts % size == 0)
+    found = _Rows(rows, np.empty(len(rows), np.int32))
+    columns, last_blocks = (contexts[rows] // size).tolist(), (host.slot_mapping[rows] // size).tolist()
+    ids: list[Any] = []
+    for row, column, last in zip(rows.tolist(), columns, last_blocks, strict=True):
+        table = tables[row]
+        if len(table) <= column:
             raise ValueError(
-                f"metadata: row {row} holds {tables.counts[row]} blocks, more than the {width} columns of "
-                f"max_seq_len_to_capture {capture} (layout {builder.layout.name} cuts no lookahead)"
+                f"metadata: row {row} holds {len(table)} blocks but token {column * size} needs block {column} "
+                f"(block_size {size})"
             )
-        fields["block_table"] = tables.trimmed(tables.counts, tables.counts, num_reqs, width)
-    return fields, longest
+        if operator.index(table[column - 1]) != last:
+            raise ValueError(
+                f"metadata: row {row} was built from another table than its group has now; append to tables only, or "
+                "build the step anew"
+            )
+        ids.append(table[column])
+    if ids and builder._kernels.fill_block_table([ids], found.ids[np.newaxis]) >= 0:
+        at = next(at for at, one in enumerate(ids) if slots._bad_ids([one], slots.INT32_MAX + 1))
+        raise ValueError(f"metadata: row {rows[at]}: block id {ids[at]!r} is no integer of 0..{slots.INT32_MAX}")
+    return found
 
 
-def _capped(lengths: slots.Int32Array, window: int, size: int) -> slots.Int32Array:
-    """Lengths given to the kernel of decodes with a window."""
-    return np.minimum(lengths, -(-window // size) * size + lengths.astype(np.int64) % size).astype(np.int32)
+def _longer_rows(metadata: CommonAttentionMetadata, columns: slots.Int32Array, started: _Rows) -> _Rows:
+    """Whole rows that get a block which they did not have yet: those appended to a table since the build."""
+    rows, table = started.rows, metadata.host.block_table
+    columns, ids = columns[rows], started.ids
+    width = max(table.shape[1], int(columns.max(initial=-1)) + 1)
+    if width == table.shape[1]:
+        new = table[rows, columns] != ids
+        rows, columns, ids = rows[new], columns[new], ids[new]
+    longer = np.zeros((len(rows), width), np.int32)
+    longer[:, : table.shape[1]] = table[rows]
+    longer[np.arange(len(rows)), columns] = ids
+    return _Rows(rows, longer)
 
 
-def _sums(lengths: slots.Int32Array, what: str) -> slots.Int32Array:
-    sums = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=sums[1:])
-    if sums[-1] > slots.INT32_MAX:
-        raise ValueError(f"metadata: {what} of this step do not fit int32 in all")
-    return sums.astype(np.int32)
+def _trimmed_rows(
+    metadata: CommonAttentionMetadata,
+    size: int,
+    contexts: slots.Int32Array,
+    lengths: slots.Int32Array,
+    started: _Rows,
+) -> _Rows:
+    """Rows trimmed by a window that change: they get a block, or the window leaves one behind, or both."""
+    table, n = metadata.host.block_table, len(contexts)
+    counts, held = -(-lengths // size), -(-metadata.host.seq_lens[:n] // size)
+    drops = contexts // size + 1 - counts > -(-contexts // size) - held
+    changes = drops.copy()
+    changes[started.rows] = True
+    rows = np.flatnonzero(changes)
+    width = table.shape[1] if metadata.use_cuda_graph else int(counts.max())
+    ids = np.zeros((len(rows), max(width, table.shape[1])), np.int32)
+    ids[:, : table.shape[1]] = table[rows]
+    dropping = drops[rows]
+    ids[dropping, :-1] = ids[dropping, 1:]
+    ids[dropping, held[rows[dropping]] - 1] = 0
+    ids[np.searchsorted(rows, started.rows), counts[started.rows] - 1] = started.ids
+    return _Rows(rows, ids[:, :width])
 
 
-def _write(metadata: CommonAttentionMetadata, fields: Arrays, max_seq_len: int, max_decode: int, advanced: int) -> None:
-    host, wrapped = metadata.host, vars(metadata)
-    for name, value in fields.items():
-        held = getattr(host, name)
-        if held.shape != value.shape:
-            setattr(host, name, value)
-            wrapped.pop(name, None)
-            continue
-        held[...] = value
-        on_device = wrapped.get(name, held)
-        if on_device is not held and on_device.data_ptr() != held.__array_interface__["data"][0]:
-            import torch
+def _write(metadata: CommonAttentionMetadata, step: _Next, builder: CommonMetadataBuilder) -> None:
+    host, (rows, ids) = metadata.host, step.started
+    n, num_reqs = len(host.query_lens), metadata.num_reqs
+    host.context_lens += 1
+    host.positions[:n] += 1
+    host.slot_mapping[:n] += 1
+    host.slot_mapping[rows] = ids.astype(np.int64) * builder.block_size
+    if step.seq_lens is None:
+        host.seq_lens[:n] += 1
+    else:
+        host.seq_lens[:n] = step.seq_lens
+    np.cumsum(host.seq_lens, out=host.seq_start_loc[1:])
+    table, changed = host.block_table, step.table
+    if changed.ids.shape[1] != table.shape[1]:
+        host.block_table = np.zeros((num_reqs, changed.ids.shape[1]), np.int32)
+        host.block_table[:, : table.shape[1]] = table[:, : changed.ids.shape[1]]
+    if len(changed.rows):
+        host.block_table[changed.rows] = changed.ids
+    if builder.layout.page_lists:
+        host.paged_kv_last_page_len[:n] += 1
+        host.paged_kv_last_page_len[rows] = 1
+        if len(rows):
+            _add_pages(host, builder, rows, ids)
+    metadata.max_seq_len = metadata.max_decode_seq_len = step.max_seq_len
+    metadata.advanced += 1
+    _follow(metadata, table_changed=len(changed.rows) > 0)
 
-            # Memory that is not pinned is staged before this returns, and may be written to again.
-            on_device.copy_(torch.from_numpy(held), non_blocking=True)
+
+def _add_pages(host: Any, builder: CommonMetadataBuilder, rows: npt.NDArray[np.intp], ids: slots.Int32Array) -> None:
+    """Page lists with a page more at the end of ``rows``."""
+    indptr = host.paged_kv_indptr
+    before, more = indptr[rows + 1], np.zeros(len(indptr), np.int32)
+    more[rows + 1] = 1
+    indptr += np.cumsum(more, dtype=np.int32)
+    if builder.sliding_window is not None:  # the table is trimmed, the list is not
+        host.paged_kv_indices = np.insert(host.paged_kv_indices, before, ids)
+        return
+    host.paged_kv_indices = np.empty(int(indptr[-1]), np.int32)
+    n = len(host.query_lens)
+    builder._kernels.fill_page_indices(host.block_table[:n], indptr[: n + 1], host.paged_kv_indices)
+
+
+def _follow(metadata: CommonAttentionMetadata, table_changed: bool) -> None:
+    """Brings what was made of the host arrays up to date: tensors at the addresses that they have, views anew."""
+    wrapped = vars(metadata)
     for name in ("_prefill", "_decode", "_bound"):
         wrapped.pop(name, None)
-    metadata.max_seq_len, metadata.max_decode_seq_len = max_seq_len, max_decode
-    metadata.advanced += advanced
+    for name in _FIELDS:
+        value = wrapped.get(name)
+        if value is None or (name == "block_table" and not table_changed):
+            continue
+        array = getattr(metadata.host, name)
+        if tuple(value.shape) != array.shape:
+            del wrapped[name]
+        elif isinstance(value, np.ndarray):
+            wrapped[name] = array
+        elif value.data_ptr() != array.__array_interface__["data"][0]:
+            import torch
+
+            # Memory that is not pinned has been staged when this returns, and may be written to again.
+            value.copy_(torch.from_numpy(array), non_blocking=True)
 
 
-class _Tables:
-    """The whole tables of a step's decodes: ``ids`` int32[n, width], of which row i has ``counts[i]`` columns."""
-
-    def __init__(self, ids: slots.Int32Array, counts: slots.Int32Array) -> None:
-        self.ids, self.counts = ids, counts
-
-    @classmethod
-    def of(
-        cls, metadata: CommonAttentionMetadata, builder: CommonMetadataBuilder, contexts: slots.Int32Array
-    ) -> tuple[_Tables, bool]:
-        """Those read before, or now where there are none or a token at ``contexts`` has no block; and whether now."""
-        columns = contexts // builder.block_size
-        held: _Tables | None = vars(metadata).get("_tables")
-        found = cls._read(metadata, builder) if held is None or (columns >= held.counts).any() else held
-        short = np.flatnonzero(columns >= found.counts)
-        if len(short):
-            row = int(short[0])
-            raise ValueError(
-                f"metadata: row {row} holds {found.counts[row]} blocks but token {contexts[row]} needs block "
-                f"{columns[row]} (block_size {builder.block_size})"
-            )
-        vars(metadata)["_tables"] = found
-        return found, found is not held
-
-    @classmethod
-    def _read(cls, metadata: CommonAttentionMetadata, builder: CommonMetadataBuilder) -> _Tables:
-        host, groups = metadata.host, metadata._source[1]
-        rows = [sequence[3] for group in groups for sequence in group[1]]
-        changed = ValueError(
-            "metadata: the block tables of its groups are not those that it was built from; leave them as they were, "
-            "but for blocks appended, or build this step anew"
-        )
-        if len(rows) != len(host.query_lens):
-            raise changed
-        for row, table in enumerate(rows):
-            if table is None:
-                raise ValueError(f"metadata: row {row} is profiled (its block_table is None) and cannot advance")
-        counts = np.fromiter(map(len, rows), np.int32, len(rows))
-        window = builder.sliding_window
-        beyond = 0 if window is None else -(-window // builder.block_size) + 1  # room to cut a row's end from
-        ids = np.empty((len(rows), int(counts.max()) + min(beyond, int(counts.max()))), np.int32)
-        if builder._kernels.fill_block_table(rows, ids) >= 0:
-            raise changed
-        found = cls(ids, counts)
-        blocks = -(-(host.context_lens + np.int32(1)) // builder.block_size)
-        held = -(-host.seq_lens[: len(rows)] // builder.block_size)
-        if (blocks > counts).any():
-            raise changed
-        mine, theirs = found.trimmed(blocks, held, len(rows), None), host.block_table[: len(rows), : int(held.max())]
-        if (np.where(np.arange(mine.shape[1]) < held[:, np.newaxis], theirs, 0) != mine).any():
-            raise changed
-        return found
-
-    def trimmed(
-        self, blocks: slots.Int32Array, counts: slots.Int32Array, num_reqs: int, width: int | None
-    ) -> slots.Int32Array:
-        """The last ``counts`` of the first ``blocks`` blocks of every row, int32[num_reqs, width], padded with 0.
-
-        ``width`` None: as wide as the longest row; a longer row is cut.
-        """
-        widest = int(counts.max())
-        table = np.zeros((num_reqs, widest if width is None else width), np.int32)
-        widest = min(widest, table.shape[1])
-        every_start = np.lib.stride_tricks.sliding_window_view(self.ids, widest, axis=1)
-        found = every_start[np.arange(len(counts)), blocks - counts]
-        found[np.arange(widest) >= counts[:, np.newaxis]] = 0
-        table[: len(counts), :widest] = found
-        return table
+def _write_planned(metadata: CommonAttentionMetadata, step: _Next, builder: CommonMetadataBuilder) -> None:
+    """Writes the step and plans it; where planning fails, the step before is back."""
+    host = metadata.host
+    before = {name: (array, array.copy()) for name in _FIELDS if (array := getattr(host, name, None)) is not None}
+    counts = {name: getattr(metadata, name) for name in ("max_seq_len", "max_decode_seq_len", "advanced")}
+    _write(metadata, step, builder)
+    try:
+        builder._plan(metadata)
+    except BaseException:
+        for name, (array, values) in before.items():
+            array[...] = values
+            setattr(host, name, array)
+        vars(metadata).update(counts)
+        _follow(metadata, table_changed=True)
+        raise

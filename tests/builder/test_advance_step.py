@@ -1,0 +1,286 @@
+"""Decodes moved on in place, against the plain-Python oracle and a build of the longer batch; and what is refused."""
+
+import copy
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from attncore import BackendConfig
+from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
+from attncore.builder.metadata import ARRAY_FIELDS, COUNT_FIELDS
+from attncore.errors import CaptureError
+from attncore.graphs import StandInGraph, capturing
+from attncore.reference import ReferenceBackend
+
+LAYOUTS = ("common", "flash", "flashinfer", "rocm")
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def plain(value):
+    return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else value
+
+
+def fields(metadata):
+    """Every field that metadata has."""
+    names = [*sorted(ARRAY_FIELDS), *COUNT_FIELDS]
+    return {name: plain(getattr(metadata, name)) for name in names if hasattr(metadata, name)}
+
+
+def views(metadata):
+    return fields(metadata.decode_metadata), metadata.prefill_metadata
+
+
+def decodes(rows):
+    """Groups of one sequence: (context, table)."""
+    return [SequenceGroup(False, [Sequence(i, 1, context, table)]) for i, (context, table) in enumerate(rows)]
+
+
+def backend(block_size=4):
+    return ReferenceBackend(BackendConfig(2, 1, 8, "float32", block_size))
+
+
+@st.composite
+def batches(draw):
+    """(rows, block_size, layout, window, pad, capture, steps): every table holds what the steps need, or more."""
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
+    window = draw(st.none() | st.integers(1, 20))
+    steps = draw(st.integers(1, 9))
+    rows = []
+    for _ in range(draw(st.integers(1, 5))):
+        context = draw(st.integers(0, 30))
+        blocks = oracles.cdiv(context + 1 + steps, block_size) + draw(st.integers(0, 2))
+        rows.append((context, draw(st.lists(st.integers(0, 2**31 - 1), min_size=blocks, max_size=blocks))))
+    graph = draw(st.booleans())
+    capture = 31 + steps + 3 * block_size
+    return (
+        rows,
+        block_size,
+        draw(st.sampled_from(LAYOUTS)),
+        window,
+        draw(st.integers(0, 3)) if graph else -1,
+        capture,
+        steps,
+    )
+
+
+@quick
+@given(batch=batches(), on_torch=st.booleans(), kind=st.sampled_from([list, tuple, np.array]))
+def test_every_field_is_that_of_the_longer_batch(kernels, batch, on_torch, kind):
+    rows, block_size, layout, window, pad, capture, steps = batch
+    builder = CommonMetadataBuilder(
+        block_size, layout, sliding_window=window, max_seq_len_to_capture=capture, kernels=kernels,
+        backend=backend(block_size) if on_torch else None,
+    )  # fmt: skip
+    metadata = builder.build(decodes([(context, kind(table)) for context, table in rows]), pad)
+    views(metadata)
+    fields(metadata)  # wrapped, all of them
+    tokens, sampled = np.full(metadata.num_reqs, 7), np.arange(100, 100 + len(rows))
+    for step in range(1, steps + 1):
+        before = dict(vars(metadata.host))
+        metadata.advance_step(tokens, sampled + step)
+        longer = [(context + step, table) for context, table in rows]
+        groups = [(False, False, [(1, context, table)]) for context, table in longer]
+        expected = oracles.list_step(groups, block_size, layout, window, pad=pad, capture=capture)
+        assert {name: plain(getattr(metadata, name)) for name in expected} == expected
+        fresh = builder.build(decodes(longer), pad)
+        assert fields(metadata) == fields(fresh)
+        assert views(metadata) == views(fresh)
+        assert tokens.tolist() == [*(sampled + step), *[0] * (metadata.num_reqs - len(rows))]
+        for name, array in before.items():
+            held = getattr(metadata.host, name)
+            assert held.dtype == array.dtype
+            assert held is array or held.shape != array.shape or name == "paged_kv_indices", name
+        assert metadata.advanced == step
+
+
+def test_an_encoders_fields_stay(kernels):
+    builder = CommonMetadataBuilder(4, encoder_decoder=True, max_seq_len_to_capture=16, kernels=kernels)
+
+    def build(step):
+        rows = [(2 + step, [5, 6, 7]), (4 + step, [8, 9])]
+        return builder.build([SequenceGroup(False, [Sequence(0, 1, *row)], False, 5, [2, 3]) for row in rows], 1)
+
+    metadata = build(0)
+    for step in range(1, 4):
+        metadata.advance_step()
+        assert fields(metadata) == fields(build(step))
+
+
+def test_page_bounds(kernels):
+    builder = CommonMetadataBuilder(4, "flashinfer", max_seq_len_to_capture=16, kernels=kernels)
+    metadata = builder.build(decodes([(3, [1, 2]), (1, [3])]), 1)
+    assert metadata.block_table_bound.tolist() == [0, 0, 0]
+    metadata.advance_step()
+    assert metadata.block_table_bound.tolist() == [2, 1, 0]
+    assert metadata.block_table_bound.dtype == np.int32
+    assert not hasattr(CommonMetadataBuilder(4).build(decodes([(0, [1])])), "block_table_bound")
+
+
+def test_the_worked_window(kernels):
+    """The worked numbers of the rules, one token earlier: window 8, block size 4, length 14, table [1, 2, 3, 4]."""
+    builder = CommonMetadataBuilder(4, sliding_window=8, kernels=kernels)
+    metadata = builder.build(decodes([(12, [1, 2, 3, 4])]))
+    metadata.advance_step()
+    found = metadata.seq_lens, metadata.block_table, metadata.slot_mapping, metadata.positions
+    assert [plain(one) for one in found] == [[10], [[2, 3, 4]], [17], [13]]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_blocks_appended_since_the_build(kernels, window):
+    """To a row in the middle, whose table was not the longest; and one that makes the table wider."""
+    builder = CommonMetadataBuilder(4, "flashinfer", sliding_window=window, kernels=kernels)
+    tables = [[1, 2, 3], [4], [5, 6]]
+    rows = list(zip([8, 2, 6], tables, strict=True))
+    metadata = builder.build(decodes(rows))
+    for step in range(1, 9):
+        for i, (context, table) in enumerate(rows):
+            if context + step >= 4 * len(table):
+                table.append(10 * step + i)
+        metadata.advance_step()
+        fresh = builder.build(decodes([(context + step, table) for context, table in rows]))
+        assert fields(metadata) == fields(fresh)
+
+
+def test_tokens_on_tensors():
+    metadata = CommonMetadataBuilder(4, max_seq_len_to_capture=8).build(decodes([(0, [1]), (1, [2])]), 1)
+    tokens = torch.full((5,), 9)
+    metadata.advance_step(tokens, torch.tensor([[3], [4]]), num_queries=2)
+    assert tokens.tolist() == [3, 4, 0, 9, 9]  # beyond num_reqs is not this step's
+    metadata.advance_step(tokens, np.array([5, 6], np.int32))
+    assert tokens.tolist() == [5, 6, 0, 9, 9]
+
+
+def test_a_backends_name_for_it():
+    one = backend()
+    metadata = CommonMetadataBuilder(4, backend=one).build(decodes([(0, [1])]))
+    one.advance_step(metadata, torch.zeros(1, dtype=torch.int64), torch.tensor([8]))
+    assert metadata.positions.tolist() == [1]
+
+
+class Planning(ReferenceBackend):
+    def plan(self, metadata):
+        self.planned.append(metadata.host.seq_lens.tolist())
+        if len(self.planned) == self.fails_at:
+            raise RuntimeError("no workspace")
+
+
+@pytest.mark.parametrize(("layout", "window"), [("common", None), ("flashinfer", None), ("flashinfer", 4)])
+def test_a_plan_is_made_anew_and_undone_where_it_fails(layout, window):
+    one = Planning(BackendConfig(2, 1, 8, "float32", 4))
+    one.planned, one.fails_at = [], 4
+    builder = CommonMetadataBuilder(4, layout, sliding_window=window, backend=one)
+    rows = [(5, [1, 2, 3]), (1, [4, 6])]
+    metadata = builder.build(decodes(rows))
+    metadata.advance_step()
+    metadata.advance_step()
+    before, tokens = copy.deepcopy(fields(metadata)), torch.full((2,), 9)
+    with pytest.raises(RuntimeError, match="no workspace"):
+        metadata.advance_step(tokens, torch.tensor([1, 2]))  # a third block for the first row
+    assert (fields(metadata), metadata.advanced, tokens.tolist()) == (before, 2, [9, 9])
+    metadata.advance_step()
+    fresh = builder.build(decodes([(context + 3, table) for context, table in rows]))
+    assert fields(metadata) == fields(fresh)
+
+
+def prompt():
+    return SequenceGroup(True, [Sequence(9, 2, 0, [1])])
+
+
+def refused(metadata, error, text, *arguments, **keywords):
+    """That an advance is refused, and changes nothing."""
+    held, before = dict(vars(metadata.host)), copy.deepcopy(fields(metadata))
+    with pytest.raises(error, match=text):
+        metadata.advance_step(*arguments, **keywords)
+    assert fields(metadata) == before
+    assert {name: id(array) for name, array in held.items()} == {k: id(v) for k, v in vars(metadata.host).items()}
+
+
+def test_steps_that_cannot_advance(kernels):
+    builder = CommonMetadataBuilder(4, "flash", max_seq_len_to_capture=8, kernels=kernels)
+    refused(builder.build([prompt(), *decodes([(0, [1])])]), ValueError, "metadata: 1 prompts in the step")
+    wide = builder.build([SequenceGroup(False, [Sequence(0, 1, 1, [1]), Sequence(1, 3, 1, [2])])])
+    refused(wide, ValueError, "metadata: row 1 ran 3 tokens")
+    profiled = builder.build([*decodes([(0, [1])]), SequenceGroup(False, [Sequence(1, 1, 3, None)])])
+    refused(profiled, ValueError, "metadata: row 1 is of a profiling run")
+    refused(builder.build(decodes([(0, [1])])).decode_metadata, ValueError, "metadata: not as CommonMetadataBuilder")
+    batch = InputBatch(max_num_reqs=1, max_model_len=8, block_size=4, kernels=kernels)
+    batch.add_request("a", [1], num_computed_tokens=1)
+    step = MetadataBuilder(batch, max_num_batched_tokens=8).build()
+    with pytest.raises(ValueError, match="metadata: not as CommonMetadataBuilder"):
+        step.advance_step()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_token_without_a_block_names_the_row(kernels, layout, window):
+    builder = CommonMetadataBuilder(4, layout, sliding_window=window, kernels=kernels)
+    metadata = builder.build(decodes([(3, [1, 2]), (6, [3, 4, 5]), (2, [6])]))
+    metadata.advance_step()
+    refused(metadata, ValueError, r"metadata: row 2 holds 1 blocks but token 4 needs block 1 \(block_size 4\)")
+
+
+def test_a_step_that_outgrows_its_graph(kernels):
+    builder = CommonMetadataBuilder(4, max_seq_len_to_capture=8, kernels=kernels)
+    metadata = builder.build(decodes([(1, [4]), (6, [1, 2])]), 1)
+    metadata.advance_step()
+    refused(metadata, ValueError, "max_seq_len_to_capture: 8 is below the length 9 of row 1")
+    windowed = CommonMetadataBuilder(4, sliding_window=4, max_seq_len_to_capture=6, kernels=kernels)
+    metadata = windowed.build(decodes([(4, [1, 2])]), 0)
+    metadata.advance_step()
+    refused(metadata, ValueError, "max_seq_len_to_capture: 6 is below the length 7 of row 0")
+
+
+def test_lengths_that_fit_no_int32(kernels):
+    most = 2**31 - 1
+    builder = CommonMetadataBuilder(2**30, kernels=kernels)
+    refused(builder.build(decodes([(most - 1, [1, 2])])), ValueError, "metadata: row 0 cannot grow beyond 2147483647")
+    metadata = builder.build(decodes([(most - 10, [1, 2]), (7, [1])]))
+    refused(metadata, ValueError, "metadata: lengths or pages of this step, 2147483648 in all, do not fit")
+
+
+def test_tables_that_changed_since_the_build(kernels):
+    builder = CommonMetadataBuilder(4, kernels=kernels)
+    table = [1, 2]
+    metadata = builder.build(decodes([(3, table)]))
+    table[0] = 7
+    refused(metadata, ValueError, "metadata: row 0 was built from another table than its group has now")
+    table[:] = [1, -2]
+    refused(metadata, ValueError, "metadata: row 0: block id -2 is no integer")
+    table[:] = [1, "x"]
+    refused(metadata, ValueError, "metadata: row 0: block id 'x' is no integer")
+    table[:] = [1, 9]
+    metadata.advance_step()
+    assert metadata.slot_mapping.tolist() == [36]
+    groups = decodes([(3, [1, 2])])
+    metadata = builder.build(groups)
+    groups.clear()
+    refused(metadata, ValueError, "metadata: its groups have 0 sequences now, not 1")
+
+
+BAD = [
+    ((np.zeros(3, int), None), {}, TypeError, "sampled_token_ids: missing"),
+    ((None, np.zeros(2, int)), {}, TypeError, "input_tokens: missing"),
+    ((np.zeros(2, int), np.zeros(2, int)), {}, ValueError, "input_tokens: 2 tokens for the 3 rows"),
+    ((np.zeros(3, int), np.zeros(1, int)), {}, ValueError, "sampled_token_ids: 1 tokens for the 2 rows"),
+    ((np.zeros(3, int), np.zeros(2)), {}, TypeError, "sampled_token_ids: ndarray is not an array or tensor of int"),
+    ((np.zeros(3, int), [1, 2]), {}, TypeError, "sampled_token_ids: list is not"),
+    ((np.zeros((3, 1), int), np.zeros(2, int)), {}, ValueError, r"input_tokens: \[3, 1\]; it must have one dimension"),
+    ((), {"num_queries": 3}, ValueError, "num_queries: 3, but the step has 2 decodes"),
+    ((), {"num_queries": True}, TypeError, "num_queries: True is not an integer"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "keywords", "error", "text"), BAD)
+def test_bad_arguments_name_themselves(arguments, keywords, error, text):
+    metadata = CommonMetadataBuilder(4, max_seq_len_to_capture=8).build(decodes([(0, [1]), (1, [2])]), 1)
+    refused(metadata, error, text, *arguments, **keywords)
+
+
+def test_not_while_a_graph_is_captured():
+    metadata = CommonMetadataBuilder(4).build(decodes([(0, [1])]))
+    with capturing(StandInGraph()):
+        refused(metadata, CaptureError, "advance_step: a stream is capturing")
