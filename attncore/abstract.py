@@ -224,7 +224,7 @@ class AttentionImpl(ABC):
     ) -> tuple[Tensor, Tensor]:
         """``forward``, and float32 (T, num_heads): the natural logarithm of each softmax's sum, a sink included.
 
-        -inf where a query sees no key (the output is 0 there), and for padding. What ``attncore.merge`` merges.
+        Infinite where a query sees no key (the output is 0 there). What ``attncore.merge`` merges.
         Written by vendors whose spec declares ``lse``; a ValueError that says why not otherwise.
         """
         spec = self.backend.config.spec

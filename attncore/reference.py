@@ -103,7 +103,10 @@ class ReferenceImpl(AttentionImpl):
         metadata: Any,
         output: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """``forward``, and the natural logarithm of each softmax's sum, ``(num_tokens, num_heads)`` float32."""
+        """``forward``, and the natural logarithm of each softmax's sum, ``(num_tokens, num_heads)`` float32.
+
+        It is -inf for padding, and where a query sees no key.
+        """
         scoring = replace(self._scoring, with_lse=True)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         return self._attend(scoring, (query, key, value), kv_cache, metadata, output, lse), lse

@@ -181,6 +181,9 @@ def test_undeclared_sizes_are_refused_or_right(attncore_subject: Subject, field:
         ("sinks", "per head", "sinks"),
         ("k_scale", 0.5, "kv_scales"),
         ("v_scale", 0.5, "kv_scales"),
+        ("attn_type", "encoder", "encoder"),
+        ("attn_type", "encoder_only", "encoder"),
+        ("attn_type", "encoder_decoder", "encoder_decoder"),
     ],
 )
 def test_undeclared_features_are_refused_with_a_sentence(

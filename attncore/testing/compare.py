@@ -42,6 +42,31 @@ def compare(answer: Tensor, expected: list[Tensor], rows: list[Row], engine: Eng
     return worst
 
 
+def compare_lse(found: Tensor, expected: list[Tensor], rows: list[Row], engine: Engine) -> None:
+    """ConformanceError unless ``found`` is float32 (tokens, heads), the natural logarithms that were expected, or
+    infinite of either sign where a token sees no key."""
+    tokens = sum(row.tokens for row in rows)
+    if (
+        found.dtype != torch.float32
+        or found.dim() != 2
+        or len(found) < tokens
+        or found.shape[1] != engine.config.num_heads
+    ):
+        raise ConformanceError(
+            f"forward_with_lse gave a log-sum-exp {found.dtype} {tuple(found.shape)}, not float32 (tokens, num_heads)"
+        )
+    wanted = torch.cat(expected) if expected else torch.empty(0, engine.config.num_heads)
+    there = found[:tokens].cpu()
+    nothing = wanted.isinf()
+    wrong = torch.where(nothing, ~there.isinf(), ~((there - wanted).abs() <= engine.tolerance * (1 + wanted.abs())))
+    if wrong.any():
+        token, head = (int(i) for i in wrong.nonzero()[0])
+        raise ConformanceError(
+            f"forward_with_lse gave a log-sum-exp of {there[token, head]:.6g}, not {wanted[token, head]:.6g} (natural, "
+            f"a sink included), for token {token} of the step, head {head} [{'; '.join(map(str, rows))}]"
+        )
+
+
 def close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     """Whether every number of ``found`` is one, and within ``tolerance * (1 + abs(wanted))`` of that."""
     return bool(((found.float() - wanted.float()).abs() <= tolerance * (1 + wanted.float().abs())).all())

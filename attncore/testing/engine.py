@@ -15,7 +15,7 @@ from torch import Tensor
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
 from attncore.dense import dense_attention
 from attncore.testing import steps
-from attncore.testing.compare import Row, compare, compare_cache, differs
+from attncore.testing.compare import Row, compare, compare_cache, compare_lse, differs
 from attncore.testing.errors import ConformanceError
 from attncore.testing.pages import Pages
 from attncore.testing.tolerances import tolerance
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 NUM_BLOCKS, NUM_TOKENS = 48, 192  # a cache has room for at least so many
 GARBAGE = 7.0  # a finite number that no key or value comes near: reading it shows, and no kernel chokes on it
+BACKENDS_OWN = ("k_scale", "v_scale", "attn_type")  # features of a layer that dense attention takes otherwise
 PADDING = -5.0  # not what unowned slots hold, so that a write to one of them shows
 GRID = (-2.0, -1.5, -1.0, -0.5, 0.5, 1.0, 1.5, 2.0)  # exact in every dtype of a cache, times a scale that is 2**n
 
@@ -34,8 +35,11 @@ class Engine:
 
     ``features`` are what ``backend.impl`` takes (the scale has a default). Before every step, all that no request owns
     is filled with ``junk``, and so are unused rows of last pages unless the spec says ``finite_tail``. Keys and values
-    lie on a ``grid`` of numbers that any cache holds exactly, by default where the cache has a dtype of its own.
+    lie on a ``grid`` of numbers that any cache holds exactly, by default where the cache has a dtype of its own. With
+    ``with_lse`` the layer is asked for its log-sum-exp, too.
     """
+
+    causal = True
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class Engine:
         junk: float = GARBAGE,
         seed: int = 0,
         grid: bool | None = None,
+        with_lse: bool = False,
         **features: Any,
     ) -> None:
         config = backend.config
@@ -56,7 +61,7 @@ class Engine:
         self.num_blocks, self.block_size = num_blocks, config.block_size
         self.kv_cache = backend.allocate_kv_cache(num_blocks)
         self.pages = Pages(backend, self.kv_cache, num_blocks)
-        self.junk = junk
+        self.junk, self.with_lse = junk, with_lse
         self.grid = config.kv_cache_dtype not in ("auto", config.dtype) if grid is None else grid
         self.finite_tail = config.spec is not None and config.spec.finite_tail
         self.phases = ("prefill", "decode") if config.spec is None else config.spec.phases
@@ -187,7 +192,7 @@ class Engine:
             tokens = slice(start, start + row.tokens)
             said = [torch.cat((old, new[tokens])) for old, new in zip(self.said[row.name], (key, value), strict=True)]
             self.said[row.name] = (said[0], said[1])
-            expected.append(self._dense(query[tokens], *said))
+            expected.append(self.dense(query[tokens], *said))
             start += row.tokens
         self._poison()
         before = self.pages.snapshot()
@@ -206,9 +211,14 @@ class Engine:
             expected_dtype = (torch.Size((total, config.num_heads, value.shape[2])), dtype)
             if (answer.shape, answer.dtype) != expected_dtype:
                 raise ConformanceError(f"forward gave {answer.dtype} {tuple(answer.shape)}, not {expected_dtype}")
-            error = compare(answer, expected, rows, self)
-            self.max_error = max(self.max_error, error)
+            self._compare(answer, expected, rows)
         return answer
+
+    def _compare(self, answer: Tensor, expected: list[tuple[Tensor, Tensor]], rows: list[Row]) -> None:
+        error = compare(answer, [output for output, _ in expected], rows, self)
+        self.max_error = max(self.max_error, error)
+        if self.with_lse:
+            compare_lse(self.lse, [lse for _, lse in expected], rows, self)
 
     def tensors(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Random query, key and value of ``count`` tokens, float32, on the host; latent values are part of the keys."""
@@ -220,12 +230,16 @@ class Engine:
     def forward(self, tensors: Iterable[Tensor], metadata: Any) -> Tensor:
         """The layer's output, of query, key and value on the device."""
         query, key, value = tensors
-        return self.impl.forward(query, key, None if self.config.use_mla else value, self.kv_cache, metadata)
+        given = (query, key, None if self.config.use_mla else value, self.kv_cache, metadata)
+        if not self.with_lse:
+            return self.impl.forward(*given)
+        output, self.lse = self.impl.forward_with_lse(*given)
+        return output
 
-    def _dense(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        features = {name: part for name, part in self.features.items() if name not in ("k_scale", "v_scale")}
-        expected: Tensor = dense_attention(query, key, value, **features)
-        return expected
+    def dense(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp that the layer should give, float32."""
+        features = {name: part for name, part in self.features.items() if name not in BACKENDS_OWN}
+        return dense_attention(query, key, value, causal=self.causal, return_lse=True, **features)
 
     def _poison(self) -> None:
         """Fill what holds no token: blocks of nobody with junk, unused rows with junk or, for ``finite_tail``, 0."""

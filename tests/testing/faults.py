@@ -20,7 +20,7 @@ HEAVY = """
 import copy
 import numpy as np
 import torch
-from attncore import AttentionBackend
+from attncore import AttentionBackend, AttentionImpl
 from attncore.reference import ReferenceBackend, ReferenceImpl
 
 def changed(metadata, **fields):
@@ -51,13 +51,14 @@ class Fault(NamedTuple):
     light: str = ""
 
 
-def _forward(body: str) -> str:
+def forward(body: str, name: str = "forward") -> str:
+    """Code that replaces a method; ``whole`` is the sound one."""
     lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
     return f"""
-def forward(self, query, key, value, kv_cache, metadata, output=None):
-    whole = super(Impl, self).forward
+def {name}(self, query, key, value, kv_cache, metadata, output=None):
+    whole = super(Impl, self).{name}
 {lines}
-Impl.forward = forward
+Impl.{name} = {name}
 """
 
 
@@ -105,7 +106,7 @@ FAULTS = (
         "writes_minus_one",
         "test_padded_tokens_change_no_block",
         "a slot of -1, or a token of padding, must change no block",
-        _forward("return whole(query, key, value, kv_cache[:, :-1], metadata, output)"),
+        forward("return whole(query, key, value, kv_cache[:, :-1], metadata, output)"),
     ),
     Fault(
         "head_size_that_raises",
@@ -118,34 +119,34 @@ FAULTS = (
         "head_size_that_is_wrong",
         "test_smallest_and_largest_declared_head_sizes",
         "declares head_size 80",
-        _forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[2] == 80))"),
+        forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[2] == 80))"),
         "head_sizes={16, 32, 80}",
     ),
     Fault(
         "block_size_that_is_wrong",
         "test_smallest_and_largest_declared_block_sizes",
         "declares block_size 8",
-        _forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (kv_cache.shape[2] == 8))"),
+        forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (kv_cache.shape[2] == 8))"),
     ),
     Fault(
         "head_size_within_that_is_wrong",
         "test_usual_head_sizes_that_are_declared",
         "declares head_size 96",
-        _forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[2] == 96))"),
+        forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[2] == 96))"),
         "head_sizes=MultipleOf(8, 256)",
     ),
     Fault(
         "middle_of_a_set_that_is_wrong",
         "test_usual_head_sizes_that_are_declared",
         "declares head_size 56",
-        _forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[2] == 56))"),
+        forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[2] == 56))"),
         "head_sizes={8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88}",
     ),
     Fault(
         "block_size_within_that_is_wrong",
         "test_usual_block_sizes_that_are_declared",
         "declares block_size 48",
-        _forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (kv_cache.shape[2] == 48))"),
+        forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (kv_cache.shape[2] == 48))"),
     ),
     Fault(
         "head_size_that_raises_without_a_word",
@@ -158,7 +159,7 @@ FAULTS = (
         "wrong_beyond",
         "test_undeclared_sizes_are_refused_or_right[head_size]",
         "gives wrong results instead of an error",
-        _forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[2] != 16))"),
+        forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[2] != 16))"),
         "head_sizes={16}",
     ),
     Fault(
@@ -172,7 +173,7 @@ FAULTS = (
         "assumes_contiguous_keys",
         "test_strided_tensors",
         "with strided tensors",
-        _forward(
+        forward(
             """
 key = torch.as_strided(key, key.shape, (key.shape[1] * key.shape[2], key.shape[2], 1))
 return whole(query, key, value, kv_cache, metadata, output)
@@ -183,7 +184,7 @@ return whole(query, key, value, kv_cache, metadata, output)
         "assumes_contiguous_heads",
         "test_strided_tensors[gaps]",
         "with strided tensors (gaps",
-        _forward(
+        forward(
             """
 query = torch.as_strided(query, query.shape, (query.stride(0), query.shape[2], 1))
 return whole(query, key, value, kv_cache, metadata, output)
@@ -194,7 +195,7 @@ return whole(query, key, value, kv_cache, metadata, output)
         "assumes_a_contiguous_output",
         "test_strided_tensors",
         "wrote beside its strided output",
-        _forward(
+        forward(
             """
 answer = whole(query, key, value, kv_cache, metadata)
 if output is None:
@@ -209,13 +210,13 @@ return output
         "wrong_with_one_head",
         "test_grouped_heads[1-1]",
         "1 heads over 1",
-        _forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[1] == 1))"),
+        forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[1] == 1))"),
     ),
     Fault(
         "wrong_with_more_than_16_requests",
         "test_many_requests_in_a_step",
         "differs from dense",
-        _forward(
+        forward(
             "return whole(query, key, value, kv_cache, metadata, output).div_(1 + (len(metadata.host.seq_lens) > 16))"
         ),
     ),
@@ -223,13 +224,13 @@ return output
         "wrong_with_more_than_16_decodes",
         "test_many_requests_in_a_step",
         "decode of 1 after",
-        _forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (metadata.num_decodes > 16))"),
+        forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (metadata.num_decodes > 16))"),
     ),
     Fault(
         "wrong_row",
         "test_decode",
         "decode of 1 after",
-        _forward(
+        forward(
             "return whole(query, key, value, kv_cache, "
             "changed(metadata, block_table=np.roll(metadata.host.block_table, 1, 0)), output)"
         ),
@@ -238,7 +239,7 @@ return output
         "short_ids",
         "test_block_ids_at_the_end_of_the_pool",
         "decode of 1 after",
-        _forward(
+        forward(
             "return whole(query, key, value, kv_cache, "
             "changed(metadata, block_table=metadata.host.block_table % 32), output)"
         ),
@@ -247,7 +248,7 @@ return output
         "keeps_lengths",
         "test_a_smaller_batch_after_a_larger_one",
         "differs",
-        _forward(
+        forward(
             """
 lengths = metadata.host.seq_lens
 if metadata.max_query_len == 1 and len(lengths) >= len(getattr(self, 'kept', [])):
@@ -262,7 +263,7 @@ return whole(query, key, value, kv_cache, metadata, output)
         "only_fresh_keys",
         "test_chunked_prefill",
         "prefill of",
-        _forward(
+        forward(
             """
 tokens = np.diff(metadata.host.query_start_loc)
 if metadata.max_query_len > 1:
@@ -275,7 +276,7 @@ return whole(query, key, value, kv_cache, metadata, output)
         "interleaved_heads",
         "test_grouped_heads[4-2]",
         "4 heads over 2",
-        _forward(
+        forward(
             """
 n, kv = query.shape[1], key.shape[1]
 order = torch.arange(n).view(n // kv, kv).T.flatten()
@@ -289,13 +290,13 @@ return back if output is None else output.copy_(back)
         "reads_nobodys_block",
         "test_nothing_is_read_that_no_request_owns",
         "the output holds NaN",
-        _forward("return whole(query, key, value, kv_cache, metadata, output) + 0 * kv_cache[0, 0].sum()"),
+        forward("return whole(query, key, value, kv_cache, metadata, output) + 0 * kv_cache[0, 0].sum()"),
     ),
     Fault(
         "reads_unused_rows",
         "test_nothing_is_read_that_no_request_owns",
         "declares finite_tail",
-        _forward(
+        forward(
             """
 answer = whole(query, key, value, kv_cache, metadata, output)
 for row, length in enumerate(metadata.host.seq_lens):
@@ -310,13 +311,13 @@ return answer
         "writes_nothing",
         "test_a_slot_owns_its_part_of_its_block",
         "",
-        _forward("return whole(query, key, value, kv_cache.clone(), metadata, output)"),
+        forward("return whole(query, key, value, kv_cache.clone(), metadata, output)"),
     ),
     Fault(
         "writes_beside",
         "test_prefill",
         "changed block 0, which it does not own",
-        _forward(
+        forward(
             """
 answer = whole(query, key, value, kv_cache, metadata, output)
 if len(query) > 2:
@@ -329,19 +330,19 @@ return answer
         "scales_query",
         "test_prefill",
         "forward changed its argument query",
-        _forward("return whole(query.mul_(0.5).clone().mul_(2), key, value, kv_cache, metadata, output)"),
+        forward("return whole(query.mul_(0.5).clone().mul_(2), key, value, kv_cache, metadata, output)"),
     ),
     Fault(
         "other_output",
         "test_output_is_written_where_it_is_asked",
         "",
-        _forward("return whole(query, key, value, kv_cache, metadata)"),
+        forward("return whole(query, key, value, kv_cache, metadata)"),
     ),
     Fault(
         "float_output",
         "test_dtype[bfloat16]",
         "torch.float32",
-        _forward("return whole(query, key, value, kv_cache, metadata, output).float()"),
+        forward("return whole(query, key, value, kv_cache, metadata, output).float()"),
     ),
     Fault(
         "last_plan_wins",
@@ -352,7 +353,7 @@ def plan_layers(self, metadata, key):
     self.planned = key
 Backend.plan_layers = plan_layers
 """
-        + _forward(
+        + forward(
             """
 from dataclasses import replace
 self._scoring = replace(self._scoring, scale=self.backend.planned.scale)
@@ -412,7 +413,7 @@ Backend.swap_blocks = swap_blocks
         "needs_a_table",
         "test_plain_prompts_of_the_list_door",
         "no columns",
-        _forward(
+        forward(
             """
 if metadata.block_table.shape[1] == 0:
     raise RuntimeError('no columns')
@@ -424,7 +425,7 @@ return whole(query, key, value, kv_cache, metadata, output)
         "reads_padded_rows",
         "test_a_graph_batch_of_the_persistent_door",
         "",
-        _forward(
+        forward(
             """
 if len(np.unique(metadata.host.query_start_loc)) < len(metadata.host.query_start_loc):
     return whole(query, key, value, kv_cache, metadata, output).neg_()

@@ -7,12 +7,14 @@ import sys
 import hypothesis
 import pytest
 from planting import Site
+from testing.encoder_faults import ENCODER_FAULTS
 from testing.faults import FAULTS, HEAVY, LIGHT
 
 from attncore.registry import load
 from attncore.testing.run import FILE, _Catcher, conformance
 
 QUIET = ("-p", "no:terminal")
+EVERY_FAULT = (*FAULTS, *ENCODER_FAULTS)
 hypothesis.settings.register_profile("without shrinking", phases=[hypothesis.Phase.generate])
 
 
@@ -57,7 +59,7 @@ def all_faults(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(folder), *sys.path])
         site, nodes = Site(folder), []
-        for fault in FAULTS:
+        for fault in EVERY_FAULT:
             plant_in(site, fault.name, fault.code, fault.facts, fault.light)
             file = folder / f"test_fault_{fault.name}.py"
             file.write_text(FILE.format(name=fault.name) + "EXAMPLES = 15\n")
@@ -73,7 +75,7 @@ def all_faults(tmp_path_factory):
     return code, catcher.found
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", EVERY_FAULT, ids=lambda fault: fault.name)
 def test_every_fault_is_found(all_faults, fault):
     code, reports = all_faults
     assert code == 1
@@ -107,7 +109,7 @@ def forward(self, query, key, value, kv_cache, metadata, output=None):
 Impl.forward = forward
 """
     plant("modern", code)
-    exit_code, report = run("modern", "list_door and not graph")
+    exit_code, report = run("modern", "list_door and not graph and not cross")
     assert exit_code == 0
     (row,) = report.rows()
     assert (row["capability"], row["state"]) == ("list door", "unsupported")

@@ -1,0 +1,100 @@
+"""The kit on backends of other kinds: everything declared, latent attention alone, encoders through page lists."""
+
+import pytest
+from planting import Site
+from testing.faults import HEAVY, LIGHT
+
+from attncore.errors import NoBackendError
+from attncore.registry.select import select
+from attncore.testing.run import conformance
+from attncore.testing.verified import compared
+
+QUIET = ("-p", "no:terminal")
+EVERYTHING = (
+    "features={'sliding_window', 'logits_soft_cap', 'alibi', 'sinks', 'encoder', 'encoder_decoder', 'lse', "
+    "'multi_token_decode'}, use_mla=True, head_size_v=MultipleOf(4)"
+)
+LATENT_ONLY = "head_sizes={24, 40}, head_size_v={16}, use_mla=True, mla_only=True, max_group_size=16"
+
+
+def plant(site: Site, name: str, facts: str, code: str = "") -> None:
+    site.plugin(name, LIGHT.format(name=name, facts=f"dict({facts})"), heavy=HEAVY + code)
+
+
+def states(report):
+    return {row["capability"]: row["state"] for row in report.rows()}
+
+
+def test_a_backend_that_declares_everything_passes(site):
+    plant(site, "everything", EVERYTHING)
+    code, report = conformance("everything", settings="EXAMPLES = 8\n", options=QUIET)
+    assert (code, report.failures) == (0, [])
+    found = states(report)
+    for row in ("encoder", "encoder_decoder", "lse", "latent attention", "value head size"):
+        assert found[row] == "supported"
+
+
+def test_what_is_not_declared_is_unsupported(site):
+    plant(site, "plain", "features=set(), unsupported={'lse': 'the kernel keeps it to itself'}")
+    code, report = conformance(
+        "plain", options=(*QUIET, "-k", "encoder or cross or log_sum_exp or latent or value_head")
+    )
+    rows = {row["capability"]: row for row in report.rows()}
+    assert code == 0
+    reasons = {name: row["reason"] for name, row in rows.items() if row["state"] == "unsupported"}
+    assert reasons == {
+        "encoder": "its spec does not declare it",
+        "encoder_decoder": "its spec does not declare it",
+        "lse": "the kernel keeps it to itself",
+        "latent attention": "its spec does not declare use_mla",
+        "value head size": "its spec says that it is the query's",
+    }
+
+
+def test_latent_attention_alone_passes(site):
+    plant(site, "latent", LATENT_ONLY)
+    code, report = conformance("latent", settings="EXAMPLES = 8\n", options=QUIET)
+    assert (code, report.failures) == (0, [])
+    found = states(report)
+    for row in ("latent attention", "decode", "mixed batches", "NaN canary", "strided tensors", "declared head sizes"):
+        assert found[row] == "supported"
+    assert found["value head size"] == "unsupported"
+
+
+def test_latent_backends_are_compared_with_the_reference(site):
+    plant(site, "latent", LATENT_ONLY)
+    asked = {"num_heads": 8, "num_kv_heads": 1, "head_size": 40, "head_size_v": 16, "use_mla": True, "dtype": "float32"}
+    found = compared(select(backend="latent", **asked).create(), asked)
+    assert (found["state"], found["message"]) == ("agrees", "")
+    assert found["against"] == "reference and dense float32 attention"
+    assert found["steps"] > 3
+
+
+def test_only_latent_attention_is_chosen_for_it(site):
+    plant(site, "latent", LATENT_ONLY)
+    with pytest.raises(NoBackendError, match=r"plain heads not supported by attn-latent 1\.0; supported: latent"):
+        select(backend="latent", num_heads=8, num_kv_heads=1, head_size=40, dtype="float32")
+
+
+PAGES = """
+def forward(self, query, key, value, kv_cache, metadata, output=None):
+    if self.attn_type == "encoder_decoder":
+        starts = metadata.host.paged_kv_indptr
+        table = np.zeros((len(starts) - 1, max(np.diff(starts).max(), 1)), np.int32)
+        for row in range(len(table)):
+            pages = metadata.host.paged_kv_indices[starts[row] : starts[row + 1]]
+            table[row, : len(pages)] = pages
+        metadata = changed(metadata, cross_block_table=table)
+    return super(Impl, self).forward(query, key, value, kv_cache, metadata, output)
+Impl.forward = forward
+"""
+
+
+def test_cross_attention_through_page_lists(site):
+    plant(site, "pages", "features={'encoder_decoder'}, needs={'page_list'}", PAGES)
+    code, report = conformance("pages", settings="EXAMPLES = 8\n", options=(*QUIET, "-k", "cross"))
+    assert (code, report.failures) == (0, [])
+    assert states(report)["encoder_decoder"] == "supported"
+    outcomes = {result.test: result.outcome for result in report.results}
+    assert outcomes["test_cross_attention_of_the_persistent_door"] == "passed"
+    assert outcomes["test_cross_attention_of_the_list_door"] == "skipped"
