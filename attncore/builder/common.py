@@ -37,6 +37,30 @@ class _Measures(NamedTuple):
     longest: int
 
 
+# Arrays for so many sequences, requests, tokens, columns and pages (-1: no page lists); their contents do not matter.
+Room = Callable[[int, int, int, int, int], SimpleNamespace]
+
+
+def _fresh(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages: int) -> SimpleNamespace:
+    host = SimpleNamespace(
+        slot_mapping=np.empty(num_tokens, np.int64),
+        positions=np.empty(num_tokens, np.int64),
+        token_to_req_indices=np.empty(num_tokens, np.int32),
+        seq_lens=np.empty(num_reqs, np.int32),
+        context_lens=np.empty(num_seqs, np.int32),
+        query_lens=np.empty(num_seqs, np.int32),
+        query_start_loc=np.empty(num_seqs + 1, np.int32),
+        seq_start_loc=np.empty(num_reqs + 1, np.int32),
+        logits_indices=np.empty(num_seqs, np.int32),
+        block_table=np.empty((num_reqs, width), np.int32),
+    )
+    if num_pages >= 0:
+        host.paged_kv_indptr = np.empty(num_reqs + 1, np.int32)
+        host.paged_kv_indices = np.empty(num_pages, np.int32)
+        host.paged_kv_last_page_len = np.empty(num_reqs, np.int32)
+    return host
+
+
 def _planner(backend: Any) -> Callable[[CommonAttentionMetadata], None]:
     """The backend's plan, refused while a stream is capturing: only a step that is planned pays for the question."""
     plan, device = backend.plan, backend.config.device
@@ -109,6 +133,9 @@ class CommonMetadataBuilder:
         ``cuda_graph_pad_size`` -1: no graph; else the number of padded requests behind the decodes. Raises ValueError
         or TypeError that names the group, sequence and field, and builds nothing.
         """
+        return self._build(groups, cuda_graph_pad_size, _fresh)
+
+    def _build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int, room: Room) -> CommonAttentionMetadata:
         slots._integer("cuda_graph_pad_size", cuda_graph_pad_size, -1)
         if not isinstance(groups, (list, tuple)):
             if not isinstance(groups, Iterable):
@@ -117,11 +144,11 @@ class CommonMetadataBuilder:
         if not self._reader.enter():
             raise ConcurrentUseError("builder: another caller is inside it; give each thread a builder of its own")
         try:
-            return self._built(groups, cuda_graph_pad_size)
+            return self._built(groups, cuda_graph_pad_size, room)
         finally:
             self._reader.leave()
 
-    def _built(self, groups: Any, cuda_graph_pad_size: int) -> CommonAttentionMetadata:
+    def _built(self, groups: Any, cuda_graph_pad_size: int, room: Room) -> CommonAttentionMetadata:
         reader = self._reader
         if not reader.read(groups):
             raise problems.malformed_groups(groups)
@@ -155,22 +182,15 @@ class CommonMetadataBuilder:
                 f"groups: an answer of {num_tokens} tokens and a table of {num_reqs} x {width} is more than the "
                 f"{self._max_numbers} numbers allowed here"
             )
-        host = SimpleNamespace(
-            slot_mapping=np.empty(num_tokens, np.int64),
-            positions=np.empty(num_tokens, np.int64),
-            token_to_req_indices=np.empty(num_tokens, np.int32),
-            seq_lens=np.empty(num_reqs, np.int32),
-            context_lens=np.empty(num_seqs, np.int32),
-            query_lens=np.empty(num_seqs, np.int32),
-            query_start_loc=np.empty(num_seqs + 1, np.int32),
-            seq_start_loc=np.empty(num_reqs + 1, np.int32),
-            logits_indices=np.empty(num_seqs, np.int32),
-        )
-        reader.fill(self.block_size, window, pad, *vars(host).values())
-        host.block_table = np.empty((num_reqs, width), np.int32)
+        num_pages = measures.num_pages if self.layout.page_lists else -1
+        host = room(num_seqs, num_reqs, num_tokens, width, num_pages)
+        reader.fill(
+            self.block_size, window, pad, host.slot_mapping, host.positions, host.token_to_req_indices, host.seq_lens,
+            host.context_lens, host.query_lens, host.query_start_loc, host.seq_start_loc, host.logits_indices,
+        )  # fmt: skip
         reader.fill_table(host.block_table)
-        if self.layout.page_lists:
-            self._fill_pages(host, num_reqs, measures.num_pages)
+        if num_pages >= 0:
+            reader.fill_pages(self.block_size, host.paged_kv_indptr, host.paged_kv_indices, host.paged_kv_last_page_len)
         num_decode_tokens = num_tokens - measures.num_prefill_tokens
         metadata = CommonAttentionMetadata(
             host,
@@ -201,14 +221,6 @@ class CommonMetadataBuilder:
         if self._plan is not None:
             self._plan(metadata)
         return metadata
-
-    def _fill_pages(self, host: SimpleNamespace, num_reqs: int, num_pages: int) -> None:
-        host.paged_kv_indptr = np.empty(num_reqs + 1, np.int32)
-        host.paged_kv_indices = np.empty(num_pages, np.int32)
-        host.paged_kv_last_page_len = np.empty(num_reqs, np.int32)
-        self._reader.fill_pages(
-            self.block_size, host.paged_kv_indptr, host.paged_kv_indices, host.paged_kv_last_page_len
-        )
 
     def _graph_width(self, groups: Any, measures: _Measures) -> int:
         """The fixed width of a captured table, and whether this step may replay a graph at all."""
