@@ -50,8 +50,8 @@ class CrossRows(NamedTuple):
                 raise ValueError(f"metadata: {name} has {count} rows, but encoder_seq_lens {len(lengths)}")
         if len(lengths) != metadata.num_reqs or len(bounds) - 1 > len(lengths):  # fewer bounds under a graph
             raise ValueError(
-                f"metadata: encoder_seq_lens has {len(lengths)} rows for {metadata.num_reqs} requests; views of a mixed "
-                "step of the list door keep the whole step's encoder fields, so run such a step whole"
+                f"metadata: encoder_seq_lens has {len(lengths)} rows for {metadata.num_reqs} requests; views of a "
+                "mixed step of the list door keep the whole step's encoder fields, so run such a step whole"
             )
         if len(host.cross_slot_mapping) != fresh_starts[-1]:
             raise ValueError(

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from attncore.abstract import AttentionType
-from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, SequenceGroup
+from attncore.builder import CommonMetadataBuilder, InputBatch, KVCacheGroup, MetadataBuilder, SequenceGroup
 from attncore.builder import Sequence as OneSequence
-from attncore.builder.kv_cache_group import KVCacheGroup
 from attncore.testing import steps
 from attncore.testing.compare import Row, compare_cache, differs
 from attncore.testing.engine import Engine

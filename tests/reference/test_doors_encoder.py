@@ -14,7 +14,7 @@ from attncore import (
     Sequence,
     SequenceGroup,
 )
-from attncore.builder.kv_cache_group import KVCacheGroup
+from attncore.builder import KVCacheGroup
 from attncore.dense import dense_attention
 from attncore.reference import ReferenceBackend
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from reference.encoder_cases import make_cross, make_encoder
 
 from attncore import kv_cache
 
@@ -18,12 +19,46 @@ FEATURES = {
         "sinks": [0.5] * 4,
     },
 }
+LATENT = {"num_kv_heads": 1, "head_size": 576, "head_size_v": 512, "use_mla": True}
+CROSS = [(9, True, 5), (1, True, 40), (0, False, 2), (300, False, 1), (13, False, 3)]
+CASES = {
+    "latent": lambda paged_case: paged_case(ROWS, device="cuda", **LATENT),
+    "encoder": lambda _: make_encoder([5, 1, 300, 4], features=FEATURES["all"], device="cuda"),
+    "encoder_only": lambda _: make_encoder([5, 1, 300, 4], kind="encoder_only", device="cuda"),
+    "cross": lambda _: make_cross(CROSS, features={"sinks": [0.5] * 4}, device="cuda"),
+}
 
 
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("head_size", [8, 64, 128])
 def test_mixed_batch(paged_case, features, head_size):
     paged_case(ROWS, head_size=head_size, device="cuda", padded_tokens=2, **features).check()
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_other_kinds(paged_case, kind):
+    CASES[kind](paged_case).check()
+
+
+def test_latent_attention_in_bfloat16(paged_case):
+    paged_case(ROWS, device="cuda", dtype="bfloat16", **LATENT).check(1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("kind", CASES)
+def test_log_sum_exp_does_not_synchronise(paged_case, kind):
+    case = CASES[kind](paged_case)
+    layer = {} if kind == "latent" else {"attn_type": case.kind}
+    impl = case.backend.impl("layer", **layer, **case.features)
+    impl.forward_with_lse(**case.given())
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        output, _ = impl.forward_with_lse(**case.given())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = case.expected if kind == "latent" else case.expected[0]
+    torch.testing.assert_close(output, expected, atol=5e-5, rtol=5e-5)
 
 
 def test_bfloat16(paged_case):
