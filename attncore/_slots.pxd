@@ -83,6 +83,7 @@ cdef class BatchRows:
     cdef public length_t num_rows
     cdef public bint dirty
     cdef public slot_t changes  # how often blocks of rows changed place or went away
+    cdef public length_t max_encoder_len
     cdef public object req_ids
     cdef readonly bint busy
 

@@ -32,6 +32,7 @@ class BatchRows:
     num_rows: int
     dirty: bool
     changes: int
+    max_encoder_len: int
     req_ids: tuple[Any, ...]
     busy: bool
     def __init__(self, state: _Int32, decoders: list[BlockRows], cross: BlockRows | None) -> None: ...

@@ -539,12 +539,12 @@ cdef void fill_rows(StepArena out, BatchRows batch, length_t start, length_t num
 cdef void fill_encoder(StepArena out, BatchRows batch, length_t num_reqs) noexcept nogil:
     """Encoder lengths of rows 0..num_reqs, and the slots of the encoder tokens that run now: those of no step before.
 
-    Where neither rows nor encoders changed since this arena's last step, all is there.
+    Where neither rows nor their blocks changed since this arena's last step, all is there.
     """
     cdef length_t i, length, fresh, token = 0, seq_start = 0
     cdef Rows* rows = batch.cross
     cdef GroupFields* group = out.groups + batch.num_decoders
-    if out.version == batch.version and out.encoder_reqs == num_reqs:
+    if out.version == batch.version and out.changes == batch.changes and out.encoder_reqs == num_reqs:
         return
     out.max_encoder_seq_len = 0
     group.num_pages = 0
@@ -640,6 +640,7 @@ cdef void pad_step(StepArena out, BatchRows batch, StepBucket bucket) noexcept n
             out.encoder_query_lens[i] = 0
             out.encoder_seq_start_loc[i + 1] = out.encoder_seq_start_loc[i] + bucket.pad_seq_len
             out.encoder_query_start_loc[i + 1] = out.encoder_query_start_loc[i]
+            out.max_encoder_seq_len = max(out.max_encoder_seq_len, bucket.pad_seq_len)
     for g in range(num_groups):
         group = out.groups + g
         for i in range(n, reqs):
@@ -781,7 +782,7 @@ cdef class BatchRows:
 
     ``decoders`` and ``cross`` (or None) are their blocks, a BlockRows a KV-cache group. ``num_rows`` is the high-water
     mark (rows below it may be empty). ``dirty`` says that rows came, went or sat out since the last build, so that the
-    next one must arrange them.
+    next one must arrange them. ``max_encoder_len`` is what a graph is captured for.
     """
 
     def __init__(self, state, list decoders, BlockRows cross):
@@ -1095,6 +1096,8 @@ cdef class StepKernel:
         out.req_ids = ()
         if max_seq_len:
             out.max_seq_len = out.max_decode_seq_len = max_seq_len
+            out.max_encoder_seq_len = self.batch.max_encoder_len
+            out.version = -1  # the next step's longest encoder is another
         return metadata
 
     def undo(self, StepBucket bucket, length_t num_swaps):
@@ -1109,6 +1112,7 @@ cdef class StepKernel:
             if batch.cross != NULL and out.encoder_query_lens[i]:
                 batch.encoder_done[i] = 0
         batch.version += 1
+        (<object> PyList_GET_ITEM(bucket.metadata, <Py_ssize_t> (self.next_step % self.depth))).forget_step()
         while num_swaps:
             num_swaps -= 1
             swap_rows(batch, self.swaps[2 * num_swaps], self.swaps[2 * num_swaps + 1])

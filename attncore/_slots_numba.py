@@ -437,7 +437,7 @@ class BatchRows:
             cross.num_computed = state[ENCODER]
         self.num_rows = 0
         self.dirty = True
-        self.changes = 0
+        self.changes = self.max_encoder_len = 0
         self.req_ids: tuple[Any, ...] = ()
         self.busy = False
 
@@ -613,6 +613,7 @@ class StepKernel:
         out.req_ids = ()
         if max_seq_len:
             out.max_seq_len = out.max_decode_seq_len = max_seq_len
+            out.max_encoder_seq_len = self.batch.max_encoder_len
         return metadata
 
     def undo(self, bucket: StepBucket, num_swaps: int) -> None:
@@ -622,6 +623,7 @@ class StepKernel:
         batch.state[COMPUTED, :n] -= out.fields["query_lens"][:n]
         if batch.cross is not None:
             batch.state[ENCODED, :n][out.fields["encoder_query_lens"][:n] > 0] = 0
+        bucket.metadata[self.next_step % self.depth].forget_step()
         for i, j in self.swaps[:num_swaps][::-1].tolist():
             batch.swap(i, j)
 
@@ -710,6 +712,7 @@ class StepKernel:
             fields["encoder_query_lens"][n:reqs] = 0
             fields["encoder_query_start_loc"][n + 1 : reqs + 1] = fields["encoder_query_start_loc"][n]
             starts.append("encoder_seq_start_loc")
+            out.max_encoder_seq_len = max(out.max_encoder_seq_len, bucket.pad_seq_len if n < reqs else 0)
         for name in starts:
             fields[name][n + 1 : reqs + 1] = fields[name][n] + bucket.pad_seq_len * np.arange(1, reqs - n + 1)
         for g, (slots, last_blocks, indptr, last_page_len) in enumerate(out.groups):

@@ -100,10 +100,10 @@ class BlockTable:
 
     def check_sees(self, row: int, req_id: Hashable, num_computed: int) -> None:
         """ValueError where a request rolled back to ``num_computed`` tokens would see blocks that are given up."""
-        column = self.first_seen(num_computed) // self.group.tokens_per_column
-        if num_computed and column < self.num_columns(row) and self.array[row, column] < self.group.kernel_blocks:
+        index, each = self.first_seen(num_computed) // self.group.block_size, self.group.kernel_blocks
+        if index * each < self.num_columns(row) and self.array[row, index * each] < each:
             raise ValueError(
-                f"num_tokens: request {req_id!r} rolled back to {num_computed} tokens would see block {column} of "
+                f"num_tokens: request {req_id!r} rolled back to {num_computed} tokens would see block {index} of "
                 f"group {self.group.name!r}, which its window has passed; release with num_rollback"
             )
 

@@ -83,6 +83,7 @@ class InputBatch:
         self._rows = self.kernels.BatchRows(
             self._state, [table.rows for table in self._decoders], self._cross.rows if self._cross else None
         )
+        self._rows.max_encoder_len = self.max_encoder_len
         self._entered = _Entered(self._rows)
         self._ids: list[Any] = []  # by row; None: an empty row
         self._row_of: dict[Hashable, int] = {}
@@ -147,8 +148,9 @@ class InputBatch:
         block id is bad, a group has no blocks given or the blocks do not hold the tokens.
         """
         with self._entered:
-            self._check_new(req_id, num_computed_tokens, encoder_seq_len)
+            self._check_new(req_id, num_computed_tokens, encoder_seq_len, encoder_computed)
             given = self._by_group(req_id, block_ids, all_groups=True)
+            changes = self._rows.changes
             row = min(self._holes) if self._holes else len(self._ids)
             self._rows.start(row, num_computed_tokens, encoder_seq_len, bool(encoder_computed))
             try:
@@ -157,8 +159,14 @@ class InputBatch:
                     table.rows.start(row)
                     table.append(row, req_id, ids)
                     table.check_holds(row, req_id, encoder_seq_len if table.group.cross else num_computed_tokens)
+                    if table.group.cross and not encoder_seq_len and table.num_columns(row):
+                        raise ValueError(
+                            f"encoder_seq_len: 0 of request {req_id!r}, which has blocks in cross group {name!r}; "
+                            "say how many encoder tokens they are for, or give none"
+                        )
             except BaseException:
                 self._clear(row)
+                self._rows.changes = changes
                 raise
             if row == len(self._ids):
                 self._ids.append(req_id)
@@ -201,7 +209,8 @@ class InputBatch:
     def replace_block(self, req_id: Hashable, index: int, block_id: int, group: str | None = None) -> int:
         """Another block in place of the request's block number ``index`` (copy on write); the one it had.
 
-        0 makes it null. ``group`` names the KV-cache group, where there are several.
+        0 makes it null; what stands before it then counts as passed by ``release_passed_blocks``. ``group`` names the
+        KV-cache group, where there are several.
         """
         with self._entered:
             row, table = self._row(req_id), self._table(group)
@@ -210,22 +219,24 @@ class InputBatch:
             return was
 
     def truncate_blocks(self, req_id: Hashable, num_blocks: int, group: str | None = None) -> list[int]:
-        """Keeps the request's first ``num_blocks`` blocks, which must hold its computed tokens; those given up.
+        """Keeps the request's first ``num_blocks`` blocks, which must hold its cached tokens; those given up.
 
         ``group`` names the KV-cache group, where there are several.
         """
         with self._entered:
             row, table = self._row(req_id), self._table(group)
-            tokens = int(self._state[1 if table.group.cross else 0, row])
+            computed, encoder_tokens, encoded = map(int, self._state[:, row])
+            tokens = encoder_tokens * encoded if table.group.cross else computed
             slots._integer("num_blocks", num_blocks, 0)
             held, needed = table.held(row), -(-tokens // table.group.block_size)
             if not needed <= num_blocks <= len(held):
+                what = "encoder tokens cached" if table.group.cross else "computed tokens"
                 raise ValueError(
                     f"num_blocks: {num_blocks} is outside {needed}..{len(held)} "
-                    f"(request {req_id!r} has {tokens} computed tokens and {len(held)} blocks)"
+                    f"(request {req_id!r} has {tokens} {what} and {len(held)} blocks)"
                 )
             table.rows.truncate(row, num_blocks * table.group.kernel_blocks)
-            self._rows.changes += 1
+            self._rows.changes += num_blocks < len(held)
             return held[num_blocks:]
 
     def release_passed_blocks(self, num_rollback: int = 0) -> dict[Hashable, Any]:
@@ -300,7 +311,7 @@ class InputBatch:
                         f"which has {computed} computed tokens"
                     )
                 for table in self._decoders:
-                    if table.group.sliding_window is not None:
+                    if count and table.group.sliding_window is not None:
                         table.check_sees(row, req_id, computed - count)
                 new.append((row, computed - count))
             for row, computed in new:
@@ -387,7 +398,9 @@ class InputBatch:
                     )
         return block_ids
 
-    def _check_new(self, req_id: Hashable, num_computed_tokens: int, encoder_seq_len: int) -> None:
+    def _check_new(
+        self, req_id: Hashable, num_computed_tokens: int, encoder_seq_len: int, encoder_computed: bool
+    ) -> None:
         if req_id is None:
             raise ValueError("req_id: None cannot name a request")
         try:
@@ -410,6 +423,8 @@ class InputBatch:
                 f"encoder_seq_len: {encoder_seq_len} of request {req_id!r} exceed "
                 f"max_encoder_len {self.max_encoder_len}"
             )
+        if encoder_computed and self._cross is None:
+            raise ValueError(f"encoder_computed: true for request {req_id!r}, but no group is cross")
         if len(self._row_of) == self.max_num_reqs:
             raise ValueError(f"req_id: no row for {req_id!r}; the batch holds max_num_reqs {self.max_num_reqs}")
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from attncore import slots
-from attncore.builder.kernel_blocks import kernel_blocks_per_block
 
 MAX_GROUPS = 64
 
@@ -56,10 +55,17 @@ def checked_groups(groups: Iterable[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
         names.add(group.name)
         slots._integer(f"{path}.block_size", group.block_size, 1)
         if group.kernel_block_size is not None:
-            kernel_blocks_per_block(group.block_size, group.kernel_block_size)
+            slots._integer(f"{path}.kernel_block_size", group.kernel_block_size, 1)
+            if group.block_size % group.kernel_block_size:
+                raise ValueError(
+                    f"{path}.kernel_block_size: {group.kernel_block_size} does not divide its block_size "
+                    f"{group.block_size}; choose a block size that is a multiple of the kernel's"
+                )
         for field in ("sliding_window", "num_blocks"):
             if getattr(group, field) is not None:
                 slots._integer(f"{path}.{field}", getattr(group, field), 1)
+        if not isinstance(group.cross, bool):
+            raise TypeError(f"{path}.cross: {group.cross!r} is not true or false")
         if group.cross and group.sliding_window is not None:
             raise ValueError(f"{path}.sliding_window: given for a cross group, whose queries see the whole encoder")
     decoders = tuple(group for group in found if not group.cross)

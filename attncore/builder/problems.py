@@ -21,7 +21,8 @@ def refused_step(
             "schedule fewer or build the builder for more"
         )
     if code == slots.TOO_MANY_SEQ_TOKENS:
-        return ValueError("seq_lens: their sum over this step does not fit int32; schedule fewer requests")
+        what = "their sum" if batch._cross is None else "their sum, or that of encoder_seq_lens,"
+        return ValueError(f"seq_lens: {what} over this step does not fit int32; schedule fewer requests")
     if code == slots.TOO_MANY_ENCODER_TOKENS:
         return ValueError(
             f"scheduled: {token} encoder tokens in this step exceed the builder's max_num_encoder_tokens; "
@@ -60,7 +61,7 @@ def refused_bucket(batch: InputBatch, code: int, row: int, count: int, query_len
         return ValueError(f"{name}: {who} runs its encoder tokens in this step; run it without a graph")
     return ValueError(
         f"{name} rows were captured with {each} tokens each, but {who} runs {int(query_lens[row])}; "
-        "build without a bucket and run the step without a graph"
+        f"schedule {each} of every request, or build without a bucket and run the step without a graph"
     )
 
 

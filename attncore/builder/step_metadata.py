@@ -26,6 +26,7 @@ _REQUESTS = frozenset(
 )  # fmt: skip
 _TABLES = frozenset(("block_table", "cross_block_table"))
 _FIELDS = _TOKENS | _LOCS | _REQUESTS | _TABLES | {"cross_slot_mapping"}
+_OF_ONE_STEP = frozenset(("_indices", "_decode", "_prefill"))
 _LENGTHS_OF_CROSS = {"seq_lens": "encoder_seq_lens", "seq_start_loc": "encoder_seq_start_loc"}
 
 
@@ -139,6 +140,12 @@ class StepMetadata(CommonAttentionMetadata):
             for name in _FIELDS & metadata.__dict__.keys():
                 del metadata.__dict__[name]
 
+    def forget_step(self) -> None:
+        """Called by the kernel when this arena's step is taken back: the next one has its number."""
+        for metadata in self.groups.values():
+            for key in _OF_ONE_STEP & metadata.__dict__.keys():
+                del metadata.__dict__[key]
+
     def _cached(self, key: str, make: Any) -> Any:
         return self._this_step(key, make)
 
@@ -149,11 +156,14 @@ class StepMetadata(CommonAttentionMetadata):
             self.__dict__[key] = self._arena.step, value
         return value
 
+    def _decode_view(self) -> CommonAttentionMetadata | None:
+        # All rows of a captured graph's step are decodes; what it records must lie where the next step's fields do.
+        return super()._decode_view() if self._device is None else self
+
     def _prefill_view(self) -> CommonAttentionMetadata | None:
         view = super()._prefill_view()
-        if (
-            view is not None and "prefill_seq_start_loc" in self._fields
-        ):  # the kernel wrote the rebased sums in the same pass
+        # The kernel wrote the rebased sums in the same pass.
+        if view is not None and "prefill_seq_start_loc" in self._fields:
             size = self.num_prefills + 1
             view.host.query_start_loc = self._fields["prefill_query_start_loc"][:size]
             view.host.seq_start_loc = self._fields["prefill_seq_start_loc"][:size]

@@ -133,7 +133,8 @@ class Batches(RuleBasedStateMachine):
         blocks = {}
         for group in self.groups:
             tokens = encoder if group.cross else computed + 1
-            blocks[group.name] = self.fresh(min(oracles.cdiv(tokens, group.block_size) + lookahead, self.width(group)))
+            count = min(oracles.cdiv(tokens, group.block_size) + lookahead, self.width(group))
+            blocks[group.name] = self.fresh(count if tokens else 0)
         options = {"encoder_seq_len": encoder, "encoder_computed": encoded} if has_cross else {}
         if len(self.requests) == MAX_REQS:
             before = self.frozen()
@@ -217,7 +218,7 @@ class Batches(RuleBasedStateMachine):
         for name in names:
             request, left = self.requests[name], self.requests[name].computed - counts[name]
             for group in self.groups:
-                if group.sliding_window is not None and left > 0:
+                if group.sliding_window is not None and counts[name] > 0:
                     first = max(0, left + 1 - group.sliding_window)
                     index = first // group.block_size
                     if index < len(request.blocks[group.name]) and request.blocks[group.name][index] == 0:
@@ -373,6 +374,7 @@ class Batches(RuleBasedStateMachine):
 
     def plan(self, metadata):
         if self.plan_fails:
+            _ = metadata.paged_kv_indices, metadata.decode_metadata, metadata.prefill_metadata
             raise RuntimeError("no plan")
 
     @precondition(lambda self: self.planned)
@@ -423,6 +425,8 @@ class Batches(RuleBasedStateMachine):
         if group.cross:
             expected = oracles.lengths([b for b, _, _ in rows], encoder["encoder_seq_lens"], size, 0)
             expected = {n: expected[n] for n in ("seq_lens", "seq_start_loc", "paged_kv_indices", "max_seq_len")}
+            lens = zip(rows, encoder["encoder_seq_lens"], strict=True)
+            expected["last_blocks"] = [blocks[(n - 1) // size] if n else 0 for (blocks, _, _), n in lens]
         elif self.ranks:
             ranks = self.ranks
             own = ranks.block_size, ranks.world_size, ranks.rank, ranks.interleave

@@ -1,0 +1,438 @@
+"""Several KV-cache groups behind the persistent door: worked numbers, windows, encoders, and what is refused."""
+
+import numpy as np
+import pytest
+
+from attncore import AttentionBackend, AttentionImpl, BackendConfig
+from attncore.builder import ContextParallel, InputBatch, KVCacheGroup, MetadataBuilder
+
+FULL, WINDOW = KVCacheGroup("full", 4), KVCacheGroup("window", 4, sliding_window=6)
+EXPANDED = KVCacheGroup("window", 8, kernel_block_size=4, sliding_window=6)
+CROSS = KVCacheGroup("encoder", 4, cross=True)
+
+
+def batch_of(kernels, *groups, max_num_reqs=4, max_model_len=40, **options):
+    return InputBatch(max_num_reqs=max_num_reqs, max_model_len=max_model_len, groups=groups, kernels=kernels, **options)
+
+
+def state_of(batch):
+    """Every byte that the batch keeps, and what its metadata goes by."""
+    tables = [(table._state.tobytes(), table.array.tobytes()) for table in batch._tables.values()]
+    rows = batch._rows
+    return batch._state.tobytes(), tables, tuple(batch._ids), dict(batch._row_of), rows.num_rows, rows.changes
+
+
+# ---- worked numbers --------------------------------------------------------------------------------------------------
+
+
+def test_a_block_of_the_managers_is_several_of_the_kernels(kernels):
+    batch = batch_of(kernels, KVCacheGroup("large", 16, kernel_block_size=4))
+    batch.add_request("a", {"large": [0, 2]}, 16)
+    metadata = MetadataBuilder(batch, max_num_batched_tokens=32).build()
+    assert metadata.block_table[0, :8].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert metadata.slot_mapping.tolist() == [2 * 16]
+    assert metadata.paged_kv_indices.tolist() == [0, 1, 2, 3, 8]
+    assert batch.block_ids("a") == {"large": [0, 2]}
+
+
+@pytest.mark.parametrize(
+    ("rank", "slots", "lens"),
+    [
+        (0, [20, -1, 21, -1, 22, -1, 23, -1, 36, -1, 31, -1, 12], [5, 5]),
+        (1, [-1, 20, -1, 21, -1, 22, -1, 23, -1, 36, -1, 31, -1], [5, 4]),
+    ],
+)
+def test_a_rank_of_two_keeps_every_other_token(kernels, rank, slots, lens):
+    batch = InputBatch(max_num_reqs=2, max_model_len=24, block_size=8, kernels=kernels)
+    batch.add_request("a", [5, 9, 2])
+    batch.add_request("b", [7, 3, 8], 6)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=32, context_parallel=ContextParallel(2, rank, 4))
+    metadata = builder.build({"a": 10, "b": 3})
+    assert metadata.slot_mapping.tolist() == slots
+    assert metadata.seq_lens.tolist() == lens
+    assert metadata.paged_kv_indptr.tolist() == [0, 2, 3 + (lens[1] > 4)]
+
+
+def test_local_lengths_of_a_rank(kernels):
+    batch = InputBatch(max_num_reqs=3, max_model_len=24, block_size=8, kernels=kernels)
+    for name, computed in (("a", 7), ("b", 8), ("c", 9)):
+        batch.add_request(name, [1, 2], computed)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=32, context_parallel=ContextParallel(2, 1, 4))
+    assert builder.build().seq_lens.tolist() == [4, 4, 5]
+
+
+def test_a_token_of_a_group_is_slotted_by_its_own_table(kernels):
+    groups = [KVCacheGroup("a", 3), KVCacheGroup("b", 16), KVCacheGroup("c", 3), KVCacheGroup("d", 1)]
+    batch = batch_of(kernels, *groups, max_model_len=20)
+    batch.add_request("r", {"a": [7, 8], "b": [5], "c": [9, 4], "d": [1, 2, 3, 9]}, 3)
+    metadata = MetadataBuilder(batch, max_num_batched_tokens=8).build()
+    slots = {name: group.slot_mapping.tolist() for name, group in metadata.groups.items()}
+    assert slots == {"a": [24], "b": [83], "c": [12], "d": [9]}
+    assert {name: group.last_blocks.tolist() for name, group in metadata.groups.items()} == {
+        "a": [8], "b": [5], "c": [4], "d": [9],
+    }  # fmt: skip
+    assert metadata.groups["c"].paged_kv_indices.tolist() == [9, 4]
+    assert metadata is metadata.groups["a"]
+
+
+# ---- windows ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_window_has_passed_becomes_the_null_block(kernels):
+    batch = batch_of(kernels, FULL, WINDOW)
+    batch.add_request("a", {"full": [1, 2, 3], "window": [4, 5, 6]}, 10)
+    # Token 10 sees tokens 5 to 10: block 0 is passed, block 1 is not.
+    assert batch.release_passed_blocks(num_rollback=2) == {}
+    assert batch.release_passed_blocks() == {"a": {"window": [4]}}
+    assert batch.release_passed_blocks() == {}
+    assert batch.block_ids("a") == {"full": [1, 2, 3], "window": [0, 5, 6]}
+    metadata = MetadataBuilder(batch, max_num_batched_tokens=8).build()
+    assert metadata.groups["window"].slot_mapping.tolist() == [26]
+    assert metadata.groups["window"].block_table[0, :3].tolist() == [0, 5, 6]
+
+
+def test_half_a_block_of_the_managers_is_not_given_up(kernels):
+    batch = batch_of(kernels, EXPANDED)
+    batch.add_request("a", {"window": [1, 2]}, 12)  # sees tokens 7 to 12
+    assert batch.release_passed_blocks() == {}
+    MetadataBuilder(batch, max_num_batched_tokens=8).build()
+    assert batch.release_passed_blocks() == {"a": {"window": [1]}}
+    assert batch._tables["window"].array[0, :4].tolist() == [0, 1, 4, 5]
+
+
+@pytest.mark.parametrize(("group", "count", "block"), [(WINDOW, 6, 1), (EXPANDED, 12, 0)])
+def test_nobody_rolls_back_to_what_a_window_has_passed(kernels, group, count, block):
+    batch = batch_of(kernels, group)
+    batch.add_request("a", {"window": [1, 2, 3, 4, 5][: 20 // group.block_size + 1]}, 18)
+    batch.add_request("b", {"window": [11]}, 2)
+    assert batch.release_passed_blocks()["a"]["window"][0] == 1
+    before = state_of(batch)
+    message = rf"num_tokens: request 'a' rolled back to {18 - count} tokens would see block {block} of group 'window'"
+    with pytest.raises(ValueError, match=message):
+        batch.rollback_many({"b": 1, "a": count})
+    assert state_of(batch) == before
+
+
+def test_nobody_starts_again_in_a_block_that_was_given_up(kernels):
+    batch = batch_of(kernels, WINDOW)
+    batch.add_request("a", {"window": [1, 2, 3]}, 10)
+    assert batch.release_passed_blocks() == {"a": {"window": [1]}}
+    with pytest.raises(ValueError, match=r"rolled back to 0 tokens would see block 0 of group 'window'"):
+        batch.rollback("a", 10)
+    batch.rollback("a", 0)  # takes nothing back
+    assert batch.num_computed_tokens("a") == 10
+
+
+# ---- encoders --------------------------------------------------------------------------------------------------------
+
+
+def cross_batch(kernels, **options):
+    batch = batch_of(kernels, FULL, CROSS, max_encoder_len=12, **options)
+    batch.add_request("a", {"full": [1, 2], "encoder": [3, 4]}, encoder_seq_len=5)
+    batch.add_request("b", {"full": [5, 6], "encoder": []})
+    return batch
+
+
+def test_encoder_tokens_have_slots_in_the_first_step_only(kernels):
+    builder = MetadataBuilder(cross_batch(kernels), max_num_batched_tokens=8, depth=1)
+    metadata = builder.build()
+    assert metadata.cross_slot_mapping.tolist() == [12, 13, 14, 15, 16]
+    assert metadata.encoder_query_start_loc.tolist() == [0, 5, 5]
+    cross = metadata.groups["encoder"]
+    assert (cross.seq_lens.tolist(), cross.paged_kv_indices.tolist()) == ([5, 0], [3, 4])
+    assert (cross.last_blocks.tolist(), cross.max_seq_len) == ([4, 0], 5)
+    assert not hasattr(cross, "slot_mapping")
+    for _ in range(2):
+        metadata = builder.build()
+        assert metadata.cross_slot_mapping.tolist() == []
+        assert metadata.groups["encoder"].seq_lens.tolist() == [5, 0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_replaced_block_of_an_encoder_is_seen_by_the_next_step(kernels, depth):
+    batch = cross_batch(kernels)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8, depth=depth)
+    for _ in range(3):
+        builder.build()
+    assert batch.replace_block("a", 1, 9, "encoder") == 4
+    for _ in range(2):
+        cross = builder.build().groups["encoder"]
+        assert cross.last_blocks.tolist() == [9, 0]
+        assert cross.paged_kv_indices.tolist() == [3, 9]
+
+
+def test_a_preempted_request_runs_its_encoder_again(kernels):
+    batch = cross_batch(kernels)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8)
+    builder.build()
+    assert batch.preempt("a") == {"full": [1, 2], "encoder": [3, 4]}
+    assert batch.truncate_blocks("a", 0, "encoder") == []  # it holds none, and none of its encoder tokens are cached
+    batch.append_blocks("a", {"full": [8]})
+    message = r"row 0 \(request 'a'\) in group 'encoder' holds 0 blocks but encoder token 0 needs block 0"
+    with pytest.raises(ValueError, match=message):
+        builder.build()
+    batch.append_blocks("a", {"encoder": [9, 10]})
+    assert builder.build().cross_slot_mapping.tolist() == [36, 37, 38, 39, 40]
+
+
+def test_encoder_tokens_beyond_the_builder_are_refused(kernels):
+    batch = batch_of(kernels, FULL, CROSS, max_encoder_len=12)
+    for name in "ab":
+        batch.add_request(name, {"full": [1], "encoder": [2, 3, 4]}, encoder_seq_len=12)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8, max_num_encoder_tokens=12)
+    before = state_of(batch)
+    with pytest.raises(ValueError, match="scheduled: 24 encoder tokens in this step exceed the builder's"):
+        builder.build()
+    assert state_of(batch) == before
+    assert builder.build({"b": 0}).cross_slot_mapping.shape == (12,)
+    assert builder.build().encoder_query_lens.tolist() == [0, 12]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+BAD_GROUPS = [
+    ([], "groups: none holds the decoder's own keys"),
+    ([CROSS], "groups: none holds the decoder's own keys"),
+    (5, "groups: 5 is not a list of KVCacheGroup"),
+    (["full"], r"groups\[0\]: 'full' is not a KVCacheGroup"),
+    ([FULL, FULL], r"groups\[1\].name: 'full' stands twice"),
+    ([KVCacheGroup("", 4)], r"groups\[0\].name: '' is not a name"),
+    ([FULL, KVCacheGroup("b", 0)], r"groups\[1\].block_size: 0 is below 1"),
+    ([FULL, KVCacheGroup("b", 8, kernel_block_size=3)], r"groups\[1\].kernel_block_size: 3 does not divide .* 8"),
+    ([FULL, KVCacheGroup("b", 8, kernel_block_size=0)], r"groups\[1\].kernel_block_size: 0 is below 1"),
+    ([FULL, KVCacheGroup("b", 8, sliding_window=0)], r"groups\[1\].sliding_window: 0 is below 1"),
+    ([FULL, KVCacheGroup("b", 8, num_blocks=0)], r"groups\[1\].num_blocks: 0 is below 1"),
+    ([FULL, KVCacheGroup("b", 8, cross="no")], r"groups\[1\].cross: 'no' is not true or false"),
+    ([FULL, CROSS._replace(sliding_window=4)], r"groups\[1\].sliding_window: given for a cross group"),
+    ([FULL, CROSS, CROSS._replace(name="other")], "groups: 'encoder' and 'other' are both cross"),
+    ([KVCacheGroup(str(i), 4) for i in range(65)], "groups: 65 given; a batch takes 64"),
+    (
+        [KVCacheGroup("a", 4, num_blocks=2**31 - 1), KVCacheGroup("b", 8, 4, num_blocks=2**30 + 1)],
+        "num_blocks: 1073741825 of 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("groups", "message"), BAD_GROUPS)
+def test_bad_groups_name_themselves(kernels, groups, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        InputBatch(max_num_reqs=2, max_model_len=16, groups=groups, kernels=kernels)
+
+
+BAD_BATCHES = [
+    ({"groups": [FULL], "block_size": 4}, "block_size: 4 given beside groups"),
+    ({"groups": [FULL], "num_blocks": 4}, "num_blocks: 4 given beside groups"),
+    ({"groups": [FULL], "max_encoder_len": 4}, "max_encoder_len: 4 given, but no group is cross"),
+    ({"groups": [FULL, CROSS]}, "max_encoder_len: None is not an integer"),
+    ({"groups": [FULL, CROSS], "max_encoder_len": 0}, "max_encoder_len: 0 is below 1"),
+    ({}, "block_size: None is not an integer"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_BATCHES)
+def test_batches_that_contradict_themselves(arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        InputBatch(max_num_reqs=2, max_model_len=16, **arguments)
+
+
+TWO = {"full": [7], "encoder": [8]}
+BAD_CALLS = [
+    (lambda b: b.add_request("z", {"full": [7]}), "block_ids: request 'z' has none for group 'encoder'"),
+    (lambda b: b.add_request("z", [7]), r"block_ids: \[7\] of request 'z' is not a mapping; .*: full, encoder"),
+    (lambda b: b.add_request("z", TWO | {"x": []}), "block_ids: request 'z' names group 'x'; known: full, encoder"),
+    (lambda b: b.add_request("z", TWO), r"encoder_seq_len: 0 of request 'z', which has blocks in cross group 'encode"),
+    (
+        lambda b: b.add_request("z", TWO, encoder_seq_len=13),
+        "encoder_seq_len: 13 of request 'z' exceed max_encoder_len",
+    ),
+    (lambda b: b.add_request("z", TWO, encoder_seq_len=-1), "encoder_seq_len: -1 is below 0"),
+    (lambda b: b.add_request("z", TWO, encoder_seq_len=5), "'z' has 5 encoder tokens but holds 1 blocks"),
+    (lambda b: b.add_request("z", {"full": [7], "encoder": [1] * 4}, encoder_seq_len=5), "4 block ids but room for 3"),
+    (lambda b: b.add_request("z", TWO, 5, encoder_seq_len=1), "'z' has 5 computed tokens but holds 1 blocks"),
+    (lambda b: b.add_request("z", {"full": [7], "encoder": [-1]}, encoder_seq_len=1), "block id -1 at index 0"),
+    (lambda b: b.append_blocks_many({"a": {"full": [7], "encoder": [True]}}), "'a': block id True at index 0"),
+    (lambda b: b.append_blocks_many({"a": {"full": [7]}, "b": {"none": [7]}}), "'b' names group 'none'"),
+    (lambda b: b.append_blocks_many({"a": {"full": [7]}, "b": [7]}), r"\[7\] of request 'b' is not a mapping"),
+    (lambda b: b.replace_block("a", 0, 9), "group: name one of full, encoder"),
+    (lambda b: b.replace_block("a", 0, 9, "none"), "group: 'none' is not one of full, encoder"),
+    (lambda b: b.replace_block("a", 0, 9, ["full"]), r"group: \['full'\] is not one of"),
+    (lambda b: b.replace_block("a", 2, 9, "full"), "index: 2, but request 'a' holds 2 blocks"),
+    (lambda b: b.replace_block("a", 0, -1, "full"), "block_id: -1 is below 0"),
+    (lambda b: b.replace_block("a", True, 1, "full"), "index: True is not an integer"),
+    (lambda b: b.truncate_blocks("a", 1, "encoder"), r"1 is outside 2\.\.2 \(request 'a' has 5 encoder tokens cached"),
+    (lambda b: b.truncate_blocks("a", 1), "group: name one of"),
+    (lambda b: b.needs_block("none"), "group: 'none' is not one of"),
+    (lambda b: b.release_passed_blocks(-1), "num_rollback: -1 is below 0"),
+    (lambda b: b.rollback_many([("a", 1)]), "num_tokens: .* is not a mapping"),
+    (lambda b: b.rollback_many({"b": 1, "a": 2}), "num_tokens: 2 goes past the start of request 'a'"),
+    (lambda b: b.rollback_many({"b": 1, "q": 1}), "req_id: 'q' is not in the batch"),
+    (lambda b: b.rollback_many({"b": 1, "a": 1.0}), "num_tokens: 1.0 is not an integer"),
+    (lambda b: b.swap_rows(0, 2), "j: row 2 is not in use; the batch has 2 rows"),
+    (lambda b: b.swap_rows(-1, 0), "i: -1 is below 0"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_CALLS)
+def test_a_refused_call_changes_nothing(kernels, call, message):
+    batch = cross_batch(kernels)
+    metadata = MetadataBuilder(batch, max_num_batched_tokens=8).build()
+    before = state_of(batch)
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(batch)
+    assert state_of(batch) == before
+    assert metadata.paged_kv_indices.tolist() == [1, 5]  # nothing has moved
+
+
+def test_encoders_need_a_cross_group(kernels):
+    batch = batch_of(kernels, FULL, WINDOW)
+    blocks = {"full": [1], "window": [2]}
+    with pytest.raises(ValueError, match="encoder_seq_len: 3 of request 'a', but no group is cross"):
+        batch.add_request("a", blocks, encoder_seq_len=3)
+    with pytest.raises(ValueError, match="encoder_computed: true for request 'a', but no group is cross"):
+        batch.add_request("a", blocks, encoder_computed=True)
+    assert len(batch) == 0
+
+
+def test_the_group_of_a_missing_block_is_named(kernels):
+    batch = batch_of(kernels, FULL, KVCacheGroup("small", 8, kernel_block_size=2))
+    batch.add_request("a", {"full": [1, 2, 3], "small": [4]}, 6)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8)
+    before = state_of(batch)
+    message = r"row 0 \(request 'a'\) in group 'small' holds 1 blocks but token 8 needs block 1 \(block_size 8\)"
+    with pytest.raises(ValueError, match=message):
+        builder.build({"a": 3})
+    batch.replace_block("a", 0, 0, "small")
+    message = r"row 0 \(request 'a'\) in group 'small' would write token 6 to block 0"
+    for scheduled in ({}, {"a": 2}):
+        with pytest.raises(ValueError, match=message):
+            builder.build(scheduled)
+    batch.replace_block("a", 0, 4, "small")
+    assert state_of(batch)[:-1] == before[:-1]
+
+
+# ---- backends and ranks ----------------------------------------------------------------------------------------------
+
+
+class Impl(AttentionImpl):
+    def forward(self, query, key, value, kv_cache, metadata, output=None):
+        return query
+
+
+class Plain(AttentionBackend):
+    name = "plain"
+    impl_class = Impl
+
+    def from_host(self, array):
+        return np.asarray(array)
+
+    def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+
+class Planning(Plain):
+    name = "planning"
+
+    def plan_layers(self, metadata, key):
+        self.planned = metadata.group, metadata.paged_kv_indices.tolist()
+
+
+def config(block_size=4):
+    return BackendConfig(num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", block_size=block_size)
+
+
+def planning():
+    backend = Planning(config())
+    backend.impl("layer", scale=1.0)
+    return backend
+
+
+def test_each_group_is_planned_with_its_own_pages(kernels):
+    batch = batch_of(kernels, FULL, WINDOW)
+    batch.add_request("a", {"full": [1, 2], "window": [3, 4]}, 5)
+    backends = {"full": planning(), "window": planning()}
+    MetadataBuilder(batch, backends, max_num_batched_tokens=8).build()
+    assert backends["full"].planned == ("full", [1, 2])
+    assert backends["window"].planned == ("window", [3, 4])
+
+
+def bad_builders():
+    one, plain = planning(), Plain(config())
+    two = {"full": plain, "window": plain}
+    ranks = ContextParallel(2, 0, 2)
+    return [
+        ({"backend": {"full": plain}}, "backend: none for group 'window'"),
+        ({"backend": two | {"other": plain}}, "backend: 'other' is no group of the batch; known: full, window"),
+        ({"backend": one}, "backend: 'planning' plans, and is given for several groups"),
+        ({"backend": {"full": one, "window": one}}, "backend: 'planning' plans, and is given for several groups"),
+        ({"backend": two | {"window": Plain(config(8))}}, "batch: group 'window': its block_size 4 is not the backend"),
+        ({"context_parallel": ranks}, "context_parallel: group 'window' is windowed"),
+        ({"context_parallel": 2}, "context_parallel: 2 is not a ContextParallel"),
+        ({"decode_threshold": 0}, "decode_threshold: 0 is below 1"),
+        ({"decode_threshold": 2**31}, "decode_threshold: 2147483648 does not fit int32"),
+        ({"max_num_encoder_tokens": 0}, "max_num_encoder_tokens: 0 is below 1"),
+    ]
+
+
+@pytest.mark.parametrize("index", range(len(bad_builders())))
+def test_builders_that_do_not_fit_the_batch(kernels, index):
+    arguments, message = bad_builders()[index]
+    with pytest.raises((ValueError, TypeError), match=message):
+        MetadataBuilder(batch_of(kernels, FULL, WINDOW), max_num_batched_tokens=8, **arguments)
+
+
+def test_worlds_that_do_not_divide():
+    with pytest.raises(ValueError, match="world_size: 3 does not divide the virtual block of 8 tokens"):
+        ContextParallel.of_virtual_blocks(8, 3, 0)
+    with pytest.raises(ValueError, match="world_size: 3 does not divide tensor_parallel_size 8"):
+        ContextParallel(3, 0, 4, tensor_parallel_size=8)
+    batch = InputBatch(max_num_reqs=2, max_model_len=24, block_size=8)
+    with pytest.raises(ValueError, match=r"blocks of 4 tokens on each of 3 ranks are virtual blocks of 12; .* has 8"):
+        MetadataBuilder(batch, max_num_batched_tokens=8, context_parallel=ContextParallel(3, 0, 4))
+    cross = batch_of("cython", KVCacheGroup("full", 8), CROSS._replace(block_size=8), max_encoder_len=8)
+    with pytest.raises(ValueError, match="context_parallel: group 'encoder' is cross"):
+        MetadataBuilder(cross, max_num_batched_tokens=8, context_parallel=ContextParallel(2, 0, 4))
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_swapped_rows_take_everything_along(kernels):
+    batch = cross_batch(kernels)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8)
+    builder.build()
+    batch.swap_rows(0, 1)
+    assert batch.req_ids == ("b", "a")
+    metadata = builder.build()
+    assert (metadata.req_ids, metadata.moves) == (("b", "a"), ())
+    assert metadata.slot_mapping.tolist() == [21, 5]
+    assert metadata.groups["encoder"].seq_lens.tolist() == [0, 5]
+    assert metadata.groups["encoder"].block_table[:, :2].tolist() == [[0, 0], [3, 4]]
+
+
+def test_a_request_swapped_into_a_hole_ends_the_rows_behind_it(kernels):
+    batch = InputBatch(max_num_reqs=3, max_model_len=16, block_size=4, kernels=kernels)
+    for index, name in enumerate("abc"):
+        batch.add_request(name, [index + 1], index)
+    batch.remove_request("a")
+    batch.swap_rows(0, 2)
+    assert (batch.req_ids, batch.num_rows) == (("c", "b"), 2)
+    metadata = MetadataBuilder(batch, max_num_batched_tokens=8).build()
+    assert (metadata.req_ids, metadata.slot_mapping.tolist()) == (("c", "b"), [14, 9])
+
+
+def test_needs_block_asks_one_group_or_all(kernels):
+    batch = batch_of(kernels, FULL, KVCacheGroup("large", 16), CROSS, max_encoder_len=4)
+    batch.add_request("a", {"full": [1], "large": [2], "encoder": []}, 4)
+    batch.add_request("b", {"full": [1, 3, 4, 5, 6], "large": [2], "encoder": []}, 16)
+    assert batch.needs_block() == ["a", "b"]
+    assert (batch.needs_block("full"), batch.needs_block("large"), batch.needs_block("encoder")) == (["a"], ["b"], [])
+
+
+def test_memory_is_that_of_every_groups_table(kernels):
+    one = batch_of(kernels, FULL)
+    two = batch_of(kernels, FULL, KVCacheGroup("large", 16, kernel_block_size=2))
+    assert two.nbytes - one.nbytes == two._tables["large"].nbytes
+    assert two._tables["large"].nbytes >= 4 * 4 * (24 + 4)
+    owners = (two, *two._tables.values())
+    owned = {id(a): a.nbytes for owner in owners for a in vars(owner).values() if isinstance(a, np.ndarray)}
+    assert two.nbytes == sum(owned.values())
