@@ -22,9 +22,9 @@ from attncore.cli.output import print_json, stdout_to_stderr
 from attncore.errors import NoBackendError
 from attncore.replay import report, synthetic
 from attncore.replay.attention import AttentionLayers, torch_threads
+from attncore.replay.cache_blocks import check_pools
 from attncore.replay.clock import CostModel
 from attncore.replay.runner import Settings, replay
-from attncore.replay.scheduler import check_pool
 from attncore.replay.steps_file import StepsFile
 from attncore.replay.traces import Trace, read_trace
 
@@ -118,7 +118,8 @@ def _run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     _check_together(args)
     trace = _trace(args)
-    check_pool(trace.requests, settings.num_blocks, settings.block_size)  # before caches of that many blocks are made
+    # Before caches of that many blocks are made.
+    check_pools(trace.requests, settings.num_blocks, settings.groups_of_batch)
     layers, why = _layers(args)
     with contextlib.ExitStack() as stack:
         record = stack.enter_context(StepsFile(args.save_steps, args.block_size)) if args.save_steps else None

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from attncore.replay.attention import AttentionLayers
+    from attncore.replay.cache_blocks import RunningRequest
     from attncore.replay.measurements import Verification
     from attncore.replay.request import Request
-    from attncore.replay.scheduler import RunningRequest, Step
+    from attncore.replay.scheduler import Step
 
 DECODE_STRIDE = 8  # of a sampled request, one decode in so many
 CHUNK_PARTS, PART_TOKENS = 3, 16  # of its prompt chunks: the beginning, the middle and the end

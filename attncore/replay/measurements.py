@@ -17,14 +17,18 @@ def _numbers() -> array[int]:
 
 @dataclass(slots=True)
 class Steps:
-    """One number a step each. Times are nanoseconds of ``perf_counter_ns``; ``attention_ns`` is empty without
-    attention, and holds the sum over layers otherwise."""
+    """One number a step each, but for the last three, which are sums. Times are nanoseconds of ``perf_counter_ns``;
+    ``attention_ns`` is empty without attention, and holds the sum over layers otherwise."""
 
     build_ns: array[int] = field(default_factory=_numbers)
     attention_ns: array[int] = field(default_factory=_numbers)
     requests: array[int] = field(default_factory=_numbers)
     decodes: array[int] = field(default_factory=_numbers)
+    decode_tokens: array[int] = field(default_factory=_numbers)
     prefill_tokens: array[int] = field(default_factory=_numbers)
+    drafted: int = 0
+    accepted: int = 0
+    passed_blocks: int = 0  # by windows
 
 
 @dataclass(slots=True)

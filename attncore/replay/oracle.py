@@ -14,6 +14,28 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
+class Shard(NamedTuple):
+    """One of ``world_size`` ranks that share out every request's tokens, ``interleave`` in turn."""
+
+    world_size: int
+    rank: int
+    interleave: int
+
+    def place(self, position: int, block_size: int) -> tuple[bool, int]:
+        """Whether the rank keeps the token, and where in its block (``block_size`` tokens of a rank)."""
+        virtual = position % (block_size * self.world_size)
+        run = virtual // self.interleave
+        offset = run // self.world_size * self.interleave + position % self.interleave
+        return run % self.world_size == self.rank, offset
+
+    def kept(self, count: int, block_size: int) -> int:
+        """How many of a request's first ``count`` tokens the rank keeps."""
+        return sum(self.place(position, block_size)[0] for position in range(count))
+
+
+WHOLE = Shard(1, 0, 1)
+
+
 class Row(NamedTuple):
     """What one request does in a step: ``query_len`` tokens after ``context_len`` others, in ``blocks``."""
 
@@ -47,25 +69,37 @@ COUNTS = (
     "max_seq_len",
     "max_prefill_seq_len",
     "max_decode_seq_len",
+    "max_decode_query_len",
 )
 
 
-def expected(rows: Sequence[Row], block_size: int) -> dict[str, Any]:
-    """Every field of a step with these rows, decodes first: ints and lists of ints, without ``block_table``."""
-    slots, positions, owners, page_counts = [], [], [], []
+def expected(rows: Sequence[Row], block_size: int, threshold: int = 1, shard: Shard = WHOLE) -> dict[str, Any]:
+    """Every field of a step with these rows, decodes first: ints and lists of ints, without ``block_table``.
+
+    A decode runs up to ``threshold`` tokens. With a ``shard`` the fields are that rank's, whose blocks hold
+    ``block_size`` tokens each.
+    """
+    whole, tokens_per_id = shard.world_size == 1, block_size * shard.world_size
+    slots, positions, owners = [], [], []
     pages: list[int] = []
+    page_counts, seq_lens, context_lens, last_blocks = [], [], [], []
     for index, row in enumerate(rows):
-        for position in range(row.context_len, row.context_len + row.query_len):
-            slots.append(row.blocks[position // block_size] * block_size + position % block_size)
+        length = row.context_len + row.query_len
+        for position in range(row.context_len, length):
+            kept, offset = (True, position % block_size) if whole else shard.place(position, block_size)
+            block = row.blocks[position // tokens_per_id]
+            slots.append(block * block_size + offset if kept else -1)
             positions.append(position)
             owners.append(index)
-        page_counts.append(_pages(row, block_size))
+        context_lens.append(row.context_len if whole else shard.kept(row.context_len, block_size))
+        seq_lens.append(context_lens[-1] + sum(slot >= 0 for slot in slots[len(slots) - row.query_len :]))
+        page_counts.append(-(-seq_lens[-1] // block_size))
         pages += row.blocks[: page_counts[-1]]
+        last_blocks.append(row.blocks[_blocks(row, block_size, shard) - 1])
     query_lens = [row.query_len for row in rows]
-    seq_lens = [row.context_len + row.query_len for row in rows]
     query_start_loc = [0, *accumulate(query_lens)]
-    decodes = [length for length, row in zip(seq_lens, rows, strict=True) if row.query_len == 1]
-    prefills = [length for length, row in zip(seq_lens, rows, strict=True) if row.query_len > 1]
+    decodes = [index for index, count in enumerate(query_lens) if count <= threshold]
+    prefills = [index for index, count in enumerate(query_lens) if count > threshold]
     return {
         "slot_mapping": slots,
         "positions": positions,
@@ -73,31 +107,35 @@ def expected(rows: Sequence[Row], block_size: int) -> dict[str, Any]:
         "query_start_loc": query_start_loc,
         "seq_start_loc": [0, *accumulate(seq_lens)],
         "seq_lens": seq_lens,
-        "context_lens": [row.context_len for row in rows],
+        "context_lens": context_lens,
         "query_lens": query_lens,
         "logits_indices": [start - 1 for start in query_start_loc[1:]],
-        "last_blocks": [row.blocks[count - 1] for row, count in zip(rows, page_counts, strict=True)],
+        "last_blocks": last_blocks,
         "paged_kv_indptr": [0, *accumulate(page_counts)],
         "paged_kv_indices": pages,
-        "paged_kv_last_page_len": [(length - 1) % block_size + 1 for length in seq_lens],
+        "paged_kv_last_page_len": [(length - 1) % block_size + 1 if length else 0 for length in seq_lens],
         "num_reqs": len(rows),
         "num_tokens": len(slots),
         "num_decodes": len(decodes),
-        "num_decode_tokens": len(decodes),
+        "num_decode_tokens": sum(query_lens[index] for index in decodes),
         "num_prefills": len(prefills),
-        "num_prefill_tokens": len(slots) - len(decodes),
+        "num_prefill_tokens": sum(query_lens[index] for index in prefills),
         "max_query_len": max(query_lens),
         "max_seq_len": max(seq_lens),
-        "max_prefill_seq_len": max(prefills, default=0),
-        "max_decode_seq_len": max(decodes, default=0),
+        "max_prefill_seq_len": max((seq_lens[index] for index in prefills), default=0),
+        "max_decode_seq_len": max((seq_lens[index] for index in decodes), default=0),
+        "max_decode_query_len": max((query_lens[index] for index in decodes), default=1),
     }
 
 
-def _pages(row: Row, block_size: int) -> int:
-    return -(-(row.context_len + row.query_len) // block_size)
+def _blocks(row: Row, block_size: int, shard: Shard) -> int:
+    """Blocks of the row's tokens, which stand for ``block_size`` tokens on every rank."""
+    return -(-(row.context_len + row.query_len) // (block_size * shard.world_size))
 
 
-def differences(metadata: Any, planned: Mapping[Any, Row], block_size: int) -> list[str]:
+def differences(
+    metadata: Any, planned: Mapping[Any, Row], block_size: int, threshold: int = 1, shard: Shard = WHOLE
+) -> list[str]:
     """One sentence for each field of ``metadata`` (host arrays) that is not what the oracle makes of ``planned``.
 
     ``planned`` has the rows of this step by request id, in any order.
@@ -107,9 +145,9 @@ def differences(metadata: Any, planned: Mapping[Any, Row], block_size: int) -> l
         return [f"req_ids: {len(req_ids)} rows found, the step has {len(planned)}, or others"]
     rows = [planned[req_id] for req_id in req_ids]
     query_lens = [row.query_len for row in rows]
-    if any(a > 1 and b == 1 for a, b in pairwise(query_lens)):
+    if any(a > threshold >= b for a, b in pairwise(query_lens)):
         return ["req_ids: a decode stands after a prefill"]
-    wanted = expected(rows, block_size)
+    wanted = expected(rows, block_size, threshold, shard)
     found = [
         f"{name}: {getattr(metadata, name)} found, {wanted[name]} expected"
         for name in COUNTS
@@ -118,7 +156,7 @@ def differences(metadata: Any, planned: Mapping[Any, Row], block_size: int) -> l
     for names, dtype in ((INT64_FIELDS, np.int64), (INT32_FIELDS, np.int32)):
         for name in names:
             found += _difference(name, getattr(metadata.host, name), np.array(wanted[name], dtype=dtype))
-    return found + _table_differences(metadata.host.block_table, rows, block_size)
+    return found + _table_differences(metadata.host.block_table, rows, block_size, shard)
 
 
 def _difference(name: str, found: Any, wanted: np.ndarray[Any, Any]) -> list[str]:
@@ -131,14 +169,14 @@ def _difference(name: str, found: Any, wanted: np.ndarray[Any, Any]) -> list[str
     return [f"{name}: [{first}] is {found[first]}, {wanted[first]} expected ({wrong.size} of {wanted.size} differ)"]
 
 
-def _table_differences(table: Any, rows: Sequence[Row], block_size: int) -> list[str]:
+def _table_differences(table: Any, rows: Sequence[Row], block_size: int, shard: Shard) -> list[str]:
     """A row holds the blocks of its tokens, then at most blocks the request holds for later, then zeros."""
     if table.dtype != np.int32 or table.ndim != 2 or len(table) != len(rows):
         return [f"block_table: {table.dtype}{list(table.shape)} found, int32 with {len(rows)} rows expected"]
     for index, row in enumerate(rows):
         nonzero = np.flatnonzero(table[index])
         found = table[index][: nonzero[-1] + 1 if nonzero.size else 0].tolist()
-        if len(found) < _pages(row, block_size) or found != list(row.blocks[: len(found)]):
+        if len(found) < _blocks(row, block_size, shard) or found != list(row.blocks[: len(found)]):
             return [f"block_table: row {index} is {_short(found)}, {_short(row.blocks)} expected"]
     return []
 

@@ -14,7 +14,7 @@ def as_json(outcome: Outcome, *, trace: dict[str, str], options: dict[str, Any],
     """The report as JSON types. ``build_us``, ``attention_us`` and ``wall_s`` are times; nothing else depends on the
     machine. ``attention_us`` and ``verification.max_abs_error`` are null where only metadata was built."""
     steps, verification = outcome.steps, outcome.verification
-    prefill, decode = total(steps.prefill_tokens), total(steps.decodes)
+    prefill, decode = total(steps.prefill_tokens), total(steps.decode_tokens)
     return {
         "trace": trace,
         "options": options,

@@ -1,8 +1,9 @@
 """Continuous batching: which requests run in a step, how many tokens each, and in which blocks.
 
-Decodes go first, one token each; what is left of the step's token budget goes to prompts in order of arrival, in
-chunks. A prompt gets all its blocks when it is admitted, a decode one at a time. When there is none, the youngest
-request is preempted: it loses its blocks and later computes its prompt and what it had generated again.
+Decodes go first, one token each, and its drafts where there is a draft model; what is left of the step's token budget
+goes to prompts in order of arrival, in chunks. A prompt gets all its blocks when it is admitted, a decode as it needs
+them. When there is none, the youngest request is preempted: it loses its blocks and later computes its prompt and what
+it had generated again.
 """
 
 from __future__ import annotations
@@ -11,48 +12,39 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from attncore.replay.request import HASH_BLOCK, Request
+from attncore.replay.cache_blocks import CacheBlocks, Tables, check_pools
+from attncore.replay.draft import NO_DRAFT, Draft, DraftModel
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Sequence
 
-    from attncore.replay.block_pool import BlockPool
-
-
-class RunningRequest:
-    """A request under way. ``goal`` tokens are computed as a prompt before it decodes: the prompt, and after a
-    preemption also what it had generated; ``computed`` of its tokens are in the cache."""
-
-    __slots__ = ("blocks", "computed", "generated", "goal", "keys", "published", "request", "row")
-
-    def __init__(self, request: Request, keys: list[Hashable]) -> None:
-        self.request = request
-        self.row = request.row
-        self.keys = keys
-        self.blocks: list[int] = []
-        self.generated = 0
-        self.goal = request.prompt_tokens
-        self.computed = 0
-        self.published = 0
+    from attncore.replay.cache_blocks import RunningRequest
+    from attncore.replay.request import Request
 
 
 @dataclass(slots=True)
 class Step:
-    """One step, as the scheduler knows it. ``preempted``, ``admitted`` and ``appended`` (row -> new block ids) happen
-    before it, in this order; ``finished`` is known after it."""
+    """One step, as the scheduler knows it. ``preempted``, ``admitted`` and ``appended`` (row -> new blocks) happen
+    before it, in this order; ``finished`` is known after it. ``drafts`` has, by row, those of decodes that have any."""
 
     decodes: list[RunningRequest] = field(default_factory=list)
     prefills: list[tuple[RunningRequest, int]] = field(default_factory=list)
     preempted: list[RunningRequest] = field(default_factory=list)
     admitted: list[RunningRequest] = field(default_factory=list)
-    appended: dict[int, list[int]] = field(default_factory=dict)
+    appended: dict[int, Tables] = field(default_factory=dict)
+    drafts: dict[int, Draft] = field(default_factory=dict)
     finished: list[RunningRequest] = field(default_factory=list)
+    decode_tokens: int = 0  # drafts included
     prefill_tokens: int = 0
     context_tokens: int = 0  # sum of the lengths of all requests in the step, this step's tokens included
 
     @property
     def tokens(self) -> int:
-        return len(self.decodes) + self.prefill_tokens
+        return self.decode_tokens + self.prefill_tokens
+
+    def draft(self, running: RunningRequest) -> Draft:
+        """The drafts that a decode runs."""
+        return self.drafts.get(running.row, NO_DRAFT)
 
 
 class Scheduler:
@@ -61,24 +53,25 @@ class Scheduler:
     def __init__(
         self,
         requests: Sequence[Request],
-        pool: BlockPool,
+        cache: CacheBlocks,
         *,
-        block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        draft_model: DraftModel | None = None,
     ) -> None:
-        if max_num_batched_tokens < max_num_seqs:
+        each = 1 + (draft_model.speculation.num_drafts if draft_model else 0)
+        if max_num_batched_tokens < max_num_seqs * each:
+            what = f"a token and {each - 1} drafts" if draft_model else "a token"
             raise ValueError(
                 f"max_num_batched_tokens: {max_num_batched_tokens} is less than max_num_seqs "
-                f"{max_num_seqs}; every running request may need a token in the same step"
+                f"{max_num_seqs}{f' times {each}' if draft_model else ''}; "
+                f"every running request may need {what} in the same step"
             )
-        check_pool(requests, pool.num_blocks, block_size)
-        self.pool = pool
-        self.block_size = block_size
+        check_pools(requests, cache.num_blocks, cache.groups)
+        self.cache = cache
+        self.draft_model = draft_model
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        # Admission leaves these free: a pool filled to the last block preempts the newcomer in the next steps.
-        self.watermark = pool.num_blocks // 100
         self.running: list[RunningRequest] = []  # in order of arrival: the last one is the youngest
         self.preemptions = 0
         self.prefix_hit_tokens = 0
@@ -104,7 +97,7 @@ class Scheduler:
         step = Step()
         self._decode(step)
         # At least 1 while a prompt runs, and one prompt at most is under way: the next is admitted where this one ends.
-        budget = self.max_num_batched_tokens - len(step.decodes)
+        budget = self.max_num_batched_tokens - step.decode_tokens
         for running in self.running:
             if running.computed < running.goal:
                 budget -= self._prefill(step, running, budget)
@@ -115,53 +108,70 @@ class Scheduler:
     def complete(self, step: Step) -> None:
         """Books the step's tokens: its keys and values are now in the cache. Fills ``step.finished``."""
         for running in step.decodes:
-            running.computed += 1
-            running.generated += 1
+            new = 1 + step.draft(running).accepted if step.drafts else 1
+            running.computed += new
+            running.generated += new
             if running.generated == running.request.output_tokens:
                 step.finished.append(running)
         for running, count in step.prefills:
             running.computed += count
-            self._publish(running)
+            if self.cache.publish(running):
+                self._admission_may_succeed = True
             if running.computed == running.goal:
                 running.generated += 1
                 if running.generated == running.request.output_tokens:
                     step.finished.append(running)
         for running in step.finished:
             self.running.remove(running)
-            self.pool.release(running.blocks)
+            self.cache.release(running)
         if step.finished:
             self._admission_may_succeed = True
+
+    def pass_windows(self) -> dict[int, dict[str, list[int]]]:
+        """After a step: the blocks that windows have passed go back to their pools; which, by row and group name."""
+        passed = {running.row: self.cache.pass_windows(running) for running in self.running}
+        passed = {row: by_group for row, by_group in passed.items() if by_group}
+        if passed:
+            self._admission_may_succeed = True
+        return passed
 
     def _arrive(self, now: float) -> None:
         while self._arriving and self._arriving[0].arrival <= now:
             request = self._arriving.popleft()
-            self._waiting.append(RunningRequest(request, prefix_keys(request, self.block_size)))
+            self._waiting.append(self.cache.running(request))
 
     def _decode(self, step: Step) -> None:
-        running, block_size, index, context = self.running, self.block_size, 0, 0
+        running, index, context, drafted = self.running, 0, 0, 0
         while index < len(running):  # preemption takes requests from the end of the list
             decode = running[index]
             index += 1
-            computed = decode.computed
-            if computed < decode.goal:
+            if decode.computed < decode.goal:
                 continue
-            if computed == len(decode.blocks) * block_size:
-                while not self.pool.num_free and running[-1] is not decode:
+            length, draft = decode.computed + 1, NO_DRAFT
+            if self.draft_model is not None:
+                draft = self.draft_model.draw(decode.request.output_tokens - decode.generated - 1)
+                length += draft.drafted
+            if length > decode.room:
+                new = self.cache.grow(decode, length)
+                while new is None and running[-1] is not decode:
                     self._preempt(step)
-                if not self.pool.num_free:
+                    new = self.cache.grow(decode, length)
+                if new is None:
                     self._preempt(step)
                     break
-                new = self.pool.allocate(1)
-                decode.blocks += new
                 step.appended[decode.row] = new
             step.decodes.append(decode)
-            context += computed + 1
+            if draft.drafted:
+                step.drafts[decode.row] = draft
+                drafted += draft.drafted
+            context += length
+        step.decode_tokens = len(step.decodes) + drafted
         step.context_tokens = context
 
     def _preempt(self, step: Step) -> None:
         victim = self.running.pop()
-        self.pool.release(victim.blocks)
-        victim.blocks = []
+        self.cache.release(victim)
+        victim.tables = [[] for _ in victim.tables]
         victim.goal = victim.request.prompt_tokens + victim.generated
         victim.computed = 0
         self._waiting.appendleft(victim)
@@ -179,55 +189,11 @@ class Scheduler:
     def _admit(self, step: Step, budget: int) -> None:
         while self._waiting and budget and len(self.running) < self.max_num_seqs and self._admission_may_succeed:
             candidate = self._waiting[0]
-            # At least one token is computed, also when all are cached: its output is the answer.
-            hits = self.pool.lookup(candidate.keys[: (candidate.goal - 1) // self.block_size])
-            missing = -(-candidate.goal // self.block_size) - len(hits)
-            spare = self.watermark if self.running else 0
-            if missing + spare > self.pool.num_free - self.pool.num_free_among(hits):
+            if not self.cache.admit(candidate, alone=not self.running):
                 self._admission_may_succeed = False
                 return
             self._waiting.popleft()
-            self.pool.hold(hits)
-            candidate.blocks = hits + self.pool.allocate(missing)
-            candidate.computed = len(hits) * self.block_size
-            candidate.published = len(hits)
             self.prefix_hit_tokens += candidate.computed
             self.running.append(candidate)
             step.admitted.append(candidate)
             budget -= self._prefill(step, candidate, budget)
-
-    def _publish(self, running: RunningRequest) -> None:
-        """Puts the prompt's full blocks that are now computed into the prefix cache."""
-        full = min(running.computed // self.block_size, len(running.keys))
-        for index in range(running.published, full):
-            self.pool.publish(running.blocks[index], running.keys[index])
-            self._admission_may_succeed = True
-        running.published = max(running.published, full)
-
-
-def prefix_keys(request: Request, block_size: int) -> list[Hashable]:
-    """One key for each full block of the prompt; equal keys mean equal tokens at equal positions.
-
-    A key is the block's index and the hash ids it touches; an id stands for all that precedes it too. Empty where the
-    trace does not say what prompts share.
-    """
-    ids = request.hash_ids
-    if ids is None:
-        return []
-    return [
-        (index, *ids[index * block_size // HASH_BLOCK : ((index + 1) * block_size - 1) // HASH_BLOCK + 1])
-        for index in range(request.prompt_tokens // block_size)
-    ]
-
-
-def check_pool(requests: Sequence[Request], num_blocks: int, block_size: int) -> None:
-    """A ValueError that names the first request which could not run even alone, and how many blocks it needs."""
-    for request in requests:
-        # The last token generated is never computed: nothing reads it.
-        needed = -(-(request.prompt_tokens + request.output_tokens - 1) // block_size)
-        if needed > num_blocks - 1:
-            raise ValueError(
-                f"num_blocks: row {request.row} of the trace has {request.prompt_tokens} + "
-                f"{request.output_tokens} tokens and needs {needed} blocks of {block_size}; --num-blocks "
-                f"{num_blocks} has {num_blocks - 1} to hand out, pass at least {needed + 1}"
-            )

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from attncore.replay.scheduler import RunningRequest, Step
+    from attncore.replay.cache_blocks import RunningRequest
+    from attncore.replay.scheduler import Step
 
 
 class StepsFile:

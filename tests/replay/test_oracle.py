@@ -38,6 +38,7 @@ def test_expected_by_hand():
         "max_seq_len": 9,
         "max_prefill_seq_len": 8,
         "max_decode_seq_len": 9,
+        "max_decode_query_len": 1,
     }
 
 

@@ -4,18 +4,24 @@ import random
 
 import pytest
 
-from attncore.replay.block_pool import BlockPool
+from attncore.builder import KVCacheGroup
+from attncore.replay.cache_blocks import CacheBlocks, prefix_keys
 from attncore.replay.request import Request
-from attncore.replay.scheduler import Scheduler, prefix_keys
+from attncore.replay.scheduler import Scheduler
 
 
-def scheduler(requests, *, num_blocks=100, block_size=4, max_num_seqs=8, max_num_batched_tokens=8):
+ONE_GROUP = (KVCacheGroup("decoder", 4),)
+
+
+def scheduler(
+    requests, *, num_blocks=100, groups=ONE_GROUP, max_num_seqs=8, max_num_batched_tokens=8, draft_model=None
+):
     return Scheduler(
         requests,
-        BlockPool(num_blocks),
-        block_size=block_size,
+        CacheBlocks(groups, num_blocks),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        draft_model=draft_model,
     )
 
 
@@ -86,7 +92,7 @@ def test_a_decode_gets_a_block_when_its_token_begins_one():
         appended.append(dict(step.appended))
         tables.append(list(schedule.running[0].blocks))
         schedule.complete(step)
-    assert appended == [{}, {}, {1: [2]}, {}]  # tokens 0-2, 3, 4, 5
+    assert appended == [{}, {}, {1: [[2]]}, {}]  # tokens 0-2, 3, 4, 5
     assert tables == [[1], [1], [1, 2], [1, 2]]
 
 
@@ -115,7 +121,7 @@ def test_the_youngest_is_preempted_and_computes_prompt_and_generated_tokens_agai
     ]
     assert preempted == [[], [], [(2, 5)]] + [[]] * 9
     assert schedule.preemptions == 1
-    assert schedule.pool.num_free == 3
+    assert schedule.cache.pools[0].num_free == 3
 
 
 def test_a_preempted_request_comes_before_those_that_never_ran():
@@ -246,6 +252,6 @@ def test_any_workload_finishes_with_every_token_computed_once_written_and_no_blo
     assert sorted(running.row for running in finished) == list(range(1, 60))
     assert all(running.computed == running.request.prompt_tokens + running.request.output_tokens - 1
                for running in finished)  # fmt: skip
-    assert schedule.pool.num_free == num_blocks - 1
+    assert schedule.cache.pools[0].num_free == num_blocks - 1
     if num_blocks == 24:
         assert schedule.preemptions
