@@ -55,6 +55,7 @@ class _Arena:
         self.memory, self.tensor = memory, tensor
         self.event: Any = None
         self.hosts: dict[int, SimpleNamespace] = {}
+        self.rooms: dict[tuple[int, int], SimpleNamespace] = {}
         self.num_pages = 0
         """Entries of the page indices that may be other than 0."""
 
@@ -71,7 +72,8 @@ class GraphBuffers:
         self.max_batch_size = size
         self.has_pages, self.has_encoder = builder.layout.page_lists, builder.encoder_decoder
         self.width = -(-builder.max_seq_len_to_capture // block)
-        self.cross_width = -(-(builder.max_encoder_seq_len_to_capture or builder.max_seq_len_to_capture) // block)
+        longest_encoder = builder.max_encoder_seq_len_to_capture or builder.max_seq_len_to_capture
+        self.cross_width = -(-longest_encoder // block) if self.has_encoder else 0
         self.max_pages = size * self.width if self.has_pages else 0
         names = [*_PADDED, "token_to_req_indices", *_UNPADDED, "query_start_loc"]
         names += _PADDED_PAGES if self.has_pages else ()
@@ -121,15 +123,12 @@ class GraphBuffers:
         written to.
         """
         arena = self._acquired()
-        host = self._host(arena, size)
-        out, num_reqs = vars(host), len(step.query_lens)
+        out, num_reqs = vars(self._host(arena, size)), len(step.query_lens)
         for name in _PADDED:
             out[name][...] = getattr(step, name)
         for name in _UNPADDED:
             out[name][:num_reqs] = getattr(step, name)
-            out[name][num_reqs:] = 0
         out["query_start_loc"][: num_reqs + 1] = step.query_start_loc
-        out["query_start_loc"][num_reqs + 1 :] = num_reqs
         out["block_table"][...] = step.block_table
         if self.has_encoder:
             for name in (*_PADDED_ENCODER, "cross_block_table"):
@@ -140,11 +139,41 @@ class GraphBuffers:
                 out[name][...] = getattr(step, name)
             num_pages = len(step.paged_kv_indices)
             out["paged_kv_indices"][:num_pages] = step.paged_kv_indices
-            out["paged_kv_indices"][num_pages : arena.num_pages] = 0
+        return self._finished(arena, size, num_reqs, num_pages)
+
+    def room(self, num_reqs: int, size: int, num_pages: int) -> SimpleNamespace:
+        """Where a builder may write a step of ``num_reqs`` rows padded to ``size``; ``written`` is to follow."""
+        arena = self._acquired()
+        room = arena.rooms.get((size, num_reqs))
+        if room is None:
+            whole = vars(self._host(arena, size))
+            room = arena.rooms[size, num_reqs] = SimpleNamespace(**whole)
+            for name in _UNPADDED:
+                setattr(room, name, whole[name][:num_reqs])
+            room.query_start_loc = whole["query_start_loc"][: num_reqs + 1]
+        room = SimpleNamespace(**vars(room))
+        if self.has_pages:
+            room.paged_kv_indices = room.paged_kv_indices[:num_pages]
+        return room
+
+    def written(self, num_reqs: int, size: int, num_pages: int) -> SimpleNamespace:
+        """Brings what was written to ``room`` where graphs read; answers as ``write``."""
+        return self._finished(self._acquired(), size, num_reqs, max(num_pages, 0))
+
+    def _finished(self, arena: _Arena, size: int, num_reqs: int, num_pages: int) -> SimpleNamespace:
+        """Resets what the step's rows do not reach, and sends it all; the next step has the next staging block."""
+        host = self._host(arena, size)
+        self._next = (self._next + 1) % len(self._arenas)
+        if num_reqs < size:
+            for name in _UNPADDED:
+                getattr(host, name)[num_reqs:] = 0
+            host.query_start_loc[num_reqs + 1 :] = num_reqs
+        if num_pages < arena.num_pages:
+            host.paged_kv_indices[num_pages : arena.num_pages] = 0
+        arena.num_pages = num_pages
         if self._device is not None:
             self._send(arena, size, max(num_pages, self._device_pages))
             self._device_pages = num_pages
-        arena.num_pages = num_pages
         return host
 
     def write_null(self, size: int) -> SimpleNamespace:
@@ -204,7 +233,6 @@ class GraphBuffers:
     def _acquired(self) -> _Arena:
         """The staging block that is next; on CUDA its last copy has been made."""
         arena = self._arenas[self._next]
-        self._next = (self._next + 1) % len(self._arenas)
         if arena.event is not None and not arena.event.query():
             arena.event.synchronize()
         return arena
