@@ -251,11 +251,15 @@ class GraphBuffers:
         for start, stop in spans:
             self._device[start:stop].copy_(arena.tensor[start:stop], non_blocking=True)
         if len(self._arenas) > 1:
-            import torch
+            self._record(arena)
 
-            if arena.event is None:
-                arena.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arena.event.record(torch.cuda.current_stream(self._device_name))
+    def _record(self, arena: _Arena) -> None:
+        """Marks the end of the copies out of a staging block."""
+        import torch
+
+        if arena.event is None:
+            arena.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arena.event.record(torch.cuda.current_stream(self._device_name))
 
 
 def _aligned(nbytes: int) -> npt.NDArray[np.uint8]:
