@@ -89,48 +89,60 @@ class CausalRows(NamedTuple):
     rows: NDArray[np.int64]
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
-    contexts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    """Keys of each request: its context and its query's."""
     cached: NDArray[np.bool_]
-    """Whether the context lies in the cache."""
+    """Whether some of them lie in the cache."""
+    shared: NDArray[np.bool_]
+    """Whether other ranks hold the rest (context parallelism): all of this rank's lie in the cache."""
+    slots: NDArray[np.int64]
+    """Of the step's tokens."""
 
     @classmethod
     def of(cls, metadata: Any) -> CausalRows:
         """From the metadata's host arrays; ValueError where a request is shorter than its query."""
         host = metadata.host
         bounds = np.asarray(host.query_start_loc, dtype=np.int64)
+        slots, context_lens = np.asarray(host.slot_mapping, dtype=np.int64), getattr(host, "context_lens", None)
         rows = np.flatnonzero(np.diff(bounds))  # a padded row may have no token
         starts, ends = bounds[rows], bounds[rows + 1]
-        contexts = np.asarray(host.seq_lens, dtype=np.int64)[rows] - (ends - starts)
-        if contexts.size and contexts.min() < 0:
-            row = rows[contexts.argmin()]
+        lengths = np.asarray(host.seq_lens, dtype=np.int64)[rows]
+        shared = np.zeros(len(rows), dtype=np.bool_)
+        if context_lens is not None:  # a rank counts those of the step's tokens only that it keeps
+            sums = np.concatenate(([0], np.cumsum(slots >= 0)))
+            kept = sums[ends] - sums[starts]
+            shared = (kept < ends - starts) & (lengths - np.asarray(context_lens)[rows] == kept)
+        contexts = lengths - (ends - starts)
+        if (wrong := np.flatnonzero((contexts < 0) & ~shared)).size:
+            row = rows[wrong[0]]
             raise ValueError(f"metadata: row {row} has seq_lens {host.seq_lens[row]}, fewer than its query tokens")
-        # Without a slot for its last token a request owns no cache: a profiling run.
-        cached = (contexts > 0) & (np.asarray(host.slot_mapping)[ends - 1] >= 0)
-        return cls(rows, starts, ends, contexts, cached)
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each request, its context and its query's."""
-        return self.contexts + self.ends - self.starts
+        # Without a slot for its last token a request owns no cache: a profiling run, but for one shared by ranks.
+        cached = np.where(shared, lengths > 0, (contexts > 0) & (slots[ends - 1] >= 0))
+        return cls(rows, starts, ends, lengths, cached, shared, slots)
 
     def attend(self, step: Paged, scoring: Scoring, answer: Answer) -> None:
         """Attention of every request over its context and itself: short queries together, others one by one."""
-        rows, starts, ends, contexts, cached = self
-        batched = cached & (ends - starts <= MAX_BATCHED_QUERY)
-        for num_queries in np.unique((ends - starts)[batched]):
-            some = batched & (ends - starts == num_queries)
+        rows, starts, ends, lengths, cached, shared, _ = self
+        counts = ends - starts
+        batched = cached & ~shared & (counts <= MAX_BATCHED_QUERY)
+        for num_queries in np.unique(counts[batched]):
+            some = batched & (counts == num_queries)
             _many_requests(
                 step,
                 scoring,
                 answer,
                 rows=rows[some],
                 starts=starts[some],
-                contexts=contexts[some],
+                contexts=(lengths - counts)[some],
                 num_queries=int(num_queries),
             )
         for i in np.flatnonzero(~batched).tolist():
             tokens = slice(int(starts[i]), int(ends[i]))
-            _one_request(step, scoring, answer, int(rows[i]), tokens, int(contexts[i]) if cached[i] else 0)
+            if shared[i]:
+                _shared_request(step, scoring, answer, int(rows[i]), tokens, int(lengths[i]), self.slots[tokens] >= 0)
+            else:
+                context = int(lengths[i] - counts[i]) if cached[i] else 0
+                _one_request(step, scoring, answer, int(rows[i]), tokens, context)
 
 
 def over_keys(
@@ -179,6 +191,23 @@ def _one_request(step: Paged, scoring: Scoring, answer: Answer, row: int, tokens
         cached_key, cached_value = step.cached(row, first, context)
         key, value = torch.cat((cached_key, key)), torch.cat((cached_value, value))
     over_keys(step, scoring, answer, tokens, (key, value), position=context, first=first)
+
+
+def _shared_request(
+    step: Paged, scoring: Scoring, answer: Answer, row: int, tokens: slice, length: int, kept: NDArray[np.bool_]
+) -> None:
+    """Attention of ``tokens`` over this rank's ``length`` keys of their request, all in the cache.
+
+    ``kept`` says which of the tokens' own keys are among them: the last so many. A token sees all but those after it.
+    """
+    visible = length - np.cumsum(kept[::-1])[::-1] + kept
+    keys = step.cached(row, 0, length) if length else step.fresh(0, 0)
+    for token, count in zip(range(tokens.start, tokens.stop), visible.tolist(), strict=True):
+        one = slice(token, token + 1)
+        if count:
+            over_keys(step, scoring, answer, one, (keys[0][:count], keys[1][:count]), position=count - 1)
+        else:
+            answer.put_nothing(one, -torch.inf if scoring.sinks is None else scoring.sinks.flatten())
 
 
 def _many_requests(

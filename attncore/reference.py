@@ -147,6 +147,8 @@ class ReferenceImpl(AttentionImpl):
         table: Tensor = metadata.cross_block_table if crosses else metadata.block_table
         caches = checks.check_cache(self.backend.config, kv_cache, slots, getattr(host, slots), step.query.device)
         requests = CrossRows.of(metadata) if crosses else CausalRows.of(metadata)
+        if isinstance(requests, CausalRows):
+            checks.check_shared(requests, self.sliding_window, self.alibi_slopes)
         cached = requests.cached
         checks.check_table(caches, table, requests.rows[cached], requests.lengths[cached])
         if caches is None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from attncore.abstract import BackendConfig
+    from attncore.paged_attention import CausalRows
 
 #: What each type of attention reads: the host's arrays, and of those the ones that it reads on the device.
 HOST_FIELDS = {
@@ -158,6 +159,21 @@ def check_table(
         raise ValueError(
             f"metadata: block table row {rows[longest]} has {width} columns, but {lengths[longest]} tokens need "
             f"{-(-int(lengths[longest]) // block_size)} blocks (the cache's block_size is {block_size})"
+        )
+
+
+def check_shared(requests: CausalRows, sliding_window: int | None, alibi_slopes: object) -> None:
+    """Raise ValueError where ranks share a request's keys, and the layer counts distances among them."""
+    names = [
+        name
+        for name, value in (("sliding_window", sliding_window), ("alibi_slopes", alibi_slopes))
+        if value is not None
+    ]
+    if names and requests.shared.any():
+        row = requests.rows[requests.shared.argmax()]
+        raise ValueError(
+            f"metadata: row {row} holds a rank's part of its keys, but the layer has {names[0]}, which counts "
+            "distances among all of them"
         )
 
 

@@ -6,21 +6,12 @@ outputs are gathered and merged. Rank 0 also runs the same batch whole, on the r
 
 import json
 import sys
-from types import SimpleNamespace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from attncore import kv_cache
 from attncore.abstract import BackendConfig
-from attncore.builder import (
-    CommonAttentionMetadata,
-    ContextParallel,
-    InputBatch,
-    MetadataBuilder,
-    metadata_from_fields,
-)
+from attncore.builder import ContextParallel, InputBatch, MetadataBuilder, metadata_from_fields
 from attncore.merge import merge_attention
 from attncore.reference import ReferenceBackend
 
@@ -60,23 +51,6 @@ def broadcast(fields):
     return arrived
 
 
-def attend_to_shard(impl, query, local, cache, mine):
-    """Partial output and log-sum-exp of every token over this rank's keys: each token a row of its own, which sees the
-    first so many of its request's, through a layer that is not causal."""
-    visible = mine.seq_lens(local.host.positions + 1)
-    tokens = len(visible)
-    host = SimpleNamespace(
-        query_start_loc=np.arange(tokens + 1, dtype=np.int32),
-        encoder_seq_lens=visible,
-        encoder_query_lens=np.zeros(tokens, np.int32),
-        encoder_query_start_loc=np.zeros(tokens + 1, np.int32),
-        cross_slot_mapping=np.zeros(0, np.int64),
-        cross_block_table=local.host.block_table[local.host.token_to_req_indices],
-    )
-    step = CommonAttentionMetadata(host, torch.from_numpy, num_reqs=tokens)
-    return impl.forward_with_lse(query, None, None, cache, step)
-
-
 def gathered(tensor, world_size):
     parts = [torch.empty_like(tensor) for _ in range(world_size)]
     dist.all_gather(parts, tensor)
@@ -89,7 +63,7 @@ def main(rank, world_size, interleave, store):
     torch.manual_seed(7)  # every rank has the activations of all its tokens
     mine = ContextParallel(world_size, rank, BLOCK, interleave)
     shard = backend_of(BLOCK)
-    cache, partial = shard.allocate_kv_cache(20), shard.impl("shard", scale=SCALE, attn_type="encoder_decoder")
+    cache, partial = shard.allocate_kv_cache(20), shard.impl("layer", scale=SCALE)
     whole = steps(world_size) if rank == 0 else None
     found = {"steps": 0, "tokens": 0, "max_abs_error": 0.0, "shard_tokens": 0}
     whole_cache = impl = None
@@ -97,14 +71,12 @@ def main(rank, world_size, interleave, store):
         backend, metadata = next(whole) if whole else (None, None)
         fields = metadata.asdict_zerocopy({"last_blocks", "paged_kv_indices"}) if metadata is not None else None
         arrived = metadata_from_fields(broadcast(fields))
-        local = mine.metadata(arrived)
+        local = mine.metadata(arrived, shard)
         query = torch.randn(arrived.num_tokens, HEADS, SIZE)
         key, value = torch.randn(2, arrived.num_tokens, KV_HEADS, SIZE).unbind()
-        local_slots = torch.from_numpy(local.host.slot_mapping)
-        kv_cache.write(key, value, cache, local_slots)
-        output, lse = attend_to_shard(partial, query, local, cache, mine)
+        output, lse = partial.forward_with_lse(query, key, value, cache, local)
         merged, _ = merge_attention(gathered(output, world_size), gathered(lse, world_size))
-        found["shard_tokens"] += int((local_slots >= 0).sum())
+        found["shard_tokens"] += int((local.host.slot_mapping >= 0).sum())
         if rank == 0:
             if impl is None:
                 impl, whole_cache = backend.impl("layer", scale=SCALE), backend.allocate_kv_cache(20)
