@@ -753,17 +753,17 @@ cdef class BlockRows:
         passed.reverse()
         return passed
 
-    def journal(self, length_t num_rows, length_t[::1] indices, block_id_t[::1] ids):
-        """Columns that a device's table lacks, as (flat index, id); how many were written, at most len(ids).
+    def journal(self, length_t num_rows, length_t[::1] entries):
+        """Columns that a device's table lacks, a flat index and an id in turn; how many fitted into entries.
 
         Raises each row's watermark to what was written: what does not fit goes with the next call.
         """
-        cdef length_t i, column, count = 0, room = <length_t> ids.shape[0]
+        cdef length_t i, column, count = 0, room = <length_t> (entries.shape[0] // 2)
         for i in range(num_rows):
             column = self.rows.synced[i]
             while column < self.rows.num_blocks[i] and count < room:
-                indices[count] = i * self.width + column
-                ids[count] = self.rows.table[<slot_t> i * self.width + column]
+                entries[2 * count] = i * self.width + column
+                entries[2 * count + 1] = self.rows.table[<slot_t> i * self.width + column]
                 count += 1
                 column += 1
             self.rows.synced[i] = max(column, self.rows.synced[i])

@@ -412,14 +412,15 @@ class BlockRows:
             column -= each
         return passed[::-1]
 
-    def journal(self, num_rows: int, indices: Any, ids: Any) -> int:
-        count = 0
+    def journal(self, num_rows: int, entries: Any) -> int:
+        count, pairs = 0, entries[: len(entries) // 2 * 2].reshape(-1, 2)
         for row in range(num_rows):
             start, held = int(self.state[SYNCED, row]), int(self.state[BLOCKS, row])
-            stop = min(held, start + len(ids) - count)
+            stop = min(held, start + len(pairs) - count)
             if stop > start:
-                indices[count : count + stop - start] = np.arange(row * self.width + start, row * self.width + stop)
-                ids[count : count + stop - start] = self.table[row, start:stop]
+                new = pairs[count : count + stop - start]
+                new[:, 0] = np.arange(row * self.width + start, row * self.width + stop)
+                new[:, 1] = self.table[row, start:stop]
                 count += stop - start
                 self.state[SYNCED, row] = stop
         return count

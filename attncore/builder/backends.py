@@ -23,7 +23,19 @@ class Backends:
             name: identity if backend is None else backend.from_host for name, backend in self.by_group.items()
         }
         self.plans = tuple((name, one.plan) for name, one in self.by_group.items() if one is not None and one.has_plan)
-        self.device: str = some[0].config.device if some else "cpu"
+        devices = {backend.config.device for backend in some}
+        if len(devices) > 1:
+            raise ValueError(f"backend: they are on different devices, {' and '.join(sorted(devices))}; choose one")
+        self.device: str = devices.pop() if devices else "cpu"
+        self.page_lists = [
+            index
+            for index, one in enumerate(self.by_group.values())
+            if one is not None and one.spec is not None and "page_list" in one.spec.needs
+        ]
+        """Groups whose backends read page indices on the device, so that each step has them there."""
+        self.waits_for_last_plan = any(
+            one.has_plan and (one.spec is None or one.spec.plan_staging == "shared") for one in some
+        )
         pads = {backend.config.spec.pad_seq_len for backend in some if backend.config.spec}
         if len(pads) > 1:
             raise ValueError("backend: they state different pad_seq_len; lengths are shared, so choose ones that agree")
@@ -74,10 +86,6 @@ def backends_of(batch: InputBatch, backend: Any, ranks: ContextParallel | None) 
 def _check_backend(backend: Any, group: str, block_size: int, world: int, several: bool) -> None:
     if not hasattr(backend, "config"):
         raise TypeError(f"backend: {backend!r} is not a backend; attncore.select(...).create() makes one")
-    if backend.config.device.split(":")[0] != "cpu":
-        raise ValueError(
-            f"backend: {backend.name!r} runs on {backend.config.device}; this version builds for the CPU only"
-        )
     if backend.config.block_size * world != block_size:
         what = f"batch: group {group!r}: its" if several else "batch: its"
         ranks = f" on each of {world} ranks" if world > 1 else ""

@@ -12,25 +12,48 @@ from attncore.builder.step_metadata import step_metadata
 from attncore.errors import CaptureError
 
 if TYPE_CHECKING:
+    from attncore.builder.device_side import DeviceSide
     from attncore.builder.input_batch import InputBatch
 
 
-class Buckets:
-    """Captured sizes by their number of requests. A step in one is padded to it and brought to the device arena."""
+SMALLEST = 256  # tokens that the smallest size of an eager step holds on a device
 
-    def __init__(self, batch: InputBatch, ring: StagingRing, backends: Backends) -> None:
-        self._batch, self._ring, self._backends = batch, ring, backends
-        self._buckets: dict[int, Any] = {}
+
+class Buckets:
+    """The sizes that arenas are laid out for: steps as they come, and captured sizes by their number of requests.
+
+    On a device with its own memory, steps as they come are sorted into a few sizes, so that little is copied; a step
+    padded to a captured size is brought to the one place where its graph reads.
+    """
+
+    def __init__(self, batch: InputBatch, ring: StagingRing, backends: Backends, side: DeviceSide | None) -> None:
+        self._batch, self._ring, self._backends, self._side = batch, ring, backends, side
+        self._eager: dict[Size, Any] = {}
+        self._captured: dict[int, Any] = {}
+        self._sizes: dict[int, Size] = {}  # by the bucket's id: all of them live as long as this does
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._buckets)
+        return iter(self._captured)
+
+    def eager(self, num_tokens: int, num_encoder_tokens: int) -> Any:
+        """The StepBucket of a step of so many tokens."""
+        size = self._ring.size
+        if self._side is not None:
+            at_least = max(SMALLEST, 1 << max(num_tokens - 1, 0).bit_length())
+            size = Size(
+                min(at_least, size.num_tokens), size.num_reqs, size.num_encoder_tokens if num_encoder_tokens else 0
+            )
+        bucket = self._eager.get(size)
+        if bucket is None:
+            bucket = self._eager[size] = self._made(size)
+        return bucket
 
     def find(self, num_reqs: int) -> Any:
         """The kernels' StepBucket of a captured size."""
         num_reqs = slots._integer("bucket", num_reqs, 1)
-        bucket = self._buckets.get(num_reqs)
+        bucket = self._captured.get(num_reqs)
         if bucket is None:
-            known = ", ".join(map(str, sorted(self._buckets))) or "none"
+            known = ", ".join(map(str, sorted(self._captured))) or "none"
             raise CaptureError(
                 f"bucket: {num_reqs} was not captured (captured: {known}); call builder.capture({num_reqs}) at "
                 "start-up, or build without a bucket and run the step without a graph"
@@ -39,28 +62,41 @@ class Buckets:
 
     def add(self, num_reqs: int, query_len: int) -> Any:
         """The StepBucket of a size to capture; ValueError where the backend captures no such steps."""
-        if num_reqs in self._buckets:
-            found = self._buckets[num_reqs].query_len
+        if num_reqs in self._captured:
+            found = self._captured[num_reqs].query_len
             if found != query_len:
                 raise ValueError(
                     f"query_len: {num_reqs} requests were captured with {found} tokens each, not {query_len}"
                 )
-            return self._buckets[num_reqs]
+            return self._captured[num_reqs]
         level, name = self._backends.graph_level()
         if level == "never":
             raise ValueError(f"num_reqs: backend {name!r} cannot be captured in a graph; run its steps without")
         if query_len > 1 and level == "uniform_decode":
             raise ValueError(f"query_len: {query_len}, but backend {name!r} captures decodes of one token only")
-        batch, ring = self._batch, self._ring
         size = Size(num_reqs * query_len, num_reqs, 0)
-        device = ring.device_views(size)
+        bucket = self._made(size, True, num_reqs, query_len, self._backends.pad_seq_len, level != "always")
+        self._captured[num_reqs] = bucket
+        return bucket
+
+    def _made(self, size: Size, pads: bool = False, *padding: Any) -> Any:
+        """A StepBucket; ``padding``: rows, tokens of each, their seq_lens, whether all run so many."""
+        batch, ring, side = self._batch, self._ring, self._side
+        has_cross = batch._cross is not None
+        device: Any = None
+        memory: tuple[Any, ...] = ()
+        if side is not None:
+            device = side.views(size)
+        elif pads:
+            device, memory = ring.fixed_views(size), ring.bytes_of(size)
         arenas, metadata = [], []
         for views in ring.views(size):
-            arenas.append(batch.kernels.StepArena(views.fields, views.groups, batch._cross is not None))
-            metadata.append(step_metadata(arenas[-1], views, batch, self._backends.wraps, device))
-        uniform = level != "always"
-        sources, target = ring.bytes_of(size)
-        self._buckets[num_reqs] = batch.kernels.StepBucket(
-            arenas, metadata, True, num_reqs, query_len, self._backends.pad_seq_len, uniform, sources, target
-        )
-        return self._buckets[num_reqs]
+            arenas.append(batch.kernels.StepArena(views.fields, views.groups, has_cross))
+            metadata.append(step_metadata(arenas[-1], views, batch, self._backends.wraps, device, side, padded=pads))
+        bucket = batch.kernels.StepBucket(arenas, metadata, pads, *padding, *memory)
+        self._sizes[id(bucket)] = size
+        return bucket
+
+    def size_of(self, bucket: Any) -> Size:
+        """The size that a StepBucket's arenas are laid out for."""
+        return self._sizes[id(bucket)]

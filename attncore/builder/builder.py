@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,8 +15,11 @@ from attncore.builder.buckets import Buckets
 from attncore.builder.context_parallel import ContextParallel
 from attncore.builder.input_batch import InputBatch
 from attncore.builder.staging import Size, StagingRing
-from attncore.builder.step_metadata import StepMetadata, step_metadata
+from attncore.builder.step_metadata import StepMetadata
 from attncore.errors import CaptureError
+
+if TYPE_CHECKING:
+    from attncore.builder.device_side import DeviceSide
 
 _EVERYBODY: Mapping[Any, int] = MappingProxyType({})
 
@@ -36,6 +39,9 @@ class MetadataBuilder:
     decoding), a prefill where it runs more. ``max_num_encoder_tokens`` bounds the encoder tokens of a step (default:
     one longest encoder, or ``max_num_batched_tokens`` where that is more). With ``context_parallel``, slots, lengths
     and pages are those of this rank's cache, and the batch's block size is the virtual one.
+
+    ``staging``: how a step reaches a device with its own memory; ``auto`` chooses. ``copy`` is one packed copy and an
+    event, on a CPU too, where ``auto`` copies nothing.
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class MetadataBuilder:
         max_num_encoder_tokens: int | None = None,
         decode_threshold: int = 1,
         context_parallel: ContextParallel | None = None,
+        staging: str = "auto",
         depth: int = 2,
     ) -> None:
         slots._integer("max_num_batched_tokens", max_num_batched_tokens, 1)
@@ -62,17 +69,19 @@ class MetadataBuilder:
         self.context_parallel = context_parallel
         self._backends = backends_of(batch, backend, context_parallel)
         has_cross = batch._cross is not None
+        self._side = _device_side(staging, self._backends.device, batch)
         self._ring = StagingRing(
             Size(max_num_batched_tokens, batch.max_num_reqs, max_num_encoder_tokens if has_cross else 0),
             [table.group.tokens_per_column for table in batch._decoders],
             has_cross,
             depth,
+            journal_entries=self._side.journal_entries if self._side else 0,
+            allocate=self._side.pinned if self._side else None,
         )
-        arenas, metadata = [], []
-        for views in self._ring.views(self._ring.size):
-            arenas.append(batch.kernels.StepArena(views.fields, views.groups, has_cross))
-            metadata.append(step_metadata(arenas[-1], views, batch, self._backends.wraps))
-        self._eager = batch.kernels.StepBucket(arenas, metadata)
+        if self._side is not None:
+            self._side.attach(self._ring)
+        self._buckets = Buckets(batch, self._ring, self._backends, self._side)
+        self._eager = self._buckets.eager(max_num_batched_tokens, max_num_encoder_tokens)
         self._query_lens = np.zeros(batch.max_num_reqs, np.int32)
         self._swaps = np.zeros((batch.max_num_reqs, 2), np.int32)
         ranks = context_parallel
@@ -90,11 +99,10 @@ class MetadataBuilder:
             ranks.rank if ranks else 0,
             ranks.interleave if ranks else 1,
         )
-        self._buckets = Buckets(batch, self._ring, self._backends)
-        # A step that must be planned takes the longer way, which holds the batch until the plan is made.
-        self._plans = bool(self._backends.plans)
-        self._decode_step = _not_this_way if self._plans else self._kernel.decode_step
-        self._padded_step = _not_this_way if self._plans else self._kernel.padded_step
+        # A step that is planned or sent takes the longer way, which holds the batch until both are done.
+        self._longer = bool(self._backends.plans) or self._side is not None
+        self._decode_step = _not_this_way if self._longer else self._kernel.decode_step
+        self._padded_step = _not_this_way if self._longer else self._kernel.padded_step
 
     @property
     def kernels(self) -> str:
@@ -103,8 +111,8 @@ class MetadataBuilder:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arenas, bytes."""
-        return self._ring.nbytes
+        """Memory of the arenas, host and device, and of the device's tables and page indices, bytes."""
+        return self._ring.nbytes + (self._side.nbytes if self._side else 0)
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -122,13 +130,13 @@ class MetadataBuilder:
         token has no block of its own, a limit is exceeded, a name is unknown or the step does not fit the bucket, and
         CaptureError where the bucket was not captured or a stream is capturing.
         """
-        if bucket is not None or self._plans:
+        if bucket is not None or self._longer:
             self._refuse_while_capturing("build")
         if not scheduled and query_len == 1:
             metadata = self._decode_step() if bucket is None else self._padded_step(bucket)
             if metadata is not None:
                 return metadata  # type: ignore[no-any-return]
-        size = self._eager if bucket is None else self._buckets.find(bucket)
+        size = None if bucket is None else self._buckets.find(bucket)
         with self.batch._entered:
             return self._built(size, scheduled, query_len)
 
@@ -166,13 +174,9 @@ class MetadataBuilder:
 
     def _null_step(self, bucket: int, *, capturing: bool) -> StepMetadata:
         size = self._buckets.find(bucket)
+        self._acquire()
         metadata: StepMetadata = self._kernel.null_step(size, self.batch.max_model_len if capturing else 0)
-        try:
-            self._backends.plan(metadata)
-        except BaseException:
-            self._kernel.undo(size, 0)
-            raise
-        size.commit(metadata.step)
+        self._plan_and_send(size, metadata, self.batch.num_rows)
         return metadata
 
     def _refuse_while_capturing(self, what: str) -> None:
@@ -186,20 +190,45 @@ class MetadataBuilder:
         """A step, its plan and its way to the device; where one fails, none of them happened."""
         batch = self.batch
         num_rows = batch.num_rows
-        metadata = self._kernel.decode_step_inside(bucket) if not scheduled and query_len == 1 else None
+        self._acquire()
+        metadata = None
+        if not scheduled and query_len == 1:
+            size = bucket or self._buckets.eager(num_rows, 0)
+            metadata = self._kernel.decode_step_inside(size)
         if metadata is None:
-            metadata = self._arranged_step(bucket, scheduled, query_len)
-        try:
-            self._backends.plan(metadata)
-        except BaseException:
-            self._kernel.undo(bucket, len(metadata.moves))
-            batch._take_back(metadata.moves, num_rows)
-            raise
-        if bucket.pads:
-            bucket.commit(metadata.step)
+            size, metadata = self._arranged_step(bucket, scheduled, query_len)
+        self._plan_and_send(size, metadata, num_rows)
         return metadata
 
-    def _arranged_step(self, bucket: Any, scheduled: Mapping[Hashable, int], query_len: int) -> StepMetadata:
+    def _acquire(self) -> None:
+        """Waits until the device has read the arena that the next step is written to."""
+        if self._side is not None:
+            step = self._kernel.next_step
+            self._side.wait(step % self._ring.depth)
+            if self._backends.waits_for_last_plan and step:  # a library's own staging is one buffer
+                self._side.wait((step - 1) % self._ring.depth)
+
+    def _plan_and_send(self, size: Any, metadata: StepMetadata, num_rows: int) -> None:
+        """The step's plan and its way to the device; ``num_rows`` were the batch's before it."""
+        batch, side = self.batch, self._side
+        try:
+            self._backends.plan(metadata)
+            if side is not None:
+                side.commit(metadata.step % self._ring.depth, self._buckets.size_of(size), batch.num_rows)
+                for index in self._backends.page_lists:
+                    _ = metadata.groups[batch.groups[index].name].paged_kv_indices
+            elif size.pads:
+                size.commit(metadata.step)
+        except BaseException:
+            if side is not None:
+                side.forget_tables()
+            self._kernel.undo(size, len(metadata.moves))
+            batch._take_back(metadata.moves, num_rows)
+            raise
+
+    def _arranged_step(
+        self, bucket: Any, scheduled: Mapping[Hashable, int], query_len: int
+    ) -> tuple[Any, StepMetadata]:
         batch, kernel = self.batch, self._kernel
         if not isinstance(scheduled, Mapping):
             raise TypeError(f"scheduled: {scheduled!r} is not a mapping of request to tokens")
@@ -209,7 +238,7 @@ class MetadataBuilder:
         code, row, token, group = kernel.check()
         if code != slots.OK:
             raise problems.refused_step(batch, code, row, token, group, self._query_lens, self.max_num_batched_tokens)
-        if bucket.pads:
+        if bucket is not None:
             code, row, count = kernel.check_bucket(bucket)
             if code != slots.OK:
                 raise problems.refused_bucket(batch, code, row, count, self._query_lens, bucket)
@@ -221,9 +250,18 @@ class MetadataBuilder:
         # Until a row comes, goes or sits out, the next step of everybody has these rows.
         batch._rows.dirty = num_reqs != batch.num_rows
         batch._rows.changes += num_swaps > 0
-        metadata: StepMetadata = kernel.step(bucket, num_decodes, num_reqs)
+        size = bucket or self._buckets.eager(*self._tokens_of_step())
+        metadata: StepMetadata = kernel.step(size, num_decodes, num_reqs)
         metadata._arena.moves = moves
-        return metadata
+        return size, metadata
+
+    def _tokens_of_step(self) -> tuple[int, int]:
+        """Tokens, and encoder tokens, of the step that ``query_lens`` says; looked at where sizes differ."""
+        if self._side is None:
+            return self.max_num_batched_tokens, self.max_num_encoder_tokens
+        query_lens = self._query_lens[: self.batch.num_rows]
+        _, lens, done = self.batch._state[:, : len(query_lens)]
+        return int(query_lens.sum()), int(lens[(query_lens > 0) & (done == 0)].sum())
 
     def _schedule(self, scheduled: Mapping[Hashable, int]) -> None:
         """Writes the exceptions to so many tokens a row."""
@@ -241,3 +279,14 @@ class MetadataBuilder:
             if not 0 <= num_tokens <= slots.INT32_MAX:
                 raise ValueError(f"scheduled: {num_tokens} tokens of {req_id!r} is outside 0..{slots.INT32_MAX}")
             query_lens[row] = num_tokens
+
+
+def _device_side(staging: str, device: str, batch: InputBatch) -> DeviceSide | None:
+    """The device's side, or None where steps are read where they are built."""
+    if staging not in ("auto", "copy"):
+        raise ValueError(f"staging: {staging!r} is not one of auto, copy")
+    if staging == "auto" and device == "cpu":
+        return None
+    from attncore.builder.device_side import DeviceSide
+
+    return DeviceSide(device, list(batch._tables.values()))

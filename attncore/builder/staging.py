@@ -1,12 +1,12 @@
 """The arenas a step's metadata is written to: one block of memory each, used in turn.
 
 On a CPU device that is all: arenas rotate and nothing is copied, but for the steps of a captured graph, which reads one
-fixed place. There every arena is copied to one device arena.
+fixed place. On a GPU the arenas are pinned, and builder/device_side.py brings each to the device's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,81 +69,118 @@ ENCODER_FIELDS = (
     Field("encoder_query_start_loc", np.int32, per_request=1, extra=1),
 )
 
+JOURNAL_ENTRY = 8  # bytes: a flat index of the table and a block id
+
 
 class Views(NamedTuple):
     """Arrays of one arena, laid out for one size: the step's own, and each group's (the cross group's last)."""
 
-    fields: Arrays
-    groups: list[Arrays]
+    fields: dict[str, Any]
+    groups: list[dict[str, Any]]
+
+
+class _Placed(NamedTuple):
+    group: int
+    """-1: the step's own."""
+    field: Field
+    offset: int
+    length: int
 
 
 class StagingRing:
     """``depth`` arenas for steps of at most ``size``; step k uses arena k % depth.
 
-    ``block_sizes`` are those of the decoder groups' tables, ``has_cross`` adds a cross group. ``nbytes`` is what all
-    arenas take. Where a field lies depends on the size of step alone, so that a captured graph finds it again.
+    ``block_sizes`` are those of the decoder groups' tables, ``has_cross`` adds a cross group. Where a field lies depends
+    on the size of step alone, so that a captured graph finds it again; a journal of at most ``journal_entries`` follows
+    the fields. ``allocate`` gives so many bytes of host memory, ALIGNMENT aligned; ``nbytes`` is what all of them take.
     """
 
-    def __init__(self, size: Size, block_sizes: Sequence[int], has_cross: bool, depth: int) -> None:
-        self.size, self.depth = size, depth
+    def __init__(
+        self,
+        size: Size,
+        block_sizes: Sequence[int],
+        has_cross: bool,
+        depth: int,
+        *,
+        journal_entries: int = 0,
+        allocate: Callable[[int], npt.NDArray[np.uint8]] | None = None,
+    ) -> None:
+        self.size, self.depth, self.journal_entries = size, depth, journal_entries
         self._block_sizes, self._has_cross = tuple(block_sizes), has_cross
-        self.arena_nbytes = self._layout(size)[1]
-        self._memory = [_aligned(self.arena_nbytes) for _ in range(depth)]
-        self._device: npt.NDArray[np.uint8] | None = None
+        self._layouts: dict[Size, tuple[list[_Placed], int]] = {}
+        self._allocate = allocate or _aligned
+        self.arena_nbytes = self.journal_offset(size) + journal_entries * JOURNAL_ENTRY
+        self.memory = [self._allocate(self.arena_nbytes) for _ in range(depth)]
+        self._fixed: npt.NDArray[np.uint8] | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.arena_nbytes * (self.depth + (self._device is not None))
+        return self.arena_nbytes * (self.depth + (self._fixed is not None))
 
     def views(self, size: Size) -> list[Views]:
         """Every arena's arrays for steps of ``size``."""
-        layout, _ = self._layout(size)
-        return [self._views(memory, layout) for memory in self._memory]
+        return [self.views_of(size, _viewer(memory)) for memory in self.memory]
 
-    def device_views(self, size: Size) -> Views:
-        """The device arena's arrays for steps of ``size``: where captured graphs read."""
-        return self._views(self._device_memory(), self._layout(size)[0])
+    def fixed_views(self, size: Size) -> Views:
+        """The arrays, for steps of ``size``, of the one place in host memory where captured graphs read."""
+        return self.views_of(size, _viewer(self._fixed_memory()))
 
     def bytes_of(self, size: Size) -> tuple[list[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]:
-        """Every arena, and the device arena, as far as steps of ``size`` reach."""
-        nbytes = self._layout(size)[1]
-        return [memory[:nbytes] for memory in self._memory], self._device_memory()[:nbytes]
+        """Every arena, and the fixed place, as far as steps of ``size`` reach."""
+        nbytes = self.journal_offset(size)
+        return [memory[:nbytes] for memory in self.memory], self._fixed_memory()[:nbytes]
 
-    def _device_memory(self) -> npt.NDArray[np.uint8]:
-        if self._device is None:
-            self._device = _aligned(self.arena_nbytes)
-        return self._device
+    def journal_offset(self, size: Size) -> int:
+        """Where the journal of a step of ``size`` begins, bytes: behind the last field."""
+        return self._layout(size)[1]
 
-    def _layout(self, size: Size) -> tuple[list[tuple[int, Field, int, int]], int]:
-        """(group or -1, field, offset, length) of every array, and where the last one ends; per-token fields first."""
-        placed: list[tuple[int, Field]] = [(-1, field) for field in FIELDS]
-        if self._has_cross:
-            placed += [(-1, field) for field in ENCODER_FIELDS]
-        for group, block_size in enumerate(self._block_sizes):
-            placed += [(group, field) for field in GROUP_FIELDS]
-            if self._block_sizes.index(block_size) == group:
-                placed += [(group, field) for field in PAGE_FIELDS]
-        if self._has_cross:
-            placed += [(len(self._block_sizes), field) for field in CROSS_FIELDS + PAGE_FIELDS]
-        placed.sort(key=lambda one: one[1].per_token == 0)
-        layout, end = [], 0
-        for group, field in placed:
-            length = field.length(size)
-            layout.append((group, field, end, length))
-            end += -(-length * np.dtype(field.dtype).itemsize // ALIGNMENT) * ALIGNMENT
-        return layout, end
+    def journal(self, arena: int, size: Size) -> npt.NDArray[np.int32]:
+        """The journal of a step of ``size``: int32[2 * journal_entries], an index and an id in turn."""
+        start = self.journal_offset(size)
+        return self.memory[arena][start : start + self.journal_entries * JOURNAL_ENTRY].view(np.int32)
 
-    def _views(self, memory: npt.NDArray[np.uint8], layout: list[tuple[int, Field, int, int]]) -> Views:
-        num_groups = len(self._block_sizes) + self._has_cross
-        views = Views({}, [{} for _ in range(num_groups)])
-        for group, field, offset, length in layout:
-            array = memory[offset : offset + length * np.dtype(field.dtype).itemsize].view(field.dtype)
-            (views.fields if group < 0 else views.groups[group])[field.name] = array
+    def views_of(self, size: Size, view: Callable[[int, int, type[np.generic]], Any]) -> Views:
+        """Fields for steps of ``size`` made by ``view(offset, length, dtype)``."""
+        views = Views({}, [{} for _ in range(len(self._block_sizes) + self._has_cross)])
+        for group, field, offset, length in self._layout(size)[0]:
+            (views.fields if group < 0 else views.groups[group])[field.name] = view(offset, length, field.dtype)
         for group, block_size in enumerate(self._block_sizes):
             owner = views.groups[self._block_sizes.index(block_size)]
             for field in PAGE_FIELDS:
                 views.groups[group][field.name] = owner[field.name]
         return views
+
+    def _fixed_memory(self) -> npt.NDArray[np.uint8]:
+        if self._fixed is None:
+            self._fixed = _aligned(self.arena_nbytes)
+        return self._fixed
+
+    def _layout(self, size: Size) -> tuple[list[_Placed], int]:
+        """Where every array lies, per-token fields first, and where the last one ends."""
+        if size not in self._layouts:
+            placed, end = [], 0
+            for group, field in sorted(self._fields(), key=lambda one: one[1].per_token == 0):
+                length = field.length(size)
+                placed.append(_Placed(group, field, end, length))
+                end += -(-length * np.dtype(field.dtype).itemsize // ALIGNMENT) * ALIGNMENT
+            self._layouts[size] = placed, end
+        return self._layouts[size]
+
+    def _fields(self) -> list[tuple[int, Field]]:
+        fields = [(-1, field) for field in FIELDS]
+        if self._has_cross:
+            fields += [(-1, field) for field in ENCODER_FIELDS]
+        for group, block_size in enumerate(self._block_sizes):
+            fields += [(group, field) for field in GROUP_FIELDS]
+            if self._block_sizes.index(block_size) == group:
+                fields += [(group, field) for field in PAGE_FIELDS]
+        if self._has_cross:
+            fields += [(len(self._block_sizes), field) for field in CROSS_FIELDS + PAGE_FIELDS]
+        return fields
+
+
+def _viewer(memory: npt.NDArray[np.uint8]) -> Callable[[int, int, type[np.generic]], Any]:
+    return lambda offset, length, dtype: memory[offset : offset + length * np.dtype(dtype).itemsize].view(dtype)
 
 
 def _aligned(nbytes: int) -> npt.NDArray[np.uint8]:

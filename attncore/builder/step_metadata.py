@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from attncore.errors import AttncoreError
 
 if TYPE_CHECKING:
     from attncore.builder.block_table import BlockTable
+    from attncore.builder.device_side import DeviceSide
     from attncore.builder.input_batch import InputBatch
 
 _TOKENS = frozenset(("slot_mapping", "positions", "token_to_req_indices"))
@@ -115,14 +117,14 @@ class StepMetadata(CommonAttentionMetadata):
 
     def __init__(
         self, arena: Any, group: str, fields: Arrays, tables: Mapping[str, BlockTable], rows: Any, wrap: Wrap,
-        device: Mapping[str, Any] | None,
+        device: Mapping[str, Any] | None, pages: Callable[[Any], Any] | None, *, padded: bool,
     ) -> None:  # fmt: skip
         super().__init__(_HostFields(arena, fields, tables, rows), wrap)
-        self._arena, self._fields, self._device, self.group = arena, fields, device, group
-        self.use_cuda_graph = device is not None
+        self._arena, self._fields, self._device, self._pages = arena, fields, device, pages
+        self.group, self.use_cuda_graph = group, padded
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for what is not there yet. Steps of a captured graph read the device arena, at fixed addresses.
+        # Reached only for what is not there yet. On a device, and for a captured graph, fields have fixed addresses.
         if self._device is None or name not in self._device:
             return super().__getattr__(name)
         value = _cut(self._device[name], name, self._arena)
@@ -131,6 +133,9 @@ class StepMetadata(CommonAttentionMetadata):
 
     @property
     def paged_kv_indices(self) -> Any:
+        """int32[paged_kv_indptr[-1]]: the pages of the step's requests in turn. On a GPU made there, from its table."""
+        if self._pages is not None:
+            return self._this_step("_indices", lambda: self._pages(self))
         return self._this_step("_indices", lambda: self._wrap(self.host.paged_kv_indices))
 
     def forget_views(self) -> None:
@@ -158,16 +163,58 @@ class StepMetadata(CommonAttentionMetadata):
 
     def _decode_view(self) -> CommonAttentionMetadata | None:
         # All rows of a captured graph's step are decodes; what it records must lie where the next step's fields do.
-        return super()._decode_view() if self._device is None else self
+        return self if self.use_cuda_graph else super()._decode_view()
 
     def _prefill_view(self) -> CommonAttentionMetadata | None:
         view = super()._prefill_view()
-        # The kernel wrote the rebased sums in the same pass.
         if view is not None and "prefill_seq_start_loc" in self._fields:
-            size = self.num_prefills + 1
-            view.host.query_start_loc = self._fields["prefill_query_start_loc"][:size]
-            view.host.seq_start_loc = self._fields["prefill_seq_start_loc"][:size]
+            for name in ("query_start_loc", "seq_start_loc"):  # the kernel wrote the rebased sums in the same pass
+                setattr(view.host, name, self._fields[f"prefill_{name}"][: self.num_prefills + 1])
+                if self._device is not None:
+                    setattr(view, name, self._device[f"prefill_{name}"][: self.num_prefills + 1])
         return view
+
+    def _view(
+        self, first: int, last: int, start: int, stop: int, *, whole_encoder: bool = False, **counts: int
+    ) -> CommonAttentionMetadata:
+        view = super()._view(first, last, start, stop, whole_encoder=whole_encoder, **counts)
+        return view if self._device is None else _DeviceView(view, self, first, last, start, stop)
+
+
+class _DeviceView(CommonAttentionMetadata):
+    """Rows first..last of a step on a device: slices of its fields; what must be rebased is made when asked for."""
+
+    def __init__(
+        self, view: CommonAttentionMetadata, whole: StepMetadata, first: int, last: int, start: int, stop: int
+    ) -> None:
+        values = dict(vars(view))
+        super().__init__(values.pop("host"), values.pop("_wrap"), **values)
+        self._whole, self._rows, self._tokens = whole, slice(first, last), slice(start, stop)
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for what is not there yet.
+        if name in _FIELDS or name == "paged_kv_indices":
+            value = self.__dict__[name] = self._made(name)
+            return value
+        return super().__getattr__(name)
+
+    def _made(self, name: str) -> Any:
+        whole, rows, tokens = getattr(self._whole, name), self._rows, self._tokens
+        if name in _TOKENS:
+            part = whole[tokens]
+            return part - rows.start if name == "token_to_req_indices" and rows.start else part
+        if name == "paged_kv_indices":
+            pages = self._whole.host.paged_kv_indptr
+            return whole[int(pages[rows.start]) : int(pages[rows.stop])]
+        if name == "cross_slot_mapping":
+            slots = self._whole.host.encoder_query_start_loc
+            return whole[int(slots[rows.start]) : int(slots[rows.stop])]
+        if name in _LOCS:
+            first = int(getattr(self._whole.host, name)[rows.start])
+            part = whole[rows.start : rows.stop + 1]
+            return part - first if first else part
+        part = whole[rows]
+        return part - tokens.start if name == "logits_indices" and tokens.start else part
 
 
 class CrossStepMetadata(StepMetadata):
@@ -180,11 +227,13 @@ class CrossStepMetadata(StepMetadata):
 
 
 def step_metadata(
-    arena: Any, views: Views, batch: InputBatch, wraps: Mapping[str, Wrap], device: Views | None = None
-) -> StepMetadata:
+    arena: Any, views: Views, batch: InputBatch, wraps: Mapping[str, Wrap], device: Views | None = None,
+    side: DeviceSide | None = None, *, padded: bool = False,
+) -> StepMetadata:  # fmt: skip
     """The metadata of steps in ``arena``, whose arrays are ``views``; ``wraps`` by group name.
 
-    ``device``, for steps of a captured graph: the device arena's arrays, which its fields are then made of.
+    ``device``: the arrays at fixed addresses that its fields are then made of, for a captured graph (``padded``) and on
+    a device with its own memory, whose tables are those of ``side``.
     """
     groups: dict[str, StepMetadata] = {}
     for index, group in enumerate(batch.groups):
@@ -192,19 +241,24 @@ def step_metadata(
         if batch._cross is not None:
             tables["cross_block_table"] = batch._cross
         fields = _fields_of(views, index, group.cross, batch._cross is not None)
-        on_device = None
+        on_device = pages = None
         if device is not None:
-            arrays = _fields_of(device, index, group.cross, batch._cross is not None)
-            on_device = {name: wrap(array) for name, array in arrays.items()}
+            on_device = _fields_of(device, index, group.cross, batch._cross is not None)
+            if side is None:
+                on_device = {name: wrap(array) for name, array in on_device.items()}
+        if side is not None and on_device is not None:
+            on_device["block_table"], pages = side.tables[index], partial(side.page_indices, index)
+            if batch._cross is not None:
+                on_device["cross_block_table"] = side.tables[-1]
         kind = CrossStepMetadata if group.cross else StepMetadata
-        groups[group.name] = kind(arena, group.name, fields, tables, batch._rows, wrap, on_device)
+        groups[group.name] = kind(arena, group.name, fields, tables, batch._rows, wrap, on_device, pages, padded=padded)
     first = groups[batch.groups[0].name]
     for metadata in groups.values():
         metadata.groups = groups
     return first
 
 
-def _fields_of(views: Views, index: int, cross: bool, has_cross: bool) -> Arrays:
+def _fields_of(views: Views, index: int, cross: bool, has_cross: bool) -> dict[str, Any]:
     fields = views.fields | views.groups[index]
     if has_cross:
         fields["cross_slot_mapping"] = views.groups[-1]["slot_mapping"]

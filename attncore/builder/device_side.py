@@ -1,0 +1,160 @@
+"""The device's side of a builder: one arena, the tables that follow the batch's, and page indices. In torch.
+
+A step goes there as one packed copy of its pinned arena, and an event says when the arena may be written again. The
+block table does not travel: a table of fixed stride lives on the device, and a journal of new columns at the arena's
+tail brings it up to date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore.builder.staging import ALIGNMENT, Views
+
+if TYPE_CHECKING:
+    from attncore.builder.block_table import BlockTable
+    from attncore.builder.staging import Size, StagingRing
+
+JOURNAL_ENTRIES = 4096
+"""Block ids that travel with a step to the device's tables; more of them go in copies of their own."""
+SURPLUS_ENTRIES = 1 << 16
+
+
+class DeviceSide:
+    """What a builder keeps on ``device`` (as torch writes it; ``cpu`` works too and copies, for tests).
+
+    ``tables`` are the batch's, a device table each. All memory is taken here, before any capture. Everything runs on the
+    stream that is current when a step is built: one compute stream a builder.
+    """
+
+    def __init__(self, device: str, tables: Sequence[BlockTable]) -> None:
+        import torch
+
+        self._torch, self.device = torch, device
+        self._cuda = device.startswith("cuda")
+        self.journal_entries = JOURNAL_ENTRIES
+        self._host_tables = list(tables)
+        self.tables = [torch.zeros(table.array.shape, dtype=torch.int32, device=device) for table in tables]
+        self._page_indices: list[Any] = [None] * len(self.tables)
+        self._kernels: Any = None
+        if self._cuda:
+            from attncore.builder import device_kernels
+
+            self._kernels = device_kernels
+
+    def attach(self, ring: StagingRing) -> None:
+        """Takes the device arena and an event for each of the ring's arenas."""
+        torch = self._torch
+        self._ring = ring
+        self._arena = torch.zeros(ring.arena_nbytes, dtype=torch.uint8, device=self.device)
+        self._pinned = [torch.from_numpy(memory) for memory in ring.memory]
+        self._events: list[Any] = [torch.cuda.Event() if self._cuda else None for _ in ring.memory]
+        self._recorded = [False] * len(ring.memory)
+
+    def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Host memory that the device copies from without a stop."""
+        memory = self._torch.zeros(nbytes + ALIGNMENT, dtype=self._torch.uint8, pin_memory=self._cuda)
+        array: npt.NDArray[np.uint8] = memory.numpy()
+        start = -memory.data_ptr() % ALIGNMENT
+        return array[start : start + nbytes]  # a view: it keeps the pinned memory
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory: arena, tables, page indices."""
+        tensors = [self._arena, *self.tables, *(one for one in self._page_indices if one is not None)]
+        return sum(one.numel() * one.element_size() for one in tensors)
+
+    def views(self, size: Size) -> Views:
+        """The device arena's fields for steps of ``size``, as tensors."""
+        return self._ring.views_of(size, self._view)
+
+    def _view(self, offset: int, length: int, dtype: type[np.generic]) -> Any:
+        nbytes = length * np.dtype(dtype).itemsize
+        return self._arena[offset : offset + nbytes].view(getattr(self._torch, np.dtype(dtype).name))
+
+    def wait(self, arena: int) -> None:
+        """Until the device has read an arena: then it may be written. At once where it was never sent."""
+        if self._recorded[arena] and self._cuda:
+            self._events[arena].synchronize()
+
+    def commit(self, arena: int, size: Size, num_rows: int) -> None:
+        """Sends an arena and the journal of ``num_rows`` rows; then the device's tables are the batch's."""
+        start = self._ring.journal_offset(size)
+        entries = self._ring.journal(arena, size)
+        counts, total = [], 0
+        for table in self._host_tables:
+            count = table.rows.journal(num_rows, entries[2 * total :])
+            counts.append(count)
+            total += count
+        if total == self._ring.journal_entries:
+            self._send_surplus(num_rows)
+        stop = start + 8 * total
+        self._arena[:stop].copy_(self._pinned[arena][:stop], non_blocking=True)
+        if self._cuda:
+            self._events[arena].record()
+            self._recorded[arena] = True
+        for device_table, count in zip(self.tables, counts, strict=True):
+            if count:
+                self._apply(device_table, self._arena[start : start + 8 * count].view(self._torch.int64))
+                start += 8 * count
+
+    def _send_surplus(self, num_rows: int) -> None:
+        """What the arena's journal has no room for, such as long prompts that join at once: copies of their own.
+
+        torch keeps the pinned memory of such a copy until it is done.
+        """
+        for table, host in zip(self.tables, self._host_tables, strict=True):
+            while True:
+                entries = self._torch.empty(2 * SURPLUS_ENTRIES, dtype=self._torch.int32, pin_memory=self._cuda)
+                count = host.rows.journal(num_rows, entries.numpy())
+                if count == 0:
+                    break
+                sent = entries[: 2 * count].view(self._torch.int64).to(self.device, non_blocking=True)
+                self._apply(table, sent)
+
+    def _apply(self, table: Any, entries: Any) -> None:
+        """Writes journal entries (flat index in the low half, block id in the high half) to a table."""
+        if self._kernels is not None:
+            self._kernels.apply_journal(table, entries)
+            return
+        torch = self._torch
+        table.view(-1).index_copy_(0, entries & 0xFFFFFFFF, (entries >> 32).to(torch.int32))
+
+    def forget_tables(self) -> None:
+        """After a failure nobody knows what arrived: the next commit sends every block again."""
+        for table in self._host_tables:
+            table.rows.forget_synced()
+
+    def page_indices(self, index: int, metadata: Any) -> Any:
+        """int32[indptr[-1]]: the pages of the step's requests, from the device's table, in a buffer of fixed address."""
+        torch, table = self._torch, self.tables[index]
+        if self._page_indices[index] is None:
+            self._page_indices[index] = torch.zeros(table.numel(), dtype=torch.int32, device=self.device)
+        buffer = self._page_indices[index]
+        indptr = metadata.host.paged_kv_indptr
+        num_pages = int(indptr[-1])
+        if num_pages == 0:
+            return buffer[:0]
+        if self._kernels is not None:
+            longest = int(np.diff(indptr).max())
+            self._kernels.gather_pages(table, metadata.paged_kv_indptr, buffer, longest)
+            return buffer[:num_pages]
+        device_indptr = metadata.paged_kv_indptr
+        rows = torch.repeat_interleave(
+            torch.arange(len(indptr) - 1, device=self.device), device_indptr.diff(), output_size=num_pages
+        )
+        columns = torch.arange(num_pages, device=self.device) - device_indptr[rows]
+        buffer[:num_pages] = table[rows, columns]
+        return buffer[:num_pages]
+
+    def page_buffer(self, index: int) -> Any:
+        """The whole buffer that ``page_indices`` writes to."""
+        if self._page_indices[index] is None:
+            self._page_indices[index] = self._torch.zeros(
+                self.tables[index].numel(), dtype=self._torch.int32, device=self.device
+            )
+        return self._page_indices[index]

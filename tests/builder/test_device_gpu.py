@@ -1,0 +1,161 @@
+"""Steps on a CUDA device: every field there is the host's, the tables follow, graphs find their steps again."""
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from test_state_machine import Batches
+
+from attncore import AttentionBackend, AttentionImpl, BackendConfig, InputBatch, KVCacheGroup, MetadataBuilder
+from attncore.errors import CaptureError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+class Impl(AttentionImpl):
+    def forward(self, query, key, value, kv_cache, metadata, output=None):
+        return query
+
+
+class OnCuda(AttentionBackend):
+    name = "on-cuda"
+    impl_class = Impl
+
+    def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+
+def on_cuda(block_size):
+    return OnCuda(
+        BackendConfig(num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", block_size=block_size, device="cuda")
+    )
+
+
+class CudaBatches(Batches):
+    def backend(self):
+        world = self.ranks.world_size if self.ranks else 1
+        return {group.name: on_cuda(group.tokens_per_column // world) for group in self.groups}
+
+
+TestCudaBatches = CudaBatches.TestCase
+TestCudaBatches.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+BLOCK, WIDTH_TOKENS = 16, 1024
+
+
+def read_cache(metadata, cache, out):
+    """A model's stand-in: fixed shapes, the device's fields only. Each row's sum over its cached tokens."""
+    table = metadata.block_table
+    slots = (table.long()[:, :, None] * BLOCK + torch.arange(BLOCK, device="cuda")).flatten(1)
+    seen = torch.arange(slots.shape[1], device="cuda") < metadata.seq_lens[:, None]
+    out[: len(table)] = (cache[slots] * seen).sum(1)
+    written = metadata.slot_mapping
+    cache[written] = cache[written] + 1  # -1 is the last slot: a sink
+
+
+def run(requests, steps, seed, sizes, eager_every=7):
+    rng = np.random.default_rng(seed)
+    batch = InputBatch(max_num_reqs=max(sizes), max_model_len=WIDTH_TOKENS, block_size=BLOCK)
+    builder = MetadataBuilder(batch, on_cuda(BLOCK), max_num_batched_tokens=512)
+    num_blocks = 4096
+    cache = torch.randint(0, 1000, (num_blocks * BLOCK + BLOCK,), device="cuda")
+    out = torch.zeros(max(sizes), dtype=torch.int64, device="cuda")
+    mirror = cache.clone()
+    graphs = {}
+    for size in sizes:
+        metadata = builder.capture(size)
+        read_cache(metadata, cache, out)  # warms up, over a step without rows
+        torch.cuda.synchronize()
+        graphs[size] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[size]):
+            read_cache(metadata, cache, out)
+    assert builder.captured == tuple(sorted(sizes))
+    mirror[-BLOCK:] = cache[-BLOCK:]
+    free = list(rng.permutation(np.arange(1, num_blocks)))
+    blocks, computed, wrong, name = {}, {}, [], 0
+    for step in range(steps):
+        while len(batch) < requests and rng.random() < 0.5:
+            length = int(rng.integers(1, 900))
+            blocks[name] = [int(free.pop()) for _ in range(length // BLOCK + 1)]
+            computed[name] = length
+            batch.add_request(name, blocks[name], length)
+            name += 1
+        for req_id in [r for r in computed if computed[r] >= WIDTH_TOKENS - 2 or rng.random() < 0.02]:
+            free[:0] = batch.remove_request(req_id)
+            del blocks[req_id], computed[req_id]
+        for req_id in batch.needs_block():
+            blocks[req_id].append(int(free.pop()))
+            batch.append_blocks(req_id, blocks[req_id][-1:])
+        resting = {r: 0 for r in computed if rng.random() < 0.05}
+        running = len(computed) - len(resting)
+        size = next((size for size in sorted(sizes) if size >= running), None)
+        if rng.random() < 0.3:
+            torch.cuda._sleep(int(rng.integers(1, 2_000_000)))  # the device falls behind
+        if size is None or step % eager_every == 0:
+            metadata = builder.build(resting)
+            read_cache(metadata, cache, out)
+        else:
+            metadata = builder.build(resting, bucket=size)
+            graphs[size].replay()
+        # The same from the host's own lists, in stream order, without a look at the metadata's device fields.
+        ids = list(metadata.req_ids)
+        expected = torch.zeros(len(ids), dtype=torch.int64, device="cuda")
+        for row, req_id in enumerate(ids):
+            slots = oracles.slots_of(blocks[req_id], 0, computed[req_id] + 1, BLOCK)
+            expected[row] = mirror[torch.tensor(slots).cuda()].sum()
+        for req_id in ids:
+            slot = oracles.slots_of(blocks[req_id], computed[req_id], computed[req_id] + 1, BLOCK)[0]
+            mirror[slot] += 1
+            computed[req_id] += 1
+        wrong.append((out[: len(ids)] != expected).sum())
+    return torch.stack(wrong).cpu(), cache[:-BLOCK], mirror[:-BLOCK]
+
+
+@pytest.mark.parametrize("depth_seed", range(3))
+def test_graphs_replay_what_eager_steps_would(depth_seed):
+    wrong, cache, mirror = run(requests=12, steps=150, seed=depth_seed, sizes=(1, 4, 8, 12))
+    assert wrong.sum() == 0
+    assert torch.equal(cache, mirror)
+
+
+def test_nothing_is_captured_by_a_build():
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=BLOCK)
+    builder = MetadataBuilder(batch, on_cuda(BLOCK), max_num_batched_tokens=64)
+    batch.add_request("a", [1], 3)
+    builder.capture(2)
+    graph = torch.cuda.CUDAGraph()
+    kept = torch.zeros(1, device="cuda")
+    with torch.cuda.graph(graph):
+        kept += 1
+        for call in (builder.build, lambda: builder.build(bucket=2), lambda: builder.capture(3)):
+            with pytest.raises(CaptureError, match="a stream is capturing"):
+                call()
+    assert batch.num_computed_tokens("a") == 3
+    assert builder.build(bucket=2).seq_lens.tolist() == [4, 0]
+
+
+def test_a_step_does_not_synchronise():
+    groups = [KVCacheGroup("full", 16), KVCacheGroup("window", 16, sliding_window=64)]
+    batch = InputBatch(max_num_reqs=8, max_model_len=256, groups=groups)
+    builder = MetadataBuilder(
+        batch, {name: on_cuda(16) for name in ("full", "window")}, max_num_batched_tokens=256, depth=3
+    )
+    for i in range(6):
+        batch.add_request(i, {name: range(1 + 16 * i, 17 + 16 * i) for name in ("full", "window")}, 10 * i)
+    builder.capture(8)
+    builder.build({0: 5})
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(20):
+            metadata = builder.build({step % 6: 3})
+            for view in (metadata.decode_metadata, metadata.prefill_metadata):
+                for name in ("slot_mapping", "query_start_loc", "seq_lens", "block_table", "paged_kv_indptr"):
+                    assert getattr(view, name).is_cuda
+                assert view.paged_kv_indices.is_cuda
+            builder.build(bucket=8)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
