@@ -4,8 +4,8 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from batches import Batches
 from hypothesis import HealthCheck, settings
-from test_state_machine import Batches
 
 from attncore import AttentionBackend, AttentionImpl, BackendConfig, InputBatch, KVCacheGroup, MetadataBuilder
 from attncore.errors import CaptureError
