@@ -214,7 +214,7 @@ class MetadataBuilder:
         try:
             self._backends.plan(metadata)
             if side is not None:
-                side.commit(metadata.step % self._ring.depth, self._buckets.size_of(size), batch.num_rows)
+                side.commit(metadata.step, self._buckets.size_of(size), batch.num_rows)
                 for index in self._backends.page_lists:
                     _ = metadata.groups[batch.groups[index].name].paged_kv_indices
             elif size.pads:

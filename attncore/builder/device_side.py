@@ -27,8 +27,8 @@ SURPLUS_ENTRIES = 1 << 16
 class DeviceSide:
     """What a builder keeps on ``device`` (as torch writes it; ``cpu`` works too and copies, for tests).
 
-    ``tables`` are the batch's, a device table each. All memory is taken here, before any capture. Everything runs on the
-    stream that is current when a step is built: one compute stream a builder.
+    ``tables`` are the batch's, a device table each. All memory is taken here, before any capture. Everything runs on
+    the stream that is current when a step is built: one compute stream a builder.
     """
 
     def __init__(self, device: str, tables: Sequence[BlockTable]) -> None:
@@ -54,6 +54,8 @@ class DeviceSide:
         self._pinned = [torch.from_numpy(memory) for memory in ring.memory]
         self._events: list[Any] = [torch.cuda.Event() if self._cuda else None for _ in ring.memory]
         self._recorded = [False] * len(ring.memory)
+        self.sent = -1
+        """The last step that was sent."""
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Host memory that the device copies from without a stop."""
@@ -81,8 +83,9 @@ class DeviceSide:
         if self._recorded[arena] and self._cuda:
             self._events[arena].synchronize()
 
-    def commit(self, arena: int, size: Size, num_rows: int) -> None:
-        """Sends an arena and the journal of ``num_rows`` rows; then the device's tables are the batch's."""
+    def commit(self, step: int, size: Size, num_rows: int) -> None:
+        """Sends a step's arena and the journal of ``num_rows`` rows; then the device's tables are the batch's."""
+        arena = step % self._ring.depth
         start = self._ring.journal_offset(size)
         entries = self._ring.journal(arena, size)
         counts, total = [], 0
@@ -101,6 +104,7 @@ class DeviceSide:
             if count:
                 self._apply(device_table, self._arena[start : start + 8 * count].view(self._torch.int64))
                 start += 8 * count
+        self.sent = step
 
     def _send_surplus(self, num_rows: int) -> None:
         """What the arena's journal has no room for, such as long prompts that join at once: copies of their own.
@@ -129,12 +133,18 @@ class DeviceSide:
         for table in self._host_tables:
             table.rows.forget_synced()
 
-    def page_indices(self, index: int, metadata: Any) -> Any:
-        """int32[indptr[-1]]: the pages of the step's requests, from the device's table, in a buffer of fixed address."""
-        torch, table = self._torch, self.tables[index]
-        if self._page_indices[index] is None:
-            self._page_indices[index] = torch.zeros(table.numel(), dtype=torch.int32, device=self.device)
-        buffer = self._page_indices[index]
+    def pages_of(self, index: int, metadata: Any) -> Any:
+        """``paged_kv_indices`` of a step, made when first asked for after it was sent.
+
+        A plan comes before that: it may know where they will be, and not read them.
+        """
+        if self.sent < metadata.step:
+            return self.page_buffer(index)[: int(metadata.host.paged_kv_indptr[-1])]
+        return metadata._this_step("_indices", lambda: self._gathered(index, metadata))
+
+    def _gathered(self, index: int, metadata: Any) -> Any:
+        """int32[indptr[-1]]: the pages of the step's requests, from the device's table, in a buffer that stays."""
+        torch, table, buffer = self._torch, self.tables[index], self.page_buffer(index)
         indptr = metadata.host.paged_kv_indptr
         num_pages = int(indptr[-1])
         if num_pages == 0:
@@ -152,7 +162,7 @@ class DeviceSide:
         return buffer[:num_pages]
 
     def page_buffer(self, index: int) -> Any:
-        """The whole buffer that ``page_indices`` writes to."""
+        """The whole buffer that page indices are written to: int32[rows * width], at a fixed address."""
         if self._page_indices[index] is None:
             self._page_indices[index] = self._torch.zeros(
                 self.tables[index].numel(), dtype=self._torch.int32, device=self.device

@@ -90,9 +90,9 @@ class _Placed(NamedTuple):
 class StagingRing:
     """``depth`` arenas for steps of at most ``size``; step k uses arena k % depth.
 
-    ``block_sizes`` are those of the decoder groups' tables, ``has_cross`` adds a cross group. Where a field lies depends
-    on the size of step alone, so that a captured graph finds it again; a journal of at most ``journal_entries`` follows
-    the fields. ``allocate`` gives so many bytes of host memory, ALIGNMENT aligned; ``nbytes`` is what all of them take.
+    ``block_sizes`` are those of the decoder groups' tables, ``has_cross`` adds a cross group. Where a field lies
+    depends on the size of step alone, so that a captured graph finds it again; a journal of at most ``journal_entries``
+    follows the fields. ``allocate`` gives so many bytes of host memory, aligned; ``nbytes`` is what all of them take.
     """
 
     def __init__(

@@ -135,7 +135,7 @@ class StepMetadata(CommonAttentionMetadata):
     def paged_kv_indices(self) -> Any:
         """int32[paged_kv_indptr[-1]]: the pages of the step's requests in turn. On a GPU made there, from its table."""
         if self._pages is not None:
-            return self._this_step("_indices", lambda: self._pages(self))
+            return self._pages(self)
         return self._this_step("_indices", lambda: self._wrap(self.host.paged_kv_indices))
 
     def forget_views(self) -> None:
@@ -247,7 +247,7 @@ def step_metadata(
             if side is None:
                 on_device = {name: wrap(array) for name, array in on_device.items()}
         if side is not None and on_device is not None:
-            on_device["block_table"], pages = side.tables[index], partial(side.page_indices, index)
+            on_device["block_table"], pages = side.tables[index], partial(side.pages_of, index)
             if batch._cross is not None:
                 on_device["cross_block_table"] = side.tables[-1]
         kind = CrossStepMetadata if group.cross else StepMetadata
