@@ -146,7 +146,8 @@ cdef class StepKernel:
     cdef readonly slot_t next_step
     cdef dict buckets
     cpdef object decode_step_inside(self, StepBucket bucket)
-    cdef object _run(self, StepBucket bucket, length_t num_ones, length_t num_decodes, length_t num_reqs)
+    cdef object _run(self, StepBucket bucket, length_t num_ones, length_t num_decodes, length_t num_reqs,
+                     length_t longest_one)
 
 
 cdef class GroupReader:

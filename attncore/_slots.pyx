@@ -69,9 +69,33 @@ cdef extern from *:
     #endif
         return attncore_read_any(object, value);
     }
+
+    /* sums[i + 1] is the sum of values[0..i] + 1, four at a time: how many were done, and their sum. The compiler does
+       not find this by itself; where there is no SSE2 (it is in every x86-64), the plain loop does them all. */
+    #if defined(__SSE2__)
+      #include <emmintrin.h>
+    #endif
+    static inline int32_t attncore_sum_fours(const int32_t *values, int32_t *sums, int32_t count, int32_t *total) {
+        int32_t i = 0;
+    #if defined(__SSE2__)
+        __m128i carry = _mm_setzero_si128();
+        for (; i + 4 <= count; i += 4) {
+            __m128i four = _mm_loadu_si128((const __m128i *)(values + i));
+            four = _mm_add_epi32(four, _mm_set1_epi32(1));
+            four = _mm_add_epi32(four, _mm_slli_si128(four, 4));
+            four = _mm_add_epi32(four, _mm_slli_si128(four, 8));
+            four = _mm_add_epi32(four, carry);
+            _mm_storeu_si128((__m128i *)(sums + i + 1), four);
+            carry = _mm_shuffle_epi32(four, 0xFF);
+        }
+        *total = _mm_cvtsi128_si32(carry);
+    #endif
+        return i;
+    }
     """
     const char* ATTNCORE_READS_INTS
     int attncore_read_int(PyObject* item, slot_t* value) except -1
+    length_t attncore_sum_fours(const length_t* values, length_t* sums, length_t count, length_t* total) noexcept nogil
 
 IMPLEMENTATION = "cython"
 READS_INTS = (<bytes> ATTNCORE_READS_INTS).decode()
@@ -276,18 +300,22 @@ cdef inline void cache_block(Rows* rows, length_t i, length_t column) noexcept n
             rows = rows.next
 
 
-cdef inline bint decodes_fit(BatchRows batch, length_t max_model_len) noexcept nogil:
-    """Whether every row can run one token. Then the filling loops need no table: the cached blocks are the current."""
-    cdef length_t g, k, i, count = batch.num_rows
+cdef inline length_t decodes_fit(BatchRows batch, length_t max_model_len) noexcept nogil:
+    """Whether every row can run one token: the longest's tokens before it, or -1.
+
+    Then the filling loops need no table: the cached blocks are the current.
+    """
+    cdef length_t g, k, i, count = batch.num_rows, longest
     cdef Rows* rows
     for g in range(batch.num_decoders):
         if not batch.decoders[g].follows and not find_stale(batch.decoders[g], count):
-            return False
-    if longest_of(batch.num_computed, count) >= max_model_len and count:
-        return False
+            return -1
+    longest = longest_of(batch.num_computed, count)
+    if longest >= max_model_len and count:
+        return -1
     # A sum can be too large only where the largest possible one is.
     if <slot_t> count * max_model_len > MAX_INT32 and sum_of(batch.num_computed, count) + count > MAX_INT32:
-        return False
+        return -1
     for g in range(batch.num_decoders):
         rows = batch.decoders[g]
         if rows.follows:
@@ -295,7 +323,7 @@ cdef inline bint decodes_fit(BatchRows batch, length_t max_model_len) noexcept n
         for k in range(rows.num_stale):
             i = rows.stale[k]
             cache_block(rows, i, column_of(batch.num_computed[i], rows.size))
-    return True
+    return longest
 
 
 cdef inline length_t check_blocks(const Rows* rows, length_t i, length_t start, length_t stop,
@@ -425,22 +453,11 @@ cdef inline void fill_decode_pages(const length_t* computed, const length_t* col
 
 
 cdef inline length_t sum_up(const length_t* values, length_t* sums, length_t count) noexcept nogil:
-    """sums[i + 1] is the sum of values[0..i] + 1; the last. Four at a time: a sum waits for one addition, not for four."""
-    cdef length_t i = 0, a, b, c, total = 0
-    while i + 4 <= count:
-        a = values[i] + 1
-        b = a + values[i + 1] + 1
-        c = b + values[i + 2] + 1
-        sums[i + 1] = total + a
-        sums[i + 2] = total + b
-        sums[i + 3] = total + c
-        total += c + values[i + 3] + 1
-        sums[i + 4] = total
-        i += 4
-    while i < count:
+    """sums[i + 1] is the sum of values[0..i] + 1; the last."""
+    cdef length_t i, total = 0
+    for i in range(attncore_sum_fours(values, sums, count, &total), count):
         total += values[i] + 1
         sums[i + 1] = total
-        i += 1
     return total
 
 
@@ -455,8 +472,10 @@ cdef inline void fill_decode_blocks(GroupFields* out, const Rows* rows, length_t
         out.num_pages = sum_up(column, indptr, count)
 
 
-cdef inline void fill_decodes(StepArena out, BatchRows batch, length_t count) noexcept nogil:
-    """Rows 0..count run one token each. Everything but what counts 0, 1, 2, ..., which start_counting keeps."""
+cdef inline void fill_decodes(StepArena out, BatchRows batch, length_t count, length_t longest) noexcept nogil:
+    """Rows 0..count run one token each, after at most ``longest``. Everything but what counts 0, 1, 2, ...:
+    start_counting keeps that.
+    """
     cdef length_t i, g, seq_start = 0
     cdef length_t* computed = batch.num_computed
     cdef slot_t* positions = out.positions
@@ -468,7 +487,7 @@ cdef inline void fill_decodes(StepArena out, BatchRows batch, length_t count) no
     seq_start = sum_up(computed, out.seq_start_loc, count)
     for i in range(count):
         computed[i] += 1
-    out.max_decode_seq_len = longest_of(computed, count)
+    out.max_decode_seq_len = longest + 1 if count else 0
     out.num_tokens, out.num_seq_tokens = count, seq_start
 
 
@@ -1026,13 +1045,15 @@ cdef class StepKernel:
     cpdef object decode_step_inside(self, StepBucket bucket):
         """The same, for the caller that has entered the batch."""
         cdef BatchRows batch = self.batch
+        cdef length_t longest
         if batch.dirty or batch.num_rows > self.max_num_tokens:
             return None
         if bucket.pads and (batch.num_rows > bucket.num_reqs or bucket.query_len != 1):
             return None
-        if not decodes_fit(batch, self.max_model_len):
+        longest = decodes_fit(batch, self.max_model_len)
+        if longest < 0:
             return None
-        return self._run(bucket, batch.num_rows, batch.num_rows, batch.num_rows)
+        return self._run(bucket, batch.num_rows, batch.num_rows, batch.num_rows, longest)
 
     def schedule_all(self, length_t query_len):
         """Writes query_lens: query_len tokens a row."""
@@ -1086,12 +1107,12 @@ cdef class StepKernel:
                 for i in range(num_ones):
                     cache_block(batch.decoders[g], i, column_of(batch.num_computed[i], batch.decoders[g].size))
         batch.version += 1
-        return self._run(bucket, num_ones, num_decodes, num_reqs)
+        return self._run(bucket, num_ones, num_decodes, num_reqs, longest_of(batch.num_computed, num_ones))
 
     def null_step(self, StepBucket bucket, length_t max_seq_len):
         """A step of no rows, all padding; ``max_seq_len``, where not 0, is the largest that a graph may meet."""
         cdef StepArena out
-        cdef object metadata = self._run(bucket, 0, 0, 0)
+        cdef object metadata = self._run(bucket, 0, 0, 0, 0)
         out = <StepArena> PyList_GET_ITEM(bucket.arenas, <Py_ssize_t> ((self.next_step - 1) % self.depth))
         out.req_ids = ()
         if max_seq_len:
@@ -1117,7 +1138,8 @@ cdef class StepKernel:
             num_swaps -= 1
             swap_rows(batch, self.swaps[2 * num_swaps], self.swaps[2 * num_swaps + 1])
 
-    cdef object _run(self, StepBucket bucket, length_t num_ones, length_t num_decodes, length_t num_reqs):
+    cdef object _run(self, StepBucket bucket, length_t num_ones, length_t num_decodes, length_t num_reqs,
+                     length_t longest_one):
         cdef Py_ssize_t k = <Py_ssize_t> (self.next_step % self.depth)
         cdef StepArena out = <StepArena> PyList_GET_ITEM(bucket.arenas, k)
         cdef BatchRows batch = self.batch
@@ -1126,7 +1148,7 @@ cdef class StepKernel:
         if <PyObject*> out != PyList_GET_ITEM(self.last, k):
             self.last[k] = out
             out._forget()
-        fill_decodes(out, batch, num_ones)
+        fill_decodes(out, batch, num_ones, longest_one)
         start_counting(out, num_ones)
         out.max_decode_query_len = 1
         out.max_prefill_query_len = out.max_prefill_seq_len = 0
