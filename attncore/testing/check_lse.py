@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
+from attncore.builder import ContextParallel, InputBatch, MetadataBuilder
+from attncore.testing import steps
 from attncore.testing.capability import covers, explore, rows
 from attncore.testing.check_features import FEATURES
+from attncore.testing.compare import Row
 from attncore.testing.encoder_engine import CrossEngine, EncoderEngine
 from attncore.testing.engine import Engine, run_rows
 from attncore.testing.errors import ConformanceError
 from attncore.testing.subject import Subject
 
 __all__ = [
+    "test_a_rank_decodes_over_the_keys_it_keeps",
     "test_log_sum_exp_of_cross_attention",
     "test_log_sum_exp_of_encoders",
     "test_log_sum_exp_over_random_batches",
@@ -89,3 +94,35 @@ def test_log_sum_exp_of_cross_attention(attncore_subject: Subject) -> None:
         engine.add(name, length)
     engine.cross_step({0: 2, 1: 3, 2: 1})
     engine.cross_step({0: 1, 1: 1, 2: 1})
+
+
+@covers("lse")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("interleave", ["1", "block"])
+def test_a_rank_decodes_over_the_keys_it_keeps(attncore_subject: Subject, rank: int, interleave: str) -> None:
+    """Two ranks share each request's keys (decode context parallelism). Where the other keeps the new token its slot is
+    -1, and the query sees the ``seq_lens`` keys in this rank's cache; there may be none."""
+    attncore_subject.require("lse")
+    attncore_subject.require_phase("decode")
+    engine = Engine(attncore_subject.backend(), with_lse=True)
+    size = engine.block_size
+    mine = ContextParallel(2, rank, size, 1 if interleave == "1" else size)
+    contexts = {"a": 1, "b": 2, "c": size, "d": 2 * size, "e": 3 * size + 1}
+    kept = {name: int(mine.seq_lens([context])[0]) for name, context in contexts.items()}
+    batch = InputBatch(max_num_reqs=len(contexts), max_model_len=8 * size, block_size=2 * size)
+    for name, context in contexts.items():
+        engine.add(name, kept[name] + size)
+        batch.add_request(name, engine.batch.block_ids(name), num_computed_tokens=context)
+    engine.fill(kept)  # as if its own were all there are: where they lie in the cache is the same
+    engine.causal = False  # the query comes after all keys
+    built = MetadataBuilder(batch, max_num_batched_tokens=len(contexts)).build()
+    metadata = steps.planned(engine.backend, mine.metadata(built))
+    tensors = engine.tensors(len(contexts))
+    rows, expected = [], []
+    for i, name in enumerate(built.req_ids):
+        is_mine = metadata.host.slot_mapping[i] >= 0
+        keys = [torch.cat((old, new[i : i + is_mine])) for old, new in zip(engine.said[name], tensors[1:], strict=True)]
+        expected.append(engine.dense(tensors[0][i : i + 1], *keys))
+        rows.append(Row(name, 1, kept[name]))
+    answer = engine.checked(tensors, metadata, metadata.host.slot_mapping)
+    engine.compare(answer, expected, rows)

@@ -194,27 +194,32 @@ class Engine:
             self.said[row.name] = (said[0], said[1])
             expected.append(self.dense(query[tokens], *said))
             start += row.tokens
+        answer = self.checked((query, key, value), metadata, metadata.host.slot_mapping)
+        if not profiling:
+            self.compare(answer, expected, rows)
+        return answer
+
+    def checked(self, tensors: tuple[Tensor, Tensor, Tensor], metadata: Any, slots: Any) -> Tensor:
+        """The output, on the host, of query, key and value on the host; the cache must have changed at ``slots`` (but
+        -1) alone, and the tensors not."""
         self._poison()
         before = self.pages.snapshot()
         config, dtype = self.config, getattr(torch, self.config.dtype)
-        given = [tensor.to(config.device, dtype, copy=True) for tensor in (query, key, value)]
-        output = self.forward(given, metadata)
-        answer = output.cpu()
-        slots = metadata.host.slot_mapping
+        given = [tensor.to(config.device, dtype, copy=True) for tensor in tensors]
+        answer = self.forward(given, metadata).cpu()
         slots = slots[slots >= 0]
         compare_cache(self.pages, before, slots)
         self.written[slots // self.block_size, slots % self.block_size] = True
-        for name, tensor, original in zip(("query", "key", "value"), given, (query, key, value), strict=True):
+        for name, tensor, original in zip(("query", "key", "value"), given, tensors, strict=True):
             if differs(tensor.cpu(), original.to(dtype)):
                 raise ConformanceError(f"forward changed its argument {name}; an engine may still need it")
-        if not profiling:
-            expected_dtype = (torch.Size((total, config.num_heads, value.shape[2])), dtype)
-            if (answer.shape, answer.dtype) != expected_dtype:
-                raise ConformanceError(f"forward gave {answer.dtype} {tuple(answer.shape)}, not {expected_dtype}")
-            self._compare(answer, expected, rows)
+        shape = torch.Size((*tensors[0].shape[:2], tensors[2].shape[2]))
+        if (answer.shape, answer.dtype) != (shape, dtype):
+            raise ConformanceError(f"forward gave {answer.dtype} {tuple(answer.shape)}, not {(shape, dtype)}")
         return answer
 
-    def _compare(self, answer: Tensor, expected: list[tuple[Tensor, Tensor]], rows: list[Row]) -> None:
+    def compare(self, answer: Tensor, expected: list[tuple[Tensor, Tensor]], rows: list[Row]) -> None:
+        """ConformanceError unless the rows' output, and log-sum-exp where asked for, is what was expected."""
         error = compare(answer, [output for output, _ in expected], rows, self)
         self.max_error = max(self.max_error, error)
         if self.with_lse:
@@ -227,7 +232,7 @@ class Engine:
             return query, key, key[..., : self.config.head_size_v].clone()
         return query, key, self._heads(count, "v")
 
-    def forward(self, tensors: Iterable[Tensor], metadata: Any) -> Tensor:
+    def forward(self, tensors: Iterable[Any], metadata: Any) -> Tensor:
         """The layer's output, of query, key and value on the device."""
         query, key, value = tensors
         given = (query, key, None if self.config.use_mla else value, self.kv_cache, metadata)

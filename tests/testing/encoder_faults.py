@@ -178,6 +178,19 @@ return answer, lse
         LSE,
     ),
     Fault(
+        "rank_taken_for_a_profiling_run",
+        "test_a_rank_decodes_over_the_keys_it_keeps",
+        "decode of 1 after",
+        with_lse(
+            """
+metadata = changed(metadata)
+del metadata.host.context_lens
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+        LSE,
+    ),
+    Fault(
         "lse_only_declared",
         "test_log_sum_exp_over_random_batches",
         "its class has no forward_with_lse",
