@@ -63,6 +63,11 @@ def own_content(row: int) -> int:
     return 2 * row + 1
 
 
+def rejected_content(row: int) -> int:
+    """The content id of drafts of this row's request that are rejected: of no token that stays."""
+    return -own_content(row)
+
+
 def content_ids(request: Request, start: int, stop: int) -> Int64:
     """The content id of each of the tokens ``start .. stop - 1`` of a request, int64.
 

@@ -35,7 +35,7 @@ class DenseCheck:
     ) -> None:
         self.layers = layers
         self.result = result
-        self.tolerance = TOLERANCE.get(layers.backend.config.dtype, TOLERANCE["bfloat16"])
+        self.tolerance = TOLERANCE.get(layers.dtype, TOLERANCE["bfloat16"])
         drawn = np.random.default_rng((seed, 1)).random(len(requests)) < 1 / every
         self.sampled = {request.row for request, chosen in zip(requests, drawn, strict=True) if chosen}
         self.sampled.add(requests[0].row)
@@ -59,10 +59,14 @@ class DenseCheck:
 
     def _chosen(self, step: Step) -> Iterator[tuple[RunningRequest, int]]:
         for running in step.decodes:
-            if running.row in self.sampled and (
-                running.generated % DECODE_STRIDE == 1 or running.generated + 1 == running.request.output_tokens
+            if running.row not in self.sampled:
+                continue
+            new = 1 + step.draft(running).accepted  # what comes of drafts that are rejected is read by nobody
+            if any(
+                generated % DECODE_STRIDE == 1 or generated + 1 == running.request.output_tokens
+                for generated in range(running.generated, running.generated + new)
             ):
-                yield running, 1
+                yield running, new
         for running, count in step.prefills:
             if running.row in self.sampled:
                 yield running, count
@@ -74,7 +78,7 @@ class DenseCheck:
         from attncore.dense import dense_attention
 
         layers, context = self.layers, running.computed
-        dtype = getattr(torch, layers.backend.config.dtype)
+        dtype = getattr(torch, layers.dtype)
         ids = content_ids(running.request, 0, context + count)
         positions = np.arange(context + count, dtype=np.int64)
         errors = []
@@ -87,7 +91,10 @@ class DenseCheck:
             )
             for first, last in parts(count):
                 end = context + last
-                dense = dense_attention(query[context + first : end], key[:end], value[:end], scale=layers.scale)
+                dense = dense_attention(
+                    query[context + first : end], key[:end], value[:end], scale=layers.scale,
+                    sliding_window=layers.windows[layer],
+                )  # fmt: skip
                 errors.append((output[first:last].cpu().float() - dense).abs().max())
         return float(torch.stack(errors).max())
 
