@@ -29,7 +29,7 @@ def state_of(batch, builder):
     rows = batch._rows
     return (
         batch._state.tobytes(), tables, tuple(batch._ids), dict(batch._row_of), rows.num_rows, rows.changes,
-        [memory.tobytes() for memory in builder._ring._memory], builder.captured, builder.nbytes,
+        [memory.tobytes() for memory in builder._ring.memory], builder.captured, builder.nbytes,
     )  # fmt: skip
 
 
@@ -116,8 +116,8 @@ def test_memory_of_captured_sizes(kernels):
     assert builder.nbytes == eager // 3 * 4  # one more arena, on the device
     builder.capture(2)
     assert builder.nbytes == eager // 3 * 4  # which every size shares
-    ring = builder._ring
-    assert builder.nbytes == sum(memory.nbytes for memory in (*ring._memory, ring._device))
+
+    assert builder.nbytes == sum(memory.nbytes for memory in (*ring.memory, ring._fixed))
 
 
 def test_the_live_table_stands_behind_padded_rows(kernels):
