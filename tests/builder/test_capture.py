@@ -116,8 +116,8 @@ def test_memory_of_captured_sizes(kernels):
     assert builder.nbytes == eager // 3 * 4  # one more arena, on the device
     builder.capture(2)
     assert builder.nbytes == eager // 3 * 4  # which every size shares
-
-    assert builder.nbytes == sum(memory.nbytes for memory in (*ring.memory, ring._fixed))
+    memories = (*builder._ring.memory, builder._ring._fixed)
+    assert builder.nbytes == sum(memory.nbytes for memory in memories)
 
 
 def test_the_live_table_stands_behind_padded_rows(kernels):
