@@ -32,6 +32,7 @@ from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.microbatches import BatchSlice, slice_by_requests, slice_by_tokens, slice_metadata
 from attncore.builder.multimodal import Placeholder, PlaceholderMap, PlaceholderRun, placeholder_map
 from attncore.builder.sequence_group import Sequence, SequenceGroup
+from attncore.builder.speculative import advance_step
 from attncore.builder.splitting import (
     DecodePrefillSplit,
     ThreeWaySplit,
@@ -42,6 +43,7 @@ from attncore.builder.splitting import (
     split_decodes_and_prefills,
     split_three_ways,
 )
+from attncore.builder.state import CommonAttentionState
 
 __all__ = [
     "BatchSlice",
@@ -49,6 +51,7 @@ __all__ = [
     "CascadePass",
     "CascadeRule",
     "CommonAttentionMetadata",
+    "CommonAttentionState",
     "CommonMetadataBuilder",
     "ContextChunks",
     "ContextParallel",
@@ -64,6 +67,7 @@ __all__ = [
     "SharedPrefix",
     "ThreeWaySplit",
     "VirtualBatch",
+    "advance_step",
     "classify_requests",
     "context_chunk_metadata",
     "context_chunks",

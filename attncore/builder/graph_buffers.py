@@ -248,9 +248,10 @@ class GraphBuffers:
             spans.append((cross.offset, cross.offset + size * cross.row_nbytes))
         if pages is not None and num_pages:
             spans.append((pages.offset, pages.offset + num_pages * pages.row_nbytes))
+        pinned = len(self._arenas) > 1
         for start, stop in spans:
-            self._device[start:stop].copy_(arena.tensor[start:stop], non_blocking=True)
-        if len(self._arenas) > 1:
+            self._device[start:stop].copy_(arena.tensor[start:stop], non_blocking=pinned)
+        if pinned:
             self._record(arena)
 
     def _record(self, arena: _Arena) -> None:

@@ -1,5 +1,7 @@
 """The state of the list door: what graphs replay over it, stand-ins here, is right; every wrong moment is told."""
 
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ from graph_engine import GraphEngine, expected_buffers
 
 import attncore
 from attncore import AttentionBackend, BackendConfig
+from attncore._aliases import FirstGenerationStateNames
 from attncore.builder import (
     CommonMetadataBuilder,
     InputBatch,
@@ -606,3 +609,24 @@ def test_staging_blocks_take_turns_and_are_waited_for():
         assert {name: getattr(host, name).tolist() for name in buffers.names} == expected
         assert buffers.sent[-1] is buffers._arenas[step % 2]
         assert sum(arena.event.waited for arena in buffers._arenas if arena.event) == max(0, step - 1)
+
+
+# ---- the documents
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+
+
+def test_the_snippets_of_the_page_run():
+    names = {}
+    for snippet in re.findall(r"```python\n(.*?)```", (DOCS / "graphs.md").read_text(), re.DOTALL):
+        exec(compile(snippet, "docs/graphs.md", "exec"), names)
+    assert names["state"].captured == (1, 2, 4, 8)
+
+
+def test_the_contract_names_every_member_of_the_state():
+    section = (DOCS / "contract.md").read_text().partition("### The state")[2].partition("## Versions")[0]
+    table, _, aliases = section.partition("names of the first generation too:")
+    members = {name for name in dir(CommonAttentionState) if not name.startswith("_")}
+    first = {name for name in vars(FirstGenerationStateNames) if not name.startswith("_")}
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == members - first
+    assert first <= set(re.findall(r"`(\w+)`", aliases))
