@@ -11,26 +11,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attncore.cli import UsageError
+from attncore.cli import UsageError, persistent_options
+from attncore.cli.argument_types import clock, integer, integer_option, number
 from attncore.cli.output import print_json, stdout_to_stderr
+from attncore.cli.progress import progress_bar
 from attncore.errors import NoBackendError
 from attncore.replay import report, synthetic
-from attncore.replay.attention import AttentionLayers, torch_threads
+from attncore.replay.attention import torch_threads
 from attncore.replay.cache_blocks import check_pools
-from attncore.replay.clock import CostModel
 from attncore.replay.runner import Settings, replay
-from attncore.replay.steps_file import StepsFile
+from attncore.replay.steps_file import StepsFile, batch_line, persistent_line
 from attncore.replay.traces import Trace, read_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
+    from attncore.replay.attention import AttentionLayers
 
 HELP = "replay a request trace: scheduler, paged cache, metadata and attention, verified"
 
@@ -45,42 +45,53 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--trace", dest="trace_option", metavar="TRACE", help="the same, as an option")
     add(
         "--requests",
-        type=_integer(1, 10**7),
+        type=integer(1, 10**7),
         metavar="N",
         help=f"only the first N requests (default: all of a trace, {synthetic.NUM_REQUESTS} synthetic ones)",
     )
-    add("--minutes", type=_number(1e-6, 1e9), metavar="M", help="only what arrives in the first M minutes of the trace")
+    add("--minutes", type=number(1e-6, 1e9), metavar="M", help="only what arrives in the first M minutes of the trace")
     add(
         "--rate",
-        type=_number(1e-6, 1e6),
+        type=number(1e-6, 1e6),
         default=1.0,
         metavar="X",
         help="time scale: X times as many requests a second (default 1)",
     )
     add(
         "--clock",
-        type=_clock,
+        type=clock,
         default=_DEFAULTS.clock,
         metavar="COSTS",
         help=f"virtual microseconds a step, prompt token, decode and token of context (default {_DEFAULTS.clock})",
     )
-    _integer_option(parser, "--num-blocks", 2, 2**31 - 1, _DEFAULTS.num_blocks, "blocks of the cache, block 0 not used")
-    _integer_option(parser, "--block-size", 1, 2**20, _DEFAULTS.block_size, "tokens a block holds")
+    integer_option(parser, "--num-blocks", 2, 2**31 - 1, _DEFAULTS.num_blocks, "blocks of the cache, block 0 not used")
+    add(
+        "--block-size",
+        type=integer(1, persistent_options.MAX_BLOCK_SIZE),
+        metavar="N",
+        help=f"tokens a block holds (default {_DEFAULTS.block_size}, or what --groups states)",
+    )
+    persistent_options.add_to_replay(parser)
     add(
         "--max-num-seqs",
-        type=_integer(1, 2**20),
+        type=integer(1, 2**20),
         metavar="N",
         help=f"requests running at a time (default {_DEFAULTS.max_num_seqs}, or --max-num-batched-tokens where less)",
     )
-    _integer_option(parser, "--max-num-batched-tokens", 1, 2**24, _DEFAULTS.max_num_batched_tokens, "tokens of a step")
-    _integer_option(parser, "--num-heads", 1, 1024, 4, "query heads")
-    _integer_option(parser, "--num-kv-heads", 1, 1024, 2, "key-value heads, a divisor of --num-heads")
-    _integer_option(parser, "--head-size", 1, 1024, 32, "numbers a head has; scores are scaled by its square root")
-    _integer_option(parser, "--layers", 1, 1024, 2, "attention layers, each with its own cache")
-    _integer_option(parser, "--threads", 1, 1024, 1, "of torch on a CPU; more help with long prompts only")
+    integer_option(parser, "--max-num-batched-tokens", 1, 2**24, _DEFAULTS.max_num_batched_tokens, "tokens of a step")
+    integer_option(parser, "--num-heads", 1, 1024, 4, "query heads")
+    integer_option(parser, "--num-kv-heads", 1, 1024, 2, "key-value heads, a divisor of --num-heads")
+    integer_option(parser, "--head-size", 1, 1024, 32, "numbers a head has; scores are scaled by its square root")
+    add(
+        "--layers",
+        type=integer(1, 1024),
+        metavar="N",
+        help="attention layers, each with its own cache (default 2, or as many as --groups has groups where more)",
+    )
+    integer_option(parser, "--threads", 1, 1024, 1, "of torch on a CPU; more help with long prompts only")
     add("--backend", metavar="NAME", help="attention backend (default: what attncore.select chooses)")
-    _integer_option(parser, "--seed", 0, 2**63 - 1, _DEFAULTS.seed, "of workload, keys and values, and sample")
-    _integer_option(
+    integer_option(parser, "--seed", 0, 2**63 - 1, _DEFAULTS.seed, "of workload, keys and values, and sample")
+    integer_option(
         parser,
         "--verify-every",
         1,
@@ -109,21 +120,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.max_num_seqs is None:
-        args.max_num_seqs = min(_DEFAULTS.max_num_seqs, args.max_num_batched_tokens)
-    settings = Settings(
-        num_blocks=args.num_blocks, block_size=args.block_size, max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens, rate=args.rate, clock=args.clock,
-        verify_every=args.verify_every, seed=args.seed,
-    )  # fmt: skip
     _check_together(args)
+    settings = _settings(args)
     trace = _trace(args)
     # Before caches of that many blocks are made.
     check_pools(trace.requests, settings.num_blocks, settings.groups_of_batch)
-    layers, why = _layers(args)
+    layers, why = _layers(args, settings)
+    line = batch_line
+    if args.groups or args.speculative or args.context_parallel:
+        line = functools.partial(persistent_line, groups=args.groups)
     with contextlib.ExitStack() as stack:
-        record = stack.enter_context(StepsFile(args.save_steps, args.block_size)) if args.save_steps else None
-        progress = stack.enter_context(_progress(len(trace.requests)))
+        record = stack.enter_context(StepsFile(args.save_steps, settings.block_size, line)) if args.save_steps else None
+        progress = stack.enter_context(progress_bar(len(trace.requests)))
         if layers:
             stack.enter_context(torch_threads(args.threads))
         outcome = replay(trace.requests, settings, layers, record=record, progress=progress)
@@ -131,7 +139,7 @@ def _run(args: argparse.Namespace) -> int:
         outcome,
         trace={"source": trace.source, "format": trace.format},
         options=_options(args),
-        backend=layers.backend.name if layers else None,
+        backend=layers.name if layers else None,
         why=why,
     )
     if args.json:
@@ -141,15 +149,47 @@ def _run(args: argparse.Namespace) -> int:
     return 1 if outcome.verification.failed else 0
 
 
+def _settings(args: argparse.Namespace) -> Settings:
+    """What the options say together; those left open are filled in."""
+    each = 1 + (args.speculative.num_drafts if args.speculative else 0)
+    if args.max_num_seqs is None:
+        args.max_num_seqs = max(1, min(_DEFAULTS.max_num_seqs, args.max_num_batched_tokens // each))
+    if args.max_num_batched_tokens < args.max_num_seqs * each:
+        each_needs = f" times {each} (--speculative)" if each > 1 else ""
+        tokens = f"{each} tokens" if each > 1 else "a token"
+        raise UsageError(
+            f"--max-num-batched-tokens: {args.max_num_batched_tokens} is less than --max-num-seqs "
+            f"{args.max_num_seqs}{each_needs}; each running request may need {tokens} in the same step"
+        )
+    if args.layers is None:
+        args.layers = max(2, len(args.groups or ()))
+    if args.block_size is None and not args.groups:
+        args.block_size = _DEFAULTS.block_size
+    ranks = args.context_parallel or persistent_options.Ranks()
+    settings = Settings(
+        num_blocks=args.num_blocks, block_size=args.block_size or args.groups[0].block_size,
+        max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens, rate=args.rate,
+        clock=args.clock, verify_every=args.verify_every, seed=args.seed, groups=args.groups,
+        speculation=args.speculative, world_size=ranks.world_size, interleave=ranks.interleave,
+    )  # fmt: skip
+    if args.context_parallel:
+        persistent_options.check_ranks(ranks, settings.groups_of_rank)
+    return settings
+
+
 def _check_together(args: argparse.Namespace) -> None:
     if args.trace is not None and args.trace_option is not None:
         raise UsageError(f"--trace: {args.trace_option} and {args.trace} are both given; one trace is replayed")
     if args.num_heads % args.num_kv_heads:
         raise UsageError(f"--num-kv-heads: {args.num_kv_heads} does not divide --num-heads {args.num_heads}")
-    if args.max_num_batched_tokens < args.max_num_seqs:
+    if args.groups and args.block_size is not None:
+        raise UsageError(f"--block-size: {args.block_size} given beside --groups, which states block sizes")
+    if args.groups and args.layers is not None and args.layers < len(args.groups) and not args.metadata_only:
+        raise UsageError(f"--layers: {args.layers} given for {len(args.groups)} groups; each needs a layer at least")
+    if args.context_parallel and args.backend not in (None, "reference") and not args.metadata_only:
         raise UsageError(
-            f"--max-num-batched-tokens: {args.max_num_batched_tokens} is less than --max-num-seqs {args.max_num_seqs}; "
-            "each running request may need a token in the same step"
+            f"--context-parallel: ranks attend by backend reference, and --backend is {args.backend}; leave it out, or "
+            "pass --metadata-only"
         )
     path = args.trace or args.trace_option
     if path and args.save_steps and Path(path).resolve() == Path(args.save_steps).resolve():
@@ -166,7 +206,7 @@ def _trace(args: argparse.Namespace) -> Trace:
     return Trace(trace.source, trace.format, kept)
 
 
-def _layers(args: argparse.Namespace) -> tuple[AttentionLayers | None, str]:
+def _layers(args: argparse.Namespace, settings: Settings) -> tuple[AttentionLayers | None, str]:
     """The attention of this run (None: metadata only), and why this backend runs it."""
     if args.metadata_only:
         return None, _WHY_NONE
@@ -174,80 +214,25 @@ def _layers(args: argparse.Namespace) -> tuple[AttentionLayers | None, str]:
         raise NoBackendError(
             "torch is not installed and attention needs it: pip install attncore[torch], or pass --metadata-only"
         )
-    from attncore.registry.select import select
     from attncore.replay.content import Content
+    from attncore.replay.layers import make_layers
 
-    with stdout_to_stderr():
-        choice = select(
-            num_heads=args.num_heads, num_kv_heads=args.num_kv_heads, head_size=args.head_size, dtype="float32",
-            block_size=args.block_size, num_blocks=args.num_blocks, backend=args.backend,
-        )  # fmt: skip
-        backend = choice.create()
     content = Content(args.num_heads, args.num_kv_heads, args.head_size, args.seed)
-    layers = AttentionLayers(backend, content, args.layers, args.num_blocks)
-    return layers, choice.explain().splitlines()[0].partition(": ")[2]
+    with stdout_to_stderr():
+        return make_layers(settings, content, args.layers, args.backend)
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """What settles the steps, for the report."""
+    """What settles the steps, for the report. The last three only where they were given."""
     names = (
         "requests", "minutes", "rate", "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens",
         "num_heads", "num_kv_heads", "head_size", "layers", "threads", "seed", "verify_every", "metadata_only",
     )  # fmt: skip
-    return {name: getattr(args, name) for name in names} | {"clock": str(args.clock)}
-
-
-@contextlib.contextmanager
-def _progress(num_requests: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar on standard error, where that is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("requests", total=num_requests)
-        yield lambda finished: bar.update(task, completed=finished)
-
-
-def _integer_option(
-    parser: argparse.ArgumentParser, name: str, low: int, high: int, default: int, text: str, metavar: str = "N"
-) -> None:
-    parser.add_argument(
-        name, type=_integer(low, high), default=default, metavar=metavar, help=f"{text} (default {default})"
-    )
-
-
-def _integer(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{value} is not between {low} and {high}")
-        return value
-
-    return parse
-
-
-def _number(low: float, high: float) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number") from None
-        if not low <= value <= high:  # NaN neither
-            raise argparse.ArgumentTypeError(f"{text} is not between {low:g} and {high:g}")
-        return value
-
-    return parse
-
-
-def _clock(text: str) -> CostModel:
-    try:
-        return CostModel.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("clock: ")) from None
+    options = {name: getattr(args, name) for name in names} | {"clock": str(args.clock)}
+    if args.groups:
+        options["groups"] = ",".join(map(persistent_options.group_text, args.groups))
+    if args.speculative:
+        options["speculative"] = str(args.speculative)
+    if args.context_parallel:
+        options["context_parallel"] = f"{args.context_parallel.world_size}:{args.context_parallel.interleave}"
+    return options

@@ -15,6 +15,12 @@ def as_json(outcome: Outcome, *, trace: dict[str, str], options: dict[str, Any],
     machine. ``attention_us`` and ``verification.max_abs_error`` are null where only metadata was built."""
     steps, verification = outcome.steps, outcome.verification
     prefill, decode = total(steps.prefill_tokens), total(steps.decode_tokens)
+    # Only of a run that has it: reports of others stay as they were.
+    added: dict[str, Any] = {}
+    if "speculative" in options:
+        added["speculative"] = {"drafted": steps.drafted, "accepted": steps.accepted}
+    if "groups" in options:
+        added["passed_blocks"] = steps.passed_blocks
     return {
         "trace": trace,
         "options": options,
@@ -25,6 +31,7 @@ def as_json(outcome: Outcome, *, trace: dict[str, str], options: dict[str, Any],
         "decode_tokens": decode,
         "prefix_hit_tokens": outcome.prefix_hit_tokens,
         "preemptions": outcome.preemptions,
+        **added,
         "virtual_s": outcome.virtual_seconds,
         "batch": {
             "requests": quantiles(steps.requests),
@@ -81,11 +88,23 @@ def _figure(value: float) -> str:
 def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     checked = report["verification"]
     parts = f"{report['prefill_tokens']:,} of prompts, {report['decode_tokens']:,} decoded"
+    options = report["options"]
+    size = f" of {options['block_size']} tokens" if options["block_size"] else ""
+    added = []
+    if "groups" in options:
+        added.append(("groups", f"{options['groups']}; {report['passed_blocks']:,} blocks passed by windows"))
+    if "speculative" in options:
+        drafts = report["speculative"]
+        added.append(("drafts", f"{drafts['drafted']:,} run, {drafts['accepted']:,} accepted"))
+    if "context_parallel" in options:
+        world, _, interleave = options["context_parallel"].partition(":")
+        added.append(("ranks", f"{world}, {interleave} token{'' if interleave == '1' else 's'} in turn"))
     return [
         ("requests", f"{report['requests']:,} served, {report['preemptions']:,} preemptions"),
         ("steps", f"{report['steps']:,}, {report['virtual_s']:,.1f} s of virtual time, {report['wall_s']:.1f} s here"),
         ("tokens", f"{report['tokens']:,}: {parts}; {report['prefix_hit_tokens']:,} found in the prefix cache"),
-        ("widest row", f"{report['batch']['widest_row']:,} blocks of {report['options']['block_size']} tokens"),
+        *added,
+        ("widest row", f"{report['batch']['widest_row']:,} blocks{size}"),
         ("kernels", report["kernels"]),
         ("backend", f"{report['backend'] or 'none'}: {report['why']}"),
         ("verification", f"{checked['checked']:,} checked, {checked['failed']:,} failed"),

@@ -9,22 +9,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
+    from attncore.builder.kv_cache_group import KVCacheGroup
     from attncore.replay.cache_blocks import RunningRequest
     from attncore.replay.scheduler import Step
 
 
 class StepsFile:
-    """``with StepsFile(path, block_size) as record: record(step)``.
+    """``with StepsFile(path, block_size) as record: record(step)``. ``line`` makes what a line holds of a step.
 
     The file appears under its name, and replaces one of that name, only when all is written and nothing went wrong. A
     pipe or a device is written to directly. Raises OSError, naming the path, where it cannot be written.
     """
 
-    def __init__(self, path: str | Path, block_size: int) -> None:
+    def __init__(
+        self, path: str | Path, block_size: int, line: Callable[[Step, int], dict[str, Any]] | None = None
+    ) -> None:
         self.block_size = block_size
+        self._line = line or batch_line
         self._given = path
         self._path = Path(path).resolve()
         direct = self._path.exists() and not self._path.is_file() and not self._path.is_dir()
@@ -36,7 +40,7 @@ class StepsFile:
 
     def __call__(self, step: Step) -> None:
         """One line for a step, whose requests stand as before it."""
-        line = json.dumps(batch_line(step, self.block_size), separators=(",", ":"))
+        line = json.dumps(self._line(step, self.block_size), separators=(",", ":"))
         with self._named_errors():
             self._file.write(line + "\n")
 
@@ -83,3 +87,20 @@ def _group(running: RunningRequest, query_len: int, *, is_prompt: bool) -> dict[
         "block_table": running.blocks,
     }
     return {"is_prompt": is_prompt, "sequences": [sequence]}
+
+
+def persistent_line(step: Step, block_size: int, groups: Sequence[KVCacheGroup] | None = None) -> dict[str, Any]:
+    """A step in the words of the batch file of ``attncore build --groups``, ``--speculative``, ``--context-parallel``.
+
+    One sequence a request, decodes first; tables by name where there are ``groups``.
+    """
+    query_lens = [(running, 1 + step.draft(running).drafted) for running in step.decodes] + step.prefills
+    sequences = []
+    for running, query_len in query_lens:
+        sequence: dict[str, Any] = {"seq_id": running.row, "query_len": query_len, "context_len": running.computed}
+        if groups is None:
+            sequences.append(sequence | {"block_table": running.blocks})
+        else:
+            tables = {group.name: blocks for group, blocks in zip(groups, running.tables, strict=True)}
+            sequences.append(sequence | {"block_tables": tables})
+    return {"sequences": sequences} if groups else {"block_size": block_size, "sequences": sequences}

@@ -1,0 +1,47 @@
+"""Chooses the backends of a replay and makes its attention layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attncore.registry.select import select
+from attncore.replay.attention import AttentionLayers
+
+if TYPE_CHECKING:
+    from attncore.abstract import AttentionBackend
+    from attncore.replay.content import Content
+    from attncore.replay.runner import Settings
+
+
+def make_layers(
+    settings: Settings, content: Content, num_layers: int, backend: str | None
+) -> tuple[AttentionLayers, str]:
+    """``num_layers`` layers, and why their backend was chosen; NoBackendError where none can be used.
+
+    ``backend`` names one (None: the one that is chosen for the first KV-cache group, which all others then have too).
+    """
+    features = {"multi_token_decode"} if settings.speculation else set()
+    if settings.world_size > 1:
+        features |= {"encoder_decoder", "lse"}
+        backend = "reference"  # whose caches and partial results the merge here knows how to write and read
+    made: dict[str, AttentionBackend] = {}
+    why = ""
+    for group in settings.groups_of_rank:
+        choice = select(
+            num_heads=content.num_heads, num_kv_heads=content.num_kv_heads, head_size=content.head_size,
+            dtype="float32", block_size=group.block_size, num_blocks=settings.num_blocks,
+            sliding_window=group.sliding_window, features=features, backend=backend,
+        )  # fmt: skip
+        why = why or choice.explain().splitlines()[0].partition(": ")[2]
+        made[group.name] = choice.create()
+        backend = made[group.name].name
+    given = made if settings.groups else next(iter(made.values()))
+    windows = {group.name: group.sliding_window for group in settings.groups_of_rank}
+    if settings.world_size == 1:
+        return AttentionLayers(given, content, num_layers, settings.num_blocks, windows), why
+    from attncore.replay.sharded_attention import ShardedLayers
+
+    return ShardedLayers(
+        given, content, num_layers, settings.num_blocks, windows,
+        world_size=settings.world_size, interleave=settings.interleave,
+    ), why  # fmt: skip
