@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from attncore import slots
 from attncore.builder.common import CommonMetadataBuilder
+from attncore.builder.json_fields import (
+    REQUIRED,
+    boolean,
+    fields_of,
+    integer,
+    list_of,
+    optional,
+    read_record,
+    refuse_duplicates,
+    shown,
+)
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.sequence_group import Sequence, SequenceGroup
 
-_REQUIRED = object()
 _BATCH = {
-    "block_size": _REQUIRED, "groups": _REQUIRED, "sliding_window": None, "chunked_prefill": False,
+    "block_size": REQUIRED, "groups": REQUIRED, "sliding_window": None, "chunked_prefill": False,
     "graph_batch_size": None, "max_seq_len_to_capture": None,
 }  # fmt: skip
 _GROUP = {
-    "is_prompt": _REQUIRED, "sequences": _REQUIRED, "prefix_cache_hit": False, "encoder_seq_len": None,
+    "is_prompt": REQUIRED, "sequences": REQUIRED, "prefix_cache_hit": False, "encoder_seq_len": None,
     "cross_block_table": None,
 }  # fmt: skip
-_SEQUENCE = {"seq_id": _REQUIRED, "query_len": _REQUIRED, "context_len": _REQUIRED, "block_table": _REQUIRED}
+_SEQUENCE = {"seq_id": REQUIRED, "query_len": REQUIRED, "context_len": REQUIRED, "block_table": REQUIRED}
 
 _group_fields = itemgetter("is_prompt", "sequences")
 _sequence_fields = itemgetter(*_SEQUENCE)
@@ -66,30 +74,20 @@ class Batch(NamedTuple):
 
 def parse_batch(line: str | bytes) -> Batch:
     """One line to a Batch; ValueError or TypeError that begins with the field's path."""
-    try:
-        text = line.decode() if isinstance(line, bytes) else line
-        record = json.loads(text, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise ValueError("batch: nested too deeply") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"batch: not UTF-8 ({error.reason} at byte {error.start})") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"batch: not JSON ({error.msg} at column {error.colno})") from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise ValueError(f"batch: {error}") from None
-    fields = _fields("", "batch", record, _BATCH)
-    block_size = _integer("block_size", fields["block_size"], 1)
-    window = _optional("sliding_window", fields["sliding_window"])
-    chunked = _boolean("chunked_prefill", fields["chunked_prefill"])
+    text, record = read_record(line)
+    fields = fields_of("", "batch", record, _BATCH)
+    block_size = integer("block_size", fields["block_size"], 1)
+    window = optional("sliding_window", fields["sliding_window"])
+    chunked = boolean("chunked_prefill", fields["chunked_prefill"])
     groups, encoder_decoder = _groups(fields["groups"])
     if text.count('"') != 2 * _count_keys(record):
-        _refuse_duplicates(text)
-    batch_size = _optional("graph_batch_size", fields["graph_batch_size"])
+        refuse_duplicates(text)
+    batch_size = optional("graph_batch_size", fields["graph_batch_size"])
     capture, pad = None, -1
     if batch_size is not None:
         if fields["max_seq_len_to_capture"] is None:
             raise ValueError("max_seq_len_to_capture: missing; graph_batch_size needs it")
-        capture = _integer("max_seq_len_to_capture", fields["max_seq_len_to_capture"], 1)
+        capture = integer("max_seq_len_to_capture", fields["max_seq_len_to_capture"], 1)
         num_seqs = sum(len(group.sequences) for group in groups)
         if batch_size < num_seqs:
             raise ValueError(f"graph_batch_size: {batch_size} is below the {num_seqs} sequences of the batch")
@@ -169,7 +167,7 @@ def _groups(records: Any) -> tuple[list[SequenceGroup], bool]:
             return groups, encoder_decoder
     except (KeyError, TypeError):
         pass
-    groups = [_group(f"groups[{i}]", group) for i, group in enumerate(_list("groups", records))]
+    groups = [_group(f"groups[{i}]", group) for i, group in enumerate(list_of("groups", records))]
     return groups, any(group[3:] != (None, None) for group in groups)
 
 
@@ -182,12 +180,12 @@ def _check_values(groups: list[SequenceGroup]) -> None:
     """Raises for the first value of a wrong type, in the words of JSON."""
     for i, group in enumerate(groups):
         path = f"groups[{i}]"
-        _boolean(f"{path}.is_prompt", group.is_prompt)
-        _boolean(f"{path}.prefix_cache_hit", group.prefix_cache_hit)
+        boolean(f"{path}.is_prompt", group.is_prompt)
+        boolean(f"{path}.prefix_cache_hit", group.prefix_cache_hit)
         if group.encoder_seq_len is not None:
-            _integer(f"{path}.encoder_seq_len", group.encoder_seq_len, 0)
+            integer(f"{path}.encoder_seq_len", group.encoder_seq_len, 0)
         _check_table(f"{path}.cross_block_table", group.cross_block_table)
-        _list(f"{path}.sequences", group.sequences)
+        list_of(f"{path}.sequences", group.sequences)
         for j, sequence in enumerate(group.sequences):
             _checked_sequence(f"{path}.sequences[{j}]", sequence)
 
@@ -198,91 +196,23 @@ def _count_keys(record: dict[str, Any]) -> int:
     return len(record) + sum([len(group) + sum(map(len, group["sequences"])) for group in groups])
 
 
-def _refuse_duplicates(text: str) -> None:
-    """Names the field that stands twice in an object, where one does (a quotation mark may also be in a bad value)."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(f"{next(name for name in names if names.count(name) > 1)}: stands twice in one object")
-        return found
-
-    json.loads(text, object_pairs_hook=once)
-
-
 def _group(path: str, record: Any) -> SequenceGroup:
-    fields = _fields(f"{path}.", path, record, _GROUP)
-    records = _list(f"{path}.sequences", fields["sequences"])
+    fields = fields_of(f"{path}.", path, record, _GROUP)
+    records = list_of(f"{path}.sequences", fields["sequences"])
     sequences = []
     for j, sequence in enumerate(records):
         where = f"{path}.sequences[{j}]"
-        sequences.append(_new(Sequence, _sequence_fields(_fields(f"{where}.", where, sequence, _SEQUENCE))))
+        sequences.append(_new(Sequence, _sequence_fields(fields_of(f"{where}.", where, sequence, _SEQUENCE))))
     return _encoder_group(fields["is_prompt"], sequences, fields)
 
 
 def _checked_sequence(path: str, sequence: Sequence) -> None:
-    _integer(f"{path}.seq_id", sequence.seq_id, None)
-    _integer(f"{path}.query_len", sequence.query_len, 1)
-    _integer(f"{path}.context_len", sequence.context_len, 0)
+    integer(f"{path}.seq_id", sequence.seq_id, None)
+    integer(f"{path}.query_len", sequence.query_len, 1)
+    integer(f"{path}.context_len", sequence.context_len, 0)
     _check_table(f"{path}.block_table", sequence.block_table)
 
 
 def _check_table(path: str, table: Any) -> None:
     if table is not None and not isinstance(table, list):
-        raise TypeError(f"{path}: {_shown(table)} is neither a list nor null")
-
-
-def _fields(prefix: str, whole: str, record: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(record, dict):
-        raise TypeError(f"{whole}: {_shown(record)} is not an object")
-    unknown = record.keys() - known.keys()
-    if unknown:
-        name = min(unknown)
-        shown = name if name.isidentifier() else json.dumps(name)[:40]
-        raise ValueError(f"{prefix}{shown}: unknown field; known: {', '.join(known)}")
-    fields = {**known, **record}
-    for name, value in fields.items():
-        if value is _REQUIRED:
-            raise ValueError(f"{prefix}{name}: missing")
-    return fields
-
-
-def _list(path: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"{path}: {_shown(value)} is not a list")
-    if not value:
-        raise ValueError(f"{path}: empty; at least one is needed")
-    return value
-
-
-def _integer(path: str, value: Any, least: int | None) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{path}: {_shown(value)} is not an integer")
-    if least is None and not -(2**63) <= value < 2**63:
-        raise ValueError(f"{path}: {value} does not fit 64 bits")
-    if least is not None and not least <= value <= slots.INT32_MAX:
-        raise ValueError(f"{path}: {value} is outside {least}..{slots.INT32_MAX}")
-    return value
-
-
-def _optional(path: str, value: Any) -> int | None:
-    return None if value is None else _integer(path, value, 1)
-
-
-def _boolean(path: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{path}: {_shown(value)} is not true or false")
-    return value
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = json.dumps(value)
-    except RecursionError:
-        text = "something nested deeply"
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"not JSON ({name} is no JSON number)")
+        raise TypeError(f"{path}: {shown(table)} is neither a list nor null")

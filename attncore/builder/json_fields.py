@@ -1,0 +1,101 @@
+"""Reading JSON that strangers wrote: one record a line, its fields by name and type; errors begin with a path."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from attncore import slots
+
+REQUIRED = object()
+"""In a mapping of known fields to defaults: the field must be given."""
+
+
+def read_record(line: str | bytes) -> tuple[str, Any]:
+    """The line as text, and what JSON makes of it; ValueError that begins with ``batch``."""
+    try:
+        text = line.decode() if isinstance(line, bytes) else line
+        return text, json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("batch: nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"batch: not UTF-8 ({error.reason} at byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"batch: not JSON ({error.msg} at column {error.colno})") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise ValueError(f"batch: {error}") from None
+
+
+def refuse_duplicates(text: str) -> None:
+    """Names the field that stands twice in an object, where one does."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"{next(name for name in names if names.count(name) > 1)}: stands twice in one object")
+        return found
+
+    json.loads(text, object_pairs_hook=once)
+
+
+def fields_of(prefix: str, whole: str, record: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The object's fields, with defaults; ``prefix`` stands before a field's name in an error, ``whole`` for all."""
+    if not isinstance(record, dict):
+        raise TypeError(f"{whole}: {shown(record)} is not an object")
+    unknown = record.keys() - known.keys()
+    if unknown:
+        name = min(unknown)
+        text = name if name.isidentifier() else json.dumps(name)[:40]
+        raise ValueError(f"{prefix}{text}: unknown field; known: {', '.join(known)}")
+    fields = {**known, **record}
+    for name, value in fields.items():
+        if value is REQUIRED:
+            raise ValueError(f"{prefix}{name}: missing")
+    return fields
+
+
+def list_of(path: str, value: Any) -> list[Any]:
+    """A list with something in it."""
+    if not isinstance(value, list):
+        raise TypeError(f"{path}: {shown(value)} is not a list")
+    if not value:
+        raise ValueError(f"{path}: empty; at least one is needed")
+    return value
+
+
+def integer(path: str, value: Any, least: int | None) -> int:
+    """An int32 from ``least``, or any 64-bit integer."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{path}: {shown(value)} is not an integer")
+    if least is None and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{path}: {value} does not fit 64 bits")
+    if least is not None and not least <= value <= slots.INT32_MAX:
+        raise ValueError(f"{path}: {value} is outside {least}..{slots.INT32_MAX}")
+    return value
+
+
+def optional(path: str, value: Any) -> int | None:
+    """A positive int32, or null."""
+    return None if value is None else integer(path, value, 1)
+
+
+def boolean(path: str, value: Any) -> bool:
+    """true or false."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{path}: {shown(value)} is not true or false")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value in a message: as JSON, cut."""
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        text = "something nested deeply"
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"not JSON ({name} is no JSON number)")
