@@ -70,11 +70,12 @@ cdef extern from *:
         return attncore_read_any(object, value);
     }
 
-    /* sums[i + 1] is the sum of values[0..i] + 1, four at a time: how many were done, and their sum. The compiler does
-       not find this by itself; where there is no SSE2 (it is in every x86-64), the plain loop does them all. */
+    /* Two loops that the compiler does not find ways for by itself, four rows at a time. They answer how many rows they
+       did; where there is no SSE2 (it is in every x86-64) that is none, and the plain loops behind them do all. */
     #if defined(__SSE2__)
       #include <emmintrin.h>
     #endif
+    /* sums[i + 1] is the sum of values[0..i] + 1; total is the last. */
     static inline int32_t attncore_sum_fours(const int32_t *values, int32_t *sums, int32_t count, int32_t *total) {
         int32_t i = 0;
     #if defined(__SSE2__)
@@ -92,10 +93,54 @@ cdef extern from *:
     #endif
         return i;
     }
+    #if defined(__SSE2__)
+    /* All ones in lanes whose token is in its cached column. shift < 0: no power of two, and no division either. */
+    static inline __m128i attncore_in_column(const int32_t *computed, const int32_t *column, int shift, __m128i tokens) {
+        __m128i token = _mm_loadu_si128((const __m128i *)computed), cached = _mm_loadu_si128((const __m128i *)column);
+        __m128i even, odd, offset;
+        if (shift >= 0) return _mm_cmpeq_epi32(_mm_sra_epi32(token, _mm_cvtsi32_si128(shift)), cached);
+        even = _mm_mul_epu32(cached, tokens);
+        odd = _mm_mul_epu32(_mm_srli_epi64(cached, 32), tokens);
+        offset = _mm_sub_epi32(token, _mm_unpacklo_epi32(_mm_shuffle_epi32(even, 8), _mm_shuffle_epi32(odd, 8)));
+        /* 0 <= offset < tokens: neither offset nor tokens - 1 - offset is negative. */
+        tokens = _mm_sub_epi32(_mm_sub_epi32(tokens, _mm_set1_epi32(1)), offset);
+        return _mm_cmpgt_epi32(_mm_or_si128(offset, tokens), _mm_set1_epi32(-1));
+    }
+    static const int32_t attncore_lanes[16][4] = {
+        {0}, {0}, {1}, {0, 1}, {2}, {0, 2}, {1, 2}, {0, 1, 2}, {3}, {0, 3}, {1, 3}, {0, 1, 3}, {2, 3}, {0, 2, 3},
+        {1, 2, 3}, {0, 1, 2, 3}};
+    static const int32_t attncore_num_lanes[16] = {0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4};
+    #endif
+    /* Rows whose token is not in their cached column, into stale (room for count); num_stale is how many. */
+    static inline int32_t attncore_stale_fours(const int32_t *computed, const int32_t *column, int32_t count, int shift,
+                                               int32_t block, int32_t *stale, int32_t *num_stale) {
+        int32_t i = 0;
+    #if defined(__SSE2__)
+        const __m128i tokens = _mm_set1_epi32(block);
+        int32_t k, n = 0, lanes;
+        __m128i fresh[4];
+        for (; i + 16 <= count; i += 16) {
+            for (k = 0; k < 4; k++) fresh[k] = attncore_in_column(computed + i + 4 * k, column + i + 4 * k, shift, tokens);
+            if (_mm_movemask_epi8(_mm_and_si128(_mm_and_si128(fresh[0], fresh[1]), _mm_and_si128(fresh[2], fresh[3])))
+                == 0xFFFF) continue;
+            for (k = 0; k < 4; k++) {  /* without a branch: which rows begin a block is anybody's guess */
+                lanes = ~_mm_movemask_ps(_mm_castsi128_ps(fresh[k])) & 15;
+                _mm_storeu_si128((__m128i *)(stale + n),
+                                 _mm_add_epi32(_mm_set1_epi32(i + 4 * k),
+                                               _mm_loadu_si128((const __m128i *)attncore_lanes[lanes])));
+                n += attncore_num_lanes[lanes];
+            }
+        }
+        *num_stale = n;
+    #endif
+        return i;
+    }
     """
     const char* ATTNCORE_READS_INTS
     int attncore_read_int(PyObject* item, slot_t* value) except -1
     length_t attncore_sum_fours(const length_t* values, length_t* sums, length_t count, length_t* total) noexcept nogil
+    length_t attncore_stale_fours(const length_t* computed, const length_t* column, length_t count, int shift,
+                                  length_t block, length_t* stale, length_t* num_stale) noexcept nogil
 
 IMPLEMENTATION = "cython"
 READS_INTS = (<bytes> ATTNCORE_READS_INTS).decode()
@@ -250,36 +295,20 @@ cdef inline slot_t sum_of(const length_t* lengths, length_t count) noexcept nogi
     return total
 
 
-cdef inline bint any_stale(const length_t* computed, const length_t* cached, length_t count, int shift) noexcept nogil:
-    """Whether one of the rows is not in its cached column."""
-    cdef length_t k, different = 0
-    for k in range(count):
-        different |= (computed[k] >> shift) ^ cached[k]
-    return different != 0
-
-
 cdef inline bint find_stale(Rows* rows, length_t count) noexcept nogil:
     """Whether each of rows 0..count has a block for its next token; ``stale`` names those whose cached one is another.
 
     check_rows for the common case, without saying what is wrong. Followers are looked at with the group they follow.
     """
-    cdef length_t i, k, column, start = 0, stop, num_stale = 0
+    cdef length_t i, k, column, start, num_stale = 0
     cdef const length_t* computed = rows.num_computed
     cdef const length_t* cached = rows.column
     cdef length_t* stale = rows.stale
     cdef BlockSize size = rows.size
-    if size.shift >= 0:
-        while start < count:
-            stop = min(start + 16, count)
-            if any_stale(computed + start, cached + start, stop - start, size.shift):
-                for i in range(start, stop):  # without a branch: which rows begin a block is anybody's guess
-                    stale[num_stale] = i
-                    num_stale += (computed[i] >> size.shift) != cached[i]
-            start = stop
-    else:
-        for i in range(count):
-            stale[num_stale] = i
-            num_stale += computed[i] // size.tokens != cached[i]
+    start = attncore_stale_fours(computed, cached, count, size.shift, size.tokens, stale, &num_stale)
+    for i in range(start, count):
+        stale[num_stale] = i
+        num_stale += column_of(computed[i], size) != cached[i]
     rows.num_stale = num_stale
     while rows != NULL:
         for k in range(num_stale):
@@ -430,15 +459,18 @@ cdef inline void fill_decode_lengths(const length_t* computed, length_t* context
         seq_lens[i] = computed[i] + 1
 
 
-cdef inline void fill_decode_slots(const length_t* computed, const block_id_t* block, slot_t* slots, BlockSize size,
+cdef inline void fill_decode_slots(const block_id_t* block, const length_t* last_page_len, slot_t* slots, BlockSize size,
                                    length_t count) noexcept nogil:
-    cdef length_t i, mask = size.tokens - 1
+    cdef length_t i
+    cdef unsigned int tokens = size.tokens  # unsigned numbers widen in one instruction, and multiply in one
     if size.shift >= 0:
         for i in range(count):
-            slots[i] = (<slot_t> block[i] << size.shift) | (computed[i] & mask)
+            slots[i] = <slot_t> ((<unsigned long long> <unsigned int> block[i] << size.shift)
+                                 + <unsigned int> last_page_len[i]) - 1
     else:
         for i in range(count):
-            slots[i] = <slot_t> block[i] * size.tokens + computed[i] % size.tokens
+            slots[i] = <slot_t> (<unsigned long long> <unsigned int> block[i] * tokens
+                                 + <unsigned int> last_page_len[i]) - 1
 
 
 cdef inline void fill_decode_pages(const length_t* computed, const length_t* column, length_t* last_page_len,
@@ -463,13 +495,11 @@ cdef inline length_t sum_up(const length_t* values, length_t* sums, length_t cou
 
 cdef inline void fill_decode_blocks(GroupFields* out, const Rows* rows, length_t count) noexcept nogil:
     """One group's part of a step in which rows 0..count run one token each."""
-    cdef const length_t* column = rows.column
-    cdef length_t* indptr = out.paged_kv_indptr
-    fill_decode_slots(rows.num_computed, rows.block, out.slot_mapping, rows.size, count)
-    memcpy(out.last_blocks, rows.block, count * sizeof(block_id_t))
     if not out.shares_pages:
-        fill_decode_pages(rows.num_computed, column, out.paged_kv_last_page_len, rows.size, count)
-        out.num_pages = sum_up(column, indptr, count)
+        fill_decode_pages(rows.num_computed, rows.column, out.paged_kv_last_page_len, rows.size, count)
+        out.num_pages = sum_up(rows.column, out.paged_kv_indptr, count)
+    fill_decode_slots(rows.block, out.paged_kv_last_page_len, out.slot_mapping, rows.size, count)
+    memcpy(out.last_blocks, rows.block, count * sizeof(block_id_t))
 
 
 cdef inline void fill_decodes(StepArena out, BatchRows batch, length_t count, length_t longest) noexcept nogil:
