@@ -43,9 +43,9 @@ class Batches(RuleBasedStateMachine):
     @initialize(
         kind=st.sampled_from(["one", *GROUPS]), block_size=st.sampled_from([1, 3, 4, 16]), depth=st.integers(1, 3),
         planned=st.booleans(), threshold=st.integers(1, 3), world=st.integers(1, 3), data=st.data(),
-        staging=st.sampled_from(["auto", "copy"]),
+        road=st.integers(0, 1),
     )  # fmt: skip
-    def start(self, kind, block_size, depth, planned, threshold, world, staging, data):
+    def start(self, kind, block_size, depth, planned, threshold, world, road, data):
         if kind == "one":
             own = {"block_size": block_size * world}
             self.groups = [KVCacheGroup("decoder", block_size * world)]
@@ -61,7 +61,7 @@ class Batches(RuleBasedStateMachine):
         self.batch = InputBatch(max_num_reqs=MAX_REQS, max_model_len=MAX_LEN, kernels=self.kernels, **own)
         self.threshold = threshold
         self.builder = MetadataBuilder(
-            self.batch, self.backend(), max_num_batched_tokens=MAX_TOKENS, depth=depth, staging=staging,
+            self.batch, self.backend(), max_num_batched_tokens=MAX_TOKENS, depth=depth, staging=self.stagings[road],
             max_num_encoder_tokens=MAX_REQS * MAX_ENCODER, decode_threshold=threshold, context_parallel=self.ranks,
         )  # fmt: skip
         self.plan_fails, self.planned = False, planned
@@ -80,6 +80,14 @@ class Batches(RuleBasedStateMachine):
 
     def backend(self):
         """What the builder builds for; None: NumPy arrays."""
+
+    stagings = ("auto", "copy")
+
+    def captured_now(self, size, metadata):
+        """What an engine does after ``capture``: capture its model."""
+
+    def run(self, size, metadata):
+        """What an engine does with a step built for a graph: replay it."""
 
     # ---- what the model knows ----------------------------------------------------------------------------------------
 
@@ -327,6 +335,7 @@ class Batches(RuleBasedStateMachine):
             self.captured[size] = query_len
             metadata = self.builder.capture(size, query_len)
             assert (metadata.max_seq_len, metadata.req_ids) == (MAX_LEN, ())
+            self.captured_now(size, metadata)
             self.addresses[size] = {name: address_of(array) for name, array in metadata._device.items() if len(array)}
         each = self.captured[size]
         able = [
@@ -366,6 +375,7 @@ class Batches(RuleBasedStateMachine):
         before = self.batch_bytes()
         metadata = self.builder.build_null(size)
         assert self.batch_bytes() == before
+        self.run(size, metadata)
         self.check(metadata, [], size)
 
     @precondition(lambda self: any(not r.paused for r in self.requests.values()))
@@ -404,6 +414,8 @@ class Batches(RuleBasedStateMachine):
     def step(self, scheduled, bucket=None):
         queries = {n: scheduled.get(n, 0 if r.paused else 1) for n, r in self.requests.items()}
         metadata = self.builder.build(scheduled, bucket=bucket)
+        if bucket is not None:
+            self.run(bucket, metadata)
         for i, j in metadata.moves:
             self.rows[i], self.rows[j] = self.rows[j], self.rows[i]
         running = {name for name, query_len in queries.items() if query_len}

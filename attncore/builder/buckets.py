@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attncore import slots
 from attncore.builder.backends import Backends
 from attncore.builder.staging import Size, StagingRing
-from attncore.builder.step_metadata import step_metadata
+from attncore.builder.step_metadata import Owner, StepMetadata, step_metadata
 from attncore.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -26,7 +26,10 @@ class Buckets:
     padded to a captured size is brought to the one place where its graph reads.
     """
 
-    def __init__(self, batch: InputBatch, ring: StagingRing, backends: Backends, side: DeviceSide | None) -> None:
+    def __init__(
+        self, batch: InputBatch, ring: StagingRing, backends: Backends, side: DeviceSide | None, owner: Owner
+    ) -> None:
+        self._owner = owner
         self._batch, self._ring, self._backends, self._side = batch, ring, backends, side
         self._eager: dict[Size, Any] = {}
         self._captured: dict[int, Any] = {}
@@ -92,10 +95,16 @@ class Buckets:
         arenas, metadata = [], []
         for views in ring.views(size):
             arenas.append(batch.kernels.StepArena(views.fields, views.groups, has_cross))
-            metadata.append(step_metadata(arenas[-1], views, batch, self._backends.wraps, device, side, padded=pads))
+            metadata.append(
+                step_metadata(arenas[-1], views, batch, self._backends.wraps, self._owner, device, side, padded=pads)
+            )
         bucket = batch.kernels.StepBucket(arenas, metadata, pads, *padding, *memory)
         self._sizes[id(bucket)] = size
         return bucket
+
+    def of(self, metadata: StepMetadata) -> Any:
+        """The StepBucket of a step that was padded."""
+        return self._captured[metadata.num_reqs]
 
     def size_of(self, bucket: Any) -> Size:
         """The size that a StepBucket's arenas are laid out for."""

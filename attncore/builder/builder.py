@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,12 +14,10 @@ from attncore.builder.backends import backends_of
 from attncore.builder.buckets import Buckets
 from attncore.builder.context_parallel import ContextParallel
 from attncore.builder.input_batch import InputBatch
+from attncore.builder.roads import attached, new_side
 from attncore.builder.staging import Size, StagingRing
 from attncore.builder.step_metadata import StepMetadata
 from attncore.errors import CaptureError
-
-if TYPE_CHECKING:
-    from attncore.builder.device_side import DeviceSide
 
 _EVERYBODY: Mapping[Any, int] = MappingProxyType({})
 
@@ -40,8 +38,9 @@ class MetadataBuilder:
     one longest encoder, or ``max_num_batched_tokens`` where that is more). With ``context_parallel``, slots, lengths
     and pages are those of this rank's cache, and the batch's block size is the virtual one.
 
-    ``staging``: how a step reaches a device with its own memory; ``auto`` chooses. ``copy`` is one packed copy and an
-    event, on a CPU too, where ``auto`` copies nothing.
+    ``staging``: how a step reaches a device with its own memory. ``graph``: nodes of captured graphs fetch it;
+    ``copy``: one packed copy and an event, on a CPU too, where otherwise nothing is copied; ``auto``: ``graph`` where
+    it proves to work, else ``copy``. The attribute of that name says which it is, and ``why_staging`` why.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class MetadataBuilder:
         self.context_parallel = context_parallel
         self._backends = backends_of(batch, backend, context_parallel)
         has_cross = batch._cross is not None
-        self._side = _device_side(staging, self._backends.device, batch)
+        self._side = new_side(staging, self._backends.device, list(batch._tables.values()), self._backends.page_lists)
         self._ring = StagingRing(
             Size(max_num_batched_tokens, batch.max_num_reqs, max_num_encoder_tokens if has_cross else 0),
             [table.group.tokens_per_column for table in batch._decoders],
@@ -79,8 +78,8 @@ class MetadataBuilder:
             allocate=self._side.pinned if self._side else None,
         )
         if self._side is not None:
-            self._side.attach(self._ring)
-        self._buckets = Buckets(batch, self._ring, self._backends, self._side)
+            self._side = attached(self._side, self._ring, staging)
+        self._buckets = Buckets(batch, self._ring, self._backends, self._side, self)
         self._eager = self._buckets.eager(max_num_batched_tokens, max_num_encoder_tokens)
         self._query_lens = np.zeros(batch.max_num_reqs, np.int32)
         self._swaps = np.zeros((batch.max_num_reqs, 2), np.int32)
@@ -108,6 +107,16 @@ class MetadataBuilder:
     def kernels(self) -> str:
         """``"cython"`` or ``"numba"``."""
         return str(self.batch.kernels.IMPLEMENTATION)
+
+    @property
+    def staging(self) -> str:
+        """``"graph"``, ``"copy"`` or, where steps are read where they are built, ``"none"``."""
+        return self._side.road if self._side else "none"
+
+    @property
+    def why_staging(self) -> str:
+        """One sentence: why steps reach the device as they do."""
+        return self._side.why if self._side else "steps are read where they are built, on the CPU"
 
     @property
     def nbytes(self) -> int:
@@ -176,8 +185,30 @@ class MetadataBuilder:
         size = self._buckets.find(bucket)
         self._acquire()
         metadata: StepMetadata = self._kernel.null_step(size, self.batch.max_model_len if capturing else 0)
-        self._plan_and_send(size, metadata, self.batch.num_rows)
+        self._plan_and_send(size, metadata, self.batch.num_rows, waits=not capturing)
         return metadata
+
+    def _record(self, metadata: StepMetadata) -> None:
+        if not metadata.use_cuda_graph:
+            raise CaptureError("record: this step was built without a bucket; capture over builder.capture(num_reqs)")
+        if self._side is not None:
+            self._side.record(self._buckets.size_of(self._buckets.of(metadata)))
+
+    def _replay(self, metadata: StepMetadata, graph: Any) -> None:
+        if not metadata.use_cuda_graph:
+            raise CaptureError("replay: this step was built without a bucket; build(bucket=...) makes one for a graph")
+        self._refuse_while_capturing("replay")
+        if self._side is None:
+            graph.replay()
+        else:
+            self._side.replay(metadata.step, graph)
+
+    def _abandon(self, metadata: StepMetadata) -> None:
+        with self.batch._entered:
+            step = metadata.step
+            if step != self._kernel.next_step - 1 or self._side is None or not self._side.abandon(step):
+                raise CaptureError(f"abandon: step {step} is not waiting for a replay; nothing is to be taken back")
+            self._take_back(self._buckets.of(metadata), metadata, self._rows_before)
 
     def _refuse_while_capturing(self, what: str) -> None:
         if graphs.is_capturing(self._backends.device):
@@ -203,28 +234,39 @@ class MetadataBuilder:
     def _acquire(self) -> None:
         """Waits until the device has read the arena that the next step is written to."""
         if self._side is not None:
+            self._side.check_replayed()
             step = self._kernel.next_step
-            self._side.wait(step % self._ring.depth)
-            if self._backends.waits_for_last_plan and step:  # a library's own staging is one buffer
-                self._side.wait((step - 1) % self._ring.depth)
+            self._side.wait(step - self._ring.depth)
+            if self._backends.waits_for_last_plan:  # a library's own staging is one buffer
+                self._side.wait(step - 1)
 
-    def _plan_and_send(self, size: Any, metadata: StepMetadata, num_rows: int) -> None:
-        """The step's plan and its way to the device; ``num_rows`` were the batch's before it."""
+    def _plan_and_send(self, size: Any, metadata: StepMetadata, num_rows: int, *, waits: bool = True) -> None:
+        """The step's plan and its way to the device; ``num_rows`` were the batch's before it.
+
+        ``waits``: a padded step is for a graph, which will be replayed over it.
+        """
         batch, side = self.batch, self._side
+        self._rows_before = num_rows
         try:
             self._backends.plan(metadata)
             if side is not None:
-                side.commit(metadata.step, self._buckets.size_of(size), batch.num_rows)
-                for index in self._backends.page_lists:
-                    _ = metadata.groups[batch.groups[index].name].paged_kv_indices
+                side.send(metadata.step, self._buckets.size_of(size), batch.num_rows, waits=waits and size.pads)
+                if side.road == "copy":
+                    for index in side.page_lists:
+                        _ = metadata.groups[batch.groups[index].name].paged_kv_indices
             elif size.pads:
                 size.commit(metadata.step)
         except BaseException:
-            if side is not None:
-                side.forget_tables()
-            self._kernel.undo(size, len(metadata.moves))
-            batch._take_back(metadata.moves, num_rows)
+            self._take_back(size, metadata, num_rows)
             raise
+
+    def _take_back(self, size: Any, metadata: StepMetadata, num_rows: int) -> None:
+        """Undoes the last step: tokens, rows and its number."""
+        if self._side is not None:
+            self._side.forget_tables()
+        moves = metadata.moves
+        self._kernel.undo(size, len(moves))
+        self.batch._take_back(moves, num_rows)
 
     def _arranged_step(
         self, bucket: Any, scheduled: Mapping[Hashable, int], query_len: int
@@ -279,14 +321,3 @@ class MetadataBuilder:
             if not 0 <= num_tokens <= slots.INT32_MAX:
                 raise ValueError(f"scheduled: {num_tokens} tokens of {req_id!r} is outside 0..{slots.INT32_MAX}")
             query_lens[row] = num_tokens
-
-
-def _device_side(staging: str, device: str, batch: InputBatch) -> DeviceSide | None:
-    """The device's side, or None where steps are read where they are built."""
-    if staging not in ("auto", "copy"):
-        raise ValueError(f"staging: {staging!r} is not one of auto, copy")
-    if staging == "auto" and device == "cpu":
-        return None
-    from attncore.builder.device_side import DeviceSide
-
-    return DeviceSide(device, list(batch._tables.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -35,6 +36,88 @@ def apply_journal(table: Any, entries: Any) -> None:
 
 
 def gather_pages(table: Any, indptr: Any, out: Any, longest: int) -> None:
-    """The first ``indptr[i + 1] - indptr[i]`` blocks of each row in turn into ``out``; a row has at most ``longest``."""
+    """The first ``indptr[i + 1] - indptr[i]`` blocks of each row in turn into ``out``; at most ``longest``."""
     grid = (indptr.numel() - 1, max(triton.cdiv(longest, _PAGES_BLOCK), 1))
     _gather_pages[grid](table, indptr, out, table.stride(0), block=_PAGES_BLOCK)
+
+
+_WORDS = 512  # int32 words of the arena that a program reads
+
+
+@triton.jit
+def _read_arena(  # type: ignore[no-untyped-def]
+    pinned, state, arena, tables, words, slots_start, slots_stop, journal,
+    depth: tl.constexpr, stride: tl.constexpr, groups: tl.constexpr, counts: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    step = tl.load(state) + 1
+    source = pinned + (step % depth) * stride
+    header = source.to(tl.pointer_type(tl.int64))
+    found = tl.load(header) == step
+    program = tl.program_id(0)
+    if program == 0:
+        tl.store(state + 1, tl.where(found, step % depth, -1))
+    i = program * block + tl.arange(0, block)
+    if found:
+        tl.store(arena + i, tl.load(source + i, mask=i < words, other=0), mask=i < words)
+        first = journal // 2 + tl.zeros((), tl.int64)
+        for group in range(groups):
+            count = tl.load(header + counts + group)
+            table = tl.load(tables + group).to(tl.pointer_type(tl.int32))
+            at = program * block
+            while at < count:
+                k = at + tl.arange(0, block)
+                entry = tl.load(header + first + k, mask=k < count, other=0)
+                tl.store(table + (entry & 0xFFFFFFFF), (entry >> 32).to(tl.int32), mask=k < count)
+                at += tl.num_programs(0) * block
+            first += count
+    else:  # no rows, no lengths, tokens nowhere: for memory's sake only
+        nowhere = (i >= slots_start) & (i < slots_stop)
+        tl.store(arena + i, tl.where(nowhere, -1, 0), mask=i < words)
+
+
+@triton.jit
+def _gather_all_pages(table, indptr, out, stride, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    start = tl.load(indptr + row)
+    count = tl.load(indptr + row + 1) - start
+    at = tl.program_id(1) * block
+    while at < count:
+        column = at + tl.arange(0, block)
+        ids = tl.load(table + row.to(tl.int64) * stride + column, mask=column < count, other=0)
+        tl.store(out + start.to(tl.int64) + column, ids, mask=column < count)
+        at += tl.num_programs(1) * block
+
+
+@triton.jit
+def _write_receipt(state, receipt):  # type: ignore[no-untyped-def]
+    if tl.load(state + 1) >= 0:
+        step = tl.load(state) + 1
+        tl.store(state, step)
+        tl.store(receipt, step)
+
+
+def read_arena(
+    pinned: Any, state: Any, arena: Any, tables: Any, nbytes: int, slots: tuple[int, int], depth: int, stride: int,
+    groups: int, counts: int,
+) -> None:  # fmt: skip
+    """Brings the next step's arena, where its header says that it is there, to the device; its journal to the tables.
+
+    ``state`` int64[2]: the last step that was read, the arena that this step was found in (-1: none, and then the
+    device's arena is a step without rows). ``tables`` int64[groups]: addresses. ``slots``: the bytes that are slots.
+    """
+    grid = (max(triton.cdiv(nbytes // 4, _WORDS), 8),)
+    _read_arena[grid](
+        pinned.view(torch.int32), state, arena.view(torch.int32), tables, nbytes // 4, slots[0] // 4, slots[1] // 4,
+        nbytes // 4, depth=depth, stride=stride // 4, groups=groups, counts=counts, block=_WORDS,
+    )  # fmt: skip
+
+
+def gather_all_pages(table: Any, indptr: Any, out: Any) -> None:
+    """``gather_pages`` for rows of any length, in a launch whose shape never changes."""
+    grid = (indptr.numel() - 1, min(triton.cdiv(table.shape[1], _PAGES_BLOCK), 4))
+    _gather_all_pages[grid](table, indptr, out, table.stride(0), block=_PAGES_BLOCK)
+
+
+def write_receipt(state: Any, receipt: Any) -> None:
+    """The step's number to a pinned word, where the arena was read."""
+    _write_receipt[(1,)](state, receipt)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from attncore.builder.staging import ALIGNMENT, Views
+from attncore.builder.staging import ALIGNMENT, JOURNAL_ENTRY, Views
 
 if TYPE_CHECKING:
     from attncore.builder.block_table import BlockTable
@@ -27,17 +27,23 @@ SURPLUS_ENTRIES = 1 << 16
 class DeviceSide:
     """What a builder keeps on ``device`` (as torch writes it; ``cpu`` works too and copies, for tests).
 
-    ``tables`` are the batch's, a device table each. All memory is taken here, before any capture. Everything runs on
-    the stream that is current when a step is built: one compute stream a builder.
+    ``tables`` are the batch's, a device table each; ``page_lists`` are the groups that need page indices in each
+    step. All memory is taken here, before any capture. Everything runs on the stream that is current when a step is
+    built: one compute stream a builder.
     """
 
-    def __init__(self, device: str, tables: Sequence[BlockTable]) -> None:
+    road = "copy"
+    """How a step gets here."""
+
+    def __init__(self, device: str, tables: Sequence[BlockTable], page_lists: Sequence[int] = ()) -> None:
         import torch
 
         self._torch, self.device = torch, device
         self._cuda = device.startswith("cuda")
         self.journal_entries = JOURNAL_ENTRIES
-        self._host_tables = list(tables)
+        self.page_lists = list(page_lists)
+        self.why = "asked for"
+        self.host_tables = list(tables)
         self.tables = [torch.zeros(table.array.shape, dtype=torch.int32, device=device) for table in tables]
         self._page_indices: list[Any] = [None] * len(self.tables)
         self._kernels: Any = None
@@ -70,6 +76,24 @@ class DeviceSide:
         tensors = [self._arena, *self.tables, *(one for one in self._page_indices if one is not None)]
         return sum(one.numel() * one.element_size() for one in tensors)
 
+    def problem(self) -> str:
+        """Why this road cannot be taken here; empty: it can."""
+        return ""
+
+    def check_replayed(self) -> None:
+        """CaptureError where a step waits for a replay that did not come. Here none does: steps are sent when built."""
+
+    def record(self, size: Size) -> None:
+        """Called inside a capture, first. Nothing: a step is there before its graph is replayed."""
+
+    def replay(self, step: int, graph: Any) -> None:
+        """Replays a graph over ``step``."""
+        graph.replay()
+
+    def abandon(self, step: int) -> bool:
+        """Whether ``step`` was waiting for its replay and no longer is."""
+        return False
+
     def views(self, size: Size) -> Views:
         """The device arena's fields for steps of ``size``, as tensors."""
         return self._ring.views_of(size, self._view)
@@ -78,40 +102,47 @@ class DeviceSide:
         nbytes = length * np.dtype(dtype).itemsize
         return self._arena[offset : offset + nbytes].view(getattr(self._torch, np.dtype(dtype).name))
 
-    def wait(self, arena: int) -> None:
-        """Until the device has read an arena: then it may be written. At once where it was never sent."""
-        if self._recorded[arena] and self._cuda:
+    def wait(self, step: int) -> None:
+        """Until the device has read the arena of ``step``; at once where there was no such step."""
+        arena = step % self._ring.depth
+        if step >= 0 and self._recorded[arena] and self._cuda:
             self._events[arena].synchronize()
 
-    def commit(self, step: int, size: Size, num_rows: int) -> None:
-        """Sends a step's arena and the journal of ``num_rows`` rows; then the device's tables are the batch's."""
+    def send(self, step: int, size: Size, num_rows: int, *, waits: bool = False) -> None:
+        """Sends a step's arena and the journal of ``num_rows`` rows; then the device's tables are the batch's.
+
+        ``waits``: a graph will be replayed over the step.
+        """
         arena = step % self._ring.depth
         start = self._ring.journal_offset(size)
-        entries = self._ring.journal(arena, size)
-        counts, total = [], 0
-        for table in self._host_tables:
-            count = table.rows.journal(num_rows, entries[2 * total :])
-            counts.append(count)
-            total += count
-        if total == self._ring.journal_entries:
-            self._send_surplus(num_rows)
-        stop = start + 8 * total
+        counts = self._write_journal(arena, size, num_rows)
+        stop = start + JOURNAL_ENTRY * sum(counts)
         self._arena[:stop].copy_(self._pinned[arena][:stop], non_blocking=True)
         if self._cuda:
             self._events[arena].record()
             self._recorded[arena] = True
         for device_table, count in zip(self.tables, counts, strict=True):
             if count:
-                self._apply(device_table, self._arena[start : start + 8 * count].view(self._torch.int64))
-                start += 8 * count
+                self._apply(device_table, self._arena[start : start + JOURNAL_ENTRY * count].view(self._torch.int64))
+                start += JOURNAL_ENTRY * count
         self.sent = step
+
+    def _write_journal(self, arena: int, size: Size, num_rows: int) -> list[int]:
+        """The new columns of every group's table behind the arena's fields; how many of each."""
+        entries, counts, total = self._ring.journal(arena, size), [], 0
+        for table in self.host_tables:
+            counts.append(table.rows.journal(num_rows, entries[2 * total :]))
+            total += counts[-1]
+        if total == self._ring.journal_entries:
+            self._send_surplus(num_rows)
+        return counts
 
     def _send_surplus(self, num_rows: int) -> None:
         """What the arena's journal has no room for, such as long prompts that join at once: copies of their own.
 
         torch keeps the pinned memory of such a copy until it is done.
         """
-        for table, host in zip(self.tables, self._host_tables, strict=True):
+        for table, host in zip(self.tables, self.host_tables, strict=True):
             while True:
                 entries = self._torch.empty(2 * SURPLUS_ENTRIES, dtype=self._torch.int32, pin_memory=self._cuda)
                 count = host.rows.journal(num_rows, entries.numpy())
@@ -130,7 +161,7 @@ class DeviceSide:
 
     def forget_tables(self) -> None:
         """After a failure nobody knows what arrived: the next commit sends every block again."""
-        for table in self._host_tables:
+        for table in self.host_tables:
             table.rows.forget_synced()
 
     def pages_of(self, index: int, metadata: Any) -> Any:

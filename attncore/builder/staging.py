@@ -69,6 +69,9 @@ ENCODER_FIELDS = (
     Field("encoder_query_start_loc", np.int32, per_request=1, extra=1),
 )
 
+HEADER_WORDS = 80
+"""int64 words before the first field: the step's number, and how many journal entries each group has."""
+HEADER_NBYTES = HEADER_WORDS * 8
 JOURNAL_ENTRY = 8  # bytes: a flat index of the table and a block id
 
 
@@ -108,9 +111,10 @@ class StagingRing:
         self.size, self.depth, self.journal_entries = size, depth, journal_entries
         self._block_sizes, self._has_cross = tuple(block_sizes), has_cross
         self._layouts: dict[Size, tuple[list[_Placed], int]] = {}
-        self._allocate = allocate or _aligned
         self.arena_nbytes = self.journal_offset(size) + journal_entries * JOURNAL_ENTRY
-        self.memory = [self._allocate(self.arena_nbytes) for _ in range(depth)]
+        self.arena_nbytes = -(-self.arena_nbytes // ALIGNMENT) * ALIGNMENT
+        memory = (allocate or _aligned)(self.arena_nbytes * depth)
+        self.memory = [memory[k * self.arena_nbytes : (k + 1) * self.arena_nbytes] for k in range(depth)]
         self._fixed: npt.NDArray[np.uint8] | None = None
 
     @property
@@ -133,6 +137,15 @@ class StagingRing:
     def journal_offset(self, size: Size) -> int:
         """Where the journal of a step of ``size`` begins, bytes: behind the last field."""
         return self._layout(size)[1]
+
+    def header(self, arena: int) -> npt.NDArray[np.int64]:
+        """int64[HEADER_WORDS] of an arena."""
+        return self.memory[arena][:HEADER_NBYTES].view(np.int64)
+
+    def slots_range(self, size: Size) -> tuple[int, int]:
+        """Where the slots of all decoder groups begin and end, bytes."""
+        slots = [one for one in self._layout(size)[0] if one.field.name == "slot_mapping" and one.field.per_token]
+        return slots[0].offset, slots[-1].offset + 8 * slots[-1].length
 
     def journal(self, arena: int, size: Size) -> npt.NDArray[np.int32]:
         """The journal of a step of ``size``: int32[2 * journal_entries], an index and an id in turn."""
@@ -158,8 +171,9 @@ class StagingRing:
     def _layout(self, size: Size) -> tuple[list[_Placed], int]:
         """Where every array lies, per-token fields first, and where the last one ends."""
         if size not in self._layouts:
-            placed, end = [], 0
-            for group, field in sorted(self._fields(), key=lambda one: one[1].per_token == 0):
+            placed, end = [], HEADER_NBYTES
+            # Slots stand together behind the other per-token fields, so that one stretch of -1 clears them.
+            for group, field in sorted(self._fields(), key=lambda one: (one[1].per_token == 0, one[0] >= 0)):
                 length = field.length(size)
                 placed.append(_Placed(group, field, end, length))
                 end += -(-length * np.dtype(field.dtype).itemsize // ALIGNMENT) * ALIGNMENT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -117,11 +117,11 @@ class StepMetadata(CommonAttentionMetadata):
 
     def __init__(
         self, arena: Any, group: str, fields: Arrays, tables: Mapping[str, BlockTable], rows: Any, wrap: Wrap,
-        device: Mapping[str, Any] | None, pages: Callable[[Any], Any] | None, *, padded: bool,
+        device: Mapping[str, Any] | None, pages: Callable[[Any], Any] | None, owner: Owner, *, padded: bool,
     ) -> None:  # fmt: skip
         super().__init__(_HostFields(arena, fields, tables, rows), wrap)
         self._arena, self._fields, self._device, self._pages = arena, fields, device, pages
-        self.group, self.use_cuda_graph = group, padded
+        self.group, self.use_cuda_graph, self._owner = group, padded, owner
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for what is not there yet. On a device, and for a captured graph, fields have fixed addresses.
@@ -137,6 +137,24 @@ class StepMetadata(CommonAttentionMetadata):
         if self._pages is not None:
             return self._pages(self)
         return self._this_step("_indices", lambda: self._wrap(self.host.paged_kv_indices))
+
+    def record(self) -> None:
+        """Called first inside the capture of a graph over this metadata (``builder.capture``).
+
+        Where steps are fetched by nodes of the graph itself, these are they; elsewhere it does nothing.
+        """
+        self._owner._record(self)
+
+    def replay(self, graph: Any) -> None:
+        """Replays ``graph``, which was captured over this step's size, for this step. Once a build.
+
+        CaptureError where the step was built without a bucket, was replayed already, or its graph lacks ``record``.
+        """
+        self._owner._replay(self, graph)
+
+    def abandon(self) -> None:
+        """Takes the step back as if it had not been built: it will not be replayed. The last step built only."""
+        self._owner._abandon(self)
 
     def forget_views(self) -> None:
         """Called by the kernel when this arena's step has another number of tokens or requests than its last."""
@@ -226,8 +244,16 @@ class CrossStepMetadata(StepMetadata):
     max_seq_len = _count("max_encoder_seq_len")
 
 
+class Owner(Protocol):
+    """What metadata asks of the builder it belongs to."""
+
+    def _record(self, metadata: StepMetadata) -> None: ...
+    def _replay(self, metadata: StepMetadata, graph: Any) -> None: ...
+    def _abandon(self, metadata: StepMetadata) -> None: ...
+
+
 def step_metadata(
-    arena: Any, views: Views, batch: InputBatch, wraps: Mapping[str, Wrap], device: Views | None = None,
+    arena: Any, views: Views, batch: InputBatch, wraps: Mapping[str, Wrap], owner: Owner, device: Views | None = None,
     side: DeviceSide | None = None, *, padded: bool = False,
 ) -> StepMetadata:  # fmt: skip
     """The metadata of steps in ``arena``, whose arrays are ``views``; ``wraps`` by group name.
@@ -251,7 +277,9 @@ def step_metadata(
             if batch._cross is not None:
                 on_device["cross_block_table"] = side.tables[-1]
         kind = CrossStepMetadata if group.cross else StepMetadata
-        groups[group.name] = kind(arena, group.name, fields, tables, batch._rows, wrap, on_device, pages, padded=padded)
+        groups[group.name] = kind(
+            arena, group.name, fields, tables, batch._rows, wrap, on_device, pages, owner, padded=padded
+        )
     first = groups[batch.groups[0].name]
     for metadata in groups.values():
         metadata.groups = groups

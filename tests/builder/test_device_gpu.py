@@ -33,6 +33,20 @@ def on_cuda(block_size):
 
 
 class CudaBatches(Batches):
+    stagings = ("graph", "copy")
+
+    def captured_now(self, size, metadata):
+        graph, out = torch.cuda.CUDAGraph(), torch.empty_like(metadata.positions)
+        with torch.cuda.graph(graph):
+            metadata.record()
+            out.copy_(metadata.positions)
+        vars(self).setdefault("graphs", {})[size] = graph, out
+
+    def run(self, size, metadata):
+        graph, out = self.graphs[size]
+        metadata.replay(graph)
+        assert out.tolist() == metadata.host.positions.tolist()
+
     def backend(self):
         world = self.ranks.world_size if self.ranks else 1
         return {group.name: on_cuda(group.tokens_per_column // world) for group in self.groups}
@@ -56,10 +70,11 @@ def read_cache(metadata, cache, out):
     cache[written] = cache[written] + 1  # -1 is the last slot: a sink
 
 
-def run(requests, steps, seed, sizes, eager_every=7):
+def run(requests, steps, seed, sizes, staging, depth, eager_every=7):
     rng = np.random.default_rng(seed)
     batch = InputBatch(max_num_reqs=max(sizes), max_model_len=WIDTH_TOKENS, block_size=BLOCK)
-    builder = MetadataBuilder(batch, on_cuda(BLOCK), max_num_batched_tokens=512)
+    builder = MetadataBuilder(batch, on_cuda(BLOCK), max_num_batched_tokens=512, staging=staging, depth=depth)
+    assert builder.staging == staging, builder.why_staging
     num_blocks = 4096
     cache = torch.randint(0, 1000, (num_blocks * BLOCK + BLOCK,), device="cuda")
     out = torch.zeros(max(sizes), dtype=torch.int64, device="cuda")
@@ -71,6 +86,7 @@ def run(requests, steps, seed, sizes, eager_every=7):
         torch.cuda.synchronize()
         graphs[size] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[size]):
+            metadata.record()
             read_cache(metadata, cache, out)
     assert builder.captured == tuple(sorted(sizes))
     mirror[-BLOCK:] = cache[-BLOCK:]
@@ -99,7 +115,7 @@ def run(requests, steps, seed, sizes, eager_every=7):
             read_cache(metadata, cache, out)
         else:
             metadata = builder.build(resting, bucket=size)
-            graphs[size].replay()
+            metadata.replay(graphs[size])
         # The same from the host's own lists, in stream order, without a look at the metadata's device fields.
         ids = list(metadata.req_ids)
         expected = torch.zeros(len(ids), dtype=torch.int64, device="cuda")
@@ -114,11 +130,46 @@ def run(requests, steps, seed, sizes, eager_every=7):
     return torch.stack(wrong).cpu(), cache[:-BLOCK], mirror[:-BLOCK]
 
 
-@pytest.mark.parametrize("depth_seed", range(3))
-def test_graphs_replay_what_eager_steps_would(depth_seed):
-    wrong, cache, mirror = run(requests=12, steps=150, seed=depth_seed, sizes=(1, 4, 8, 12))
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("staging", ["graph", "copy"])
+def test_graphs_replay_what_eager_steps_would(staging, depth):
+    wrong, cache, mirror = run(12, 300, seed=depth, sizes=(1, 4, 8, 12), staging=staging, depth=depth)
     assert wrong.sum() == 0
     assert torch.equal(cache, mirror)
+
+
+def test_each_build_for_a_graph_is_replayed_once():
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=BLOCK)
+    builder = MetadataBuilder(batch, on_cuda(BLOCK), max_num_batched_tokens=64, staging="graph")
+    batch.add_request("a", [1], 3)
+    graph, seen = torch.cuda.CUDAGraph(), torch.zeros(2, dtype=torch.int32, device="cuda")
+    metadata = builder.capture(2)
+    with torch.cuda.graph(graph):
+        metadata.record()
+        seen.copy_(metadata.seq_lens)
+    with pytest.raises(CaptureError, match="step 0 is not waiting for a replay"):
+        metadata.replay(graph)
+    metadata = builder.build(bucket=2)
+    with pytest.raises(CaptureError, match="step 1 was built for a graph of 2 requests and not replayed"):
+        builder.build()
+    metadata.abandon()
+    assert batch.num_computed_tokens("a") == 3
+    metadata = builder.build(bucket=2)
+    metadata.replay(graph)
+    assert seen.tolist() == [4, 0]
+    with pytest.raises(CaptureError, match="not waiting for a replay"):
+        metadata.replay(graph)
+    with pytest.raises(CaptureError, match="nothing is to be taken back"):
+        metadata.abandon()
+    builder.build_null(2).replay(graph)
+    assert seen.tolist() == [0, 0]
+    graph.replay()  # by itself: no arena is there, so no rows, and the next step is not disturbed
+    assert seen.tolist() == [0, 0]
+    builder.build(bucket=2).replay(graph)
+    assert seen.tolist() == [5, 0]
+    builder.capture(3)
+    with pytest.raises(CaptureError, match="call metadata.record"):
+        builder.build(bucket=3).replay(graph)
 
 
 def test_nothing_is_captured_by_a_build():
@@ -134,19 +185,32 @@ def test_nothing_is_captured_by_a_build():
             with pytest.raises(CaptureError, match="a stream is capturing"):
                 call()
     assert batch.num_computed_tokens("a") == 3
-    assert builder.build(bucket=2).seq_lens.tolist() == [4, 0]
+    assert builder.build().seq_lens.tolist() == [4]
 
 
-def test_a_step_does_not_synchronise():
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("staging", ["graph", "copy"])
+def test_a_step_does_not_synchronise(staging):
     groups = [KVCacheGroup("full", 16), KVCacheGroup("window", 16, sliding_window=64)]
     batch = InputBatch(max_num_reqs=8, max_model_len=256, groups=groups)
     builder = MetadataBuilder(
-        batch, {name: on_cuda(16) for name in ("full", "window")}, max_num_batched_tokens=256, depth=3
+        batch,
+        {name: on_cuda(16) for name in ("full", "window")},
+        max_num_batched_tokens=256,
+        depth=3,
+        staging=staging,
     )
     for i in range(6):
         batch.add_request(i, {name: range(1 + 16 * i, 17 + 16 * i) for name in ("full", "window")}, 10 * i)
-    builder.capture(8)
-    builder.build({0: 5})
+    graph, kept = torch.cuda.CUDAGraph(), torch.zeros(8, dtype=torch.int32, device="cuda")
+    metadata = builder.capture(8)
+    with torch.cuda.graph(graph):
+        metadata.record()
+        kept.copy_(metadata.seq_lens)
+    metadata = builder.build({0: 5})
+    for view in (metadata.decode_metadata, metadata.prefill_metadata):
+        _ = view.paged_kv_indices
+    builder.build(bucket=8).replay(graph)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -156,6 +220,6 @@ def test_a_step_does_not_synchronise():
                 for name in ("slot_mapping", "query_start_loc", "seq_lens", "block_table", "paged_kv_indptr"):
                     assert getattr(view, name).is_cuda
                 assert view.paged_kv_indices.is_cuda
-            builder.build(bucket=8)
+            builder.build(bucket=8).replay(graph)
     finally:
         torch.cuda.set_sync_debug_mode("default")

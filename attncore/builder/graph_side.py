@@ -1,0 +1,179 @@
+"""The device's side without a copy, an event or a launch of its own: nodes of captured graphs fetch each step.
+
+A graph that was captured over a step's metadata begins with two nodes. The first checks the header of the arena whose
+turn it is, reads the pinned arena over the bus into the device's, and brings the tables up to date by the journal. The
+second makes page indices and writes a receipt, the step's number, into a pinned word: by then the arena has been read.
+A step that runs without a graph of the model's replays a small graph of these nodes alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attncore.builder import device_kernels as kernels
+from attncore.builder.device_side import DeviceSide
+from attncore.errors import CaptureError
+
+if TYPE_CHECKING:
+    from attncore.builder.block_table import BlockTable
+    from attncore.builder.staging import Size, StagingRing
+
+DEADLINE = 2.0
+"""Seconds to look for a receipt before the device is synchronised with."""
+STEP, COUNTS = 0, 2
+"""Words of the header: the step's number, stored last; from COUNTS, journal entries of each group."""
+
+
+class GraphSide(DeviceSide):
+    """A DeviceSide whose arenas are read by nodes of graphs."""
+
+    road = "graph"
+
+    def __init__(self, device: str, tables: Sequence[BlockTable], page_lists: Sequence[int] = ()) -> None:
+        super().__init__(device, tables, page_lists)
+        self._small: dict[Size, Any] = {}
+        self._recorded_sizes: set[Size] = set()
+        self._pending = -1  # the step that waits for its replay
+
+    def attach(self, ring: StagingRing) -> None:
+        super().attach(ring)
+        torch, self.why = self._torch, "three steps arrived as they were sent"
+        self._state = torch.full((2,), -1, dtype=torch.int64, device=self.device)  # last step read, arena of this one
+        self._receipt = torch.full((1,), -1, dtype=torch.int64, pin_memory=True)
+        self._seen = self._receipt.numpy()
+        self._headers = [ring.header(k) for k in range(ring.depth)]
+        for header in self._headers:
+            header[STEP] = -1
+        self._base = self._pinned[0]  # the arenas stand one behind another
+        self._tables_of = torch.tensor([table.data_ptr() for table in self.tables], device=self.device)
+        for index in self.page_lists:
+            self.page_buffer(index)
+
+    def wait(self, step: int) -> None:
+        """Until the receipt of ``step`` is there. Gives up the GIL while it is not."""
+        if step < 0 or self._seen[0] >= step:
+            return
+        deadline = time.monotonic() + DEADLINE
+        while self._seen[0] < step:
+            time.sleep(0)
+            if time.monotonic() > deadline:
+                self._torch.cuda.synchronize()
+                if self._seen[0] < step:
+                    raise CaptureError(
+                        f"build: the device did not read step {step} (it read {int(self._seen[0])}); was its graph "
+                        "captured without metadata.record(), or replayed by itself and not by metadata.replay(graph)?"
+                    )
+
+    def send(self, step: int, size: Size, num_rows: int, *, waits: bool = False) -> None:
+        """Writes the journal; then the small graph of this size fetches the step, or a replay will (``waits``)."""
+        arena = step % self._ring.depth
+        self._headers[arena][COUNTS : COUNTS + len(self.tables)] = self._write_journal(arena, size, num_rows)
+        if waits:
+            self._pending, self._pending_size = step, size
+            return
+        graph = self._small.get(size) or self.capture(size)
+        self._headers[arena][STEP] = step
+        graph.replay()
+        self.sent = step
+
+    def capture(self, size: Size) -> Any:
+        """The small graph of a size: its nodes alone."""
+        torch = self._torch
+        self._nodes(size)  # compiles, and reads no arena: no header has the step that would be next
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._nodes(size)
+        self._small[size] = graph
+        return graph
+
+    def record(self, size: Size) -> None:
+        """Called inside a capture, first: the nodes that fetch each step."""
+        self._nodes(size)
+        self._recorded_sizes.add(size)
+
+    def replay(self, step: int, graph: Any) -> None:
+        """Publishes the header of ``step`` and replays the graph that was captured over its size."""
+        if step != self._pending:
+            raise CaptureError(f"replay: step {step} is not waiting for a replay; each build is replayed once")
+        if self._pending_size not in self._recorded_sizes:
+            raise CaptureError(
+                f"replay: the graph of {self._pending_size.num_reqs} requests does not fetch its metadata; call "
+                "metadata.record() first inside its capture"
+            )
+        self._headers[step % self._ring.depth][STEP] = step
+        graph.replay()
+        self.sent, self._pending = step, -1
+
+    def abandon(self, step: int) -> bool:
+        waited, self._pending = self._pending == step, -1 if self._pending == step else self._pending
+        return waited
+
+    def check_replayed(self) -> None:
+        if self._pending >= 0:
+            raise CaptureError(
+                f"build: step {self._pending} was built for a graph of {self._pending_size.num_reqs} requests and "
+                "not replayed; call metadata.replay(graph), or metadata.abandon() where it will not run"
+            )
+
+    def pages_of(self, index: int, metadata: Any) -> Any:
+        if index not in self.page_lists:
+            return super().pages_of(index, metadata)
+        return self.page_buffer(index)[: int(metadata.host.paged_kv_indptr[-1])]
+
+    def _nodes(self, size: Size) -> None:
+        ring = self._ring
+        nbytes = ring.journal_offset(size)
+        kernels.read_arena(
+            self._base, self._state, self._arena, self._tables_of, nbytes, ring.slots_range(size), ring.depth,
+            ring.arena_nbytes, len(self.tables), COUNTS,
+        )  # fmt: skip
+        views = self.views(size)
+        indptrs = [views.groups[index]["paged_kv_indptr"] for index in self.page_lists]
+        for index, indptr in zip(self.page_lists, indptrs, strict=True):
+            kernels.gather_all_pages(self.tables[index], indptr, self.page_buffer(index))
+        kernels.write_receipt(self._state, self._receipt)
+
+    def problem(self) -> str:
+        """Sends three steps of made-up bytes through a small graph."""
+        torch, ring = self._torch, self._ring
+        size = ring.size
+        try:
+            graph = self._small.get(size) or self.capture(size)
+            nbytes = ring.journal_offset(size)
+            for step in range(3):
+                arena = step % ring.depth
+                self.wait(step - ring.depth)
+                memory = ring.memory[arena][:nbytes]
+                memory[:] = np.random.default_rng(step).integers(0, 256, nbytes, np.uint8)
+                header = self._headers[arena]
+                header[:] = 0
+                header[STEP] = step
+                graph.replay()
+                torch.cuda.synchronize()
+                if self._seen[0] != step:
+                    return f"no receipt of step {step}"
+                if not np.array_equal(self._arena[:nbytes].cpu().numpy(), memory):
+                    return f"step {step} arrived otherwise than it was sent"
+        except Exception as error:  # whatever the driver or the compiler says: the other road is there
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        finally:
+            self._reset()
+        return ""
+
+    def _reset(self) -> None:
+        torch = self._torch
+        torch.cuda.synchronize()
+        self._state.fill_(-1)
+        self._arena.zero_()
+        for table in self.tables:
+            table.zero_()
+        self._seen[0] = -1
+        for memory, header in zip(self._ring.memory, self._headers, strict=True):
+            memory[:] = 0
+            header[STEP] = -1
+        torch.cuda.synchronize()
