@@ -168,7 +168,7 @@ def test_each_build_for_a_graph_is_replayed_once():
     builder.build(bucket=2).replay(graph)
     assert seen.tolist() == [5, 0]
     builder.capture(3)
-    with pytest.raises(CaptureError, match="call metadata.record"):
+    with pytest.raises(CaptureError, match=r"call metadata\.record"):
         builder.build(bucket=3).replay(graph)
 
 
