@@ -1,7 +1,10 @@
 """Build the metadata of batches: one batch a line (JSON Lines) in, its metadata out, line by line.
 
 The first bad line ends the run: lines before it are answered, nothing after it is read, and standard error has one line
-that begins with "line N:" and the field. docs/api.md describes the fields.
+that begins with "line N:" and the field. docs/api.md describes the fields, docs/list-door.md the lines.
+
+With --groups, --speculative or --context-parallel lines are steps of the persistent door: "sequences" in place of
+"groups", each with the blocks it holds. What runs up to 1 + K tokens is a decode; decodes come first in the answer.
 """
 
 from __future__ import annotations
@@ -9,12 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from typing import Any
 
 from attncore.builder.batch_file import build_batch, parse_batch
 from attncore.builder.layouts import LAYOUTS
-from attncore.cli import InputLineError, UsageError
+from attncore.cli import InputLineError, UsageError, persistent_options
 from attncore.slots import load_kernels
 
 HELP = "read batches (JSON Lines), write their metadata"
@@ -31,22 +35,58 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--kernels", choices=("cython", "numba"), help="implementation to use (default: cython where it is compiled)"
     )
 
+    parser.add_argument(
+        "--groups",
+        type=persistent_options.groups,
+        metavar=persistent_options.GROUPS_METAVAR,
+        help='KV-cache groups; a sequence has "block_tables" by name (example: full:16,window:16:1024)',
+    )
+    parser.add_argument(
+        "--speculative", type=persistent_options.drafts, metavar="K", help="decodes run up to K drafts beside a token"
+    )
+    parser.add_argument(
+        "--context-parallel",
+        type=persistent_options.one_rank,
+        metavar="WORLD:RANK[:INTERLEAVE]",
+        help="answer for one of WORLD ranks that share out every sequence's tokens, INTERLEAVE (default 1) in turn; "
+        "blocks hold the block size on each",
+    )
+
 
 def run(args: argparse.Namespace) -> int:
+    answer = _answerer(args)
     load_kernels(args.kernels)  # a choice that cannot be had is no fault of the first line
     with nullcontext(sys.stdin.buffer) if args.file == "-" else open(args.file, "rb") as lines:
-        if not _answer(lines, args):
+        if not _answer_all(lines, answer):
             raise UsageError("FILE: empty; expected a batch a line" if args.file == "-" else f"{args.file}: empty")
     return 0
 
 
-def _answer(lines: Iterable[bytes], args: argparse.Namespace) -> int:
+def _answerer(args: argparse.Namespace) -> Callable[[bytes], dict[str, Any]]:
+    """What makes a line's answer: the list door, or with any of its options the persistent one."""
+    if not (args.groups or args.speculative or args.context_parallel):
+        return lambda line: build_batch(parse_batch(line), args.layout, args.kernels)
+    from attncore.builder.step_file import StepOptions, build_step, parse_step
+
+    if args.layout != "common":
+        raise UsageError(
+            f"--layout: {args.layout} given beside --groups, --speculative or --context-parallel, whose answers have "
+            "the fields of every layout"
+        )
+    ranks = args.context_parallel or persistent_options.Ranks()
+    if args.context_parallel and args.groups:
+        persistent_options.check_ranks(ranks, args.groups)
+    options = StepOptions(args.groups, 1 + (args.speculative or 0), ranks.world_size, ranks.rank, ranks.interleave)
+    return lambda line: build_step(parse_step(line, options), options, args.kernels)
+
+
+def _answer_all(lines: Iterable[bytes], answer: Callable[[bytes], dict[str, Any]]) -> int:
     answered = 0
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            metadata = build_batch(parse_batch(line), args.layout, args.kernels)
+            metadata = answer(line)
         except (ValueError, TypeError, MemoryError) as error:
             raise InputLineError(f"line {number}: {error}") from error
         sys.stdout.write(json.dumps(metadata, separators=(", ", ": ")) + "\n")
