@@ -95,7 +95,8 @@ cdef extern from *:
     }
     #if defined(__SSE2__)
     /* All ones in lanes whose token is in its cached column. shift < 0: no power of two, and no division either. */
-    static inline __m128i attncore_in_column(const int32_t *computed, const int32_t *column, int shift, __m128i tokens) {
+    static inline __m128i attncore_in_column(const int32_t *computed, const int32_t *column, int shift,
+                                             __m128i tokens) {
         __m128i token = _mm_loadu_si128((const __m128i *)computed), cached = _mm_loadu_si128((const __m128i *)column);
         __m128i even, odd, offset;
         if (shift >= 0) return _mm_cmpeq_epi32(_mm_sra_epi32(token, _mm_cvtsi32_si128(shift)), cached);
@@ -120,7 +121,8 @@ cdef extern from *:
         int32_t k, n = 0, lanes;
         __m128i fresh[4];
         for (; i + 16 <= count; i += 16) {
-            for (k = 0; k < 4; k++) fresh[k] = attncore_in_column(computed + i + 4 * k, column + i + 4 * k, shift, tokens);
+            for (k = 0; k < 4; k++)
+                fresh[k] = attncore_in_column(computed + i + 4 * k, column + i + 4 * k, shift, tokens);
             if (_mm_movemask_epi8(_mm_and_si128(_mm_and_si128(fresh[0], fresh[1]), _mm_and_si128(fresh[2], fresh[3])))
                 == 0xFFFF) continue;
             for (k = 0; k < 4; k++) {  /* without a branch: which rows begin a block is anybody's guess */
@@ -459,8 +461,8 @@ cdef inline void fill_decode_lengths(const length_t* computed, length_t* context
         seq_lens[i] = computed[i] + 1
 
 
-cdef inline void fill_decode_slots(const block_id_t* block, const length_t* last_page_len, slot_t* slots, BlockSize size,
-                                   length_t count) noexcept nogil:
+cdef inline void fill_decode_slots(const block_id_t* block, const length_t* last_page_len, slot_t* slots,
+                                   BlockSize size, length_t count) noexcept nogil:
     cdef length_t i
     cdef unsigned int tokens = size.tokens  # unsigned numbers widen in one instruction, and multiply in one
     if size.shift >= 0:

@@ -1,6 +1,9 @@
 """Several KV-cache groups behind the persistent door: worked numbers, windows, encoders, and what is refused."""
 
+import random
+
 import numpy as np
+import oracles
 import pytest
 
 from attncore import AttentionBackend, AttentionImpl, BackendConfig
@@ -73,6 +76,52 @@ def test_a_token_of_a_group_is_slotted_by_its_own_table(kernels):
     }  # fmt: skip
     assert metadata.groups["c"].paged_kv_indices.tolist() == [9, 4]
     assert metadata is metadata.groups["a"]
+
+
+@pytest.mark.parametrize("num_reqs", [15, 16, 37])
+def test_many_rows_of_every_size(kernels, num_reqs):
+    """Long runs of decodes, as many at once as a kernel may take, with roll-backs and blocks that are replaced."""
+    rng, longest = random.Random(num_reqs), 60
+    sizes = (4, 3, 1, 16, 7, 3, 64, 2**31 - 1)
+    groups = [KVCacheGroup(f"{index}, of {size}", size) for index, size in enumerate(sizes)]
+    batch = batch_of(kernels, *groups, max_num_reqs=num_reqs, max_model_len=longest)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=64)
+    blocks = {name: {group.name: [] for group in groups} for name in range(num_reqs)}
+    for name, held in blocks.items():
+        for group in groups:
+            held[group.name] = [rng.randint(1, 2**31 - 1) for _ in range(-(-longest // group.block_size))]
+        batch.add_request(name, held, rng.randint(0, 20))
+    for _ in range(150 if kernels == "cython" else 40):
+        computed = {name: batch.num_computed_tokens(name) for name in batch.req_ids}
+        metadata = builder.build()
+        assert metadata.max_seq_len == max(computed.values()) + 1
+        for group in groups:
+            rows = [(blocks[name][group.name], computed[name], 1) for name in metadata.req_ids]
+            of_group = metadata.groups[group.name]
+            for name, expected in oracles.persistent_step(rows, group.block_size).items():
+                value = getattr(of_group, name)
+                assert (value if isinstance(value, int) else value.tolist()) == expected, name
+        name, group = rng.randrange(num_reqs), rng.choice(groups)
+        index, block = rng.randrange(len(blocks[name][group.name])), rng.randint(1, 2**31 - 1)
+        assert batch.replace_block(name, index, block, group.name) == blocks[name][group.name][index]
+        blocks[name][group.name][index] = block
+        back = {name: rng.randint(1, 40) for name, count in computed.items() if count > 55 or rng.random() < 0.02}
+        batch.rollback_many({name: min(count, computed[name]) for name, count in back.items()})
+
+
+@pytest.mark.parametrize("row", [0, 5, 15, 16, 36])
+@pytest.mark.parametrize("size", [4, 3])
+def test_any_row_may_lack_a_block(kernels, row, size):
+    batch = batch_of(kernels, FULL, KVCacheGroup("other", size), max_num_reqs=37)
+    for name in range(37):
+        batch.add_request(name, {"full": [1, 2], "other": [3] * (1 if name == row else 3)}, size - 1)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=64)
+    builder.build()
+    before = state_of(batch)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"row {row} \(request {row}\) in group 'other' holds 1 blocks but token"):
+            builder.build()
+        assert state_of(batch) == before
 
 
 # ---- windows ---------------------------------------------------------------------------------------------------------
