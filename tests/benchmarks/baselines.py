@@ -61,7 +61,7 @@ class Vectorised:
         self.last_page_len, self.last_blocks, self.logits_indices = (np.empty(n, np.int32) for _ in range(3))
 
     def step(self):
-        n, size = len(self.computed), self.block_size
+        n = len(self.computed)
         query_lens, starts = self.query_lens, self.query_start_loc
         np.cumsum(query_lens, out=starts[1:])
         total = int(starts[n])
@@ -69,21 +69,51 @@ class Vectorised:
         np.copyto(self.context_lens, self.computed)
         positions = self.positions[:total]
         np.add((self.computed - starts[:n])[token_to_req], self.counting[:total], out=positions)
-        columns, offsets = np.divmod(positions, size)
-        slots = self.slot_mapping[:total]
-        np.multiply(self.table[token_to_req, columns], size, out=slots, dtype=np.int64)
-        slots += offsets
+        self.fill_slots(positions, token_to_req, self.slot_mapping[:total])
         np.add(self.computed, query_lens, out=self.seq_lens)
         np.cumsum(self.seq_lens, out=self.seq_start_loc[1:])
         np.subtract(starts[1:], 1, out=self.logits_indices)
-        np.floor_divide(self.seq_lens + (size - 1), size, out=self.pages)
-        np.cumsum(self.pages, out=self.indptr[1:])
-        np.subtract(self.seq_lens, (self.pages - 1) * size, out=self.last_page_len)
-        self.last_blocks[:] = self.table[self.counting[:n], self.pages - 1]
+        self.fill_pages()
         num_decodes = int(np.count_nonzero(query_lens == 1))
         maxima = int(query_lens.max()), int(self.seq_lens.max())
         self.computed += query_lens
         return total, num_decodes, maxima, token_to_req
+
+    def fill_slots(self, positions, token_to_req, slots):
+        columns, offsets = np.divmod(positions, self.block_size)
+        np.multiply(self.table[token_to_req, columns], self.block_size, out=slots, dtype=np.int64)
+        slots += offsets
+
+    def fill_pages(self):
+        size = self.block_size
+        np.floor_divide(self.seq_lens + (size - 1), size, out=self.pages)
+        np.cumsum(self.pages, out=self.indptr[1:])
+        np.subtract(self.seq_lens, (self.pages - 1) * size, out=self.last_page_len)
+        self.last_blocks[:] = self.table[self.counting[: len(self.pages)], self.pages - 1]
+
+
+class VectorisedGroups:
+    """Several KV-cache groups: a whole pass for each, or (``step_sharing``) what they share once, the rest for each."""
+
+    def __init__(self, rows, blocks, block_sizes):
+        tables = [
+            [row._replace(blocks=of_row[group]) for row, of_row in zip(rows, blocks, strict=True)]
+            for group in range(len(block_sizes))
+        ]
+        self.passes = [Vectorised(*of_group, len(rows)) for of_group in zip(tables, block_sizes, strict=True)]
+
+    def step(self):
+        for one in self.passes:
+            one.step()
+
+    def step_sharing(self):
+        first, *others = self.passes
+        positions = first.computed.astype(np.int64)
+        *_, token_to_req = first.step()
+        for one in others:
+            one.fill_slots(positions, token_to_req, one.slot_mapping)
+            np.copyto(one.seq_lens, first.seq_lens)
+            one.fill_pages()
 
 
 class Tuned(Vectorised):

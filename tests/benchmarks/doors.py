@@ -1,8 +1,17 @@
 """attncore's two doors over the shapes, ready to be timed: each function answers the callable."""
 
+import shapes
 from shapes import BLOCK_SIZE
 
-from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
+from attncore.builder import (
+    CommonMetadataBuilder,
+    InputBatch,
+    KVCacheGroup,
+    MetadataBuilder,
+    Sequence,
+    SequenceGroup,
+)
+from attncore.builder.state import CommonAttentionState
 
 
 def persistent(rows, max_tokens=8192):
@@ -13,6 +22,39 @@ def persistent(rows, max_tokens=8192):
     for i, row in enumerate(rows):
         batch.add_request(i, row.blocks, row.computed)
     return batch, builder, {i: row.query_len for i, row in enumerate(rows) if row.query_len != 1}
+
+
+def in_groups(rows, block_sizes):
+    """A builder over one KV-cache group a block size."""
+    groups = [KVCacheGroup(str(index), size) for index, size in enumerate(block_sizes)]
+    longest = max(row.computed for row in rows) + shapes.STEPS + 1
+    batch = InputBatch(max_num_reqs=len(rows), max_model_len=longest, groups=groups)
+    for i, (row, blocks) in enumerate(zip(rows, shapes.in_groups(rows, block_sizes), strict=True)):
+        batch.add_request(i, {group.name: ids for group, ids in zip(groups, blocks, strict=True)}, row.computed)
+    return MetadataBuilder(batch, max_num_batched_tokens=8192)
+
+
+def in_a_bucket(rows, size):
+    """A builder that has captured a size, and one that has not, over the same batch each."""
+    builders = []
+    for _ in range(2):
+        longest = max(len(row.blocks) for row in rows) * BLOCK_SIZE
+        batch = InputBatch(max_num_reqs=size, max_model_len=longest, block_size=BLOCK_SIZE)
+        for i, row in enumerate(rows):
+            batch.add_request(i, row.blocks, row.computed)
+        builders.append(MetadataBuilder(batch, max_num_batched_tokens=8192))
+    builders[0].capture(size)
+    return builders
+
+
+def captured_lists(rows, layout):
+    """A step of the list door built where a captured graph reads it, and one that is not."""
+    longest = max(len(row.blocks) for row in rows) * BLOCK_SIZE
+    builder = CommonMetadataBuilder(BLOCK_SIZE, layout, chunked_prefill=True, max_seq_len_to_capture=longest)
+    state, groups = CommonAttentionState(None, builder), groups_of(rows)
+    with state.graph_capture(len(rows)):
+        state.metadata_for_capture(len(rows))
+    return (lambda: state.build(groups, 0)), (lambda: builder.build(groups, 0))
 
 
 def bytes_written(metadata):

@@ -26,3 +26,17 @@ def test_numpy_builds_what_the_persistent_door_builds(way, rows):
         assert metadata.token_to_req_indices.tolist() == token_to_req.tolist()
         for field, name in FIELDS.items():
             assert getattr(metadata, field).tolist() == getattr(numpy, name)[: len(getattr(metadata, field))].tolist()
+
+
+@pytest.mark.parametrize("block_sizes", [shapes.SAME_SIZES, shapes.OTHER_SIZES, shapes.ODD_SIZES])
+@pytest.mark.parametrize("step", ["step", "step_sharing"])
+def test_numpy_builds_what_the_groups_have(block_sizes, step):
+    rows = shapes.decodes(8, headroom=0)
+    builder = doors.in_groups(rows, block_sizes)
+    numpy = baselines.VectorisedGroups(rows, shapes.in_groups(rows, block_sizes), block_sizes)
+    for _ in range(40):
+        metadata = builder.build()
+        getattr(numpy, step)()
+        for of_group, one in zip(metadata.groups.values(), numpy.passes, strict=True):
+            for field in ("slot_mapping", "paged_kv_indptr", "paged_kv_last_page_len", "last_blocks"):
+                assert getattr(of_group, field).tolist() == getattr(one, FIELDS[field]).tolist(), field
