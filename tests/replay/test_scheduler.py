@@ -6,9 +6,9 @@ import pytest
 
 from attncore.builder import KVCacheGroup
 from attncore.replay.cache_blocks import CacheBlocks, prefix_keys
+from attncore.replay.draft import Draft, DraftModel, Speculation
 from attncore.replay.request import Request
 from attncore.replay.scheduler import Scheduler
-
 
 ONE_GROUP = (KVCacheGroup("decoder", 4),)
 
@@ -255,3 +255,44 @@ def test_any_workload_finishes_with_every_token_computed_once_written_and_no_blo
     assert schedule.cache.pools[0].num_free == num_blocks - 1
     if num_blocks == 24:
         assert schedule.preemptions
+
+
+class Scripted:
+    """A draft model whose every draw is said: drafts accepted, of as many as may run."""
+
+    def __init__(self, num_drafts, *accepted):
+        self.speculation, self.accepted, self.most = Speculation(num_drafts), list(accepted), []
+
+    def draw(self, most):
+        self.most.append(most)
+        drafted = min(self.speculation.num_drafts, most)
+        return Draft(drafted, min(self.accepted.pop(0), drafted))
+
+
+def test_drafts_that_are_accepted_save_steps_and_the_last_ones_are_fewer():
+    # Tokens 3 .. 9 are to be decoded: 1 and 2 accepted, 1, 1 and 1 of two, and the last one, which has no draft.
+    model = Scripted(3, 2, 0, 1, 0)
+    schedule = scheduler([Request(1, 0, 3, 8)], max_num_batched_tokens=32, draft_model=model)
+    told = []
+    while schedule.unfinished:
+        step = schedule.schedule(0)
+        told.append((step.decode_tokens, step.draft(schedule.running[0]), schedule.running[0].computed))
+        assert schedule.running[0].room >= schedule.running[0].computed + step.tokens
+        schedule.complete(step)
+    assert told == [(0, (0, 0), 0), (4, (3, 2), 3), (4, (3, 0), 6), (3, (2, 1), 7), (1, (0, 0), 9)]
+    assert model.most == [6, 3, 2, 0]
+
+
+def test_drafts_are_drawn_as_often_accepted_as_asked():
+    model = DraftModel(Speculation(4, 0.5), seed=1)
+    draws = [model.draw(9) for _ in range(4000)]
+    assert {draft.drafted for draft in draws} == {4}
+    share = [sum(draft.accepted >= count for draft in draws) / len(draws) for count in (1, 2, 3, 4)]
+    assert share == pytest.approx([0.5, 0.25, 0.125, 0.0625], abs=0.03)
+    assert {DraftModel(Speculation(3, 1.0), 0).draw(most) for most in (0, 2, 5)} == {(0, 0), (2, 2), (3, 3)}
+    assert DraftModel(Speculation(3, 0.0), 0).draw(9) == (3, 0)
+
+
+def test_a_budget_below_the_drafts_is_refused():
+    with pytest.raises(ValueError, match=r"^max_num_batched_tokens: 31 is less than max_num_seqs 8 times 4"):
+        scheduler([], max_num_batched_tokens=31, draft_model=Scripted(3))
