@@ -219,6 +219,45 @@ BAD = {
     "seed": (["TRACE", "--seed", "-1"], ["--seed", "-1 is not between 0 and"]),
     "verify": (["TRACE", "--verify-every", "0"], ["--verify-every", "0 is not between 1 and"]),
     "nowhere to save": (["TRACE", "--metadata-only", "--save-steps", "absent/x"], ["absent/x", "No such file"]),
+    "group without a size": (["TRACE", "--groups", "full"], ["--groups", "'full' is not NAME:BLOCK_SIZE"]),
+    "group of size 0": (["TRACE", "--groups", "full:0"], ["--groups", "block size of full 0 is not between 1"]),
+    "group twice": (["TRACE", "--groups", "a:16,a:32"], ["--groups", "'a' stands twice"]),
+    "group and block size": (
+        ["TRACE", "--groups", "full:16", "--block-size", "16"],
+        ["--block-size", "16 given beside --groups"],
+    ),
+    "fewer layers than groups": (
+        ["TRACE", "--groups", "a:16,b:16", "--layers", "1"],
+        ["--layers", "1 given for 2 groups"],
+    ),
+    "too few blocks in a group": (
+        ["TRACE", "--groups", "a:16,b:8:4", "--num-blocks", "40"],
+        ["row 1", "blocks of 8 of group 'b'", "--num-blocks 40"],
+    ),
+    "no drafts": (["TRACE", "--speculative", "0"], ["--speculative", "K 0 is not between 1 and"]),
+    "acceptance": (["TRACE", "--speculative", "3:1.5"], ["--speculative", "1.5 is not between 0 and 1"]),
+    "fewer tokens than drafts": (
+        ["TRACE", "--speculative", "3", "--max-num-seqs", "9", "--max-num-batched-tokens", "32"],
+        ["--max-num-batched-tokens", "32 is less than --max-num-seqs 9 times 4 (--speculative)"],
+    ),
+    "one rank": (["TRACE", "--context-parallel", "1"], ["--context-parallel", "WORLD 1 is not between 2 and"]),
+    "ranks in words": (["TRACE", "--context-parallel", "2:1:1"], ["--context-parallel", "is not WORLD or WORLD:INTER"]),
+    "ranks of a window": (
+        ["TRACE", "--groups", "a:16,b:16:4", "--context-parallel", "2"],
+        ["--context-parallel", "group 'b' of --groups has a sliding window"],
+    ),
+    "ranks of other sizes": (
+        ["TRACE", "--groups", "a:16,b:8", "--context-parallel", "2"],
+        ["--context-parallel", "blocks of 16 and 8 tokens"],
+    ),
+    "interleave": (
+        ["TRACE", "--context-parallel", "2:3"],
+        ["--context-parallel", "3 does not divide the block size 16"],
+    ),
+    "another backend's ranks": (
+        ["TRACE", "--context-parallel", "2", "--backend", "other"],
+        ["--context-parallel", "--backend is other"],
+    ),
     "saved over itself": (["TRACE", "--metadata-only", "--save-steps", "TRACE"], ["--save-steps", "the trace itself"]),
 }
 
@@ -253,6 +292,57 @@ def test_steps_are_saved(capsys, trace, tmp_path):
     path = tmp_path / "steps.jsonl"
     report = reported(capsys, trace, "--metadata-only", "--save-steps", str(path))
     assert len(path.read_text().splitlines()) == report["steps"]
+
+
+PATHS = {
+    "groups": ["--groups", "full:16,window:8:40,other:32"],
+    "drafts": ["--speculative", "3:0.5"],
+    "ranks": ["--context-parallel", "2:4"],
+    "groups and drafts": ["--groups", "full:16,window:16:40", "--speculative", "2"],
+    "all three": ["--groups", "a:16,b:16", "--speculative", "2", "--context-parallel", "2"],
+}
+
+
+@pytest.mark.parametrize("attention", [False, True])
+@pytest.mark.parametrize("words", PATHS.values(), ids=PATHS.keys())
+def test_groups_drafts_and_ranks_are_verified_and_reported(capsys, trace, words, attention):
+    if attention:
+        pytest.importorskip("torch")
+    how = ["--num-heads", "2", "--num-kv-heads", "1", "--head-size", "8"] if attention else ["--metadata-only"]
+    report = reported(capsys, trace, *words, *how, "--verify-every", "1")
+    assert report["verification"]["failed"] == 0
+    assert report["verification"]["checked"] >= (6 if attention else report["steps"])
+    assert report["options"]["layers"] == max(2, words[1].count(",") + 1)
+    for name in ("groups", "speculative", "context_parallel"):
+        assert (name in report["options"]) == (f"--{name.replace('_', '-')}" in words)
+    assert ("passed_blocks" in report) == ("--groups" in words)
+    if any("window" in word for word in words):
+        assert report["passed_blocks"] > 20
+    if "--speculative" in words:
+        drafts = report["speculative"]
+        assert 0 < drafts["accepted"] < drafts["drafted"]
+        assert report["decode_tokens"] + drafts["accepted"] == 5 + 8 + 2 + drafts["drafted"]
+        assert report["steps"] < reported(capsys, trace, "--metadata-only")["steps"]
+    _, out, _ = ran(capsys, trace, *words, *how)
+    assert max(map(len, out.splitlines()[1:])) <= 80
+    assert ("groups  " in out, "drafts  " in out, "ranks  " in out) == tuple(
+        option in words for option in ("--groups", "--speculative", "--context-parallel")
+    )
+
+
+@pytest.mark.parametrize("words", PATHS.values(), ids=PATHS.keys())
+def test_saved_steps_are_what_build_reads_with_the_same_options(capsys, trace, tmp_path, words):
+    path = tmp_path / "steps.jsonl"
+    report = reported(capsys, trace, *words, "--metadata-only", "--save-steps", str(path))
+    as_built = {"3:0.5": "3", "2:4": "2:1:4"}
+    words = [as_built.get(word, word) for word in words]
+    if words[-2] == "--context-parallel" and words[-1] == "2":
+        words[-1] = "2:1"
+    assert main(["build", str(path), *words]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(answers) == report["steps"]
+    assert sum(len(answer["positions"]) for answer in answers) == report["tokens"]
+    assert ("groups" in answers[0]) == ("--groups" in words)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from attncore.builder import InputBatch, MetadataBuilder
+from attncore.builder import ContextParallel, InputBatch, MetadataBuilder
 from attncore.replay import oracle
-from attncore.replay.oracle import Row, differences, expected
+from attncore.replay.oracle import Row, Shard, differences, expected
 
 # A decode (its 9th token) and a prompt chunk (tokens 3 .. 7), blocks of 4.
 ROWS = [Row(8, 1, [9, 2, 7]), Row(3, 5, [4, 6])]
@@ -105,3 +105,31 @@ def test_other_requests_and_another_order_are_named():
     assert differences(built(), {"prompt": ROWS[1], "other": ROWS[0]}, 4)[0].startswith("req_ids")
     turned = {"prompt": ROWS[0], "decode": ROWS[1]}
     assert differences(built(), turned, 4) == ["req_ids: a decode stands after a prefill"]
+
+
+def test_more_tokens_are_a_decode_with_drafts():
+    found = expected([Row(8, 3, [9, 2, 7]), Row(3, 5, [4, 6])], 4, threshold=3)
+    assert (found["num_decodes"], found["num_decode_tokens"], found["max_decode_query_len"]) == (1, 3, 3)
+    assert (found["num_prefills"], found["num_prefill_tokens"], found["max_decode_seq_len"]) == (1, 5, 11)
+
+
+def test_a_rank_by_hand():
+    rows = [Row(0, 10, [5, 9, 2]), Row(6, 3, [7, 3, 8])]
+    found = expected(rows, 4, shard=Shard(2, 0, 1))
+    assert found["slot_mapping"] == [20, -1, 21, -1, 22, -1, 23, -1, 36, -1, 31, -1, 12]
+    assert (found["seq_lens"], found["context_lens"]) == ([5, 5], [0, 3])
+    assert (found["paged_kv_indices"], found["paged_kv_last_page_len"]) == ([5, 9, 7, 3], [1, 1])
+    assert expected(rows, 4, shard=Shard(2, 1, 2))["slot_mapping"][:10] == [-1, -1, 20, 21, -1, -1, 22, 23, -1, -1]
+
+
+def test_a_rank_that_is_another_is_named():
+    batch = InputBatch(max_num_reqs=4, max_model_len=32, block_size=8)
+    batch.add_request("prompt", [4, 6], num_computed_tokens=3)
+    ranks = ContextParallel(2, 1, 4)
+    metadata = MetadataBuilder(batch, max_num_batched_tokens=16, context_parallel=ranks).build({"prompt": 6})
+    planned = {"prompt": Row(3, 6, [4, 6])}
+    assert differences(metadata, planned, 4, shard=Shard(2, 1, 1)) == []
+    assert any(
+        sentence.startswith("slot_mapping") for sentence in differences(metadata, planned, 4, shard=Shard(2, 0, 1))
+    )
+    assert differences(metadata, planned, 4, shard=Shard(2, 1, 2))
