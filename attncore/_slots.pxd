@@ -69,6 +69,7 @@ cdef class BlockRows:
     cdef Rows rows
     cdef readonly length_t capacity, width, kernel_blocks
     cdef slot_t num_blocks
+    cdef list _pass(self, length_t row, length_t column)
 
 
 cdef class BatchRows:

@@ -782,17 +782,27 @@ cdef class BlockRows:
                 count += 1
         return count
 
-    def pass_window(self, length_t row, length_t first_token):
-        """Makes null what lies wholly before first_token: (ids that the row had there as a list, first column kept).
+    def pass_windows(self, length_t num_rows, length_t window, length_t num_rollback):
+        """Makes null what windows have passed: [(row, ids that it had there)], of the rows that had any.
 
-        Whole blocks of the manager's; a row that passed them earlier costs one look.
+        Whole blocks of the manager's, before what a query sees after num_rollback tokens are taken back. A row that
+        passed them earlier costs one look.
         """
-        cdef length_t each = self.kernel_blocks
-        cdef length_t column = column_of(first_token, self.rows.size)
+        cdef length_t row, column, computed, each = self.kernel_blocks
+        cdef list found = []
+        for row in range(num_rows):
+            computed = max(self.rows.num_computed[row] - num_rollback, 0)
+            column = column_of(max(computed - window + 1, 0), self.rows.size)
+            column = min(column, self.rows.num_blocks[row]) // each * each - each
+            if column >= 0 and self.rows.table[<slot_t> row * self.width + column] >= self.rows.null_ids:
+                found.append((row, self._pass(row, column)))
+        return found
+
+    cdef list _pass(self, length_t row, length_t column):
+        """Makes the manager's block at ``column`` null, and those before it up to one that is: their ids, in order."""
+        cdef length_t e, each = self.kernel_blocks
         cdef block_id_t* ids = self.rows.table + <slot_t> row * self.width
         cdef list passed = []
-        cdef length_t e
-        column = min(column, self.rows.num_blocks[row]) // each * each - each
         while column >= 0 and ids[column] >= self.rows.null_ids:
             passed.append(ids[column] // each)
             for e in range(each):

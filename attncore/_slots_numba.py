@@ -402,9 +402,16 @@ class BlockRows:
     def needs_block(self, num_rows: int, out: Any) -> int:
         return int(_needs_block(self.num_computed, self.state[BLOCKS], num_rows, self.block_size, self.width, out))
 
-    def pass_window(self, row: int, first_token: int) -> list[int]:
+    def pass_windows(self, num_rows: int, window: int, num_rollback: int) -> list[tuple[int, list[int]]]:
+        computed = np.maximum(self.num_computed[:num_rows].astype(np.int64) - num_rollback, 0)
+        columns = np.maximum(computed - window + 1, 0) // self.block_size
+        columns = np.minimum(columns, self.state[BLOCKS, :num_rows]) // self.kernel_blocks - 1
+        rows = np.flatnonzero(columns >= 0)
+        rows = rows[self.table[rows, columns[rows] * self.kernel_blocks] >= self.kernel_blocks]
+        return [(row, self._pass(row, int(columns[row]) * self.kernel_blocks)) for row in rows.tolist()]
+
+    def _pass(self, row: int, column: int) -> list[int]:
         each, ids, passed = self.kernel_blocks, self.table[row], []
-        column = min(first_token // self.block_size, int(self.state[BLOCKS, row])) // each * each - each
         while column >= 0 and ids[column] >= each:
             passed.append(int(ids[column]) // each)
             for extra in range(each):

@@ -93,9 +93,11 @@ class BlockTable:
         """The first token that the next query of a request with ``num_computed`` tokens sees, by the group's window."""
         return max(0, num_computed + 1 - (self.group.sliding_window or num_computed + 1))
 
-    def pass_window(self, row: int, num_computed: int) -> list[int]:
-        """Gives up blocks before what a query at token ``num_computed`` sees; the manager's ids."""
-        passed: list[int] = self.rows.pass_window(row, self.first_seen(max(num_computed, 0)))
+    def pass_windows(self, num_rows: int, num_rollback: int) -> list[tuple[int, list[int]]]:
+        """Gives up blocks before what the next queries see; each row that had any, and the manager's ids."""
+        if self.group.sliding_window is None:
+            return []
+        passed: list[tuple[int, list[int]]] = self.rows.pass_windows(num_rows, self.group.sliding_window, num_rollback)
         return passed
 
     def check_sees(self, row: int, req_id: Hashable, num_computed: int) -> None:

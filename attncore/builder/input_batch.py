@@ -248,15 +248,10 @@ class InputBatch:
         """
         with self._entered:
             slots._integer("num_rollback", num_rollback, 0)
-            windowed = [table for table in self._decoders if table.group.sliding_window is not None]
             released: dict[Hashable, dict[str, list[int]]] = {}
-            for row, req_id in enumerate(self._ids):
-                if req_id is None:
-                    continue
-                for table in windowed:
-                    passed = table.pass_window(row, int(self._state[0, row]) - num_rollback)
-                    if passed:
-                        released.setdefault(req_id, {})[table.group.name] = passed
+            for table in self._decoders:
+                for row, passed in table.pass_windows(len(self._ids), num_rollback):
+                    released.setdefault(self._ids[row], {})[table.group.name] = passed
             self._rows.changes += bool(released)
             return {req_id: self._answer(by_group) for req_id, by_group in released.items()}
 
