@@ -49,6 +49,7 @@ class CacheBlocks:
         self.groups = tuple(groups)
         self.num_blocks = num_blocks
         self.pools = [BlockPool(num_blocks) for _ in self.groups]
+        self._only = self.pools[0] if len(self.pools) == 1 else None
         self.sizes = [group.block_size for group in self.groups]
         self.windows = [group.sliding_window for group in self.groups]
         # Admission leaves these free: a pool filled to the last block preempts the newcomer in the next steps.
@@ -78,15 +79,24 @@ class CacheBlocks:
         return True
 
     def grow(self, running: RunningRequest, tokens: int) -> Tables | None:
-        """The blocks that the request gets so as to hold ``tokens``; None, and nothing done, if there are too few."""
-        missing = []
-        for pool, size, table in zip(self.pools, self.sizes, running.tables, strict=True):
-            missing.append(max(0, -(-tokens // size) - len(table)))
-            if missing[-1] > pool.num_free:
+        """The blocks that the request gets so as to hold ``tokens``, which it does not; None, and nothing done, if
+        there are too few."""
+        if self._only is not None:  # nearly every replay: without the loops
+            table, size = running.tables[0], self.sizes[0]
+            count = -(-tokens // size) - len(table)
+            if count > self._only.num_free:
+                return None
+            blocks = self._only.allocate(count)
+            table += blocks
+            running.room = size * len(table)
+            return [blocks]
+        counts = [-(-tokens // size) - len(table) for size, table in zip(self.sizes, running.tables, strict=True)]
+        for pool, count in zip(self.pools, counts, strict=True):
+            if count > pool.num_free:
                 return None
         new = []
-        for pool, table, count in zip(self.pools, running.tables, missing, strict=True):
-            blocks = pool.allocate(count)
+        for pool, table, count in zip(self.pools, running.tables, counts, strict=True):
+            blocks = pool.allocate(count) if count > 0 else []
             table += blocks
             new.append(blocks)
         self._count_room(running)
@@ -153,7 +163,7 @@ class CacheBlocks:
         return 0, [[] for _ in self.groups]
 
     def _count_room(self, running: RunningRequest) -> None:
-        running.room = min(size * len(table) for size, table in zip(self.sizes, running.tables, strict=True))
+        running.room = min([size * len(table) for size, table in zip(self.sizes, running.tables, strict=True)])
 
 
 def _first_block(computed: int, block_size: int, window: int) -> int:

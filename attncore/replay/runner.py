@@ -191,8 +191,8 @@ def _apply(step: Step, batch: InputBatch, settings: Settings) -> dict[int, int]:
     if step.appended:
         batch.append_blocks_many({row: _as_given(tables, settings) for row, tables in step.appended.items()})
     scheduled = {running.row: count for running, count in step.prefills}
-    for row, draft in step.drafts.items():
-        scheduled[row] = 1 + draft.drafted
+    if step.drafts:
+        scheduled |= {row: 1 + draft.drafted for row, draft in step.drafts.items()}
     return scheduled
 
 

@@ -107,8 +107,10 @@ class Scheduler:
 
     def complete(self, step: Step) -> None:
         """Books the step's tokens: its keys and values are now in the cache. Fills ``step.finished``."""
+        drafts, new = step.drafts, 1
         for running in step.decodes:
-            new = 1 + step.draft(running).accepted if step.drafts else 1
+            if drafts:
+                new = 1 + step.draft(running).accepted
             running.computed += new
             running.generated += new
             if running.generated == running.request.output_tokens:
@@ -141,15 +143,15 @@ class Scheduler:
             self._waiting.append(self.cache.running(request))
 
     def _decode(self, step: Step) -> None:
-        running, index, context, drafted = self.running, 0, 0, 0
+        running, draft_model, index, context, drafted = self.running, self.draft_model, 0, 0, 0
         while index < len(running):  # preemption takes requests from the end of the list
             decode = running[index]
             index += 1
-            if decode.computed < decode.goal:
+            length = decode.computed + 1
+            if length <= decode.goal:
                 continue
-            length, draft = decode.computed + 1, NO_DRAFT
-            if self.draft_model is not None:
-                draft = self.draft_model.draw(decode.request.output_tokens - decode.generated - 1)
+            if draft_model is not None:
+                draft = draft_model.draw(decode.request.output_tokens - decode.generated - 1)
                 length += draft.drafted
             if length > decode.room:
                 new = self.cache.grow(decode, length)
@@ -161,7 +163,7 @@ class Scheduler:
                     break
                 step.appended[decode.row] = new
             step.decodes.append(decode)
-            if draft.drafted:
+            if draft_model is not None and draft.drafted:
                 step.drafts[decode.row] = draft
                 drafted += draft.drafted
             context += length
