@@ -732,7 +732,7 @@ cdef class BlockRows:
 
     def start(self, length_t row):
         """A row begins: no blocks."""
-        self.rows.num_blocks[row] = self.rows.block[row] = self.rows.synced[row] = 0
+        self.rows.num_blocks[row] = self.rows.block[row] = 0
         self.rows.column[row] = -1
 
     def append(self, length_t row, ids):
@@ -1074,6 +1074,9 @@ cdef class StepKernel:
         """A bucket that ``padded_step`` finds by its num_reqs."""
         self.buckets[bucket.num_reqs] = bucket
 
+    def drop_bucket(self, size):
+        del self.buckets[size]
+
     def padded_step(self, size):
         """decode_step for the bucket of ``size`` rows, brought to where graphs read; None where that cannot be."""
         cdef object found = self.buckets.get(size) if type(size) is int else None, metadata
@@ -1096,6 +1099,10 @@ cdef class StepKernel:
         if longest < 0:
             return None
         return self._run(bucket, batch.num_rows, batch.num_rows, batch.num_rows, longest)
+
+    def forget_arena(self, Py_ssize_t arena):
+        """Somebody wrote to an arena: nothing of its last step is relied on."""
+        self.last[arena] = None
 
     def schedule_all(self, length_t query_len):
         """Writes query_lens: query_len tokens a row."""

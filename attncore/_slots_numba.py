@@ -374,7 +374,7 @@ class BlockRows:
         self.kernel_blocks = kernel_blocks
 
     def start(self, row: int) -> None:
-        self.state[:, row] = 0, -1, 0, 0
+        self.state[:SYNCED, row] = 0, -1, 0
 
     def append(self, row: int, ids: Any) -> int:
         array, each = _read_ids(ids, self.num_blocks), self.kernel_blocks
@@ -536,6 +536,9 @@ class StepKernel:
     def add_bucket(self, bucket: StepBucket) -> None:
         self.buckets[bucket.num_reqs] = bucket
 
+    def drop_bucket(self, size: int) -> None:
+        del self.buckets[size]
+
     def padded_step(self, size: Any) -> Any | None:
         bucket = self.buckets.get(size) if type(size) is int else None
         if bucket is None or self.batch.busy:
@@ -551,6 +554,9 @@ class StepKernel:
             return None
         self.schedule_all(1)
         return self._run(bucket, batch.num_rows, batch.num_rows) if self.check()[0] == OK else None
+
+    def forget_arena(self, arena: int) -> None:
+        pass  # every step writes every field
 
     def schedule_all(self, query_len: int) -> None:
         self.query_lens[: self.batch.num_rows] = query_len

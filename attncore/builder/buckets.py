@@ -86,6 +86,7 @@ class Buckets:
         """A StepBucket; ``padding``: rows, tokens of each, their seq_lens, whether all run so many."""
         batch, ring, side = self._batch, self._ring, self._side
         has_cross = batch._cross is not None
+        extra = {field.name: "token" if field.per_token else "request" for field in ring.extra}
         device: Any = None
         memory: tuple[Any, ...] = ()
         if side is not None:
@@ -96,11 +97,17 @@ class Buckets:
         for views in ring.views(size):
             arenas.append(batch.kernels.StepArena(views.fields, views.groups, has_cross))
             metadata.append(
-                step_metadata(arenas[-1], views, batch, self._backends.wraps, self._owner, device, side, padded=pads)
+                step_metadata(
+                    arenas[-1], views, batch, self._backends.wraps, self._owner, extra, device, side, padded=pads
+                )
             )
         bucket = batch.kernels.StepBucket(arenas, metadata, pads, *padding, *memory)
         self._sizes[id(bucket)] = size
         return bucket
+
+    def drop(self, num_reqs: int) -> Any:
+        """Forgets a captured size; its StepBucket."""
+        return self._captured.pop(num_reqs)
 
     def of(self, metadata: StepMetadata) -> Any:
         """The StepBucket of a step that was padded."""

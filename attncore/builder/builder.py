@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from attncore import graphs, slots
+from attncore import env, graphs, slots
 from attncore.builder import problems
 from attncore.builder.backends import backends_of
 from attncore.builder.buckets import Buckets
 from attncore.builder.context_parallel import ContextParallel
 from attncore.builder.input_batch import InputBatch
+from attncore.builder.poison import POISON, expiring
 from attncore.builder.roads import attached, new_side
-from attncore.builder.staging import Size, StagingRing
-from attncore.builder.step_metadata import StepMetadata
-from attncore.errors import CaptureError
+from attncore.builder.staging import Field, Size, StagingRing
+from attncore.builder.step_metadata import FIELD_NAMES, StepMetadata
+from attncore.errors import AttncoreError, CaptureError
+
+FillField = Callable[[StepMetadata, npt.NDArray[Any]], None]
 
 _EVERYBODY: Mapping[Any, int] = MappingProxyType({})
 
@@ -67,13 +71,24 @@ class MetadataBuilder:
         self.max_num_encoder_tokens, self.decode_threshold = max_num_encoder_tokens, decode_threshold
         self.context_parallel = context_parallel
         self._backends = backends_of(batch, backend, context_parallel)
+        self._staging, self._depth = staging, depth
+        self._poison = env.poison()
+        self._extra: dict[str, tuple[Field, FillField]] = {}
+        self._closed = False
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Takes all memory: arenas, the device's side, the kernel over them."""
+        batch, staging = self.batch, self._staging
         has_cross = batch._cross is not None
+        max_num_encoder_tokens, max_num_batched_tokens = self.max_num_encoder_tokens, self.max_num_batched_tokens
         self._side = new_side(staging, self._backends.device, list(batch._tables.values()), self._backends.page_lists)
         self._ring = StagingRing(
             Size(max_num_batched_tokens, batch.max_num_reqs, max_num_encoder_tokens if has_cross else 0),
             [table.group.tokens_per_column for table in batch._decoders],
             has_cross,
-            depth,
+            self._depth,
+            extra=[field for field, _ in self._extra.values()],
             journal_entries=self._side.journal_entries if self._side else 0,
             allocate=self._side.pinned if self._side else None,
         )
@@ -83,7 +98,7 @@ class MetadataBuilder:
         self._eager = self._buckets.eager(max_num_batched_tokens, max_num_encoder_tokens)
         self._query_lens = np.zeros(batch.max_num_reqs, np.int32)
         self._swaps = np.zeros((batch.max_num_reqs, 2), np.int32)
-        ranks = context_parallel
+        ranks = self.context_parallel
         self._kernel = batch.kernels.StepKernel(
             batch._rows,
             self._eager,
@@ -93,13 +108,13 @@ class MetadataBuilder:
             batch.max_model_len,
             max_num_batched_tokens,
             max_num_encoder_tokens,
-            decode_threshold,
+            self.decode_threshold,
             ranks.world_size if ranks else 1,
             ranks.rank if ranks else 0,
             ranks.interleave if ranks else 1,
         )
         # A step that is planned or sent takes the longer way, which holds the batch until both are done.
-        self._longer = bool(self._backends.plans) or self._side is not None
+        self._longer = bool(self._backends.plans or self._extra) or self._side is not None or self._poison
         self._decode_step = _not_this_way if self._longer else self._kernel.decode_step
         self._padded_step = _not_this_way if self._longer else self._kernel.padded_step
 
@@ -107,6 +122,11 @@ class MetadataBuilder:
     def kernels(self) -> str:
         """``"cython"`` or ``"numba"``."""
         return str(self.batch.kernels.IMPLEMENTATION)
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last step that was built; -1: none."""
+        return int(self._kernel.next_step) - 1
 
     @property
     def staging(self) -> str:
@@ -139,15 +159,22 @@ class MetadataBuilder:
         token has no block of its own, a limit is exceeded, a name is unknown or the step does not fit the bucket, and
         CaptureError where the bucket was not captured or a stream is capturing.
         """
-        if bucket is not None or self._longer:
-            self._refuse_while_capturing("build")
-        if not scheduled and query_len == 1:
-            metadata = self._decode_step() if bucket is None else self._padded_step(bucket)
+        size = None
+        if bucket is None and query_len == 1 and not scheduled:
+            metadata = self._decode_step()
             if metadata is not None:
                 return metadata  # type: ignore[no-any-return]
-        size = None if bucket is None else self._buckets.find(bucket)
+        elif bucket is not None:
+            self._refuse_while_capturing("build")
+            if query_len == 1 and not scheduled:
+                metadata = self._padded_step(bucket)
+                if metadata is not None:
+                    return metadata  # type: ignore[no-any-return]
+            size = self._buckets.find(bucket)
         with self.batch._entered:
-            return self._built(size, scheduled, query_len)
+            if not self._longer and size is None:
+                return self._arranged_step(None, scheduled, query_len)[1]
+            return self._answer(self._built(size, scheduled, query_len))
 
     def capture(self, num_reqs: int, query_len: int = 1) -> StepMetadata:
         """Metadata to capture a graph over: a step of no requests, padded to ``num_reqs`` rows of ``query_len`` tokens.
@@ -171,15 +198,22 @@ class MetadataBuilder:
                 f"{self.max_num_batched_tokens}"
             )
         with self.batch._entered:
+            known = num_reqs in self.captured
             self._kernel.add_bucket(self._buckets.add(num_reqs, query_len))
-            return self._null_step(num_reqs, capturing=True)
+            try:
+                return self._answer(self._null_step(num_reqs, capturing=True))
+            except BaseException:
+                if not known:
+                    self._buckets.drop(num_reqs)
+                    self._kernel.drop_bucket(num_reqs)
+                raise
 
     def build_null(self, bucket: int) -> StepMetadata:
         """A step of no requests in a captured size, for a warm-up or dummy replay: planned like any other."""
         self._refuse_while_capturing("build_null")
         self._buckets.find(bucket)
         with self.batch._entered:
-            return self._null_step(bucket, capturing=False)
+            return self._answer(self._null_step(bucket, capturing=False))
 
     def _null_step(self, bucket: int, *, capturing: bool) -> StepMetadata:
         size = self._buckets.find(bucket)
@@ -187,6 +221,61 @@ class MetadataBuilder:
         metadata: StepMetadata = self._kernel.null_step(size, self.batch.max_model_len if capturing else 0)
         self._plan_and_send(size, metadata, self.batch.num_rows, waits=not capturing)
         return metadata
+
+    def register_field(self, name: str, dtype: Any, per: str, fill: FillField) -> None:
+        """A field of the engine's own that rides along: ``metadata.name`` on the device, ``metadata.host.name``.
+
+        ``per`` is ``"token"`` (T elements) or ``"request"`` (n). ``fill(metadata, out)`` writes a step's values:
+        ``out`` is a host array of zeros, in the order of ``metadata.req_ids``; each build calls it, before the plan.
+        Raises ValueError where the name is taken, and CaptureError once a step was built or a size captured.
+        """
+        if not isinstance(name, str) or not name.isidentifier() or hasattr(StepMetadata, name) or name in FIELD_NAMES:
+            raise ValueError(f"name: {name!r} is not a free name for a field of metadata")
+        if name in self._extra:
+            raise ValueError(f"name: {name!r} is registered already")
+        if per not in ("token", "request"):
+            raise ValueError(f"per: {per!r} is neither token nor request")
+        if not callable(fill):
+            raise TypeError(f"fill: {fill!r} is not a function of metadata and the array to fill")
+        kind = np.dtype(dtype)
+        if kind.kind not in "iufb":
+            raise TypeError(f"dtype: {kind} is not one of numbers")
+        if self._kernel.next_step or self.captured:
+            raise CaptureError("register_field: steps were built already; register fields before the first")
+        field = Field(name, kind.type, per_token=int(per == "token"), per_request=int(per == "request"))
+        self._extra[name] = field, fill
+        self._lay_out()
+
+    def release(self, num_reqs: int) -> None:
+        """The graph that was captured over a size is gone: it may be captured again, and the builder closed."""
+        self._buckets.find(num_reqs)
+        with self.batch._entered:
+            bucket = self._buckets.drop(num_reqs)
+            self._kernel.drop_bucket(num_reqs)
+            if self._side is not None:
+                self._side.release(self._buckets.size_of(bucket))
+
+    def close(self) -> None:
+        """Waits for the device and gives the arenas back; no step can be built afterwards.
+
+        CaptureError while graphs that read the arenas are there: ``release`` them first.
+        """
+        with self.batch._entered:
+            if self._closed:
+                return
+            if self._side is not None:
+                sizes = self._side.recorded()
+                if sizes:
+                    raise CaptureError(
+                        f"close: graphs of {', '.join(map(str, sizes))} requests read the arenas; destroy them and "
+                        "call builder.release(size) for each"
+                    )
+                self._side.close()
+            self._closed = self._longer = True
+            self._decode_step = self._padded_step = _not_this_way
+
+    def _answer(self, metadata: StepMetadata) -> StepMetadata:
+        return expiring(metadata) if self._poison else metadata
 
     def _record(self, metadata: StepMetadata) -> None:
         if not metadata.use_cuda_graph:
@@ -219,6 +308,7 @@ class MetadataBuilder:
 
     def _built(self, bucket: Any, scheduled: Mapping[Hashable, int], query_len: int) -> StepMetadata:
         """A step, its plan and its way to the device; where one fails, none of them happened."""
+        self._refuse_while_capturing("build")
         batch = self.batch
         num_rows = batch.num_rows
         self._acquire()
@@ -233,12 +323,18 @@ class MetadataBuilder:
 
     def _acquire(self) -> None:
         """Waits until the device has read the arena that the next step is written to."""
+        if self._closed:
+            raise AttncoreError("builder: closed; make another one")
         if self._side is not None:
-            self._side.check_replayed()
+            self._side.check_ready()
             step = self._kernel.next_step
             self._side.wait(step - self._ring.depth)
             if self._backends.waits_for_last_plan:  # a library's own staging is one buffer
                 self._side.wait(step - 1)
+        if self._poison:
+            arena = self._kernel.next_step % self._ring.depth
+            self._ring.memory[arena][:] = POISON
+            self._kernel.forget_arena(arena)
 
     def _plan_and_send(self, size: Any, metadata: StepMetadata, num_rows: int, *, waits: bool = True) -> None:
         """The step's plan and its way to the device; ``num_rows`` were the batch's before it.
@@ -248,6 +344,10 @@ class MetadataBuilder:
         batch, side = self.batch, self._side
         self._rows_before = num_rows
         try:
+            for name, (_, fill) in self._extra.items():
+                out = getattr(metadata.host, name)
+                out[:] = 0
+                fill(metadata, out)
             self._backends.plan(metadata)
             if side is not None:
                 side.send(metadata.step, self._buckets.size_of(size), batch.num_rows, waits=waits and size.pads)
@@ -279,7 +379,10 @@ class MetadataBuilder:
         self._schedule(scheduled)
         code, row, token, group = kernel.check()
         if code != slots.OK:
-            raise problems.refused_step(batch, code, row, token, group, self._query_lens, self.max_num_batched_tokens)
+            raise problems.refused_step(
+                batch, code, row, token, group, self._query_lens, self.max_num_batched_tokens,
+                self.max_num_encoder_tokens,
+            )  # fmt: skip
         if bucket is not None:
             code, row, count = kernel.check_bucket(bucket)
             if code != slots.OK:
@@ -292,15 +395,13 @@ class MetadataBuilder:
         # Until a row comes, goes or sits out, the next step of everybody has these rows.
         batch._rows.dirty = num_reqs != batch.num_rows
         batch._rows.changes += num_swaps > 0
-        size = bucket or self._buckets.eager(*self._tokens_of_step())
+        size = bucket or (self._eager if self._side is None else self._buckets.eager(*self._tokens_of_step()))
         metadata: StepMetadata = kernel.step(size, num_decodes, num_reqs)
         metadata._arena.moves = moves
         return size, metadata
 
     def _tokens_of_step(self) -> tuple[int, int]:
-        """Tokens, and encoder tokens, of the step that ``query_lens`` says; looked at where sizes differ."""
-        if self._side is None:
-            return self.max_num_batched_tokens, self.max_num_encoder_tokens
+        """Tokens, and encoder tokens, of the step that ``query_lens`` says."""
         query_lens = self._query_lens[: self.batch.num_rows]
         _, lens, done = self.batch._state[:, : len(query_lens)]
         return int(query_lens.sum()), int(lens[(query_lens > 0) & (done == 0)].sum())

@@ -7,7 +7,8 @@ tail brings it up to date.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 JOURNAL_ENTRIES = 4096
 """Block ids that travel with a step to the device's tables; more of them go in copies of their own."""
 SURPLUS_ENTRIES = 1 << 16
+
+
+_KEPT: list[Any] = []
+"""Memory of builders that were dropped and not closed: a graph may still read it."""
 
 
 class DeviceSide:
@@ -40,6 +45,10 @@ class DeviceSide:
 
         self._torch, self.device = torch, device
         self._cuda = device.startswith("cuda")
+        self._index = 0
+        if self._cuda:
+            index = torch.device(device).index
+            self._index = torch.cuda.current_device() if index is None else index
         self.journal_entries = JOURNAL_ENTRIES
         self.page_lists = list(page_lists)
         self.why = "asked for"
@@ -58,14 +67,23 @@ class DeviceSide:
         self._ring = ring
         self._arena = torch.zeros(ring.arena_nbytes, dtype=torch.uint8, device=self.device)
         self._pinned = [torch.from_numpy(memory) for memory in ring.memory]
+        if self._cuda:  # graphs and copies know the memory by its address only: dropped, it stays
+            self._keeper = weakref.finalize(self, _KEPT.append, (ring.memory, self._arena, self.tables))
+            self._keeper.atexit = False
         self._events: list[Any] = [torch.cuda.Event() if self._cuda else None for _ in ring.memory]
         self._recorded = [False] * len(ring.memory)
         self.sent = -1
         """The last step that was sent."""
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Host memory that the device copies from without a stop."""
-        memory = self._torch.zeros(nbytes + ALIGNMENT, dtype=self._torch.uint8, pin_memory=self._cuda)
+        """Host memory that the device copies from without a stop; MemoryError where there is none."""
+        try:
+            memory = self._torch.zeros(nbytes + ALIGNMENT, dtype=self._torch.uint8, pin_memory=self._cuda)
+        except RuntimeError as error:
+            raise MemoryError(
+                f"staging: no {nbytes} bytes of pinned host memory for the arenas ({error}); lower "
+                "max_num_batched_tokens, max_num_reqs or depth"
+            ) from error
         array: npt.NDArray[np.uint8] = memory.numpy()
         start = -memory.data_ptr() % ALIGNMENT
         return array[start : start + nbytes]  # a view: it keeps the pinned memory
@@ -80,8 +98,19 @@ class DeviceSide:
         """Why this road cannot be taken here; empty: it can."""
         return ""
 
-    def check_replayed(self) -> None:
-        """CaptureError where a step waits for a replay that did not come. Here none does: steps are sent when built."""
+    def check_ready(self) -> None:
+        """Raises where no step can be sent now: another device is current (RuntimeError)."""
+        if self._cuda and self._torch.cuda.current_device() != self._index:
+            raise RuntimeError(
+                f"build: cuda:{self._torch.cuda.current_device()} is the current device, but this builder's steps go "
+                f"to cuda:{self._index}; build inside torch.cuda.device({self._index})"
+            )
+
+    def close(self) -> None:
+        """Waits for the device; the memory may go."""
+        if self._cuda:
+            self._torch.cuda.synchronize(self._index)
+            self._keeper.detach()
 
     def record(self, size: Size) -> None:
         """Called inside a capture, first. Nothing: a step is there before its graph is replayed."""
@@ -89,6 +118,13 @@ class DeviceSide:
     def replay(self, step: int, graph: Any) -> None:
         """Replays a graph over ``step``."""
         graph.replay()
+
+    def release(self, size: Size) -> None:
+        """The graph that was captured over a size is gone."""
+
+    def recorded(self) -> list[int]:
+        """Requests of the captured graphs that read the arenas by themselves."""
+        return []
 
     def abandon(self, step: int) -> bool:
         """Whether ``step`` was waiting for its replay and no longer is."""
@@ -105,8 +141,8 @@ class DeviceSide:
     def wait(self, step: int) -> None:
         """Until the device has read the arena of ``step``; at once where there was no such step."""
         arena = step % self._ring.depth
-        if step >= 0 and self._recorded[arena] and self._cuda:
-            self._events[arena].synchronize()
+        if step >= 0 and self._recorded[arena]:
+            self._wait_for(arena)
 
     def send(self, step: int, size: Size, num_rows: int, *, waits: bool = False) -> None:
         """Sends a step's arena and the journal of ``num_rows`` rows; then the device's tables are the batch's.
@@ -117,15 +153,31 @@ class DeviceSide:
         start = self._ring.journal_offset(size)
         counts = self._write_journal(arena, size, num_rows)
         stop = start + JOURNAL_ENTRY * sum(counts)
-        self._arena[:stop].copy_(self._pinned[arena][:stop], non_blocking=True)
-        if self._cuda:
-            self._events[arena].record()
-            self._recorded[arena] = True
+        self._issue(self._copy, arena, stop)
+        self._record(arena)
+        self._recorded[arena] = True
         for device_table, count in zip(self.tables, counts, strict=True):
             if count:
-                self._apply(device_table, self._arena[start : start + JOURNAL_ENTRY * count].view(self._torch.int64))
+                entries = self._arena[start : start + JOURNAL_ENTRY * count].view(self._torch.int64)
+                self._issue(self._apply, device_table, entries)
                 start += JOURNAL_ENTRY * count
         self.sent = step
+
+    # What the device does, in the order of its stream; a test's stream does it later.
+
+    def _issue(self, function: Callable[..., None], *args: Any) -> None:
+        function(*args)
+
+    def _record(self, arena: int) -> None:
+        if self._cuda:
+            self._events[arena].record()
+
+    def _wait_for(self, arena: int) -> None:
+        if self._cuda:
+            self._events[arena].synchronize()
+
+    def _copy(self, arena: int, nbytes: int) -> None:
+        self._arena[:nbytes].copy_(self._pinned[arena][:nbytes], non_blocking=True)
 
     def _write_journal(self, arena: int, size: Size, num_rows: int) -> list[int]:
         """The new columns of every group's table behind the arena's fields; how many of each."""
@@ -149,7 +201,7 @@ class DeviceSide:
                 if count == 0:
                     break
                 sent = entries[: 2 * count].view(self._torch.int64).to(self.device, non_blocking=True)
-                self._apply(table, sent)
+                self._issue(self._apply, table, sent)
 
     def _apply(self, table: Any, entries: Any) -> None:
         """Writes journal entries (flat index in the low half, block id in the high half) to a table."""

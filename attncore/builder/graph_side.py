@@ -109,11 +109,19 @@ class GraphSide(DeviceSide):
         graph.replay()
         self.sent, self._pending = step, -1
 
+    def release(self, size: Size) -> None:
+        self._recorded_sizes.discard(size)
+
+    def recorded(self) -> list[int]:
+        return sorted(size.num_reqs for size in self._recorded_sizes)
+
     def abandon(self, step: int) -> bool:
         waited, self._pending = self._pending == step, -1 if self._pending == step else self._pending
         return waited
 
-    def check_replayed(self) -> None:
+    def check_ready(self) -> None:
+        """Raises CaptureError, too, where a step waits for a replay that did not come."""
+        super().check_ready()
         if self._pending >= 0:
             raise CaptureError(
                 f"build: step {self._pending} was built for a graph of {self._pending_size.num_reqs} requests and "

@@ -11,7 +11,14 @@ if TYPE_CHECKING:
 
 
 def refused_step(
-    batch: InputBatch, code: int, row: int, token: int, group: int, query_lens: Any, max_tokens: int
+    batch: InputBatch,
+    code: int,
+    row: int,
+    token: int,
+    group: int,
+    query_lens: Any,
+    max_tokens: int,
+    max_encoder_tokens: int,
 ) -> ValueError:
     """The error of a step that StepKernel.check refused; ``query_lens`` are those of the batch's rows."""
     lens = query_lens[: batch.num_rows]
@@ -25,7 +32,7 @@ def refused_step(
         return ValueError(f"seq_lens: {what} over this step does not fit int32; schedule fewer requests")
     if code == slots.TOO_MANY_ENCODER_TOKENS:
         return ValueError(
-            f"scheduled: {token} encoder tokens in this step exceed the builder's max_num_encoder_tokens; "
+            f"scheduled: {token} encoder tokens in this step exceed max_num_encoder_tokens {max_encoder_tokens}; "
             "let fewer new requests run or build the builder for more"
         )
     req_id, computed = batch._req_id_of(row), batch._computed_of(row)

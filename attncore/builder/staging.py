@@ -93,9 +93,10 @@ class _Placed(NamedTuple):
 class StagingRing:
     """``depth`` arenas for steps of at most ``size``; step k uses arena k % depth.
 
-    ``block_sizes`` are those of the decoder groups' tables, ``has_cross`` adds a cross group. Where a field lies
-    depends on the size of step alone, so that a captured graph finds it again; a journal of at most ``journal_entries``
-    follows the fields. ``allocate`` gives so many bytes of host memory, aligned; ``nbytes`` is what all of them take.
+    ``block_sizes`` are those of the decoder groups' tables, ``has_cross`` adds a cross group, ``extra`` fields are the
+    engine's own. Where a field lies depends on the size of step alone, so that a captured graph finds it again; a
+    journal of at most ``journal_entries`` follows the fields. ``allocate`` gives so many bytes of host memory, aligned;
+    ``nbytes`` is what all of them take.
     """
 
     def __init__(
@@ -105,11 +106,12 @@ class StagingRing:
         has_cross: bool,
         depth: int,
         *,
+        extra: Sequence[Field] = (),
         journal_entries: int = 0,
         allocate: Callable[[int], npt.NDArray[np.uint8]] | None = None,
     ) -> None:
         self.size, self.depth, self.journal_entries = size, depth, journal_entries
-        self._block_sizes, self._has_cross = tuple(block_sizes), has_cross
+        self._block_sizes, self._has_cross, self.extra = tuple(block_sizes), has_cross, tuple(extra)
         self._layouts: dict[Size, tuple[list[_Placed], int]] = {}
         self.arena_nbytes = self.journal_offset(size) + journal_entries * JOURNAL_ENTRY
         self.arena_nbytes = -(-self.arena_nbytes // ALIGNMENT) * ALIGNMENT
@@ -181,7 +183,7 @@ class StagingRing:
         return self._layouts[size]
 
     def _fields(self) -> list[tuple[int, Field]]:
-        fields = [(-1, field) for field in FIELDS]
+        fields = [(-1, field) for field in (*FIELDS, *self.extra)]
         if self._has_cross:
             fields += [(-1, field) for field in ENCODER_FIELDS]
         for group, block_size in enumerate(self._block_sizes):

@@ -29,6 +29,7 @@ _REQUESTS = frozenset(
 _TABLES = frozenset(("block_table", "cross_block_table"))
 _FIELDS = _TOKENS | _LOCS | _REQUESTS | _TABLES | {"cross_slot_mapping"}
 _OF_ONE_STEP = frozenset(("_indices", "_decode", "_prefill"))
+FIELD_NAMES = _FIELDS | {"paged_kv_indices", "prefill_query_start_loc", "prefill_seq_start_loc"}
 _LENGTHS_OF_CROSS = {"seq_lens": "encoder_seq_lens", "seq_start_loc": "encoder_seq_start_loc"}
 
 
@@ -39,13 +40,15 @@ def _count(name: str) -> Any:
 class _HostFields:
     """NumPy views of an arena, sized to its step: made on first use, forgotten when a step has another size."""
 
-    def __init__(self, arena: Any, fields: Arrays, tables: Mapping[str, BlockTable], rows: Any) -> None:
-        self._arena, self._fields, self._tables, self._rows = arena, fields, tables, rows
+    def __init__(
+        self, arena: Any, fields: Arrays, tables: Mapping[str, BlockTable], rows: Any, extra: Mapping[str, str]
+    ) -> None:
+        self._arena, self._fields, self._tables, self._rows, self._extra = arena, fields, tables, rows, extra
 
     def __getattr__(self, name: str) -> npt.NDArray[Any]:
-        if name not in _FIELDS:
+        if name not in _FIELDS and name not in self._extra:
             raise AttributeError(f"metadata.host has no field {name!r}")
-        view: npt.NDArray[Any] = _cut(self._array(name), name, self._arena)
+        view: npt.NDArray[Any] = _cut(self._array(name), name, self._arena, self._extra)
         self.__dict__[name] = view
         return view
 
@@ -67,12 +70,12 @@ class _HostFields:
         return self._tables["block_table"].page_indices(self.paged_kv_indptr)
 
     def forget(self) -> None:
-        for name in _FIELDS & self.__dict__.keys():
+        for name in (_FIELDS | self._extra.keys()) & self.__dict__.keys():
             del self.__dict__[name]
 
 
-def _cut(array: Any, name: str, arena: Any) -> Any:
-    if name in _TOKENS:
+def _cut(array: Any, name: str, arena: Any, extra: Mapping[str, str]) -> Any:
+    if name in _TOKENS or extra.get(name) == "token":
         return array[: arena.num_tokens]
     if name == "cross_slot_mapping":
         return array[: arena.num_cross_slots]
@@ -117,17 +120,22 @@ class StepMetadata(CommonAttentionMetadata):
 
     def __init__(
         self, arena: Any, group: str, fields: Arrays, tables: Mapping[str, BlockTable], rows: Any, wrap: Wrap,
-        device: Mapping[str, Any] | None, pages: Callable[[Any], Any] | None, owner: Owner, *, padded: bool,
+        device: Mapping[str, Any] | None, pages: Callable[[Any], Any] | None, owner: Owner, extra: Mapping[str, str],
+        *, padded: bool,
     ) -> None:  # fmt: skip
-        super().__init__(_HostFields(arena, fields, tables, rows), wrap)
+        super().__init__(_HostFields(arena, fields, tables, rows, extra), wrap)
+        self._extra = extra
         self._arena, self._fields, self._device, self._pages = arena, fields, device, pages
         self.group, self.use_cuda_graph, self._owner = group, padded, owner
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for what is not there yet. On a device, and for a captured graph, fields have fixed addresses.
-        if self._device is None or name not in self._device:
+        if self._device is not None and name in self._device:
+            value = _cut(self._device[name], name, self._arena, self._extra)
+        elif name in self._extra:
+            value = self._wrap(getattr(self.host, name))
+        else:
             return super().__getattr__(name)
-        value = _cut(self._device[name], name, self._arena)
         self.__dict__[name] = value
         return value
 
@@ -160,7 +168,7 @@ class StepMetadata(CommonAttentionMetadata):
         """Called by the kernel when this arena's step has another number of tokens or requests than its last."""
         for metadata in self.groups.values():
             metadata.host.forget()
-            for name in _FIELDS & metadata.__dict__.keys():
+            for name in (_FIELDS | self._extra.keys()) & metadata.__dict__.keys():
                 del metadata.__dict__[name]
 
     def forget_step(self) -> None:
@@ -247,14 +255,16 @@ class CrossStepMetadata(StepMetadata):
 class Owner(Protocol):
     """What metadata asks of the builder it belongs to."""
 
+    @property
+    def last_step(self) -> int: ...
     def _record(self, metadata: StepMetadata) -> None: ...
     def _replay(self, metadata: StepMetadata, graph: Any) -> None: ...
     def _abandon(self, metadata: StepMetadata) -> None: ...
 
 
 def step_metadata(
-    arena: Any, views: Views, batch: InputBatch, wraps: Mapping[str, Wrap], owner: Owner, device: Views | None = None,
-    side: DeviceSide | None = None, *, padded: bool = False,
+    arena: Any, views: Views, batch: InputBatch, wraps: Mapping[str, Wrap], owner: Owner, extra: Mapping[str, str],
+    device: Views | None = None, side: DeviceSide | None = None, *, padded: bool = False,
 ) -> StepMetadata:  # fmt: skip
     """The metadata of steps in ``arena``, whose arrays are ``views``; ``wraps`` by group name.
 
@@ -278,7 +288,7 @@ def step_metadata(
                 on_device["cross_block_table"] = side.tables[-1]
         kind = CrossStepMetadata if group.cross else StepMetadata
         groups[group.name] = kind(
-            arena, group.name, fields, tables, batch._rows, wrap, on_device, pages, owner, padded=padded
+            arena, group.name, fields, tables, batch._rows, wrap, on_device, pages, owner, extra, padded=padded
         )
     first = groups[batch.groups[0].name]
     for metadata in groups.values():

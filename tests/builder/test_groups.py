@@ -230,7 +230,7 @@ def test_encoder_tokens_beyond_the_builder_are_refused(kernels):
         batch.add_request(name, {"full": [1], "encoder": [2, 3, 4]}, encoder_seq_len=12)
     builder = MetadataBuilder(batch, max_num_batched_tokens=8, max_num_encoder_tokens=12)
     before = state_of(batch)
-    with pytest.raises(ValueError, match="scheduled: 24 encoder tokens in this step exceed the builder's"):
+    with pytest.raises(ValueError, match="scheduled: 24 encoder tokens in this step exceed max_num_encoder_tokens"):
         builder.build()
     assert state_of(batch) == before
     assert builder.build({"b": 0}).cross_slot_mapping.shape == (12,)

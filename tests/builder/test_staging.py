@@ -1,0 +1,302 @@
+"""The way to a device: copies that run late, watermarks, poison, fields of an engine's own, the end of a builder."""
+
+import contextlib
+import random
+
+import batches
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from attncore import AttentionBackend, AttentionImpl, BackendConfig, _slots_numba
+from attncore.builder import InputBatch, MetadataBuilder, builder
+from attncore.builder.device_side import DeviceSide
+from attncore.errors import AttncoreError, CaptureError
+
+CONFIG = BackendConfig(num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", block_size=4)
+SEEN = ("slot_mapping", "seq_lens", "query_start_loc", "paged_kv_indptr", "positions")
+
+
+class Impl(AttentionImpl):
+    def forward(self, query, key, value, kv_cache, metadata, output=None):
+        return query
+
+
+class Backend(AttentionBackend):
+    name = "late"
+    impl_class = Impl
+
+    def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+
+class LateSide(DeviceSide):
+    """A device that does what it was told as late as it may: when somebody waits for it, or by chance before."""
+
+    chance = random.Random(0)
+
+    def attach(self, ring):
+        super().attach(ring)
+        self.queue, self.issued, self.done = [], 0, 0
+        self.marks = [0] * ring.depth
+
+    def _issue(self, function, *args):
+        self.queue.append((function, args))
+        self.issued += 1
+        if self.chance.random() < 0.1:
+            self.run(self.chance.randint(self.done, self.issued))
+
+    def run(self, until):
+        while self.done < until:
+            function, args = self.queue.pop(0)
+            function(*args)
+            self.done += 1
+
+    def _record(self, arena):
+        self.marks[arena] = self.issued
+
+    def _wait_for(self, arena):
+        self.run(self.marks[arena])
+
+
+class Faulty(LateSide):
+    def _apply(self, table, entries):
+        with contextlib.suppress(IndexError):  # a journal of poison names columns that no table has
+            super()._apply(table, entries)
+
+
+class NobodyWaits(Faulty):
+    def _wait_for(self, arena):
+        pass
+
+
+class ReceiptBeforeThePlan(Faulty):
+    """The event is recorded where the plan's own copies have not been issued."""
+
+    def wait(self, step):
+        super().wait(step)
+        self.begun = self.issued
+
+    def _record(self, arena):
+        self.marks[arena] = self.begun
+
+
+def overlapping_run(side_class, monkeypatch, depth, steps=120, seed=0):
+    """How many steps the device, and a library's plan, saw otherwise than they were built."""
+    LateSide.chance = random.Random(seed)
+    rng = np.random.default_rng(seed)
+    sides = []
+
+    def late(staging, device, tables, page_lists):
+        sides.append(side_class(device, tables, page_lists))
+        return sides[-1]
+
+    monkeypatch.setenv("ATTNCORE_POISON", "1")
+    monkeypatch.setattr(builder, "new_side", late)
+    planned, expected_plans, seen, expected = [], [], [], []
+
+    class Planning(Backend):
+        def plan(self, metadata):  # as libraries do: an asynchronous copy from the host views that it was given
+            lens = metadata.host.seq_lens
+            expected_plans.append(lens.tolist())
+            sides[0]._issue(lambda: planned.append(lens.tolist()))
+
+    batch = InputBatch(max_num_reqs=6, max_model_len=64, block_size=4)
+    made = MetadataBuilder(batch, Planning(CONFIG), max_num_batched_tokens=64, depth=depth, staging="copy")
+    side, next_block = sides[0], 1
+    captured = [made.capture(size).num_reqs for size in (2, 6)]
+    for step in range(steps):
+        if len(batch) < 6 and rng.random() < 0.4:
+            batch.add_request(step, range(next_block, next_block + 16), int(rng.integers(0, 40)))
+            next_block += 16
+        for req_id in [r for r in batch.req_ids if batch.num_computed_tokens(r) > 58 or rng.random() < 0.05]:
+            batch.remove_request(req_id)
+        bucket = next((size for size in captured if size >= len(batch)), None) if rng.random() < 0.5 else None
+        metadata = made.build(
+            {r: int(rng.integers(1, 4)) for r in batch.req_ids} if bucket is None else {}, bucket=bucket
+        )
+        fields = {name: getattr(metadata, name) for name in SEEN}
+        expected.append({name: getattr(metadata.host, name).tolist() for name in SEEN})
+        rows = [batch.block_table[row].tolist() for row in range(metadata.num_actual_reqs)]
+        table = metadata.block_table[: len(rows)]
+
+        def kernel(fields=fields, table=table):
+            seen.append({name: value.tolist() for name, value in fields.items()} | {"table": table.tolist()})
+
+        held = [len(batch.block_ids(r)) for r in metadata.req_ids]
+        expected[-1]["table"] = [row[:count] for row, count in zip(rows, held, strict=True)]
+        side._issue(kernel)
+    side.run(side.issued)
+    for found, want in zip(seen, expected, strict=True):
+        found["table"] = [row[: len(w)] for row, w in zip(found["table"], want["table"], strict=True)]
+    wrong_plans = sum(a != b for a, b in zip(planned, expected_plans, strict=True))
+    return sum(a != b for a, b in zip(seen, expected, strict=True)), wrong_plans
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_copies_that_run_late_carry_their_own_step(monkeypatch, depth):
+    for seed in range(3):
+        assert overlapping_run(LateSide, monkeypatch, depth, seed=seed) == (0, 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_without_a_wait_they_carry_another(monkeypatch, depth):
+    wrong, wrong_plans = overlapping_run(NobodyWaits, monkeypatch, depth)
+    assert wrong > 10
+    assert wrong_plans > 10
+
+
+def test_a_receipt_before_the_plans_copies_is_too_early(monkeypatch):
+    _, wrong_plans = overlapping_run(ReceiptBeforeThePlan, monkeypatch, depth=1)
+    assert wrong_plans > 10
+
+
+# ---- watermarks ------------------------------------------------------------------------------------------------------
+
+
+class Mirrored(batches.Batches):
+    """After each step the device's table, which is made of copied bytes alone, is compared with the host's."""
+
+    kernels = "numba"
+    stagings = ("copy", "copy")
+
+
+def keeps_synced(method, rows_of=lambda self: [self]):
+    """A method of the kernels that forgets to lower watermarks."""
+
+    def forgetful(self, *args):
+        kept = [rows.state[_slots_numba.SYNCED].copy() for rows in rows_of(self)]
+        result = method(self, *args)
+        for rows, synced in zip(rows_of(self), kept, strict=True):
+            rows.state[_slots_numba.SYNCED] = synced
+        return result
+
+    return forgetful
+
+
+def every_group(batch_rows):
+    return [*batch_rows.decoders, *([batch_rows.cross] if batch_rows.cross else [])]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "rows_of"),
+    [
+        (_slots_numba.BlockRows, "truncate", lambda self: [self]),
+        (_slots_numba.BlockRows, "replace", lambda self: [self]),
+        (_slots_numba.BatchRows, "swap", every_group),
+    ],
+)
+def test_no_watermark_may_be_left_high(monkeypatch, owner, name, rows_of):
+    monkeypatch.setattr(owner, name, keeps_synced(getattr(owner, name), rows_of))
+    found = settings(
+        max_examples=300, stateful_step_count=60, deadline=None, derandomize=True, database=None,
+        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    with pytest.raises((AssertionError, BaseExceptionGroup)):
+        run_state_machine_as_test(Mirrored, settings=found)
+
+
+# ---- poison, fields, the end -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def batch(kernels):
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4, kernels=kernels)
+    batch.add_request("a", range(1, 9), 3)
+    batch.add_request("b", range(9, 17), 6)
+    return batch
+
+
+@pytest.mark.parametrize("staging", ["auto", "copy"])
+def test_poison_makes_late_access_raise(monkeypatch, batch, staging):
+    monkeypatch.setenv("ATTNCORE_POISON", "1")
+    made = MetadataBuilder(batch, max_num_batched_tokens=32, depth=2, staging=staging)
+    first, kept = made.build(), []
+    assert first.seq_lens.tolist() == [4, 7]
+    kept.append(first.host.slot_mapping)
+    made.build({"a": 5})
+    if staging == "auto":  # a device has one arena: its fields are the next step's once that was sent
+        assert first.groups["decoder"].seq_lens.tolist() == [4, 7]
+    else:
+        assert first.groups["decoder"].host.seq_lens.tolist() == [4, 7]
+        with pytest.raises(AttncoreError, match=r"'seq_lens' on the device after step 1 was sent there"):
+            _ = first.groups["decoder"].seq_lens
+    made.build()
+    for ask in (lambda: first.seq_lens, lambda: first.num_reqs, lambda: first.host, lambda: first.groups):
+        with pytest.raises(AttncoreError, match=r"step 0 was asked for .* after its arena was taken by step 2"):
+            ask()
+    assert [made.build().seq_lens.tolist() for _ in range(3)] == [[10, 11], [11, 12], [12, 13]]
+
+
+@pytest.mark.parametrize("staging", ["auto", "copy"])
+def test_fields_of_an_engines_own_ride_along(batch, staging):
+    made = MetadataBuilder(batch, max_num_batched_tokens=32, staging=staging)
+    tokens = {"a": list(range(100, 164)), "b": list(range(200, 264))}
+
+    def ids(metadata, out):
+        for row, req_id in enumerate(metadata.req_ids):
+            start, stop = metadata.host.query_start_loc[row : row + 2]
+            first = metadata.host.context_lens[row]
+            out[start:stop] = tokens[req_id][first : first + stop - start]
+
+    made.register_field("input_ids", np.int64, "token", ids)
+    made.register_field("temperature", np.float32, "request", lambda metadata, out: out.fill(0.5))
+    metadata = made.build({"a": 3})
+    assert metadata.req_ids == ("b", "a")
+    assert metadata.input_ids.tolist() == metadata.host.input_ids.tolist() == [206, 103, 104, 105]
+    assert metadata.temperature.tolist() == [0.5, 0.5]
+    assert made.build().input_ids.tolist() == [207, 106]
+    with pytest.raises(CaptureError, match="register fields before the first"):
+        made.register_field("more", np.int32, "request", ids)
+
+
+def test_a_field_that_cannot_be_filled_undoes_the_step(batch):
+    made = MetadataBuilder(batch, max_num_batched_tokens=32)
+
+    def fails(metadata, out):
+        raise KeyError("no such token")
+
+    made.register_field("input_ids", np.int32, "token", fails)
+    with pytest.raises(KeyError, match="no such token"):
+        made.build({"a": 3})
+    assert (batch.num_computed_tokens("a"), batch.req_ids) == (3, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "per", "message"),
+    [
+        ("seq_lens", np.int32, "request", "name: 'seq_lens' is not a free name"),
+        ("two words", np.int32, "request", "is not a free name"),
+        ("num_reqs", np.int32, "request", "is not a free name"),
+        ("ids", "U4", "request", "dtype: <U4 is not one of numbers"),
+        ("ids", np.int32, "block", "per: 'block' is neither token nor request"),
+    ],
+)
+def test_fields_are_checked(batch, name, dtype, per, message):
+    made = MetadataBuilder(batch, max_num_batched_tokens=32)
+    with pytest.raises((ValueError, TypeError), match=message):
+        made.register_field(name, dtype, per, lambda metadata, out: None)
+    assert made.build().seq_lens.tolist() == [4, 7]
+
+
+@pytest.mark.parametrize("staging", ["auto", "copy"])
+def test_a_closed_builder_builds_nothing(batch, staging):
+    made = MetadataBuilder(batch, max_num_batched_tokens=32, staging=staging)
+    made.capture(2)
+    made.build()
+    made.close()
+    made.close()
+    for call in (made.build, lambda: made.build(bucket=2), lambda: made.build({"a": 2}), lambda: made.build_null(2)):
+        with pytest.raises(AttncoreError, match="builder: closed"):
+            call()
+    assert batch.num_computed_tokens("a") == 4
+
+
+def test_a_released_size_may_be_captured_again(batch):
+    made = MetadataBuilder(batch, max_num_batched_tokens=32, decode_threshold=2)
+    made.capture(2)
+    made.release(2)
+    with pytest.raises(CaptureError, match="bucket: 2 was not captured"):
+        made.build(bucket=2)
+    assert made.capture(2, query_len=2).num_tokens == 4
