@@ -49,7 +49,19 @@ class Buckets:
         bucket = self._eager.get(size)
         if bucket is None:
             bucket = self._eager[size] = self._made(size)
+            if self._side is not None:
+                self._side.prepare(size)
         return bucket
+
+    def make_all(self) -> None:
+        """Lays out every size of steps as they come, so that no step has to."""
+        num_tokens = SMALLEST
+        while True:
+            for num_encoder_tokens in {0, self._ring.size.num_encoder_tokens}:
+                self.eager(min(num_tokens, self._ring.size.num_tokens), num_encoder_tokens)
+            if num_tokens >= self._ring.size.num_tokens:
+                return
+            num_tokens *= 2
 
     def find(self, num_reqs: int) -> Any:
         """The kernels' StepBucket of a captured size."""
@@ -78,6 +90,8 @@ class Buckets:
         if query_len > 1 and level == "uniform_decode":
             raise ValueError(f"query_len: {query_len}, but backend {name!r} captures decodes of one token only")
         size = Size(num_reqs * query_len, num_reqs, 0)
+        if self._side is not None:
+            self._side.prepare(size)
         bucket = self._made(size, True, num_reqs, query_len, self._backends.pad_seq_len, level != "always")
         self._captured[num_reqs] = bucket
         return bucket

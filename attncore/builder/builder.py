@@ -15,6 +15,7 @@ from attncore.builder.backends import backends_of
 from attncore.builder.buckets import Buckets
 from attncore.builder.context_parallel import ContextParallel
 from attncore.builder.input_batch import InputBatch
+from attncore.builder.overlap import Overlap
 from attncore.builder.poison import POISON, expiring
 from attncore.builder.roads import attached, new_side
 from attncore.builder.staging import Field, Size, StagingRing
@@ -45,6 +46,10 @@ class MetadataBuilder:
     ``staging``: how a step reaches a device with its own memory. ``graph``: nodes of captured graphs fetch it;
     ``copy``: one packed copy and an event, on a CPU too, where otherwise nothing is copied; ``auto``: ``graph`` where
     it proves to work, else ``copy``. The attribute of that name says which it is, and ``why_staging`` why.
+
+    ``num_rejected``, for engines that build a step while the last one runs: int32[max_num_reqs] on the device, where
+    the engine's sampler leaves, by row of its step, how many of the tokens were rejected. ``build(overlapped=True)``
+    then takes the host's lengths for upper bounds and corrects the device's.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class MetadataBuilder:
         decode_threshold: int = 1,
         context_parallel: ContextParallel | None = None,
         staging: str = "auto",
+        num_rejected: Any = None,
         depth: int = 2,
     ) -> None:
         slots._integer("max_num_batched_tokens", max_num_batched_tokens, 1)
@@ -74,6 +80,11 @@ class MetadataBuilder:
         self._staging, self._depth = staging, depth
         self._poison = env.poison()
         self._extra: dict[str, tuple[Field, FillField]] = {}
+        self._num_rejected = num_rejected
+        if num_rejected is not None:
+            self._overlap = Overlap(self._backends, batch, num_rejected, context_parallel)
+            field = Field("previous_rows", np.int32, per_request=1)
+            self._extra["previous_rows"] = field, self._overlap.fill
         self._closed = False
         self._lay_out()
 
@@ -94,8 +105,12 @@ class MetadataBuilder:
         )
         if self._side is not None:
             self._side = attached(self._side, self._ring, staging)
+            self._side.num_rejected = self._num_rejected
+        elif self._num_rejected is not None:
+            raise ValueError("num_rejected: steps are read where they are built; staging='copy' makes steps overlap")
         self._buckets = Buckets(batch, self._ring, self._backends, self._side, self)
         self._eager = self._buckets.eager(max_num_batched_tokens, max_num_encoder_tokens)
+        self._buckets.make_all()
         self._query_lens = np.zeros(batch.max_num_reqs, np.int32)
         self._swaps = np.zeros((batch.max_num_reqs, 2), np.int32)
         ranks = self.context_parallel
@@ -149,7 +164,12 @@ class MetadataBuilder:
         return tuple(sorted(self._buckets))
 
     def build(
-        self, scheduled: Mapping[Any, int] = _EVERYBODY, *, query_len: int = 1, bucket: int | None = None
+        self,
+        scheduled: Mapping[Any, int] = _EVERYBODY,
+        *,
+        query_len: int = 1,
+        bucket: int | None = None,
+        overlapped: bool = False,
     ) -> StepMetadata:
         """The metadata of this step; advances every request by the tokens it runs.
 
@@ -160,6 +180,8 @@ class MetadataBuilder:
         CaptureError where the bucket was not captured or a stream is capturing.
         """
         size = None
+        if overlapped or self._num_rejected is not None:
+            self._begin_overlapped(overlapped)
         if bucket is None and query_len == 1 and not scheduled:
             metadata = self._decode_step()
             if metadata is not None:
@@ -221,6 +243,10 @@ class MetadataBuilder:
         metadata: StepMetadata = self._kernel.null_step(size, self.batch.max_model_len if capturing else 0)
         self._plan_and_send(size, metadata, self.batch.num_rows, waits=not capturing)
         return metadata
+
+    def host_lengths(self, metadata: StepMetadata) -> str:
+        """``"bounded"`` for a step that was built overlapped, whose lengths on the host are upper bounds."""
+        return self._overlap.lengths_of(metadata) if self._num_rejected is not None else "exact"
 
     def register_field(self, name: str, dtype: Any, per: str, fill: FillField) -> None:
         """A field of the engine's own that rides along: ``metadata.name`` on the device, ``metadata.host.name``.
@@ -321,6 +347,11 @@ class MetadataBuilder:
         self._plan_and_send(size, metadata, num_rows)
         return metadata
 
+    def _begin_overlapped(self, overlapped: bool) -> None:
+        if self._num_rejected is None:
+            raise ValueError("overlapped: this builder was made without num_rejected, so lengths must be exact")
+        self._overlap.overlapped = overlapped
+
     def _acquire(self) -> None:
         """Waits until the device has read the arena that the next step is written to."""
         if self._closed:
@@ -350,12 +381,15 @@ class MetadataBuilder:
                 fill(metadata, out)
             self._backends.plan(metadata)
             if side is not None:
-                side.send(metadata.step, self._buckets.size_of(size), batch.num_rows, waits=waits and size.pads)
+                shape = metadata.num_reqs, metadata.num_tokens
+                side.send(metadata.step, self._buckets.size_of(size), batch.num_rows, shape, waits=waits and size.pads)
                 if side.road == "copy":
                     for index in side.page_lists:
                         _ = metadata.groups[batch.groups[index].name].paged_kv_indices
             elif size.pads:
                 size.commit(metadata.step)
+            if self._num_rejected is not None:
+                self._overlap.built(metadata)
         except BaseException:
             self._take_back(size, metadata, num_rows)
             raise

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from attncore.builder.staging import ALIGNMENT, JOURNAL_ENTRY, Views
+from attncore.builder.staging import ALIGNMENT, JOURNAL_ENTRY, ROWS, TOKENS, Views
 
 if TYPE_CHECKING:
     from attncore.builder.block_table import BlockTable
@@ -55,6 +55,9 @@ class DeviceSide:
         self.host_tables = list(tables)
         self.tables = [torch.zeros(table.array.shape, dtype=torch.int32, device=device) for table in tables]
         self._page_indices: list[Any] = [None] * len(self.tables)
+        self._places: dict[Size, Any] = {}
+        self.num_rejected: Any = None
+        """int32 on the device, by row of the last step, where steps overlap: how many of its tokens were rejected."""
         self._kernels: Any = None
         if self._cuda:
             from attncore.builder import device_kernels
@@ -97,6 +100,9 @@ class DeviceSide:
     def problem(self) -> str:
         """Why this road cannot be taken here; empty: it can."""
         return ""
+
+    def prepare(self, size: Size) -> None:
+        """Steps of ``size`` will come: what they need is made before the first."""
 
     def check_ready(self) -> None:
         """Raises where no step can be sent now: another device is current (RuntimeError)."""
@@ -144,12 +150,13 @@ class DeviceSide:
         if step >= 0 and self._recorded[arena]:
             self._wait_for(arena)
 
-    def send(self, step: int, size: Size, num_rows: int, *, waits: bool = False) -> None:
+    def send(self, step: int, size: Size, num_rows: int, shape: tuple[int, int], *, waits: bool = False) -> None:
         """Sends a step's arena and the journal of ``num_rows`` rows; then the device's tables are the batch's.
 
-        ``waits``: a graph will be replayed over the step.
+        ``shape``: the step's rows and tokens. ``waits``: a graph will be replayed over the step.
         """
         arena = step % self._ring.depth
+        self._ring.header(arena)[ROWS : TOKENS + 1] = shape
         start = self._ring.journal_offset(size)
         counts = self._write_journal(arena, size, num_rows)
         stop = start + JOURNAL_ENTRY * sum(counts)
@@ -161,6 +168,8 @@ class DeviceSide:
                 entries = self._arena[start : start + JOURNAL_ENTRY * count].view(self._torch.int64)
                 self._issue(self._apply, device_table, entries)
                 start += JOURNAL_ENTRY * count
+        if self.num_rejected is not None:
+            self._issue(self._correct, size, *shape)
         self.sent = step
 
     # What the device does, in the order of its stream; a test's stream does it later.
@@ -178,6 +187,58 @@ class DeviceSide:
 
     def _copy(self, arena: int, nbytes: int) -> None:
         self._arena[:nbytes].copy_(self._pinned[arena][:nbytes], non_blocking=True)
+
+    def _correct(self, size: Size, num_rows: int, num_tokens: int) -> None:
+        """Makes lengths, positions, slots and pages exact, where the host had bounds."""
+        if self._kernels is not None:
+            self._kernels.correct_lengths(
+                self._arena, self.num_rejected, *self._corrections(size), size.num_reqs, size.num_tokens
+            )
+            return
+        torch, views = self._torch, self.views(size)
+        fields = {name: field[:num_rows] for name, field in views.fields.items()}
+        fields |= {name: views.fields[name][:num_tokens] for name in ("positions", "token_to_req_indices")}
+        previous = fields["previous_rows"].long()
+        fewer = torch.where(previous >= 0, self.num_rejected[previous.clamp(min=0)], 0).clamp(min=0)
+        fewer = torch.minimum(fewer, fields["context_lens"])
+        for name in ("context_lens", "seq_lens"):
+            fields[name] -= fewer
+        views.fields["seq_start_loc"][1 : num_rows + 1] = fields["seq_lens"].cumsum(0)
+        rows = fields["token_to_req_indices"].long()
+        changed = fewer[rows] > 0
+        fields["positions"] -= fewer[rows]
+        fields["positions"].clamp_(min=0)
+        for group, table in enumerate(self.tables):
+            if self.host_tables[group].group.cross:
+                continue
+            slots = views.groups[group]["slot_mapping"][:num_tokens]
+            size_of = self.host_tables[group].group.tokens_per_column
+            columns = (fields["positions"] // size_of).clamp(max=table.shape[1] - 1)
+            exact = table[rows, columns].long() * size_of + fields["positions"] % size_of
+            slots.copy_(torch.where(changed & (slots >= 0), exact, slots))
+            pages = (fields["seq_lens"] + size_of - 1) // size_of
+            views.groups[group]["paged_kv_indptr"][1 : num_rows + 1] = pages.cumsum(0)
+            last = fields["seq_lens"] - (pages - 1) * size_of
+            views.groups[group]["paged_kv_last_page_len"][:num_rows].copy_(torch.where(pages > 0, last, 0))
+
+    def _corrections(self, size: Size) -> tuple[Any, Any, Any]:
+        """What ``correct_lengths`` must know of a size: made once, kept on the device."""
+        found = self._places.get(size)
+        if found is None:
+            at = self._ring.places(size)
+            names = ("previous_rows", "context_lens", "seq_lens", "seq_start_loc", "token_to_req_indices", "positions")
+            groups, pages = [], []
+            for index, (host, table) in enumerate(zip(self.host_tables, self.tables, strict=True)):
+                if host.group.cross:
+                    continue
+                tokens = host.group.tokens_per_column
+                groups.append([at[index, "slot_mapping"], table.data_ptr(), table.stride(0), tokens])
+                if index in self._ring.page_owners:
+                    pages.append([at[index, "paged_kv_indptr"], at[index, "paged_kv_last_page_len"], tokens])
+            lists: tuple[Any, ...] = ([at[-1, name] for name in names], groups, pages)
+            found = tuple(self._torch.tensor(one, dtype=self._torch.int64, device=self.device) for one in lists)
+            self._places[size] = found
+        return found
 
     def _write_journal(self, arena: int, size: Size, num_rows: int) -> list[int]:
         """The new columns of every group's table behind the arena's fields; how many of each."""

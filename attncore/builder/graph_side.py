@@ -16,6 +16,7 @@ import numpy as np
 
 from attncore.builder import device_kernels as kernels
 from attncore.builder.device_side import DeviceSide
+from attncore.builder.staging import COUNTS, ROWS, STEP, TOKENS
 from attncore.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 DEADLINE = 2.0
 """Seconds to look for a receipt before the device is synchronised with."""
-STEP, COUNTS = 0, 2
-"""Words of the header: the step's number, stored last; from COUNTS, journal entries of each group."""
 
 
 class GraphSide(DeviceSide):
@@ -68,17 +67,23 @@ class GraphSide(DeviceSide):
                         "captured without metadata.record(), or replayed by itself and not by metadata.replay(graph)?"
                     )
 
-    def send(self, step: int, size: Size, num_rows: int, *, waits: bool = False) -> None:
+    def send(self, step: int, size: Size, num_rows: int, shape: tuple[int, int], *, waits: bool = False) -> None:
         """Writes the journal; then the small graph of this size fetches the step, or a replay will (``waits``)."""
         arena = step % self._ring.depth
-        self._headers[arena][COUNTS : COUNTS + len(self.tables)] = self._write_journal(arena, size, num_rows)
+        header = self._headers[arena]
+        header[ROWS], header[TOKENS] = shape
+        header[COUNTS : COUNTS + len(self.tables)] = self._write_journal(arena, size, num_rows)
         if waits:
             self._pending, self._pending_size = step, size
             return
-        graph = self._small.get(size) or self.capture(size)
+        graph = self._small[size]
         self._headers[arena][STEP] = step
         graph.replay()
         self.sent = step
+
+    def prepare(self, size: Size) -> None:
+        if size not in self._small:
+            self.capture(size)
 
     def capture(self, size: Size) -> Any:
         """The small graph of a size: its nodes alone."""
@@ -140,6 +145,8 @@ class GraphSide(DeviceSide):
             self._base, self._state, self._arena, self._tables_of, nbytes, ring.slots_range(size), ring.depth,
             ring.arena_nbytes, len(self.tables), COUNTS,
         )  # fmt: skip
+        if self.num_rejected is not None:
+            self._correct(size, size.num_reqs, size.num_tokens)
         views = self.views(size)
         indptrs = [views.groups[index]["paged_kv_indptr"] for index in self.page_lists]
         for index, indptr in zip(self.page_lists, indptrs, strict=True):

@@ -70,7 +70,8 @@ ENCODER_FIELDS = (
 )
 
 HEADER_WORDS = 80
-"""int64 words before the first field: the step's number, and how many journal entries each group has."""
+"""int64 words before the first field: the step's number, its rows and tokens, and each group's journal entries."""
+STEP, ROWS, TOKENS, COUNTS = range(4)
 HEADER_NBYTES = HEADER_WORDS * 8
 JOURNAL_ENTRY = 8  # bytes: a flat index of the table and a block id
 
@@ -148,6 +149,16 @@ class StagingRing:
         """Where the slots of all decoder groups begin and end, bytes."""
         slots = [one for one in self._layout(size)[0] if one.field.name == "slot_mapping" and one.field.per_token]
         return slots[0].offset, slots[-1].offset + 8 * slots[-1].length
+
+    def places(self, size: Size) -> dict[tuple[int, str], int]:
+        """Where each array of a step of ``size`` begins, in int32 words, by group (-1: the step's own) and name."""
+        return {(one.group, one.field.name): one.offset // 4 for one in self._layout(size)[0]}
+
+    @property
+    def page_owners(self) -> list[int]:
+        """Decoder groups whose page lists are their own; the others share those of an earlier one."""
+        sizes = self._block_sizes
+        return [group for group, size in enumerate(sizes) if sizes.index(size) == group]
 
     def journal(self, arena: int, size: Size) -> npt.NDArray[np.int32]:
         """The journal of a step of ``size``: int32[2 * journal_entries], an index and an id in turn."""

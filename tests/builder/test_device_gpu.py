@@ -6,6 +6,7 @@ import pytest
 import torch
 from batches import Batches
 from hypothesis import HealthCheck, settings
+from late_verdicts import GROUPS, drafts_judged_late
 
 from attncore import AttentionBackend, AttentionImpl, BackendConfig, InputBatch, KVCacheGroup, MetadataBuilder
 from attncore.errors import CaptureError
@@ -170,6 +171,13 @@ def test_each_build_for_a_graph_is_replayed_once():
     builder.capture(3)
     with pytest.raises(CaptureError, match=r"call metadata\.record"):
         builder.build(bucket=3).replay(graph)
+
+
+@pytest.mark.parametrize("staging", ["graph", "copy"])
+@pytest.mark.parametrize("seed", range(4))
+def test_overlapping_steps_know_exact_lengths(staging, seed):
+    backends = {group.name: on_cuda(group.tokens_per_column) for group in GROUPS}
+    drafts_judged_late("cython", seed, device="cuda", staging=staging, backend=backends)
 
 
 def test_nothing_is_captured_by_a_build():
