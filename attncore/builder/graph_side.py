@@ -165,6 +165,8 @@ class GraphSide(DeviceSide):
                 self.wait(step - ring.depth)
                 memory = ring.memory[arena][:nbytes]
                 memory[:] = np.random.default_rng(step).integers(0, 256, nbytes, np.uint8)
+                for group in ring.views(size)[arena].groups:  # page lists are followed, so they have to make sense
+                    group["paged_kv_indptr"][:] = np.arange(len(group["paged_kv_indptr"]))
                 header = self._headers[arena]
                 header[:] = 0
                 header[STEP] = step

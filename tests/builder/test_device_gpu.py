@@ -8,7 +8,17 @@ from batches import Batches
 from hypothesis import HealthCheck, settings
 from late_verdicts import GROUPS, drafts_judged_late
 
-from attncore import AttentionBackend, AttentionImpl, BackendConfig, InputBatch, KVCacheGroup, MetadataBuilder
+from attncore import (
+    ATTNCORE_API,
+    AttentionBackend,
+    AttentionImpl,
+    BackendConfig,
+    BackendSpec,
+    InputBatch,
+    KVCacheGroup,
+    MetadataBuilder,
+    MultipleOf,
+)
 from attncore.errors import CaptureError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -27,9 +37,17 @@ class OnCuda(AttentionBackend):
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
 
-def on_cuda(block_size):
+def on_cuda(block_size, *, page_list=False):
+    spec = None
+    if page_list:
+        spec = BackendSpec(
+            name="on-cuda", api=ATTNCORE_API, factory="nowhere:OnCuda", devices={"cuda": 1}, dtypes={"float32"},
+            head_sizes={8}, block_sizes=MultipleOf(1), needs={"page_list"}, cuda_graph="always",
+        )  # fmt: skip
     return OnCuda(
-        BackendConfig(num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", block_size=block_size, device="cuda")
+        BackendConfig(
+            num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", block_size=block_size, device="cuda", spec=spec
+        )
     )
 
 
@@ -50,7 +68,7 @@ class CudaBatches(Batches):
 
     def backend(self):
         world = self.ranks.world_size if self.ranks else 1
-        return {group.name: on_cuda(group.tokens_per_column // world) for group in self.groups}
+        return {group.name: on_cuda(group.tokens_per_column // world, page_list=world == 1) for group in self.groups}
 
 
 TestCudaBatches = CudaBatches.TestCase
@@ -137,6 +155,27 @@ def test_graphs_replay_what_eager_steps_would(staging, depth):
     wrong, cache, mirror = run(12, 300, seed=depth, sizes=(1, 4, 8, 12), staging=staging, depth=depth)
     assert wrong.sum() == 0
     assert torch.equal(cache, mirror)
+
+
+@pytest.mark.parametrize("staging", ["graph", "copy"])
+def test_page_indices_are_there_in_a_graph(staging):
+    batch = InputBatch(max_num_reqs=3, max_model_len=8192, block_size=BLOCK)
+    builder = MetadataBuilder(batch, on_cuda(BLOCK, page_list=True), max_num_batched_tokens=64, staging=staging)
+    assert builder.staging == staging
+    batch.add_request("a", range(1, 501), 7990)
+    batch.add_request("b", [600, 601], 17)
+    graph = torch.cuda.CUDAGraph()
+    metadata = builder.capture(3)
+    buffer = builder._side.page_buffer(0)
+    out = torch.zeros(600, dtype=torch.int32, device="cuda")
+    with torch.cuda.graph(graph):
+        metadata.record()
+        out.copy_(buffer[:600])
+    for step in range(5):
+        metadata = builder.build(bucket=3)
+        metadata.replay(graph)
+        expected = [*range(1, -(-(7991 + step) // BLOCK) + 1), 600, 601]
+        assert out[: len(expected)].tolist() == metadata.paged_kv_indices.tolist() == expected
 
 
 def test_each_build_for_a_graph_is_replayed_once():
