@@ -127,46 +127,47 @@ _TOKENS = 256  # that a program corrects
 
 
 @triton.jit
-def _correct_lengths(  # type: ignore[no-untyped-def]
-    words, rejected, where, groups, pages,
-    num_groups: tl.constexpr, num_pages: tl.constexpr, rows: tl.constexpr, tokens: tl.constexpr,
+def _correct_tokens(  # type: ignore[no-untyped-def]
+    words, rejected, where, groups, num_groups: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
-    header = words.to(tl.pointer_type(tl.int64))
-    num_rows, num_tokens = tl.load(header + 1), tl.load(header + 2)
-    previous = words + tl.load(where)
-    if tl.program_id(0) == 0:
-        i = tl.arange(0, rows)
-        row = tl.load(previous + i, mask=i < num_rows, other=-1)
-        fewer = tl.maximum(tl.load(rejected + row, mask=row >= 0, other=0), 0)
-        context_lens, seq_lens = words + tl.load(where + 1), words + tl.load(where + 2)
-        context = tl.load(context_lens + i, mask=i < num_rows, other=0)
-        fewer = tl.minimum(fewer, context)
-        seq_len = tl.load(seq_lens + i, mask=i < num_rows, other=0) - fewer
-        tl.store(context_lens + i, context - fewer, mask=i < num_rows)
-        tl.store(seq_lens + i, seq_len, mask=i < num_rows)
-        tl.store(words + tl.load(where + 3) + 1 + i, tl.cumsum(seq_len, 0), mask=i < num_rows)
-        for p in range(num_pages):
-            size = tl.load(pages + 3 * p + 2).to(tl.int32)
-            count = (seq_len + size - 1) // size
-            last = tl.where(seq_len > 0, seq_len - (count - 1) * size, 0)
-            tl.store(words + tl.load(pages + 3 * p) + 1 + i, tl.cumsum(count, 0), mask=i < num_rows)
-            tl.store(words + tl.load(pages + 3 * p + 1) + i, last, mask=i < num_rows)
-    else:
-        t = (tl.program_id(0) - 1) * tokens + tl.arange(0, tokens)
-        row = tl.load(words + tl.load(where + 4) + t, mask=t < num_tokens, other=0)
-        was = tl.load(previous + row, mask=t < num_tokens, other=-1)
-        fewer = tl.maximum(tl.load(rejected + was, mask=was >= 0, other=0), 0)
-        positions = (words + tl.load(where + 5)).to(tl.pointer_type(tl.int64)) + t
-        position = tl.maximum(tl.load(positions, mask=t < num_tokens, other=0) - fewer, 0)
-        tl.store(positions, position, mask=t < num_tokens)
-        for g in range(num_groups):
-            size = tl.load(groups + 4 * g + 3)
-            table = tl.load(groups + 4 * g + 1).to(tl.pointer_type(tl.int32))
-            slots = (words + tl.load(groups + 4 * g)).to(tl.pointer_type(tl.int64)) + t
-            changed = (t < num_tokens) & (fewer > 0)
-            changed = changed & (tl.load(slots, mask=changed, other=-1) >= 0)
-            block = tl.load(table + row * tl.load(groups + 4 * g + 2) + position // size, mask=changed, other=0)
-            tl.store(slots, block.to(tl.int64) * size + position % size, mask=changed)
+    num_tokens = tl.load(words.to(tl.pointer_type(tl.int64)) + 2)
+    t = tl.program_id(0) * block + tl.arange(0, block)
+    row = tl.load(words + tl.load(where + 4) + t, mask=t < num_tokens, other=0)
+    was = tl.load(words + tl.load(where) + row, mask=t < num_tokens, other=-1)
+    fewer = tl.maximum(tl.load(rejected + was, mask=was >= 0, other=0), 0)
+    positions = (words + tl.load(where + 5)).to(tl.pointer_type(tl.int64)) + t
+    position = tl.maximum(tl.load(positions, mask=t < num_tokens, other=0) - fewer, 0)
+    tl.store(positions, position, mask=t < num_tokens)
+    for g in range(num_groups):
+        size = tl.load(groups + 4 * g + 3)
+        table = tl.load(groups + 4 * g + 1).to(tl.pointer_type(tl.int32))
+        slots = (words + tl.load(groups + 4 * g)).to(tl.pointer_type(tl.int64)) + t
+        changed = (t < num_tokens) & (fewer > 0)
+        changed = changed & (tl.load(slots, mask=changed, other=-1) >= 0)
+        ids = tl.load(table + row * tl.load(groups + 4 * g + 2) + position // size, mask=changed, other=0)
+        tl.store(slots, ids.to(tl.int64) * size + position % size, mask=changed)
+
+
+@triton.jit
+def _correct_rows(  # type: ignore[no-untyped-def]
+    words, rejected, where, pages, num_pages: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    num_rows = tl.load(words.to(tl.pointer_type(tl.int64)) + 1)
+    i = tl.arange(0, block)
+    was = tl.load(words + tl.load(where) + i, mask=i < num_rows, other=-1)
+    context_lens, seq_lens = words + tl.load(where + 1), words + tl.load(where + 2)
+    context = tl.load(context_lens + i, mask=i < num_rows, other=0)
+    fewer = tl.minimum(tl.maximum(tl.load(rejected + was, mask=was >= 0, other=0), 0), context)
+    seq_len = tl.load(seq_lens + i, mask=i < num_rows, other=0) - fewer
+    tl.store(context_lens + i, context - fewer, mask=i < num_rows)
+    tl.store(seq_lens + i, seq_len, mask=i < num_rows)
+    tl.store(words + tl.load(where + 3) + 1 + i, tl.cumsum(seq_len, 0), mask=i < num_rows)
+    for p in range(num_pages):
+        size = tl.load(pages + 3 * p + 2).to(tl.int32)
+        count = (seq_len + size - 1) // size
+        last = tl.where(seq_len > 0, seq_len - (count - 1) * size, 0)
+        tl.store(words + tl.load(pages + 3 * p) + 1 + i, tl.cumsum(count, 0), mask=i < num_rows)
+        tl.store(words + tl.load(pages + 3 * p + 1) + i, last, mask=i < num_rows)
 
 
 def correct_lengths(
@@ -179,9 +180,8 @@ def correct_lengths(
     stride, block size; ``pages`` int64[p, 3]: indptr, last page lengths, block size. How many rows and tokens there are
     says the arena's header.
     """
-    rows = max(triton.next_power_of_2(max_rows), 16)
-    grid = (1 + triton.cdiv(max_tokens, _TOKENS),)
-    _correct_lengths[grid](
-        arena.view(torch.int32), rejected, where, groups, pages,
-        num_groups=len(groups), num_pages=len(pages), rows=rows, tokens=_TOKENS,
-    )  # fmt: skip
+    words = arena.view(torch.int32)
+    grid = (triton.cdiv(max_tokens, _TOKENS),)
+    _correct_tokens[grid](words, rejected, where, groups, num_groups=len(groups), block=_TOKENS)
+    block = max(triton.next_power_of_2(max_rows), 16)
+    _correct_rows[(1,)](words, rejected, where, pages, num_pages=len(pages), block=block)

@@ -83,17 +83,16 @@ class GraphSide(DeviceSide):
 
     def prepare(self, size: Size) -> None:
         if size not in self._small:
-            self.capture(size)
+            self._small[size] = self._captured(size)
 
-    def capture(self, size: Size) -> Any:
-        """The small graph of a size: its nodes alone."""
+    def _captured(self, size: Size, *, corrects: bool = True) -> Any:
+        """A graph of a size's nodes alone."""
         torch = self._torch
-        self._nodes(size)  # compiles, and reads no arena: no header has the step that would be next
+        self._nodes(size, corrects=corrects)  # compiles, and reads no arena: no header has the step that would be next
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._nodes(size)
-        self._small[size] = graph
+            self._nodes(size, corrects=corrects)
         return graph
 
     def record(self, size: Size) -> None:
@@ -138,14 +137,14 @@ class GraphSide(DeviceSide):
             return super().pages_of(index, metadata)
         return self.page_buffer(index)[: int(metadata.host.paged_kv_indptr[-1])]
 
-    def _nodes(self, size: Size) -> None:
+    def _nodes(self, size: Size, *, corrects: bool = True) -> None:
         ring = self._ring
         nbytes = ring.journal_offset(size)
         kernels.read_arena(
             self._base, self._state, self._arena, self._tables_of, nbytes, ring.slots_range(size), ring.depth,
             ring.arena_nbytes, len(self.tables), COUNTS,
         )  # fmt: skip
-        if self.num_rejected is not None:
+        if corrects and self.num_rejected is not None:
             self._correct(size, size.num_reqs, size.num_tokens)
         views = self.views(size)
         indptrs = [views.groups[index]["paged_kv_indptr"] for index in self.page_lists]
@@ -158,7 +157,7 @@ class GraphSide(DeviceSide):
         torch, ring = self._torch, self._ring
         size = ring.size
         try:
-            graph = self._small.get(size) or self.capture(size)
+            graph = self._captured(size, corrects=False)
             nbytes = ring.journal_offset(size)
             for step in range(3):
                 arena = step % ring.depth
