@@ -3,12 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
+PEERS := .venv-peers
+PEERS_PIP := $(PEERS)/bin/pip --disable-pip-version-check
+PEER_VERSIONS := 0.8.5.post1 0.18.1
 TRACE := ../shared/traces/azure_llm_2023_conv.csv.gz
 
 # The first test run compiles numba's functions; both cores then share the rest.
 JOBS ?= 2
 
-.PHONY: help demo test test-all test-gpu lint types bench clean
+.PHONY: help demo test test-all test-gpu lint types bench bench-peers clean
 
 help:
 	@echo "make demo           replay a request trace through metadata and attention (under two minutes after set-up)"
@@ -16,7 +19,8 @@ help:
 	@echo "make test-all       the same, and the slow proofs"
 	@echo "make test-gpu       the tests that need a CUDA device, in the active Python"
 	@echo "make bench          metadata-build latency: run, save, compare with the last saved run"
-	@echo "make clean          remove .venv and everything that was built"
+	@echo "make bench-peers    the same steps by vLLM's own builders, in an environment of their own (.venv-peers)"
+	@echo "make clean          remove the environments and everything that was built"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -58,7 +62,23 @@ bench: $(VENV)/.built
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable --benchmark-only --benchmark-autosave \
 		--benchmark-storage=file://benchmarks/results --benchmark-compare --benchmark-columns=median,min,iqr,rounds \
 		--benchmark-group-by=group --benchmark-sort=min -W "default::pytest_benchmark.logger.PytestBenchmarkWarning"
-	$(BIN)/python benchmarks/reach.py "$$(ls -t benchmarks/results/*/*.json | head -1)"
+	$(BIN)/python benchmarks/reach.py "$$(ls -t benchmarks/results/*/[0-9]*.json | head -1)"
+
+# vLLM's wheels without their requirements (CUDA is several GB) and their compiled code, which nothing timed uses; a
+# folder each, because two versions have no room in one environment. The same Python as .venv, whose extension it uses.
+$(PEERS)/.deps: constraints.txt benchmarks/peers/requirements.txt | $(VENV)/.built
+	$(BIN)/python -m venv --clear $(PEERS)
+	$(PEERS_PIP) install -q -c constraints.txt torch
+	$(PEERS_PIP) install -q -c constraints.txt numpy numba -r benchmarks/peers/requirements.txt
+	for version in $(PEER_VERSIONS); do \
+		$(PEERS_PIP) install -q --no-deps --target $(PEERS)/vllm-$$version vllm==$$version || exit 1; \
+		find $(PEERS)/vllm-$$version -name "*.so" -delete; \
+	done
+	touch $@
+
+bench-peers: $(VENV)/.built $(PEERS)/.deps
+	$(PEERS)/bin/python benchmarks/peers/run.py $(PEERS) \
+		--save benchmarks/results/peers/peers_$$(date +%Y%m%d).json
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info attncore/_slots.c attncore/*.so .benchmarks .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info attncore/_slots.c attncore/*.so .benchmarks .mypy_cache .ruff_cache .pytest_cache
