@@ -1,0 +1,213 @@
+"""The longer race: steps at random, compared in stream order with what plain host lists say.
+
+The device falls behind by random delays; graphs and eager steps, null steps and steps taken back are mixed; a plan
+copies from the step's own host views, later than it returns. What a step saw is compared on the device, so that no look
+at it slows the host down; ``wrong`` steps are counted there.
+"""
+
+import numpy as np
+import torch
+from gpu_work import BLOCK_SIZE, Backend, captured
+
+from attncore import InputBatch, MetadataBuilder
+
+ROWS, MAX_LEN, MAX_TOKENS = 64, 1024, 512
+WIDTH = MAX_LEN // BLOCK_SIZE
+BUCKETS = (1, 4, 16, 48, 64)
+NUM_BLOCKS = 8192
+NAMES = ("seq_lens", "paged_kv_indptr", "paged_kv_last_page_len", "query_start_loc")
+
+
+class CopyingPlan(Backend):
+    """Its copy is read from the arena after plan has returned: the receipt must cover it."""
+
+    def __init__(self, device, staging):
+        self.plan_staging = staging
+        super().__init__(device)
+        self.copied = torch.zeros(ROWS + 1, dtype=torch.int32, device=device)
+        self.fails = False
+
+    def plan(self, metadata):
+        indptr = torch.from_numpy(metadata.host.paged_kv_indptr)
+        self.copied[: len(indptr)].copy_(indptr, non_blocking=True)
+        if self.fails:
+            raise ZeroDivisionError
+
+
+class Requests:
+    """The oracle: every request's blocks and tokens, in arrays of its own."""
+
+    def __init__(self, rng):
+        self.rng = rng
+        self.blocks = np.zeros((ROWS, WIDTH), np.int32)
+        self.num_blocks, self.computed = np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)
+        self.place = {}  # request -> row of these arrays
+        self.unused = list(range(ROWS))
+        self.free = list(map(int, rng.permutation(np.arange(1, NUM_BLOCKS))))
+        self.next_name = 0
+
+    def churn(self, batch, most):
+        rng = self.rng
+        while len(self.place) < most and rng.random() < 0.6:
+            place, length = self.unused.pop(), int(rng.integers(1, 900))
+            name, self.next_name = self.next_name, self.next_name + 1
+            count = length // BLOCK_SIZE + 1
+            self.blocks[place, :count] = [self.free.pop() for _ in range(count)]
+            self.num_blocks[place], self.computed[place] = count, length
+            self.place[name] = place
+            batch.add_request(name, self.blocks[place, :count].copy(), length)
+        gone = [name for name, place in self.place.items() if self.computed[place] >= MAX_LEN - 40]
+        if self.place and rng.random() < 0.25:
+            gone.append(list(self.place)[int(rng.integers(len(self.place)))])
+        for name in set(gone):
+            place = self.place.pop(name)
+            self.free[:0] = map(int, self.blocks[place, : self.num_blocks[place]])
+            self.unused.append(place)
+            batch.remove_request(name)
+        if self.place and rng.random() < 0.1:
+            name = list(self.place)[int(rng.integers(len(self.place)))]
+            place = self.place[name]
+            back = min(int(rng.integers(1, 5)), int(self.computed[place]))
+            batch.rollback(name, back)
+            self.computed[place] -= back
+
+    def give_blocks(self, batch, query_lens):
+        """So that every request has room for its tokens of this step (by name; others one)."""
+        more = {}
+        for name, place in self.place.items():
+            need = -(-(self.computed[place] + query_lens.get(name, 1)) // BLOCK_SIZE)
+            have = self.num_blocks[place]
+            if need > have:
+                new = [self.free.pop() for _ in range(need - have)]
+                self.blocks[place, have:need] = new
+                self.num_blocks[place] = need
+                more[name] = new
+        batch.append_blocks_many(more)
+
+    def expected(self, names, query_lens, rows, tokens):
+        """What a step of these requests holds, padded to so many rows and tokens (0: as it is)."""
+        places = np.fromiter((self.place[name] for name in names), np.int64, len(names))
+        query = np.fromiter((query_lens.get(name, 1) for name in names), np.int64, len(names))
+        start = self.computed[places]
+        ends = np.cumsum(query)
+        row = np.repeat(np.arange(len(names)), query)
+        positions = start[row] + np.arange(len(row)) - (ends - query)[row]
+        slots = self.blocks[places[row], positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        lens = start + query
+        pages = -(-lens // BLOCK_SIZE)
+        flat = self.blocks[places][np.arange(WIDTH) < pages[:, None]]
+        pad, more = max(rows - len(names), 0), max(tokens - len(slots), 0)
+        indptr = np.concatenate([[0], np.cumsum(pages)])
+        starts = np.concatenate([[0], ends])
+        words = [
+            np.pad(lens, (0, pad)), np.pad(indptr, (0, pad), "edge"), np.pad((lens - 1) % BLOCK_SIZE + 1, (0, pad)),
+            np.pad(starts, (0, pad), "edge"), flat,
+        ]  # fmt: skip
+        self.computed[places] += query
+        # Positions of padded tokens are nobody's: they are not compared.
+        return np.concatenate([np.pad(slots, (0, more), constant_values=-1), positions, *words]), len(positions)
+
+
+def race(steps, depth, staging, device, seed, plan_staging="per_slot", receipts=True):
+    """Steps run, wrong ones among them, and what they were.
+
+    ``receipts`` False is the control: no arena is waited for, the device is late in every step; some must go wrong.
+    """
+    rng = np.random.default_rng(seed)
+    cuda = device != "cpu"
+    batch = InputBatch(max_num_reqs=ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+    backend = CopyingPlan(device, plan_staging)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=MAX_TOKENS, staging=staging, depth=depth)
+    if builder.staging != staging:
+        raise SystemExit(f"staging: {builder.staging}, not {staging}: {builder.why_staging}")
+    side, models = builder._side, {}
+    pages = side.page_buffer(0)
+    for size in BUCKETS:
+        models[size] = model_of(builder.capture(size), pages, device, batch)
+    if not receipts:
+        side.wait = lambda step: None
+    requests, kinds = Requests(rng), dict.fromkeys(("graph", "eager", "prefill", "null", "abandoned", "plan failed"), 0)
+    wrong, first_wrong = torch.zeros((), dtype=torch.int64, device=device), torch.full((), -1, device=device)
+    done, most = 0, ROWS // 2
+    while done < steps:
+        if rng.random() < 0.01:
+            most = int(rng.integers(1, ROWS + 1))
+        requests.churn(batch, most)
+        if cuda:
+            fall_behind(rng, always=not receipts)
+        query_lens = {name: 0 for name in requests.place if rng.random() < 0.03}
+        kind = rng.random()
+        if kind < 0.05:
+            size = int(rng.choice(BUCKETS))
+            metadata = builder.build_null(size)
+            metadata.replay(models[size][0])
+            expected, num_positions = requests.expected((), {}, size, size)
+            kinds["null"] += 1
+        else:
+            prefill = kind < 0.15 and requests.place
+            if prefill:
+                for name in list(requests.place)[-2:]:
+                    query_lens[name] = int(rng.integers(2, 40))
+            requests.give_blocks(batch, query_lens)
+            running = len(requests.place) - sum(not count for count in query_lens.values())
+            size = None if prefill or kind < 0.35 else next(size for size in BUCKETS if size >= running)
+            if rng.random() < 0.02:
+                backend.fails = True
+                try:
+                    builder.build(query_lens, bucket=size)
+                except ZeroDivisionError:
+                    kinds["plan failed"] += 1
+                backend.fails = False
+            if size and staging == "graph" and rng.random() < 0.02:
+                builder.build(query_lens, bucket=size).abandon()
+                kinds["abandoned"] += 1
+            metadata = builder.build(query_lens, bucket=size)
+            if size:
+                metadata.replay(models[size][0])
+            expected, num_positions = requests.expected(metadata.req_ids, query_lens, size or 0, size or 0)
+            kinds["graph" if size else "prefill" if prefill else "eager"] += 1
+        seen = models[size][1] if size else fields_of(metadata)
+        num_pages = len(expected) - num_positions - metadata.num_tokens - 4 * metadata.num_reqs - 2
+        seen_pages = models[size][2] if size else metadata.paged_kv_indices
+        sent = torch.from_numpy(expected)
+        sent = sent.pin_memory().to(device, non_blocking=True) if cuda else sent
+        found = [seen[0], seen[1][:num_positions], *seen[2:], seen_pages[:num_pages]]
+        bad = (torch.cat([one.long() for one in found]) != sent).any()
+        indptr = sent[metadata.num_tokens + num_positions + metadata.num_reqs :][: metadata.num_reqs + 1]
+        bad |= (backend.copied[: metadata.num_reqs + 1] != indptr).any()
+        first_wrong.copy_(torch.where(bad & (first_wrong < 0), done, first_wrong))
+        wrong += bad
+        done += 1
+    return {
+        "staging": staging, "depth": depth, "plan_staging": plan_staging, "receipts": receipts, "steps": done,
+        "wrong": int(wrong), "first_wrong": int(first_wrong), "kinds": kinds,
+    }  # fmt: skip
+
+
+def fall_behind(rng, *, always):
+    """Now and then the device sleeps, for up to 8 ms: longer than the host needs for several steps."""
+    chance = rng.random()
+    if always or chance < 0.02:
+        torch.cuda._sleep(int(rng.integers(1, 15_000_000)))
+    elif chance < 0.35:
+        torch.cuda._sleep(int(rng.integers(1, 1_500_000)))
+
+
+def fields_of(metadata):
+    return [metadata.slot_mapping, metadata.positions, *(getattr(metadata, name) for name in NAMES)]
+
+
+def model_of(metadata, pages, device, batch):
+    """A captured step that keeps what it sees: (graph, fields, page indices)."""
+    num_pages = metadata.num_reqs * WIDTH
+    seen, seen_pages = [torch.zeros_like(one) for one in fields_of(metadata)], torch.zeros_like(pages[:num_pages])
+
+    def model():
+        metadata.record()
+        for kept, field in zip(seen, fields_of(metadata), strict=True):
+            kept.copy_(field)
+        seen_pages.copy_(pages[:num_pages])
+
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return captured(model, device), seen, seen_pages

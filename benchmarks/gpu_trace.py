@@ -1,0 +1,166 @@
+"""Bytes to the device a step over a request trace, beside the documented formula.
+
+``bytes(bucket)`` is written out here again, from docs/performance.md, so that it is not the code's own figure.
+"""
+
+import numpy as np
+import torch
+from gpu_work import Backend, Shape, Work, captured, synchronize
+
+from attncore import MetadataBuilder
+from attncore.replay.cache_blocks import CacheBlocks
+from attncore.replay.runner import Settings, _apply, _batch
+from attncore.replay.scheduler import Scheduler
+from attncore.replay.traces import read_trace
+
+HEADER, LINE = 640, 128
+A_TOKEN = (8, 8, 4)  # slot_mapping, positions, token_to_req_indices
+A_REQUEST = (4,) * 6  # seq_lens, context_lens, query_lens, logits_indices, last_blocks, paged_kv_last_page_len
+ONE_MORE = (4,) * 5  # query_start_loc, seq_start_loc, both again for the prefill view, paged_kv_indptr
+BUCKETS = (1, 2, 4, 8, *range(16, 257, 16))
+
+
+def bytes_of_bucket(num_tokens, num_reqs):
+    """Header and fields of a bucket of one KV-cache group."""
+    arrays = [n * num_tokens for n in A_TOKEN] + [n * num_reqs for n in A_REQUEST]
+    arrays += [n * (num_reqs + 1) for n in ONE_MORE]
+    return HEADER + sum(-(-n // LINE) * LINE for n in arrays)
+
+
+class Sent:
+    """Notes, beside a builder's side, what each step sends."""
+
+    def __init__(self, builder):
+        self.side, self.size, self.entries = builder._side, None, 0
+        self.write, self.surplus, self.apply = self.side._write_journal, self.side._send_surplus, self.side._apply
+        self.side._write_journal, self.side._send_surplus = self._write_journal, self._send_surplus
+        self.in_surplus, self.surpluses = False, 0
+        self.side._apply = self._apply
+
+    def _write_journal(self, arena, size, num_rows):
+        counts = self.write(arena, size, num_rows)
+        self.size = size
+        self.entries += sum(counts)
+        return counts
+
+    def _send_surplus(self, num_rows):
+        self.in_surplus = True
+        self.surplus(num_rows)
+        self.in_surplus = False
+        self.surpluses += 1
+
+    def _apply(self, table, entries):
+        self.entries += entries.numel() * self.in_surplus
+        self.apply(table, entries)
+
+    def nbytes(self):
+        """Of the last step: the arena to the end of its fields, and the journal."""
+        nbytes = self.side._ring.journal_offset(self.size) + 8 * self.entries
+        self.entries = 0
+        return nbytes
+
+
+def over_trace(path, device, staging, *, graphs, max_requests=None):
+    """Every step of the trace: bytes sent, and what the formula says; with ``graphs`` decodes run in captured sizes."""
+    settings = Settings()
+    requests = read_trace(path, max_requests).requests
+    scheduler = Scheduler(
+        requests, CacheBlocks(settings.groups_of_batch, settings.num_blocks),
+        max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens,
+    )  # fmt: skip
+    batch = _batch(requests, settings)
+    builder = MetadataBuilder(
+        batch, Backend(device), max_num_batched_tokens=settings.max_num_batched_tokens, staging=staging
+    )
+    models = {}
+    buckets = [size for size in BUCKETS if size <= batch.max_num_reqs]
+    if graphs:
+        for size in buckets:
+            metadata = builder.capture(size)
+            models[size] = captured(metadata.record, device)
+    synchronize()
+    sent = Sent(builder)
+    now, found, expected, with_moves, contexts = 0.0, [], [], [], []
+    held = {}
+    while scheduler.unfinished:
+        step = scheduler.schedule(now)
+        if step is None:
+            now = max(now, scheduler.next_arrival or now)
+            continue
+        scheduled = _apply(step, batch, settings)
+        new = sum(len(running.blocks) for running in step.admitted)
+        new += sum(len(blocks) for tables in step.appended.values() for blocks in tables)
+        held |= {running.row: running for running in step.admitted}
+        bucket = None
+        if graphs and not step.prefills:
+            bucket = next(size for size in buckets if size >= len(step.decodes))
+        metadata = builder.build(scheduled, bucket=bucket)
+        if bucket:
+            metadata.replay(models[bucket])
+        tokens = bucket or max(256, 1 << (step.tokens - 1).bit_length())
+        fixed = bytes_of_bucket(min(tokens, settings.max_num_batched_tokens), bucket or batch.max_num_reqs)
+        moved = sum(
+            len(held[req_id].blocks)
+            for row in set(sum(metadata.moves, ()))
+            for req_id in metadata.req_ids[row : row + 1]
+        )
+        found.append(sent.nbytes())
+        expected.append(fixed + 8 * new)
+        with_moves.append(fixed + 8 * (new + moved))
+        contexts.append(step.context_tokens)
+        scheduler.complete(step)
+        for finished in step.finished:
+            batch.remove_request(finished.row)
+        now += settings.clock.seconds(step.prefill_tokens, step.decode_tokens, step.context_tokens)
+    synchronize()
+    found, expected, with_moves = (np.array(one, float) for one in (found, expected, with_moves))
+    return {
+        "staging": staging, "graphs": graphs, "steps": len(found), "surpluses": sent.surpluses,
+        "bytes_mean": found.mean(), "bytes_median": np.median(found), "bytes_p99": np.percentile(found, 99),
+        "bytes_max": found.max(), "total_over_formula": found.sum() / expected.sum(),
+        "total_over_formula_with_moves": found.sum() / with_moves.sum(),
+        "steps_beyond_5_percent": float((abs(found / expected - 1) > 0.05).mean()),
+        "steps_beyond_5_percent_with_moves": float((abs(found / with_moves - 1) > 0.05).mean()),
+        "correlation_with_context": float(np.corrcoef(found, contexts)[0, 1]),
+    }  # fmt: skip
+
+
+def by_context(device, staging, steps=64):
+    """Bytes a step of steady decodes, by batch and context."""
+    rows = []
+    for n in (256, 1024):
+        for context in ("8k", "128k"):
+            work = Work(Shape(f"decode {n}", context, n), device, staging, Backend(device), graph=True)
+            sent, nbytes = Sent(work.builder), []
+            for _ in range(steps):
+                work.prepare()
+                work.step()
+                nbytes.append(sent.nbytes())
+            assert len(set(nbytes)) == 1, nbytes
+            formula = bytes_of_bucket(n, n) + 8 * (n // 16)
+            rows.append({"shape": str(work.shape), "bytes": nbytes[0], "formula": formula})
+    return rows
+
+
+def copied_bytes(device, steps=20):
+    """What the profiler says that copies carried, a step: (bytes, by our count). The road of the packed copy only."""
+    import json
+    import tempfile
+    from pathlib import Path
+
+    from torch.profiler import ProfilerActivity, profile
+
+    work = Work(Shape("decode 256", "8k", 256), device, "copy", Backend(device))
+    sent, counted = Sent(work.builder), 0
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        for _ in range(steps):
+            work.prepare()
+            work.step()
+            counted += sent.nbytes()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    copied = sum(one["args"].get("bytes", 0) for one in events if one.get("cat") == "gpu_memcpy")
+    return {"copied": copied / steps, "counted": counted / steps}
