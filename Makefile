@@ -11,7 +11,7 @@ TRACE := ../shared/traces/azure_llm_2023_conv.csv.gz
 # The first test run compiles numba's functions; both cores then share the rest.
 JOBS ?= 2
 
-.PHONY: help demo test test-all test-gpu lint types bench bench-peers clean
+.PHONY: help demo test test-all test-gpu lint types bench bench-gpu bench-peers clean
 
 help:
 	@echo "make demo           replay a request trace through metadata and attention (under two minutes after set-up)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-gpu       the tests that need a CUDA device, in the active Python"
 	@echo "make bench          metadata-build latency: run, save, compare with the last saved run"
 	@echo "make bench-peers    the same steps by vLLM's own builders, in an environment of their own (.venv-peers)"
+	@echo "make bench-gpu      on a CUDA device, in the active Python: until a step is there, calls, bytes, a race (RACE=100000)"
 	@echo "make clean          remove the environments and everything that was built"
 
 $(BIN)/python:
@@ -79,6 +80,12 @@ $(PEERS)/.deps: constraints.txt benchmarks/peers/requirements.txt | $(VENV)/.bui
 bench-peers: $(VENV)/.built $(PEERS)/.deps
 	$(PEERS)/bin/python benchmarks/peers/run.py $(PEERS) \
 		--save benchmarks/results/peers/peers_$$(date +%Y%m%d).json
+
+# The installed attncore, as in test-gpu: of a script, only its own folder is on the path.
+RACE ?= 20000
+bench-gpu:
+	$(PYTHON) benchmarks/gpu.py --race $(RACE) $(if $(wildcard $(TRACE)),--trace $(TRACE)) \
+		--save benchmarks/results/gpu/gpu_$$(date +%Y%m%d).json
 
 clean:
 	rm -rf $(VENV) $(PEERS) build dist *.egg-info attncore/_slots.c attncore/*.so .benchmarks .mypy_cache .ruff_cache .pytest_cache
