@@ -139,17 +139,12 @@ class ContextParallel:
 
         Slots, lengths, tables and page lists are the rank's; queries, positions and the order of rows are the batch's,
         so ``seq_lens`` counts the rank's keys and not context plus queries. ``backend`` wraps the arrays (None: as the
-        batch's). Refused for a batch that is padded for a graph, and for lengths that a sliding window has capped.
+        batch's). Refused for a batch that is padded for a graph, for a cross group, for what is one rank's already, and
+        for lengths that a sliding window has capped.
         """
         host = metadata.host
-        if len(host.seq_lens) != len(host.query_lens):
-            raise ValueError("metadata: padded for a graph; take its batch without padding")
-        lens = host.context_lens + host.query_lens
-        capped = np.flatnonzero(lens != host.seq_lens)
-        if len(capped):
-            raise ValueError(
-                f"metadata: row {capped[0]} has a length capped by a sliding window; a rank keeps all keys"
-            )
+        checks.whole_requests(metadata, "a rank takes its share of all keys")
+        lens = host.seq_lens
         fields = SimpleNamespace(
             slot_mapping=self.local_slots(host.slot_mapping),
             positions=host.positions,

@@ -77,14 +77,10 @@ def local_attention_metadata(
 
     Tokens, slots and positions are the batch's own; ``logits_indices`` are the last token of each virtual request, so
     take the batch's for sampling. Virtual requests of decodes are decodes. Refused for a batch that is padded for a
-    graph, and for lengths that a sliding window has capped.
+    graph, for a cross group, for one rank of several, and for lengths that a sliding window has capped.
     """
     host = metadata.host
-    if len(host.seq_lens) != len(host.query_lens):
-        raise ValueError("metadata: padded for a graph; take its batch without padding, and pad the virtual requests")
-    capped = np.flatnonzero(host.context_lens + host.query_lens != host.seq_lens)
-    if len(capped):
-        raise ValueError(f"metadata: row {capped[0]} has a length capped by a sliding window; chunks exclude a window")
+    checks.whole_requests(metadata, "chunks are of whole requests")
     virtual = local_attention_batches(host.query_lens, host.seq_lens, host.block_table, chunk_size, block_size)
     rows, count = virtual.request_indices, len(virtual.request_indices)
     fields = SimpleNamespace(

@@ -67,19 +67,22 @@ def slice_metadata(
     """The metadata of ``batch_slice`` as a batch of its own: everything that counts from a batch's start is rebased.
 
     Arrays are views of the batch's where they can be, and valid as long as those. ``block_size``, tokens, is needed
-    only where the last request is cut and the batch has page lists or last blocks. A batch of the list door can be
-    sliced at requests only, since its tables and lengths may be trimmed. Raises ValueError where the slice is not one
-    of this batch.
+    only where the last request is cut and the batch has page lists or last blocks. Encoder tokens of a request that is
+    cut run in the earlier slice. A batch of the list door, and that of one rank of several, can be sliced at requests
+    only, since tables and lengths may be trimmed. Raises ValueError where the slice is not one of this batch, and for a
+    step padded to a captured size.
     """
     req_start, req_stop, token_start, token_stop = batch_slice
     bounds = _row_starts(metadata)
     _check_slice(metadata, batch_slice, bounds)
+    before, after = int(token_start - bounds[req_start]), int(bounds[req_stop] - token_stop)
     first_decode = 0 if metadata.decodes_first else metadata.num_prefills
     first_prefill = metadata.num_decodes if metadata.decodes_first else 0
     parts = ("decode", first_decode, metadata.num_decodes), ("prefill", first_prefill, metadata.num_prefills)
     view = metadata._view(req_start, req_stop, token_start, token_stop)
-    if token_start > bounds[req_start] or token_stop < bounds[req_stop]:
-        _cut(view, int(token_start - bounds[req_start]), int(bounds[req_stop] - token_stop), block_size)
+    if before or after:
+        _check_cut(metadata)
+        _cut(view, before, after, block_size)
     for part, start, count in parts:
         first, last = (min(max(row, req_start), req_stop) for row in (start, start + count))
         longest = int(view.host.seq_lens[first - req_start : last - req_start].max(initial=0))
@@ -103,6 +106,8 @@ def _check_slice(metadata: CommonAttentionMetadata, batch_slice: BatchSlice, bou
     req_start, req_stop, token_start, token_stop = batch_slice
     for name, value in zip(BatchSlice._fields, batch_slice, strict=True):
         slots._integer(f"batch_slice.{name}", value, 0)
+    if metadata.use_cuda_graph and not metadata.from_groups:
+        raise ValueError("metadata: padded to a captured size; slice the step that is built without a bucket")
     if not req_start < req_stop <= metadata.num_reqs:
         raise ValueError(f"batch_slice: rows {req_start}:{req_stop} of a batch of {metadata.num_reqs} rows")
     starts_in, ends_in = bounds[req_start : req_start + 2], bounds[req_stop - 1 : req_stop + 1]
@@ -113,16 +118,29 @@ def _check_slice(metadata: CommonAttentionMetadata, batch_slice: BatchSlice, bou
             f"batch_slice: tokens {token_start}:{token_stop} do not begin in row {req_start} and end in row "
             f"{req_stop - 1}, whose tokens are {bounds[req_start]}:{bounds[req_stop]}; slice this step's query_lens"
         )
-    cut = token_start > bounds[req_start] or token_stop < bounds[req_stop]
-    if cut and metadata.from_groups:
+
+
+def _check_cut(metadata: CommonAttentionMetadata) -> None:
+    if metadata.from_groups:
         raise ValueError("batch_slice: cuts a request of the list door, whose table may be trimmed; slice by requests")
+    if _is_decoder(metadata.host) and checks.first_partial(metadata) >= 0:
+        raise ValueError(
+            "batch_slice: cuts a request of which one rank of several keeps a part; slice the whole batch's metadata, "
+            "and take the rank's of each slice"
+        )
+
+
+def _is_decoder(host: Any) -> bool:
+    """Whether the keys are those of the tokens themselves, and not an encoder's (a cross group)."""
+    return hasattr(host, "slot_mapping")
 
 
 def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int | None) -> None:
     """Takes ``before`` tokens off the first request of a view, which become context, and ``after`` off the last."""
     host: Any = view.host
+    fewer_keys = after > 0 and _is_decoder(host)
     has_blocks = hasattr(host, "last_blocks") or hasattr(host, "paged_kv_indptr")
-    if after and has_blocks:
+    if fewer_keys and has_blocks:
         if block_size is None:
             raise ValueError("block_size: needed to slice through a request, whose last block changes")
         slots._integer("block_size", block_size, 1)
@@ -131,12 +149,18 @@ def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int
     host.query_lens[0] -= before
     host.context_lens[0] += before
     host.query_lens[-1] -= after
-    host.seq_lens[-1] -= after
+    if fewer_keys:
+        host.seq_lens[-1] -= after
     host.query_start_loc = slots.build_query_start_loc(host.query_lens)
     host.seq_start_loc = slots.build_query_start_loc(host.seq_lens)
     host.logits_indices = host.query_start_loc[1:] - np.int32(1)
     view.max_query_len = int(host.query_lens.max(initial=0))
-    if after and has_blocks:
+    if before and hasattr(host, "encoder_query_lens"):
+        host.encoder_query_lens = host.encoder_query_lens.copy()
+        host.cross_slot_mapping = host.cross_slot_mapping[host.encoder_query_lens[0] :]
+        host.encoder_query_lens[0] = 0
+        host.encoder_query_start_loc = slots.build_query_start_loc(host.encoder_query_lens)
+    if fewer_keys and has_blocks:
         _cut_pages(host, block_size or 1)
 
 

@@ -1,0 +1,122 @@
+"""Slices, chunks and shares of steps that are more than plain: of a rank, of a cross group, padded, with encoders."""
+
+import numpy as np
+import pytest
+
+from attncore.builder import (
+    CommonMetadataBuilder,
+    ContextParallel,
+    InputBatch,
+    KVCacheGroup,
+    MetadataBuilder,
+    Sequence,
+    SequenceGroup,
+    local_attention_metadata,
+    slice_by_requests,
+    slice_by_tokens,
+    slice_metadata,
+)
+
+RANK = ContextParallel(2, 0, 4)
+ENCODER_LENS = {"a": 7, "b": 6, "c": 3}
+
+
+def step_of_a_rank(scheduled, **builder_options):
+    """a has 8 tokens, b 10; blocks are virtual, of 8."""
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=8)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=64, decode_threshold=3, **builder_options)
+    batch.add_request("a", [1, 2, 3], num_computed_tokens=8)
+    batch.add_request("b", [4, 5, 6], num_computed_tokens=10)
+    return builder.build(scheduled)
+
+
+def padded_step():
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=8)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=64)
+    builder.capture(4)
+    batch.add_request("a", [1, 2, 3], num_computed_tokens=8)
+    return builder.build(bucket=4)
+
+
+def step_with_encoders():
+    """c decodes, its encoder done; b and a run their encoders, b with one token."""
+    groups = [KVCacheGroup("own", 4), KVCacheGroup("cross", 4, cross=True)]
+    batch = InputBatch(max_num_reqs=4, max_model_len=32, max_encoder_len=32, groups=groups)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=64)
+    for index, (name, encoder) in enumerate(ENCODER_LENS.items()):
+        blocks = {"own": [10 * index + k for k in (1, 2, 3)], "cross": [10 * index + k for k in (4, 5)]}
+        batch.add_request(name, blocks, encoder_seq_len=encoder, encoder_computed=name == "c")
+    return builder.build({"a": 9})
+
+
+def test_slices_with_encoders_run_every_encoder_token_once():
+    step = step_with_encoders()
+    assert [name for name in step.req_ids if name == "a"] == ["a"]
+    assert step.req_ids[-1] == "a"
+    slices = slice_by_tokens(step.query_lens, 3)  # 11 tokens: a is cut twice
+    for metadata in step.groups.values():
+        parts = [slice_metadata(metadata, part, block_size=4) for part in slices]
+        for name in ("cross_slot_mapping", "positions"):
+            whole = np.concatenate([getattr(part, name) for part in parts])
+            assert whole.tolist() == getattr(metadata, name).tolist()
+        for part in parts:
+            sums = np.cumsum([0, *part.encoder_query_lens.tolist()])
+            assert part.encoder_query_start_loc.tolist() == sums.tolist()
+            assert len(part.cross_slot_mapping) == sums[-1]
+        assert [part.encoder_query_lens[-1] for part in parts] == [7, 0, 0]
+
+
+def test_slices_of_a_cross_group_keep_the_encoder_s_keys():
+    step = step_with_encoders()
+    metadata = step.groups["cross"]
+    for part in slice_by_tokens(metadata.query_lens, 3):
+        piece = slice_metadata(metadata, part)  # no block of the keys changes, so no block size
+        names = step.req_ids[part.req_start : part.req_stop]
+        assert piece.seq_lens.tolist() == [ENCODER_LENS[name] for name in names]
+        assert piece.encoder_seq_lens.tolist() == piece.seq_lens.tolist()
+        assert piece.paged_kv_last_page_len.tolist() == [(ENCODER_LENS[name] - 1) % 4 + 1 for name in names]
+        assert piece.paged_kv_indptr[-1] == sum(-(-ENCODER_LENS[name] // 4) for name in names)
+        assert len(piece.paged_kv_indices) == piece.paged_kv_indptr[-1]
+        assert piece.query_lens.sum() == part.token_stop - part.token_start
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_s_step_is_sliced_between_requests_and_by_way_of_the_whole(rank):
+    share = ContextParallel(2, rank, 4)
+    scheduled = {"a": 6, "b": 2}
+    whole, local = step_of_a_rank(scheduled), step_of_a_rank(scheduled, context_parallel=share)
+    for part in slice_by_requests(whole.query_lens, 2):
+        piece, expected = slice_metadata(local, part), share.metadata(slice_metadata(whole, part))
+        for name in ("slot_mapping", "seq_lens", "context_lens", "query_lens", "paged_kv_indices", "logits_indices"):
+            assert getattr(piece, name).tolist() == getattr(expected, name).tolist()
+    cut = slice_by_tokens(whole.query_lens, 2)[0]
+    message = "^batch_slice: cuts a request of which one rank of several keeps a part"
+    for metadata in (local, share.metadata(whole)):
+        with pytest.raises(ValueError, match=message):
+            slice_metadata(metadata, cut, block_size=4)
+    shares = [ContextParallel(2, r, 4).metadata(slice_metadata(whole, cut, block_size=8)) for r in (0, 1)]
+    assert sum(one.seq_lens for one in shares).tolist() == [12, 10]
+
+
+@pytest.mark.parametrize("taken", [lambda step: local_attention_metadata(step, 8, 4), RANK.metadata])
+def test_what_is_not_of_whole_requests_is_refused(taken):
+    decodes = {"a": 1, "b": 1}  # rank 0 keeps both new tokens: context + query is the length, but the rank's
+    local = step_of_a_rank(decodes, context_parallel=RANK)
+    assert (local.context_lens + local.query_lens).tolist() == local.seq_lens.tolist()
+    for metadata in (local, RANK.metadata(step_of_a_rank(decodes))):
+        with pytest.raises(ValueError, match=r"^metadata: row 0 has a length capped .*, or that of one rank"):
+            taken(metadata)
+    with pytest.raises(ValueError, match=r"^metadata: of a cross group"):
+        taken(step_with_encoders().groups["cross"])
+    with pytest.raises(ValueError, match=r"^metadata: padded for a graph"):
+        taken(padded_step())
+    graph = CommonMetadataBuilder(8, max_seq_len_to_capture=32)
+    with pytest.raises(ValueError, match=r"^metadata: padded for a graph"):
+        taken(graph.build([SequenceGroup(False, [Sequence(0, 1, 20, [1, 2, 3])])], 0))
+
+
+def test_a_step_padded_to_a_captured_size_is_not_sliced():
+    step = padded_step()
+    for part in slice_by_requests(step.query_lens, 2):
+        with pytest.raises(ValueError, match=r"^metadata: padded to a captured size"):
+            slice_metadata(step, part)
