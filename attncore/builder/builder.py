@@ -47,6 +47,9 @@ class MetadataBuilder:
     ``copy``: one packed copy and an event, on a CPU too, where otherwise nothing is copied; ``auto``: ``graph`` where
     it proves to work, else ``copy``. The attribute of that name says which it is, and ``why_staging`` why.
 
+    ``ticket``, for engines that replay their graphs by themselves: each step's number is written to the device, in
+    stream order, when it is built. It costs a launch a step, and ``metadata.replay`` is not needed.
+
     ``num_rejected``, for engines that build a step while the last one runs: int32[max_num_reqs] on the device, where
     the engine's sampler leaves, by row of its step, how many of the tokens were rejected. ``build(overlapped=True)``
     then takes the host's lengths for upper bounds and corrects the device's.
@@ -62,6 +65,7 @@ class MetadataBuilder:
         decode_threshold: int = 1,
         context_parallel: ContextParallel | None = None,
         staging: str = "auto",
+        ticket: bool = False,
         num_rejected: Any = None,
         depth: int = 2,
     ) -> None:
@@ -77,7 +81,7 @@ class MetadataBuilder:
         self.max_num_encoder_tokens, self.decode_threshold = max_num_encoder_tokens, decode_threshold
         self.context_parallel = context_parallel
         self._backends = backends_of(batch, backend, context_parallel)
-        self._staging, self._depth = staging, depth
+        self._staging, self._depth, self._ticket = staging, depth, bool(ticket)
         self._poison = env.poison()
         self._extra: dict[str, tuple[Field, FillField]] = {}
         self._num_rejected = num_rejected
@@ -104,6 +108,7 @@ class MetadataBuilder:
             allocate=self._side.pinned if self._side else None,
         )
         if self._side is not None:
+            self._side.ticket = self._ticket
             self._side = attached(self._side, self._ring, staging)
             self._side.num_rejected = self._num_rejected
         elif self._num_rejected is not None:

@@ -47,15 +47,19 @@ _WORDS = 512  # int32 words of the arena that a program reads
 @triton.jit
 def _read_arena(  # type: ignore[no-untyped-def]
     pinned, state, arena, tables, words, slots_start, slots_stop, journal,
-    depth: tl.constexpr, stride: tl.constexpr, groups: tl.constexpr, counts: tl.constexpr, block: tl.constexpr,
+    depth: tl.constexpr, stride: tl.constexpr, groups: tl.constexpr, counts: tl.constexpr, ticket: tl.constexpr,
+    block: tl.constexpr,
 ):  # fmt: skip
-    step = tl.load(state) + 1
-    source = pinned + (step % depth) * stride
+    if ticket:
+        step = tl.load(state + 2)
+    else:
+        step = tl.load(state) + 1
+    source = pinned + (tl.maximum(step, 0) % depth) * stride
     header = source.to(tl.pointer_type(tl.int64))
-    found = tl.load(header) == step
+    found = (step >= 0) & (tl.load(header) == step)
     program = tl.program_id(0)
     if program == 0:
-        tl.store(state + 1, tl.where(found, step % depth, -1))
+        tl.store(state + 1, tl.where(found, step, -1))
     i = program * block + tl.arange(0, block)
     if found:
         tl.store(arena + i, tl.load(source + i, mask=i < words, other=0), mask=i < words)
@@ -90,25 +94,28 @@ def _gather_all_pages(table, indptr, out, stride, block: tl.constexpr):  # type:
 
 @triton.jit
 def _write_receipt(state, receipt):  # type: ignore[no-untyped-def]
-    if tl.load(state + 1) >= 0:
-        step = tl.load(state) + 1
+    step = tl.load(state + 1)
+    if step >= 0:
         tl.store(state, step)
+        tl.store(state + 2, -1)
         tl.store(receipt, step)
 
 
 def read_arena(
     pinned: Any, state: Any, arena: Any, tables: Any, nbytes: int, slots: tuple[int, int], depth: int, stride: int,
-    groups: int, counts: int,
+    groups: int, counts: int, ticket: bool,
 ) -> None:  # fmt: skip
     """Brings the next step's arena, where its header says that it is there, to the device; its journal to the tables.
 
-    ``state`` int64[2]: the last step that was read, the arena that this step was found in (-1: none, and then the
-    device's arena is a step without rows). ``tables`` int64[groups]: addresses. ``slots``: the bytes that are slots.
+    ``state`` int64[3]: the last step that was read; the one read now (-1: none, and then the device's arena is a step
+    without rows); the ticket, where that says which step comes next. ``tables`` int64[groups]: addresses. ``slots``:
+    the bytes that are slots.
     """
     grid = (max(triton.cdiv(nbytes // 4, _WORDS), 8),)
     _read_arena[grid](
         pinned.view(torch.int32), state, arena.view(torch.int32), tables, nbytes // 4, slots[0] // 4, slots[1] // 4,
-        nbytes // 4, depth=depth, stride=stride // 4, groups=groups, counts=counts, block=_WORDS,
+        nbytes // 4, depth=depth, stride=stride // 4, groups=groups, counts=counts, ticket=ticket,
+        block=_WORDS,
     )  # fmt: skip
 
 

@@ -56,6 +56,8 @@ class DeviceSide:
         self.tables = [torch.zeros(table.array.shape, dtype=torch.int32, device=device) for table in tables]
         self._page_indices: list[Any] = [None] * len(self.tables)
         self._places: dict[Size, Any] = {}
+        self.ticket = False
+        """Whether the engine replays graphs by itself: each step's number is then written to the device as it is built."""
         self.num_rejected: Any = None
         """int32 on the device, by row of the last step, where steps overlap: how many of its tokens were rejected."""
         self._kernels: Any = None

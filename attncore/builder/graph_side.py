@@ -8,6 +8,7 @@ A step that runs without a graph of the model's replays a small graph of these n
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from attncore.builder.block_table import BlockTable
     from attncore.builder.staging import Size, StagingRing
 
-DEADLINE = 2.0
+DEADLINE, TICKET_DEADLINE = 2.0, 0.05
 """Seconds to look for a receipt before the device is synchronised with."""
 
 
@@ -41,7 +42,7 @@ class GraphSide(DeviceSide):
     def attach(self, ring: StagingRing) -> None:
         super().attach(ring)
         torch, self.why = self._torch, "three steps arrived as they were sent"
-        self._state = torch.full((2,), -1, dtype=torch.int64, device=self.device)  # last step read, arena of this one
+        self._state = torch.full((3,), -1, dtype=torch.int64, device=self.device)  # last step read, this one, ticket
         self._receipt = torch.full((1,), -1, dtype=torch.int64, pin_memory=True)
         self._seen = self._receipt.numpy()
         self._headers = [ring.header(k) for k in range(ring.depth)]
@@ -56,11 +57,13 @@ class GraphSide(DeviceSide):
         """Until the receipt of ``step`` is there. Gives up the GIL while it is not."""
         if step < 0 or self._seen[0] >= step:
             return
-        deadline = time.monotonic() + DEADLINE
+        deadline = time.monotonic() + (TICKET_DEADLINE if self.ticket else DEADLINE)
         while self._seen[0] < step:
             time.sleep(0)
             if time.monotonic() > deadline:
                 self._torch.cuda.synchronize()
+                if self.ticket:  # an engine may drop a build: nothing on the device will read its arena any more
+                    return
                 if self._seen[0] < step:
                     raise CaptureError(
                         f"build: the device did not read step {step} (it read {int(self._seen[0])}); was its graph "
@@ -73,12 +76,14 @@ class GraphSide(DeviceSide):
         header = self._headers[arena]
         header[ROWS], header[TOKENS] = shape
         header[COUNTS : COUNTS + len(self.tables)] = self._write_journal(arena, size, num_rows)
-        if waits:
+        if waits and not self.ticket:
             self._pending, self._pending_size = step, size
             return
-        graph = self._small[size]
-        self._headers[arena][STEP] = step
-        graph.replay()
+        header[STEP] = step
+        if self.ticket:
+            self._state[2:].fill_(step)
+        if not waits:
+            self._small[size].replay()
         self.sent = step
 
     def prepare(self, size: Size) -> None:
@@ -91,8 +96,14 @@ class GraphSide(DeviceSide):
         self._nodes(size, corrects=corrects)  # compiles, and reads no arena: no header has the step that would be next
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._nodes(size, corrects=corrects)
+        collects = gc.isenabled()
+        gc.disable()  # a graph that is destroyed during a capture spoils it
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._nodes(size, corrects=corrects)
+        finally:
+            if collects:
+                gc.enable()
         return graph
 
     def record(self, size: Size) -> None:
@@ -102,6 +113,9 @@ class GraphSide(DeviceSide):
 
     def replay(self, step: int, graph: Any) -> None:
         """Publishes the header of ``step`` and replays the graph that was captured over its size."""
+        if self.ticket:
+            graph.replay()
+            return
         if step != self._pending:
             raise CaptureError(f"replay: step {step} is not waiting for a replay; each build is replayed once")
         if self._pending_size not in self._recorded_sizes:
@@ -142,7 +156,7 @@ class GraphSide(DeviceSide):
         nbytes = ring.journal_offset(size)
         kernels.read_arena(
             self._base, self._state, self._arena, self._tables_of, nbytes, ring.slots_range(size), ring.depth,
-            ring.arena_nbytes, len(self.tables), COUNTS,
+            ring.arena_nbytes, len(self.tables), COUNTS, self.ticket,
         )  # fmt: skip
         if corrects and self.num_rejected is not None:
             self._correct(size, size.num_reqs, size.num_tokens)
@@ -169,6 +183,7 @@ class GraphSide(DeviceSide):
                 header = self._headers[arena]
                 header[:] = 0
                 header[STEP] = step
+                self._state[2:].fill_(step)
                 graph.replay()
                 torch.cuda.synchronize()
                 if self._seen[0] != step:

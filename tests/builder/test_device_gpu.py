@@ -1,5 +1,7 @@
 """Steps on a CUDA device: every field there is the host's, the tables follow, graphs find their steps again."""
 
+import gc
+
 import numpy as np
 import oracles
 import pytest
@@ -56,9 +58,11 @@ class CudaBatches(Batches):
 
     def captured_now(self, size, metadata):
         graph, out = torch.cuda.CUDAGraph(), torch.empty_like(metadata.positions)
+        gc.disable()  # graphs of an earlier life that are destroyed during a capture spoil it
         with torch.cuda.graph(graph):
             metadata.record()
             out.copy_(metadata.positions)
+        gc.enable()
         vars(self).setdefault("graphs", {})[size] = graph, out
 
     def run(self, size, metadata):
@@ -217,6 +221,40 @@ def test_each_build_for_a_graph_is_replayed_once():
 def test_overlapping_steps_know_exact_lengths(staging, seed):
     backends = {group.name: on_cuda(group.tokens_per_column) for group in GROUPS}
     drafts_judged_late("cython", seed, device="cuda", staging=staging, backend=backends)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_with_a_ticket_an_engine_replays_by_itself(depth):
+    rng = np.random.default_rng(depth)
+    batch = InputBatch(max_num_reqs=4, max_model_len=4096, block_size=BLOCK)
+    builder = MetadataBuilder(
+        batch, on_cuda(BLOCK), max_num_batched_tokens=64, staging="graph", ticket=True, depth=depth
+    )
+    batch.add_request("a", range(1, 257), 3)
+    graph, seen = torch.cuda.CUDAGraph(), torch.zeros(2, dtype=torch.int32, device="cuda")
+    metadata = builder.capture(2)
+    with torch.cuda.graph(graph):
+        metadata.record()
+        seen.copy_(metadata.seq_lens)
+    got, expected = [], []
+    for step in range(300):
+        if rng.random() < 0.2:
+            torch.cuda._sleep(int(rng.integers(1, 500_000)))
+        metadata = builder.build(bucket=2) if step % 5 else builder.build()
+        if step % 5:
+            if step % 50 == 7:
+                continue  # dropped: never replayed
+            graph.replay()
+            got.append(seen.clone())
+            expected.append([batch.num_computed_tokens("a"), 0])
+        else:
+            got.append(torch.cat([metadata.seq_lens, metadata.seq_lens * 0]))
+            expected.append([batch.num_computed_tokens("a"), 0])
+        if step % 20 == 3:
+            graph.replay()  # a dummy: no ticket, no rows
+            got.append(seen.clone())
+            expected.append([0, 0])
+    assert torch.stack(got).tolist() == expected
 
 
 def test_nothing_is_captured_by_a_build():
