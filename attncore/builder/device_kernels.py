@@ -50,10 +50,7 @@ def _read_arena(  # type: ignore[no-untyped-def]
     depth: tl.constexpr, stride: tl.constexpr, groups: tl.constexpr, counts: tl.constexpr, ticket: tl.constexpr,
     block: tl.constexpr,
 ):  # fmt: skip
-    if ticket:
-        step = tl.load(state + 2)
-    else:
-        step = tl.load(state) + 1
+    step = tl.load(state + 2) if ticket else tl.load(state) + 1
     source = pinned + (tl.maximum(step, 0) % depth) * stride
     header = source.to(tl.pointer_type(tl.int64))
     found = (step >= 0) & (tl.load(header) == step)

@@ -57,7 +57,7 @@ class DeviceSide:
         self._page_indices: list[Any] = [None] * len(self.tables)
         self._places: dict[Size, Any] = {}
         self.ticket = False
-        """Whether the engine replays graphs by itself: each step's number is then written to the device as it is built."""
+        """Whether the engine replays graphs by itself: a step's number is then written to the device as it is built."""
         self.num_rejected: Any = None
         """int32 on the device, by row of the last step, where steps overlap: how many of its tokens were rejected."""
         self._kernels: Any = None
