@@ -66,6 +66,9 @@ def race(args):
                 row = gpu_race.race(each, depth, road, args.device, 100 * depth + seed, plan)
                 rows.append(row | {"seconds": round(time.perf_counter() - started, 1)})
                 print(rows[-1], flush=True)
+        if road == "graph":
+            rows.append(gpu_race.race(-(-args.race // 20), 2, road, args.device, 8, ticket=True))
+            print(rows[-1], flush=True)
         if args.device != "cpu":
             rows.append(gpu_race.race(300, 2, road, args.device, 7, receipts=False))
             print(rows[-1], flush=True)
@@ -106,10 +109,12 @@ def goals(found):
     for row in found.get("steady", ()):
         still = row["places_of_fields"] == 1 and not any(row["growth"].values())
         yield f"steady, {row['what']}", "still" if still else "moves", "still", still
-    rows = [row for row in found.get("race", ()) if row["receipts"]]
-    if rows:
-        steps, wrong = (sum(row[name] for row in rows) for name in ("steps", "wrong"))
-        yield f"race, {steps} steps", f"{wrong} wrong", "0 wrong", wrong == 0
+    for ticket in (False, True):
+        rows = [row for row in found.get("race", ()) if row["receipts"] and row["ticket"] == ticket]
+        if rows:
+            steps, wrong = (sum(row[name] for row in rows) for name in ("steps", "wrong"))
+            what = f"race, {steps} steps{', engine replays by itself' if ticket else ''}"
+            yield what, f"{wrong} wrong", "0 wrong", wrong == 0
     for row in found.get("race", ()):
         if not row["receipts"]:
             what = f"control, {row['staging']}, {row['steps']} steps, no arena waited for"

@@ -15,6 +15,7 @@ ROWS, MAX_LEN, MAX_TOKENS = 64, 1024, 512
 WIDTH = MAX_LEN // BLOCK_SIZE
 BUCKETS = (1, 4, 16, 48, 64)
 NUM_BLOCKS = 8192
+KINDS = ("graph", "eager", "prefill", "null", "abandoned", "dropped", "plan failed")
 NAMES = ("seq_lens", "paged_kv_indptr", "paged_kv_last_page_len", "query_start_loc")
 
 
@@ -108,16 +109,20 @@ class Requests:
         return np.concatenate([np.pad(slots, (0, more), constant_values=-1), positions, *words]), len(positions)
 
 
-def race(steps, depth, staging, device, seed, plan_staging="per_slot", receipts=True):
+def race(steps, depth, staging, device, seed, plan_staging="per_slot", receipts=True, ticket=False):
     """Steps run, wrong ones among them, and what they were.
 
+    With ``ticket`` graphs are replayed by themselves, dummy replays come without a build, and some builds are dropped.
     ``receipts`` False is the control: no arena is waited for, the device is late in every step; some must go wrong.
     """
     rng = np.random.default_rng(seed)
     cuda = device != "cpu"
     batch = InputBatch(max_num_reqs=ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     backend = CopyingPlan(device, plan_staging)
-    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=MAX_TOKENS, staging=staging, depth=depth)
+    options = {"ticket": True} if ticket else {}
+    builder = MetadataBuilder(
+        batch, backend, max_num_batched_tokens=MAX_TOKENS, staging=staging, depth=depth, **options
+    )
     if builder.staging != staging:
         raise SystemExit(f"staging: {builder.staging}, not {staging}: {builder.why_staging}")
     side, models = builder._side, {}
@@ -126,9 +131,9 @@ def race(steps, depth, staging, device, seed, plan_staging="per_slot", receipts=
         models[size] = model_of(builder.capture(size), pages, device, batch)
     if not receipts:
         side.wait = lambda step: None
-    requests, kinds = Requests(rng), dict.fromkeys(("graph", "eager", "prefill", "null", "abandoned", "plan failed"), 0)
+    requests, kinds = Requests(rng), dict.fromkeys(KINDS, 0)
     wrong, first_wrong = torch.zeros((), dtype=torch.int64, device=device), torch.full((), -1, device=device)
-    done, most = 0, ROWS // 2
+    done, most, dropped = 0, ROWS // 2, False
     while done < steps:
         if rng.random() < 0.01:
             most = int(rng.integers(1, ROWS + 1))
@@ -137,10 +142,10 @@ def race(steps, depth, staging, device, seed, plan_staging="per_slot", receipts=
             fall_behind(rng, always=not receipts)
         query_lens = {name: 0 for name in requests.place if rng.random() < 0.03}
         kind = rng.random()
-        if kind < 0.05:
+        if kind < 0.05 and not dropped:  # a dummy replay after a dropped build would run that
             size = int(rng.choice(BUCKETS))
-            metadata = builder.build_null(size)
-            metadata.replay(models[size][0])
+            metadata = models[size][3] if ticket else builder.build_null(size)
+            replay(metadata, models[size][0], ticket)
             expected, num_positions = requests.expected((), {}, size, size)
             kinds["null"] += 1
         else:
@@ -158,14 +163,20 @@ def race(steps, depth, staging, device, seed, plan_staging="per_slot", receipts=
                 except ZeroDivisionError:
                     kinds["plan failed"] += 1
                 backend.fails = False
-            if size and staging == "graph" and rng.random() < 0.02:
+            if size and staging == "graph" and not ticket and rng.random() < 0.02:
                 builder.build(query_lens, bucket=size).abandon()
                 kinds["abandoned"] += 1
             metadata = builder.build(query_lens, bucket=size)
+            if size and ticket and rng.random() < 0.005:
+                requests.expected(metadata.req_ids, query_lens, 0, 0)  # its tokens are booked, it is not run
+                kinds["dropped"] += 1
+                dropped = True
+                continue
             if size:
-                metadata.replay(models[size][0])
+                replay(metadata, models[size][0], ticket)
             expected, num_positions = requests.expected(metadata.req_ids, query_lens, size or 0, size or 0)
             kinds["graph" if size else "prefill" if prefill else "eager"] += 1
+        dropped = False
         seen = models[size][1] if size else fields_of(metadata)
         num_pages = len(expected) - num_positions - metadata.num_tokens - 4 * metadata.num_reqs - 2
         seen_pages = models[size][2] if size else metadata.paged_kv_indices
@@ -174,13 +185,14 @@ def race(steps, depth, staging, device, seed, plan_staging="per_slot", receipts=
         found = [seen[0], seen[1][:num_positions], *seen[2:], seen_pages[:num_pages]]
         bad = (torch.cat([one.long() for one in found]) != sent).any()
         indptr = sent[metadata.num_tokens + num_positions + metadata.num_reqs :][: metadata.num_reqs + 1]
-        bad |= (backend.copied[: metadata.num_reqs + 1] != indptr).any()
+        if num_positions or not ticket:  # a dummy replay was not planned
+            bad |= (backend.copied[: metadata.num_reqs + 1] != indptr).any()
         first_wrong.copy_(torch.where(bad & (first_wrong < 0), done, first_wrong))
         wrong += bad
         done += 1
     return {
-        "staging": staging, "depth": depth, "plan_staging": plan_staging, "receipts": receipts, "steps": done,
-        "wrong": int(wrong), "first_wrong": int(first_wrong), "kinds": kinds,
+        "staging": staging, "depth": depth, "ticket": ticket, "plan_staging": plan_staging, "receipts": receipts,
+        "steps": done, "wrong": int(wrong), "first_wrong": int(first_wrong), "kinds": kinds,
     }  # fmt: skip
 
 
@@ -193,12 +205,26 @@ def fall_behind(rng, *, always):
         torch.cuda._sleep(int(rng.integers(1, 1_500_000)))
 
 
+class Dummy:
+    """The shape of a replay that belongs to no build."""
+
+    def __init__(self, size):
+        self.num_reqs = self.num_tokens = size
+
+
+def replay(metadata, graph, ticket):
+    if ticket:
+        graph.replay()
+    else:
+        metadata.replay(graph)
+
+
 def fields_of(metadata):
     return [metadata.slot_mapping, metadata.positions, *(getattr(metadata, name) for name in NAMES)]
 
 
 def model_of(metadata, pages, device, batch):
-    """A captured step that keeps what it sees: (graph, fields, page indices)."""
+    """A captured step that keeps what it sees: (graph, fields, page indices, a dummy of its shape)."""
     num_pages = metadata.num_reqs * WIDTH
     seen, seen_pages = [torch.zeros_like(one) for one in fields_of(metadata)], torch.zeros_like(pages[:num_pages])
 
@@ -210,4 +236,4 @@ def model_of(metadata, pages, device, batch):
 
     if device != "cpu":
         torch.cuda.synchronize()
-    return captured(model, device), seen, seen_pages
+    return captured(model, device), seen, seen_pages, Dummy(metadata.num_reqs)
