@@ -11,7 +11,7 @@ TRACE := ../shared/traces/azure_llm_2023_conv.csv.gz
 # The first test run compiles numba's functions; both cores then share the rest.
 JOBS ?= 2
 
-.PHONY: help demo test test-all test-gpu lint types bench bench-gpu bench-peers clean
+.PHONY: help demo test test-all test-gpu lint types bench bench-compare bench-gpu bench-history bench-peers clean
 
 help:
 	@echo "make demo           replay a request trace through metadata and attention (under two minutes after set-up)"
@@ -19,6 +19,8 @@ help:
 	@echo "make test-all       the same, and the slow proofs"
 	@echo "make test-gpu       the tests that need a CUDA device, in the active Python"
 	@echo "make bench          metadata-build latency: run, save, compare with the last saved run"
+	@echo "make bench-compare REV=...   the working tree beside a revision, turn by turn; fails where it got slower"
+	@echo "make bench-history  a diagram of the saved runs for each benchmark, in benchmarks/history/"
 	@echo "make bench-peers    the same steps by vLLM's own builders, in an environment of their own (.venv-peers)"
 	@echo "make bench-gpu      on a CUDA device, in the active Python: until a step is there, calls, bytes, a race (RACE=100000)"
 	@echo "make clean          remove the environments and everything that was built"
@@ -64,6 +66,16 @@ bench: $(VENV)/.built
 		--benchmark-storage=file://benchmarks/results --benchmark-compare --benchmark-columns=median,min,iqr,rounds \
 		--benchmark-group-by=group --benchmark-sort=min -W "default::pytest_benchmark.logger.PytestBenchmarkWarning"
 	$(BIN)/python benchmarks/reach.py "$$(ls -t benchmarks/results/*/[0-9]*.json | head -1)"
+
+# More words for it in COMPARE, such as COMPARE="-k TestDecode --rounds 6".
+bench-compare: $(VENV)/.built
+	@test -n "$(REV)" || { echo "bench-compare: say with what: make bench-compare REV=main"; exit 2; }
+	$(BIN)/python benchmarks/compare.py run $(REV) $(COMPARE)
+
+bench-history: $(VENV)/.built
+	$(PIP) install -q -c constraints.txt pygal pygaljs
+	$(BIN)/python -m pytest_benchmark --storage=file://benchmarks/results compare --sort=name --group-by=fullname \
+		--columns=median,iqr --histogram=benchmarks/history/run
 
 # vLLM's wheels without their requirements (CUDA is several GB) and their compiled code, which nothing timed uses; a
 # folder each, because two versions have no room in one environment. The same Python as .venv, whose extension it uses.
