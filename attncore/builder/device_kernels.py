@@ -77,10 +77,12 @@ def _read_arena(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gather_all_pages(table, indptr, out, stride, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gather_all_pages(arena, table, indptr, out, stride, block: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     start = tl.load(indptr + row)
     count = tl.load(indptr + row + 1) - start
+    num_rows = tl.load(arena.to(tl.pointer_type(tl.int64)) + 1)
+    count = tl.where(row < num_rows, count, 0)  # behind the step's rows stand those of steps before
     at = tl.program_id(1) * block
     while at < count:
         column = at + tl.arange(0, block)
@@ -116,10 +118,10 @@ def read_arena(
     )  # fmt: skip
 
 
-def gather_all_pages(table: Any, indptr: Any, out: Any) -> None:
-    """``gather_pages`` for rows of any length, in a launch whose shape never changes."""
+def gather_all_pages(arena: Any, table: Any, indptr: Any, out: Any) -> None:
+    """``gather_pages`` for as many rows as the arena's header says, of any length, in a launch of fixed shape."""
     grid = (indptr.numel() - 1, min(triton.cdiv(table.shape[1], _PAGES_BLOCK), 4))
-    _gather_all_pages[grid](table, indptr, out, table.stride(0), block=_PAGES_BLOCK)
+    _gather_all_pages[grid](arena, table, indptr, out, table.stride(0), block=_PAGES_BLOCK)
 
 
 def write_receipt(state: Any, receipt: Any) -> None:

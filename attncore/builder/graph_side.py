@@ -163,7 +163,7 @@ class GraphSide(DeviceSide):
         views = self.views(size)
         indptrs = [views.groups[index]["paged_kv_indptr"] for index in self.page_lists]
         for index, indptr in zip(self.page_lists, indptrs, strict=True):
-            kernels.gather_all_pages(self.tables[index], indptr, self.page_buffer(index))
+            kernels.gather_all_pages(self._arena, self.tables[index], indptr, self.page_buffer(index))
         kernels.write_receipt(self._state, self._receipt)
 
     def problem(self) -> str:
@@ -182,7 +182,7 @@ class GraphSide(DeviceSide):
                     group["paged_kv_indptr"][:] = np.arange(len(group["paged_kv_indptr"]))
                 header = self._headers[arena]
                 header[:] = 0
-                header[STEP] = step
+                header[STEP], header[ROWS] = step, size.num_reqs
                 self._state[2:].fill_(step)
                 graph.replay()
                 torch.cuda.synchronize()
