@@ -21,8 +21,8 @@ from gpu_work import (
 
 
 def host(args):
-    """Host microseconds of a step, the device idle before it; cold: 128 MB of other memory were written before it."""
-    flush, hot, cold, rows = Flush(), 20 if args.quick else 200, 3 if args.quick else 10, []
+    """Host microseconds of a step, the device idle before it; cold: 320 MB of other memory were written before it."""
+    flush, hot, cold, rows = Flush(), 20 if args.quick else 200, 3 if args.quick else 8, []
     for shape in shapes():
         if args.quick and shape.context != "8k":
             continue

@@ -201,7 +201,7 @@ class Work:
 class Flush:
     """Call it: the caches hold nothing that was there."""
 
-    def __init__(self, nbytes=128 << 20):
+    def __init__(self, nbytes=320 << 20):
         self.memory = np.zeros(nbytes // 8, np.int64)
 
     def __call__(self):
