@@ -40,6 +40,11 @@ class _Parser(argparse.ArgumentParser):
     """argparse without the usage text before an error: one line says it."""
 
     def error(self, message: str) -> NoReturn:
+        name, unknown, words = message.partition("unrecognized arguments: ")
+        if unknown and not name:
+            option = words.split(maxsplit=1)[0].partition("=")[0]
+            near = difflib.get_close_matches(option, self._option_string_actions, 1)
+            message += f"; did you mean {near[0]}?" if near else f"; {self.prog} --help tells what there is"
         raise UsageError(message)
 
 
