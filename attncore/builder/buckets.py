@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from attncore import slots
 from attncore.builder.backends import Backends
-from attncore.builder.staging import Size, StagingRing
+from attncore.builder.staging import Size, StagingRing, Views
 from attncore.builder.step_metadata import Owner, StepMetadata, step_metadata
 from attncore.errors import CaptureError
 
@@ -17,6 +19,27 @@ if TYPE_CHECKING:
 
 
 SMALLEST = 256  # tokens that the smallest size of an eager step holds on a device
+_COUNTS = (
+    "num_reqs", "num_tokens", "num_actual_reqs", "num_actual_tokens", "num_decodes", "num_decode_tokens",
+    "num_prefills", "num_prefill_tokens", "max_query_len", "max_seq_len", "max_prefill_seq_len", "max_decode_seq_len",
+    "max_decode_query_len", "num_encoder_tokens", "max_encoder_seq_len", "num_cross_slots", "req_ids", "moves",
+)  # fmt: skip
+
+
+class _Capture:
+    """What an arena is to metadata, for what a graph was captured over: counts of the capture, arrays of any step."""
+
+    def __init__(self, arena: Any, rows: Any, owner: Owner) -> None:
+        self.__dict__.update({name: getattr(arena, name) for name in _COUNTS})
+        self._rows, self._owner = rows, owner
+
+    @property
+    def step(self) -> int:
+        return self._owner.last_step
+
+    @property
+    def changes(self) -> int:
+        return int(self._rows.changes)
 
 
 class Buckets:
@@ -100,7 +123,7 @@ class Buckets:
         """A StepBucket; ``padding``: rows, tokens of each, their seq_lens, whether all run so many."""
         batch, ring, side = self._batch, self._ring, self._side
         has_cross = batch._cross is not None
-        extra = {field.name: "token" if field.per_token else "request" for field in ring.extra}
+        extra = self._extra()
         device: Any = None
         memory: tuple[Any, ...] = ()
         if side is not None:
@@ -118,6 +141,25 @@ class Buckets:
         bucket = batch.kernels.StepBucket(arenas, metadata, pads, *padding, *memory)
         self._sizes[id(bucket)] = size
         return bucket
+
+    def _extra(self) -> dict[str, str]:
+        return {field.name: "token" if field.per_token else "request" for field in self._ring.extra}
+
+    def at_capture(self, metadata: StepMetadata) -> StepMetadata:
+        """A captured size's ``metadata`` as a stand-in for a graph, on the CPU, replays it: counts of the capture.
+
+        Its ``host``, too, lies where every later step comes to, and not in one of the arenas.
+        """
+        size, side = self.size_of(self.of(metadata)), self._side
+        device: Any = side.views(size) if side is not None else self._ring.fixed_views(size)
+        fields, *groups = (
+            {name: np.asarray(array) for name, array in views.items()} for views in (device.fields, *device.groups)
+        )
+        arena = _Capture(metadata._arena, self._batch._rows, self._owner)
+        return step_metadata(
+            arena, Views(fields, groups), self._batch, self._backends.wraps, self._owner, self._extra(), device, side,
+            padded=True,
+        )  # fmt: skip
 
     def drop(self, num_reqs: int) -> Any:
         """Forgets a captured size; its StepBucket."""

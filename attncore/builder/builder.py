@@ -228,7 +228,9 @@ class MetadataBuilder:
             known = num_reqs in self.captured
             self._kernel.add_bucket(self._buckets.add(num_reqs, query_len))
             try:
-                return self._answer(self._null_step(num_reqs, capturing=True))
+                metadata = self._null_step(num_reqs, capturing=True)
+                on_cpu = self._backends.device.startswith("cpu")
+                return self._buckets.at_capture(metadata) if on_cpu else self._answer(metadata)
             except BaseException:
                 if not known:
                     self._buckets.drop(num_reqs)
