@@ -3,10 +3,11 @@
     from attncore.testing.latency import *
     BACKEND = "acme"
 
-It times build, plan and forward of a step, each apart, over ``SHAPES`` and over saved steps. The file may set
-``STEPS`` (a batch file, as `attncore replay --save-steps` writes it), ``REQUEST`` (fields of the AttentionRequest),
-``DEVICE`` and ``OPTIONS``. `pytest --benchmark-autosave --benchmark-compare-fail=median:10%` keeps history and fails on
-a regression.
+It times build, plan, commit (all that an engine's call does: build, plan, and the host's part of sending the step to
+the device) and forward of a step over ``SHAPES`` and over saved steps. The file may set ``STEPS`` (a batch file, as
+`attncore replay --save-steps` writes it), ``REQUEST`` (fields of the AttentionRequest), ``DEVICE`` and ``OPTIONS``.
+`pytest --benchmark-autosave --benchmark-compare --benchmark-compare-fail=median:10%` keeps history and fails on a
+regression.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from attncore.testing import steps
 from attncore.testing.errors import UnsupportedError
 from attncore.testing.subject import Subject
 
-__all__ = ["attncore_timed", "pytest_plugins", "test_build", "test_forward", "test_plan"]
+__all__ = ["attncore_timed", "pytest_plugins", "test_build", "test_commit", "test_forward", "test_plan"]
 pytest_plugins = ("attncore.testing.plugin",)
 
 SHAPES: Mapping[str, list[tuple[int, int]]] = {
@@ -39,10 +40,12 @@ SHAPES: Mapping[str, list[tuple[int, int]]] = {
 SAVED = "saved steps"
 REQUEST = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "block_size": None}
 MOST_STEPS = 32  # of a file: evenly spread over it
+READ = ("slot_mapping", "query_start_loc", "seq_lens", "block_table", "paged_kv_indptr", "paged_kv_indices")
+"""What layers read of a step of the list door, which goes to the device field by field when it is read."""
 
 
 class Timed:
-    """A backend and one or more steps: what is timed calls ``build``, ``plan`` or ``forward`` once for each step."""
+    """A backend and one or more steps: what is timed calls ``build``, ``plan``, ``commit`` or ``forward`` for each."""
 
     def __init__(self, subject: Subject, shape: str, request: Mapping[str, Any], saved: str | Path | None) -> None:
         form = subject.form
@@ -51,7 +54,9 @@ class Timed:
         self.config = self.backend.config
         self.impl = self.backend.impl("layers.0", scale=self.config.head_size**-0.5)
         self._builders: list[Callable[[], Any]] = []
+        self._senders: list[Callable[[], Any]] = []
         self._resets: list[Callable[[], None]] = []
+        self.staging = "none"
         blocks = self._saved(saved, form) if shape == SAVED else self._shape(SHAPES[shape])
         self.metadata = [steps.planned(self.backend, build()) for build in self._builders]
         self.kv_cache = self.backend.allocate_kv_cache(blocks)
@@ -68,6 +73,11 @@ class Timed:
         for build in self._builders:
             build()
 
+    def commit(self) -> None:
+        """Build, plan and send each step, as an engine does; does not wait for the device."""
+        for send in self._senders:
+            send()
+
     def plan(self) -> None:
         """Call the backend's plan for each step."""
         for metadata in self.metadata:
@@ -82,10 +92,18 @@ class Timed:
 
     def _shape(self, rows: list[tuple[int, int]]) -> int:
         """One step of the persistent door; how many blocks its cache needs."""
+        end = self._persistent(rows, self._builders)
+        # On a CPU nothing is sent; a copy within its memory stands for it.
+        staging = "copy" if torch.device(self.config.device).type == "cpu" else "auto"
+        self._persistent(rows, self._senders, backend=self.backend, staging=staging)
+        return end
+
+    def _persistent(self, rows: list[tuple[int, int]], calls: list[Callable[[], Any]], **options: Any) -> int:
+        """Adds the call that builds the step to ``calls``, and what takes it back; how many blocks the cache needs."""
         size = self.config.block_size
         longest = max(context + tokens for context, tokens in rows)
         batch = InputBatch(max_num_reqs=len(rows), max_model_len=longest, block_size=size)
-        builder = MetadataBuilder(batch, max_num_batched_tokens=sum(tokens for _, tokens in rows))
+        builder = MetadataBuilder(batch, max_num_batched_tokens=sum(tokens for _, tokens in rows), **options)
         scheduled = {i: tokens for i, (_, tokens) in enumerate(rows) if tokens != 1}
         end = 1
         for i, (context, tokens) in enumerate(rows):
@@ -100,11 +118,12 @@ class Timed:
         def reset() -> None:
             if built:
                 built.clear()
-                for i, (_, tokens) in enumerate(rows):
-                    batch.rollback(i, tokens)
+                batch.rollback_many({i: tokens for i, (_, tokens) in enumerate(rows)})
 
-        self._builders.append(build)
+        calls.append(build)
         self._resets.append(reset)
+        if options:
+            self.staging = builder.staging
         return end
 
     def _saved(self, path: str | Path | None, form: BackendSpec) -> int:
@@ -122,7 +141,9 @@ class Timed:
                 raise UnsupportedError(
                     f"the steps have block_size {batch.block_size}, the backend {self.config.block_size}; set REQUEST"
                 )
-            self._builders.append(_list_build(batch, "flashinfer" if "page_list" in form.needs else "common"))
+            layout = "flashinfer" if "page_list" in form.needs else "common"
+            self._builders.append(_list_build(batch, layout))
+            self._senders.append(_read(_list_build(batch, layout, self.backend)))
             tables = [
                 one.block_table for group in batch.groups for one in group.sequences if one.block_table is not None
             ]
@@ -143,20 +164,30 @@ class Timed:
         return made[0], made[1], None if config.use_mla else made[2]
 
 
-def _list_build(batch: Batch, layout: str) -> Callable[[], Any]:
+def _list_build(batch: Batch, layout: str, backend: Any = None) -> Callable[[], Any]:
     builder = CommonMetadataBuilder(
         batch.block_size,
         layout,
         sliding_window=batch.sliding_window,
         chunked_prefill=batch.chunked_prefill,
         max_seq_len_to_capture=batch.max_seq_len_to_capture,
+        encoder_decoder=batch.encoder_decoder,
+        backend=backend,
     )
     return lambda: builder.build(batch.groups, batch.cuda_graph_pad_size)
 
 
+def _read(build: Callable[[], Any]) -> Callable[[], Any]:
+    def send() -> Any:
+        metadata = build()
+        return [getattr(metadata, name) for name in READ if hasattr(metadata.host, name)]
+
+    return send
+
+
 @pytest.fixture(scope="module", params=[*SHAPES, SAVED])
 def attncore_timed(request: pytest.FixtureRequest) -> Iterator[Timed]:
-    """A backend and the steps to time, made once for all three tests."""
+    """A backend and the steps to time, made once for all tests."""
     module = request.module
     name = getattr(module, "BACKEND", None)
     if not isinstance(name, str):
@@ -190,6 +221,13 @@ def test_plan(benchmark: Any, attncore_timed: Timed) -> None:
     """The backend's plan of a step."""
     _info(benchmark, attncore_timed, "plan")
     benchmark(attncore_timed.plan)
+
+
+def test_commit(benchmark: Any, attncore_timed: Timed) -> None:
+    """All that an engine's call does before the first layer: build, plan, and the host's part of sending the step."""
+    _info(benchmark, attncore_timed, "commit")
+    benchmark.extra_info["staging"] = attncore_timed.staging
+    benchmark.pedantic(attncore_timed.commit, setup=attncore_timed.reset, rounds=200, warmup_rounds=10)
 
 
 def test_forward(benchmark: Any, attncore_timed: Timed) -> None:

@@ -6,10 +6,12 @@ import pytest
 
 from attncore.cli import main
 from attncore.testing import latency
+from attncore.testing.subject import Subject
 
 # Some releases of pytest-benchmark leave the file of --benchmark-json to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 FILE = 'from attncore.testing.latency import *\n\nBACKEND = "{name}"\n'
+GROUPS = {"build", "plan", "commit", "forward"}
 
 
 @pytest.fixture(autouse=True)
@@ -27,17 +29,19 @@ def run(tmp_path, text, *options):
     return pytest.main([*fixed, "-p", "no:cacheprovider", *options, str(file)])
 
 
-def test_build_plan_and_forward_are_timed_apart(tmp_path):
+def test_build_plan_commit_and_forward_are_timed_apart(tmp_path):
     results = tmp_path / "results.json"
     options = ["--benchmark-json", str(results), "--benchmark-max-time=0.01", "--benchmark-min-rounds=2"]
     assert run(tmp_path, FILE.format(name="reference"), *options, "-k", "32") == 0
     found = json.loads(results.read_text())["benchmarks"]
-    assert {one["group"] for one in found} == {"build", "plan", "forward"}
+    assert {one["group"] for one in found} == GROUPS
     assert {one["params"]["attncore_timed"] for one in found} == {"decode of 32"}
     for one in found:
         assert one["extra_info"]["tokens"] == 32
         assert one["extra_info"]["backend"] == "reference"
         assert one["stats"]["median"] > 0
+        if one["group"] == "commit":  # on a CPU, by a copy within its memory
+            assert one["extra_info"]["staging"] == "copy"
 
 
 def test_saved_steps_are_replayed(tmp_path, monkeypatch):
@@ -52,12 +56,40 @@ def test_saved_steps_are_replayed(tmp_path, monkeypatch):
     options = ["--benchmark-json", str(results), "--benchmark-max-time=0.01", "--benchmark-min-rounds=2"]
     assert run(tmp_path, text, *options, "-k", "saved") == 0
     found = {one["group"]: one for one in json.loads(results.read_text())["benchmarks"]}
-    assert set(found) == {"build", "plan", "forward"}
+    assert set(found) == GROUPS
     assert found["build"]["extra_info"]["steps"] == 3
 
 
 def test_without_timing_every_shape_runs_once_and_missing_steps_are_a_skip(tmp_path, capsys):
     assert run(tmp_path, FILE.format(name="reference"), "--benchmark-disable", "-rs") == 0
     shown = capsys.readouterr().out
-    assert "12 passed, 3 skipped" in shown, shown
+    assert "16 passed, 4 skipped" in shown, shown
     assert "unsupported: the test file sets no STEPS" in shown
+
+
+def test_saved_steps_with_encoders(tmp_path):
+    """A prompt that brings its encoder's tokens beside a decode that reads them; the decoder's own layers are timed."""
+    saved = tmp_path / "steps.jsonl"
+    rows = [(True, 5, 0, [1, 2], 9, [7, 8, 9]), (False, 1, 6, [3, 4], 6, [5, 6])]
+    groups = [
+        {"is_prompt": prompt, "encoder_seq_len": encoder, "cross_block_table": cross,
+         "sequences": [{"seq_id": i, "query_len": query, "context_len": context, "block_table": table}]}
+        for i, (prompt, query, context, table, encoder, cross) in enumerate(rows)
+    ]  # fmt: skip
+    saved.write_text(json.dumps({"block_size": 4, "chunked_prefill": True, "groups": groups}) + "\n")
+    text = FILE.format(name="reference") + f"STEPS = {str(saved)!r}\nREQUEST = {{'block_size': 4}}\n"
+    results = tmp_path / "results.json"
+    options = ["--benchmark-json", str(results), "--benchmark-max-time=0.01", "--benchmark-min-rounds=2"]
+    assert run(tmp_path, text, *options, "-k", "saved") == 0
+    found = {one["group"]: one for one in json.loads(results.read_text())["benchmarks"]}
+    assert set(found) == GROUPS
+    assert found["forward"]["extra_info"]["tokens"] == 6
+
+
+def test_a_step_is_the_same_each_time_it_is_timed():
+    timed = latency.Timed(Subject("reference"), "chunk of 128 beside 16 decodes", latency.REQUEST, None)
+    for _ in range(3):
+        timed.reset()
+        for step in (timed._builders[0](), timed._senders[0]()):
+            assert (step.num_prefills, step.num_decodes, step.num_tokens) == (1, 16, 144)
+            assert sorted(step.host.seq_lens.tolist()) == sorted([640, *(32 * i + 1 for i in range(1, 17))])
