@@ -67,8 +67,9 @@ def race(args):
                 rows.append(row | {"seconds": round(time.perf_counter() - started, 1)})
                 print(rows[-1], flush=True)
         if road == "graph":
-            rows.append(gpu_race.race(-(-args.race // 20), 2, road, args.device, 8, ticket=True))
-            print(rows[-1], flush=True)
+            for drops in (0.0, 0.01):
+                rows.append(gpu_race.race(-(-args.race // 20), 2, road, args.device, 8, ticket=True, drops=drops))
+                print(rows[-1], flush=True)
         if args.device != "cpu":
             rows.append(gpu_race.race(300, 2, road, args.device, 7, receipts=False))
             print(rows[-1], flush=True)
@@ -109,11 +110,12 @@ def goals(found):
     for row in found.get("steady", ()):
         still = row["places_of_fields"] == 1 and not any(row["growth"].values())
         yield f"steady, {row['what']}", "still" if still else "moves", "still", still
-    for ticket in (False, True):
-        rows = [row for row in found.get("race", ()) if row["receipts"] and row["ticket"] == ticket]
+    kinds = {(False, 0.0): "", (True, 0.0): ", engine replays by itself", (True, 0.01): ", and drops builds"}
+    for kind, told in kinds.items():
+        rows = [row for row in found.get("race", ()) if row["receipts"] and (row["ticket"], row["drops"]) == kind]
         if rows:
             steps, wrong = (sum(row[name] for row in rows) for name in ("steps", "wrong"))
-            what = f"race, {steps} steps{', engine replays by itself' if ticket else ''}"
+            what = f"race, {steps} steps{told}"
             yield what, f"{wrong} wrong", "0 wrong", wrong == 0
     for row in found.get("race", ()):
         if not row["receipts"]:

@@ -109,10 +109,11 @@ class Requests:
         return np.concatenate([np.pad(slots, (0, more), constant_values=-1), positions, *words]), len(positions)
 
 
-def race(steps, depth, staging, device, seed, plan_staging="per_slot", receipts=True, ticket=False):
+def race(steps, depth, staging, device, seed, plan_staging="per_slot", receipts=True, ticket=False, drops=0.0):
     """Steps run, wrong ones among them, and what they were.
 
-    With ``ticket`` graphs are replayed by themselves, dummy replays come without a build, and some builds are dropped.
+    With ``ticket`` graphs are replayed by themselves, dummy replays come without a build, and of builds for a graph a
+    part of ``drops`` is never replayed.
     ``receipts`` False is the control: no arena is waited for, the device is late in every step; some must go wrong.
     """
     rng = np.random.default_rng(seed)
@@ -167,7 +168,7 @@ def race(steps, depth, staging, device, seed, plan_staging="per_slot", receipts=
                 builder.build(query_lens, bucket=size).abandon()
                 kinds["abandoned"] += 1
             metadata = builder.build(query_lens, bucket=size)
-            if size and ticket and rng.random() < 0.005:
+            if size and ticket and rng.random() < drops:
                 requests.expected(metadata.req_ids, query_lens, 0, 0)  # its tokens are booked, it is not run
                 kinds["dropped"] += 1
                 dropped = True
@@ -191,7 +192,7 @@ def race(steps, depth, staging, device, seed, plan_staging="per_slot", receipts=
         wrong += bad
         done += 1
     return {
-        "staging": staging, "depth": depth, "ticket": ticket, "plan_staging": plan_staging, "receipts": receipts,
+        "staging": staging, "depth": depth, "ticket": ticket, "drops": drops, "plan_staging": plan_staging, "receipts": receipts,
         "steps": done, "wrong": int(wrong), "first_wrong": int(first_wrong), "kinds": kinds,
     }  # fmt: skip
 
