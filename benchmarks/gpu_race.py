@@ -192,8 +192,8 @@ def race(steps, depth, staging, device, seed, plan_staging="per_slot", receipts=
         wrong += bad
         done += 1
     return {
-        "staging": staging, "depth": depth, "ticket": ticket, "drops": drops, "plan_staging": plan_staging, "receipts": receipts,
-        "steps": done, "wrong": int(wrong), "first_wrong": int(first_wrong), "kinds": kinds,
+        "staging": staging, "depth": depth, "ticket": ticket, "drops": drops, "plan_staging": plan_staging,
+        "receipts": receipts, "steps": done, "wrong": int(wrong), "first_wrong": int(first_wrong), "kinds": kinds,
     }  # fmt: skip
 
 
