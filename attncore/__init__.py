@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from attncore.builder import (
         CommonAttentionMetadata,
+        CommonAttentionState,
         CommonMetadataBuilder,
         InputBatch,
         KVCacheGroup,
@@ -65,6 +66,7 @@ __all__ = [
     "CaptureError",
     "Choice",
     "CommonAttentionMetadata",
+    "CommonAttentionState",
     "CommonMetadataBuilder",
     "ConcurrentUseError",
     "Host",
@@ -95,7 +97,8 @@ _HOMES = {
         "AttentionType BackendConfig"
     ),
     "builder": (
-        "CommonAttentionMetadata CommonMetadataBuilder InputBatch KVCacheGroup MetadataBuilder Sequence SequenceGroup"
+        "CommonAttentionMetadata CommonAttentionState CommonMetadataBuilder InputBatch KVCacheGroup MetadataBuilder "
+        "Sequence SequenceGroup"
     ),
     "errors": "AttncoreError CaptureError ConcurrentUseError NoBackendError PluginError",
     "registry.choice": "Choice",

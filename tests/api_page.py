@@ -37,6 +37,8 @@ def lines(name):
     value = getattr(attncore, name)
     if not inspect.isclass(value):
         return [signature(name, value)] if callable(value) else [f"{name}: {type(value).__name__}"]
+    if value.__name__ != name:
+        return [f"{name} = {value.__name__}"]
     if issubclass(value, Exception):
         return [f"class {name}({value.__bases__[0].__name__})"]
     return [f"class {heading(name, value)}", *(f"    {line}" for line in members(value))]

@@ -165,6 +165,7 @@ class ContextParallel:
             "max_seq_len": int(fields.seq_lens.max(initial=0)),
             "max_decode_seq_len": int(decodes.max(initial=0)),
             "max_prefill_seq_len": int(others.max(initial=0)),
+            **dict.fromkeys(("num_encoder_tokens", "max_encoder_seq_len"), 0),
         }
         return CommonAttentionMetadata(
             fields,

@@ -111,6 +111,8 @@ def local_attention_metadata(
         "max_seq_len": max(longest),
         "max_decode_seq_len": longest[0],
         "max_prefill_seq_len": longest[1],
+        "max_decode_query_len": int(virtual.query_lens[is_decode].max(initial=0)) or 1,
+        **dict.fromkeys(("num_encoder_tokens", "max_encoder_seq_len"), 0),
     }
     return CommonAttentionMetadata(
         fields,

@@ -120,3 +120,15 @@ def test_a_step_padded_to_a_captured_size_is_not_sliced():
     for part in slice_by_requests(step.query_lens, 2):
         with pytest.raises(ValueError, match=r"^metadata: padded to a captured size"):
             slice_metadata(step, part)
+
+
+def test_counts_of_virtual_requests_and_shares_are_of_what_they_hold():
+    step = step_with_encoders()  # neither carries the encoder's part
+    for part in (local_attention_metadata(step, 4, 4), ContextParallel(2, 0, 2).metadata(step)):
+        assert not hasattr(part, "encoder_seq_lens")
+        assert (part.num_encoder_tokens, part.max_encoder_seq_len) == (0, 0)
+    decodes = step_of_a_rank({"a": 3, "b": 3})  # b's tokens 10, 11 and 12 lie in two chunks
+    local = local_attention_metadata(decodes, 4, 4)
+    assert (local.num_decodes, local.max_decode_query_len) == (3, 3)
+    decodes = step_of_a_rank({"a": 1, "b": 3})
+    assert local_attention_metadata(decodes, 4, 4).max_decode_query_len == 2
