@@ -130,7 +130,19 @@ cdef class StepBucket:
     cdef list sources
     cdef char* device           # where a captured graph reads, or NULL
     cdef Py_ssize_t nbytes
+    cdef public object size, replay   # what a device's side keeps of it
+    cdef public bint recorded
+    cdef public Py_ssize_t tail       # where the journal begins in an arena, bytes
     cpdef object commit(self, slot_t step)
+
+
+cdef class StepSender:
+    cdef object _keep
+    cdef slot_t* arenas
+    cdef Py_ssize_t depth
+    cdef slot_t* receipt
+    cdef Rows* groups[MAX_GROUPS + 1]
+    cdef length_t num_groups, entries
 
 
 cdef class StepKernel:

@@ -137,9 +137,19 @@ cdef extern from *:
     #endif
         return i;
     }
+    /* A word that the device looks at: stored after, and loaded before, everything else of a step. */
+    #if defined(__GNUC__) || defined(__clang__)
+    static inline void attncore_store(int64_t *word, int64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+    static inline int64_t attncore_load(int64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+    #else
+    static inline void attncore_store(int64_t *word, int64_t value) { *(volatile int64_t *)word = value; }
+    static inline int64_t attncore_load(int64_t *word) { return *(volatile int64_t *)word; }
+    #endif
     """
     const char* ATTNCORE_READS_INTS
     int attncore_read_int(PyObject* item, slot_t* value) except -1
+    void attncore_store(slot_t* word, slot_t value) noexcept nogil
+    slot_t attncore_load(slot_t* word) noexcept nogil
     length_t attncore_sum_fours(const length_t* values, length_t* sums, length_t count, length_t* total) noexcept nogil
     length_t attncore_stale_fours(const length_t* computed, const length_t* column, length_t count, int shift,
                                   length_t block, length_t* stale, length_t* num_stale) noexcept nogil
@@ -711,6 +721,22 @@ cdef void pad_step(StepArena out, BatchRows batch, StepBucket bucket) noexcept n
     out.max_decode_seq_len = max(out.max_decode_seq_len, bucket.pad_seq_len if n < reqs else 0)
 
 
+cdef length_t write_journal(Rows* rows, length_t num_rows, length_t* entries, length_t room) noexcept nogil:
+    """BlockRows.journal."""
+    cdef length_t i, column, count = 0
+    for i in range(num_rows):
+        column = rows.synced[i]
+        if column >= rows.num_blocks[i]:
+            continue
+        while column < rows.num_blocks[i] and count < room:
+            entries[2 * count] = i * rows.width + column
+            entries[2 * count + 1] = rows.table[<slot_t> i * rows.width + column]
+            count += 1
+            column += 1
+        rows.synced[i] = column
+    return count
+
+
 @cython.final
 cdef class BlockRows:
     """One KV-cache group's blocks: state int32[4, n] and block table int32[n, width], both owned by the caller.
@@ -819,16 +845,8 @@ cdef class BlockRows:
 
         Raises each row's watermark to what was written: what does not fit goes with the next call.
         """
-        cdef length_t i, column, count = 0, room = <length_t> (entries.shape[0] // 2)
-        for i in range(num_rows):
-            column = self.rows.synced[i]
-            while column < self.rows.num_blocks[i] and count < room:
-                entries[2 * count] = i * self.width + column
-                entries[2 * count + 1] = self.rows.table[<slot_t> i * self.width + column]
-                count += 1
-                column += 1
-            self.rows.synced[i] = max(column, self.rows.synced[i])
-        return count
+        cdef length_t room = <length_t> (entries.shape[0] // 2)
+        return write_journal(&self.rows, num_rows, &entries[0], room) if room else 0
 
     def forget_synced(self):
         """The device's table is not to be relied on: everything goes out again."""
@@ -1038,6 +1056,47 @@ cdef class StepBucket:
         if self.device != NULL:
             source = self.sources[step % len(self.sources)]
             memcpy(self.device, &source[0], self.nbytes)
+
+
+@cython.final
+cdef class StepSender:
+    """What goes to a device beside a step's fields: header and journal, in its arena. And the receipt that comes back.
+
+    ``arenas`` int64[depth]: addresses of the arenas; ``groups``: BlockRows of every table; ``entries``: journal entries
+    that an arena has room for; ``receipt`` int64[1]: the last step that the device has read.
+    """
+
+    def __init__(self, arenas, list groups, length_t entries, receipt):
+        cdef slot_t[::1] addresses = arenas
+        cdef slot_t[::1] word = receipt
+        cdef BlockRows group
+        self._keep = arenas, groups, receipt
+        self.arenas, self.depth, self.receipt = &addresses[0], addresses.shape[0], &word[0]
+        self.num_groups, self.entries = 0, entries
+        for group in groups:
+            self.groups[self.num_groups] = &group.rows
+            self.num_groups += 1
+
+    def write(self, slot_t step, StepBucket bucket, StepArena out, length_t num_rows):
+        """A step's rows, tokens and journal; how many entries that has: where all room is taken, there may be more."""
+        cdef char* arena = <char*> <size_t> self.arenas[step % self.depth]
+        cdef slot_t* header = <slot_t*> arena
+        cdef length_t* entries = <length_t*> (arena + bucket.tail)
+        cdef length_t g, count, total = 0
+        header[1], header[2] = out.num_reqs, out.num_tokens
+        for g in range(self.num_groups):
+            count = write_journal(self.groups[g], num_rows, entries + 2 * total, self.entries - total)
+            header[3 + g] = count
+            total += count
+        return total
+
+    def publish(self, slot_t step):
+        """The step's number, behind everything else: from now on the device may read it."""
+        attncore_store(<slot_t*> <size_t> self.arenas[step % self.depth], step)
+
+    def seen(self, slot_t step):
+        """Whether the device has read ``step``."""
+        return attncore_load(self.receipt) >= step
 
 
 @cython.final

@@ -7,6 +7,7 @@ is plain Python. See _slots.pyi for the types and _slots.pyx for what each does.
 from __future__ import annotations
 
 import collections.abc
+import ctypes
 from array import array as array_of_ints
 from typing import Any
 
@@ -497,12 +498,40 @@ class StepBucket:
     ) -> None:  # fmt: skip
         self.arenas, self.metadata = arenas, metadata
         self.sources, self.device = sources or [], device
+        self.size: Any = None
+        self.replay: Any = None
+        self.recorded, self.tail = False, 0
         self.pads, self.num_reqs, self.num_tokens = pads, num_reqs, num_reqs * query_len
         self.query_len, self.pad_seq_len, self.uniform = query_len, pad_seq_len, uniform
 
     def commit(self, step: int) -> None:
         if self.device is not None:
             self.device[:] = self.sources[step % len(self.sources)]
+
+
+class StepSender:
+    def __init__(self, arenas: Any, groups: list[BlockRows], entries: int, receipt: Any) -> None:
+        self.arenas, self.groups, self.entries, self.receipt = arenas, groups, entries, receipt
+
+    def _words(self, step: int, offset: int, count: int, kind: Any) -> Any:
+        address = int(self.arenas[step % len(self.arenas)]) + offset
+        return np.ctypeslib.as_array((kind * count).from_address(address))
+
+    def write(self, step: int, bucket: StepBucket, out: StepArena, num_rows: int) -> int:
+        header = self._words(step, 0, 3 + len(self.groups), ctypes.c_int64)
+        entries = self._words(step, bucket.tail, 2 * self.entries, ctypes.c_int32)
+        header[1:3] = out.num_reqs, out.num_tokens
+        total = 0
+        for g, group in enumerate(self.groups):
+            header[3 + g] = group.journal(num_rows, entries[2 * total :])
+            total += int(header[3 + g])
+        return total
+
+    def publish(self, step: int) -> None:
+        self._words(step, 0, 1, ctypes.c_int64)[0] = step
+
+    def seen(self, step: int) -> bool:
+        return bool(self.receipt[0] >= step)
 
 
 class StepKernel:

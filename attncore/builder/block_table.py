@@ -38,6 +38,11 @@ class BlockTable:
     def nbytes(self) -> int:
         return int(self.array.nbytes + self._state.nbytes + self._scratch.nbytes)
 
+    @property
+    def synced(self) -> npt.NDArray[np.int32]:
+        """int32[max_num_reqs]: leading columns of each row that a device has."""
+        return self._state[3]  # type: ignore[no-any-return]
+
     def num_columns(self, row: int) -> int:
         """Kernel blocks that the row holds."""
         return int(self._state[0, row])

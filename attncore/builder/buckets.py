@@ -56,7 +56,7 @@ class Buckets:
         self._batch, self._ring, self._backends, self._side = batch, ring, backends, side
         self._eager: dict[Size, Any] = {}
         self._captured: dict[int, Any] = {}
-        self._sizes: dict[int, Size] = {}  # by the bucket's id: all of them live as long as this does
+        self._by_bits: list[Any] = []  # on a device: eager sizes without an encoder, by bits of their tokens less one
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._captured)
@@ -65,6 +65,9 @@ class Buckets:
         """The StepBucket of a step of so many tokens."""
         size = self._ring.size
         if self._side is not None:
+            bits = (num_tokens - 1).bit_length() if num_tokens > 1 else 0
+            if not num_encoder_tokens and bits < len(self._by_bits):
+                return self._by_bits[bits]
             at_least = max(SMALLEST, 1 << max(num_tokens - 1, 0).bit_length())
             size = Size(
                 min(at_least, size.num_tokens), size.num_reqs, size.num_encoder_tokens if num_encoder_tokens else 0
@@ -72,8 +75,6 @@ class Buckets:
         bucket = self._eager.get(size)
         if bucket is None:
             bucket = self._eager[size] = self._made(size)
-            if self._side is not None:
-                self._side.prepare(size)
         return bucket
 
     def make_all(self) -> None:
@@ -83,8 +84,11 @@ class Buckets:
             for num_encoder_tokens in {0, self._ring.size.num_encoder_tokens}:
                 self.eager(min(num_tokens, self._ring.size.num_tokens), num_encoder_tokens)
             if num_tokens >= self._ring.size.num_tokens:
-                return
+                break
             num_tokens *= 2
+        if self._side is not None:
+            bits = (self._ring.size.num_tokens - 1).bit_length()
+            self._by_bits = [self.eager(min(1 << k, self._ring.size.num_tokens), 0) for k in range(bits + 1)]
 
     def find(self, num_reqs: int) -> Any:
         """The kernels' StepBucket of a captured size."""
@@ -113,8 +117,6 @@ class Buckets:
         if query_len > 1 and level == "uniform_decode":
             raise ValueError(f"query_len: {query_len}, but backend {name!r} captures decodes of one token only")
         size = Size(num_reqs * query_len, num_reqs, 0)
-        if self._side is not None:
-            self._side.prepare(size)
         bucket = self._made(size, True, num_reqs, query_len, self._backends.pad_seq_len, level != "always")
         self._captured[num_reqs] = bucket
         return bucket
@@ -139,7 +141,9 @@ class Buckets:
                 )
             )
         bucket = batch.kernels.StepBucket(arenas, metadata, pads, *padding, *memory)
-        self._sizes[id(bucket)] = size
+        bucket.size, bucket.tail = size, ring.journal_offset(size)
+        if side is not None:
+            bucket.replay = side.prepare(size)
         return bucket
 
     def _extra(self) -> dict[str, str]:
@@ -150,7 +154,7 @@ class Buckets:
 
         Its ``host``, too, lies where every later step comes to, and not in one of the arenas.
         """
-        size, side = self.size_of(self.of(metadata)), self._side
+        size, side = self.of(metadata).size, self._side
         device: Any = side.views(size) if side is not None else self._ring.fixed_views(size)
         fields, *groups = (
             {name: np.asarray(array) for name, array in views.items()} for views in (device.fields, *device.groups)
@@ -168,7 +172,3 @@ class Buckets:
     def of(self, metadata: StepMetadata) -> Any:
         """The StepBucket of a step that was padded."""
         return self._captured[metadata.num_reqs]
-
-    def size_of(self, bucket: Any) -> Size:
-        """The size that a StepBucket's arenas are laid out for."""
-        return self._sizes[id(bucket)]

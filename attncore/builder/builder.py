@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -133,6 +134,8 @@ class MetadataBuilder:
             ranks.rank if ranks else 0,
             ranks.interleave if ranks else 1,
         )
+        device = self._backends.device
+        self._is_capturing = self._side.is_capturing if self._side else partial(graphs.is_capturing, device)
         # A step that is planned or sent takes the longer way, which holds the batch until both are done.
         self._longer = bool(self._backends.plans or self._extra) or self._side is not None or self._poison
         self._decode_step = _not_this_way if self._longer else self._kernel.decode_step
@@ -192,14 +195,15 @@ class MetadataBuilder:
             if metadata is not None:
                 return metadata  # type: ignore[no-any-return]
         elif bucket is not None:
-            self._refuse_while_capturing("build")
-            if query_len == 1 and not scheduled:
-                metadata = self._padded_step(bucket)
-                if metadata is not None:
-                    return metadata  # type: ignore[no-any-return]
+            if not self._longer:
+                self._refuse_while_capturing("build")
+                if query_len == 1 and not scheduled:
+                    metadata = self._padded_step(bucket)
+                    if metadata is not None:
+                        return metadata  # type: ignore[no-any-return]
             size = self._buckets.find(bucket)
         with self.batch._entered:
-            if not self._longer and size is None:
+            if size is None and not self._longer:
                 return self._arranged_step(None, scheduled, query_len)[1]
             return self._answer(self._built(size, scheduled, query_len))
 
@@ -286,7 +290,7 @@ class MetadataBuilder:
             bucket = self._buckets.drop(num_reqs)
             self._kernel.drop_bucket(num_reqs)
             if self._side is not None:
-                self._side.release(self._buckets.size_of(bucket))
+                self._side.release(bucket)
 
     def close(self) -> None:
         """Waits for the device and gives the arenas back; no step can be built afterwards.
@@ -314,7 +318,7 @@ class MetadataBuilder:
         if not metadata.use_cuda_graph:
             raise CaptureError("record: this step was built without a bucket; capture over builder.capture(num_reqs)")
         if self._side is not None:
-            self._side.record(self._buckets.size_of(self._buckets.of(metadata)))
+            self._side.record(self._buckets.of(metadata))
 
     def _replay(self, metadata: StepMetadata, graph: Any) -> None:
         if not metadata.use_cuda_graph:
@@ -333,7 +337,7 @@ class MetadataBuilder:
             self._take_back(self._buckets.of(metadata), metadata, self._rows_before)
 
     def _refuse_while_capturing(self, what: str) -> None:
-        if graphs.is_capturing(self._backends.device):
+        if self._is_capturing():
             raise CaptureError(
                 f"{what}: a stream is capturing; it plans and copies, which a graph must not record. Call it before "
                 "the capture begins, and before each replay"
@@ -382,14 +386,16 @@ class MetadataBuilder:
         batch, side = self.batch, self._side
         self._rows_before = num_rows
         try:
-            for name, (_, fill) in self._extra.items():
-                out = getattr(metadata.host, name)
-                out[:] = 0
-                fill(metadata, out)
-            self._backends.plan(metadata)
+            if self._extra:
+                for name, (_, fill) in self._extra.items():
+                    out = getattr(metadata.host, name)
+                    out[:] = 0
+                    fill(metadata, out)
+            if self._backends.plans:
+                self._backends.plan(metadata)
             if side is not None:
-                shape = metadata.num_reqs, metadata.num_tokens
-                side.send(metadata.step, self._buckets.size_of(size), batch.num_rows, shape, waits=waits and size.pads)
+                arena = metadata._arena
+                side.send(arena.step, size, arena, len(batch._ids), waits and size.pads)
                 if side.road == "copy":
                     for index in side.page_lists:
                         _ = metadata.groups[batch.groups[index].name].paged_kv_indices

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from attncore.builder.staging import ALIGNMENT, JOURNAL_ENTRY, ROWS, TOKENS, Views
+from attncore import graphs
+from attncore.builder.staging import ALIGNMENT, COUNTS, JOURNAL_ENTRY, Views
 
 if TYPE_CHECKING:
     from attncore.builder.block_table import BlockTable
@@ -79,6 +81,14 @@ class DeviceSide:
         self._recorded = [False] * len(ring.memory)
         self.sent = -1
         """The last step that was sent."""
+        self._receipt = torch.full((1,), -1, dtype=torch.int64, pin_memory=self._cuda)
+        rows = [table.rows for table in self.host_tables]
+        self._sender = self.host_tables[0].kernels.StepSender(
+            ring.addresses(), rows, ring.journal_entries, self._receipt.numpy()
+        )
+        self.is_capturing: Callable[[], bool] = partial(graphs.is_capturing, self.device)
+        if self._cuda:
+            self.is_capturing, self._current = torch.cuda.is_current_stream_capturing, torch.cuda.current_device
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Host memory that the device copies from without a stop; MemoryError where there is none."""
@@ -103,14 +113,14 @@ class DeviceSide:
         """Why this road cannot be taken here; empty: it can."""
         return ""
 
-    def prepare(self, size: Size) -> None:
-        """Steps of ``size`` will come: what they need is made before the first."""
+    def prepare(self, size: Size) -> Any:
+        """Makes what steps of ``size`` need before the first of them; what their bucket keeps as ``replay``."""
 
     def check_ready(self) -> None:
         """Raises where no step can be sent now: another device is current (RuntimeError)."""
-        if self._cuda and self._torch.cuda.current_device() != self._index:
+        if self._cuda and self._current() != self._index:
             raise RuntimeError(
-                f"build: cuda:{self._torch.cuda.current_device()} is the current device, but this builder's steps go "
+                f"build: cuda:{self._current()} is the current device, but this builder's steps go "
                 f"to cuda:{self._index}; build inside torch.cuda.device({self._index})"
             )
 
@@ -120,14 +130,14 @@ class DeviceSide:
             self._torch.cuda.synchronize(self._index)
             self._keeper.detach()
 
-    def record(self, size: Size) -> None:
+    def record(self, bucket: Any) -> None:
         """Called inside a capture, first. Nothing: a step is there before its graph is replayed."""
 
     def replay(self, step: int, graph: Any) -> None:
         """Replays a graph over ``step``."""
         graph.replay()
 
-    def release(self, size: Size) -> None:
+    def release(self, bucket: Any) -> None:
         """The graph that was captured over a size is gone."""
 
     def recorded(self) -> list[int]:
@@ -152,16 +162,18 @@ class DeviceSide:
         if step >= 0 and self._recorded[arena]:
             self._wait_for(arena)
 
-    def send(self, step: int, size: Size, num_rows: int, shape: tuple[int, int], *, waits: bool = False) -> None:
+    def send(self, step: int, bucket: Any, out: Any, num_rows: int, waits: bool) -> None:
         """Sends a step's arena and the journal of ``num_rows`` rows; then the device's tables are the batch's.
 
-        ``shape``: the step's rows and tokens. ``waits``: a graph will be replayed over the step.
+        ``bucket`` is the step's StepBucket, ``out`` its StepArena. ``waits``: a graph will be replayed over the step.
         """
         arena = step % self._ring.depth
-        self._ring.header(arena)[ROWS : TOKENS + 1] = shape
-        start = self._ring.journal_offset(size)
-        counts = self._write_journal(arena, size, num_rows)
-        stop = start + JOURNAL_ENTRY * sum(counts)
+        total = self._sender.write(step, bucket, out, num_rows)
+        if total == self._ring.journal_entries:
+            self._send_surplus(num_rows)
+        start = bucket.tail
+        stop = start + JOURNAL_ENTRY * total
+        counts = self._ring.header(arena)[COUNTS : COUNTS + len(self.tables)].tolist()
         self._issue(self._copy, arena, stop)
         self._record(arena)
         self._recorded[arena] = True
@@ -171,7 +183,7 @@ class DeviceSide:
                 self._issue(self._apply, device_table, entries)
                 start += JOURNAL_ENTRY * count
         if self.num_rejected is not None:
-            self._issue(self._correct, size, *shape)
+            self._issue(self._correct, bucket.size, out.num_reqs, out.num_tokens)
         self.sent = step
 
     # What the device does, in the order of its stream; a test's stream does it later.
@@ -241,16 +253,6 @@ class DeviceSide:
             found = tuple(self._torch.tensor(one, dtype=self._torch.int64, device=self.device) for one in lists)
             self._places[size] = found
         return found
-
-    def _write_journal(self, arena: int, size: Size, num_rows: int) -> list[int]:
-        """The new columns of every group's table behind the arena's fields; how many of each."""
-        entries, counts, total = self._ring.journal(arena, size), [], 0
-        for table in self.host_tables:
-            counts.append(table.rows.journal(num_rows, entries[2 * total :]))
-            total += counts[-1]
-        if total == self._ring.journal_entries:
-            self._send_surplus(num_rows)
-        return counts
 
     def _send_surplus(self, num_rows: int) -> None:
         """What the arena's journal has no room for, such as long prompts that join at once: copies of their own.

@@ -17,7 +17,7 @@ import numpy as np
 
 from attncore.builder import device_kernels as kernels
 from attncore.builder.device_side import DeviceSide
-from attncore.builder.staging import COUNTS, ROWS, STEP, TOKENS
+from attncore.builder.staging import COUNTS, ROWS, STEP
 from attncore.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ class GraphSide(DeviceSide):
     def __init__(self, device: str, tables: Sequence[BlockTable], page_lists: Sequence[int] = ()) -> None:
         super().__init__(device, tables, page_lists)
         self._small: dict[Size, Any] = {}
-        self._recorded_sizes: set[Size] = set()
+        self._recorded_buckets: list[Any] = []
         self._pending = -1  # the step that waits for its replay
+        self._unread: list[tuple[int, list[Any]]] = []  # with tickets: steps without a receipt, watermarks before each
 
     def attach(self, ring: StagingRing) -> None:
         super().attach(ring)
         torch, self.why = self._torch, "three steps arrived as they were sent"
         self._state = torch.full((3,), -1, dtype=torch.int64, device=self.device)  # last step read, this one, ticket
-        self._receipt = torch.full((1,), -1, dtype=torch.int64, pin_memory=True)
         self._seen = self._receipt.numpy()
         self._headers = [ring.header(k) for k in range(ring.depth)]
         for header in self._headers:
@@ -55,40 +55,50 @@ class GraphSide(DeviceSide):
 
     def wait(self, step: int) -> None:
         """Until the receipt of ``step`` is there. Gives up the GIL while it is not."""
-        if step < 0 or self._seen[0] >= step:
+        if self._sender.seen(step):
             return
         deadline = time.monotonic() + (TICKET_DEADLINE if self.ticket else DEADLINE)
-        while self._seen[0] < step:
+        while not self._sender.seen(step):
             time.sleep(0)
             if time.monotonic() > deadline:
                 self._torch.cuda.synchronize()
                 if self.ticket:  # an engine may drop a build: nothing on the device will read its arena any more
                     return
-                if self._seen[0] < step:
+                if not self._sender.seen(step):
                     raise CaptureError(
                         f"build: the device did not read step {step} (it read {int(self._seen[0])}); was its graph "
                         "captured without metadata.record(), or replayed by itself and not by metadata.replay(graph)?"
                     )
 
-    def send(self, step: int, size: Size, num_rows: int, shape: tuple[int, int], *, waits: bool = False) -> None:
+    def send(self, step: int, bucket: Any, out: Any, num_rows: int, waits: bool) -> None:
         """Writes the journal; then the small graph of this size fetches the step, or a replay will (``waits``)."""
-        arena = step % self._ring.depth
-        header = self._headers[arena]
-        header[ROWS], header[TOKENS] = shape
-        header[COUNTS : COUNTS + len(self.tables)] = self._write_journal(arena, size, num_rows)
+        if self.ticket:
+            self._keep_watermarks(step)
+        if self._sender.write(step, bucket, out, num_rows) == self.journal_entries:
+            self._send_surplus(num_rows)
         if waits and not self.ticket:
-            self._pending, self._pending_size = step, size
+            self._pending, self._pending_bucket = step, bucket
             return
-        header[STEP] = step
+        self._sender.publish(step)
         if self.ticket:
             self._state[2:].fill_(step)
         if not waits:
-            self._small[size].replay()
+            bucket.replay()
         self.sent = step
 
-    def prepare(self, size: Size) -> None:
+    def _keep_watermarks(self, step: int) -> None:
+        """A step that is never replayed takes its journal along: what unread steps had to send goes out again."""
+        self._unread = [(one, before) for one, before in self._unread if not self._sender.seen(one)]
+        synced = [table.synced for table in self.host_tables]
+        for _, before in self._unread:
+            for now, then in zip(synced, before, strict=True):
+                np.minimum(now, then, out=now)
+        self._unread.append((step, [now.copy() for now in synced]))
+
+    def prepare(self, size: Size) -> Any:
         if size not in self._small:
             self._small[size] = self._captured(size)
+        return self._small[size].replay
 
     def _captured(self, size: Size, *, corrects: bool = True) -> Any:
         """A graph of a size's nodes alone."""
@@ -106,10 +116,12 @@ class GraphSide(DeviceSide):
                 gc.enable()
         return graph
 
-    def record(self, size: Size) -> None:
+    def record(self, bucket: Any) -> None:
         """Called inside a capture, first: the nodes that fetch each step."""
-        self._nodes(size)
-        self._recorded_sizes.add(size)
+        self._nodes(bucket.size)
+        if not bucket.recorded:
+            bucket.recorded = True
+            self._recorded_buckets.append(bucket)
 
     def replay(self, step: int, graph: Any) -> None:
         """Publishes the header of ``step`` and replays the graph that was captured over its size."""
@@ -118,20 +130,21 @@ class GraphSide(DeviceSide):
             return
         if step != self._pending:
             raise CaptureError(f"replay: step {step} is not waiting for a replay; each build is replayed once")
-        if self._pending_size not in self._recorded_sizes:
+        if not self._pending_bucket.recorded:
             raise CaptureError(
-                f"replay: the graph of {self._pending_size.num_reqs} requests does not fetch its metadata; call "
+                f"replay: the graph of {self._pending_bucket.num_reqs} requests does not fetch its metadata; call "
                 "metadata.record() first inside its capture"
             )
-        self._headers[step % self._ring.depth][STEP] = step
+        self._sender.publish(step)
         graph.replay()
         self.sent, self._pending = step, -1
 
-    def release(self, size: Size) -> None:
-        self._recorded_sizes.discard(size)
+    def release(self, bucket: Any) -> None:
+        bucket.recorded = False
+        self._recorded_buckets = [one for one in self._recorded_buckets if one is not bucket]
 
     def recorded(self) -> list[int]:
-        return sorted(size.num_reqs for size in self._recorded_sizes)
+        return sorted(bucket.num_reqs for bucket in self._recorded_buckets)
 
     def abandon(self, step: int) -> bool:
         waited, self._pending = self._pending == step, -1 if self._pending == step else self._pending
@@ -142,7 +155,7 @@ class GraphSide(DeviceSide):
         super().check_ready()
         if self._pending >= 0:
             raise CaptureError(
-                f"build: step {self._pending} was built for a graph of {self._pending_size.num_reqs} requests and "
+                f"build: step {self._pending} was built for a graph of {self._pending_bucket.num_reqs} requests and "
                 "not replayed; call metadata.replay(graph), or metadata.abandon() where it will not run"
             )
 

@@ -160,10 +160,9 @@ class StagingRing:
         sizes = self._block_sizes
         return [group for group, size in enumerate(sizes) if sizes.index(size) == group]
 
-    def journal(self, arena: int, size: Size) -> npt.NDArray[np.int32]:
-        """The journal of a step of ``size``: int32[2 * journal_entries], an index and an id in turn."""
-        start = self.journal_offset(size)
-        return self.memory[arena][start : start + self.journal_entries * JOURNAL_ENTRY].view(np.int32)
+    def addresses(self) -> npt.NDArray[np.int64]:
+        """Where each arena is, int64[depth]."""
+        return np.array([memory.ctypes.data for memory in self.memory], np.int64)
 
     def views_of(self, size: Size, view: Callable[[int, int, type[np.generic]], Any]) -> Views:
         """Fields for steps of ``size`` made by ``view(offset, length, dtype)``."""

@@ -230,23 +230,29 @@ def test_with_a_ticket_an_engine_replays_by_itself(depth):
     builder = MetadataBuilder(
         batch, on_cuda(BLOCK), max_num_batched_tokens=64, staging="graph", ticket=True, depth=depth
     )
-    batch.add_request("a", range(1, 257), 3)
+    batch.add_request("a", [7], 3)
     graph, seen = torch.cuda.CUDAGraph(), torch.zeros(2, dtype=torch.int32, device="cuda")
+    held = torch.zeros(256, dtype=torch.int32, device="cuda")
     metadata = builder.capture(2)
     with torch.cuda.graph(graph):
         metadata.record()
         seen.copy_(metadata.seq_lens)
-    got, expected = [], []
+        held.copy_(metadata.block_table[0])
+    got, expected, tables, blocks = [], [], [], []
     for step in range(300):
+        for req_id in batch.needs_block():
+            batch.append_blocks(req_id, [100 + step])
         if rng.random() < 0.2:
             torch.cuda._sleep(int(rng.integers(1, 500_000)))
         metadata = builder.build(bucket=2) if step % 5 else builder.build()
         if step % 5:
-            if step % 50 == 7:
+            if step % 16 in (7, 13, 14):
                 continue  # dropped: never replayed
             graph.replay()
             got.append(seen.clone())
             expected.append([batch.num_computed_tokens("a"), 0])
+            tables.append(held.clone())
+            blocks.append(batch.block_ids("a"))
         else:
             got.append(torch.cat([metadata.seq_lens, metadata.seq_lens * 0]))
             expected.append([batch.num_computed_tokens("a"), 0])
@@ -255,6 +261,8 @@ def test_with_a_ticket_an_engine_replays_by_itself(depth):
             got.append(seen.clone())
             expected.append([0, 0])
     assert torch.stack(got).tolist() == expected
+    for table, ids in zip(torch.stack(tables).tolist(), blocks, strict=True):
+        assert table[: len(ids)] == ids
 
 
 def test_nothing_is_captured_by_a_build():
