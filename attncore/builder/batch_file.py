@@ -75,6 +75,11 @@ class Batch(NamedTuple):
 def parse_batch(line: str | bytes) -> Batch:
     """One line to a Batch; ValueError or TypeError that begins with the field's path."""
     text, record = read_record(line)
+    if isinstance(record, dict) and "sequences" in record and "groups" not in record:
+        raise ValueError(
+            "sequences: stand in steps of the persistent door, which are read with --groups, --speculative or "
+            "--context-parallel; batches of the list door have groups"
+        )
     fields = fields_of("", "batch", record, _BATCH)
     block_size = integer("block_size", fields["block_size"], 1)
     window = optional("sliding_window", fields["sliding_window"])

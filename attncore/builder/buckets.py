@@ -108,7 +108,8 @@ class Buckets:
             found = self._captured[num_reqs].query_len
             if found != query_len:
                 raise ValueError(
-                    f"query_len: {num_reqs} requests were captured with {found} tokens each, not {query_len}"
+                    f"query_len: {num_reqs} requests were captured with {found} tokens each, not {query_len}; "
+                    f"call builder.release({num_reqs}) when that graph is gone"
                 )
             return self._captured[num_reqs]
         level, name = self._backends.graph_level()

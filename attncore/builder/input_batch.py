@@ -61,6 +61,8 @@ class InputBatch:
         decoders = [group for group in self.groups if not group.cross]
         has_cross = len(decoders) < len(self.groups)
         if has_cross:
+            if max_encoder_len is None:
+                raise ValueError(f"max_encoder_len: missing; cross group {self.groups[-1].name!r} needs it")
             slots._integer("max_encoder_len", max_encoder_len, 1)
         elif max_encoder_len is not None:
             raise ValueError(f"max_encoder_len: {max_encoder_len} given, but no group is cross")
@@ -469,7 +471,9 @@ def _groups(
             if value is not None:
                 raise ValueError(f"{name}: {value} given beside groups, which state their own; give one of the two")
         return checked_groups(groups)
+    if block_size is None:
+        raise ValueError("block_size: missing; give it, or groups that state their own")
     slots._integer("block_size", block_size, 1)
     if num_blocks is not None:
         slots._integer("num_blocks", num_blocks, 1)
-    return (KVCacheGroup(ONLY_GROUP, block_size, num_blocks=num_blocks),)  # type: ignore[arg-type]
+    return (KVCacheGroup(ONLY_GROUP, block_size, num_blocks=num_blocks),)

@@ -58,6 +58,14 @@ def parse_step(line: str | bytes, options: StepOptions) -> StepLine:
     """One line to a StepLine; ValueError or TypeError that begins with the field's path."""
     text, record = read_record(line)
     known = {"sequences": REQUIRED} if options.groups else {"block_size": REQUIRED, "sequences": REQUIRED}
+    if isinstance(record, dict):
+        if "groups" in record and "sequences" not in record:
+            raise ValueError(
+                "groups: stand in batches of the list door, which are read without --groups, --speculative and "
+                "--context-parallel; steps of the persistent door have sequences"
+            )
+        if "block_size" in known and "block_size" not in record:
+            raise ValueError("block_size: missing; without --groups each step gives it, and one block_table a sequence")
     fields = fields_of("", "batch", record, known)
     refuse_duplicates(text)
     groups = options.groups or (KVCacheGroup(ONLY_GROUP, integer("block_size", fields["block_size"], 1)),)

@@ -272,9 +272,9 @@ BAD_BATCHES = [
     ({"groups": [FULL], "block_size": 4}, "block_size: 4 given beside groups"),
     ({"groups": [FULL], "num_blocks": 4}, "num_blocks: 4 given beside groups"),
     ({"groups": [FULL], "max_encoder_len": 4}, "max_encoder_len: 4 given, but no group is cross"),
-    ({"groups": [FULL, CROSS]}, "max_encoder_len: None is not an integer"),
+    ({"groups": [FULL, CROSS]}, "max_encoder_len: missing; cross group"),
     ({"groups": [FULL, CROSS], "max_encoder_len": 0}, "max_encoder_len: 0 is below 1"),
-    ({}, "block_size: None is not an integer"),
+    ({}, "block_size: missing; give it, or groups"),
 ]
 
 

@@ -201,6 +201,17 @@ def test_the_first_bad_line_ends_the_run(build, line, message):
     assert err.count("\n") == 1
 
 
+def test_lines_of_the_other_door_are_told_how_they_are_read(build):
+    step, of_one_group = json.dumps(EXAMPLE), json.dumps(one_group(EXAMPLE))
+    batch = json.dumps({"block_size": 4, "groups": []})
+    for line in (step, of_one_group):
+        err = build(line)[2]
+        assert err.startswith("line 1: sequences: stand in steps of the persistent door, which are read with --groups")
+    for options in (["--groups", GROUPS], ["--speculative", "1"]):
+        assert build(batch, *options)[2].startswith("line 1: groups: stand in batches of the list door, which are read")
+    assert build(step, "--speculative", "1")[2].startswith("line 1: block_size: missing; without --groups each step")
+
+
 def test_lines_far_smaller_than_their_answers(build):
     huge = {"seq_id": 1, "query_len": 2**31 - 1, "context_len": 0, "block_table": [1]}
     assert build(json.dumps({"block_size": 2**31 - 1, "sequences": [huge]}), "--speculative", "1")[2].startswith(
