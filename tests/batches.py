@@ -41,14 +41,19 @@ class Batches(RuleBasedStateMachine):
     kernels = "cython"
 
     @initialize(
-        kind=st.sampled_from(["one", *GROUPS]), block_size=st.sampled_from([1, 3, 4, 16]), depth=st.integers(1, 3),
+        kind=st.sampled_from(["one", "ranks of groups", *GROUPS]), block_size=st.sampled_from([1, 3, 4, 16]),
+        depth=st.integers(1, 3),
         planned=st.booleans(), threshold=st.integers(1, 3), world=st.integers(1, 3), data=st.data(),
-        road=st.integers(0, 1),
+        road=st.integers(0, 1), pad_seq_len=st.integers(0, 1),
     )  # fmt: skip
-    def start(self, kind, block_size, depth, planned, threshold, world, road, data):
+    def start(self, kind, block_size, depth, planned, threshold, world, road, pad_seq_len, data):
         if kind == "one":
             own = {"block_size": block_size * world}
             self.groups = [KVCacheGroup("decoder", block_size * world)]
+        elif kind == "ranks of groups":
+            size = block_size * world
+            own = {"groups": [KVCacheGroup("plain", size), KVCacheGroup("expanded", 2 * size, kernel_block_size=size)]}
+            self.groups = own["groups"]
         else:
             world = 1
             own = {"groups": GROUPS[kind], "max_encoder_len": MAX_ENCODER if kind == "cross" else None}
@@ -64,6 +69,7 @@ class Batches(RuleBasedStateMachine):
             self.batch, self.backend(), max_num_batched_tokens=MAX_TOKENS, depth=depth, staging=self.stagings[road],
             max_num_encoder_tokens=MAX_REQS * MAX_ENCODER, decode_threshold=threshold, context_parallel=self.ranks,
         )  # fmt: skip
+        self.builder._backends.pad_seq_len = self.pad_seq_len = pad_seq_len
         self.plan_fails, self.planned = False, planned
         if planned:  # as the builder does for a backend with a plan
             self.builder._backends.plans = ((self.groups[0].name, self.plan),)
@@ -411,6 +417,23 @@ class Batches(RuleBasedStateMachine):
         self.plan_fails = False
         assert self.batch_bytes() == before
 
+    @precondition(lambda self: self.planned)
+    @rule(data=st.data(), size=st.integers(1, MAX_REQS))
+    def fail_to_plan_a_captured_size(self, data, size):
+        """A padded step, a step of nobody or the capture itself: the batch and the captured sizes are as before."""
+        before, captured, each = self.batch_bytes(), self.builder.captured, self.captured.get(size, 1)
+        able = [n for n, r in sorted(self.requests.items())
+                if self.ready(r) and self.room(r) >= each and (r.encoded or not r.encoder)]  # fmt: skip
+        scheduled = self.without_null(dict.fromkeys(self.requests, 0) | dict.fromkeys(able[:size], each))
+        calls = [lambda: self.builder.capture(size, each)]
+        if size in self.captured:
+            calls += [lambda: self.builder.build_null(size), lambda: self.builder.build(scheduled, bucket=size)]
+        self.plan_fails = True
+        with pytest.raises(RuntimeError, match="no plan"):
+            data.draw(st.sampled_from(calls))()
+        self.plan_fails = False
+        assert (self.batch_bytes(), self.builder.captured) == (before, captured)
+
     def step(self, scheduled, bucket=None):
         queries = {n: scheduled.get(n, 0 if r.paused else 1) for n, r in self.requests.items()}
         metadata = self.builder.build(scheduled, bucket=bucket)
@@ -454,7 +477,7 @@ class Batches(RuleBasedStateMachine):
         else:
             expected = oracles.persistent_step(rows, size, self.threshold)
         if bucket is not None and not group.cross:
-            expected = oracles.padded(expected | encoder, bucket, self.captured[bucket], 0)
+            expected = oracles.padded(expected | encoder, bucket, self.captured[bucket], self.pad_seq_len)
         elif bucket is None:
             expected |= encoder
         for name, value in expected.items():

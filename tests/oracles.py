@@ -114,6 +114,8 @@ def padded(fields, num_reqs, query_len, pad_seq_len):
         elif name in ("seq_start_loc", "encoder_seq_start_loc"):
             out[name] = value + [value[-1] + pad_seq_len * (i + 1) for i in range(rows)]
     longest = max(fields["max_decode_seq_len"], pad_seq_len if rows else 0)
+    if rows and "max_encoder_seq_len" in fields:
+        out["max_encoder_seq_len"] = max(fields["max_encoder_seq_len"], pad_seq_len)
     return out | {
         "token_to_req_indices": fields["token_to_req_indices"] + [num_reqs - 1] * tokens,
         "num_reqs": num_reqs,
