@@ -10,9 +10,8 @@ import doors
 import numpy as np
 import pytest
 import shapes
+import torch
 from test_engine import named
-
-pytest.importorskip("torch")
 
 from attncore.abstract import BackendConfig
 from attncore.builder import InputBatch, MetadataBuilder
@@ -37,6 +36,15 @@ class Chunking(ReferenceBackend):
         chunks = -(-np.diff(indptr) // 32)
         self.request_of_chunk = np.repeat(np.arange(len(chunks), dtype=np.int32), chunks)
         self.chunk_indptr = np.concatenate(([0], np.cumsum(chunks, dtype=np.int32)))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A second thread of torch's would wait for a core that other work has: a copy then takes milliseconds."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def builder_of(rows, backend=None, staging="auto"):
