@@ -96,7 +96,7 @@ def ready(args):
             timed[f"build + commit, {road}"] = ready_times(work.prepare, work.step, count, device)
             timed[f"commit, {road}"] = commit_times(work, count, device)
         page_ids, width = int(work.metadata.host.paged_kv_indptr[-1]), work.batch.block_table.shape[1]
-        ours = work.builder._ring.journal_offset(work.builder._buckets.size_of(work.builder._eager)) + 8 * 16
+        ours = work.builder._eager.tail + 8 * 16
         arrays = [8 * n, 4 * n, 4 * (n + 1), 8 * n, 16 * 4 * width, 4 * (n + 1), 4 * page_ids, 4 * n]
         on_host = Work(shape, device, "none")
 

@@ -8,6 +8,7 @@ import torch
 from gpu_work import Backend, Shape, Work, captured, synchronize
 
 from attncore import MetadataBuilder
+from attncore.builder.staging import COUNTS
 from attncore.replay.cache_blocks import CacheBlocks
 from attncore.replay.runner import Settings, _apply, _batch
 from attncore.replay.scheduler import Scheduler
@@ -28,20 +29,19 @@ def bytes_of_bucket(num_tokens, num_reqs):
 
 
 class Sent:
-    """Notes, beside a builder's side, what each step sends."""
+    """Notes, beside a builder's side, what each step sends: by the header, where the device reads it."""
 
     def __init__(self, builder):
-        self.side, self.size, self.entries = builder._side, None, 0
-        self.write, self.surplus, self.apply = self.side._write_journal, self.side._send_surplus, self.side._apply
-        self.side._write_journal, self.side._send_surplus = self._write_journal, self._send_surplus
+        self.side, self.fields, self.entries = builder._side, 0, 0
+        self.send, self.surplus, self.apply = self.side.send, self.side._send_surplus, self.side._apply
+        self.side.send, self.side._send_surplus, self.side._apply = self._send, self._send_surplus, self._apply
         self.in_surplus, self.surpluses = False, 0
-        self.side._apply = self._apply
 
-    def _write_journal(self, arena, size, num_rows):
-        counts = self.write(arena, size, num_rows)
-        self.size = size
-        self.entries += sum(counts)
-        return counts
+    def _send(self, step, bucket, *rest):
+        self.send(step, bucket, *rest)
+        header = self.side._ring.header(step % self.side._ring.depth)
+        self.fields = bucket.tail
+        self.entries += int(header[COUNTS : COUNTS + len(self.side.tables)].sum())
 
     def _send_surplus(self, num_rows):
         self.in_surplus = True
@@ -55,7 +55,7 @@ class Sent:
 
     def nbytes(self):
         """Of the last step: the arena to the end of its fields, and the journal."""
-        nbytes = self.side._ring.journal_offset(self.size) + 8 * self.entries
+        nbytes = self.fields + 8 * self.entries
         self.entries = 0
         return nbytes
 
