@@ -81,6 +81,8 @@ class Batches(RuleBasedStateMachine):
         self.next_block = 1
         self.captured = {}
         self.addresses = {}
+        for size in sorted(data.draw(st.sets(st.sampled_from([1, 3, MAX_REQS]))), reverse=True):
+            self.capture(size, data.draw(st.integers(1, threshold)))
         for _ in range(data.draw(st.integers(0, MAX_REQS))):
             self.add(data, data.draw(st.integers(0, MAX_LEN - 8)), 1, data.draw(st.integers(0, 20)))
 
@@ -325,12 +327,20 @@ class Batches(RuleBasedStateMachine):
                         scheduled[name] = 0
         return scheduled
 
+    def capture(self, size, query_len):
+        self.captured[size] = query_len
+        metadata = self.builder.capture(size, query_len)
+        assert (metadata.max_seq_len, metadata.req_ids) == (MAX_LEN, ())
+        self.captured_now(size, metadata)
+        self.addresses[size] = {name: address_of(array) for name, array in metadata._device.items() if len(array)}
+
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), query_len=st.integers(1, 3))
     def build_in_a_captured_size(self, data, query_len):
         """Decodes of one length, padded; captured first where nobody did. What does not fit is refused."""
         query_len = min(query_len, self.threshold)
-        size = data.draw(st.integers(1, MAX_REQS))
+        size = data.draw(st.integers(1, MAX_REQS) if not self.captured or data.draw(st.integers(0, 4)) == 0
+                         else st.sampled_from(sorted(self.captured)))  # fmt: skip
         if size not in self.captured:
             if data.draw(st.booleans()):
                 before = self.frozen()
@@ -338,11 +348,7 @@ class Batches(RuleBasedStateMachine):
                     self.builder.build(bucket=size)
                 assert self.frozen() == before
                 return
-            self.captured[size] = query_len
-            metadata = self.builder.capture(size, query_len)
-            assert (metadata.max_seq_len, metadata.req_ids) == (MAX_LEN, ())
-            self.captured_now(size, metadata)
-            self.addresses[size] = {name: address_of(array) for name, array in metadata._device.items() if len(array)}
+            self.capture(size, query_len)
         each = self.captured[size]
         able = [
             name for name, request in sorted(self.requests.items())
@@ -418,9 +424,11 @@ class Batches(RuleBasedStateMachine):
         assert self.batch_bytes() == before
 
     @precondition(lambda self: self.planned)
-    @rule(data=st.data(), size=st.integers(1, MAX_REQS))
-    def fail_to_plan_a_captured_size(self, data, size):
+    @rule(data=st.data(), size=st.integers(1, MAX_REQS), known=st.booleans())
+    def fail_to_plan_a_captured_size(self, data, size, known):
         """A padded step, a step of nobody or the capture itself: the batch and the captured sizes are as before."""
+        if known and self.captured:
+            size = data.draw(st.sampled_from(sorted(self.captured)))
         before, captured, each = self.batch_bytes(), self.builder.captured, self.captured.get(size, 1)
         able = [n for n, r in sorted(self.requests.items())
                 if self.ready(r) and self.room(r) >= each and (r.encoded or not r.encoder)]  # fmt: skip
