@@ -94,7 +94,9 @@ def ready(args):
         for road in roads(device):
             work = Work(shape, device, road, Backend(device))
             timed[f"build + commit, {road}"] = ready_times(work.prepare, work.step, count, device)
-            timed[f"commit, {road}"] = commit_times(work, count, device)
+            rounds = [commit_times(Work(shape, device, road, Backend(device)), count, device) for _ in range(3)]
+            rounds.sort(key=lambda row: row["issued"])
+            timed[f"commit, {road}"] = rounds[1] | {"rounds": [row["issued"] for row in rounds]}
         page_ids, width = int(work.metadata.host.paged_kv_indptr[-1]), work.batch.block_table.shape[1]
         ours = work.builder._eager.tail + 8 * 16
         arrays = [8 * n, 4 * n, 4 * (n + 1), 8 * n, 16 * 4 * width, 4 * (n + 1), 4 * page_ids, 4 * n]

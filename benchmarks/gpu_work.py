@@ -4,6 +4,7 @@ Everything also runs with ``device="cpu"`` and staging ``copy``, where a graph i
 try the code, not to measure.
 """
 
+import gc
 import statistics
 from time import perf_counter_ns
 
@@ -99,8 +100,13 @@ def captured(function, device):
     if device == "cpu":
         return CalledAgain(function)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
+    gc.collect()
+    gc.disable()  # a graph of an earlier batch that is destroyed during a capture spoils it
+    try:
+        with torch.cuda.graph(graph):
+            function()
+    finally:
+        gc.enable()
     return graph
 
 
