@@ -26,7 +26,9 @@ COUNT_FIELDS = (
     "use_cuda_graph", "num_encoder_tokens", "max_encoder_seq_len",
 )  # fmt: skip
 
-ORDER_FIELDS = ("decodes_first", "from_groups")  # which door's order and rules: views need them
+ORDER_FIELDS = (  # which door's order and rules: views need them; and what of a padded step is real
+    "decodes_first", "from_groups", "num_actual_reqs", "num_actual_tokens"
+)  # fmt: skip
 
 
 def identity(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

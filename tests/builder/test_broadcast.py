@@ -60,3 +60,12 @@ def test_what_was_skipped_is_missing():
 def test_other_fields_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         received(fields)
+
+
+def test_a_padded_step_says_what_of_it_is_real():
+    batch = InputBatch(max_num_reqs=4, max_model_len=16, block_size=4)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8)
+    batch.add_request("a", [1, 2], 4)
+    builder.capture(4)
+    arrived = received(builder.build(bucket=4).asdict_zerocopy())
+    assert (arrived.num_reqs, arrived.num_actual_reqs, arrived.num_actual_tokens) == (4, 1, 1)
