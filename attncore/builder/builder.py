@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -112,6 +113,7 @@ class MetadataBuilder:
             self._side.ticket = self._ticket
             self._side = attached(self._side, self._ring, staging)
             self._side.num_rejected = self._num_rejected
+            self._follow()
         elif self._num_rejected is not None:
             raise ValueError("num_rejected: steps are read where they are built; staging='copy' makes steps overlap")
         self._buckets = Buckets(batch, self._ring, self._backends, self._side, self)
@@ -140,6 +142,15 @@ class MetadataBuilder:
         self._longer = bool(self._backends.plans or self._extra) or self._side is not None or self._poison
         self._decode_step = _not_this_way if self._longer else self._kernel.decode_step
         self._padded_step = _not_this_way if self._longer else self._kernel.padded_step
+
+    def _follow(self) -> None:
+        """Tables on a device follow the batch's from now on: those of one builder, from nothing."""
+        other = self.batch._follower() if self.batch._follower else None
+        if other is not None and other is not self and not other._closed:
+            raise ValueError("batch: another builder's tables on a device follow it; close that builder first")
+        self.batch._follower = weakref.ref(self)
+        if self._side is not None:
+            self._side.forget_tables()
 
     @property
     def kernels(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,7 @@ class InputBatch:
         self._row_of: dict[Hashable, int] = {}
         self._holes: set[int] = set()
         self._paused: set[int] = set()
+        self._follower: Callable[[], Any] | None = None  # the builder whose tables on a device follow these
 
     @property
     def nbytes(self) -> int:

@@ -300,3 +300,16 @@ def test_a_released_size_may_be_captured_again(batch):
     with pytest.raises(CaptureError, match="bucket: 2 was not captured"):
         made.build(bucket=2)
     assert made.capture(2, query_len=2).num_tokens == 4
+
+
+def test_a_second_builder_starts_from_nothing(batch):
+    first = MetadataBuilder(batch, max_num_batched_tokens=32, staging="copy")
+    assert first.build().block_table[0, :3].tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="batch: another builder's tables on a device follow it"):
+        MetadataBuilder(batch, max_num_batched_tokens=32, staging="copy")
+    MetadataBuilder(batch, max_num_batched_tokens=32)  # on the CPU nothing follows
+    first.close()
+    assert MetadataBuilder(batch, max_num_batched_tokens=32, staging="copy").build().block_table[1, :2].tolist() == [
+        9,
+        10,
+    ]
