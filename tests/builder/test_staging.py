@@ -313,3 +313,28 @@ def test_a_second_builder_starts_from_nothing(batch):
         9,
         10,
     ]
+
+
+def test_no_pinned_memory_is_an_error_that_names_it(monkeypatch, batch):
+    torch = pytest.importorskip("torch")
+
+    def exhausted(*args, **kwargs):
+        raise RuntimeError("CUDA error: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceSide, "attach", lambda self, ring: None)
+        side = DeviceSide("cpu", list(batch._tables.values()))
+        patch.setattr(torch, "zeros", exhausted)
+        with pytest.raises(MemoryError, match=r"staging: no 4096 bytes of pinned host memory .* lower max_num_batched"):
+            side.pinned(4096)
+    assert MetadataBuilder(batch, max_num_batched_tokens=32, staging="copy").build().seq_lens.tolist() == [4, 7]
+
+
+def test_steps_of_another_device_are_refused(batch):
+    made = MetadataBuilder(batch, max_num_batched_tokens=32, staging="copy")
+    made.build()
+    made._side._cuda, made._side._current = True, lambda: 1
+    with pytest.raises(RuntimeError, match=r"cuda:1 is the current device, but this builder's steps go to cuda:0"):
+        made.build({"a": 2})
+    made._side._cuda = False
+    assert made.build({"a": 2}).seq_lens.tolist() == [8, 6]
