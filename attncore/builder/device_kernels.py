@@ -77,8 +77,13 @@ def _read_arena(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gather_all_pages(arena, table, indptr, out, stride, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gather_all_pages(  # type: ignore[no-untyped-def]
+    arena, table, indptr, out, stride, state, receipt, last: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0)
+    if last:
+        if (row == 0) & (tl.program_id(1) == 0):
+            _receive(state, receipt)
     start = tl.load(indptr + row)
     count = tl.load(indptr + row + 1) - start
     num_rows = tl.load(arena.to(tl.pointer_type(tl.int64)) + 1)
@@ -93,6 +98,11 @@ def _gather_all_pages(arena, table, indptr, out, stride, block: tl.constexpr):  
 
 @triton.jit
 def _write_receipt(state, receipt):  # type: ignore[no-untyped-def]
+    _receive(state, receipt)
+
+
+@triton.jit
+def _receive(state, receipt):  # type: ignore[no-untyped-def]
     step = tl.load(state + 1)
     if step >= 0:
         tl.store(state, step)
@@ -118,10 +128,17 @@ def read_arena(
     )  # fmt: skip
 
 
-def gather_all_pages(arena: Any, table: Any, indptr: Any, out: Any) -> None:
-    """``gather_pages`` for as many rows as the arena's header says, of any length, in a launch of fixed shape."""
+def gather_all_pages(
+    arena: Any, table: Any, indptr: Any, out: Any, state: Any, receipt: Any, *, last: bool
+) -> None:  # fmt: skip
+    """``gather_pages`` for as many rows as the arena's header says, of any length, in a launch of fixed shape.
+
+    Its first program writes the receipt, where no other node comes behind (``last``): the arena has been read by then.
+    """
     grid = (indptr.numel() - 1, min(triton.cdiv(table.shape[1], _PAGES_BLOCK), 4))
-    _gather_all_pages[grid](arena, table, indptr, out, table.stride(0), block=_PAGES_BLOCK)
+    _gather_all_pages[grid](
+        arena, table, indptr, out, table.stride(0), state, receipt, last=last, block=_PAGES_BLOCK
+    )  # fmt: skip
 
 
 def write_receipt(state: Any, receipt: Any) -> None:

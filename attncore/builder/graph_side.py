@@ -176,8 +176,12 @@ class GraphSide(DeviceSide):
         views = self.views(size)
         indptrs = [views.groups[index]["paged_kv_indptr"] for index in self.page_lists]
         for index, indptr in zip(self.page_lists, indptrs, strict=True):
-            kernels.gather_all_pages(self._arena, self.tables[index], indptr, self.page_buffer(index))
-        kernels.write_receipt(self._state, self._receipt)
+            kernels.gather_all_pages(
+                self._arena, self.tables[index], indptr, self.page_buffer(index), self._state, self._receipt,
+                last=index == self.page_lists[-1],
+            )  # fmt: skip
+        if not self.page_lists:
+            kernels.write_receipt(self._state, self._receipt)
 
     def problem(self) -> str:
         """Sends three steps of made-up bytes through a small graph."""
