@@ -81,7 +81,7 @@ def _gather_all_pages(  # type: ignore[no-untyped-def]
     arena, table, indptr, out, stride, state, receipt, last: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
-    if last:
+    if last:  # noqa: SIM102 - a constexpr, decided when it is compiled
         if (row == 0) & (tl.program_id(1) == 0):
             _receive(state, receipt)
     start = tl.load(indptr + row)
