@@ -11,7 +11,7 @@ TRACE := ../shared/traces/azure_llm_2023_conv.csv.gz
 # The first test run compiles numba's functions; both cores then share the rest.
 JOBS ?= 2
 
-.PHONY: help demo test test-all test-gpu lint types bench bench-compare bench-gpu bench-history bench-peers clean
+.PHONY: help demo test test-all test-gpu lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay clean
 
 help:
 	@echo "make demo           replay a request trace through metadata and attention (under two minutes after set-up)"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench-history  a diagram of the saved runs for each benchmark, in benchmarks/history/"
 	@echo "make bench-peers    the same steps by vLLM's own builders, in an environment of their own (.venv-peers)"
 	@echo "make bench-gpu      on a CUDA device, in the active Python: until a step is there, calls, bytes, a race (RACE=100000)"
+	@echo "make bench-replay   builds of a whole trace that take over 50 us"
 	@echo "make clean          remove the environments and everything that was built"
 
 $(BIN)/python:
@@ -98,6 +99,9 @@ RACE ?= 20000
 bench-gpu:
 	$(PYTHON) benchmarks/gpu.py --race $(RACE) $(if $(wildcard $(TRACE)),--trace $(TRACE)) \
 		--save benchmarks/results/gpu/gpu_$$(date +%Y%m%d).json
+
+bench-replay: $(VENV)/.built
+	$(BIN)/python benchmarks/replay_builds.py $(TRACE)
 
 clean:
 	rm -rf $(VENV) $(PEERS) build dist *.egg-info attncore/_slots.c attncore/*.so .benchmarks .mypy_cache .ruff_cache .pytest_cache

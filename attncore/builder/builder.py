@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -15,11 +15,14 @@ from attncore import env, graphs, slots
 from attncore.builder import problems
 from attncore.builder.backends import backends_of
 from attncore.builder.buckets import Buckets
+from attncore.builder.common import CommonMetadataBuilder
 from attncore.builder.context_parallel import ContextParallel
 from attncore.builder.input_batch import InputBatch
+from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.overlap import Overlap
 from attncore.builder.poison import POISON, expiring
 from attncore.builder.roads import attached, new_side
+from attncore.builder.sequence_group import Sequence, SequenceGroup
 from attncore.builder.staging import Field, Size, StagingRing
 from attncore.builder.step_metadata import FIELD_NAMES, StepMetadata
 from attncore.errors import AttncoreError, CaptureError
@@ -258,6 +261,25 @@ class MetadataBuilder:
         self._buckets.find(bucket)
         with self.batch._entered:
             return self._answer(self._null_step(bucket, capturing=False))
+
+    def build_profile(self, query_lens: Iterable[int]) -> CommonAttentionMetadata:
+        """Metadata of a profiling run, before there is a cache: requests of ``query_lens`` tokens without blocks.
+
+        Slots are -1 and tables empty, so that a model runs without a cache, to see what memory it takes. The batch is
+        not touched. Arrays are the caller's to keep. Raises ValueError beyond the builder's capacity.
+        """
+        lens = list(query_lens)
+        if len(lens) > self.batch.max_num_reqs:
+            raise ValueError(f"query_lens: {len(lens)} requests exceed max_num_reqs {self.batch.max_num_reqs}")
+        if sum(lens) > self.max_num_batched_tokens:
+            raise ValueError(
+                f"query_lens: {sum(lens)} tokens exceed max_num_batched_tokens {self.max_num_batched_tokens}"
+            )
+        layout = "flashinfer" if 0 in self._backends.page_lists else "flash"
+        backend = next(iter(self._backends.by_group.values()))
+        prompts = [Sequence(row, query_len, 0, None) for row, query_len in enumerate(lens)]
+        built = CommonMetadataBuilder(self.batch.groups[0].tokens_per_column, layout, backend=backend)
+        return built.build([SequenceGroup(True, prompts)])
 
     def _null_step(self, bucket: int, *, capturing: bool) -> StepMetadata:
         size = self._buckets.find(bucket)
