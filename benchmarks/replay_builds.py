@@ -29,7 +29,8 @@ def main():
         p50, p99 = np.percentile(build_us, (50, 99))
         print(
             f"{len(build_us)} steps: {shares[-1]:.4%} over {LONG_US} us; p50 {p50:.2f}, p99 {p99:.2f}, "
-            f"max {build_us.max():.0f} us; {outcome.verification.failed} of {outcome.verification.checked} checks failed"
+            f"max {build_us.max():.0f} us; {outcome.verification.failed} of {outcome.verification.checked} checks "
+            "failed"
         )
         if outcome.verification.failed:
             raise SystemExit(1)
