@@ -21,6 +21,11 @@ quick = settings(max_examples=200, deadline=None)
 lengths = st.lists(st.integers(1, 9), max_size=40)
 
 
+@pytest.fixture(autouse=True)
+def on_both_kernels(kernels, monkeypatch):
+    monkeypatch.setenv("ATTNCORE_KERNELS", kernels)
+
+
 def test_the_worked_numbers():
     assert split_decodes_and_prefills([1, 2, 1, 3, 2, 1, 2], 3) == (7, 12, 0, 0)
     assert split_decodes_and_prefills([4, 5, 6, 7], 3) == (0, 0, 4, 22)
