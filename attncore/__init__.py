@@ -32,6 +32,8 @@ if TYPE_CHECKING:
         Sequence,
         SequenceGroup,
     )
+    from attncore.cache_writer import CacheWriter
+    from attncore.custom_op import attention, forward_context
     from attncore.errors import AttncoreError, CaptureError, ConcurrentUseError, NoBackendError, PluginError
     from attncore.registry.choice import Choice
     from attncore.registry.hookspecs import hookimpl
@@ -63,6 +65,7 @@ __all__ = [
     "AttncoreError",
     "BackendConfig",
     "BackendSpec",
+    "CacheWriter",
     "CaptureError",
     "Choice",
     "CommonAttentionMetadata",
@@ -83,8 +86,10 @@ __all__ = [
     "SequenceGroup",
     "Variant",
     "__version__",
+    "attention",
     "compute_slot_mapping",
     "compute_slot_mapping_start_idx",
+    "forward_context",
     "hookimpl",
     "is_block_tables_empty",
     "select",
@@ -100,6 +105,8 @@ _HOMES = {
         "CommonAttentionMetadata CommonAttentionState CommonMetadataBuilder InputBatch KVCacheGroup MetadataBuilder "
         "Sequence SequenceGroup"
     ),
+    "cache_writer": "CacheWriter",
+    "custom_op": "attention forward_context",
     "errors": "AttncoreError CaptureError ConcurrentUseError NoBackendError PluginError",
     "registry.choice": "Choice",
     "registry.hookspecs": "hookimpl",

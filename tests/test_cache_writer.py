@@ -1,0 +1,110 @@
+"""The cache writer: every layout, every dtype of a cache, negative slots; on a GPU one launch of Triton."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from attncore.cache_writer import CacheWriter  # noqa: E402
+
+BLOCKS, SIZE, HEADS, HEAD, HEAD_V = 5, 4, 3, 16, 8
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+SLOTS = [7, -1, 0, 19, -1, 12]
+
+
+def caches(kind, dtype, device):
+    """Views (blocks, block_size, heads, size) of a cache: a pair, [pages, 2, ...], heads first, keys beside values."""
+    if kind == "pair":
+        shapes = [(BLOCKS + 1, SIZE, HEADS, head) for head in (HEAD, HEAD_V)]
+        return [torch.zeros(shape, dtype=torch.uint8, device=device).to(dtype) for shape in shapes]
+    if kind == "pages":
+        cache = torch.zeros(BLOCKS + 1, 2, SIZE, HEADS, HEAD, device=device).to(dtype)
+        return cache[:, 0], cache[:, 1, ..., :HEAD_V]
+    if kind == "heads first":
+        cache = torch.zeros(BLOCKS + 1, 2, HEADS, SIZE, HEAD, device=device).to(dtype)
+        return cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2)[..., :HEAD_V]
+    cache = torch.zeros(BLOCKS + 1, SIZE, HEADS, HEAD + HEAD_V, device=device).to(dtype)
+    return cache[..., :HEAD], cache[..., HEAD:]
+
+
+def new_tokens(count, device, dtype=torch.float32):
+    """Key and value sliced out of one fused tensor, as engines pass them."""
+    fused = torch.randn(count, HEADS * (HEAD + HEAD_V), device=device, dtype=dtype)
+    key, value = fused.split([HEADS * HEAD, HEADS * HEAD_V], dim=1)
+    return key.view(count, HEADS, HEAD), value.view(count, HEADS, HEAD_V)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["pair", "pages", "heads first", "one row"])
+def test_tokens_are_where_their_slots_say(kind, dtype, device):
+    torch.manual_seed(0)
+    views = caches(kind, dtype, device)
+    key, value = new_tokens(len(SLOTS) + 2, device)  # engines pad: tensors are longer
+    scales = (2.0, 0.5) if dtype.itemsize == 1 else (1.0, 1.0)
+    CacheWriter(*scales)(key, value, *views, torch.tensor(SLOTS, device=device))
+    for view, new, scale in zip(views, (key, value), scales, strict=True):
+        expected = torch.zeros((BLOCKS * SIZE, *new.shape[1:]))
+        for token, slot in enumerate(SLOTS):
+            if slot >= 0:
+                expected[slot] = (new[token].cpu() / scale).to(dtype).float()
+        assert torch.equal(view[:BLOCKS].cpu().float().reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)], ids=str)
+def test_numbers_beyond_an_fp8_cache_are_cut_off(dtype, largest, device):
+    views = caches("pair", dtype, device)
+    key, value = new_tokens(1, device)
+    CacheWriter()(key * 0 + 1e6, value * 0 - 1e6, *views, torch.tensor([5], device=device))
+    assert views[0][1, 1].float().unique().tolist() == [largest]
+    assert views[1][1, 1].float().unique().tolist() == [-largest]
+
+
+@pytest.mark.gpu
+def test_a_capture_and_no_synchronisation():
+    views = caches("pages", torch.bfloat16, "cuda")
+    key, value = new_tokens(3, "cuda", torch.bfloat16)
+    slots = torch.tensor([1, 2, -1], device="cuda")
+    writer = CacheWriter()
+    writer(key, value, *views, slots)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        writer(key, value, *views, slots)
+    slots.copy_(torch.tensor([9, -1, 10], device="cuda"))
+    graph.replay()
+    found = views[0].reshape(-1, HEADS, HEAD)
+    assert torch.equal(found[9], key[0])
+    assert torch.equal(found[10], key[2])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slots": [1]}, ""),
+        ({"slots": [1, 2, 3]}, "key: 2 tokens found for 3 slots"),
+        ({"slots": torch.tensor([1], dtype=torch.int32)}, "slot_mapping: torch.int32"),
+        ({"heads": 2}, r"key: shape \(2, 2, 16\) found; the cache holds heads and sizes \(3, 16\)"),
+        ({"flat": True}, "key_cache: shape .* expected"),
+        ({"dtype": torch.float16}, r"value_cache: torch.float16 .* beside keys of torch.float32"),
+    ],
+)
+def test_tensors_that_disagree_are_named(change, message):
+    key, value = new_tokens(2, "cpu")
+    key_cache, value_cache = caches("pair", torch.float32, "cpu")
+    key = key[:, : change.get("heads", HEADS)]
+    key_cache = key_cache.flatten(0, 1) if change.get("flat") else key_cache
+    value_cache = value_cache.to(change.get("dtype", torch.float32))
+    slots = torch.as_tensor(change.get("slots", [1, 2]))
+    if not message:
+        CacheWriter()(key, value, key_cache, value_cache, slots)
+        return
+    with pytest.raises(ValueError, match=message):
+        CacheWriter()(key, value, key_cache, value_cache, slots)
+    assert not key_cache.any()
+    assert not value_cache.any()
+
+
+def test_a_scale_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"v_scale: 0.0 is not positive"):
+        CacheWriter(1.0, 0.0)

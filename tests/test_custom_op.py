@@ -1,0 +1,135 @@
+"""``attncore::attention``: the numbers of the layer's own forward, compiled without a break, found by its context."""
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import attncore  # noqa: E402
+from attncore import BackendConfig, InputBatch, KVCacheGroup, MetadataBuilder  # noqa: E402
+from attncore.reference import ReferenceBackend  # noqa: E402
+
+
+@pytest.fixture
+def step():
+    """A backend, two layers, a cache each, one step of a prompt of five tokens."""
+    backend = ReferenceBackend(BackendConfig(4, 2, 8, "float32", 16))
+    impls = {"a": backend.impl("a", scale=0.3), "b": backend.impl("b", scale=0.3, sliding_window=2)}
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=16)
+    batch.add_request("r", [1, 2], 0)
+    metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=64).build({"r": 5})
+    torch.manual_seed(0)
+    tensors = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+    return backend, impls, metadata, tensors
+
+
+def model(query, key, value, caches):
+    first = attncore.attention(query * 1, key, value, caches[0], layer_name="a")
+    return attncore.attention(first, key, value, caches[1], layer_name="b") + 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_it_is_the_layers_forward(step, compiled):
+    backend, impls, metadata, (query, key, value) = step
+    expected_caches = [backend.allocate_kv_cache(8) for _ in impls]
+    first = impls["a"].forward(query, key, value, expected_caches[0], metadata)
+    expected = impls["b"].forward(first, key, value, expected_caches[1], metadata) + 1
+    caches = [backend.allocate_kv_cache(8) for _ in impls]
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    with torch.inference_mode(), attncore.forward_context(metadata, impls):
+        torch.testing.assert_close(run(query, key, value, caches), expected)
+    for found, wanted in zip(caches, expected_caches, strict=True):
+        assert torch.equal(found, wanted)
+        assert found.any()
+
+
+def test_the_schema_says_what_is_written(step):
+    backend, impls, metadata, (query, key, value) = step
+    args = (query, key, value, [backend.allocate_kv_cache(8)], torch.empty_like(query), "a")
+    with attncore.forward_context(metadata, impls):
+        torch.library.opcheck(torch.ops.attncore.attention.default, args)
+
+
+def test_output_and_pairs_and_no_cache(step):
+    backend, impls, metadata, (query, key, value) = step
+    caches = backend.allocate_kv_cache(8)
+    pair = caches[0].clone(), caches[1].clone()
+    output = torch.full_like(query, torch.nan)
+    with attncore.forward_context(metadata, impls):
+        expected = attncore.attention(query, key, value, caches, layer_name="a")
+        assert attncore.attention(query, key, value, pair, layer_name="a", output=output) is output
+    assert torch.equal(output, expected)
+    assert torch.equal(pair[0], caches[0])
+    seen = []
+
+    class Sees:
+        def forward(self, *args):
+            seen.append(args[3])
+
+    with attncore.forward_context(metadata, {"a": Sees()}):
+        found = attncore.attention(query, key, value, None, layer_name="a", head_size_v=4)
+    assert seen == [None]
+    assert found.shape == (5, 4, 4)
+
+
+def test_layers_of_several_groups_find_their_own_metadata(step):
+    backend, _, _, (query, key, value) = step
+    batch = InputBatch(
+        max_num_reqs=4,
+        max_model_len=64,
+        groups=[KVCacheGroup("full", 16), KVCacheGroup("window", 16, sliding_window=2)],
+    )
+    batch.add_request("r", {"full": [1, 2], "window": [3, 4]}, 0)
+    metadata = MetadataBuilder(batch, max_num_batched_tokens=64).build({"r": 5})
+    seen = {}
+
+    class Sees:
+        def __init__(self, name):
+            self.name = name
+
+        def forward(self, *args):
+            seen[self.name] = args[4].group
+
+    by_layer = {"a": metadata.groups["full"], "b": metadata.groups["window"]}
+    with attncore.forward_context(by_layer, {name: Sees(name) for name in "abc"}):
+        model(query, key, value, [backend.allocate_kv_cache(8)] * 2)
+        with pytest.raises(KeyError, match="'c' has no metadata"):
+            attncore.attention(query, key, value, None, layer_name="c")
+    assert seen == {"a": "full", "b": "window"}
+
+
+def test_outside_a_context_and_in_the_wrong_one(step):
+    _, impls, metadata, (query, key, value) = step
+    with pytest.raises(RuntimeError, match=r"layer 'a' ran outside a forward context; run the model inside"):
+        attncore.attention(query, key, value, None, layer_name="a")
+    with attncore.forward_context(metadata, impls):
+        with pytest.raises(KeyError, match=r"'z' is not in this forward context; its layers: a, b"):
+            attncore.attention(query, key, value, None, layer_name="z")
+
+
+def test_contexts_nest_and_threads_see_their_own(step):
+    _, impls, metadata, (query, key, value) = step
+    errors = []
+
+    class Fails:
+        def forward(self, *args):
+            raise ValueError("inner")
+
+    def elsewhere():
+        try:
+            attncore.attention(query, key, value, None, layer_name="a")
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with attncore.forward_context(metadata, impls):
+        with pytest.raises(ValueError, match="inner"), attncore.forward_context(metadata, {"a": Fails()}):
+            attncore.attention(query, key, value, None, layer_name="a")
+        cache = impls["a"].backend.allocate_kv_cache(8)
+        attncore.attention(query, key, value, cache, layer_name="a")  # the outer one is back
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert len(errors) == 1
+    with pytest.raises(RuntimeError):
+        attncore.attention(query, key, value, None, layer_name="a")
