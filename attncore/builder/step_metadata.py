@@ -46,7 +46,7 @@ class _HostFields:
         self._arena, self._fields, self._tables, self._rows, self._extra = arena, fields, tables, rows, extra
 
     def __getattr__(self, name: str) -> npt.NDArray[Any]:
-        if name not in _FIELDS and name not in self._extra:
+        if name not in _FIELDS and (name.startswith("_") or name not in self._extra):
             raise AttributeError(f"metadata.host has no field {name!r}")
         view: npt.NDArray[Any] = _cut(self._array(name), name, self._arena, self._extra)
         self.__dict__[name] = view
@@ -130,6 +130,8 @@ class StepMetadata(CommonAttentionMetadata):
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for what is not there yet. On a device, and for a captured graph, fields have fixed addresses.
+        if name.startswith("_"):  # a copy in the making asks, before it has anything
+            raise AttributeError(name)
         if self._device is not None and name in self._device:
             value = _cut(self._device[name], name, self._arena, self._extra)
         elif name in self._extra:

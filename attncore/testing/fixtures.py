@@ -2,6 +2,7 @@
 
 ``BACKEND`` (required): the backend's name. ``EXAMPLES`` (40): batches drawn by each test that draws any. ``DEVICE``
 (None: the negotiation's): a torch device. ``OPTIONS`` ({}): options that the backend is created with.
+``CAPTURED_STEPS`` (40): steps that run through captured graphs.
 ``EXPECTED_FAILURES`` ({}): test name (with its parameters, or without: all of them) -> why it fails.
 """
 
@@ -15,6 +16,7 @@ import torch
 from attncore.testing.subject import Subject
 
 EXAMPLES = 40
+CAPTURED_STEPS = 40
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +38,9 @@ def attncore_subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
 def attncore_examples(request: pytest.FixtureRequest) -> int:
     """How many batches a test draws."""
     return int(getattr(request.module, "EXAMPLES", EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def attncore_captured_steps(request: pytest.FixtureRequest) -> int:
+    """How many steps go through captured graphs."""
+    return int(getattr(request.module, "CAPTURED_STEPS", CAPTURED_STEPS))

@@ -46,6 +46,11 @@ class Pages:
         """A copy of all elements as integers, so that NaN equals itself."""
         return [_bits(part).clone() for part in self.parts]
 
+    def restore(self, before: list[Tensor]) -> None:
+        """All elements as they were at a snapshot."""
+        for part, old in zip(self.parts, before, strict=True):
+            _bits(part).copy_(old)
+
     def changed(self, before: list[Tensor]) -> tuple[BoolArray, bool]:
         """The tokens of which an element changed, bool (num_blocks + 1, block_size); whether an element of no token
         did, outside the sink."""

@@ -1,7 +1,10 @@
 """The way to a device: copies that run late, watermarks, poison, fields of an engine's own, the end of a builder."""
 
 import contextlib
+import copy
 import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import batches
 import numpy as np
@@ -338,3 +341,45 @@ def test_steps_of_another_device_are_refused(batch):
         made.build({"a": 2})
     made._side._cuda = False
     assert made.build({"a": 2}).seq_lens.tolist() == [8, 6]
+
+
+def test_metadata_can_be_copied(batch):
+    metadata = MetadataBuilder(batch, max_num_batched_tokens=32).build()
+    assert copy.copy(metadata).seq_lens.tolist() == metadata.seq_lens.tolist() == [4, 7]
+    assert copy.copy(metadata.host).positions.tolist() == [3, 6]
+
+
+def _steps_of_a_thread(seed, staging):
+    """Forty steps of a batch of its own: prompts, decodes, arrivals; every field that a kernel reads."""
+    random, found = np.random.default_rng(seed), []
+    batch = InputBatch(max_num_reqs=8, max_model_len=256, block_size=4)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=256, staging=staging)
+    fresh = iter(range(1, 10**6))
+    for step in range(40):
+        arrived = {}
+        if len(batch) < 8:
+            tokens = int(random.integers(1, 20))
+            batch.add_request(step, [next(fresh) for _ in range(-(-tokens // 4))])
+            arrived[step] = tokens
+        for name in batch.needs_block():
+            if name not in arrived:
+                batch.append_blocks(name, [next(fresh)])
+        metadata = builder.build(arrived)
+        fields = ("slot_mapping", "positions", "seq_lens", "query_start_loc", "block_table", "paged_kv_indptr")
+        found.append((metadata.req_ids, *(getattr(metadata, name).tolist() for name in fields)))
+        if random.random() < 0.2:
+            batch.remove_request(metadata.req_ids[0])
+    return found
+
+
+@pytest.mark.parametrize("staging", ["auto", "copy"])
+def test_two_builders_run_in_two_threads(staging):
+    expected = [_steps_of_a_thread(seed, staging) for seed in range(2)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(lambda seed: [_steps_of_a_thread(seed, staging) for _ in range(5)], range(2)))
+    finally:
+        sys.setswitchinterval(before)
+    assert found == [[one] * 5 for one in expected]

@@ -109,6 +109,33 @@ FAULTS = (
         forward("return whole(query, key, value, kv_cache[:, :-1], metadata, output)"),
     ),
     Fault(
+        "ignores_output",
+        "test_the_layer_as_a_torch_operator[False]",
+        "gave another output",
+        forward("return whole(query, key, value, kv_cache, metadata)"),
+    ),
+    Fault(
+        "replays_the_lengths_of_the_capture",
+        "test_captured_sizes_over_changing_batches[1]",
+        "decode of 1 after",
+        forward("""
+if not metadata.use_cuda_graph or not metadata.host.seq_lens.any():
+    return whole(query, key, value, kv_cache, metadata, output)
+kept = self.__dict__.setdefault("kept", {}).setdefault(metadata.num_reqs, metadata.host.seq_lens.copy())
+return whole(query, key, value, kv_cache, changed(metadata, seq_lens=kept), output)
+"""),
+    ),
+    Fault(
+        "writes_in_a_dummy_step",
+        "test_captured_sizes_over_changing_batches[1]",
+        "must change no block",
+        forward("""
+if metadata.use_cuda_graph and not metadata.host.seq_lens.any():
+    kv_cache[:, 3] += 1
+return whole(query, key, value, kv_cache, metadata, output)
+"""),
+    ),
+    Fault(
         "head_size_that_raises",
         "test_smallest_and_largest_declared_head_sizes",
         "declares head_size 80",
