@@ -1,0 +1,73 @@
+"""The attention backend flashinfer: what it is. Light: no torch and no FlashInfer here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from attncore import BackendSpec, MultipleOf, Option, Variant, hookimpl
+
+if TYPE_CHECKING:
+    from attncore import Host
+
+REQUIRES = ("torch>=2.6", "apache-tvm-ffi>=0.1.11", "flashinfer-python>=0.7.2,<0.8")
+
+OPTIONS = {
+    "decode": Option(
+        str,
+        "kernel of decodes of one token; auto is the faster of the first two, xqa plans nothing",
+        default="auto",
+        choices=("auto", "tensor_cores", "cuda_cores", "xqa"),
+    ),
+    "cascade": Option(bool, "read a prefix that many requests share once, in steps without a graph", default=False),
+    "workspace_mib": Option(int, "MiB of device memory for split contexts, at first", default=64),
+    "max_workspace_mib": Option(int, "MiB beyond which a plan is an error", default=1024),
+}
+
+
+@hookimpl
+def attncore_backend() -> BackendSpec:
+    """The facts by which attncore chooses, and which its conformance kit probes."""
+    from attn_flashinfer import checks
+
+    return BackendSpec(
+        name="flashinfer",
+        api=1,
+        factory="attn_flashinfer.backend:FlashInferBackend",
+        devices={"cuda:sm_90": 60, "cuda:sm_80+": 50},
+        dtypes={"float16", "bfloat16"},
+        kv_cache_dtypes={"auto", "float16", "bfloat16", "fp8_e4m3"},
+        head_sizes={64, 128, 256},
+        block_sizes=MultipleOf(1),
+        preferred_block_size=16,
+        kv_cache_layouts=("NHD", "HND"),
+        features={"sliding_window", "logits_soft_cap", "kv_scales", "multi_token_decode", "lse"},
+        unsupported={
+            "alibi": "FlashInfer makes its own slopes, from the local number of heads",
+            "alibi_standard": "FlashInfer makes its own slopes, which are wrong under tensor parallelism",
+            "sinks": "its paged wrappers take sinks through kernels that are compiled for them alone",
+            "encoder": "it plans attention over the paged cache only",
+            "encoder_decoder": "it plans causal attention only",
+            "tree_mask": "it passes no mask",
+        },
+        cuda_graph="uniform",
+        needs={"page_list", "block_table"},
+        host_lengths="exact",
+        plan_staging="shared",
+        pad_seq_len=0,
+        requires=REQUIRES,
+        workspace_bytes=(64 + 8) << 20,
+        options=OPTIONS,
+        variants=(
+            Variant("built", check=checks.built),
+            Variant("jit", check=checks.compiled, compiles_at_run_time=True),
+        ),
+    )
+
+
+@hookimpl
+def attncore_doctor(host: Host) -> Mapping[str, str]:
+    """Which modules are built, where, and whether others can be compiled here."""
+    from attn_flashinfer import modules
+
+    return modules.report()

@@ -1,0 +1,180 @@
+"""The attention backend flashinfer: configured for one model on one device. Imported when an engine creates it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from attn_flashinfer import checks, xqa
+from attn_flashinfer.impl import FlashInferImpl
+from attn_flashinfer.library import Library, flashinfer
+from attn_flashinfer.pages import pages_of
+from attn_flashinfer.plans import KeyPlans, Tools
+from attn_flashinfer.state import FlashInferState
+from attn_flashinfer.workspace import Workspace
+from attn_flashinfer.wrappers import Kind, Shape
+from attncore import AttentionBackend, BackendConfig, CaptureError
+from attncore.abstract import PlanKey
+from attncore.builder import CascadeRule
+from attncore.builder.step_metadata import StepMetadata
+from attncore.graphs import is_capturing
+
+CUDA_CORES, XQA = "cuda_cores", "xqa"
+
+
+class FlashInferBackend(AttentionBackend):
+    """FlashInfer's paged kernels. Layers of one plan key share a plan; all share one workspace.
+
+    Raises ValueError naming the field of the configuration that FlashInfer cannot run. A cache is one tensor
+    ``[blocks + 1, 2, block_size, num_kv_heads, head_size]`` (NHD; HND: heads before tokens), or a pair of its halves.
+    """
+
+    name = "flashinfer"
+    impl_class = FlashInferImpl
+    state_class = FlashInferState
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        self.shape, self.decode_kernel = _shape(self, config)
+        options = config.options
+        self.workspace = Workspace(
+            config.device,
+            int(options.get("workspace_mib", 64)) << 20,
+            int(options.get("max_workspace_mib", 1024)) << 20,
+        )
+        self.num_blocks = 0
+        """Of the largest cache that was allocated here, without the sink; 0: none was."""
+        self._tools = Tools(
+            self.library(),
+            self.workspace,
+            self.decode_kernel,
+            CascadeRule() if options.get("cascade") else None,
+            lru_cache(maxsize=1)(lambda: xqa.workspace(config.device)),
+        )
+        self._plans: dict[PlanKey, KeyPlans] = {}
+        self._owner: Any = None
+        self._event: Any = None
+
+    def library(self) -> Library:
+        """What is called of FlashInfer."""
+        return flashinfer()
+
+    def plans_of(self, key: PlanKey) -> KeyPlans:
+        """The plans that layers of ``key`` share."""
+        found = self._plans.get(key)
+        if found is None:
+            kind = Kind(self.shape, key.scale, key.sliding_window, key.logits_soft_cap)
+            found = self._plans[key] = KeyPlans(self._tools, kind)
+        return found
+
+    def plan(self, metadata: Any) -> None:
+        """Plans the step for every distinct key of the layers; see the base class."""
+        self._settle(metadata)
+        pages = pages_of(metadata, self.shape.block_size, self.num_blocks)
+        for key in self._plan_keys:
+            plans = self._plans.get(key) or self.plans_of(key)
+            if key.sliding_window is not None:
+                _check_window(metadata)
+            plans.plan(metadata, pages)
+        if self._owner is None and self._is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def capture_list_door(self, metadata: Any) -> None:
+        """Takes what a captured size of the list door needs, for every key of the layers."""
+        for key in self._plan_keys:
+            self.plans_of(key).capture_list_door(metadata)
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """Blocks first, then keys and values: a block is one piece of memory."""
+        if self.config.kv_cache_layout == "HND":
+            return (num_blocks, 2, num_kv_heads, block_size, head_size)
+        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+    def allocate_kv_cache(self, num_blocks: int) -> Any:
+        """See the base class; the pool that steps of the list door are checked against."""
+        cache = super().allocate_kv_cache(num_blocks)
+        self.num_blocks = max(self.num_blocks, num_blocks)
+        return cache
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.config.device.startswith("cuda")
+
+    def _settle(self, metadata: Any) -> None:
+        """Until the last plan's copies have left their pinned memory, which the next plan writes to.
+
+        The persistent door's builder has waited for its last step's receipt, which comes after them. Plans of another
+        builder, of the list door or by hand are waited for here.
+        """
+        owner = metadata._owner if isinstance(metadata, StepMetadata) else None
+        if owner is not None and owner is self._owner:
+            return
+        if owner is None and is_capturing(self.config.device):
+            raise CaptureError(
+                "plan: a stream is capturing; FlashInfer plans on the host and copies, which a graph must not record. "
+                "Plan before the capture begins, and before each replay"
+            )
+        if self._is_cuda:
+            if self._event is not None:
+                self._event.synchronize()
+            else:
+                torch.cuda.current_stream().synchronize()
+        self._owner, self._event = owner, None
+
+
+def _shape(backend: FlashInferBackend, config: BackendConfig) -> tuple[Shape, str]:
+    """What all layers share, and the kernel of decodes; ValueError for what FlashInfer does not run."""
+    if config.head_size not in (64, 128, 256):
+        raise ValueError(f"head_size: {config.head_size} found; FlashInfer's kernels are for 64, 128 and 256")
+    if config.head_size_v not in (None, config.head_size):
+        raise ValueError(f"head_size_v: {config.head_size_v} found; values are as large as keys here")
+    if config.use_mla:
+        raise ValueError("use_mla: FlashInfer's latent attention is not wired up here; choose another backend")
+    if config.dtype not in ("float16", "bfloat16"):
+        raise ValueError(f"dtype: {config.dtype} found; FlashInfer computes in float16 and bfloat16")
+    if config.kv_cache_layout not in ("NHD", "HND"):
+        raise ValueError(f"kv_cache_layout: {config.kv_cache_layout!r} is neither NHD nor HND")
+    if config.kv_cache_dtype not in ("auto", config.dtype, "fp8_e4m3"):
+        raise ValueError(f"kv_cache_dtype: {config.kv_cache_dtype} found beside {config.dtype}; give auto or fp8_e4m3")
+    group = config.num_heads // config.num_kv_heads
+    asked = str(config.options.get("decode", "auto"))
+    kernel = checks.automatic(group) if asked == "auto" else asked
+    problem = ""
+    if kernel == XQA:
+        problem = checks.xqa_problem(
+            config.dtype, config.kv_cache_dtype, config.head_size, group, config.block_size, config.logits_soft_cap
+        )
+    elif kernel == CUDA_CORES:
+        problem = checks.cuda_core_problem(group)
+    if problem:
+        raise ValueError(f"options: {problem}")
+    return (
+        Shape(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_size,
+            config.block_size,
+            getattr(torch, config.dtype),
+            backend.kv_cache_torch_dtype(),
+            config.kv_cache_layout,
+            config.device,
+            kernel != CUDA_CORES,
+        ),
+        kernel,
+    )
+
+
+def _check_window(metadata: Any) -> None:
+    """ValueError for windowed prompts of the list door: their early tokens have no slot, and every key is read from
+    the cache."""
+    if not getattr(metadata, "from_groups", False) or not metadata.num_prefills:
+        return
+    slots = metadata.host.slot_mapping[: metadata.num_prefill_tokens]
+    if len(slots) and slots.max() >= 0 and slots.min() < 0:
+        raise ValueError(
+            "metadata: the list door gives the early tokens of a windowed prompt no slot, and FlashInfer reads every "
+            "key from the cache; make the CommonMetadataBuilder without sliding_window, or use MetadataBuilder"
+        )

@@ -1,0 +1,95 @@
+"""A step's page list and lengths as FlashInfer's plans take them: on the host, but for the indices."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Pages(NamedTuple):
+    """n requests, padded ones included."""
+
+    indptr: Tensor
+    """int32[n + 1] on the host: where a request's pages start among the indices."""
+    last_page_len: Tensor
+    """int32[n] on the host."""
+    seq_lens: Tensor | None
+    """int32[n] on the host; None where they are not what the pages hold (windowed decodes of the list door)."""
+    indices: Tensor
+    """int32 on the device: block ids, or where they will be once the step has been sent."""
+
+    def rows(self, first: int, last: int) -> Pages:
+        """Requests first..last. The indices stay whole: ``indptr`` says where the requests' begin."""
+        if first == 0 and last == len(self.last_page_len):
+            return self
+        seq_lens = None if self.seq_lens is None else self.seq_lens[first:last]
+        return Pages(self.indptr[first : last + 1], self.last_page_len[first:last], seq_lens, self.indices)
+
+
+def pages_of(metadata: Any, block_size: int, num_blocks: int) -> Pages:
+    """The page list of a step, as its builder made it or, where it made none, from the block table.
+
+    ``num_blocks``, where not 0, are the cache's: ValueError where a step of the list door names a block beyond them
+    (a batch of the persistent door knows its pool). Nothing on the device is read.
+    """
+    host = metadata.host
+    if not hasattr(host, "paged_kv_indptr"):
+        return _from_table(metadata, block_size, num_blocks)
+    if getattr(metadata, "from_groups", False):
+        _check_ids(host.paged_kv_indices, num_blocks)
+        seq_lens = None
+    else:
+        seq_lens = torch.from_numpy(host.seq_lens)
+    return Pages(
+        torch.from_numpy(host.paged_kv_indptr),
+        torch.from_numpy(host.paged_kv_last_page_len),
+        seq_lens,
+        metadata.paged_kv_indices,
+    )
+
+
+def whole_buffer(indices: Tensor) -> Tensor:
+    """All of the memory from where ``indices`` begin: the buffer that page indices of any step are written to."""
+    room = indices.untyped_storage().nbytes() // indices.element_size() - indices.storage_offset()
+    return indices.as_strided((room,), (1,))
+
+
+def full(num_reqs: int, max_seq_len: int, block_size: int) -> Pages:
+    """Host arrays of ``num_reqs`` requests of the largest length, for asking how much memory a captured size needs."""
+    pages = -(-max_seq_len // block_size)
+    return Pages(
+        torch.arange(num_reqs + 1, dtype=torch.int32) * pages,
+        torch.full((num_reqs,), max_seq_len - (pages - 1) * block_size, dtype=torch.int32),
+        torch.full((num_reqs,), max_seq_len, dtype=torch.int32),
+        torch.empty(0, dtype=torch.int32),
+    )
+
+
+def _from_table(metadata: Any, block_size: int, num_blocks: int) -> Pages:
+    """Of a batch of decodes alone, such as the list door's of several tokens, which have no page lists."""
+    host = metadata.host
+    if metadata.num_prefills:
+        raise ValueError(
+            "metadata: prompts without page lists; FlashInfer reads every key from the cache, so build with the layout "
+            "flashinfer, or through MetadataBuilder"
+        )
+    lens, table = np.asarray(host.seq_lens, dtype=np.int32), np.asarray(host.block_table)
+    counts = -(-lens // block_size)
+    if counts.max(initial=0) > table.shape[1]:
+        raise ValueError(
+            f"metadata: a table of {table.shape[1]} blocks of {block_size} for a sequence of {int(lens.max())} tokens"
+        )
+    indices = table[np.arange(table.shape[1])[None, :] < counts[:, None]]
+    _check_ids(indices, num_blocks)
+    indptr = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    last = np.where(counts > 0, lens - (counts - 1) * block_size, 0).astype(np.int32)
+    device = metadata._wrap(np.ascontiguousarray(indices, dtype=np.int32))
+    return Pages(torch.from_numpy(indptr), torch.from_numpy(last), torch.from_numpy(lens), device)
+
+
+def _check_ids(indices: Any, num_blocks: int) -> None:
+    if num_blocks and len(indices) and int(indices.max()) >= num_blocks:
+        raise ValueError(f"metadata: block {int(indices.max())} is beyond the cache's {num_blocks} blocks")

@@ -1,0 +1,191 @@
+"""Which kernels run which tokens of a step: planned once a step for all layers that share a plan key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from attn_flashinfer.cascade import Cascade
+from attn_flashinfer.pages import Pages, whole_buffer
+from attn_flashinfer.wrappers import CapturedDecode, EagerAppend, EagerDecode, Kind
+from attn_flashinfer.xqa import XqaDecode
+from attncore import CaptureError
+from attncore.builder.step_metadata import StepMetadata
+
+if TYPE_CHECKING:
+    from attn_flashinfer.library import Library
+    from attn_flashinfer.workspace import Workspace
+    from attncore.builder import CascadeRule
+
+
+class Part(NamedTuple):
+    """Tokens start..stop of a step, and the call that attends for them: ``run(query, caches, out=..., ...)``."""
+
+    run: Callable[..., Any]
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step's parts, in the order of its tokens; padding is in none of them."""
+
+    metadata: Any
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What the plans of a backend share."""
+
+    library: Library
+    workspace: Workspace
+    kernel: str
+    """Of decodes of one token: tensor_cores, cuda_cores, xqa."""
+    rule: CascadeRule | None
+    """When two passes over a shared prefix pay; None: never."""
+    xqa_workspace: Callable[[], Any]
+
+
+class KeyPlans:
+    """The plans of the layers of one key: that of the last eager step, and those of captured sizes.
+
+    An eager step is run before the next one is planned. A captured size has a wrapper of its own, whose plan is renewed
+    before each replay.
+    """
+
+    def __init__(self, tools: Tools, kind: Kind) -> None:
+        self._tools, self.kind = tools, kind
+        self.step = StepPlan(None, ())
+        """Of the step planned last."""
+        self._decode: EagerDecode | None = None
+        self._append: dict[str, EagerAppend] = {}
+        self._cascade: Cascade | None = None
+        self._captured: dict[tuple[int, int, int], CapturedDecode] = {}
+        self._list_door: dict[int, CapturedDecode] = {}
+        self._plans_no_decode = tools.kernel == "xqa"
+
+    def plan(self, metadata: Any, pages: Pages) -> None:
+        """Plans a step. Reads host arrays and integers alone."""
+        if not metadata.use_cuda_graph:
+            self.step = StepPlan(metadata, self._parts(metadata, pages))
+        elif isinstance(metadata, StepMetadata):
+            self.step = self._padded(metadata, pages)
+        else:
+            captured = self._list_door.get(metadata.num_reqs)
+            if captured is None:  # padded, and run without a graph
+                self.step = StepPlan(metadata, self._parts(metadata, pages))
+            else:
+                captured.plan(pages)
+                self.step = StepPlan(metadata, (Part(captured.run, 0, metadata.num_reqs),))
+
+    def find(self, metadata: Any) -> StepPlan:
+        """The plan of a step that is not the very object planned last; ValueError where there is none."""
+        step = self.step
+        if step.metadata is not None and metadata.host is step.metadata.host:
+            return step
+        if metadata.use_cuda_graph:
+            if self._plans_no_decode:
+                return self._unplanned(metadata, metadata.num_tokens // metadata.num_reqs)
+            captured = self._captured.get(_place(metadata)) or self._list_door.get(metadata.num_reqs)
+            if captured is not None:
+                return StepPlan(metadata, (Part(captured.run, 0, captured.num_reqs * captured.query_len),))
+        raise ValueError(
+            "metadata: not of the step that was planned last; FlashInfer keeps one plan of eager steps, so run all "
+            "layers of a step before the next is built (or plan it again: backend.plan(metadata))"
+        )
+
+    def capture_list_door(self, metadata: Any) -> None:
+        """Takes what a captured size of the list door needs, before its first plan."""
+        if not self._plans_no_decode:
+            self._list_door[metadata.num_reqs] = self._capture(metadata, 1, metadata.paged_kv_indices)
+
+    def _padded(self, metadata: StepMetadata, pages: Pages) -> StepPlan:
+        """The plan of a step that is padded to a captured size of the persistent door."""
+        place = _place(metadata)
+        num_reqs, query_len, _ = place
+        if self._plans_no_decode and query_len == 1:
+            return self._unplanned(metadata, query_len)
+        captured = self._captured.get(place)
+        if captured is None:
+            captured = self._captured[place] = self._capture(metadata, query_len, whole_buffer(pages.indices))
+        captured.plan(pages)
+        return StepPlan(metadata, (Part(captured.run, 0, num_reqs * query_len),))
+
+    def _unplanned(self, metadata: Any, query_len: int) -> StepPlan:
+        if query_len != 1:
+            raise CaptureError(f"capture: decode=xqa captures decodes of one token, not of {query_len}")
+        return StepPlan(metadata, (self._xqa(metadata, 0, metadata.num_reqs, 0),))
+
+    def _capture(self, metadata: Any, query_len: int, indices: Any) -> CapturedDecode:
+        return CapturedDecode(
+            self._tools.library,
+            self._tools.workspace,
+            self.kind,
+            indptr=metadata.paged_kv_indptr,
+            indices=indices,
+            last_page_len=metadata.paged_kv_last_page_len,
+            query_len=query_len,
+            max_seq_len=metadata.max_seq_len,
+        )
+
+    def _parts(self, metadata: Any, pages: Pages) -> tuple[Part, ...]:
+        """The parts of an eager step: decodes of one token, decodes of several, prefills; the other way round behind
+        the list door."""
+        if self._tools.rule is not None and self.kind.window is None:
+            found = self._cascaded(metadata, pages)
+            if found is not None:
+                return (found,)
+        num_prefills = metadata.num_prefills
+        num_decodes = metadata.num_reqs - num_prefills
+        decodes = prefills = None
+        if num_decodes:
+            decodes_first = metadata.decodes_first
+            row, token = (0, 0) if decodes_first else (num_prefills, metadata.num_prefill_tokens)
+            if metadata.max_decode_query_len > 1:
+                decodes = self._appended("verify", metadata, pages, row, row + num_decodes, token)
+            elif self._plans_no_decode:
+                decodes = self._xqa(metadata, row, row + num_decodes, token)
+            else:
+                if self._decode is None:
+                    self._decode = EagerDecode(self._tools.library, self._tools.workspace, self.kind)
+                self._decode.plan(pages, row, row + num_decodes)
+                decodes = Part(self._decode.run, token, token + num_decodes)
+            if not num_prefills:
+                return (decodes,)
+        if num_prefills:
+            row, token = (num_decodes, metadata.num_decode_tokens) if metadata.decodes_first else (0, 0)
+            prefills = self._appended("prefill", metadata, pages, row, row + num_prefills, token)
+        return tuple(part for part in (decodes, prefills) if part is not None)
+
+    def _appended(self, name: str, metadata: Any, pages: Pages, first: int, last: int, token: int) -> Part:
+        """Rows of several tokens, which begin at ``token``."""
+        append = self._append.get(name)
+        if append is None:
+            append = self._append[name] = EagerAppend(self._tools.library, self._tools.workspace, self.kind)
+        starts = metadata.host.query_start_loc[first : last + 1]
+        if token:
+            starts = starts - starts[0]
+        append.plan(pages, first, last, torch.from_numpy(starts), metadata.max_query_len)
+        return Part(append.run, token, token + int(starts[-1]))
+
+    def _xqa(self, metadata: Any, first: int, last: int, token: int) -> Part:
+        run = XqaDecode(self._tools.library, self._tools.xqa_workspace(), self.kind, metadata, first, last).run
+        return Part(run, token, token + last - first)
+
+    def _cascaded(self, metadata: Any, pages: Pages) -> Part | None:
+        if self._cascade is None:
+            assert self._tools.rule is not None
+            self._cascade = Cascade(self._tools.library, self._tools.workspace, self.kind, self._tools.rule)
+        if not self._cascade.plan(metadata, pages):
+            return None
+        return Part(self._cascade.run, 0, int(metadata.host.query_start_loc[-1]))
+
+
+def _place(metadata: Any) -> tuple[int, int, int]:
+    """What a captured size is known by: rows, tokens of each, and where the graph reads its pages."""
+    num_reqs = metadata.num_reqs
+    return num_reqs, metadata.num_tokens // num_reqs, metadata.paged_kv_indptr.data_ptr()

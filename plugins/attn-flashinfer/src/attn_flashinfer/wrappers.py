@@ -1,0 +1,187 @@
+"""FlashInfer's wrappers, each behind a ``plan`` that takes a part of a step and a ``run`` that a layer calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_flashinfer.library import Library
+from attn_flashinfer.pages import Pages, full
+from attn_flashinfer.workspace import INT_BYTES, Workspace
+
+KERNELS = "fa2"
+"""FlashInfer's generation of kernels: at pages of 16 tokens, and for short queries, faster than fa3 in plan and run."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What all layers of a backend share."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    layout: str
+    device: str
+    tensor_cores: bool
+    """Whether decodes of one token run on tensor cores."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What layers that share a plan share: the keywords of their plans."""
+
+    shape: Shape
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+    def keywords(self) -> dict[str, Any]:
+        """Keywords of both wrappers' plans; a window of W tokens is W - 1 to the left of the query's own."""
+        return {
+            "sm_scale": self.scale,
+            "window_left": -1 if self.window is None else self.window - 1,
+            "logits_soft_cap": self.soft_cap,
+            "q_data_type": self.shape.dtype,
+            "kv_data_type": self.shape.cache_dtype,
+        }
+
+
+class EagerDecode:
+    """Decodes of one token, of any number of requests."""
+
+    def __init__(self, library: Library, workspace: Workspace, kind: Kind) -> None:
+        shape = kind.shape
+        self._wrapper = library.decode(
+            workspace.buffer, shape.layout, use_tensor_cores=shape.tensor_cores, backend=KERNELS
+        )
+        _serve(workspace, self._wrapper, shape.device)
+        self.run: Callable[..., Any] = self._wrapper.run
+        self._room = _Room(workspace, self._wrapper)
+        self._sizes = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.block_size
+        self._keywords = {**kind.keywords(), "o_data_type": shape.dtype}
+
+    def plan(self, pages: Pages, first: int, last: int) -> None:
+        """Plans rows first..last of a step."""
+        indptr, last_page_len, seq_lens, indices = pages.rows(first, last)
+        self._room.plan(
+            self._wrapper.plan,
+            (indptr, indices, last_page_len, *self._sizes),
+            {**self._keywords, "seq_lens": seq_lens},
+        )
+
+
+class EagerAppend:
+    """Queries of any lengths behind any contexts: prompts, chunks of them, decodes of several tokens."""
+
+    def __init__(self, library: Library, workspace: Workspace, kind: Kind, *, causal: bool = True) -> None:
+        shape = kind.shape
+        self._wrapper = library.prefill(workspace.buffer, shape.layout, backend=KERNELS)
+        _serve(workspace, self._wrapper, shape.device)
+        self.run: Callable[..., Any] = self._wrapper.run
+        self._room = _Room(workspace, self._wrapper)
+        self._sizes = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.block_size
+        self._keywords = {**kind.keywords(), "o_data_type": shape.dtype, "causal": causal}
+
+    def plan(self, pages: Pages, first: int, last: int, starts: Tensor, longest: int) -> None:
+        """Plans rows first..last, whose queries begin at ``starts`` int32[last - first + 1] on the host, the first at
+        0; none is longer than ``longest``."""
+        indptr, last_page_len, seq_lens, indices = pages.rows(first, last)
+        self._room.plan(
+            self._wrapper.plan,
+            (starts, indptr, indices, last_page_len, *self._sizes),
+            {**self._keywords, "seq_lens": seq_lens, "max_token_per_sequence": longest},
+        )
+
+
+class CapturedDecode:
+    """Decodes of ``query_len`` tokens in the graph of one captured size.
+
+    ``indptr``, ``indices`` and ``last_page_len`` are the device's arrays at the addresses that every step of the size
+    has: the graph reads them there, so that a plan copies what FlashInfer made, and nothing else.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        workspace: Workspace,
+        kind: Kind,
+        *,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        query_len: int,
+        max_seq_len: int,
+    ) -> None:
+        shape = kind.shape
+        self._plan = library.fast_decode_plan
+        wrapper = self._wrapper = library.decode(
+            workspace.buffer,
+            shape.layout,
+            use_cuda_graph=True,
+            use_tensor_cores=shape.tensor_cores or query_len > 1,
+            paged_kv_indptr_buffer=indptr,
+            paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=last_page_len,
+            backend=KERNELS,
+        )
+        self.run: Callable[..., Any] = wrapper.run
+        self.num_reqs, self.query_len, self.address = len(last_page_len), query_len, indptr.data_ptr()
+        self._none = indices[:0]
+        self._sizes = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.block_size
+        self._keywords = {**kind.keywords(), "q_len_per_req": query_len}
+        self._start(
+            workspace, full(self.num_reqs, max(max_seq_len, query_len), shape.block_size), indptr, last_page_len
+        )
+
+    def _start(self, workspace: Workspace, most: Pages, indptr: Tensor, last_page_len: Tensor) -> None:
+        """Takes the memory that the size may need, and makes the first plan, which settles the kernels."""
+        arguments = most.indptr, self._none, most.last_page_len, *self._sizes
+        keywords = {**self._keywords, "o_data_type": self._keywords["q_data_type"], "seq_lens": most.seq_lens}
+        float_bytes, int_bytes = self._wrapper.workspace_size(*arguments, **keywords)
+        workspace.reserve(float_bytes)
+        own = torch.empty(-(-int_bytes // 4096) * 4096, dtype=torch.uint8, device=workspace.device)
+        self._wrapper.reset_workspace_buffer(workspace.buffer, own)
+        before = indptr.clone(), last_page_len.clone()  # a first plan writes to them
+        self._wrapper.plan(*arguments, **keywords)
+        indptr.copy_(before[0])
+        last_page_len.copy_(before[1])
+
+    def plan(self, pages: Pages) -> None:
+        """Plans a step of the size."""
+        self._plan(
+            self._wrapper, pages.indptr, self._none, pages.last_page_len, *self._sizes,
+            global_override_indptr_cpu=pages.indptr, **self._keywords,
+        )  # fmt: skip
+
+
+class _Room:
+    """A wrapper's plans, with a larger workspace where one asks for more."""
+
+    def __init__(self, workspace: Workspace, wrapper: Any) -> None:
+        self._workspace, self._wrapper = workspace, wrapper
+
+    def plan(self, plan: Callable[..., None], arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+        try:
+            plan(*arguments, **keywords)
+        except RuntimeError as error:
+            if "workspace" not in str(error):
+                raise
+            float_bytes, int_bytes = self._wrapper.workspace_size(*arguments, **keywords)
+            if int_bytes > INT_BYTES:
+                raise ValueError(
+                    f"metadata: the plan of this step needs {int_bytes} bytes beside the workspace, {INT_BYTES} are "
+                    "there; run fewer tokens in a step"
+                ) from error
+            self._workspace.reserve(float_bytes)
+            plan(*arguments, **keywords)
+
+
+def _serve(workspace: Workspace, wrapper: Any, device: str) -> None:
+    workspace.serve(wrapper, torch.empty(INT_BYTES, dtype=torch.uint8, device=device))

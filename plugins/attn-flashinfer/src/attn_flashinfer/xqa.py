@@ -1,0 +1,61 @@
+"""Decodes without a plan: XQA, which takes the block table and the lengths where they are, on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_flashinfer.library import Library
+from attn_flashinfer.wrappers import Kind
+
+WORKSPACE_BYTES = 128 << 20
+"""8 MiB of semaphores, which must be 0 at first, and room for what long contexts are split into."""
+
+
+def workspace(device: str) -> Tensor:
+    """The memory that XQA works in: for all layers, one after another."""
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+class XqaDecode:
+    """The decodes first..last of a step. Nothing of the step is read before ``run``."""
+
+    def __init__(self, library: Library, memory: Tensor, kind: Kind, metadata: Any, first: int, last: int) -> None:
+        self._library, self._memory, self._kind = library, memory, kind
+        self._metadata, self._rows = metadata, (first, last)
+        self._read: tuple[Tensor, Tensor] | None = None
+
+    def run(
+        self,
+        query: Tensor,
+        caches: tuple[Tensor, Tensor],
+        *,
+        out: Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        return_lse: bool = False,
+    ) -> Tensor:
+        """Attends for one token a request; ``out`` is written and returned."""
+        if return_lse:
+            raise ValueError("forward_with_lse: decode=xqa returns no log-sum-exp; choose another kernel of decodes")
+        if self._read is None:
+            first, last = self._rows
+            self._read = self._metadata.block_table[first:last], self._metadata.seq_lens[first:last]
+        table, seq_lens = self._read
+        kind = self._kind
+        self._library.xqa(
+            query,
+            caches,
+            self._memory,
+            table,
+            seq_lens,
+            self._metadata.max_seq_len,
+            bmm1_scale=kind.scale * k_scale,
+            bmm2_scale=v_scale,
+            window_left=-1 if kind.window is None else kind.window - 1,
+            out=out,
+            kv_layout=kind.shape.layout,
+        )
+        return out

@@ -1,0 +1,6 @@
+"""The stand-in is importable under every import mode."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,267 @@
+"""Steps on the CPU, the stand-in in FlashInfer's place, against dense attention, in the kit's engine."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import flashinfer_standin as standin
+import pytest
+import torch
+
+from attncore import CaptureError
+from attncore.builder import (
+    CascadeRule,
+    CommonMetadataBuilder,
+    InputBatch,
+    MetadataBuilder,
+    Sequence,
+    SequenceGroup,
+)
+from attncore.testing import check_captured
+from attncore.testing.check_captured import CapturedEngine
+from attncore.testing.engine import Engine, run_rows
+
+MIXED = [(0, 9), (3, 3), (4, 1), (7, 1), (13, 1), (0, 1)]
+FEATURES: list[dict[str, Any]] = [
+    {},
+    {"sliding_window": 6},
+    {"logits_soft_cap": 1.5},
+    {"sliding_window": 5, "logits_soft_cap": 1.5},
+]
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_mixed_batches(layout: str, features: dict[str, Any]) -> None:
+    run_rows(Engine(standin.backend(kv_cache_layout=layout), junk=math.nan, **features), MIXED)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (8, 2)])
+def test_grouped_heads_and_sizes(heads: tuple[int, int]) -> None:
+    for size in (64, 128, 256):
+        backend = standin.backend(num_heads=heads[0], num_kv_heads=heads[1], head_size=size, dtype="float16")
+        run_rows(Engine(backend, scale=0.1), MIXED)
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (1024.0, 1.0), (1.0, 1024.0)])
+def test_an_fp8_cache_with_scales(scales: tuple[float, float]) -> None:
+    backend = standin.backend(kv_cache_dtype="fp8_e4m3")
+    engine = Engine(backend, k_scale=scales[0], v_scale=scales[1], scale=64**-0.5 / scales[0])
+    run_rows(engine, MIXED)
+
+
+def test_layers_that_disagree_get_their_own_plan() -> None:
+    recorder = standin.Recorder()
+    backend = standin.backend(recorder)
+    first, second = Engine(backend), Engine(backend, sliding_window=5)
+    backend.impl("layers.0", scale=64**-0.5)  # the second engine has forgotten the first one's key
+    backend.impl("layers.2", scale=0.2, logits_soft_cap=3.0)
+    run_rows(second, MIXED)
+    run_rows(first, MIXED)
+    seen = {(one["window_left"], one["logits_soft_cap"], one["sm_scale"]) for one in recorder.of("decode.plan")}
+    assert seen == {(-1, None, 0.125), (4, None, 0.125), (-1, 3.0, 0.2)}
+
+
+def test_log_sum_exp() -> None:
+    run_rows(Engine(standin.backend(), with_lse=True, sliding_window=7), MIXED)
+
+
+def test_a_plan_is_made_of_the_steps_own_arrays() -> None:
+    recorder = standin.Recorder()
+    backend = standin.backend(recorder)
+    backend.impl("layers.0", scale=0.5, sliding_window=9, logits_soft_cap=2.0)
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=64)
+    for name, blocks, computed in (("a", [7, 2], 5), ("b", [3], 3), ("c", [9, 4, 1], 4)):
+        batch.add_request(name, blocks, computed)
+    metadata = builder.build({"c": 7})
+    (decode,), (prefill,) = recorder.of("decode.plan"), recorder.of("prefill.plan")
+    assert decode["indptr"].tolist() == [0, 2, 3]
+    assert decode["last_page_len"].tolist() == [2, 4]
+    assert decode["seq_lens"].tolist() == [6, 4]
+    assert (decode["num_qo_heads"], decode["num_kv_heads"], decode["head_dim"], decode["page_size"]) == (4, 2, 64, 4)
+    assert (decode["sm_scale"], decode["window_left"], decode["logits_soft_cap"]) == (0.5, 8, 2.0)
+    assert (decode["q_data_type"], decode["kv_data_type"], decode["o_data_type"]) == (torch.bfloat16,) * 3
+    assert prefill["qo_indptr"].tolist() == [0, 7]
+    assert prefill["paged_kv_indptr"].tolist() == [3, 6]
+    assert prefill["paged_kv_last_page_len"].tolist() == [3]
+    assert prefill["paged_kv_indices"].tolist() == [7, 2, 3, 9, 4, 1]
+    assert prefill["causal"] is True
+    assert prefill["max_token_per_sequence"] == 7
+    assert decode["indptr"].data_ptr() == metadata.host.paged_kv_indptr.ctypes.data, "the plan copies the host's array"
+
+
+def test_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_captured, "MetadataBuilder", partial(MetadataBuilder, staging="copy"))
+    for tokens in (1, 3):
+        recorder = standin.Recorder()
+        engine = CapturedEngine(standin.backend(recorder), tokens, junk=math.nan)
+        for _ in range(60):
+            engine.change()
+            engine.replayed()
+        plans = recorder.of("fast_decode_plan")
+        assert {one["q_len_per_req"] for one in plans} == {tokens}
+        assert len({id(one["wrapper"]) for one in plans}) == len(check_captured.SIZES), "one wrapper a captured size"
+        asked = [one for one in recorder.of("decode.plan") if one["q_len_per_req"] == tokens]
+        firsts = [one for one in asked if one["indices"].numel() == 0]
+        assert len(firsts) == len(check_captured.SIZES), "a captured size is planned in full once"
+
+
+def test_a_captured_size_reads_pages_where_every_step_has_them() -> None:
+    recorder = standin.Recorder()
+    backend = standin.backend(recorder)
+    backend.impl("layers.0", scale=0.5)
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=64, staging="copy")
+    metadata = builder.capture(2)
+    (plan,) = recorder.of("fast_decode_plan")
+    indptr, indices, last = plan["wrapper"].buffers
+    batch.add_request("a", [5, 6], 4)
+    step = builder.build(bucket=2)
+    step.replay(_Nothing())
+    assert indptr.tolist() == [0, 2, 2]
+    assert last.tolist() == [1, 0]
+    assert indices[:2].tolist() == [5, 6]
+    assert indices.numel() == 4 * 16, "room for the pages of all requests"
+    assert metadata.num_reqs == 2
+
+
+class _Nothing:
+    def replay(self) -> None:
+        pass
+
+
+def test_cuda_core_decodes_and_xqa() -> None:
+    for kernel, size in (("cuda_cores", 4), ("xqa", 16)):
+        recorder = standin.Recorder()
+        backend = standin.backend(recorder, block_size=size, options={"decode": kernel})
+        rows = [(0, 2 * size + 1), (size - 1, 3), (size, 1), (2 * size - 1, 1)]
+        run_rows(Engine(backend, sliding_window=6), rows)
+        assert bool(recorder.of("decode.plan")) == (kernel == "cuda_cores")
+        assert len(recorder.of("prefill.plan")) > 0
+
+
+def test_xqa_in_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_captured, "MetadataBuilder", partial(MetadataBuilder, staging="copy"))
+    recorder = standin.Recorder()
+    engine = CapturedEngine(standin.backend(recorder, block_size=16, options={"decode": "xqa"}), 1)
+    for _ in range(15):
+        engine.change()
+        engine.replayed()
+    assert not recorder.of("fast_decode_plan")
+
+
+def test_a_shared_prefix_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_flashinfer import backend as module
+
+    monkeypatch.setattr(module, "CascadeRule", lambda: CascadeRule(min_requests=2, min_prefix_tokens=4, min_saving=0.0))
+    for apart in (False, True):  # all requests share, or all but one
+        recorder = standin.Recorder()
+        engine = Engine(standin.backend(recorder, options={"cascade": True}), with_lse=True, junk=math.nan)
+        engine.add("a", 20)
+        engine.fill({"a": 9})
+        for name in "bcd":
+            engine.add(name, 20, prefix_of="a", prefix_blocks=2)
+        if apart:
+            engine.add("other", 20)
+            engine.fill({"other": 3})
+        engine.step({"b": 3, "c": 1, "d": 5, "a": 1, **({"other": 1} if apart else {})})
+        passes = recorder.of("prefill.plan")[-2:]
+        assert [one["causal"] for one in passes] == [False, True]
+        assert passes[0]["seq_lens"].tolist() == [8]
+        assert len(passes[1]["qo_indptr"]) == 2 * (4 + apart) + 1
+
+
+def test_more_workspace_is_taken_where_a_plan_asks() -> None:
+    recorder = standin.Recorder()
+    backend = standin.backend(recorder, options={"workspace_mib": 1, "max_workspace_mib": 4})
+    engine = Engine(backend)
+    recorder.asks = 3 << 20
+    run_rows(engine, MIXED)
+    assert backend.workspace.buffer.numel() == 3 << 20
+    recorder.asks = 5 << 20
+    with pytest.raises(ValueError, match="max_workspace_mib: the plan asks for 5 MiB, 4 are allowed"):
+        engine.step({0: 1})
+
+
+def test_a_step_that_was_not_planned_last_is_refused() -> None:
+    backend = standin.backend()
+    impl = backend.impl("layers.0", scale=0.5)
+    cache = backend.allocate_kv_cache(8)
+    batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8)
+    batch.add_request("a", [1, 2])
+    old, new = builder.build(), builder.build()
+    tensors = [torch.randn(1, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    with pytest.raises(ValueError, match="metadata: not of the step that was planned last"):
+        impl.forward(*tensors, cache, old)
+    assert impl.forward(*tensors, cache, new).shape == (1, 4, 64)
+
+
+def test_a_plan_inside_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_flashinfer import backend as module
+
+    backend = standin.backend()
+    engine = Engine(backend)
+    monkeypatch.setattr(module, "is_capturing", lambda device: True)
+    engine.add("a", 4)
+    with pytest.raises(CaptureError, match="plan: a stream is capturing"):
+        engine.step({"a": 2})
+
+
+# The list door.
+
+
+def test_steps_of_the_list_door() -> None:
+    engine = Engine(standin.backend())
+    for name, context in (("p", 6), ("d", 5), ("e", 8)):
+        engine.add(name, context + 8)
+    engine.fill({"p": 6, "d": 5, "e": 8})
+    engine.list_step({"p": 5}, {"d": 1, "e": 1}, hit=True)
+    engine.list_step({}, {"p": 3, "d": 3})  # decodes of several tokens: no page lists
+    engine.list_step({}, {"d": 1}, pad=2)
+
+
+def test_windowed_prompts_of_the_list_door_are_refused() -> None:
+    engine = Engine(standin.backend(), sliding_window=5)
+    engine.add("a", 12)
+    with pytest.raises(ValueError, match="metadata: the list door gives the early tokens of a windowed prompt no slot"):
+        engine.list_step({"a": 11}, {})
+
+
+def test_a_block_beyond_the_cache_is_refused() -> None:
+    backend = standin.backend()
+    backend.impl("layers.0", scale=0.5)
+    backend.allocate_kv_cache(8)
+    builder = CommonMetadataBuilder(4, "flashinfer", backend=backend)
+    with pytest.raises(ValueError, match="metadata: block 8 is beyond the cache's 8 blocks"):
+        builder.build([SequenceGroup(False, [Sequence(0, 1, 5, [3, 8])])])
+
+
+def test_captured_sizes_of_the_list_door() -> None:
+    recorder = standin.Recorder()
+    backend = standin.backend(recorder)
+    impl = backend.impl("layers.0", scale=64**-0.5)
+    cache = backend.allocate_kv_cache(16)
+    builder = CommonMetadataBuilder(4, "flashinfer", max_seq_len_to_capture=32, backend=backend)
+    state = backend.get_state_cls()(backend, builder)
+    query, key, value = (torch.zeros(4, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    captured = {}
+    with state.graph_capture(max_batch_size=4):
+        for size in (4, 2):
+            captured[size] = state.metadata_for_capture(size)
+            impl.forward(query[:size], key[:size], value[:size], cache, captured[size])
+    decodes = [SequenceGroup(False, [Sequence(i, 1, 5 + i, [2 * i + 1, 2 * i + 2])]) for i in range(3)]
+    metadata = builder.build(decodes, state.pad_size(3))
+    state.prepare(metadata)
+    state.begin_forward(metadata)
+    cache.normal_()
+    for tensor in (query, key, value):
+        tensor.normal_()
+    # As a replay: the layer over the metadata of the capture, which has the buffers.
+    answer = impl.forward(query, key, value, cache, captured[4])
+    eager = impl.forward(query[:3], key[:3], value[:3], cache, builder.build(decodes))
+    torch.testing.assert_close(answer[:3], eager)
+    assert len(recorder.of("fast_decode_plan")) == 3
