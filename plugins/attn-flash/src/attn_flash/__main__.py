@@ -1,0 +1,28 @@
+"""``python -m attn_flash``: call what is installed on the first CUDA device, and keep and print what comes of it."""
+
+from __future__ import annotations
+
+import sys
+
+from attn_flash import record
+
+
+def main() -> int:
+    """0: something runs; 1: nothing installed runs; 3: no CUDA device, or nothing is installed."""
+    import torch
+
+    installed = [generation for generation in ("4", "2") if record.library(generation)]
+    if not installed or not torch.cuda.is_available():
+        print("neither flash-attn nor flash-attn-4 is installed" if not installed else "torch finds no CUDA device")
+        return 3
+    from attn_flash.doctor import said
+    from attn_flash.probe import again
+
+    found = {generation: again(generation, torch.device("cuda", 0)) for generation in installed}
+    for generation, one in found.items():
+        print(f"generation {generation}: {one.library} {said(one)}")
+    return int(all(one.fails for one in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

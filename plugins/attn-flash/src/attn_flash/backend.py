@@ -1,0 +1,132 @@
+"""The backend ``flash``: which generation's calls its layers make, and the cache that both generations read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_flash import generation2, generation4, probe, record
+from attn_flash.calls import Layer
+from attn_flash.cascade import CascadeStep, cascade_step
+from attn_flash.impl import FlashImpl
+from attncore import AttentionBackend, BackendConfig
+from attncore.builder import CascadeRule
+
+GENERATIONS: dict[str, Any] = {"2": generation2, "4": generation4}
+
+
+class FlashBackend(AttentionBackend):
+    """FlashAttention 2 or 4, as the choice's variant says.
+
+    The first creation on a machine calls the library (``probe``); what it lacks is kept, and negotiated around from
+    then on. ValueError where the configuration is beyond the generation, or needs what this build leaves out.
+    """
+
+    name = "flash"
+    impl_class = FlashImpl
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        self.generation = config.variant.removeprefix("fa") or "2"
+        _check(self.generation, config)
+        self._module = GENERATIONS[self.generation]
+        self._library = self._module.load()
+        self.record = self._found()
+        if self.record.fails:
+            raise ValueError(f"generation: {self.record.library} failed when it was called: {self.record.fails}")
+        for kind, value in (("head_size", config.head_size), ("dtype", config.dtype)):
+            self._refuse_left_out(kind, f"{kind} {value}", value)
+
+    def layer(self, **given: Any) -> Layer:
+        """A layer's calls (``generation2.Layer``, ``generation4.Layer``)."""
+        made: Layer = self._module.Layer(self._library, synchronises=self.record.synchronises, **given)
+        return made
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """``(2, num_blocks, block_size, num_kv_heads, head_size)``, or heads before tokens for the layout HND."""
+        if self.config.kv_cache_layout == "HND":
+            return (2, num_blocks, num_kv_heads, block_size, head_size)
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+    def views(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values, (blocks, block_size, num_kv_heads, head_size) each, of a cache of ``kv_cache_shape``.
+
+        A pair of caches, and one tensor with the 2 behind the blocks, are read too: what another backend made for the
+        other phase. ValueError naming ``kv_cache`` for anything else.
+        """
+        pair = kv_cache
+        if isinstance(kv_cache, Tensor) and kv_cache.dim() == 5 and 2 in kv_cache.shape[:2]:
+            pair = kv_cache.unbind(0 if kv_cache.shape[0] == 2 else 1)
+        hnd = self.config.kv_cache_layout == "HND"
+        found = tuple(part.transpose(1, 2) if hnd else part for part in pair) if len(pair) == 2 else ()
+        config = self.config
+        wanted = (config.block_size, config.num_kv_heads, config.head_size)
+        if len(found) != 2 or any(tuple(part.shape[1:]) != wanted for part in found):
+            shape = tuple(kv_cache.shape) if isinstance(kv_cache, Tensor) else [tuple(part.shape) for part in kv_cache]
+            raise ValueError(
+                f"kv_cache: shape {shape} found; allocate_kv_cache makes {self._shape(1)} with more blocks "
+                f"(layout {config.kv_cache_layout})"
+            )
+        return found[0], found[1]
+
+    def per_head(self, values: Sequence[float] | Tensor | None) -> Tensor | None:
+        """One float32 a query head, on the device."""
+        if values is None:
+            return None
+        return torch.as_tensor(values, dtype=torch.float32).to(self.config.device).contiguous()
+
+    def cascade(self, metadata: Any, rule: CascadeRule | None = None) -> CascadeStep | None:
+        """The passes of a step whose requests share a prefix, for ``impl.forward_cascade``; None where it does not pay.
+
+        Once a step, by the engine, for steps without a captured graph.
+        """
+        return cascade_step(metadata, self.config.block_size, self.config.device, rule)
+
+    def check_layer(self, **asked: bool) -> None:
+        """ValueError that names the argument where this build leaves out what it needs."""
+        features = {"alibi_slopes": "alibi"}
+        for argument, wanted in asked.items():
+            if wanted:
+                self._refuse_left_out(argument, features.get(argument, argument), "")
+
+    def _refuse_left_out(self, argument: str, name: str, value: object) -> None:
+        text = self.record.lacks.get(name)
+        if text is not None:
+            raise ValueError(
+                f"{argument}: {value or name} was left out of this build of {self.record.library}, as calls have shown "
+                f"({text}); the next choice goes around it"
+            )
+
+    def _found(self) -> record.Record:
+        device = torch.device(self.config.device)
+        if device.type != "cuda":
+            return record.Record(record.library(self.generation) or f"generation {self.generation}", str(device))
+        return probe.found(self.generation, device)
+
+
+def _check(generation: str, config: BackendConfig) -> None:
+    """ValueError for a configuration that the spec does not declare: one made past the negotiation."""
+    asked = config.options.get("generation")
+    if asked not in (None, generation):
+        raise ValueError(
+            f"options: generation {asked!r} is not the one that was chosen, {generation!r}; ask for it in the request, "
+            "options={'flash': {'generation': ...}}"
+        )
+    pages = 256 if generation == "2" else 16
+    if config.block_size % pages:
+        raise ValueError(
+            f"block_size: {config.block_size} is not a multiple of {pages}, as generation {generation} needs"
+        )
+    if config.head_size % 8 or config.head_size > 256:
+        raise ValueError(f"head_size: {config.head_size} is not a multiple of 8 up to 256")
+    if config.head_size_v not in (None, config.head_size):
+        raise ValueError(f"head_size_v: {config.head_size_v} differs from head_size {config.head_size}")
+    if config.use_mla:
+        raise ValueError("use_mla: flash reads no latent cache")
+    if config.dtype not in ("float16", "bfloat16"):
+        raise ValueError(f"dtype: {config.dtype} is neither float16 nor bfloat16")
+    if config.kv_cache_dtype not in ("auto", config.dtype):
+        raise ValueError(f"kv_cache_dtype: {config.kv_cache_dtype} is not the model's dtype {config.dtype}")

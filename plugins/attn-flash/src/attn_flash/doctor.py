@@ -1,0 +1,45 @@
+"""What `attncore doctor` and ``python -m attn_flash`` say: what is installed, and what came of calling it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+from attn_flash import record
+from attncore import Host
+
+
+def facts(host: Host) -> dict[str, str]:
+    """Name -> text. Calls what is installed, where the host has a device for it and no findings are kept."""
+    return {name: text for generation in ("4", "2") for name, text in _of(generation, host)}
+
+
+def _of(generation: str, host: Host) -> Iterator[tuple[str, str]]:
+    label = f"generation {generation}"
+    library, file = record.library(generation), record.library_file(generation)
+    if library is None:
+        yield label, f"{record.DISTRIBUTIONS[generation]} is not installed"
+        return
+    yield label, f"{library}, {file or 'without its files'}"
+    if host.platform != "cuda" or file is None:
+        return
+    found = record.read(generation)
+    if found is None:
+        import torch
+
+        probe = importlib.import_module("attn_flash.probe")
+        found = probe.found(generation, torch.device("cuda", torch.cuda.current_device()))
+    yield f"{label} called", said(found)
+
+
+def said(found: record.Record) -> str:
+    """One line: what calls have shown."""
+    if found.fails:
+        return f"fails on {found.device}: {found.fails}"
+    lacks = [*found.missing(""), *(f"dtype {name}" for name in found.missing("dtype"))]
+    sizes = sorted(found.head_sizes)
+    if sizes:
+        has = [str(size) for size in range(8, 257, 8) if size not in found.head_sizes]
+        lacks.append(f"all head sizes but {', '.join(has)}")
+    text = f"runs on {found.device}; left out of this build: {', '.join(lacks) or 'nothing'}"
+    return text + ("; its decode function waits for the device, so the other one is used" if found.synchronises else "")

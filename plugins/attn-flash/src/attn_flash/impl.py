@@ -1,0 +1,167 @@
+"""A layer's attention: the cache is written by slot mapping, then a step is attended in one or two calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attn_flash.calls import Layer, attended, finished
+from attn_flash.cascade import CascadeStep
+from attn_flash.parts import Part, cross_parts, decoder_parts
+from attncore import AttentionImpl, AttentionType
+from attncore.cache_writer import CacheWriter
+from attncore.merge import merge_attention
+
+if TYPE_CHECKING:
+    from attn_flash.backend import FlashBackend
+
+Answer = tuple[Tensor, Tensor | None]
+
+
+class FlashImpl(AttentionImpl):
+    """One layer's attention. It keeps views of the last cache that it was given."""
+
+    def __init__(
+        self,
+        backend: FlashBackend,
+        layer_name: str,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        alibi_slopes: Sequence[float] | Tensor | None = None,
+        sinks: Sequence[float] | Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        attn_type: AttentionType = AttentionType.DECODER,
+    ) -> None:
+        super().__init__(
+            backend, layer_name, scale=scale, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap,
+            alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, attn_type=attn_type,
+        )  # fmt: skip
+        backend.check_layer(
+            sliding_window=sliding_window is not None,
+            logits_soft_cap=logits_soft_cap is not None,
+            alibi_slopes=alibi_slopes is not None,
+        )
+        self._fixed: dict[str, Any] = {
+            "scale": scale,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+            "alibi_slopes": backend.per_head(alibi_slopes),
+            "sinks": backend.per_head(sinks),
+            "causal": attn_type is AttentionType.DECODER,
+        }
+        self._flash, self._views_of, self._size = backend, backend.views, backend.config.block_size
+        self._layer = backend.layer(**self._fixed)
+        self._prefix_layer: Layer | None = None
+        self._write = CacheWriter(k_scale, v_scale)
+        self._cache: Any = None
+        self._views: tuple[Tensor, Tensor] | None = None
+
+    def forward(
+        self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Tensor | None = None
+    ) -> Tensor:
+        """Write this step's keys and values, and attend, as ``attncore.AttentionImpl`` says. Nothing synchronises.
+
+        Without ``output`` the library's own tensor is returned; ``output`` is filled by a copy. Rows beyond the
+        metadata's tokens are 0. ``kv_cache`` is None in a profiling run only, else ValueError.
+        """
+        return self._answer(query, key, value, kv_cache, metadata, output, False)[0]
+
+    def forward_with_lse(
+        self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``forward``, and float32 (tokens, heads): the natural logarithm of each softmax's sum, a sink included."""
+        found, lse = self._answer(query, key, value, kv_cache, metadata, output, True)
+        return found, _there(lse)
+
+    def forward_cascade(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Any, metadata: Any, cascade: CascadeStep,
+        output: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """``forward`` in two passes: the shared prefix (``backend.cascade``) is read once for all who share it.
+
+        ValueError for a layer with a window, slopes or no causal mask, whose queries do not see the prefix alike.
+        """
+        if self.sliding_window is not None or self.alibi_slopes is not None or not self._fixed["causal"]:
+            raise ValueError("cascade: this layer has a window, slopes or no causal mask; call forward")
+        caches = self._caches(kv_cache)
+        self._write(key, value, *caches, metadata.slot_mapping)
+        if self._prefix_layer is None:  # every query sees the whole prefix; a sink belongs to one part only
+            self._prefix_layer = self._flash.layer(**{**self._fixed, "sinks": None, "causal": False})
+        chosen = query.index_select(0, cascade.token_indices)
+        first, first_lse = self._prefix_layer.paged(chosen, caches, cascade.prefix, cascade.prefix_part, None, True)
+        found, lse = self._layer.paged(query, caches, cascade.suffix, cascade.suffix_part, None, True)
+        second, second_lse = found[cascade.token_indices], _there(lse)[cascade.token_indices]
+        merged, _ = merge_attention([first, second], [_there(first_lse), second_lse])
+        found.index_copy_(0, cascade.token_indices, merged)
+        return finished(found, len(query), metadata.num_tokens, output)
+
+    def _answer(
+        self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Tensor | None, with_lse: bool
+    ) -> Answer:
+        kind, layer = self.attn_type, self._layer
+        tokens: int = metadata.num_tokens
+        if kind is AttentionType.DECODER:
+            caches = None if kv_cache is None else self._caches(kv_cache)
+            if caches is not None:
+                self._write(key, value, *caches, metadata.slot_mapping)
+            if not tokens:
+                return self._nothing(query, output)
+            windowed = self.sliding_window is not None
+            parts = decoder_parts(metadata, block_size=self._size, together=layer.together, windowed=windowed)
+            positions = metadata.positions if with_lse and self.alibi_slopes is not None else None
+            found, lse = attended(layer, query, (key, value), caches, metadata, parts, positions, with_lse)
+        elif kind is AttentionType.ENCODER_DECODER:
+            if not tokens:
+                return self._nothing(query, output)
+            found, lse = self._crossed(query, key, value, kv_cache, metadata, with_lse)
+        else:
+            tokens = int(metadata.host.encoder_query_start_loc[-1]) if kind is AttentionType.ENCODER else tokens
+            if not tokens:
+                return self._nothing(query, output)
+            found, lse = self._encoded(query, key, value, metadata, tokens, with_lse)
+        count = query.shape[0]
+        found = finished(found, count, tokens, output)
+        return found, lse if lse is None else finished(lse, count, tokens, None, -torch.inf)
+
+    def _crossed(self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, with_lse: bool) -> Answer:
+        caches = None if kv_cache is None else self._caches(kv_cache)
+        if key is None:
+            key = value = query.new_empty((0, self._flash.config.num_kv_heads, query.shape[2]))
+        if caches is not None and len(metadata.host.cross_slot_mapping):
+            self._write(key, value, *caches, metadata.cross_slot_mapping)
+        parts = cross_parts(metadata, cached=caches is not None)
+        return attended(self._layer, query, (key, value), caches, metadata, parts, None, with_lse, cross=True)
+
+    def _encoded(self, query: Tensor, key: Tensor, value: Tensor, metadata: Any, tokens: int, with_lse: bool) -> Answer:
+        """Tokens of a row among themselves."""
+        if self.attn_type is AttentionType.ENCODER:
+            starts, longest = metadata.encoder_query_start_loc, metadata.max_encoder_seq_len
+        else:
+            starts, longest = metadata.query_start_loc, metadata.max_query_len
+            if metadata.host.context_lens.any():
+                raise ValueError("metadata: a row has context; a layer of type encoder_only takes whole prompts")
+        part = Part("packed", 0, len(starts) - 1, 0, tokens, 0, longest, longest)
+        answer: Answer = self._layer.packed(query, key, value, starts, starts, part, None, with_lse)
+        return answer
+
+    def _nothing(self, query: Tensor, output: Tensor | None) -> Answer:
+        """The answer of a step without tokens."""
+        lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
+        return finished(query.new_empty((0, *query.shape[1:])), len(query), 0, output), lse
+
+    def _caches(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
+        if self._views is None or kv_cache is not self._cache:
+            self._views, self._cache = self._views_of(kv_cache), kv_cache
+        return self._views
+
+
+def _there(lse: Tensor | None) -> Tensor:
+    if lse is None:
+        raise RuntimeError("lse: asked for, and the library's function returned none")
+    return lse

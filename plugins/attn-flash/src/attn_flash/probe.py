@@ -1,0 +1,158 @@
+"""What a library can do here, found by calling it: importing it tells nothing of what a build leaves out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from attn_flash import generation2, generation4, record
+from attn_flash.record import Record
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+HEAD_SIZES = tuple(range(8, 257, 8))
+FEATURES: dict[str, dict[str, Any]] = {
+    "sliding_window": {"window_size": (2, 0)},
+    "logits_soft_cap": {"softcap": 20.0},
+    "alibi": {"alibi_slopes": None},
+}
+"""Feature -> what a call of generation 2 takes for it (slopes are made on the device)."""
+
+
+def found(generation: str, device: torch.device) -> Record:
+    """The findings that are kept, or new ones, which are then kept. Waits for the device where it calls."""
+    kept = record.read(generation)
+    if kept is not None and kept.device == _name(device):
+        return kept
+    return again(generation, device)
+
+
+def again(generation: str, device: torch.device) -> Record:
+    """Call the library, and keep what comes of it."""
+    library, name = record.library(generation) or f"generation {generation}", _name(device)
+    try:
+        if generation == "2":
+            lacks, synchronises = generation2_lacks(generation2.load(), device)
+            made = Record(library, name, lacks=lacks, synchronises=synchronises)
+        else:
+            _settled(device, partial(_decode4, generation4.load(), device))
+            made = Record(library, name)
+    except Exception as error:  # whatever a library raises when it is imported or called is the finding
+        made = Record(library, name, fails=_words(error))
+    record.write(generation, made)
+    return made
+
+
+def generation2_lacks(functions: Any, device: torch.device) -> tuple[dict[str, str], bool]:
+    """What ``functions`` leave out, with their words, and whether the decode function waits for the device.
+
+    Every head size and dtype by a decode; features by both functions. RuntimeError where nothing works.
+    """
+    problems = {
+        name: {size: _problem(device, partial(_decode2, functions, device, dtype, size)) for size in HEAD_SIZES}
+        for name, dtype in DTYPES.items()
+    }
+    lacks = {}
+    working = [name for name in DTYPES if not all(problems[name].values())]
+    if not working:
+        raise RuntimeError(problems["bfloat16"][128])
+    for name in DTYPES.keys() - set(working):
+        lacks[f"dtype {name}"] = problems[name][128]
+    for size in HEAD_SIZES:
+        if problem := next(filter(None, (problems[name][size] for name in working)), ""):
+            lacks[f"head_size {size}"] = problem
+    sizes = [size for size in (128, 64, *HEAD_SIZES) if f"head_size {size}" not in lacks]
+    dtype, size = DTYPES[working[0]], sizes[0]
+    for feature, given in FEATURES.items():
+        for call in (_decode2, _varlen2):
+            if problem := _problem(device, partial(call, functions, device, dtype, size, **given)):
+                lacks[feature] = problem
+    if "alibi" in lacks:
+        lacks["alibi_standard"] = lacks["alibi"]
+    try:
+        with _no_synchronisation(device):
+            _decode2(functions, device, dtype, size)
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return lacks, True
+    return lacks, False
+
+
+def _decode2(functions: Any, device: torch.device, dtype: torch.dtype, size: int, **given: Any) -> None:
+    query, cache, lengths, table = _tensors(device, dtype, size, 256)
+    functions.flash_attn_with_kvcache(
+        query, cache, cache, cache_seqlens=lengths, block_table=table, causal=True, **_slopes(given, device)
+    )
+
+
+def _varlen2(functions: Any, device: torch.device, dtype: torch.dtype, size: int, **given: Any) -> None:
+    query, cache, lengths, _ = _tensors(device, dtype, size, 256)
+    starts, key = torch.cat((lengths.new_zeros(1), lengths // lengths)), cache[0, :1]
+    functions.flash_attn_varlen_func(query[0], key, key, starts, starts, 2, 2, causal=True, **_slopes(given, device))
+
+
+def _decode4(functions: Any, device: torch.device) -> None:
+    query, cache, lengths, table = _tensors(device, torch.bfloat16, 128, 128)
+    functions.flash_attn_varlen_func(
+        query, cache, cache, seqused_k=lengths, page_table=table, max_seqlen_q=1, max_seqlen_k=128, causal=True
+    )
+
+
+def _tensors(device: torch.device, dtype: torch.dtype, size: int, page: int) -> tuple[torch.Tensor, ...]:
+    """A query, a cache, lengths and a table of one request of three tokens."""
+    lengths = torch.full((1,), 3, dtype=torch.int32, device=device)
+    query = torch.zeros((1, 1, 1, size), dtype=dtype, device=device)
+    cache = torch.zeros((1, page, 1, size), dtype=dtype, device=device)
+    return query, cache, lengths, torch.zeros((1, 1), dtype=torch.int32, device=device)
+
+
+def _slopes(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {**given, "alibi_slopes": torch.full((1,), 0.5, device=device)} if "alibi_slopes" in given else given
+
+
+def _problem(device: torch.device, call: Callable[[], None]) -> str:
+    """Why a call fails, empty where it works. A failure that stops the device is raised: nothing works after it."""
+    try:
+        call()
+    except RuntimeError as error:
+        _settled(device)
+        return _words(error)
+    _settled(device)
+    return ""
+
+
+def _settled(device: torch.device, call: Callable[[], None] | None = None) -> None:
+    if call is not None:
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _no_synchronisation(device: torch.device) -> Iterator[None]:
+    """torch's check: a call that waits for the device is an error."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode is a prototype, says torch
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _words(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200]

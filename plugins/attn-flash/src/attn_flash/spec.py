@@ -1,0 +1,148 @@
+"""The spec of the backend ``flash``: what each generation can do, on which device, and what this build of it lacks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from attn_flash import record
+from attn_flash.record import Record
+from attncore import AttentionRequest, BackendSpec, Host, MultipleOf, Option, Reason, Variant
+
+Check = Callable[[AttentionRequest, Host], Iterator[Reason]]
+
+_COMMON = {"sliding_window", "logits_soft_cap", "encoder", "encoder_decoder", "multi_token_decode", "lse"}
+_FEATURES = {"2": {*_COMMON, "alibi", "alibi_standard"}, "4": {*_COMMON, "sinks"}}
+_UNSUPPORTED = {
+    "2": {
+        "sinks": "generation 2 has no place for them; generation 4 has",
+        "kv_scales": "generation 2 reads no fp8 cache",
+        "tree_mask": "it takes no mask",
+    },
+    "4": {
+        "alibi": "generation 4 takes no slopes; generation 2 does",
+        "alibi_standard": "generation 4 takes no slopes; generation 2 does",
+        "kv_scales": "generation 4 reads fp8 keys with fp8 queries only, and not on sm_90",
+        "tree_mask": "it takes no mask",
+    },
+}
+_PAGES = {
+    "2": {"block_sizes": MultipleOf(256), "preferred_block_size": 256},
+    "4": {
+        "block_sizes": MultipleOf(16),
+        "preferred_block_size": 128,
+        "finite_tail": True,
+        "compiles_at_run_time": True,
+    },
+}
+_REQUIRES = {"2": "flash-attn>=2.8,<2.9", "4": "flash-attn-4>=4.0.0b36,<5"}
+_SIZES = MultipleOf(8, 256)
+_DTYPES = ("bfloat16", "float16")
+_FIX = "install another build of it, or use another backend"
+
+
+def make_spec() -> BackendSpec:
+    """Generation 4 first: where both fit, it is the faster one on the device."""
+    return BackendSpec(
+        name="flash",
+        api=1,
+        factory="attn_flash.backend:FlashBackend",
+        devices={"cuda:sm_80+": 55, "cuda:sm_90": 60, "cuda:sm_100+": 60},
+        dtypes=_DTYPES,
+        head_sizes=_SIZES,
+        block_sizes=MultipleOf(16),
+        kv_cache_layouts=("NHD", "HND"),
+        cuda_graph="uniform",
+        needs=("block_table",),
+        host_lengths="bounded",
+        requires=("torch>=2.6",),
+        options={"generation": Option(str, "use this generation or none", choices=("2", "4"))},
+        variants=(_variant("4"), _variant("2")),
+    )
+
+
+def _variant(generation: str) -> Variant:
+    found = record.read(generation)
+    facts: dict[str, Any] = {**_PAGES[generation], "features": _FEATURES[generation]}
+    unsupported = dict(_UNSUPPORTED[generation])
+    if found is not None and not found.fails:
+        lacks = found.missing("")
+        facts["features"] = _FEATURES[generation] - lacks.keys()
+        unsupported |= {name: _left_out(found, text) for name, text in lacks.items()}
+        facts["dtypes"] = [name for name in _DTYPES if name not in found.missing("dtype")]
+        if found.head_sizes:
+            facts["head_sizes"] = [size for size in range(8, 257, 8) if size not in found.head_sizes]
+    facts["unsupported"] = unsupported
+    check = partial(_check, generation, found)
+    return Variant(f"fa{generation}", requires=(_REQUIRES[generation],), check=check, **facts)
+
+
+def _left_out(found: Record, text: str) -> str:
+    return f"this build of {found.library} leaves it out, as a call on {found.device} showed ({text})"
+
+
+def _check(generation: str, known: Record | None, request: AttentionRequest, host: Host) -> Iterator[Reason]:
+    """What no field of the spec says: facts of an architecture, the generation asked for, what calls have shown."""
+    source = f"{record.DISTRIBUTIONS[generation]} {host.packages.get(record.DISTRIBUTIONS[generation], '')}".strip()
+    asked = request.options.get("flash", {}).get("generation")
+    if asked in ("2", "4") and asked != generation:
+        message = f"generation {generation} is not the one that the options ask for, {asked}"
+        yield Reason("option", message, asked, generation, "attn-flash", "leave options['flash']['generation'] out")
+    if generation == "4":
+        yield from _architecture(request, host, source)
+    elif not host.packages.get("flash-attn"):
+        yield from _generation3(host)
+    yield from _shown(generation, known, request, host, source)
+
+
+def _architecture(request: AttentionRequest, host: Host, source: str) -> Iterator[Reason]:
+    family = _family(host)
+    if family in (8, 12):
+        message = f"generation 4 reads no paged cache on {host.arch}; supported: sm_90, sm_100, sm_103, sm_110"
+        yield Reason("device", message, host.device, ["cuda:sm_90", "cuda:sm_100"], source, "use generation 2")
+    if family in (10, 11) and request.head_size > 128 and request.head_size != 256:
+        message = f"head_size {request.head_size} not supported by generation 4 on {host.arch}; supported: to 128, 256"
+        yield Reason("head_size", message, request.head_size, [128, 256], source, "use generation 2")
+
+
+def _family(host: Host) -> int:
+    """Major compute capability; 0 where there is none."""
+    digits = host.arch.removeprefix("sm_").rstrip("af")
+    return int(digits[:-1]) if host.platform == "cuda" and digits.isdigit() else 0
+
+
+def _generation3(host: Host) -> Iterator[Reason]:
+    version = host.packages.get("flash-attn-3", "")
+    if not version and not host.assumed:
+        try:
+            version = importlib.metadata.version("flash_attn_3")
+        except importlib.metadata.PackageNotFoundError:
+            return
+    if version:
+        message = f"flash_attn_3 {version} is installed; generation 3 is not supported yet"
+        fix = "install flash-attn (generation 2) or flash-attn-4"
+        yield Reason("check", message, version, ["2", "4"], "attn-flash", fix)
+
+
+def _shown(
+    generation: str, known: Record | None, request: AttentionRequest, host: Host, source: str
+) -> Iterator[Reason]:
+    """What calls have shown of the library installed here, where the host has that one."""
+    found = record.read(generation)
+    if found is None or found.library != source:
+        return
+    if found.fails:
+        message = f"{found.library} failed when it was called on {found.device}: {found.fails}"
+        yield Reason("check", message, None, None, source, "repair it, then run `python -m attn_flash`")
+        return
+    size = str(request.head_size)
+    if size in found.missing("head_size"):
+        message = f"head size {size}: {_left_out(found, found.missing('head_size')[size])}"
+        yield Reason("check", message, request.head_size, None, source, _FIX)
+    if known == found:  # the spec has the rest of it
+        return
+    for name, text in {**found.missing("dtype"), **found.missing("")}.items():
+        if name in (request.dtype, *request.asked_features):
+            yield Reason("check", f"{name}: {_left_out(found, text)}", name, None, source, _FIX)

@@ -1,0 +1,221 @@
+"""The two libraries' functions in torch, for machines without a GPU: their signatures, their rules, their traps.
+
+Whatever a real kernel leaves unwritten is NaN here; whatever it reads beyond a sequence counts; arguments that it
+refuses or misreads raise. ``test_signatures`` compares the signatures with the libraries' own sources.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAN = float("nan")
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool, window: tuple[int | None, int | None],
+    softcap: float, slopes: Tensor | None = None, sinks: Tensor | None = None, from_start: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One sequence: query (q, heads, size), key and value (k, kv heads, size); output and log-sum-exp (q, heads).
+
+    The mask is aligned to the last query and key. ``from_start``: slopes count from the first key, as in causal kernels.
+    """
+    groups = query.shape[1] // key.shape[1]
+    keys, values = (part.float().repeat_interleave(groups, dim=1) for part in (key, value))
+    score = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
+    if softcap > 0:
+        score = softcap * torch.tanh(score / softcap)
+    where = torch.arange(len(query))[:, None] + len(key) - len(query)
+    distance = where - torch.arange(len(key))[None, :]
+    if slopes is not None:
+        bias = torch.arange(len(key))[None, :].expand_as(distance) if from_start else -distance.abs()
+        score = score + slopes[:, None, None] * bias
+    left, right = (None if side is None or side < 0 else side for side in window)
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if causal:
+        right = 0
+    if left is not None:
+        hidden |= distance > left
+    if right is not None:
+        hidden |= -distance > right
+    score = score.masked_fill(hidden, -torch.inf)
+    lse = score.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.float()[:, None].expand_as(lse))
+    weights = torch.exp(score - lse[..., None]).nan_to_num(0.0)
+    return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype), lse.transpose(0, 1)
+
+
+def _starts(*tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None and (tensor.dtype != torch.int32 or not tensor.is_contiguous()):
+            raise RuntimeError("lengths and starts must be contiguous int32")
+
+
+def _pages(cache: Tensor, table: Tensor, length: int) -> Tensor:
+    if not length:
+        return cache.new_empty((0, *cache.shape[2:]))
+    return torch.cat([cache[block] for block in table[: -(-length // cache.shape[1])].tolist()])
+
+
+class Generation2:
+    """flash-attn 2.8. ``lacks``: features and head sizes that the build leaves out; ``calls``: what it was given."""
+
+    def __init__(self, lacks: tuple[str, ...] = (), *, waits: bool = False) -> None:
+        self.lacks, self.waits = lacks, waits
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def _checked(self, query: Tensor, softcap: float, window: Any, slopes: Any) -> None:
+        built = {"logits_soft_cap": softcap > 0, "alibi": slopes is not None, "sliding_window": window[0] >= 0}
+        for name, used in built.items():
+            if used and name in self.lacks:
+                raise RuntimeError(f"This flash attention build does not support {name}.")
+        if f"head_size {query.shape[-1]}" in self.lacks or str(query.dtype) in self.lacks:
+            raise RuntimeError(f"reduced build: {query.shape[-1]} or {query.dtype} was left out")
+        if query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] % 8:
+            raise RuntimeError("only fp16 and bf16, head sizes that are multiples of 8")
+        if slopes is not None and (slopes.dtype != torch.float32 or slopes.shape != (query.shape[-2],)):
+            raise RuntimeError("ALiBi slopes must have dtype fp32, one a head")
+
+    def flash_attn_with_kvcache(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any = None, v: Any = None, rotary_cos: Any = None,
+        rotary_sin: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None,
+        block_table: Any = None, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1),
+        softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Any = None, num_splits: int = 0,
+        return_softmax_lse: bool = False,
+    ) -> Any:  # fmt: skip
+        """Rows of one length over a paged cache."""
+        self.calls.append(("with_kvcache", {name: part for name, part in locals().items() if name != "self"}))
+        if self.waits:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        self._checked(q, softcap, window_size, alibi_slopes)
+        _starts(cache_seqlens)
+        if k_cache.shape[1] % 256:
+            raise RuntimeError("Paged KV cache block size must be divisible by 256")
+        if len(block_table) != len(q) or len(cache_seqlens) != len(q):
+            raise RuntimeError("block_table and seqlens_k must have a row for each of q")
+        capacity = block_table.shape[1] * k_cache.shape[1]
+        plain = window_size[0] < 0 or window_size[0] >= capacity
+        outputs, lses = [], []
+        for row, length in enumerate(cache_seqlens.tolist()):
+            if length > capacity:
+                raise RuntimeError("a sequence is longer than its table")
+            keys, values = (_pages(part, block_table[row], length)[:length] for part in (k_cache, v_cache))
+            output, lse = attention(
+                q[row], keys, values, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
+                slopes=alibi_slopes, from_start=causal and plain,
+            )  # fmt: skip
+            outputs.append(output)
+            lses.append(torch.where(lse.isinf(), torch.inf, lse).transpose(0, 1))
+        return (torch.stack(outputs), torch.stack(lses)) if return_softmax_lse else torch.stack(outputs)
+
+    def flash_attn_varlen_func(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: Any = None, causal: bool = False,
+        window_size: Any = (-1, -1), softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False,
+        return_attn_probs: bool = False, block_table: Any = None,
+    ) -> Any:  # fmt: skip
+        """Rows of any lengths, over packed keys or a paged cache."""
+        self.calls.append(("varlen", {name: part for name, part in locals().items() if name != "self"}))
+        self._checked(q, softcap, window_size, alibi_slopes)
+        _starts(cu_seqlens_q, cu_seqlens_k)
+        rows = len(cu_seqlens_q) - 1
+        starts = cu_seqlens_q.tolist()
+        if max_seqlen_q == 1 and q.shape[1] > k.shape[-2] and window_size[0] < 0 and alibi_slopes is None:
+            if len(q) != rows:
+                raise RuntimeError("shape is invalid: rows of one token each are expected")
+            if return_attn_probs:
+                raise RuntimeError("the log-sum-exp of rows of one token is laid out by head groups")
+            starts = list(range(rows + 1))
+        if block_table is not None and (k.shape[1] % 256 or len(block_table) != rows):
+            raise RuntimeError("Paged KV cache block size must be divisible by 256, its table a row each")
+        plain = window_size[0] < 0 or window_size[0] >= max_seqlen_k
+        found, sums = torch.full_like(q, NAN), cu_seqlens_k.tolist()
+        found_lse = torch.full((q.shape[1], len(q)), NAN)
+        for row in range(rows):
+            mine, length = slice(starts[row], starts[row + 1]), sums[row + 1] - sums[row]
+            if mine.stop - mine.start > max_seqlen_q or length > max_seqlen_k:
+                raise RuntimeError("a sequence is longer than max_seqlen says")
+            if block_table is None:
+                keys, values = k[sums[row] : sums[row + 1]], v[sums[row] : sums[row + 1]]
+            else:
+                keys, values = (_pages(part, block_table[row], length)[:length] for part in (k, v))
+            found[mine], lse = attention(
+                q[mine], keys, values, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
+                slopes=alibi_slopes, from_start=causal and plain,
+            )  # fmt: skip
+            found_lse[:, mine] = torch.where(lse.isinf(), torch.inf, lse).transpose(0, 1)
+        return (found, found_lse, None) if return_attn_probs else found
+
+
+class Generation4:
+    """flash_attn.cute of flash-attn-4, as on sm_90; ``calls``: what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def flash_attn_varlen_func(
+        self, q: Tensor, k: Tensor, v: Tensor, qv: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+        max_seqlen_q: Any = None, max_seqlen_k: Any = None, min_seqlen_k: Any = None, seqused_q: Any = None,
+        seqused_k: Any = None, gather_kv_indices: Any = None, page_table: Any = None, softmax_scale: Any = None,
+        causal: bool = False, window_size: Any = (None, None), learnable_sink: Any = None, softcap: float = 0.0,
+        num_splits: int = 1, pack_gqa: Any = None, deterministic: bool = False, score_mod: Any = None,
+        score_mod_bwd: Any = None, mask_mod: Any = None, block_sparse_tensors: Any = None, aux_tensors: Any = None,
+        aux_scalars: Any = None, return_lse: bool = False, scheduler_metadata: Any = None,
+        seqlen_k_per_split: Any = None, disable_scheduler_metadata: bool = False, gather_bwd_recompute_p: bool = False,
+        gather_bwd_token_chunk: Any = None,
+    ) -> Any:  # fmt: skip
+        """Rows of one length (q of four dimensions) or of any, over packed keys or a paged cache."""
+        self.calls.append(("varlen", {name: part for name, part in locals().items() if name != "self"}))
+        assert page_table is None or cu_seqlens_k is None, "page_table is not supported with cu_seqlens_k"
+        assert v.dtype in (torch.float16, torch.bfloat16), "inputs must be float16 or bfloat16"
+        _starts(cu_seqlens_q, cu_seqlens_k, seqused_k)
+        batched = q.dim() == 4
+        flat = q.flatten(0, 1) if batched else q
+        rows = len(q) if batched else len(cu_seqlens_q) - 1
+        starts = [row * q.shape[1] for row in range(rows + 1)] if batched else cu_seqlens_q.tolist()
+        found, found_lse = torch.full_like(flat, NAN), torch.full(flat.shape[:2], NAN)
+        for row in range(rows):
+            mine = slice(starts[row], starts[row + 1])
+            if page_table is None:
+                one, other = cu_seqlens_k[row : row + 2].tolist()
+                keys, values, length = k[one:other], v[one:other], other - one
+            else:
+                assert len(page_table) == rows, "page_table must have a row each"
+                length = int(seqused_k[row])
+                keys, values = (_pages(part, page_table[row], length) for part in (k, v))
+            assert mine.stop - mine.start <= max_seqlen_q, "longer than max_seqlen_q"
+            assert length <= max_seqlen_k, "longer than max_seqlen_k"
+            rest = 0.0 * values[length:].float().sum()  # weights of 0 times what lies there
+            found[mine], found_lse[mine] = attention(
+                flat[mine], keys[:length], values[:length], scale=softmax_scale, causal=causal, window=window_size,
+                softcap=softcap, sinks=learnable_sink,
+            )  # fmt: skip
+            found[mine] += rest.to(found.dtype)
+        if not batched:
+            return found, found_lse.transpose(0, 1).contiguous() if return_lse else None
+        lse = found_lse.unflatten(0, (rows, q.shape[1])).transpose(1, 2).contiguous()
+        return found.view_as(q), lse if return_lse else None
+
+
+def install(monkeypatch: Any, generation: str, library: Any) -> Any:
+    """``library`` in place of the generation's own."""
+    from attn_flash import generation2, generation4
+
+    module = generation2 if generation == "2" else generation4
+    monkeypatch.setattr(module, "load", lambda: library)
+    return library
+
+
+PACKAGES = {"2": {"flash-attn": "2.8.3.post2"}, "4": {"flash-attn-4": "4.0.0b36"}}
+"""What a host has that has one generation only."""
+
+
+def packages(*generations: str) -> dict[str, str]:
+    """Versions of a host that has these generations, and no other."""
+    known = {"flash-attn": "", "flash-attn-4": "", "flash-attn-3": "", "torch": "2.11.0"}
+    for generation in generations:
+        known |= PACKAGES[generation]
+    return known
