@@ -6,6 +6,10 @@ PIP := $(BIN)/pip --disable-pip-version-check
 PEERS := .venv-peers
 PEERS_PIP := $(PEERS)/bin/pip --disable-pip-version-check
 PEER_VERSIONS := 0.8.5.post1 0.18.1
+PLUGINS := $(wildcard plugins/attn-*)
+# Kernel libraries as far as they go without a GPU: without their own requirements, which are CUDA's and several GB.
+KERNELS := triton flashinfer-python apache-tvm-ffi
+KERNEL_NEEDS := click filelock jinja2 nvidia-ml-py packaging requests tqdm
 TRACE := ../shared/traces/azure_llm_2023_conv.csv.gz
 
 # The first test run compiles numba's functions; both cores then share the rest.
@@ -33,11 +37,16 @@ $(BIN)/python:
 $(VENV)/.deps: constraints.txt pyproject.toml | $(BIN)/python
 	$(PIP) install -q -c constraints.txt torch setuptools wheel cython
 	$(PIP) install -q -c constraints.txt numpy pluggy rich numba hypothesis pytest pytest-benchmark pytest-xdist \
-		build cython-lint hatchling mypy pre-commit ruff
+		build cython-lint hatchling mypy pre-commit ruff transformers psutil $(KERNEL_NEEDS)
+	$(PIP) install -q -c constraints.txt --no-deps $(KERNELS)
 	touch $@
 
 $(VENV)/.built: $(VENV)/.deps setup.py attncore/_slots.pyx attncore/_slots.pxd attncore/_typedefs.pxd
 	ATTNCORE_REQUIRE_EXT=1 $(PIP) install -q --no-build-isolation --no-deps -e .
+	touch $@
+
+$(VENV)/.plugins: $(VENV)/.built $(wildcard plugins/*/pyproject.toml)
+	$(PIP) install -q --no-build-isolation --no-deps $(patsubst %,-e %,$(PLUGINS))
 	touch $@
 
 demo: $(VENV)/.built
@@ -48,13 +57,13 @@ lint: $(VENV)/.deps
 	$(BIN)/ruff format --check .
 	PATH="$(CURDIR)/$(BIN):$$PATH" cython-lint attncore
 
-types: $(VENV)/.built
+types: $(VENV)/.plugins
 	$(BIN)/mypy
 
-test: $(VENV)/.built lint types
+test: $(VENV)/.plugins lint types
 	ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not slow"
 
-test-all: $(VENV)/.built lint types
+test-all: $(VENV)/.plugins lint types
 	ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
 
 # -P: the attncore that is installed there, not the source tree, which has no compiled extension.

@@ -1,0 +1,299 @@
+"""A continuous-batching engine: any decoder model of transformers, over attncore's metadata and an attention backend.
+
+    python examples/engine.py
+
+Requests arrive at any time; each step runs what is there: prompts in chunks, decodes one token each. Blocks of a prompt
+that were computed once are used again. Where the pool is exhausted the youngest request gives its blocks back and is
+computed again later. Steps of decodes run in CUDA graphs where there is a GPU. Sampling is greedy at temperature 0.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from attncore import InputBatch, MetadataBuilder
+from attncore.graphs import capturing, new_graph
+from attncore.integrations.transformers import attention_layers, attncore_context, paged_caches, select_for_model
+
+
+class BlockPool:
+    """Blocks 1 to ``num_blocks - 1`` with counted holders; a free block keeps its tokens until somebody needs it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._blank = list(range(num_blocks - 1, 0, -1))  # block 0 is the null block
+        self._known: OrderedDict[int, Any] = OrderedDict()  # free blocks with their keys, the longest free first
+        self._holders: dict[int, int] = {}
+        self._block_of: dict[Any, int] = {}
+        self._key_of: dict[int, Any] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._blank) + len(self._known)
+
+    def take(self, count: int) -> list[int] | None:
+        """``count`` blocks, or None where there are not so many."""
+        if count > self.num_free:
+            return None
+        blocks = [self._blank.pop() if self._blank else self._evicted() for _ in range(count)]
+        self._holders.update(dict.fromkeys(blocks, 1))
+        return blocks
+
+    def share(self, key: Any) -> int | None:
+        """The block that holds the tokens of ``key``, held once more; None where no block does."""
+        block = self._block_of.get(key)
+        if block is not None:
+            self._known.pop(block, None)
+            self._holders[block] = self._holders.get(block, 0) + 1
+        return block
+
+    def publish(self, block: int, key: Any) -> None:
+        """The block's tokens are all computed, and others may use them."""
+        if block not in self._key_of and key not in self._block_of:
+            self._key_of[block], self._block_of[key] = key, block
+
+    def give_back(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):  # the end of a prompt is given up first: its beginning is shared more often
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                del self._holders[block]
+                if block in self._key_of:
+                    self._known[block] = self._key_of[block]
+                else:
+                    self._blank.append(block)
+
+    def _evicted(self) -> int:
+        block, key = self._known.popitem(last=False)
+        del self._block_of[key], self._key_of[block]
+        return block
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence: its prompt and what was generated, in ``tokens``; the first ``computed`` are in the cache."""
+
+    id: int
+    tokens: list[int]
+    num_prompt: int
+    max_new_tokens: int
+    temperature: float
+    stop: frozenset[int]
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    keys: list[Any] = field(default_factory=list)  # of its full blocks, each made of the one before and its tokens
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def finished(self) -> bool:
+        return len(self.output) >= self.max_new_tokens or (bool(self.output) and self.tokens[-1] in self.stop)
+
+    def key(self, index: int, size: int) -> Any:
+        while len(self.keys) <= index:
+            n = len(self.keys)
+            self.keys.append(hash((self.keys[-1] if n else None, tuple(self.tokens[n * size : (n + 1) * size]))))
+        return self.keys[index], index
+
+
+class Engine:
+    """``add_request`` and ``cancel`` between steps; ``step`` runs one and returns the requests that it finished."""
+
+    def __init__(
+        self, model: Any, *, num_blocks: int = 512, max_num_reqs: int = 64, max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None, graph_sizes: tuple[int, ...] | None = None, seed: int = 0, **wanted: Any,
+    ) -> None:  # fmt: skip
+        self.model, self.device = model.eval(), str(model.device)
+        if graph_sizes is None:
+            graph_sizes = (1, 2, 4, *range(8, max_num_reqs + 8, 8)) if self.device.startswith("cuda") else ()
+        graph_sizes = tuple(sorted({min(size, max_num_reqs) for size in graph_sizes}, reverse=True))
+        layers = attention_layers(model)
+        wanted.setdefault("cuda_graph", "uniform_decode" if graph_sizes else "never")
+        self.choice = select_for_model(model, layers=layers, num_blocks=num_blocks, **wanted)
+        self.backend = self.choice.create(self.device)
+        self.caches = paged_caches(model, self.backend, num_blocks, layers=layers)
+        self.max_model_len = max_model_len or model.config.max_position_embeddings
+        limits = {"max_num_reqs": max_num_reqs, "max_model_len": self.max_model_len, "num_blocks": num_blocks}
+        self.batch = InputBatch(block_size=self.choice.block_size, **limits)
+        self.builder = MetadataBuilder(self.batch, self.backend, max_num_batched_tokens=max_num_batched_tokens)
+        # Ride to the device in the metadata's own arena: no copy of their own.
+        self.builder.register_field("input_ids", np.int64, "token", self._fill_input_ids)
+        self.builder.register_field("temperature", np.float32, "request", self._fill_temperature)
+        self.pool, self.block_size = BlockPool(num_blocks), self.choice.block_size
+        self.budget = max_num_batched_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, Request] = {}  # in order of arrival: the last one is the youngest
+        self.preemptions, self._next_id = 0, 0
+        torch.manual_seed(seed)
+        model.set_attn_implementation("attncore")
+        self.graphs = {size: self._captured(size) for size in graph_sizes}
+
+    def add_request(
+        self, prompt: list[int], max_new_tokens: int, *, temperature: float = 0.0, stop: tuple[int, ...] = ()
+    ) -> Request:
+        """Queues a request. ValueError where it can never run."""
+        longest = len(prompt) + max_new_tokens
+        if not prompt or max_new_tokens < 1:
+            raise ValueError(f"prompt: {len(prompt)} tokens, max_new_tokens: {max_new_tokens}; give at least one each")
+        if longest > self.max_model_len:
+            raise ValueError(f"prompt: {longest} tokens with max_new_tokens exceed max_model_len {self.max_model_len}")
+        if -(-longest // self.block_size) > self.pool.num_blocks - 1:
+            raise ValueError(f"prompt: {longest} tokens need more than the pool's {self.pool.num_blocks - 1} blocks")
+        request = Request(self._next_id, list(prompt), len(prompt), max_new_tokens, temperature, frozenset(stop))
+        self._next_id += 1
+        self.waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Forgets a request, running, waiting or finished."""
+        if request.id in self.running:
+            self._leave(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def generate(self, prompts: list[list[int]], max_new_tokens: int, **sampling: Any) -> list[list[int]]:
+        """The output tokens of each prompt."""
+        requests = [self.add_request(prompt, max_new_tokens, **sampling) for prompt in prompts]
+        while self.waiting or self.running:
+            self.step()
+        return [request.output for request in requests]
+
+    def step(self) -> list[Request]:
+        """Schedules, runs and books one step."""
+        scheduled = self._schedule()
+        if not scheduled:
+            return []
+        size = None
+        if max(scheduled.values()) == 1:
+            size = min((size for size in self.graphs if size >= len(scheduled)), default=None)
+        metadata = self.builder.build({name: scheduled.get(name, 0) for name in self.running}, bucket=size)
+        if size is None:
+            sampled = self._forward(metadata)
+        else:
+            graph, sampled = self.graphs[size]
+            metadata.replay(graph)
+        return self._book(scheduled, dict(zip(metadata.req_ids, sampled.tolist(), strict=False)))
+
+    def _schedule(self) -> dict[int, int]:
+        """Tokens of this step by request: first of those that run, in order of arrival, then of new ones."""
+        scheduled: dict[int, int] = {}
+        budget, preemptions = self.budget, self.preemptions
+        for request in list(self.running.values()):
+            if request.id not in self.running:
+                continue  # preempted by one that is older
+            count = min(len(request.tokens) - request.computed, budget)
+            while request.id in self.running and not self._grow(request, count):
+                youngest = next(reversed(self.running.values()))
+                budget += scheduled.pop(youngest.id, 0)
+                self._leave(youngest)
+                self.waiting.appendleft(youngest)
+                self.preemptions += 1
+            if request.id in self.running and count:
+                scheduled[request.id] = count
+                budget -= count
+        if self.preemptions > preemptions:
+            return scheduled  # whoever lost its blocks in this step does not come back in it
+        while self.waiting and budget and len(self.running) < self.batch.max_num_reqs:
+            request = self.waiting[0]
+            if not self._admit(request):
+                break
+            self.waiting.popleft()
+            scheduled[request.id] = count = min(len(request.tokens) - request.computed, budget)
+            budget -= count
+        return scheduled
+
+    def _admit(self, request: Request) -> bool:
+        """Gives a request blocks for all its tokens, those of a prefix that is there already; False: too few are."""
+        keys = (request.key(i, self.block_size) for i in range((len(request.tokens) - 1) // self.block_size))
+        shared = list(itertools.takewhile(bool, map(self.pool.share, keys)))  # one token is computed
+        own = self.pool.take(-(-len(request.tokens) // self.block_size) - len(shared))
+        if own is None:
+            self.pool.give_back(shared)
+            return False
+        request.blocks, request.computed = shared + own, len(shared) * self.block_size
+        self.batch.add_request(request.id, request.blocks, request.computed)
+        self.running[request.id] = request
+        return True
+
+    def _grow(self, request: Request, count: int) -> bool:
+        """Blocks for the next ``count`` tokens; False where the pool has too few."""
+        missing = -(-(request.computed + count) // self.block_size) - len(request.blocks)
+        blocks = self.pool.take(missing) if missing > 0 else []
+        if blocks:
+            request.blocks += blocks
+            self.batch.append_blocks(request.id, blocks)
+        return blocks is not None
+
+    def _leave(self, request: Request) -> None:
+        del self.running[request.id]
+        self.batch.remove_request(request.id)
+        self.pool.give_back(request.blocks)
+        request.blocks, request.computed = [], 0
+
+    def _book(self, scheduled: dict[int, int], sampled: dict[int, int]) -> list[Request]:
+        """Counts the step's tokens as computed, publishes blocks that they filled, appends what was sampled."""
+        finished = []
+        for req_id, count in scheduled.items():
+            request = self.running[req_id]
+            first = request.computed // self.block_size
+            request.computed += count
+            for index in range(first, request.computed // self.block_size):
+                self.pool.publish(request.blocks[index], request.key(index, self.block_size))
+            if request.computed == len(request.tokens):
+                request.tokens.append(sampled[req_id])
+                if request.finished:
+                    self._leave(request)
+                    finished.append(request)
+        return finished
+
+    @torch.inference_mode()
+    def _forward(self, metadata: Any) -> torch.Tensor:
+        """The next token of every row."""
+        tokens, positions = metadata.input_ids[None], metadata.positions[None]
+        with attncore_context(metadata, self.caches):
+            model = self.model(tokens, position_ids=positions, use_cache=False, logits_to_keep=metadata.logits_indices)
+        logits = model.logits[0].float()
+        # argmax(logits + t * Gumbel noise) draws from softmax(logits / t), and is greedy at t = 0.
+        noise = torch.empty_like(logits).exponential_().clamp_(min=1e-20).log_()
+        return torch.argmax(logits - metadata.temperature[:, None] * noise, dim=1)
+
+    def _captured(self, size: int) -> Any:
+        metadata = self.builder.capture(size)
+        self._forward(metadata)  # a warm-up, over a step of nobody
+        graph = new_graph(self.device)
+        gc.collect()
+        gc.disable()  # a graph that is collected during a capture spoils it
+        try:
+            with capturing(graph):
+                metadata.record()
+                sampled = self._forward(metadata)
+        finally:
+            gc.enable()
+        return graph, sampled
+
+    def _fill_input_ids(self, metadata: Any, out: np.ndarray) -> None:
+        starts, ends = metadata.host.query_start_loc.tolist(), metadata.host.seq_lens.tolist()
+        for row, req_id in enumerate(metadata.req_ids):
+            start, end = starts[row : row + 2]
+            out[start:end] = self.running[req_id].tokens[ends[row] + start - end : ends[row]]
+
+    def _fill_temperature(self, metadata: Any, out: np.ndarray) -> None:
+        out[: len(metadata.req_ids)] = [self.running[req_id].temperature for req_id in metadata.req_ids]
+
+
+if __name__ == "__main__":
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tiny = LlamaForCausalLM(LlamaConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=1000))
+    engine = Engine(tiny.to("cuda", torch.bfloat16) if torch.cuda.is_available() else tiny, num_blocks=64)
+    print(engine.choice.explain().splitlines()[0])
+    for output in engine.generate([[1, 2, 3], list(range(40)), [7] * 17], max_new_tokens=8):
+        print(output)

@@ -1,0 +1,147 @@
+"""Models that nobody here wrote, over attncore's caches, metadata and backends: they say what they said before."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from integrations.models import DECODERS, decoder, encoder, greedy  # noqa: E402
+
+from attncore import InputBatch, MetadataBuilder, NoBackendError  # noqa: E402
+from attncore.integrations.transformers import (  # noqa: E402
+    attention_layers,
+    attncore_context,
+    paged_caches,
+    select_for_model,
+)
+
+BLOCK = 8
+
+
+class Rows:
+    """Requests with blocks of their own, and a model whose layers attend over them."""
+
+    def __init__(self, model, num_blocks=64, **fields):
+        self.model, choice = model, select_for_model(model, block_size=BLOCK, **fields)
+        self.backend = choice.create()
+        self.caches = paged_caches(model, self.backend, num_blocks)
+        self.batch = InputBatch(max_num_reqs=8, max_model_len=256, block_size=BLOCK)
+        self.builder = MetadataBuilder(self.batch, self.backend, max_num_batched_tokens=512)
+        self.fresh = iter(range(1, num_blocks))
+
+    def add(self, name, tokens):
+        self.batch.add_request(name, [next(self.fresh) for _ in range(-(-tokens // BLOCK))])
+
+    def __call__(self, tokens):
+        """Runs ``tokens`` of each request; the logits of each request's last token."""
+        scheduled = {name: len(ids) for name, ids in tokens.items()}
+        metadata = self.builder.build({**dict.fromkeys(self.batch.req_ids, 0), **scheduled})
+        ids = torch.tensor([list(itertools.chain.from_iterable(tokens[name] for name in metadata.req_ids))])
+        self.model.set_attn_implementation("attncore")
+        with torch.inference_mode(), attncore_context(metadata, self.caches):
+            logits = self.model(
+                input_ids=ids,
+                position_ids=metadata.positions[None],
+                use_cache=False,
+                logits_to_keep=metadata.logits_indices,
+            ).logits[0]
+        return dict(zip(metadata.req_ids, logits, strict=True))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_tokens_are_those_of_eager_generate(name):
+    model = decoder(name)
+    generator = torch.Generator().manual_seed(0)
+    prompts = {
+        row: torch.randint(0, 128, (length,), generator=generator).tolist() for row, length in enumerate((1, 9, 30))
+    }
+    rows, said = Rows(model), {row: [] for row in prompts}
+    for row, prompt in prompts.items():
+        rows.add(row, len(prompt) + 10)
+    logits = rows({row: prompt[: len(prompt) // 2 + 1] for row, prompt in prompts.items()})  # prompts in two chunks
+    rest = {row: prompt[len(prompt) // 2 + 1 :] for row, prompt in prompts.items()}
+    logits |= rows({row: part for row, part in rest.items() if part})
+    for _ in range(10):
+        step = {row: [int(logits[row].argmax())] for row in prompts}
+        for row, token in step.items():
+            said[row] += token
+        logits = rows(step)
+    assert said == {row: greedy(model, prompt, 10) for row, prompt in prompts.items()}
+
+
+def test_layers_say_what_they_ask_for():
+    layers = attention_layers(decoder("gemma2"))
+    assert [layer.name for layer in layers] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert [layer.sliding_window for layer in layers] == [5, None]
+    assert [layer.logits_soft_cap for layer in layers] == [50.0, 50.0]
+    assert [layer.scale for layer in layers] == [pytest.approx(24**-0.5)] * 2
+    model = decoder("gpt_oss")
+    layers = attention_layers(model)
+    assert [layer.sliding_window for layer in layers] == [6, None]
+    assert layers[1].sinks is model.model.layers[1].self_attn.sinks
+    assert model.config._attn_implementation != "attncore"  # looking leaves the model as it was
+
+
+def test_an_encoder_attends_within_each_row():
+    model = encoder()
+    rows = [[5, 6, 7], [1], list(range(20, 31))]
+    caches = paged_caches(model, select_for_model(model, block_size=BLOCK).create(), 4)
+    backend = next(iter(caches.impls.values())).backend
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=BLOCK)
+    metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=64).build_profile(len(row) for row in rows)
+    expected = [model(input_ids=torch.tensor([row])).last_hidden_state[0] for row in rows]
+    model.set_attn_implementation("attncore")
+    with attncore_context(metadata, caches):
+        found = model(input_ids=torch.tensor([list(itertools.chain(*rows))]), position_ids=metadata.positions[None])
+    torch.testing.assert_close(found.last_hidden_state[0], torch.cat(expected), atol=1e-5, rtol=1e-4)
+    assert list(caches.values()) == [None, None]
+
+
+def test_what_no_backend_has_fails_at_selection_with_the_layer():
+    layers = attention_layers(decoder("gpt_oss"))
+    with pytest.raises(
+        NoBackendError, match=r"(?s)^layer model\.layers\.0\.self_attn: .*fp8_e4m3 not supported by attncore"
+    ):
+        select_for_model(decoder("gpt_oss"), layers=layers, backend="reference", kv_cache_dtype="fp8")
+    other = dataclasses.replace(layers[1], name="b", head_size=8)
+    with pytest.raises(ValueError, match=r"head_size: 8 in layer b, 16 in model\.layers\.0"):
+        select_for_model(decoder("gpt_oss"), layers=(layers[0], other))
+
+
+def test_the_wrong_place_and_the_wrong_shape_are_said():
+    model = decoder("llama")
+    rows = Rows(model)
+    model.set_attn_implementation("attncore")
+    with pytest.raises(RuntimeError, match=r"LlamaAttention: the attention implementation 'attncore' ran outside"):
+        model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
+    rows.add("a", 16)
+    metadata = rows.builder.build({"a": 4})
+    with attncore_context(metadata, rows.caches):
+        with pytest.raises(ValueError, match=r"input_ids: 2 rows found; give the tokens of all requests as one row"):
+            model(input_ids=torch.ones((2, 2), dtype=torch.int64), use_cache=False)
+        mask = torch.ones((1, 1, 4, 4), dtype=torch.bool)
+        with pytest.raises(ValueError, match="attention_mask: a mask was given"):
+            model(input_ids=torch.ones((1, 4), dtype=torch.int64), attention_mask=mask, use_cache=False)
+    with attncore_context(metadata, paged_caches(decoder("llama"), rows.backend, 4)):
+        with pytest.raises(RuntimeError, match="has no cache in the context"):
+            model(input_ids=torch.ones((1, 4), dtype=torch.int64), use_cache=False)
+
+
+def test_a_model_with_attention_of_its_own_is_said():
+    class Own(torch.nn.Module):
+        device = torch.device("cpu")
+
+        class config:  # noqa: N801
+            _attn_implementation = "eager"
+
+        def set_attn_implementation(self, name):
+            self.config._attn_implementation = name
+
+        def forward(self, input_ids, use_cache):
+            return input_ids
+
+    with pytest.raises(ValueError, match="model: no layer of Own calls transformers' attention interface"):
+        attention_layers(Own())
