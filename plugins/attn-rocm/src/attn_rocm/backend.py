@@ -1,0 +1,123 @@
+"""The variant ``triton``: every type of attention, by the plugin's own kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_rocm.base import RocmBackend, RocmImpl
+from attn_rocm.launch import LOG2E, Keys, Launcher, Scoring
+from attncore import AttentionBackend, AttentionType, BackendConfig
+
+
+class TritonImpl(RocmImpl):
+    """One layer by the plugin's own kernels. See ``attncore.AttentionImpl.forward`` for what the arguments are."""
+
+    backend: TritonBackend
+
+    def __init__(self, backend: AttentionBackend, layer_name: str, **given: Any) -> None:
+        super().__init__(backend, layer_name, **given)
+
+        self.scoring = Scoring(
+            scale=self.scale,
+            window=self.sliding_window,
+            soft_cap=self.logits_soft_cap,
+            slopes=None if self.slopes is None else self.slopes * LOG2E,
+            sinks=None if self.head_sinks is None else self.head_sinks * LOG2E,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+            causal=self.attn_type is AttentionType.DECODER,
+        )
+
+    def forward(
+        self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Tensor | None = None
+    ) -> Tensor:
+        output = self.checked(query, key, value, kv_cache, output)
+        self._attend(query, key, value, kv_cache, metadata, output, None)
+        return output
+
+    def forward_with_lse(
+        self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        output = self.checked(query, key, value, kv_cache, output)
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        self._attend(query, key, value, kv_cache, metadata, output, lse)
+        return output, lse
+
+    def _attend(
+        self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Tensor, lse: Tensor | None
+    ) -> None:
+        if self.attn_type is AttentionType.DECODER:
+            keys = self._own_keys(key, value, kv_cache, metadata)
+        elif self.attn_type is AttentionType.ENCODER_DECODER:
+            keys = self._encoders_keys(key, value, kv_cache, metadata)
+        else:
+            encoder = self.attn_type is AttentionType.ENCODER
+            starts = metadata.encoder_query_start_loc if encoder else metadata.query_start_loc
+            longest = metadata.max_encoder_seq_len if encoder else metadata.max_query_len
+            keys = _fresh_keys(starts, longest, key, value, starts)
+            self.backend.launcher(query, output, lse, starts, keys, self.scoring, most_queries=longest)
+            return
+        self.launch(query, output, metadata, keys, lse)
+
+    def launch(self, query: Tensor, output: Tensor, metadata: Any, keys: Keys, lse: Tensor | None = None) -> None:
+        """Attention of a step's queries, or a view's, over ``keys`` by the kernels."""
+        self.backend.launcher(
+            query, output, lse, metadata.query_start_loc, keys, self.scoring, most_queries=metadata.max_query_len,
+            one_token_each=metadata.max_query_len == 1,  # sequences without a token are padding then, and come last
+        )  # fmt: skip
+
+    def cached_keys(self, kv_cache: Tensor, metadata: Any) -> Keys:
+        """All keys of a step in the cache."""
+        return Keys(metadata.seq_lens, metadata.max_seq_len, *self.backend.caches(kv_cache), metadata.block_table)
+
+    def _own_keys(self, key: Tensor, value: Tensor, kv_cache: Any, metadata: Any) -> Keys:
+        """Of a decoder: written to the cache, and read there but for prompts of the list door.
+
+        Those may have no table, and slots that a window masked, so that their own keys are taken as they came.
+        """
+        table, lengths, longest = metadata.block_table, metadata.seq_lens, metadata.max_seq_len
+        starts = metadata.query_start_loc
+        if kv_cache is None:
+            return _fresh_keys(lengths, longest, key, value, starts)
+        caches = self.backend.caches(kv_cache)
+        self.writer(key, value, *caches, metadata.slot_mapping)
+        if not table.shape[1]:
+            return _fresh_keys(lengths, longest, key, value, starts)
+        if metadata.from_groups and metadata.num_prefills:
+            return Keys(lengths, longest, *caches, table, key, value, starts, metadata.num_prefills)
+        return Keys(lengths, longest, *caches, table)
+
+    def _encoders_keys(self, key: Any, value: Any, kv_cache: Any, metadata: Any) -> Keys:
+        """Of a cross layer: an encoder's, written to the cache in the step that brings them."""
+        table, lengths, longest = metadata.cross_block_table, metadata.encoder_seq_lens, metadata.max_encoder_seq_len
+        starts = metadata.encoder_query_start_loc
+        if kv_cache is None:
+            return _fresh_keys(lengths, longest, key, value, starts)
+        caches = self.backend.caches(kv_cache)
+        if key is not None:
+            self.writer(key, value, *caches, metadata.cross_slot_mapping)
+        if not table.shape[1]:
+            return _fresh_keys(lengths, longest, key, value, starts)
+        if metadata.from_groups and key is not None:  # prompts have no row in the table
+            return Keys(lengths, longest, *caches, table, key, value, starts, len(starts) - 1)
+        return Keys(lengths, longest, *caches, table)
+
+
+def _fresh_keys(lengths: Tensor, longest: int, key: Any, value: Any, starts: Tensor) -> Keys:
+    """This step's keys alone: there is no cache, or nothing is in it."""
+    return Keys(
+        lengths, longest, key=key, value=value, raw_starts=starts, raw_rows=0 if key is None else len(starts) - 1
+    )
+
+
+class TritonBackend(RocmBackend):
+    """The variant ``triton``: every type of attention, by the plugin's own kernels."""
+
+    impl_class = TritonImpl
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        self.launcher = Launcher(config.num_heads, config.num_kv_heads, config.head_size, self.arch, self.units)

@@ -1,0 +1,145 @@
+"""What all variants have in common: the cache, the device, a layer's constants, and checks of what it is handed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attn_rocm import settings
+from attn_rocm.tiles import ARCHITECTURES
+from attncore import AttentionBackend, AttentionImpl, AttentionType, BackendConfig
+from attncore.cache_writer import CacheWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class RocmBackend(AttentionBackend):
+    """Head sizes, caches and the device, for every variant.
+
+    The cache is (2, blocks, block size, kv heads, head size), keys before values, or with heads before tokens in layout
+    HND. Raises ValueError where the device is not one that the plugin knows, or the configuration not one of its spec.
+    """
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        spec = self.spec
+        if spec is not None and config.head_size not in spec.head_sizes:
+            raise ValueError(f"head_size: {config.head_size} is not supported by {self.name}; see its spec")
+        if spec is not None and config.block_size not in spec.block_sizes:
+            raise ValueError(
+                f"block_size: {config.block_size} is not supported by {self.name}; its spec says which are"
+            )
+        asked = config.options.get("kernel", "auto")
+        if config.variant and asked not in ("auto", config.variant):
+            raise ValueError(
+                f"options: kernel {asked!r} is asked for now, but {config.variant!r} was chosen before; give it in the "
+                "request, options={'rocm': {'kernel': ...}}"
+            )
+        self.arch, self.units = architecture(config.device)
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """``(2, num_blocks, block_size, num_kv_heads, head_size)``; HND: heads before the tokens of a block."""
+        inner = (block_size, num_kv_heads) if self.config.kv_cache_layout == "NHD" else (num_kv_heads, block_size)
+        return (2, num_blocks, *inner, head_size)
+
+    def caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as views (blocks, block size, kv heads, head size), whatever the layout."""
+        keys, values = kv_cache[0], kv_cache[1]
+        if self.config.kv_cache_layout == "HND":
+            return keys.transpose(1, 2), values.transpose(1, 2)
+        return keys, values
+
+
+def architecture(device: str) -> tuple[str, int]:
+    """The gfx name of a torch device, as torch tells it, and its number of compute units.
+
+    ``sm_90`` and ``cpu`` stand for the devices of development. ValueError for anything that is not in the table.
+    """
+    kind = torch.device(device).type
+    developing = settings.dev_device()
+    if kind == "cuda" and torch.version.hip:
+        facts = torch.cuda.get_device_properties(device)
+        name = str(facts.gcnArchName).partition(":")[0]  # gfx942:sramecc+:xnack-
+        if name not in ARCHITECTURES:
+            raise ValueError(f"device: {device} is a {name}; supported: {', '.join(ARCHITECTURES)}")
+        return name, int(facts.multi_processor_count)
+    if kind == "cuda" and developing == "cuda":
+        return "sm_90", int(torch.cuda.get_device_properties(device).multi_processor_count)
+    if kind == "cpu" and developing == "cpu":
+        return "cpu", 0
+    raise ValueError(
+        f"device: {device} is no AMD GPU for this torch (torch.version.hip is {torch.version.hip}); supported: "
+        f"{', '.join(ARCHITECTURES)}"
+    )
+
+
+class RocmImpl(AttentionImpl):
+    """One layer: its scoring as tensors on the device, its cache writer, checks of what it is handed."""
+
+    backend: RocmBackend
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        layer_name: str,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        alibi_slopes: Sequence[float] | Tensor | None = None,
+        sinks: Sequence[float] | Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        attn_type: AttentionType = AttentionType.DECODER,
+    ) -> None:
+        super().__init__(
+            backend, layer_name, scale=scale, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap,
+            alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, attn_type=attn_type,
+        )  # fmt: skip
+        for name, number in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if number != 1.0 and not backend.config.kv_cache_dtype.startswith("fp8"):
+                raise ValueError(
+                    f"{name}: {number} given for a cache of {backend.config.kv_cache_dtype}; only fp8 has scales"
+                )
+        config = backend.config
+        self._block_shape = backend.kv_cache_shape(1, config.block_size, config.num_kv_heads, config.head_size)[2:]
+        self.writer = CacheWriter(k_scale, v_scale)
+        self.slopes, self.head_sinks = self._per_head(alibi_slopes), self._per_head(sinks)
+
+    def _per_head(self, numbers: Sequence[float] | Tensor | None) -> Tensor | None:
+        if numbers is None:
+            return None
+        return torch.as_tensor(numbers, dtype=torch.float32).to(self.backend.config.device).contiguous()
+
+    def checked(self, query: Tensor, key: Any, value: Any, kv_cache: Any, output: Tensor | None) -> Tensor:
+        """The output to fill; ValueError naming the argument where tensors are not the backend's."""
+        config = self.backend.config
+        heads = {"query": config.num_heads, "key": config.num_kv_heads, "value": config.num_kv_heads}
+        for name, given in (("query", query), ("key", key), ("value", value), ("output", output)):
+            if given is None:
+                continue
+            wanted = (heads.get(name, config.num_heads), config.head_size)
+            if given.dim() != 3 or given.shape[1:] != wanted or given.stride(2) != 1:
+                raise ValueError(
+                    f"{name}: shape {tuple(given.shape)} with strides {given.stride()} found; expected (tokens, "
+                    f"{wanted[0]}, {wanted[1]}), contiguous in the last dimension"
+                )
+            if given.dtype != query.dtype or given.device != query.device:
+                raise ValueError(
+                    f"{name}: {given.dtype} on {given.device} found; query is {query.dtype} on {query.device}"
+                )
+        if str(query.dtype) != f"torch.{config.dtype}":
+            raise ValueError(f"query: {query.dtype} found; the backend was made for {config.dtype}")
+        block = self._block_shape
+        if kv_cache is not None and (kv_cache.dim() != 5 or kv_cache.shape[2:] != block or kv_cache.stride(4) != 1):
+            raise ValueError(
+                f"kv_cache: shape {tuple(kv_cache.shape)} found; expected (2, blocks, {', '.join(map(str, block))})"
+            )
+        if output is None:
+            return torch.empty_like(query, memory_format=torch.contiguous_format)
+        if len(output) < len(query):
+            raise ValueError(f"output: {len(output)} tokens found for {len(query)} of query")
+        return output

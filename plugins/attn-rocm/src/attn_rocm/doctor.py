@@ -1,0 +1,32 @@
+"""What ``attncore doctor`` is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from attn_rocm import facts as spec_facts
+from attn_rocm import settings
+from attn_rocm.tiles import ARCHITECTURES
+
+
+def facts(host: Any) -> Mapping[str, str]:
+    """Name -> fact. aiter is imported where an AMD GPU is, which is how it is found out whether it can be."""
+    found = {}
+    known = ARCHITECTURES.get(host.arch)
+    if known is not None:
+        found["architecture"] = (
+            f"{host.arch}: wavefronts of {known.wavefront}, {known.lds_bytes // 1024} KiB of LDS, tiles {known.decode} "
+            f"and {known.prefill}"
+        )
+    else:
+        found["architecture"] = f"{host.arch}: not one of {', '.join(ARCHITECTURES)}"
+    versions = {name: spec_facts._version(host, name) for name in (*spec_facts.TRITON, "amd-aiter", "flash-attn")}
+    found |= {name: version for name, version in versions.items() if version}
+    if host.platform == "rocm" and versions["amd-aiter"]:
+        found["import aiter"] = spec_facts.import_problem("aiter.ops.triton.unified_attention") or "works"
+    for name in (settings.KERNEL, settings.DEV_DEVICE, spec_facts.TRITON_BUILD):
+        if name in os.environ:
+            found[name] = os.environ[name]
+    return found

@@ -1,0 +1,242 @@
+"""The spec: five variants, what each can do, and why each of them may not be taken. No torch, no Triton here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+from attn_rocm import settings
+from attn_rocm.tiles import ARCHITECTURES
+from attncore import AttentionRequest, BackendSpec, Host, MultipleOf, Option, Reason, Variant
+
+NAME = "rocm"
+TRITON = ("triton", "pytorch-triton-rocm", "triton-rocm")
+"""Distributions that provide Triton: torch's wheels for ROCm bring one under another name."""
+AITER, CK_FLASH = "amd-aiter>=0.1.7.dev0", "flash-attn>=2.8,<3"
+TRITON_BUILD = "FLASH_ATTENTION_TRITON_AMD_ENABLE"
+ONLY_ASKED = {
+    "aiter_paged": "aiter's decode kernel has not been compared with its unified one here",
+    "ck": "flash-attn reads no pages here: it runs whole prompts only",
+}
+
+Check = Callable[[AttentionRequest, Host], Iterator[Reason]]
+
+
+def spec() -> BackendSpec:
+    """The facts. ValueError where one of the plugin's environment variables makes no sense."""
+    developing = settings.dev_device()
+    settings.kernel()
+    beside = {} if developing is None else {settings.DEV_DEVICES[developing]: 1}
+    return BackendSpec(
+        name=NAME,
+        api=1,
+        factory="attn_rocm.backend:TritonBackend",
+        devices={f"rocm:{name}": 60 for name in ARCHITECTURES} | beside,
+        dtypes={"float16", "bfloat16", "float32"},
+        kv_cache_dtypes={"auto", "fp8_e4m3", "fp8_e5m2"},
+        kv_cache_layouts=("NHD", "HND"),
+        head_sizes=MultipleOf(8, 256),
+        block_sizes=MultipleOf(1),
+        preferred_block_size=16,
+        features={
+            "sliding_window", "logits_soft_cap", "alibi", "sinks", "kv_scales", "encoder", "encoder_decoder",
+            "multi_token_decode", "lse",
+        },
+        unsupported={"tree_mask": "the kernels take no mask"},
+        cuda_graph="always",
+        requires=("torch>=2.6",),
+        compiles_at_run_time=True,
+        options={
+            "kernel": Option(
+                str,
+                "which kernels: auto takes aiter where it is installed and can be imported, then the plugin's own "
+                "Triton kernels, then torch's scaled_dot_product_attention where there is no Triton",
+                default="auto",
+                choices=settings.KERNELS,
+            )
+        },
+        variants=(_aiter(), _aiter_paged(), _ck(), _triton(), _sdpa(developing)),
+    )  # fmt: skip
+
+
+def _aiter() -> Variant:
+    return Variant(
+        "aiter",
+        requires=(AITER,),
+        factory="attn_rocm.aiter_backend:AiterBackend",
+        devices={"rocm:gfx942": 70, "rocm:gfx950": 70},
+        dtypes={"float16", "bfloat16"},
+        kv_cache_dtypes={"auto"},
+        head_sizes={64, 128, 256},
+        block_sizes={16, 32, 64, 128},
+        features={"sliding_window", "logits_soft_cap", "alibi", "sinks", "multi_token_decode"},
+        unsupported={
+            "encoder": "aiter's unified_attention is causal only",
+            "encoder_decoder": "aiter's unified_attention is causal only",
+            "lse": "aiter's unified_attention returns the output only",
+            "kv_scales": "its reading of an fp8 cache could not be verified",
+            "tree_mask": "the plugin hands no mask to aiter",
+        },
+        finite_tail=True,  # where a tile is a block, rows of a last block are read whole and multiplied by 0
+        check=_check("aiter", _aiter_imports),
+    )
+
+
+def _aiter_paged() -> Variant:
+    return Variant(
+        "aiter_paged",
+        requires=(AITER,),
+        factory="attn_rocm.aiter_backend:AiterPagedBackend",
+        devices={"rocm:gfx942": 65, "rocm:gfx950": 65},
+        dtypes={"float16", "bfloat16"},
+        kv_cache_dtypes={"auto"},
+        head_sizes={64, 128},
+        block_sizes={16, 32},
+        features={"logits_soft_cap", "alibi"},
+        unsupported={
+            "sliding_window": "windows of aiter's paged kernel could not be verified",
+            "sinks": "aiter's paged kernel takes none",
+            "encoder": "aiter's paged kernel reads a cache only",
+            "encoder_decoder": "aiter's paged kernel reads a cache only",
+            "lse": "aiter's paged kernel returns the output only",
+            "kv_scales": "its reading of an fp8 cache could not be verified",
+            "multi_token_decode": "aiter's paged kernel is given one query a request",
+            "tree_mask": "the plugin hands no mask to aiter",
+        },
+        max_group_size=16,
+        max_model_len=32768,
+        max_block_id=65535,  # aiter's assembly kernel is wrong above it, and which kernel runs is aiter's decision
+        finite_tail=True,
+        cuda_graph="uniform_decode",
+        check=_check("aiter_paged", _aiter_imports),
+    )
+
+
+def _ck() -> Variant:
+    return Variant(
+        "ck",
+        requires=(CK_FLASH,),
+        factory="attn_rocm.ck_backend:CkBackend",
+        devices={"rocm:gfx90a": 55, "rocm:gfx942": 55, "rocm:gfx950": 55},
+        dtypes={"float16", "bfloat16"},
+        kv_cache_dtypes={"auto"},
+        features={"sliding_window", "logits_soft_cap", "alibi", "multi_token_decode"},
+        unsupported={
+            "sinks": "flash-attn 2 has no place for them",
+            "encoder": "the Triton kernels do that alone",
+            "encoder_decoder": "the Triton kernels do that alone",
+            "lse": "the Triton kernels do that alone",
+            "kv_scales": "the Triton kernels do that alone",
+            "tree_mask": "flash-attn takes no mask",
+        },
+        check=_check("ck", _is_ck, _has_triton),
+    )
+
+
+def _triton() -> Variant:
+    return Variant("triton", check=_check("triton", _has_triton))
+
+
+def _sdpa(developing: str | None) -> Variant:
+    return Variant(
+        "sdpa",
+        factory="attn_rocm.sdpa_backend:SdpaBackend",
+        features={"sliding_window", "alibi", "kv_scales", "multi_token_decode"},
+        unsupported={
+            "logits_soft_cap": "torch's scaled_dot_product_attention has none",
+            "sinks": "torch's scaled_dot_product_attention has no place for them",
+            "lse": "torch's scaled_dot_product_attention returns the output only",
+            "encoder": "the Triton kernels do that",
+            "encoder_decoder": "the Triton kernels do that",
+            "tree_mask": "the plugin takes no mask",
+        },
+        cuda_graph="never",
+        host_lengths="exact",
+        compiles_at_run_time=False,
+        check=_check("sdpa"),
+    )
+
+
+def _check(variant: str, *others: Check) -> Check:
+    """Whether this variant is asked for, and the checks that only it has."""
+
+    def check(request: AttentionRequest, host: Host) -> Iterator[Reason]:
+        given = request.options.get(NAME, {}).get("kernel")
+        asked = settings.kernel() if given is None else given
+        if asked == "auto":
+            if variant in ONLY_ASKED:
+                yield _not_taken(variant, asked, ONLY_ASKED[variant])
+            elif variant == "sdpa" and not any(_has_triton(request, host)):
+                yield _not_taken(variant, asked, "Triton is there")
+        elif asked != variant:
+            who = f"the environment variable {settings.KERNEL}" if given is None else "the request's option kernel"
+            yield Reason(
+                "option", f"variant {variant}: {who} asks for {asked}", asked, [variant, "auto"], "attn-rocm",
+                f"ask for kernel {variant}, or for auto",
+            )  # fmt: skip
+        for other in others:
+            yield from other(request, host)
+
+    return check
+
+
+def _not_taken(variant: str, asked: str, why: str) -> Reason:
+    message = f"variant {variant}: taken only where kernel {variant} is asked for, since {why}"
+    return Reason("option", message, asked, [variant], "attn-rocm", f"ask for kernel {variant}")
+
+
+def _has_triton(request: AttentionRequest, host: Host) -> Iterator[Reason]:
+    if not any(_version(host, name) for name in TRITON):
+        wanted = "triton>=3.2"
+        yield Reason(
+            "requirement", f"triton is not installed; attn-rocm needs {wanted} for its own kernels", wanted, None,
+            "attn-rocm", f"pip install '{wanted}', or ask for kernel sdpa",
+        )  # fmt: skip
+
+
+def _version(host: Host, name: str) -> str:
+    """The version of a distribution on ``host``: as it states, else as it is here; empty: not installed."""
+    stated = host.packages.get(name)
+    if stated is not None:
+        return str(stated)
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _aiter_imports(request: AttentionRequest, host: Host) -> Iterator[Reason]:
+    """Without ROCm aiter raises RuntimeError: it is tried where the host is this machine, and where it could run."""
+    if host.assumed or host.arch not in ("gfx942", "gfx950") or not _version(host, "amd-aiter"):
+        return
+    if why := import_problem("aiter.ops.triton.unified_attention"):
+        yield Reason(
+            "check", f"amd-aiter {_version(host, 'amd-aiter')} cannot be imported: {why}", None, None, "attn-rocm",
+            "install the amd-aiter that was made for this ROCm and this torch, or leave it out",
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=8)
+def import_problem(module: str) -> str:
+    """Why ``module`` cannot be imported, in one line; empty where it can. Kept for the process."""
+    try:
+        importlib.import_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a library may raise anything, SystemExit too
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ""
+
+
+def _is_ck(request: AttentionRequest, host: Host) -> Iterator[Reason]:
+    value: Any = os.environ.get(TRITON_BUILD, "")
+    if not host.assumed and value.upper() == "TRUE":
+        yield Reason(
+            "check", f"{TRITON_BUILD}={value} makes flash-attn its Triton build, which ignores block tables in silence "
+            "(2.8.3.post2) and is not what this variant is for", value, ["", "FALSE"], "attn-rocm",
+            f"unset {TRITON_BUILD}",
+        )  # fmt: skip

@@ -1,0 +1,63 @@
+"""What the attention kernels do with one tile of keys and values."""
+
+# Names in capitals are compile-time constants, as is the habit in Triton.
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def stored(raw, FP8: tl.constexpr, UPCAST: tl.constexpr, like):
+    """Numbers of the cache as operands of a product: ``raw`` as it is, or bytes of an fp8 cache as ``like``'s dtype.
+
+    Bytes become halves by shifting, which is exact and needs no fp8 unit: e5m2 is the upper byte of a half, e4m3fn a
+    half whose exponent is short by 8. The product with 256 is made in float32, since matrix units may take small halves
+    for zero.
+    """
+    if FP8 == "e4m3":
+        bits = raw.to(tl.uint16)
+        bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        values = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    elif FP8 == "e5m2":
+        values = (raw.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        values = raw
+    return values.to(tl.float32) if UPCAST else values.to(like.dtype)
+
+
+@triton.jit
+def attend_tile(
+    peak, total, acc, query, key, value, query_at, key_at, end, scale, cap, slope, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """One step of the running softmax, in powers of two, over keys (D, N) and values (N, D) at positions ``key_at``.
+
+    ``peak`` and ``total`` (M,) and ``acc`` (M, D) are the state. ``scale`` turns products into scores times log2(e),
+    or, under a soft cap, into twice the argument of tanh times log2(e). ``INNER``: every query sees every key.
+    """
+    score = tl.dot(query, key, input_precision="ieee") * scale
+    if SOFT_CAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp is 0 or infinite
+        score = cap - 2.0 * cap / (tl.exp2(score) + 1.0)
+    distance = query_at[:, None] - key_at[None, :]
+    if ALIBI:
+        score -= slope[:, None] * (distance if CAUSAL else tl.abs(distance)).to(tl.float32)
+    if not INNER:
+        visible = key_at[None, :] < end
+        if CAUSAL:
+            visible = visible & (distance >= 0)
+        if WINDOW:
+            visible = visible & (distance < window)
+            if not CAUSAL:
+                visible = visible & (distance > -window)
+        score = tl.where(visible, score, float("-inf"))
+    higher = tl.maximum(peak, tl.max(score, 1))
+    # A row that has seen nothing yet has no peak: -inf less -inf is no number.
+    ground = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(score - ground[:, None])
+    fade = tl.exp2(peak - ground)
+    total = total * fade + tl.sum(weight, 1)
+    acc = tl.dot(weight.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
+    return higher, total, acc

@@ -1,0 +1,206 @@
+"""Paged attention in one launch: prompts, chunks, prefix hits and decodes, and layers that are not causal."""
+
+# Names in capitals are compile-time constants, as is the habit in Triton.
+# ruff: noqa: N803, N806, SIM102
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_rocm.kernels.tile import attend_tile, stored
+
+#: Numbers that change from step to step: a kernel must not be compiled again because one of them is 1, or even.
+STEP_NUMBERS = ["num_seqs", "num_tokens", "raw_rows", "window", "table_stride"]
+#: Addresses within arenas and fused tensors: nor because one of them is aligned in another way.
+STEP_POINTERS = ["table_ptr", "lengths_ptr", "starts_ptr", "key_starts_ptr"]
+
+
+@triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
+def unified_attention(
+    query_ptr, key_cache_ptr, value_cache_ptr, key_ptr, value_ptr, out_ptr, lse_ptr,
+    table_ptr, lengths_ptr, starts_ptr, key_starts_ptr, slopes_ptr, sinks_ptr,
+    scale, raw_scale, v_scale, cap,
+    num_seqs, num_tokens, raw_rows, window, table_stride,
+    query_token, query_head, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
+    key_token, key_head, value_token, value_head, out_token, out_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+    DECODE: tl.constexpr, CAUSAL: tl.constexpr, TABLE: tl.constexpr, RAW: tl.constexpr, FP8: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Programs (block of queries, kv head, split). A block is ``ROWS // GROUP`` queries of one sequence times the
+    ``GROUP`` heads that share keys; tokens behind the last sequence are blocks of a sequence without keys.
+
+    Sequence s has tokens ``starts[s]`` to ``starts[s + 1]`` and ``lengths[s]`` keys, of which its tokens are the last.
+    Keys come from the cache by the block table, but with RAW, of the first ``raw_rows`` sequences, those of this step
+    (``key_starts``) as they came. ``DECODE``: token i is sequence i, so that nothing is searched. With ``SPLITS`` above
+    1 each program takes a part of the keys and leaves float32 partial results for ``merge_splits``: ``out`` is then
+    (tokens, heads, splits, D) and ``lse``, to base 2, (tokens, heads, splits).
+    """
+    BLOCK: tl.constexpr = ROWS // GROUP
+    block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+
+    # Which sequence, and which of its queries.
+    if DECODE:
+        seq, first = block, 0
+    else:
+        seq, high = 0, num_seqs
+        while seq < high:  # the last one whose first block is not after this one; num_seqs: behind all of them
+            middle = (seq + high + 1) // 2
+            before = tl.load(starts_ptr + middle) // BLOCK + middle <= block
+            seq, high = tl.where(before, middle, seq), tl.where(before, high, middle - 1)
+        first = (block - tl.load(starts_ptr + seq) // BLOCK - seq) * BLOCK
+    is_seq = seq < num_seqs
+    if DECODE:
+        start = seq
+        count = tl.load(starts_ptr + seq + 1, mask=is_seq, other=0) - tl.load(starts_ptr + seq, mask=is_seq, other=0)
+        length = tl.load(lengths_ptr + seq, mask=is_seq & (count > 0), other=0)
+        count = 1
+    else:
+        start = tl.load(starts_ptr + seq)
+        count = tl.load(starts_ptr + seq + 1, mask=is_seq, other=num_tokens) - start
+        length = tl.load(lengths_ptr + seq, mask=is_seq, other=0)
+    if first >= count:
+        return
+    cached = length
+    if RAW:
+        fresh_start = tl.load(key_starts_ptr + seq, mask=seq < raw_rows, other=0)
+        fresh = tl.load(key_starts_ptr + seq + 1, mask=seq < raw_rows, other=0) - fresh_start
+        if not TABLE:  # a profiling run: there is nothing but what this step brings
+            length = fresh
+        cached = length - fresh
+
+    # Which keys: those that some query of the block sees, and of them this split's.
+    position = first + length - count  # of the block's first query
+    if not CAUSAL:
+        position = first
+    low, end = 0, length
+    if CAUSAL:
+        end = tl.minimum(length, position + BLOCK)
+    if WINDOW:
+        low = tl.maximum(0, position - window + 1)
+        if not CAUSAL:
+            end = tl.minimum(length, position + BLOCK + window - 1)
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(tl.maximum(end - low, 0), N), SPLITS) * N
+        low = low + split * share
+        end = tl.minimum(end, low + share)
+
+    row = tl.arange(0, ROWS)
+    token = start + first + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    is_row = (row < BLOCK * GROUP) & (first + row // GROUP < count)
+    at = token.to(tl.int64)
+    if SPLITS > 1:
+        lse_at = (at * HEADS + head) * SPLITS + split
+        if (low >= end) & (split > 0):
+            tl.store(lse_ptr + lse_at, tl.full([ROWS], float("-inf"), tl.float32), mask=is_row)
+            return
+
+    d = tl.arange(0, D)
+    is_d = d < SIZE
+    query = tl.load(
+        query_ptr + (at * query_token + head * query_head)[:, None] + d[None, :],
+        mask=is_row[:, None] & is_d[None, :],
+        other=0.0,
+    )
+    if INTERPRET:  # Triton's interpreter multiplies bfloat16 wrongly
+        query = query.to(tl.float32)
+    query_at = position + row // GROUP
+    slope = tl.zeros([ROWS], tl.float32)
+    if ALIBI:
+        slope = tl.load(slopes_ptr + head, mask=is_row, other=0.0)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if SINKS:  # a logit that joins the softmax, once
+        if split == 0:
+            peak = tl.load(sinks_ptr + head, mask=is_row, other=0.0)
+            total += 1.0
+    acc = tl.zeros([ROWS, D], tl.float32)
+
+    n = tl.arange(0, N)
+    if TABLE:
+        stop = tl.minimum(end, cached)
+        table_ptr += seq.to(tl.int64) * table_stride
+        key_cache_ptr += kv_head * kc_head
+        value_cache_ptr += kv_head * vc_head
+        if INTERPRET:  # its range() takes no loaded bound under recent NumPy
+            tile = low
+            while tile < stop:
+                peak, total, acc = _cached_tile(
+                    peak, total, acc, query, key_cache_ptr, value_cache_ptr, table_ptr, query_at, tile + n, stop,
+                    scale, cap, slope, window, kc_block, kc_slot, vc_block, vc_slot, d, is_d,
+                    PAGE, SIZE == D, CAUSAL, WINDOW, SOFT_CAP, ALIBI, FP8, INTERPRET,
+                )  # fmt: skip
+                tile += N
+        else:
+            for tile in tl.range(low, stop, N):
+                peak, total, acc = _cached_tile(
+                    peak, total, acc, query, key_cache_ptr, value_cache_ptr, table_ptr, query_at, tile + n, stop,
+                    scale, cap, slope, window, kc_block, kc_slot, vc_block, vc_slot, d, is_d,
+                    PAGE, SIZE == D, CAUSAL, WINDOW, SOFT_CAP, ALIBI, FP8, INTERPRET,
+                )  # fmt: skip
+        if FP8 != "":
+            acc = acc * v_scale
+    if RAW:
+        tile = tl.maximum(low, cached)
+        while tile < end:
+            key_at = tile + n
+            fresh_at = (fresh_start + key_at - cached).to(tl.int64)
+            is_key = key_at < end
+            key = tl.load(
+                key_ptr + (fresh_at * key_token + kv_head * key_head)[None, :] + d[:, None],
+                mask=is_key[None, :] & is_d[:, None],
+                other=0.0,
+            )
+            value = tl.load(
+                value_ptr + (fresh_at * value_token + kv_head * value_head)[:, None] + d[None, :],
+                mask=is_key[:, None] & is_d[None, :],
+                other=0.0,
+            )
+            peak, total, acc = attend_tile(
+                peak, total, acc, query, stored(key, "", INTERPRET, query), stored(value, "", INTERPRET, query),
+                query_at, key_at, end, raw_scale, cap, slope, window, CAUSAL, WINDOW, SOFT_CAP, ALIBI, False,
+            )  # fmt: skip
+            tile += N
+
+    some = total > 0
+    acc = acc / tl.where(some, total, 1.0)[:, None]
+    lse = tl.where(some, peak + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+    out_mask = is_row[:, None] & is_d[None, :]
+    if SPLITS > 1:
+        tl.store(lse_ptr + lse_at, lse, mask=is_row)
+        tl.store(out_ptr + (lse_at * D)[:, None] + d[None, :], acc, mask=out_mask)
+    else:
+        out = out_ptr + (at * out_token + head * out_head)[:, None] + d[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+        if LSE:
+            tl.store(lse_ptr + at * HEADS + head, lse * 0.6931471805599453, mask=is_row)
+
+
+@triton.jit
+def _cached_tile(
+    peak, total, acc, query, key_cache_ptr, value_cache_ptr, table_ptr, query_at, key_at, stop,
+    scale, cap, slope, window, kc_block, kc_slot, vc_block, vc_slot, d, is_d,
+    PAGE: tl.constexpr, WHOLE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr, FP8: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys read through the block table. Keys at ``stop`` and behind it are not read."""
+    is_key = key_at < stop
+    page = tl.load(table_ptr + key_at // PAGE, mask=is_key, other=0).to(tl.int64)
+    slot = key_at % PAGE
+    keys = key_cache_ptr + (page * kc_block + slot * kc_slot)[None, :] + d[:, None]
+    values = value_cache_ptr + (page * vc_block + slot * vc_slot)[:, None] + d[None, :]
+    zero = 0 if FP8 != "" else 0.0
+    if WHOLE:
+        key = tl.load(keys, mask=is_key[None, :], other=zero)
+        value = tl.load(values, mask=is_key[:, None], other=zero)
+    else:
+        key = tl.load(keys, mask=is_key[None, :] & is_d[:, None], other=zero)
+        value = tl.load(values, mask=is_key[:, None] & is_d[None, :], other=zero)
+    return attend_tile(
+        peak, total, acc, query, stored(key, FP8, INTERPRET, query), stored(value, FP8, INTERPRET, query),
+        query_at, key_at, stop, scale, cap, slope, window, CAUSAL, WINDOW, SOFT_CAP, ALIBI, False,
+    )  # fmt: skip

@@ -1,0 +1,147 @@
+"""Attention of a step by the plugin's Triton kernels: tensors in, launches out. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from attn_rocm import tiles
+from attn_rocm.kernels.merge import merge_splits
+from attn_rocm.kernels.unified import unified_attention
+
+LOG2E = math.log2(math.e)
+FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """What a layer asks of the kernels. ``slopes`` and ``sinks`` are float32 (heads,) on the device, times log2(e)."""
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    causal: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Keys:
+    """Where a step's keys are. Caches are views (blocks, block size, kv heads, size), the last dimension contiguous.
+
+    ``table`` int32 (sequences, width) or None, ``lengths`` int32 (sequences,): keys of each. Of the first ``raw_rows``
+    sequences the last keys are those of this step, ``key`` and ``value`` (tokens, kv heads, size) from ``raw_starts``
+    int32 (sequences + 1,); where there is no table these are all.
+    """
+
+    lengths: Tensor
+    longest: int
+    key_cache: Tensor | None = None
+    value_cache: Tensor | None = None
+    table: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    raw_starts: Tensor | None = None
+    raw_rows: int = 0
+
+
+class Launcher:
+    """Launches for one configuration of heads on one device."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_size: int, arch: str, units: int = 0) -> None:
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.group = num_heads // num_kv_heads
+        self.padded_size = max(16, tiles.power_of_two(head_size))
+        known = (tiles.ARCHITECTURES | tiles.DEVELOPMENT)[arch]
+        self.arch, self.units = arch, units or known.units
+        self.interpreted = arch == "cpu"
+        self._tile = lru_cache(maxsize=None)(self._find_tile)
+
+    def _find_tile(self, decode: bool, itemsize: int) -> tiles.Tile:
+        return tiles.tile(
+            self.arch, rows=self.group, padded_size=self.padded_size, itemsize=itemsize, decode=decode
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        query: Tensor,
+        output: Tensor,
+        lse: Tensor | None,
+        starts: Tensor,
+        keys: Keys,
+        scoring: Scoring,
+        *,
+        most_queries: int,
+        one_token_each: bool = False,
+    ) -> None:
+        """Attention of ``query`` (tokens, heads, size), whose sequences begin at ``starts`` int32 (sequences + 1,).
+
+        Fills ``output``, and ``lse`` float32 (tokens, heads) where one is given; tokens behind the last sequence get
+        zeros. ``most_queries`` bounds the queries of a sequence; ``one_token_each``: token i is sequence i.
+        """
+        num_tokens, num_seqs = len(query), len(starts) - 1
+        if not num_tokens:
+            return
+        few = most_queries * self.group <= self._tile(True, query.element_size()).rows
+        tile = self._tile(few, query.element_size())
+        blocks = num_tokens if one_token_each else num_tokens // (tile.rows // self.group) + num_seqs + 1
+        splits = 1
+        if few and not keys.raw_rows:
+            reach = keys.longest if scoring.window is None else min(keys.longest, scoring.window + most_queries)
+            splits = tiles.num_splits(num_seqs * self.num_kv_heads, self.units, reach, tile.keys)
+        out, out_lse, strides = output, lse, output.stride()
+        if splits > 1:
+            shape = (num_tokens, self.num_heads, splits)
+            out = query.new_empty((*shape, self.padded_size), dtype=torch.float32)
+            out_lse = query.new_empty(shape, dtype=torch.float32)
+        self._attend(
+            query, out, out_lse, starts, keys, scoring, tile=tile, blocks=blocks, splits=splits,
+            num_seqs=num_seqs, decode=one_token_each,
+        )  # fmt: skip
+        if splits > 1:
+            merge_splits[(num_tokens, self.num_heads)](
+                out, out_lse, output, lse, strides[0], strides[1], HEADS=self.num_heads, SIZE=self.head_size,
+                D=self.padded_size, SPLITS=splits, LSE=lse is not None, num_warps=4,
+            )  # fmt: skip
+
+    def _attend(
+        self, query: Tensor, out: Tensor, lse: Tensor | None, starts: Tensor, keys: Keys, scoring: Scoring, *,
+        tile: tiles.Tile, blocks: int, splits: int, num_seqs: int, decode: bool,
+    ) -> None:  # fmt: skip
+        key_cache, value_cache, table = keys.key_cache, keys.value_cache, keys.table
+        fp8, page = "", 1
+        kc = vc = (0, 0, 0)
+        if key_cache is not None and value_cache is not None:
+            page, fp8 = key_cache.shape[1], FP8.get(key_cache.dtype, "")
+            kc, vc = key_cache.stride()[:3], value_cache.stride()[:3]
+            if fp8:
+                key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+        key_strides = keys.key.stride()[:2] if keys.key is not None else (0, 0)
+        value_strides = keys.value.stride()[:2] if keys.value is not None else (0, 0)
+        scale, cap = scoring.scale * LOG2E, 0.0
+        if scoring.soft_cap is not None:
+            scale, cap = 2 * scale / scoring.soft_cap, scoring.soft_cap * LOG2E
+        pointers = (
+            query, key_cache, value_cache, keys.key, keys.value, out, lse, table, keys.lengths, starts,
+            keys.raw_starts, scoring.slopes, scoring.sinks,
+        )  # fmt: skip
+        numbers = (
+            scale * scoring.k_scale, scale, scoring.v_scale, cap, num_seqs, len(query), keys.raw_rows,
+            scoring.window or 0, 0 if table is None else table.stride(0),
+        )  # fmt: skip
+        strides = (*query.stride()[:2], *kc, *vc, *key_strides, *value_strides, *out.stride()[:2])
+        unified_attention[(blocks, self.num_kv_heads, splits)](
+            *pointers, *numbers, *strides,
+            HEADS=self.num_heads, GROUP=self.group, SIZE=self.head_size, PAGE=page,
+            ROWS=tile.rows, D=self.padded_size, N=tile.keys, SPLITS=splits,
+            DECODE=decode, CAUSAL=scoring.causal, TABLE=table is not None, RAW=keys.raw_rows > 0, FP8=fp8,
+            WINDOW=scoring.window is not None, SOFT_CAP=scoring.soft_cap is not None,
+            ALIBI=scoring.slopes is not None, SINKS=scoring.sinks is not None, LSE=lse is not None,
+            INTERPRET=self.interpreted, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip

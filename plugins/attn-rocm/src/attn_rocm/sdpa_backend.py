@@ -1,0 +1,74 @@
+"""The variant ``sdpa``: torch's scaled_dot_product_attention, request by request, where there is no Triton."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attn_rocm.base import RocmBackend, RocmImpl
+
+
+class SdpaImpl(RocmImpl):
+    """One layer. Lengths come from the host, keys of a request's context are gathered from its blocks."""
+
+    def forward(
+        self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Tensor | None = None
+    ) -> Tensor:
+        """See ``attncore.AttentionImpl.forward``. Tokens behind the last request get zeros."""
+        output = self.checked(query, key, value, kv_cache, output)
+        caches = None
+        if kv_cache is not None:
+            caches = self.backend.caches(kv_cache)
+            self.writer(key, value, *caches, metadata.slot_mapping)
+        # Where a request's tokens start is one array, how many keys it has another: the two are not mixed up.
+        starts, lengths = metadata.host.query_start_loc.tolist(), metadata.host.seq_lens.tolist()
+        slots = metadata.host.slot_mapping
+        output[starts[-1] :] = 0
+        for row, (start, end) in enumerate(itertools.pairwise(starts)):
+            if start == end:  # padding of a captured size
+                continue
+            keys, values = key[start:end], value[start:end]
+            context = lengths[row] - (end - start)
+            low = 0 if self.sliding_window is None else max(0, context - self.sliding_window + 1)
+            if low < context and caches is not None and slots[end - 1] >= 0:
+                positions = torch.arange(low, context, device=query.device)
+                gathered = [self._gather(cache, metadata.block_table[row], positions, query) for cache in caches]
+                keys = torch.cat((gathered[0] * self.k_scale, keys))
+                values = torch.cat((gathered[1] * self.v_scale, values))
+            output[start:end] = self._attend(query[start:end], keys, values)
+        return output
+
+    def _gather(self, cache: Tensor, table: Tensor, positions: Tensor, like: Tensor) -> Tensor:
+        """Keys or values (positions, kv heads, size) of a request, in the dtype of ``like``; scales are left out."""
+        size = self.backend.config.block_size
+        blocks = table[torch.div(positions, size, rounding_mode="floor")].long()
+        if cache.element_size() == 1:  # torch indexes no fp8
+            return cache.view(torch.uint8)[blocks, positions % size].view(cache.dtype).to(like.dtype)
+        return cache[blocks, positions % size].to(like.dtype)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The last ``len(query)`` tokens of a sequence over ``key`` and ``value``, which end with it."""
+        group = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(group, dim=1).transpose(0, 1) for part in (key, value))
+        position = torch.arange(key.shape[1], device=query.device)
+        distance = position[-len(query) :, None] - position
+        hidden = distance < 0
+        if self.sliding_window is not None:
+            hidden = hidden | (distance >= self.sliding_window)
+        bias = torch.zeros(distance.shape, dtype=torch.float32, device=query.device)
+        if self.slopes is not None:
+            bias = -self.slopes[:, None, None] * distance
+        bias = bias.masked_fill(hidden, float("-inf")).to(query.dtype)
+        return scaled_dot_product_attention(
+            query.transpose(0, 1), key, value, attn_mask=bias, scale=self.scale
+        ).transpose(0, 1)
+
+
+class SdpaBackend(RocmBackend):
+    """The variant ``sdpa``."""
+
+    impl_class = SdpaImpl

@@ -1,0 +1,85 @@
+"""Tile sizes: a small fixed table by architecture. Nothing is tuned while a model is served. No torch here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """How a launch is cut up: rows (queries times the heads that share keys) and keys of a tile, wavefronts, stages."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Architecture(NamedTuple):
+    """What the table knows of an architecture."""
+
+    wavefront: int
+    """Threads of a wavefront (a warp)."""
+    lds_bytes: int
+    """Local memory of a workgroup, bytes."""
+    units: int
+    """Compute units of a usual card, where the device itself cannot be asked."""
+    decode: Tile
+    """For steps of few queries a sequence."""
+    prefill: Tile
+    fp8: str
+    """Formats of the matrix units' own fp8; the kernels do not depend on it."""
+
+
+_CDNA = (Tile(16, 64, 4, 1), Tile(64, 64, 4, 1))
+_RDNA = (Tile(16, 32, 4, 1), Tile(64, 32, 4, 1))
+
+ARCHITECTURES = {
+    "gfx90a": Architecture(64, 65536, 104, *_CDNA, "none"),
+    "gfx942": Architecture(64, 65536, 304, *_CDNA, "e4m3fnuz, e5m2fnuz"),
+    "gfx950": Architecture(64, 163840, 256, *_CDNA, "e4m3fn, e5m2"),
+    "gfx1100": Architecture(32, 65536, 96, *_RDNA, "none"),
+    "gfx1201": Architecture(32, 65536, 64, *_RDNA, "e4m3fn, e5m2"),
+}
+"""The architectures that the plugin is for."""
+
+DEVELOPMENT = {
+    "sm_90": Architecture(32, 232448, 132, Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), "e4m3fn, e5m2"),
+    "cpu": Architecture(32, 65536, 1, Tile(16, 128, 4, 1), Tile(128, 128, 4, 1), "none"),
+}
+"""Where the kernels are checked: an NVIDIA GPU, and Triton's interpreter."""
+
+MAX_SPLITS = 32
+PARTS_PER_UNIT = 4
+"""Programs that a launch should have for each compute unit before its keys are no longer split."""
+
+
+def tile(arch: str, *, rows: int, padded_size: int, itemsize: int, decode: bool) -> Tile:
+    """The tile for groups of ``rows`` query heads of ``padded_size`` numbers of ``itemsize`` bytes; at least 16 rows.
+
+    Keys and values of a tile have to fit in half the local memory, so that another workgroup has room beside it.
+    """
+    known = (ARCHITECTURES | DEVELOPMENT)[arch]
+    chosen = known.decode if decode else known.prefill
+    if rows > chosen.rows:
+        chosen = chosen._replace(rows=power_of_two(rows))
+    keys = chosen.keys
+    if arch != "cpu":
+        while keys > 16 and 2 * keys * padded_size * itemsize * max(1, chosen.stages - 1) > known.lds_bytes // 2:
+            keys //= 2
+    return chosen._replace(keys=keys)
+
+
+def num_splits(programs: int, units: int, longest: int, keys: int) -> int:
+    """Into how many parts the keys of each sequence are split: 1, 2, 4, ... ``MAX_SPLITS``.
+
+    ``programs`` is what the launch has without, ``longest`` the keys of the longest sequence that may come. A part has
+    four tiles of ``keys`` or more.
+    """
+    wanted = PARTS_PER_UNIT * units // max(1, programs)
+    most = min(MAX_SPLITS, longest // (4 * keys), wanted)
+    return 1 if most < 2 else power_of_two(most + 1) // 2
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not less than ``number``."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,10 @@
+"""The kit: on a CUDA device in full, in Triton's interpreter over few batches (all of it is slow there)."""
+
+import os
+
+from attncore.testing.suite import *  # noqa: F403
+
+BACKEND = "rocm"
+_ON_GPU = os.environ["ATTNCORE_ROCM_DEV_DEVICE"] == "cuda"
+EXAMPLES = 40 if _ON_GPU else int(os.environ.get("ATTN_ROCM_EXAMPLES", "1"))
+CAPTURED_STEPS = 1000 if _ON_GPU else 3

@@ -1,0 +1,219 @@
+"""The kernels themselves against dense float32 attention: tiles smaller than sequences, split keys, raw keys, padding."""
+
+import dataclasses
+import math
+import os
+
+import pytest
+import torch
+from attn_rocm import launch, tiles
+
+from attncore.dense import dense_attention
+
+ON_GPU = os.environ["ATTNCORE_ROCM_DEV_DEVICE"] == "cuda"
+DEVICE, ARCH = ("cuda", "sm_90") if ON_GPU else ("cpu", "cpu")
+PAGE, KV_HEADS = 4, 2
+SMALL = tiles.Tile(16, 16, 4, 1)
+
+
+class Case:
+    """Sequences of (keys, queries) in a shuffled cache whose unused slots are NaN."""
+
+    def __init__(self, rows, *, group=2, size=16, dtype=torch.float32, cache_dtype=None, seed=0, page=PAGE, extra=0):
+        random = torch.Generator().manual_seed(seed)
+        self.rows, self.group, self.size, self.dtype = rows, group, size, dtype
+        tokens = sum(queries for _, queries in rows)
+        heads = group * KV_HEADS
+        self.query = torch.randn(tokens + extra, heads, size, generator=random).to(dtype)
+        self.keys = [torch.randn(2, keys, KV_HEADS, size, generator=random).to(dtype) for keys, _ in rows]
+        pages = [-(-keys // page) for keys, _ in rows]
+        ids = torch.randperm(sum(pages) + 2, generator=random)
+        self.table = torch.zeros(len(rows), max(pages) + 3, dtype=torch.int32)
+        shape = (2, sum(pages) + 2, page, KV_HEADS, size)
+        cache = torch.full(shape, math.nan).to(cache_dtype or dtype)
+        taken = 0
+        for row, (count, (keys, _)) in enumerate(zip(pages, rows, strict=True)):
+            mine = ids[taken : taken + count]
+            taken += count
+            self.table[row, :count] = mine
+            if cache_dtype is not None:
+                self.keys[row] = self.keys[row].to(cache_dtype).to(dtype)
+            for token in range(keys):
+                block, slot = mine[token // page], token % page
+                cache.view(torch.uint8)[:, block, slot] = (
+                    self.keys[row][:, token].to(cache.dtype).contiguous().view(torch.uint8)
+                )
+        self.cache = cache
+        starts = [0]
+        for _, queries in rows:
+            starts.append(starts[-1] + queries)
+        self.starts = torch.tensor(starts, dtype=torch.int32)
+        self.lengths = torch.tensor([keys for keys, _ in rows], dtype=torch.int32)
+
+    def run(self, scoring, *, tile=SMALL, splits=None, raw_rows=0, decode=False, cache=True, monkeypatch=None):
+        """Output and log-sum-exp on the host, from outputs that were poisoned."""
+        launcher = launch.Launcher(self.group * KV_HEADS, KV_HEADS, self.size, ARCH)
+        launcher._tile = lambda *_: tile._replace(rows=max(tile.rows, tiles.power_of_two(self.group)))
+        if splits is not None:
+            monkeypatch.setattr(tiles, "num_splits", lambda *_: splits)
+        output = torch.full(self.query.shape, math.nan, dtype=self.dtype, device=DEVICE)
+        lse = torch.full(self.query.shape[:2], math.nan, dtype=torch.float32, device=DEVICE)
+        on = {name: getattr(self, name).to(DEVICE) for name in ("query", "cache", "table", "starts", "lengths")}
+        fresh = [
+            torch.cat([part[side, -n:] for part, (_, n) in zip(self.keys, self.rows, strict=True)]) for side in (0, 1)
+        ]
+        keys = launch.Keys(on["lengths"], max(keys for keys, _ in self.rows))
+        if cache:
+            keys = dataclasses.replace(keys, key_cache=on["cache"][0], value_cache=on["cache"][1], table=on["table"])
+        if raw_rows:
+            raw = [part.to(DEVICE) for part in fresh]
+            keys = dataclasses.replace(keys, key=raw[0], value=raw[1], raw_starts=on["starts"], raw_rows=raw_rows)
+        most = max(queries for _, queries in self.rows)
+        launcher(
+            on["query"], output, lse, on["starts"], keys, scoring, most_queries=most, one_token_each=decode
+        )  # fmt: skip
+        return output.cpu(), lse.cpu()
+
+    def expected(self, scoring):
+        """What dense attention gives, token by token of all rows."""
+        outputs, lses, start = [], [], 0
+        for (keys, queries), said in zip(self.rows, self.keys, strict=True):
+            tokens = self.query[start : start + queries].float()
+            start += queries
+            if not keys:
+                sinks = -math.inf if scoring.sinks is None else scoring.sinks.cpu() / launch.LOG2E
+                outputs.append(torch.zeros_like(tokens))
+                lses.append(torch.zeros(tokens.shape[:2]) + sinks)
+                continue
+            output, lse = dense_attention(
+                tokens, said[0].float() * scoring.k_scale, said[1].float() * scoring.v_scale, scale=scoring.scale,
+                causal=scoring.causal, sliding_window=scoring.window, logits_soft_cap=scoring.soft_cap,
+                alibi_slopes=None if scoring.slopes is None else scoring.slopes.cpu() / launch.LOG2E,
+                sinks=None if scoring.sinks is None else scoring.sinks.cpu() / launch.LOG2E, return_lse=True,
+            )  # fmt: skip
+            outputs.append(output)
+            lses.append(lse)
+        return torch.cat(outputs), torch.cat(lses)
+
+    def check(self, scoring, tolerance=2e-5, **how):
+        output, lse = self.run(scoring, **how)
+        wanted, wanted_lse = self.expected(scoring)
+        torch.testing.assert_close(output[: len(wanted)].float(), wanted, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(lse[: len(wanted)], wanted_lse, rtol=tolerance, atol=10 * tolerance)
+        assert not output[len(wanted) :].any(), "padding gives zeros"
+        assert (lse[len(wanted) :] == -math.inf).all() or scoring.sinks is not None
+
+
+def scoring(**given):
+    heads = given.pop("heads", 2 * KV_HEADS)
+    if given.pop("alibi", False):
+        given["slopes"] = torch.tensor([0.5, 0.0625, 0.25, 0.125])[:heads].to(DEVICE) * launch.LOG2E
+    if given.pop("sinks", False):
+        given["sinks"] = torch.tensor([0.5, -1.0, 2.0, 0.0])[:heads].to(DEVICE) * launch.LOG2E
+    return launch.Scoring(**{"scale": 0.3, **given})
+
+
+MIXED = [(37, 1), (21, 21), (50, 9), (1, 1), (16, 3), (33, 17)]
+DECODES = [(37, 1), (1, 1), (16, 1), (50, 1), (17, 1)]
+LAYERS = {
+    "plain": {},
+    "window": {"window": 18},
+    "window of one": {"window": 1},
+    "soft cap": {"soft_cap": 1.5},
+    "slopes": {"alibi": True},
+    "sinks": {"sinks": True},
+    "all": {"window": 19, "soft_cap": 2.0, "alibi": True, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_several_tiles(layer):
+    """Prompts, chunks and decodes in one launch, over more tiles than one; five tokens of padding behind them."""
+    Case(MIXED, extra=5).check(scoring(**LAYERS[layer]))
+
+
+@pytest.mark.parametrize("layer", ["plain", "window", "all"])
+def test_not_causal(layer):
+    """Every query sees every key, or those fewer than a window away on either side."""
+    rows = [(37, 37), (5, 5), (20, 20)]
+    Case(rows).check(scoring(causal=False, **LAYERS[layer]))
+    Case(rows).check(scoring(causal=False, **LAYERS[layer]), cache=False, raw_rows=3)
+
+
+@pytest.mark.parametrize("layer", ["plain", "window", "sinks", "all"])
+@pytest.mark.parametrize("splits", [2, 8])
+def test_split_keys(layer, splits, monkeypatch):
+    """More parts than some sequences have tiles; a sequence without keys; padding."""
+    Case([*DECODES, (0, 1), (90, 1)], extra=2).check(
+        scoring(**LAYERS[layer]), splits=splits, decode=True, monkeypatch=monkeypatch
+    )
+
+
+def test_split_keys_of_drafts(monkeypatch):
+    """Several queries a sequence, keys split."""
+    Case([(60, 3), (5, 3), (33, 2)]).check(scoring(window=30), splits=4, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("layer", ["plain", "all"])
+def test_own_keys_as_they_came(layer):
+    """Of the first rows the last keys are this step's: their slots in the cache are made unreadable."""
+    case = Case(MIXED)
+    for row, (keys, queries) in enumerate(MIXED[:4]):
+        for token in range(keys - queries, keys):
+            case.cache[:, case.table[row, token // PAGE].long(), token % PAGE] = math.nan
+    case.check(scoring(**LAYERS[layer]), raw_rows=4)
+
+
+def test_without_a_cache():
+    """A profiling run."""
+    Case([(9, 9), (40, 40), (1, 1)]).check(scoring(), cache=False, raw_rows=3)
+
+
+@pytest.mark.parametrize("group", [1, 3, 6, 20])
+def test_groups(group):
+    """Heads that share keys, in numbers that are no powers of two, and more than a tile's rows."""
+    Case([(37, 1), (21, 9), (5, 5)], group=group).check(scoring(heads=group * KV_HEADS))
+
+
+@pytest.mark.parametrize("size", [8, 24, 80])
+def test_head_sizes(size):
+    """Sizes that are padded to a power of two."""
+    Case([(37, 1), (21, 9)], size=size).check(scoring())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_fp8_cache(dtype):
+    """Bytes of both formats, scales of keys and values, beside keys as they came."""
+    given = scoring(k_scale=0.5, v_scale=2.0)
+    Case(MIXED, cache_dtype=dtype).check(given)
+    plain = scoring()
+    Case(MIXED, cache_dtype=dtype).check(plain, raw_rows=3)
+
+
+def test_every_byte_of_fp8():
+    """All finite numbers of both formats, small ones too, are read as torch reads them."""
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+        finite = numbers[numbers.isfinite()]
+        for number in finite.split(16):
+            case = Case([(1, 1)], size=16, cache_dtype=dtype)
+            values = torch.zeros(16)
+            values[: len(number)] = number
+            block = case.table[0, 0].long()
+            case.cache.view(torch.uint8)[:, block, 0] = values.to(dtype).view(torch.uint8)
+            output, _ = case.run(scoring())
+            assert torch.equal(output[0], values.expand_as(output[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_halves(dtype):
+    """Model dtypes of two bytes."""
+    Case(MIXED, dtype=dtype).check(scoring(), tolerance=3e-2 if dtype is torch.bfloat16 else 4e-3)
+
+
+def test_no_tokens():
+    """A step of nobody launches nothing."""
+    launcher = launch.Launcher(4, 2, 16, ARCH)
+    nothing = torch.empty(0, 4, 16, device=DEVICE)
+    starts = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    launcher(nothing, nothing, None, starts, launch.Keys(starts, 0), scoring(), most_queries=0)
