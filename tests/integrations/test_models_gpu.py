@@ -1,0 +1,92 @@
+"""On a CUDA device, in bfloat16: logits over paged caches are as right as those of transformers' own attention."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from engine import Engine  # noqa: E402
+from integrations.models import DECODERS, decoder  # noqa: E402
+
+from attncore import NoBackendError  # noqa: E402
+from attncore.integrations.transformers import attncore_context, select_for_model  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+SHAPE = {"head_dim": 128, "hidden_size": 256, "num_hidden_layers": 3}
+LENGTHS = (1, 17, 60, 200)
+
+
+def logits_alone(model, prompts, implementation):
+    model.set_attn_implementation(implementation)
+    with torch.inference_mode():
+        return torch.cat(
+            [
+                model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1:]
+                for ids in prompts
+            ]
+        ).float()
+
+
+def logits_of_an_engine(model, prompts, backend):
+    """Of the last token of each prompt: most of it computed before, in chunks, the last token as a decode."""
+    engine = Engine(model, num_blocks=64, max_num_reqs=8, block_size=128 if backend == "flash" else 16, backend=backend)
+    for row, ids in enumerate(prompts):
+        blocks = engine.pool.take(-(-len(ids) // engine.block_size))
+        request = engine.add_request(ids, 1)
+        engine.running[row] = request
+        engine.batch.add_request(row, blocks)
+    seen = []
+
+    def forward(metadata):
+        with torch.inference_mode(), attncore_context(metadata, engine.caches):
+            ids = metadata.input_ids[None]
+            logits = model(ids, position_ids=metadata.positions[None], use_cache=False).logits[0]
+        seen.append((metadata.req_ids, logits[metadata.logits_indices.long()].float()))
+
+    for part in (lambda n: n // 2, lambda n: n - 1 - n // 2, lambda n: 1):
+        scheduled = {row: part(len(ids)) for row, ids in enumerate(prompts)}
+        if any(scheduled.values()):
+            forward(engine.builder.build(scheduled))
+    names, logits = seen[-1]
+    return logits[torch.tensor([names.index(row) for row in range(len(prompts))], device=logits.device)]
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "flash", "reference"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_logits_are_as_right_as_those_of_eager_and_sdpa(name, backend):
+    shape = {**SHAPE, **({"query_pre_attn_scalar": 128} if name == "gemma2" else {})}
+    model = decoder(name, **shape).cuda()
+    prompts = [
+        torch.randint(3, 128, (length,), generator=torch.Generator().manual_seed(1)).tolist() for length in LENGTHS
+    ]
+    exact = logits_alone(model, prompts, "eager")
+    model = model.bfloat16()
+    try:
+        select_for_model(model, backend=backend, block_size=128 if backend == "flash" else 16)
+    except NoBackendError as error:
+        pytest.skip(f"{backend} does not run {name} here: {str(error).splitlines()[0]}")
+    others = [logits_alone(model, prompts, "eager")]
+    if name not in ("gpt_oss", "gemma2"):  # sdpa has neither sinks nor a soft cap
+        others.append(logits_alone(model, prompts, "sdpa"))
+    found = logits_of_an_engine(model, prompts, backend)
+
+    def error(logits):
+        return float(((logits - exact) ** 2).mean().sqrt() / (exact**2).mean().sqrt())
+
+    assert error(found) < 1.3 * max(map(error, others)) + 1e-3
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "flash"])
+def test_an_engine_in_graphs_says_what_it_says_without(backend):
+    model = decoder("llama", **SHAPE).cuda().bfloat16()
+    try:
+        select_for_model(model, backend=backend, cuda_graph="uniform_decode")
+    except NoBackendError as error:
+        pytest.skip(f"{backend} does not run here: {str(error).splitlines()[0]}")
+    prompts = [[7] * length for length in (3, 40, 90)] + [list(range(5, 60))]
+    outputs = []
+    for sizes in ((), (1, 2, 4, 8)):
+        engine = Engine(model, num_blocks=64, max_num_reqs=8, backend=backend, graph_sizes=sizes)
+        outputs.append(engine.generate(prompts, 24))
+        assert engine.pool.num_free == 63
+    assert outputs[0] == outputs[1]
