@@ -95,8 +95,8 @@ def ours(model, prompts, args, backend):
     longest = max(map(len, prompts)) + args.new
     size = 128 if backend == "flash" else 16
     engine = Timed(
-        model, num_blocks=args.pool_tokens // size + 1, block_size=size, max_num_reqs=args.concurrent, max_num_batched_tokens=args.budget,
-        max_model_len=longest + 1, backend=backend,
+        model, num_blocks=args.pool_tokens // size + 1, max_num_reqs=args.concurrent, max_model_len=longest + 1,
+        max_num_batched_tokens=args.budget, block_size=size, backend=backend,
     )  # fmt: skip
     engine.generate(prompts[:8], 4)  # kernels are compiled, allocations made
     engine.clear()
@@ -143,9 +143,7 @@ def theirs(model, prompts, args, name, **options):
     }
     stamps = sorted({stamp for answer in answers.values() for stamp in answer.timestamps or ()})
     if len(stamps) > 2:
-        row["step_ms_median"] = 1e3 * statistics.median(
-            b - a for a, b in zip(stamps, stamps[1:], strict=False) if b > a
-        )
+        row["step_ms_median"] = 1e3 * statistics.median(b - a for a, b in itertools.pairwise(stamps) if b > a)
     return row, [by_prompt.get(tuple(prompt), []) for prompt in prompts]
 
 
