@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -15,7 +16,9 @@ Answer = tuple[Tensor, Tensor | None]
 
 def load() -> Any:
     """The module that holds ``flash_attn_varlen_func``."""
-    return import_module("flash_attn.cute")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a dozen, of the DSL that it is written in
+        return import_module("flash_attn.cute")
 
 
 class Layer:

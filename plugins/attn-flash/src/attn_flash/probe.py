@@ -39,7 +39,9 @@ def again(generation: str, device: torch.device) -> Record:
             lacks, synchronises = generation2_lacks(generation2.load(), device)
             made = Record(library, name, lacks=lacks, synchronises=synchronises)
         else:
-            _settled(device, partial(_decode4, generation4.load(), device))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the compiler
+                _settled(device, partial(_decode4, generation4.load(), device))
             made = Record(library, name)
     except Exception as error:  # whatever a library raises when it is imported or called is the finding
         made = Record(library, name, fails=_words(error))
