@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from attn_flashinfer import checks, xqa
+from attn_flashinfer import checks, modules, xqa
 from attn_flashinfer.impl import FlashInferImpl
 from attn_flashinfer.library import Library, flashinfer
-from attn_flashinfer.pages import pages_of
+from attn_flashinfer.pages import PageBuffer, pages_of
 from attn_flashinfer.plans import KeyPlans, Tools
 from attn_flashinfer.state import FlashInferState
 from attn_flashinfer.workspace import Workspace
@@ -54,6 +54,7 @@ class FlashInferBackend(AttentionBackend):
             lru_cache(maxsize=1)(lambda: xqa.workspace(config.device)),
         )
         self._plans: dict[PlanKey, KeyPlans] = {}
+        self._pages = PageBuffer()
         self._owner: Any = None
         self._event: Any = None
 
@@ -69,10 +70,23 @@ class FlashInferBackend(AttentionBackend):
             found = self._plans[key] = KeyPlans(self._tools, kind)
         return found
 
+    def check_modules(self, window: int | None, soft_cap: float | None) -> None:
+        """ValueError where a layer's module is not built and cannot be compiled here: better than in a step."""
+        if not self._is_cuda:
+            return
+        config = self.config
+        facts = config.dtype, config.kv_cache_dtype, config.head_size
+        name = modules.paged(*facts, window=window is not None, soft_cap=soft_cap is not None)
+        if modules.find(name) is None and (why := modules.no_compiler()):
+            raise ValueError(
+                f"sliding_window: {window} with logits_soft_cap {soft_cap} needs the module {name}, which is not "
+                f"built, and {why}; {checks.INSTALL}"
+            )
+
     def plan(self, metadata: Any) -> None:
         """Plans the step for every distinct key of the layers; see the base class."""
         self._settle(metadata)
-        pages = pages_of(metadata, self.shape.block_size, self.num_blocks)
+        pages = pages_of(metadata, self.shape.block_size, self.num_blocks, self._pages)
         for key in self._plan_keys:
             plans = self._plans.get(key) or self.plans_of(key)
             if key.sliding_window is not None:

@@ -20,6 +20,8 @@ INSTALL = (
 def built(request: AttentionRequest, host: Host) -> Iterator[str | Reason]:
     """Reasons against the variant that compiles nothing: a module that the request needs is not built."""
     yield from _both(request)
+    if host.platform != "cuda":
+        return
     if host.assumed:
         yield "which modules are built cannot be seen for an assumed host"
         return

@@ -56,6 +56,7 @@ class FlashInferImpl(AttentionImpl):
             raise ValueError(f"k_scale: {k_scale} and v_scale {v_scale} found; only an fp8 cache is kept with scales")
         if logits_soft_cap is not None and backend.decode_kernel == "xqa":
             raise ValueError("logits_soft_cap: decode=xqa has none; create the backend with another kernel of decodes")
+        backend.check_modules(sliding_window, logits_soft_cap)
         self._scales = {name: factor for name, factor in scales.items() if factor != 1.0}
         self._plans = backend.plans_of(PlanKey(scale, sliding_window, logits_soft_cap))
         self._write = CacheWriter(k_scale, v_scale)

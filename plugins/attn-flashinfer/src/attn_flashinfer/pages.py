@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from attncore.builder.step_metadata import StepMetadata
 
 
 class Pages(NamedTuple):
@@ -29,13 +31,38 @@ class Pages(NamedTuple):
         return Pages(self.indptr[first : last + 1], self.last_page_len[first:last], seq_lens, self.indices)
 
 
-def pages_of(metadata: Any, block_size: int, num_blocks: int) -> Pages:
+class PageBuffer:
+    """The buffer on the device that a builder's page indices are written to, in every step: sought once."""
+
+    def __init__(self) -> None:
+        self._owner: Any = None
+        self._whole: Tensor | None = None
+
+    def of(self, metadata: StepMetadata) -> Tensor:
+        """The whole buffer of the builder that built the step; where it has none, the step's own indices."""
+        if metadata._pages is None:
+            return cast("Tensor", metadata.paged_kv_indices)
+        if self._whole is None or self._owner is not metadata._owner:
+            indices = metadata.paged_kv_indices
+            room = indices.untyped_storage().nbytes() // indices.element_size() - indices.storage_offset()
+            self._owner, self._whole = metadata._owner, indices.as_strided((room,), (1,))
+        return self._whole
+
+
+def pages_of(metadata: Any, block_size: int, num_blocks: int, buffer: PageBuffer) -> Pages:
     """The page list of a step, as its builder made it or, where it made none, from the block table.
 
     ``num_blocks``, where not 0, are the cache's: ValueError where a step of the list door names a block beyond them
     (a batch of the persistent door knows its pool). Nothing on the device is read.
     """
     host = metadata.host
+    if isinstance(metadata, StepMetadata):
+        return Pages(
+            torch.from_numpy(host.paged_kv_indptr),
+            torch.from_numpy(host.paged_kv_last_page_len),
+            torch.from_numpy(host.seq_lens),
+            buffer.of(metadata),
+        )
     if not hasattr(host, "paged_kv_indptr"):
         return _from_table(metadata, block_size, num_blocks)
     if getattr(metadata, "from_groups", False):
@@ -49,12 +76,6 @@ def pages_of(metadata: Any, block_size: int, num_blocks: int) -> Pages:
         seq_lens,
         metadata.paged_kv_indices,
     )
-
-
-def whole_buffer(indices: Tensor) -> Tensor:
-    """All of the memory from where ``indices`` begin: the buffer that page indices of any step are written to."""
-    room = indices.untyped_storage().nbytes() // indices.element_size() - indices.storage_offset()
-    return indices.as_strided((room,), (1,))
 
 
 def full(num_reqs: int, max_seq_len: int, block_size: int) -> Pages:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from attn_flashinfer.cascade import Cascade
-from attn_flashinfer.pages import Pages, whole_buffer
+from attn_flashinfer.pages import Pages
 from attn_flashinfer.wrappers import CapturedDecode, EagerAppend, EagerDecode, Kind
 from attn_flashinfer.xqa import XqaDecode
 from attncore import CaptureError
@@ -111,7 +111,7 @@ class KeyPlans:
             return self._unplanned(metadata, query_len)
         captured = self._captured.get(place)
         if captured is None:
-            captured = self._captured[place] = self._capture(metadata, query_len, whole_buffer(pages.indices))
+            captured = self._captured[place] = self._capture(metadata, query_len, pages.indices)
         captured.plan(pages)
         return StepPlan(metadata, (Part(captured.run, 0, num_reqs * query_len),))
 

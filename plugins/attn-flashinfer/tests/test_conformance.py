@@ -1,0 +1,8 @@
+"""attncore's conformance kit: everything on a CUDA device, what concerns the spec elsewhere."""
+
+import torch
+
+from attncore.testing.suite import *  # noqa: F403
+
+BACKEND = "flashinfer"
+CAPTURED_STEPS = 1000 if torch.cuda.is_available() else 40

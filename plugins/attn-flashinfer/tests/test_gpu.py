@@ -1,0 +1,170 @@
+"""The real FlashInfer on a CUDA device: what the kit's defaults leave out."""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import attncore
+from attncore.abstract import AttentionBackend
+from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
+from attncore.testing.check_captured import CapturedEngine
+from attncore.testing.engine import Engine, run_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+LONG = [(0, 70), (300, 1), (17, 1), (16, 5), (900, 1), (0, 1), (511, 40)]
+
+
+def made(options: dict[str, Any] | None = None, **changes: Any) -> AttentionBackend:
+    request = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16", "block_size": 16} | changes
+    asked = {"options": {"flashinfer": options}} if options else {}
+    return attncore.select(**request, **asked, backend="flashinfer").create()
+
+
+@pytest.mark.parametrize("features", [{}, {"sliding_window": 33}, {"logits_soft_cap": 2.0}], ids=str)
+def test_long_contexts_in_mixed_batches(features: dict[str, Any]) -> None:
+    run_rows(Engine(made(), num_blocks=160, junk=math.nan, **features), LONG)
+
+
+def test_hnd_and_an_fp8_cache_with_scales() -> None:
+    for layout in ("NHD", "HND"):
+        backend = made(kv_cache_layout=layout, kv_cache_dtype="fp8_e4m3")
+        engine = Engine(backend, num_blocks=160, k_scale=2.0, v_scale=4.0, scale=64**-0.5 / 2, with_lse=True)
+        run_rows(engine, LONG)
+
+
+def test_a_pair_of_caches() -> None:
+    engine = Engine(made(), num_blocks=160)
+    engine.kv_cache = tuple(engine.kv_cache.unbind(1))
+    run_rows(engine, LONG)
+
+
+def test_decodes_on_cuda_cores() -> None:
+    for features in ({}, {"sliding_window": 33}):
+        run_rows(Engine(made({"decode": "cuda_cores"}), num_blocks=160, junk=math.nan, with_lse=True, **features), LONG)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
+def test_decodes_by_xqa(dtype: str) -> None:
+    for features in ({}, {"sliding_window": 33} if dtype == "auto" else {}):
+        run_rows(Engine(made({"decode": "xqa"}, kv_cache_dtype=dtype), num_blocks=160, **features), LONG)
+
+
+def test_xqa_over_what_nobody_owns() -> None:
+    run_rows(Engine(made({"decode": "xqa"}), num_blocks=160, junk=math.nan), LONG)
+
+
+@pytest.mark.parametrize("kernel", ["cuda_cores", "xqa"])
+def test_captured_sizes_of_other_kernels(kernel: str) -> None:
+    engine = CapturedEngine(made({"decode": kernel}), 1)
+    for _ in range(100):
+        engine.change()
+        engine.replayed()
+
+
+@pytest.mark.parametrize("features", [{"sliding_window": 9}, {"logits_soft_cap": 1.5, "sliding_window": 9}], ids=str)
+def test_captured_sizes_with_features(features: dict[str, Any]) -> None:
+    engine = CapturedEngine(made(block_size=4), 1, junk=math.nan, **features)
+    for _ in range(100):
+        engine.change()
+        engine.replayed()
+
+
+def test_a_shared_prefix_is_read_once() -> None:
+    for apart in (False, True):
+        backend = made({"cascade": True})
+        engine = Engine(backend, num_blocks=200, with_lse=True, junk=math.nan)
+        engine.add("a", 420)
+        engine.fill({"a": 400})
+        for name in range(9):
+            engine.add(name, 420, prefix_of="a", prefix_blocks=24)
+        if apart:
+            engine.add("other", 50)
+            engine.fill({"other": 33})
+        engine.step({**{name: 1 + name % 3 for name in range(9)}, "a": 1, **({"other": 1} if apart else {})})
+        assert backend._plans[next(iter(backend.plan_keys))]._cascade is not None  # type: ignore[attr-defined]
+
+
+def test_more_workspace_is_taken_where_a_plan_asks() -> None:
+    heads = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
+    backend = made({"workspace_mib": 1}, **heads)
+    run_rows(Engine(backend, num_blocks=600), [(8000, 1), (900, 1)])
+    assert backend.workspace.buffer.numel() > 1 << 20  # type: ignore[attr-defined]
+    small = made({"workspace_mib": 1, "max_workspace_mib": 1}, **heads)
+    with pytest.raises(ValueError, match="max_workspace_mib: the plan asks for"):
+        run_rows(Engine(small, num_blocks=600), [(8000, 1), (900, 1)])
+
+
+def test_a_step_does_not_wait_for_the_device() -> None:
+    """Build, plan, send and run of mixed steps, with torch's check on."""
+    backend = made()
+    impls = [backend.impl(f"layers.{i}", scale=0.125, sliding_window=window) for i, window in enumerate((None, 20))]
+    cache = backend.allocate_kv_cache(64)
+    batch = InputBatch(max_num_reqs=8, max_model_len=256, block_size=16, num_blocks=64)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=512)
+    for name in range(6):
+        batch.add_request(name, list(range(1 + 4 * name, 5 + 4 * name)), 5 * name + 1)
+    tensors = [torch.randn(64, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2)]
+
+    def step() -> None:
+        metadata = builder.build({5: 9, 4: 7})
+        count = metadata.num_tokens
+        for impl in impls:
+            impl.forward(*(tensor[:count] for tensor in tensors), cache, metadata)
+
+    step()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_captured_sizes_of_the_list_door() -> None:
+    backend = made()
+    impl = backend.impl("layers.0", scale=0.125)
+    cache = backend.allocate_kv_cache(64)
+    cache.normal_()
+    builder = CommonMetadataBuilder(16, "flashinfer", max_seq_len_to_capture=256, backend=backend)
+    state = backend.get_state_cls()(backend, builder)
+    tensors = [torch.zeros(4, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2)]
+    graphs = {}
+    gc.disable()
+    with state.graph_capture(max_batch_size=4):
+        for size in (4, 2):
+            metadata = state.metadata_for_capture(size)
+            layer = [tensor[:size] for tensor in tensors]
+            impl.forward(*layer, cache, metadata)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                output = impl.forward(*layer, cache, metadata)
+            graphs[size] = graph, output
+    gc.enable()
+    for count in (3, 1, 2, 4):
+        decodes = [
+            SequenceGroup(False, [Sequence(i, 1, 30 + 17 * i + count, [4 * i + j for j in range(1, 8)])])
+            for i in range(count)
+        ]
+        for tensor in tensors:
+            tensor.normal_()
+        metadata = builder.build(decodes, state.pad_size(count))
+        state.prepare(metadata)
+        state.begin_forward(metadata)
+        graph, output = graphs[metadata.num_reqs]
+        graph.replay()
+        found = output[:count].clone()
+        eager = impl.forward(*(tensor[:count] for tensor in tensors), cache, builder.build(decodes))
+        torch.testing.assert_close(found, eager, atol=2e-2, rtol=2e-2)
