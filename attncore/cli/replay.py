@@ -31,6 +31,7 @@ from attncore.replay.traces import Trace, read_trace
 
 if TYPE_CHECKING:
     from attncore.replay.attention import AttentionLayers
+    from attncore.replay.model_layers import ModelLayers
 
 HELP = "replay a request trace: scheduler, paged cache, metadata and attention, verified"
 
@@ -89,6 +90,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="attention layers, each with its own cache (default 2, or as many as --groups has groups where more)",
     )
     integer_option(parser, "--threads", 1, 1024, 1, "of torch on a CPU; more help with long prompts only")
+    add(
+        "--model",
+        metavar="CONFIG.json",
+        help="a whole model of transformers with random weights, by its configuration, in place of attention alone",
+    )
     add("--backend", metavar="NAME", help="attention backend (default: what attncore.select chooses)")
     integer_option(parser, "--seed", 0, 2**63 - 1, _DEFAULTS.seed, "of workload, keys and values, and sample")
     integer_option(
@@ -125,7 +131,7 @@ def _run(args: argparse.Namespace) -> int:
     trace = _trace(args)
     # Before caches of that many blocks are made.
     check_pools(trace.requests, settings.num_blocks, settings.groups_of_batch)
-    layers, why = _layers(args, settings)
+    layers, why = _layers(args, settings, trace)
     line = batch_line
     if args.groups or args.speculative or args.context_parallel:
         line = functools.partial(persistent_line, groups=args.groups)
@@ -161,7 +167,7 @@ def _settings(args: argparse.Namespace) -> Settings:
             f"--max-num-batched-tokens: {args.max_num_batched_tokens} is less than --max-num-seqs "
             f"{args.max_num_seqs}{each_needs}; each running request may need {tokens} in the same step"
         )
-    if args.layers is None:
+    if args.layers is None and not args.model:
         args.layers = max(2, len(args.groups or ()))
     if args.block_size is None and not args.groups:
         args.block_size = _DEFAULTS.block_size
@@ -191,6 +197,10 @@ def _check_together(args: argparse.Namespace) -> None:
             f"--context-parallel: ranks attend by backend reference, and --backend is {args.backend}; leave it out, or "
             "pass --metadata-only"
         )
+    if args.model:
+        for name in ("metadata_only", "groups", "speculative", "context_parallel", "layers"):
+            if getattr(args, name):
+                raise UsageError(f"--{name.replace('_', '-')}: given beside --model, which runs a model as it is")
     path = args.trace or args.trace_option
     if path and args.save_steps and Path(path).resolve() == Path(args.save_steps).resolve():
         raise UsageError(f"--save-steps: {args.save_steps} is the trace itself")
@@ -206,20 +216,38 @@ def _trace(args: argparse.Namespace) -> Trace:
     return Trace(trace.source, trace.format, kept)
 
 
-def _layers(args: argparse.Namespace, settings: Settings) -> tuple[AttentionLayers | None, str]:
-    """The attention of this run (None: metadata only), and why this backend runs it."""
+def _layers(
+    args: argparse.Namespace, settings: Settings, trace: Trace
+) -> tuple[AttentionLayers | ModelLayers | None, str]:
+    """The attention or the model of this run (None: metadata only), and why this backend runs it."""
     if args.metadata_only:
         return None, _WHY_NONE
     if importlib.util.find_spec("torch") is None:
         raise NoBackendError(
             "torch is not installed and attention needs it: pip install attncore[torch], or pass --metadata-only"
         )
+    if args.model:
+        return _model(args.model, args.backend, settings, trace)
     from attncore.replay.content import Content
     from attncore.replay.layers import make_layers
 
     content = Content(args.num_heads, args.num_kv_heads, args.head_size, args.seed)
     with stdout_to_stderr():
         return make_layers(settings, content, args.layers, args.backend)
+
+
+def _model(path: str, backend: str | None, settings: Settings, trace: Trace) -> tuple[ModelLayers, str]:
+    if importlib.util.find_spec("transformers") is None:
+        raise NoBackendError("transformers is not installed and --model needs it: pip install attncore[transformers]")
+    from attncore.replay.model_layers import ModelError, ModelLayers
+
+    with stdout_to_stderr():
+        try:
+            layers = ModelLayers(path, settings, backend)
+            layers.check_lengths(trace.requests)
+        except ModelError as error:
+            raise UsageError(f"--model: {error}") from error
+    return layers, layers.why
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -229,6 +257,8 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         "num_heads", "num_kv_heads", "head_size", "layers", "threads", "seed", "verify_every", "metadata_only",
     )  # fmt: skip
     options = {name: getattr(args, name) for name in names} | {"clock": str(args.clock)}
+    if args.model:
+        options["model"] = args.model
     if args.groups:
         options["groups"] = ",".join(map(persistent_options.group_text, args.groups))
     if args.speculative:

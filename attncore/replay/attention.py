@@ -12,11 +12,15 @@ import numpy as np
 from attncore.replay.content import content_ids, own_content, rejected_content
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
     from attncore.replay.content import Content
+    from attncore.replay.dense_check import DenseCheck
+    from attncore.replay.measurements import Verification
+    from attncore.replay.request import Request
+    from attncore.replay.runner import Settings
     from attncore.replay.scheduler import Step
 
 
@@ -68,6 +72,12 @@ class AttentionLayers:
     @property
     def num_layers(self) -> int:
         return len(self.impls)
+
+    def check(self, requests: Sequence[Request], settings: Settings, result: Verification) -> DenseCheck:
+        """What compares a sample of requests with dense attention."""
+        from attncore.replay.dense_check import DenseCheck
+
+        return DenseCheck(self, requests, settings.verify_every, settings.seed, result)
 
     def forward(self, step: Step, *ranks: Any) -> tuple[list[Any], int]:
         """Each layer's output ``(num_tokens, num_heads, head_size)``, and the nanoseconds that all layers took.

@@ -44,6 +44,11 @@ class Content:
         return heads[:, : self.num_heads], heads[:, self.num_heads : last], heads[:, last:]
 
 
+def token_ids(content_ids: Int64, positions: Int64, vocab_size: int) -> Int64:
+    """A token of a model's vocabulary for each content id at its position, int64."""
+    return (_mix(content_ids, positions, 0) % np.uint64(vocab_size)).astype(np.int64)
+
+
 def _mix(content_ids: Int64, positions: Int64, layer: int) -> npt.NDArray[np.uint64]:
     """64 well-mixed bits a token (the finaliser of SplitMix64)."""
     bits = content_ids.astype(np.uint64) * np.uint64(_ODD[0])

@@ -43,7 +43,7 @@ class DenseCheck:
 
     def __call__(self, number: int, step: Step, metadata: Any, outputs: list[Any]) -> None:
         """Checks step ``number``; its requests stand as before it."""
-        for running, count in self._chosen(step):
+        for running, count in chosen_rows(step, self.sampled):
             index = metadata.req_ids.index(running.row)
             start = int(metadata.host.query_start_loc[index])
             error = self._error(running, count, [output[start : start + count] for output in outputs])
@@ -56,20 +56,6 @@ class DenseCheck:
                 )
             if error < float("inf"):
                 self.result.max_abs_error = max(self.result.max_abs_error or 0.0, error)
-
-    def _chosen(self, step: Step) -> Iterator[tuple[RunningRequest, int]]:
-        for running in step.decodes:
-            if running.row not in self.sampled:
-                continue
-            new = 1 + step.draft(running).accepted  # what comes of drafts that are rejected is read by nobody
-            if any(
-                generated % DECODE_STRIDE == 1 or generated + 1 == running.request.output_tokens
-                for generated in range(running.generated, running.generated + new)
-            ):
-                yield running, new
-        for running, count in step.prefills:
-            if running.row in self.sampled:
-                yield running, count
 
     def _error(self, running: RunningRequest, count: int, outputs: list[Any]) -> float:
         """The largest difference over all layers of the rows compared; NaN where any output is NaN."""
@@ -97,6 +83,22 @@ class DenseCheck:
                 )  # fmt: skip
                 errors.append((output[first:last].cpu().float() - dense).abs().max())
         return float(torch.stack(errors).max())
+
+
+def chosen_rows(step: Step, sampled: set[int]) -> Iterator[tuple[RunningRequest, int]]:
+    """The requests of ``sampled`` that are checked in a step, with the tokens that they keep of it."""
+    for running in step.decodes:
+        if running.row not in sampled:
+            continue
+        new = 1 + step.draft(running).accepted  # what comes of drafts that are rejected is read by nobody
+        if any(
+            generated % DECODE_STRIDE == 1 or generated + 1 == running.request.output_tokens
+            for generated in range(running.generated, running.generated + new)
+        ):
+            yield running, new
+    for running, count in step.prefills:
+        if running.row in sampled:
+            yield running, count
 
 
 def parts(count: int) -> list[tuple[int, int]]:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 def as_json(outcome: Outcome, *, trace: dict[str, str], options: dict[str, Any], backend: str | None, why: str) -> Any:
     """The report as JSON types. ``build_us``, ``attention_us`` and ``wall_s`` are times; nothing else depends on the
-    machine. ``attention_us`` and ``verification.max_abs_error`` are null where only metadata was built."""
+    machine. ``attention_us`` and ``verification.max_abs_error`` are null where only metadata was built;
+    a model's time is ``model_us``."""
     steps, verification = outcome.steps, outcome.verification
     prefill, decode = total(steps.prefill_tokens), total(steps.decode_tokens)
     # Only of a run that has it: reports of others stay as they were.
@@ -21,6 +22,9 @@ def as_json(outcome: Outcome, *, trace: dict[str, str], options: dict[str, Any],
         added["speculative"] = {"drafted": steps.drafted, "accepted": steps.accepted}
     if "groups" in options:
         added["passed_blocks"] = steps.passed_blocks
+    forward = microseconds(steps.attention_ns) if steps.attention_ns else None
+    if "model" in options:
+        added["model_us"], forward = forward, None
     return {
         "trace": trace,
         "options": options,
@@ -40,7 +44,7 @@ def as_json(outcome: Outcome, *, trace: dict[str, str], options: dict[str, Any],
             "widest_row": outcome.widest_row,
         },
         "build_us": microseconds(steps.build_ns),
-        "attention_us": microseconds(steps.attention_ns) if steps.attention_ns else None,
+        "attention_us": forward,
         "verification": {
             "checked": verification.checked,
             "failed": verification.failed,
@@ -122,6 +126,8 @@ def _spreads(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     if report["attention_us"]:
         layers = report["options"]["layers"]
         rows.append((f"attention, us ({layers} layer{'s' if layers > 1 else ''})", report["attention_us"]))
+    if "model_us" in report:
+        rows.append(("the whole model, us", report["model_us"]))
     return rows
 
 
@@ -133,6 +139,12 @@ def verdict(report: dict[str, Any]) -> str:
     work = f"{report['requests']:,} requests were served in {report['steps']:,} steps."
     build_us = report["build_us"]["p50"]
     build = f"Working out where every token's key and value live took {build_us:.1f} us a step (median)"
+    if "model_us" in report:
+        model_us, error = report["model_us"]["p50"], report["verification"]["max_abs_error"]
+        return (
+            f"OK: {work} {build}, the model itself {model_us:,.0f} us, and in all {checked:,} results checked its "
+            f"logits are those of the model alone (largest difference {error:.1e})."
+        )
     if report["attention_us"] is None:
         return f"OK: {work} {build}, and in all {checked:,} steps checked it is what a plain recount gives."
     attention, error = report["attention_us"]["p50"], report["verification"]["max_abs_error"]

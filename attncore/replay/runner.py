@@ -12,7 +12,6 @@ from attncore.builder.input_batch import ONLY_GROUP, InputBatch
 from attncore.builder.kv_cache_group import KVCacheGroup
 from attncore.replay.cache_blocks import CacheBlocks, Tables
 from attncore.replay.clock import CostModel
-from attncore.replay.dense_check import DenseCheck
 from attncore.replay.draft import DraftModel, Speculation
 from attncore.replay.measurements import Outcome, Steps, Verification
 from attncore.replay.oracle import WHOLE, Shard
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from attncore.replay.attention import AttentionLayers
+    from attncore.replay.model_layers import ModelLayers
     from attncore.replay.request import Request
     from attncore.replay.scheduler import Step
 
@@ -69,12 +69,12 @@ class Settings:
 def replay(
     requests: Sequence[Request],
     settings: Settings,
-    layers: AttentionLayers | None = None,
+    layers: AttentionLayers | ModelLayers | None = None,
     *,
     record: Callable[[Step], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
-    """Serves all requests, in virtual time; with ``layers`` also their attention, else metadata only.
+    """Serves all requests, in virtual time; with ``layers`` also their attention (or a model's), else metadata only.
 
     ``record`` gets every step before it is booked, ``progress`` the number of requests finished after it. Raises
     ValueError where a request can never run: before the first step, naming its row and ``num_blocks``.
@@ -92,7 +92,7 @@ def replay(
     builders = [_builder(batch, rank, settings, layers) for rank, batch in enumerate(batches)]
     has_windows = any(group.sliding_window for group in groups)
     steps, verification = Steps(), Verification()
-    oracle_check = dense_check = None
+    oracle_check = output_check = None
     if layers is None:
         ranks = range(settings.world_size)
         shards = [Shard(len(ranks), rank, settings.interleave) for rank in ranks] if len(ranks) > 1 else [WHOLE]
@@ -100,7 +100,7 @@ def replay(
             groups, settings.verify_every, verification, threshold=settings.decode_threshold, shards=shards
         )
     else:
-        dense_check = DenseCheck(layers, requests, settings.verify_every, settings.seed, verification)
+        output_check = layers.check(requests, settings, verification)
 
     now, number, max_seq_len, started = 0.0, 0, 0, perf_counter()
     while scheduler.unfinished:
@@ -114,10 +114,10 @@ def replay(
         metadata = builders[0].build(scheduled)
         steps.build_ns.append(perf_counter_ns() - start)
         others = [builder.build(scheduled) for builder in builders[1:]]
-        if layers is not None and dense_check is not None:
+        if layers is not None and output_check is not None:
             outputs, elapsed = layers.forward(step, metadata, *others)
             steps.attention_ns.append(elapsed)
-            dense_check(number, step, metadata, outputs)
+            output_check(number, step, metadata, outputs)
         elif oracle_check is not None:
             oracle_check(number, step, metadata, *others)
         if record is not None:
@@ -166,7 +166,7 @@ def _batch(requests: Sequence[Request], settings: Settings) -> InputBatch:
     )
 
 
-def _builder(batch: InputBatch, rank: int, settings: Settings, layers: AttentionLayers | None) -> MetadataBuilder:
+def _builder(batch: InputBatch, rank: int, settings: Settings, layers: Any) -> MetadataBuilder:
     shared_out = None
     if settings.world_size > 1:
         block_size = settings.groups_of_rank[0].block_size

@@ -1,0 +1,83 @@
+"""``attncore replay --model``: a model of transformers beside its metadata, its logits checked."""
+
+import json
+
+import pytest
+
+from attncore.cli import main
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 8192,
+}  # fmt: skip
+GEMMA = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 40, "query_pre_attn_scalar": 8}
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(facts):
+        path = tmp_path / "config.json"
+        path.write_text(facts if isinstance(facts, str) else json.dumps(facts))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.csv"
+    rows = [(i, 30 + 37 * i % 90, 3 + i % 5) for i in range(12)]
+    lines = [f"2023-11-16 18:15:{i:02}.0000000,{prompt},{output}" for i, prompt, output in rows]
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(lines))
+    return str(path)
+
+
+@pytest.mark.parametrize("facts", [LLAMA, GEMMA], ids=["llama", "gemma2"])
+def test_logits_are_those_of_the_model_alone(facts, config, trace, capsys):
+    assert main(["replay", trace, "--model", config(facts), "--verify-every", "2", "--rate", "100", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["verification"]["checked"] > 10
+    assert report["verification"]["failed"] == 0
+    assert report["model_us"]["p50"] > 0
+    assert report["attention_us"] is None
+
+
+def test_a_wrong_cache_is_found(config, trace, capsys, monkeypatch):
+    from attncore.reference import ReferenceImpl
+
+    sound = ReferenceImpl.forward
+
+    def forward(self, query, key, value, *rest):
+        return sound(self, query, key, value * 0.5, *rest)
+
+    monkeypatch.setattr(ReferenceImpl, "forward", forward)
+    assert main(["replay", trace, "--model", config(LLAMA), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert "a logit differs from the model's own by" in report["verification"]["failures"][0]
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "message"),
+    [
+        ("{", [], "not a valid JSON file"),
+        ({"hidden_size": 3}, [], "--model: "),
+        ({**LLAMA, "max_position_embeddings": 50}, [], "the request in row 2 has 71 tokens; the model's max_position"),
+        (LLAMA, ["--metadata-only"], "--metadata-only: given beside --model"),
+        (LLAMA, ["--layers", "3"], "--layers: given beside --model"),
+        (LLAMA, ["--speculative", "2"], "--speculative: given beside --model"),
+    ],
+)
+def test_what_makes_no_model_is_one_line(facts, options, message, config, trace, capsys):
+    assert main(["replay", trace, "--model", config(facts), *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_a_missing_file_is_said(trace, capsys):
+    assert main(["replay", trace, "--model", "/nowhere.json"]) == 2
+    assert "--model: /nowhere.json: no such file" in capsys.readouterr().err
