@@ -1,0 +1,151 @@
+"""What a build leaves out: found by calls, kept, and negotiated around from then on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import standin
+import torch
+from attn_flash import doctor, probe, record
+from attn_flash.record import Record
+from attn_flash.spec import make_spec
+
+import attncore
+from attncore import AttentionRequest, Host
+from attncore.registry import load
+
+CPU = torch.device("cpu")
+LIBRARY = "flash-attn 2.8.3.post2"
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A library file of generation 2, with the distribution's version, on this machine."""
+    file = tmp_path / "flash_attn_2_cuda.so"
+    file.write_text("a build")
+    monkeypatch.setattr(record, "library_file", lambda generation: file if generation == "2" else None)
+    monkeypatch.setattr(record, "library", lambda generation: LIBRARY if generation == "2" else None)
+    load.forget()
+    yield file
+    load.forget()
+
+
+def made_by_calls(*lacks: str, waits: bool = False) -> Record:
+    found, synchronises = probe.generation2_lacks(standin.Generation2(lacks, waits=waits), CPU)
+    return Record(LIBRARY, "a GPU", lacks=found, synchronises=synchronises)
+
+
+def test_calls_find_what_is_left_out() -> None:
+    sizes = [f"head_size {size}" for size in range(8, 257, 8) if size not in (64, 128)]
+    found = made_by_calls("logits_soft_cap", "alibi", *sizes)
+    assert found.missing("").keys() == {"logits_soft_cap", "alibi", "alibi_standard"}
+    assert found.lacks["logits_soft_cap"] == "This flash attention build does not support logits_soft_cap."
+    assert set(range(8, 257, 8)) - found.head_sizes == {64, 128}
+    assert (found.missing("dtype"), found.synchronises) == ({}, False)
+
+
+def test_a_complete_build_lacks_nothing() -> None:
+    assert made_by_calls().lacks == {}
+
+
+def test_a_dtype_that_is_left_out() -> None:
+    found = made_by_calls("torch.float16")
+    assert list(found.lacks) == ["dtype float16"]
+
+
+def test_a_library_of_which_nothing_runs() -> None:
+    with pytest.raises(RuntimeError, match="was left out"):
+        made_by_calls("torch.float16", "torch.bfloat16")
+
+
+def test_a_decode_function_that_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = standin.Generation2()
+    waiting = standin.Generation2(waits=True)
+    strict: list[bool] = []
+
+    def decode(*args: Any, **given: Any) -> Any:
+        return (waiting if strict else library).flash_attn_with_kvcache(*args, **given)
+
+    class Strict:
+        def __enter__(self) -> None:
+            strict.append(True)
+
+        def __exit__(self, *_: object) -> None:
+            strict.clear()
+
+    monkeypatch.setattr(probe, "_no_synchronisation", lambda device: Strict())
+    functions = type("Functions", (), {"flash_attn_with_kvcache": staticmethod(decode)})()
+    functions.flash_attn_varlen_func = library.flash_attn_varlen_func
+    assert probe.generation2_lacks(functions, CPU) == ({}, True)
+
+
+def test_findings_are_kept_until_the_library_changes(installed: Path) -> None:
+    assert record.read("2") is None
+    found = made_by_calls("alibi")
+    record.write("2", found)
+    assert record.read("2") == found
+    installed.write_text("another build")
+    assert record.read("2") is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"library": "x"}', '{"library": 1, "device": 2, "lacks": 3}'])
+def test_findings_that_nobody_can_read_are_none(installed: Path, text: str) -> None:
+    record.write("2", made_by_calls())
+    next(record.folder().glob("*.json")).write_text(text)
+    assert record.read("2") is None
+    make_spec()
+
+
+def test_a_folder_that_cannot_be_written_to_keeps_none(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(installed))  # a file
+    record.write("2", made_by_calls())
+    assert record.read("2") is None
+
+
+def test_the_spec_states_what_was_found(installed: Path) -> None:
+    record.write("2", made_by_calls("logits_soft_cap", "head_size 96", "torch.float16"))
+    form = dict(make_spec().forms)["fa2"]
+    assert "logits_soft_cap" not in form.features
+    assert "as a call on a GPU showed (This flash attention build" in form.unsupported["logits_soft_cap"]
+    assert 96 not in form.head_sizes
+    assert 64 in form.head_sizes
+    assert form.dtypes == {"bfloat16"}
+
+
+def explained(**fields: Any) -> str:
+    host = Host.assume("sm_90", packages=standin.packages("2"))
+    request = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16", **fields}
+    return attncore.select(AttentionRequest(**request), host=host).explain()
+
+
+def test_what_is_found_is_negotiated_around_in_the_same_process_too(installed: Path) -> None:
+    assert "flash (attn-flash 0.1.0): chosen" in explained(logits_soft_cap=30.0)  # nothing is known yet
+    record.write("2", made_by_calls("logits_soft_cap", "head_size 96"))
+    for text in (explained(logits_soft_cap=30.0), explained(head_size=96)):
+        assert "flash (attn-flash 0.1.0): chosen" not in text
+        assert "leaves it out, as a call on a GPU showed" in text
+    load.forget()  # another process
+    assert "logits_soft_cap not supported by flash-attn 2.8.3.post2: this build" in explained(logits_soft_cap=30.0)
+    assert "flash (attn-flash 0.1.0): chosen" in explained()
+
+
+def test_a_library_that_fails_is_a_reason(installed: Path) -> None:
+    record.write("2", Record(LIBRARY, "a GPU", fails="ImportError: libcudart.so.11"))
+    assert "failed when it was called on a GPU: ImportError: libcudart.so.11" in explained()
+
+
+def test_the_doctor_says_what_is_there(installed: Path) -> None:
+    record.write(
+        "2", made_by_calls("logits_soft_cap", *(f"head_size {size}" for size in range(8, 257, 8) if size != 64))
+    )
+    facts = doctor.facts(Host.assume("sm_90"))
+    assert facts["generation 4"] == "flash-attn-4 is not installed"
+    assert facts["generation 2"] == f"{LIBRARY}, {installed}"
+    assert facts["generation 2 called"] == (
+        "runs on a GPU; left out of this build: logits_soft_cap, all head sizes but 64"
+    )
+    assert json.loads(next(record.folder().glob("*.json")).read_text())["library"] == LIBRARY

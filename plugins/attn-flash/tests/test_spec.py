@@ -1,0 +1,100 @@
+"""What is chosen, on machines that are not this one, and what `explain` says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import standin
+
+import attncore
+from attncore import AttentionRequest, Host, Reason
+from attncore.registry.decide import decide
+
+HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+
+
+def host(device: str, *generations: str, **others: str) -> Host:
+    return Host.assume(device, packages={**standin.packages(*generations), **others})
+
+
+def choice(where: Host, **fields: Any) -> Any:
+    return attncore.select(AttentionRequest(**{**HEADS, "backend": "flash", **fields}), host=where)
+
+
+def reasons(where: Host, **fields: Any) -> list[Reason]:
+    """Why flash cannot be used."""
+    found = decide(AttentionRequest(**{**HEADS, **fields}), host=where)
+    return [reason for one in found.outcome.rest if one.name == "flash" for reason in one.reasons]
+
+
+@pytest.mark.parametrize(
+    ("device", "installed", "fields", "variant", "block_size"),
+    [
+        ("sm_90", "2", {}, "fa2", 256),
+        ("sm_90", "4", {}, "fa4", 128),
+        ("sm_90", "24", {}, "fa4", 128),
+        ("sm_90", "24", {"block_size": 16}, "fa4", 16),
+        ("sm_90", "24", {"alibi": True}, "fa2", 256),
+        ("sm_90", "24", {"alibi": "standard"}, "fa2", 256),
+        ("sm_90", "24", {"sinks": True}, "fa4", 128),
+        ("sm_90", "24", {"allow_compile": False}, "fa2", 256),
+        ("sm_90", "24", {"options": {"flash": {"generation": "2"}}}, "fa2", 256),
+        ("sm_90", "2", {"manager_block_size": 512}, "fa2", 512),
+        ("sm_90", "2", {"manager_block_size": 768, "block_size": 256}, "fa2", 256),
+        ("sm_90", "4", {"manager_block_size": 48}, "fa4", 48),
+        ("sm_80", "24", {}, "fa2", 256),
+        ("sm_86", "24", {"sliding_window": 4096, "logits_soft_cap": 30.0}, "fa2", 256),
+        ("sm_120", "24", {}, "fa2", 256),
+        ("sm_100", "24", {}, "fa4", 128),
+        ("sm_100", "24", {"head_size": 192}, "fa2", 256),
+        ("sm_100", "24", {"head_size": 256}, "fa4", 128),
+        ("sm_90", "24", {"cuda_graph": "uniform"}, "fa4", 128),
+    ],
+)
+def test_the_generation_that_fits(
+    device: str, installed: str, fields: dict[str, Any], variant: str, block_size: int
+) -> None:
+    found = choice(host(device, *installed), **fields)
+    assert (found.variant, found.block_size) == (variant, block_size)
+    generation = {"fa2": "flash-attn 2.8.3.post2", "fa4": "flash-attn-4 4.0.0b36"}[variant]
+    assert f"variant {variant} ({generation})" in found.explain()
+
+
+@pytest.mark.parametrize(
+    ("where", "fields", "code", "words"),
+    [
+        (host("sm_90", "2"), {"block_size": 16}, "block_size", "multiples of 256; install flash-attn-4"),
+        (host("sm_90", "2"), {"sinks": True}, "unsupported", "generation 2 has no place for them"),
+        (host("sm_90", "4"), {"alibi": True}, "unsupported", "generation 4 takes no slopes"),
+        (host("sm_90", "4"), {"allow_compile": False}, "compiler", "compiles kernels at first use"),
+        (host("sm_86", "4"), {}, "device", "generation 4 reads no paged cache on sm_86"),
+        (host("sm_120", "4"), {}, "device", "generation 4 reads no paged cache on sm_120"),
+        (host("sm_100", "4"), {"head_size": 192}, "head_size", "not supported by generation 4 on sm_100"),
+        (host("sm_75", "2", "4"), {}, "device", "cuda:sm_80+"),
+        (host("sm_90"), {}, "requirement", "flash-attn is not installed"),
+        (host("sm_90", **{"flash-attn": "2.7.4"}), {}, "requirement", "flash-attn 2.7.4 is installed"),
+        (host("sm_90", **{"flash-attn": "2.9.0"}), {}, "requirement", "needs flash-attn>=2.8,<2.9"),
+        (host("sm_90", **{"flash-attn-3": "3.0.0b1"}), {}, "check", "generation 3 is not supported yet"),
+        (host("sm_90", "2", "4"), {"dtype": "float32"}, "dtype", "bfloat16, float16"),
+        (host("sm_90", "2", "4"), {"head_size": 264}, "head_size", "up to 256"),
+        (host("sm_90", "2", "4"), {"kv_cache_dtype": "fp8"}, "kv_cache_dtype", "fp8_e4m3"),
+        (host("sm_90", "2", "4"), {"cuda_graph": "always"}, "cuda_graph", "uniform"),
+        (host("sm_90", "4"), {"options": {"flash": {"generation": "2"}}}, "option", "options ask for, 2"),
+    ],
+)
+def test_the_reason_where_none_fits(where: Host, fields: dict[str, Any], code: str, words: str) -> None:
+    found = reasons(where, **fields)
+    assert [reason for reason in found if reason.code == code and words in str(reason)], found
+
+
+def test_generation_3_is_no_obstacle_where_another_is_installed() -> None:
+    assert choice(host("sm_90", "2", **{"flash-attn-3": "3.0.0b1"})).variant == "fa2"
+
+
+def test_prefill_and_decode_with_the_reference_share_a_block_size_and_a_layout() -> None:
+    joint = attncore.select_joint(
+        AttentionRequest(**HEADS), host=host("sm_90", "2"), prefer_prefill=("flash",), prefer_decode=("reference",)
+    )
+    assert (joint.prefill.name, joint.decode.name) == ("flash", "reference")
+    assert (joint.block_size, joint.kv_cache_layout) == (256, "NHD")
