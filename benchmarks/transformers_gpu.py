@@ -93,7 +93,7 @@ class Timed(Engine):
 
 def ours(model, prompts, args, backend):
     longest = max(map(len, prompts)) + args.new
-    size = 128 if backend == "flash" else 16
+    size = 256 if backend == "flash" else 16  # what flash-attn 2 has
     engine = Timed(
         model, num_blocks=args.pool_tokens // size + 1, max_num_reqs=args.concurrent, max_model_len=longest + 1,
         max_num_batched_tokens=args.budget, block_size=size, backend=backend,

@@ -29,7 +29,7 @@ def logits_alone(model, prompts, implementation):
 
 def logits_of_an_engine(model, prompts, backend):
     """Of the last token of each prompt: most of it computed before, in chunks, the last token as a decode."""
-    engine = Engine(model, num_blocks=64, max_num_reqs=8, block_size=128 if backend == "flash" else 16, backend=backend)
+    engine = Engine(model, num_blocks=64, max_num_reqs=8, block_size=256 if backend == "flash" else 16, backend=backend)
     for row, ids in enumerate(prompts):
         blocks = engine.pool.take(-(-len(ids) // engine.block_size))
         request = engine.add_request(ids, 1)
@@ -62,7 +62,7 @@ def test_logits_are_as_right_as_those_of_eager_and_sdpa(name, backend):
     exact = logits_alone(model, prompts, "eager")
     model = model.bfloat16()
     try:
-        select_for_model(model, backend=backend, block_size=128 if backend == "flash" else 16)
+        select_for_model(model, backend=backend, block_size=256 if backend == "flash" else 16)
     except NoBackendError as error:
         pytest.skip(f"{backend} does not run {name} here: {str(error).splitlines()[0]}")
     others = [logits_alone(model, prompts, "eager")]
