@@ -23,7 +23,8 @@ class Candidate:
 
     ``state`` is of STATES, or ``not_installed`` or ``unknown``. ``form`` is the spec as the variant that fits states it
     (the first one's where none fits); ``match`` the entry of its devices that describes the host. ``warnings`` do not
-    count against it.
+    count against it, nor does ``passed_over``: the variants that the spec prefers to the one that fits, each with its
+    reasons.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Candidate:
     variant: str = ""
     library: str = ""
     match: Match | None = None
+    passed_over: tuple[tuple[str, tuple[Reason, ...]], ...] = ()
 
     @property
     def usable(self) -> bool:
@@ -60,6 +62,10 @@ class Candidate:
             "priority": self.match.priority if self.match else None,
             "priority_on": self.match.pattern if self.match else None,
             "reasons": [reason.as_json() for reason in (*self.reasons, *self.warnings)],
+            "passed_over": [
+                {"variant": name, "reasons": [reason.as_json() for reason in reasons]}
+                for name, reasons in self.passed_over
+            ],
         }
 
 
@@ -89,7 +95,7 @@ def _of_record(record: PluginRecord, request: AttentionRequest, host: Host) -> C
     plain = Candidate(record.name, record.distribution, record.version, record.state)
     if record.spec is None:
         return replace(plain, reasons=record.reasons)
-    variant, form, reasons = _fitting_form(record.spec, record.label, request, host)
+    variant, form, reasons, passed_over = _fitting_form(record.spec, record.label, request, host)
     if record.name in request.exclude:
         fix = f"take {record.name} out of exclude"
         reasons = (*reasons, Reason("excluded", "excluded by the request", record.name, None, "the request", fix))
@@ -101,22 +107,23 @@ def _of_record(record: PluginRecord, request: AttentionRequest, host: Host) -> C
         variant=variant,
         library=_library(form, host) if variant else "",
         match=best_match(form.devices, host.device),
+        passed_over=passed_over,
     )
 
 
 def _fitting_form(
     spec: BackendSpec, plugin: str, request: AttentionRequest, host: Host
-) -> tuple[str, BackendSpec, tuple[Reason, ...]]:
-    """The first form that fits, or the first one with the reasons of all."""
-    judged = []
+) -> tuple[str, BackendSpec, tuple[Reason, ...], tuple[tuple[str, tuple[Reason, ...]], ...]]:
+    """The first form that fits, and those before it with their reasons; or the first one with the reasons of all."""
+    judged: list[tuple[str, BackendSpec, list[Reason]]] = []
     for variant, form in spec.forms:
         source = _library(form, host) if variant else plugin
         reasons = judge(form, request, host, source, plugin)
         if not reasons:
-            return variant, form, ()
+            return variant, form, (), tuple((name, tuple(why)) for name, _, why in judged)
         judged.append((variant, form, reasons))
     variant, form, _ = judged[0]
-    return variant, form, tuple(_merged([(form, reasons) for _, form, reasons in judged], host))
+    return variant, form, tuple(_merged([(form, reasons) for _, form, reasons in judged], host)), ()
 
 
 def _library(form: BackendSpec, host: Host) -> str:

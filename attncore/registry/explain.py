@@ -16,9 +16,11 @@ def text(outcome: Outcome, request: AttentionRequest, asked_by: str = "the reque
     lines: list[str] = []
     if outcome.chosen is not None:
         lines.append(f"{outcome.chosen.label}: chosen; {', '.join(_why(outcome, request, asked_by))}")
+        lines.extend(_passed_over(outcome.chosen))
     for candidate in outcome.usable:
         if candidate is not outcome.chosen:
             lines.append(f"{candidate.label}: usable, not chosen; {', '.join(_standing(candidate, request))}")
+            lines.extend(_passed_over(candidate))
     for candidate in outcome.rest:
         lines.extend(_rejected(candidate))
     return "\n".join(lines)
@@ -45,6 +47,12 @@ def _standing(candidate: Candidate, request: AttentionRequest) -> Iterator[str]:
         yield f"variant {candidate.variant} ({candidate.library})"
     for warning in candidate.warnings:
         yield warning.message
+
+
+def _passed_over(candidate: Candidate) -> Iterator[str]:
+    """Why not the variants that the backend prefers to the one that fits."""
+    for name, reasons in candidate.passed_over:
+        yield f"  not its variant {name}: {' | '.join(map(str, reasons))}"
 
 
 def _rejected(candidate: Candidate) -> Iterator[str]:

@@ -222,6 +222,17 @@ def test_the_first_variant_that_fits_is_used_and_named():
     assert decide([record(variants(), "attn-one")], host).chosen.variant == "new"
 
 
+def test_variants_before_the_one_that_fits_tell_why_not():
+    chosen = decide([record(variants(), "attn-one")]).chosen
+    ((name, reasons),) = chosen.candidate.passed_over
+    assert name == "new"
+    assert reasons
+    assert f"\n  not its variant new: {' | '.join(map(str, reasons))}" in chosen.explain()
+    (told,) = chosen.candidate.as_json()["passed_over"]
+    assert told["reasons"][0]["message"] == reasons[0].message
+    assert chosen.candidate.reasons == ()
+
+
 def test_a_variant_that_only_has_to_be_installed_is_the_fix():
     (reason,) = decide([record(variants(), "attn-one")], block_size=16).outcome.rest[0].reasons
     assert str(reason) == "block_size 16 not supported by torch 2.11.0+cu130; supported: 256; install absent"
