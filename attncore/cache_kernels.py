@@ -44,21 +44,35 @@ def _store_both(  # type: ignore[no-untyped-def]
 
 def store(
     key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, k_scale: float, v_scale: float,
-    largest: float,
+    largest: float, launches: dict[Any, Any],
 ) -> None:  # fmt: skip
     """One launch for keys and values of ``len(slot_mapping)`` tokens; negative slots are skipped.
 
     ``largest``: what the cache holds at most, where numbers are to be divided by the scales and cut off; 0 elsewhere.
+    ``launches`` is the caller's, empty at first: what was compiled, for tensors of the same kind. Triton's own search
+    for it costs a step of many layers more than the launch does.
     """
     num_tokens = slot_mapping.shape[0]
     if not num_tokens:
         return
+    # All on which Triton specialises: dtypes, strides, and whether addresses are multiples of 16.
+    kind = (
+        key.dtype, key.stride(), value.stride(), key_cache.dtype, key_cache.stride(), value_cache.stride(),
+        key_cache.data_ptr() & 15, value_cache.data_ptr() & 15, key.data_ptr() & 15, value.data_ptr() & 15,
+        slot_mapping.data_ptr() & 15, key_cache.shape[1:], value_cache.shape[3], key.device.index,
+    )  # fmt: skip
+    known = launches.get(kind)
+    if known is not None:
+        compiled, others = known
+        compiled[(num_tokens, 1, 1)](key, value, key_cache, value_cache, slot_mapping, *others)
+        return
     _, block_size, heads, size = key_cache.shape
     size_v = value_cache.shape[3]
-    _store_both[(num_tokens,)](
-        key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale,
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1), *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        block_size, largest, heads, size, size_v, triton.next_power_of_2(heads),
+    others = (
+        k_scale, v_scale, key.stride(0), key.stride(1), value.stride(0), value.stride(1), *key_cache.stride()[:3],
+        *value_cache.stride()[:3], block_size, largest, heads, size, size_v, triton.next_power_of_2(heads),
         triton.next_power_of_2(size), triton.next_power_of_2(size_v),
     )  # fmt: skip
+    compiled = _store_both[(num_tokens,)](key, value, key_cache, value_cache, slot_mapping, *others)
+    if compiled is not None:  # the interpreter compiles nothing
+        launches[kind] = compiled, others

@@ -30,6 +30,7 @@ class CacheWriter:
                 raise ValueError(f"{name}: {scale} is not positive")
         self.k_scale, self.v_scale = float(k_scale), float(v_scale)
         self._checked: tuple[Any, ...] = ()
+        self._launches: dict[Any, Any] = {}
 
     def __call__(
         self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
@@ -40,7 +41,9 @@ class CacheWriter:
             from attncore.cache_kernels import store
 
             largest = LARGEST.get(key_cache.dtype, 0.0)
-            store(key, value, key_cache, value_cache, slot_mapping, self.k_scale, self.v_scale, largest)
+            store(
+                key, value, key_cache, value_cache, slot_mapping, self.k_scale, self.v_scale, largest, self._launches
+            )  # fmt: skip
             return
         block_size = key_cache.shape[1]
         block = torch.div(slot_mapping, block_size, rounding_mode="floor")  # -1: the last block's last slot
