@@ -44,7 +44,7 @@ def _store_both(  # type: ignore[no-untyped-def]
 
 def store(
     key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, k_scale: float, v_scale: float,
-    largest: float, launches: dict[Any, Any],
+    largest: float, launches: dict[Any, Any] | None = None,
 ) -> None:  # fmt: skip
     """One launch for keys and values of ``len(slot_mapping)`` tokens; negative slots are skipped.
 
@@ -61,7 +61,7 @@ def store(
         key_cache.data_ptr() & 15, value_cache.data_ptr() & 15, key.data_ptr() & 15, value.data_ptr() & 15,
         slot_mapping.data_ptr() & 15, key_cache.shape[1:], value_cache.shape[3], key.device.index,
     )  # fmt: skip
-    known = launches.get(kind)
+    known = launches.get(kind) if launches else None
     if known is not None:
         compiled, others = known
         compiled[(num_tokens, 1, 1)](key, value, key_cache, value_cache, slot_mapping, *others)
@@ -74,5 +74,5 @@ def store(
         triton.next_power_of_2(size), triton.next_power_of_2(size_v),
     )  # fmt: skip
     compiled = _store_both[(num_tokens,)](key, value, key_cache, value_cache, slot_mapping, *others)
-    if compiled is not None:  # the interpreter compiles nothing
+    if launches is not None and compiled is not None:  # the interpreter compiles nothing
         launches[kind] = compiled, others
