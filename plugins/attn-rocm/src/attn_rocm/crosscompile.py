@@ -53,7 +53,9 @@ VARIANTS = (
     Attention("any step fp16, head size 80, every feature", dtype="fp16", size=80, features=EVERYTHING),
     Attention("prompts of the list door bf16", raw=True),
     Attention("encoder bf16", raw=True, table=False, causal=False),
-    Attention("decode fp32", decode=True, dtype="fp32", size=64),
+    Attention("any step fp16, head size 256", dtype="fp16", size=256),
+    Attention("decode fp32", decode=True, dtype="fp32"),
+    Attention("any step fp32, head size 256", dtype="fp32", size=256),
 )
 """The bounded list that is compiled for every architecture, with ``merge`` and the cache writers."""
 OTHERS = ("merge of split keys", "cache write bf16", "cache write e4m3")
@@ -102,7 +104,7 @@ def compile_kernel(name: str, arch: str) -> Compiled:
 def _attention(variant: Attention, arch: str) -> tuple[ASTSource, dict[str, int]]:
     group, size = HEADS // KV_HEADS, variant.size
     padded = max(16, tiles.power_of_two(size))
-    tile = tiles.tile(arch, rows=group, padded_size=padded, itemsize=BITS[variant.dtype] // 8, decode=variant.decode)
+    tile = tiles.tile(arch, group=group, padded_size=padded, itemsize=BITS[variant.dtype] // 8, decode=variant.decode)
     element, cache = f"*{variant.dtype}", "*u8" if variant.fp8 else f"*{variant.dtype}"
     out = "*fp32" if variant.splits > 1 else element
     signature: dict[str, str | None] = {

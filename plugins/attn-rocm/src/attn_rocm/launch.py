@@ -64,9 +64,7 @@ class Launcher:
         self._tile = lru_cache(maxsize=None)(self._find_tile)
 
     def _find_tile(self, decode: bool, itemsize: int) -> tiles.Tile:
-        return tiles.tile(
-            self.arch, rows=self.group, padded_size=self.padded_size, itemsize=itemsize, decode=decode
-        )  # fmt: skip
+        return tiles.tile(self.arch, group=self.group, padded_size=self.padded_size, itemsize=itemsize, decode=decode)
 
     def __call__(
         self,

@@ -26,12 +26,17 @@ class Architecture(NamedTuple):
     decode: Tile
     """For steps of few queries a sequence."""
     prefill: Tile
+    wide_decode: Tile
+    """The same for heads of more than 256 bytes: 256 halves, or 128 numbers in float32."""
+    wide_prefill: Tile
     fp8: str
     """Formats of the matrix units' own fp8; the kernels do not depend on it."""
 
 
-_CDNA = (Tile(16, 64, 4, 1), Tile(64, 64, 4, 1))
-_RDNA = (Tile(16, 32, 4, 1), Tile(64, 32, 4, 1))
+_CDNA = (Tile(16, 64, 4, 1), Tile(64, 64, 4, 1), Tile(16, 32, 4, 1), Tile(64, 32, 4, 1))
+_RDNA = (Tile(16, 32, 8, 1), Tile(64, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 16, 8, 1))
+_CUDA = (Tile(16, 128, 4, 2), Tile(64, 64, 4, 2), Tile(16, 32, 4, 2), Tile(64, 32, 4, 2))
+_INTERPRETER = (Tile(16, 128, 4, 1), Tile(128, 128, 4, 1)) * 2
 
 ARCHITECTURES = {
     "gfx90a": Architecture(64, 65536, 104, *_CDNA, "none"),
@@ -43,30 +48,32 @@ ARCHITECTURES = {
 """The architectures that the plugin is for."""
 
 DEVELOPMENT = {
-    "sm_90": Architecture(32, 232448, 132, Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), "e4m3fn, e5m2"),
-    "cpu": Architecture(32, 65536, 1, Tile(16, 128, 4, 1), Tile(128, 128, 4, 1), "none"),
+    "sm_90": Architecture(32, 232448, 132, *_CUDA, "e4m3fn, e5m2"),
+    "cpu": Architecture(32, 65536, 1, *_INTERPRETER, "none"),
 }
 """Where the kernels are checked: an NVIDIA GPU, and Triton's interpreter."""
 
+WIDE, WIDEST = 256, 512
 MAX_SPLITS = 32
-PARTS_PER_UNIT = 4
+PARTS_PER_UNIT = 8
 """Programs that a launch should have for each compute unit before its keys are no longer split."""
 
 
-def tile(arch: str, *, rows: int, padded_size: int, itemsize: int, decode: bool) -> Tile:
-    """The tile for groups of ``rows`` query heads of ``padded_size`` numbers of ``itemsize`` bytes; at least 16 rows.
+def tile(arch: str, *, group: int, padded_size: int, itemsize: int, decode: bool) -> Tile:
+    """The tile for ``group`` query heads that share keys, of ``padded_size`` numbers of ``itemsize`` bytes.
 
-    Keys and values of a tile have to fit in half the local memory, so that another workgroup has room beside it.
+    Heads of 256 numbers in float32 get half of a wide tile; a large group gets as many rows as it has heads.
     """
     known = (ARCHITECTURES | DEVELOPMENT)[arch]
-    chosen = known.decode if decode else known.prefill
-    if rows > chosen.rows:
-        chosen = chosen._replace(rows=power_of_two(rows))
-    keys = chosen.keys
-    if arch != "cpu":
-        while keys > 16 and 2 * keys * padded_size * itemsize * max(1, chosen.stages - 1) > known.lds_bytes // 2:
-            keys //= 2
-    return chosen._replace(keys=keys)
+    size = padded_size * itemsize
+    few = decode and group <= known.decode.rows
+    if size <= WIDE:
+        chosen = known.decode if few else known.prefill
+    else:
+        chosen = known.wide_decode if few else known.wide_prefill
+        if size > WIDEST:
+            chosen = chosen._replace(rows=max(16, chosen.rows // 2), keys=max(16, chosen.keys // 2))
+    return chosen._replace(rows=max(chosen.rows, power_of_two(group)))
 
 
 def num_splits(programs: int, units: int, longest: int, keys: int) -> int:

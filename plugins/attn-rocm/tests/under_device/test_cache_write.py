@@ -14,11 +14,12 @@ DEVICE = "cuda" if os.environ["ATTNCORE_ROCM_DEV_DEVICE"] == "cuda" else "cpu"
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_slots(layout, dtype):
     """Every token lands in its slot, slots of -1 change nothing, fp8 numbers are divided and cut off."""
-    if DEVICE == "cpu" and dtype is not torch.float32:
-        pytest.skip("Triton 3.6's interpreter converts to no fp8; on a GPU it is tested")
     heads, size, page = 3, 24, 4
     random = torch.Generator().manual_seed(1)
     key, value = (500 * torch.randn(7, heads, size, generator=random) for _ in range(2))
+    if DEVICE == "cpu" and dtype is not torch.float32:
+        # Triton 3.6's interpreter does not carry where it rounds to fp8 (124 becomes 64): nothing is to be rounded.
+        key, value = (part.to(dtype).float() * scale for part, scale in ((key, 2.0), (value, 4.0)))
     caches = torch.zeros(2, 6, page, heads, size).to(dtype).to(DEVICE)
     if layout == "HND":
         caches = torch.zeros(2, 6, heads, page, size).to(dtype).to(DEVICE).transpose(2, 3)

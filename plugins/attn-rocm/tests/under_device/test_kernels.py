@@ -1,4 +1,4 @@
-"""The kernels themselves against dense float32 attention: tiles smaller than sequences, split keys, raw keys, padding."""
+"""The kernels against dense float32 attention: tiles smaller than sequences, split keys, raw keys, padding."""
 
 import dataclasses
 import math
