@@ -95,10 +95,10 @@ def test_a_plan_is_made_of_the_steps_own_arrays() -> None:
 
 def test_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_captured, "MetadataBuilder", partial(MetadataBuilder, staging="copy"))
-    for tokens in (1, 3):
+    for tokens in (1, 3):  # of one token, and with drafts
         recorder = standin.Recorder()
         engine = CapturedEngine(standin.backend(recorder), tokens, junk=math.nan)
-        for _ in range(60):
+        for _ in range(16):
             engine.change()
             engine.replayed()
         plans = recorder.of("fast_decode_plan")
@@ -147,7 +147,7 @@ def test_xqa_in_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_captured, "MetadataBuilder", partial(MetadataBuilder, staging="copy"))
     recorder = standin.Recorder()
     engine = CapturedEngine(standin.backend(recorder, block_size=16, options={"decode": "xqa"}), 1)
-    for _ in range(15):
+    for _ in range(8):
         engine.change()
         engine.replayed()
     assert not recorder.of("fast_decode_plan")

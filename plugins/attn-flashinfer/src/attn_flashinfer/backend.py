@@ -158,9 +158,7 @@ def _shape(backend: FlashInferBackend, config: BackendConfig) -> tuple[Shape, st
     kernel = checks.automatic(group) if asked == "auto" else asked
     problem = ""
     if kernel == XQA:
-        problem = checks.xqa_problem(
-            config.dtype, config.kv_cache_dtype, config.head_size, group, config.block_size, config.logits_soft_cap
-        )
+        problem = checks.xqa_problem(group, config.block_size, config.logits_soft_cap)
     elif kernel == CUDA_CORES:
         problem = checks.cuda_core_problem(group)
     if problem:

@@ -19,7 +19,7 @@ INSTALL = (
 
 def built(request: AttentionRequest, host: Host) -> Iterator[str | Reason]:
     """Reasons against the variant that compiles nothing: a module that the request needs is not built."""
-    yield from _both(request)
+    yield from _both(request, host)
     if host.platform != "cuda":
         return
     if host.assumed:
@@ -32,7 +32,7 @@ def built(request: AttentionRequest, host: Host) -> Iterator[str | Reason]:
 
 def compiled(request: AttentionRequest, host: Host) -> Iterator[str | Reason]:
     """Reasons against the variant that compiles: no compiler."""
-    yield from _both(request)
+    yield from _both(request, host)
     if not host.assumed and host.platform == "cuda" and (why := modules.no_compiler()):
         yield Reason("compiler", f"modules have to be compiled, but {why}", fix=INSTALL)
 
@@ -62,11 +62,9 @@ def automatic(group: int) -> str:
     return "tensor_cores"
 
 
-def xqa_problem(
-    dtype: str, kv_cache_dtype: str, head_size: int, group: int, page: int, soft_cap: float | None, device: str = ""
-) -> str:
+def xqa_problem(group: int, page: int, soft_cap: float | None, device: str = "cuda:sm_90") -> str:
     """Why XQA cannot run such layers, as a sentence; empty where it can."""
-    if device and device not in ("cuda:sm_90", "cuda:sm_120"):
+    if device not in ("cuda:sm_90", "cuda:sm_120"):
         return f"decode=xqa: it runs on sm_90 and sm_120, not on {device}"
     if page not in modules.XQA_PAGES:
         return f"decode=xqa: blocks of {page} tokens; it takes {', '.join(map(str, modules.XQA_PAGES))}"
@@ -85,17 +83,13 @@ def cuda_core_problem(group: int) -> str:
     return f"decode=cuda_cores: groups of {group} heads; it takes {', '.join(map(str, taken))}"
 
 
-def _both(request: AttentionRequest) -> Iterator[str]:
+def _both(request: AttentionRequest, host: Host) -> Iterator[str]:
     if request.kv_cache_dtype in ("float16", "bfloat16") and request.kv_cache_dtype != request.dtype:
         yield f"kv_cache_dtype {request.kv_cache_dtype} beside dtype {request.dtype}: only fp8 may differ"
     group = request.num_heads // request.num_kv_heads
     kernel = decode_kernel(request, group)
     if kernel == "xqa":
-        page = request.block_size or 16
-        problem = xqa_problem(
-            request.dtype, request.kv_cache_dtype, request.head_size, group, page, request.logits_soft_cap
-        )
-        if problem:
+        if problem := xqa_problem(group, request.block_size or 16, request.logits_soft_cap, host.device):
             yield problem
         if "lse" in request.features:
             yield "decode=xqa: it returns no log-sum-exp"

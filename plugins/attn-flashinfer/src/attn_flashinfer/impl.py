@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attn_flashinfer.backend import FlashInferBackend
 
 LN2 = math.log(2.0)
+_NO_CACHE_YET = object()
 
 
 class FlashInferImpl(AttentionImpl):
@@ -60,7 +61,7 @@ class FlashInferImpl(AttentionImpl):
         self._scales = {name: factor for name, factor in scales.items() if factor != 1.0}
         self._plans = backend.plans_of(PlanKey(scale, sliding_window, logits_soft_cap))
         self._write = CacheWriter(k_scale, v_scale)
-        self._kv_cache: Any = None
+        self._kv_cache: Any = _NO_CACHE_YET
         self._caches: tuple[Tensor, Tensor]
         self._slots: tuple[Tensor, Tensor]
 

@@ -1,0 +1,116 @@
+"""Names of FlashInfer's modules, where they are looked for, and what doctor and negotiation make of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attn_flashinfer
+import pytest
+from attn_flashinfer import checks, modules
+
+from attncore import AttentionRequest, Host
+
+BF16_PAGED = modules.paged("bfloat16", "auto", 64, window=False, soft_cap=False)
+
+
+def test_names_are_those_that_flashinfer_gives() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    real = pytest.importorskip("flashinfer.jit.attention.modules", reason="FlashInfer is not installed")
+    kinds = {"float16": torch.float16, "bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+    for dtype, cache in (("float16", "auto"), ("bfloat16", "fp8_e4m3")):
+        query, kept = kinds[dtype], kinds[modules.cached(dtype, cache)]
+        for window, soft_cap in ((False, False), (True, False), (False, True)):
+            facts = query, kept, query, torch.int32, 128, 128, 0, window, soft_cap
+            uri = real.get_batch_prefill_uri("fa2", *facts, False)
+            ours = modules.paged(dtype, cache, 128, window=window, soft_cap=soft_cap)
+            assert ours == real._get_batch_prefill_module_uri(uri, "fa2", "equal", "full")
+            ours = modules.cuda_core_decode(dtype, cache, 128, window=window, soft_cap=soft_cap)
+            assert ours == real.get_batch_decode_uri(*facts)
+
+
+def test_the_name_of_an_xqa_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    real = pytest.importorskip("flashinfer.jit.xqa", reason="FlashInfer is not installed")
+    monkeypatch.setattr(real, "gen_jit_spec", lambda name, *_, **__: name)
+    monkeypatch.setattr(real.CompilationContext, "get_nvcc_flags_list", lambda *_, **__: [])
+    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    for window in (False, True):
+        name = real.gen_xqa_module(bf16, fp8, 32, 128, 4, window, bf16, 1, False)
+        assert modules.xqa("bfloat16", "fp8_e4m3", 128, 4, 32, window=window) == name
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A FlashInfer folder of the test's own, and nothing compiled."""
+    package = tmp_path / "site" / "flashinfer"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(modules, "package_folder", lambda: package)
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "home"))
+    monkeypatch.setattr(modules, "version", lambda: "0.7.2.post1")
+    return package
+
+
+def _build(folder: Path, name: str) -> Path:
+    file = folder / name / f"{name}.so"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    return file
+
+
+def test_a_module_is_found_wherever_flashinfer_looks(installed: Path, tmp_path: Path) -> None:
+    assert modules.find("page") is None
+    compiled = tmp_path / "home" / ".cache" / "flashinfer" / "0.7.2.post1" / "90a" / "cached_ops"
+    folders = compiled, installed.parent / "flashinfer_jit_cache" / "jit_cache", installed / "data" / "aot"
+    for folder in folders:  # the last one first
+        assert modules.find("page") != _build(folder, "page").parent
+        assert modules.find("page") == folder / "page" / "page.so"
+
+
+def test_what_doctor_says(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = _build(installed / "data" / "aot", BF16_PAGED)
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    said = attn_flashinfer.attncore_doctor(Host.assume("sm_90"))
+    assert said["flashinfer"] == f"0.7.2.post1 at {installed}"
+    assert said["compiler"] == "FLASHINFER_DISABLE_JIT=1 forbids compiling"
+    assert said["modules built"] == "1, 1 of attention"
+    assert said[BF16_PAGED] == str(file)
+    monkeypatch.setattr(modules, "package_folder", lambda: None)
+    assert "pip install" in attn_flashinfer.attncore_doctor(Host.assume("sm_90"))["flashinfer"]
+
+
+def test_a_compiler_is_nvcc_and_ninja(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_DISABLE_JIT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(modules.shutil, "which", lambda name: "/bin/ninja" if name == "ninja" else None)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    if not Path("/usr/local/cuda/bin/nvcc").is_file():
+        assert modules.no_compiler() == "nvcc not found"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    assert modules.no_compiler() == ""
+    monkeypatch.setattr(modules.shutil, "which", lambda name: None)
+    assert modules.no_compiler() == "ninja not found"
+
+
+def test_without_modules_and_without_a_compiler_the_reason_says_what_to_install(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = AttentionRequest(num_heads=4, num_kv_heads=2, head_size=64, dtype="bfloat16")
+    host = Host(device="cuda:sm_90")
+    monkeypatch.setattr(modules, "no_compiler", lambda: "nvcc not found")
+    assert "1 of the modules needed are not built ahead" in str(next(checks.built(request, host)))
+    reason = next(checks.compiled(request, host))
+    assert str(reason).startswith("modules have to be compiled, but nvcc not found; install the CUDA toolkit (nvcc)")
+    _build(installed / "data" / "aot", BF16_PAGED)
+    assert list(checks.built(request, host)) == []
+    monkeypatch.setattr(modules, "no_compiler", lambda: "")
+    assert list(checks.compiled(request, host)) == []
+
+
+def test_what_a_request_needs() -> None:
+    facts = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "float16", "block_size": 32}
+    asked = AttentionRequest(**facts, sliding_window=9, options={"flashinfer": {"decode": "xqa"}})
+    assert checks.needed(asked) == [
+        modules.paged("float16", "auto", 128, window=True, soft_cap=False),
+        modules.xqa("float16", "auto", 128, 4, 32, window=True),
+    ]

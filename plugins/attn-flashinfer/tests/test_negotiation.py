@@ -1,0 +1,97 @@
+"""The spec on simulated hosts: what is chosen, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import attncore
+from attncore import AttentionRequest, Host, NoBackendError
+from attncore.registry import decide as deciding
+
+PACKAGES = {"flashinfer-python": "0.7.2.post1", "apache-tvm-ffi": "0.1.15.post2", "torch": "2.11.0"}
+
+
+def decided(device: str = "sm_90", packages: dict[str, str] | None = None, **changes: Any) -> Any:
+    request = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16", "backend": "flashinfer"}
+    host = Host.assume(device, packages={**PACKAGES, **(packages or {})})
+    return deciding.decide(AttentionRequest(**{**request, **changes}), host=host)
+
+
+def refusal(device: str = "sm_90", packages: dict[str, str] | None = None, **changes: Any) -> str:
+    found = decided(device, packages, **changes)
+    assert found.chosen is None
+    return "; ".join(str(reason) for one in found.outcome.rest if one.name == "flashinfer" for reason in one.reasons)
+
+
+@pytest.mark.parametrize("device", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"])
+def test_nvidia_gpus_since_ampere(device: str) -> None:
+    choice = decided(device).chosen
+    assert (choice.name, choice.variant, choice.block_size, choice.kv_cache_layout) == ("flashinfer", "jit", 16, "NHD")
+    choice = decided(device, head_size=64, dtype="float16", kv_cache_dtype="fp8", kv_cache_layout="HND").chosen
+    assert choice.kv_cache_layout == "HND"
+
+
+@pytest.mark.parametrize("device", ["sm_75", "gfx942", "cpu"])
+def test_other_devices_are_refused(device: str) -> None:
+    assert "device" in refusal(device)
+
+
+@pytest.mark.parametrize(
+    ("packages", "says"),
+    [
+        ({"flashinfer-python": ""}, "flashinfer-python is not installed; attn-flashinfer"),
+        ({"flashinfer-python": "1.0.0"}, "flashinfer-python 1.0.0 is installed; attn-flashinfer"),
+        ({"flashinfer-python": "0.6.9"}, "needs flashinfer-python>=0.7.2,<0.8"),
+        ({"apache-tvm-ffi": ""}, "apache-tvm-ffi is not installed"),
+    ],
+)
+def test_a_missing_library_or_another_version_is_a_reason(packages: dict[str, str], says: str) -> None:
+    assert says in refusal(packages=packages)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"head_size": 80}, "head_size 80 not supported"),
+        ({"dtype": "float32"}, "dtype float32 not supported"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2 not supported"),
+        ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 beside dtype bfloat16"),
+        ({"alibi": True}, "FlashInfer makes its own slopes"),
+        ({"sinks": True}, "its paged wrappers take sinks through kernels"),
+        ({"features": {"encoder"}}, "it plans attention over the paged cache only"),
+        ({"use_mla": True, "num_kv_heads": 1}, "latent attention not supported"),
+        ({"cuda_graph": "always"}, "cuda_graph always not supported"),
+        ({"allow_compile": False}, "which compiles kernels at first use"),
+        ({"options": {"flashinfer": {"decode": "fastest"}}}, "'fastest' is not one of"),
+        ({"options": {"flashinfer": {"decode": "cuda_cores"}}, "num_heads": 10}, "groups of 5 heads"),
+        ({"options": {"flashinfer": {"decode": "xqa"}}, "block_size": 8}, "blocks of 8 tokens; it takes 16, 32"),
+        ({"options": {"flashinfer": {"decode": "xqa"}}, "logits_soft_cap": 30.0}, "it has no logits_soft_cap"),
+        ({"options": {"flashinfer": {"decode": "xqa"}}, "features": {"lse"}}, "it returns no log-sum-exp"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_it_cannot_run_is_a_reason(changes: dict[str, Any], says: str) -> None:
+    assert says in refusal(**changes)
+
+
+def test_xqa_is_for_hopper() -> None:
+    options = {"options": {"flashinfer": {"decode": "xqa"}}}
+    assert decided(**options).chosen.name == "flashinfer"
+    assert "decode=xqa: it runs on sm_90" in refusal("sm_80", **options)
+
+
+def test_it_comes_before_the_reference_on_a_gpu() -> None:
+    request = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16"}
+    host = Host.assume("sm_90", packages=PACKAGES)
+    found = deciding.decide(AttentionRequest(**request, exclude=("flash",)), host=host)
+    assert found.chosen.name == "flashinfer"
+
+
+def test_select_raises_with_the_reasons() -> None:
+    with pytest.raises(NoBackendError, match="head_size 96 not supported"):
+        attncore.select(
+            num_heads=8, num_kv_heads=2, head_size=96, dtype="bfloat16", backend="flashinfer",
+            host=Host.assume("sm_90", packages=PACKAGES),
+        )  # fmt: skip

@@ -1,0 +1,106 @@
+"""Bad input: an error that names what was asked, before anything is written or launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flashinfer_standin as standin
+import pytest
+import torch
+from attn_flashinfer import modules
+
+from attncore.builder import InputBatch, MetadataBuilder
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"head_size": 96}, "head_size: 96 found; FlashInfer's kernels are for 64, 128 and 256"),
+        ({"head_size_v": 32}, "head_size_v: 32 found"),
+        ({"use_mla": True, "num_kv_heads": 1}, "use_mla: "),
+        ({"dtype": "float32"}, "dtype: float32 found"),
+        ({"kv_cache_dtype": "float16"}, "kv_cache_dtype: float16 found beside bfloat16"),
+        ({"kv_cache_layout": "HDN"}, "kv_cache_layout: 'HDN' is neither"),
+        ({"options": {"decode": "xqa"}}, "options: decode=xqa: blocks of 4 tokens"),
+        ({"options": {"decode": "cuda_cores"}, "num_heads": 10}, "options: decode=cuda_cores: groups of 5 heads"),
+    ],
+    ids=str,
+)
+def test_configurations(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        standin.backend(**changes)
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("features", "says"),
+    [
+        ({"k_scale": 0.5}, "k_scale: 0.5 and v_scale 1.0 found; only an fp8 cache"),
+        ({"sinks": [0.1] * 4}, "sinks: flashinfer does not support sinks"),
+        ({"alibi_slopes": [0.1] * 4}, "alibi_slopes: flashinfer does not support alibi"),
+        ({"attn_type": "encoder"}, "attn_type: flashinfer does not support encoder"),
+        ({"sliding_window": 0}, "sliding_window: 0 is not positive"),
+    ],
+    ids=str,
+)
+def test_layers(features: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        standin.backend().impl("layers.0", scale=1.0, **features)
+    assert str(caught.value).startswith(says)
+
+
+def test_a_soft_cap_beside_xqa() -> None:
+    backend = standin.backend(block_size=16, options={"decode": "xqa"})
+    with pytest.raises(ValueError, match="logits_soft_cap: decode=xqa has none"):
+        backend.impl("layers.0", scale=1.0, logits_soft_cap=3.0)
+    with pytest.raises(ValueError, match="forward_with_lse: decode=xqa returns no log-sum-exp"):
+        _stepped(backend, "forward_with_lse", backend.allocate_kv_cache(8))
+
+
+def test_a_module_that_cannot_be_had_is_told_when_the_layer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = standin.backend()
+    monkeypatch.setattr(type(backend), "_is_cuda", True)
+    monkeypatch.setattr(modules, "find", lambda name: None)
+    monkeypatch.setattr(modules, "no_compiler", lambda: "nvcc not found")
+    with pytest.raises(ValueError, match="sliding_window: 5 with logits_soft_cap None needs the module"):
+        backend.impl("layers.0", scale=1.0, sliding_window=5)
+
+
+@pytest.mark.parametrize(
+    ("cache", "says"),
+    [
+        (torch.zeros(8, 4, 2, 64, dtype=torch.bfloat16), "kv_cache: shape (8, 4, 2, 64) found"),
+        (torch.zeros(8, 2, 2, 4, 64, dtype=torch.bfloat16), "kv_cache: torch.bfloat16 (8, 2, 4, 64) found; expected"),
+        (torch.zeros(8, 2, 4, 2, 64), "kv_cache: torch.float32 (8, 4, 2, 64) found; expected torch.bfloat16"),
+        (
+            (torch.zeros(8, 4, 2, 64, dtype=torch.bfloat16), torch.zeros(8, 4, 4, 64, dtype=torch.bfloat16)[:, :, :2]),
+            "kv_cache: strides (512, 128, 64, 1) of keys and (1024, 256, 64, 1) of values found",
+        ),
+    ],
+    ids=["no halves", "another layout", "another dtype", "unequal strides"],
+)
+def test_caches(cache: Any, says: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        _stepped(standin.backend(), "forward", cache)
+    assert str(caught.value).startswith(says)
+
+
+def test_a_profiling_run_without_a_cache_gives_zeros() -> None:
+    backend = standin.backend()
+    impl = backend.impl("layers.0", scale=1.0)
+    batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4)
+    metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=8).build_profile([3, 2])
+    tensors = [torch.randn(5, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    assert not impl.forward(*tensors, None, metadata).any()
+    output = torch.full((5, 4, 64), 7.0, dtype=torch.bfloat16)
+    assert impl.forward(*tensors, None, metadata, output) is output
+    assert not output.any()
+
+
+def _stepped(backend: Any, method: str, cache: Any) -> None:
+    impl = backend.impl("layers.0", scale=1.0)
+    batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=backend.config.block_size)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8)
+    batch.add_request("a", [1])
+    tensors = [torch.randn(1, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    getattr(impl, method)(*tensors, cache, builder.build())
