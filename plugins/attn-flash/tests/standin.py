@@ -15,12 +15,13 @@ NAN = float("nan")
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, causal: bool, window: tuple[int | None, int | None],
-    softcap: float, slopes: Tensor | None = None, sinks: Tensor | None = None, from_start: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, causal: bool,
+    window: tuple[int | None, int | None], softcap: float, slopes: Tensor | None = None, sinks: Tensor | None = None,
+    from_start: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One sequence: query (q, heads, size), key and value (k, kv heads, size); output and log-sum-exp (q, heads).
 
-    The mask is aligned to the last query and key. ``from_start``: slopes count from the first key, as in causal kernels.
+    The mask is aligned to the last query and key. ``from_start``: slopes count from the first key, as causal ones do.
     """
     scale = query.shape[2] ** -0.5 if scale is None else scale
     groups = query.shape[1] // key.shape[1]

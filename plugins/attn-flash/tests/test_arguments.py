@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,8 +28,8 @@ def library(generation: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def backend(library: Any, generation: str) -> Iterator[Any]:
-    yield create(generation)
+def backend(library: Any, generation: str) -> Any:
+    return create(generation)
 
 
 def create(generation: str, **fields: Any) -> Any:
@@ -144,7 +143,6 @@ def test_prompts_with_and_without_a_table_in_one_step_of_the_list_door(backend: 
     tensors = [torch.randn(11, heads, 16).bfloat16() for heads in (4, 2, 2)]
     found = impl.forward(*tensors, backend.allocate_kv_cache(8), metadata)
     assert not found.isnan().any()
-    assert [("block_table" in given or given.get("page_table")) is not None for _, given in backend._library.calls]
     paged = [given.get("block_table", given.get("page_table")) is not None for _, given in backend._library.calls]
     assert paged == [False, True, False]
 

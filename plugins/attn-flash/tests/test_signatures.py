@@ -1,7 +1,8 @@
-"""The stand-ins' signatures against the libraries' own: of sources where they can be found, else of what is written here.
+"""The stand-ins' signatures against the libraries' own sources, where they can be found.
 
 ``ATTN_FLASH_SOURCES`` names folders (separated by ``:``) that hold ``flash_attn/flash_attn_interface.py`` or
-``flash_attn/cute/interface.py``; installed libraries are found by themselves. Nothing of them is imported.
+``flash_attn/cute/interface.py``: generation 4's first, for generation 2's source holds an older one of that too.
+Installed libraries are found by themselves. Nothing of them is imported.
 """
 
 from __future__ import annotations
