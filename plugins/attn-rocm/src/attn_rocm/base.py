@@ -117,6 +117,8 @@ class RocmImpl(AttentionImpl):
     def checked(self, query: Tensor, key: Any, value: Any, kv_cache: Any, output: Tensor | None) -> Tensor:
         """The output to fill; ValueError naming the argument where tensors are not the backend's."""
         config = self.backend.config
+        if str(query.dtype) != f"torch.{config.dtype}":
+            raise ValueError(f"query: {query.dtype} found; the backend was made for {config.dtype}")
         heads = {"query": config.num_heads, "key": config.num_kv_heads, "value": config.num_kv_heads}
         for name, given in (("query", query), ("key", key), ("value", value), ("output", output)):
             if given is None:
@@ -131,8 +133,6 @@ class RocmImpl(AttentionImpl):
                 raise ValueError(
                     f"{name}: {given.dtype} on {given.device} found; query is {query.dtype} on {query.device}"
                 )
-        if str(query.dtype) != f"torch.{config.dtype}":
-            raise ValueError(f"query: {query.dtype} found; the backend was made for {config.dtype}")
         block = self._block_shape
         if kv_cache is not None and (kv_cache.dim() != 5 or kv_cache.shape[2:] != block or kv_cache.stride(4) != 1):
             raise ValueError(

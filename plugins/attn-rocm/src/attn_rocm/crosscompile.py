@@ -141,11 +141,11 @@ def _other(name: str) -> tuple[ASTSource, dict[str, int]]:
     cache = "*fp8e4nv" if fp8 else "*bf16"
     store: dict[str, str | None] = {"key": "*bf16", "value": "*bf16", "key_cache": cache, "value_cache": cache}
     store |= {"slots": "*i64", "k_scale": "fp32", "v_scale": "fp32"}
-    sizes = {
+    numbers: dict[str, Any] = {
         "block_size": PAGE, "largest": 448.0 if fp8 else 0.0, "heads": KV_HEADS, "size": 128, "size_v": 128,
         "heads_up": KV_HEADS, "size_up": 128, "size_v_up": 128,
     }  # fmt: skip
-    return _source(cache_kernels._store_both, store, sizes), {"num_warps": 4}
+    return _source(cache_kernels._store_both, store, numbers), {"num_warps": 4}
 
 
 def _source(kernel: Any, types: dict[str, str | None], constants: dict[str, Any]) -> ASTSource:

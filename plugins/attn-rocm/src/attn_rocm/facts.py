@@ -48,7 +48,6 @@ def spec() -> BackendSpec:
         },
         unsupported={"tree_mask": "the kernels take no mask"},
         cuda_graph="always",
-        requires=("torch>=2.6",),
         compiles_at_run_time=True,
         options={
             "kernel": Option(
@@ -82,7 +81,7 @@ def _aiter() -> Variant:
             "tree_mask": "the plugin hands no mask to aiter",
         },
         finite_tail=True,  # where a tile is a block, rows of a last block are read whole and multiplied by 0
-        check=_check("aiter", _aiter_imports),
+        check=_check("aiter", _has_triton, _aiter_imports),
     )
 
 
@@ -112,7 +111,7 @@ def _aiter_paged() -> Variant:
         max_block_id=65535,  # aiter's assembly kernel is wrong above it, and which kernel runs is aiter's decision
         finite_tail=True,
         cuda_graph="uniform_decode",
-        check=_check("aiter_paged", _aiter_imports),
+        check=_check("aiter_paged", _has_triton, _aiter_imports),
     )
 
 
@@ -178,7 +177,7 @@ def _check(variant: str, *others: Check) -> Check:
                 "option", f"variant {variant}: {who} asks for {asked}", asked, [variant, "auto"], "attn-rocm",
                 f"ask for kernel {variant}, or for auto",
             )  # fmt: skip
-        for other in others:
+        for other in (_has_torch, *others):
             yield from other(request, host)
 
     return check
@@ -189,13 +188,20 @@ def _not_taken(variant: str, asked: str, why: str) -> Reason:
     return Reason("option", message, asked, [variant], "attn-rocm", f"ask for kernel {variant}")
 
 
+def _has_torch(request: AttentionRequest, host: Host) -> Iterator[Reason]:
+    # Not among the spec's requirements: a variant is called by the library that it requires, and torch is none.
+    if not _version(host, "torch"):
+        yield _missing("torch", "torch>=2.6", "")
+
+
 def _has_triton(request: AttentionRequest, host: Host) -> Iterator[Reason]:
     if not any(_version(host, name) for name in TRITON):
-        wanted = "triton>=3.2"
-        yield Reason(
-            "requirement", f"triton is not installed; attn-rocm needs {wanted} for its own kernels", wanted, None,
-            "attn-rocm", f"pip install '{wanted}', or ask for kernel sdpa",
-        )  # fmt: skip
+        yield _missing("triton", "triton>=3.2", ", or ask for kernel sdpa")
+
+
+def _missing(name: str, wanted: str, otherwise: str) -> Reason:
+    message = f"{name} is not installed; attn-rocm needs {wanted}"
+    return Reason("requirement", message, wanted, None, "attn-rocm", f"pip install '{wanted}'{otherwise}")
 
 
 def _version(host: Host, name: str) -> str:

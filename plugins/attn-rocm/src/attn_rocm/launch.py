@@ -114,7 +114,8 @@ class Launcher:
     ) -> None:  # fmt: skip
         key_cache, value_cache, table = keys.key_cache, keys.value_cache, keys.table
         fp8, page = "", 1
-        kc = vc = (0, 0, 0)
+        kc: tuple[int, ...] = (0, 0, 0)
+        vc: tuple[int, ...] = (0, 0, 0)
         if key_cache is not None and value_cache is not None:
             page, fp8 = key_cache.shape[1], FP8.get(key_cache.dtype, "")
             kc, vc = key_cache.stride()[:3], value_cache.stride()[:3]

@@ -1,0 +1,61 @@
+"""The tests of ``under_device``, each file in a process of its own.
+
+Triton's interpreter has to be asked for before Triton is imported, and a backend for a developer's device must not be
+seen by other tests.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent / "under_device"
+SLOW_THERE = "usual or smallest_and_largest_declared_block"  # many sizes; the slow tests have them
+
+
+def run(file, device, *options, **environ):
+    """Run the tests of a file; the last line of what pytest says."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "ATTNCORE"))}
+    variables |= {"ATTNCORE_ROCM_DEV_DEVICE": device, "ATTNCORE_KERNELS": os.environ.get("ATTNCORE_KERNELS", "")}
+    variables |= {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+    variables = {name: value for name, value in {**variables, **environ}.items() if value}
+    command = [sys.executable, "-P", "-m", "pytest", str(FOLDER / file), "-q", "-p", "no:cacheprovider", *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=FOLDER, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed, done.stdout[-2000:]
+    return int(passed.group(1))
+
+
+def test_kernels_in_the_interpreter():
+    assert run("test_kernels.py", "cpu") >= 30
+
+
+def test_cache_write_in_the_interpreter():
+    assert run("test_cache_write.py", "cpu") == 6
+
+
+def test_the_kit_in_the_interpreter():
+    assert run("test_conformance.py", "cpu", "-k", f"not ({SLOW_THERE})") >= 90
+
+
+def test_the_kit_over_torch():
+    assert run("test_conformance.py", "cpu", ATTNCORE_ROCM_KERNEL="sdpa") >= 60
+
+
+@pytest.mark.slow
+def test_the_whole_kit_in_the_interpreter():
+    assert run("test_conformance.py", "cpu", ATTN_ROCM_EXAMPLES="4") >= 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("file", ["test_kernels.py", "test_cache_write.py", "test_conformance.py"])
+def test_on_a_cuda_device(file):
+    """The developer-only way: the same kernels, compiled for the CUDA device that is there."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    assert run(file, "cuda") >= 6

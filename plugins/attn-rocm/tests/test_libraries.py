@@ -1,0 +1,175 @@
+"""What aiter and flash-attn are handed: by keyword, with what they need, and never what they get wrong."""
+
+import math
+
+import pytest
+import rocm_standins as standins
+import torch
+
+from attncore.testing.engine import Engine, run_rows
+
+MIXED = [(0, 20), (17, 3), (40, 1), (15, 1)]
+PROMPTS = [(0, 20), (0, 5), (40, 1), (15, 1)]
+DECODES = [(1, 1), (40, 1), (31, 1), (16, 1)]
+LAYERS = {
+    "aiter": [{}, {"sliding_window": 9}, {"logits_soft_cap": 2.0}, {"alibi_slopes": (0.5, 0.25, 0.1, 1.0)},
+              {"sinks": (0.5, -1.0, 2.0, 0.0)}],
+    "aiter_paged": [{}, {"logits_soft_cap": 2.0}, {"alibi_slopes": (0.5, 0.25, 0.1, 1.0)}],
+    "ck": [{}, {"sliding_window": 9}, {"logits_soft_cap": 2.0}, {"alibi_slopes": (0.5, 0.25, 0.1, 1.0)}],
+}  # fmt: skip
+CASES = [(variant, layer) for variant, layers in LAYERS.items() for layer in layers]
+
+
+@pytest.mark.parametrize(
+    ("variant", "layer"), CASES, ids=lambda part: part if isinstance(part, str) else "-".join(part)
+)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_steps_of_any_kind_are_right(variant, layer, layout, monkeypatch):
+    """Whichever kernels a step goes to: the kit's engine compares it with dense attention."""
+    library = standins.install(monkeypatch, variant)
+    backend = standins.backend(variant, kv_cache_layout=layout)
+    for batch in (MIXED, PROMPTS, DECODES):
+        run_rows(Engine(backend, **layer), batch)
+    assert library.calls
+
+
+@pytest.mark.parametrize("variant", LAYERS)
+def test_the_list_door_and_padding(variant, monkeypatch):
+    standins.install(monkeypatch, variant)
+    engine = Engine(standins.backend(variant))
+    for name, context in (("a", 3), ("b", 16), ("c", 33), ("d", 0)):
+        engine.add(name, context + 20)
+    engine.fill({"a": 3, "b": 16, "c": 33})
+    engine.step({"a": 1, "b": 1}, extra=3)
+    engine.step({"a": 1, "b": 1, "c": 1}, pad_reqs=2, pad_tokens=2)
+    engine.list_step({"d": 7}, {"a": 1, "b": 1})
+    engine.list_step({}, {"a": 1, "c": 1}, pad=2)
+    engine.list_step({"d": 3}, {}, profiling=True)
+
+
+def test_unified_attention_is_given_the_whole_step(monkeypatch):
+    library = standins.install(monkeypatch, "aiter")
+    engine = Engine(standins.backend("aiter"), sliding_window=9)
+    library.calls.clear()
+    run_rows(engine, MIXED)
+    call = library.calls[-1]
+    assert len(library.calls) == 2  # contexts, then the step
+    assert (call["max_seqlen_q"], call["max_seqlen_k"], call["window_size"]) == (20, 41, (8, 0))
+    assert sorted(call["seqused_k"].tolist()[:2]) == [16, 41]  # decodes first
+    assert sorted(call["cu_seqlens_q"].diff().tolist()) == [1, 1, 3, 20]
+    assert call["k"].shape[1:] == (16, 2, 64)
+    assert not engine.backend.launcher.calls
+
+
+def test_prompts_of_the_list_door_do_not_go_to_aiter(monkeypatch):
+    """They may have no block table."""
+    library = standins.install(monkeypatch, "aiter")
+    engine = Engine(standins.backend("aiter"))
+    engine.add("a", 20)
+    library.calls.clear()
+    engine.list_step({"a": 5}, {})
+    assert not library.calls
+    assert len(engine.backend.launcher.calls) == 1
+
+
+def test_aiters_paged_kernel_is_given_decodes_of_one_token(monkeypatch):
+    library = standins.install(monkeypatch, "aiter_paged")
+    engine = Engine(standins.backend("aiter_paged"))
+    run_rows(engine, MIXED)
+    call = library.calls[-1]
+    assert sorted(call["context_lens"].tolist()) == [16, 41]
+    assert call["query"].shape == (2, 4, 64)
+    assert (call["kv_cache_layout"], call["partition_size"]) == ("NHD", 256)
+    before = len(library.calls)
+    engine.list_step({}, {2: 3})  # drafts
+    assert len(library.calls) == before
+
+
+def test_ck_is_given_whole_prompts_and_no_block_table(monkeypatch):
+    library = standins.install(monkeypatch, "ck")
+    engine = Engine(standins.backend("ck"), sliding_window=9)
+    run_rows(engine, PROMPTS)
+    call = library.calls[-1]
+    assert "block_table" not in call
+    assert call["cu_seqlens_q"].tolist() == [0, 20, 25]
+    assert call["window_size"] == (8, 0)
+    before, own = len(library.calls), len(engine.backend.launcher.calls)
+    run_rows(Engine(engine.backend), MIXED)  # a chunk behind a context: the plugin's own kernels take the step
+    assert len(library.calls) == before + 1  # its contexts were prompts
+    assert len(engine.backend.launcher.calls) == own + 1
+
+
+def _given(backend, tokens=3):
+    config = backend.config
+    query = torch.zeros(tokens, config.num_heads, config.head_size, dtype=torch.bfloat16)
+    key = torch.zeros(tokens, config.num_kv_heads, config.head_size, dtype=torch.bfloat16)
+    return {"query": query, "key": key, "value": key, "kv_cache": backend.allocate_kv_cache(4), "metadata": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "why"),
+    [
+        ("query", torch.zeros(3, 4, 32, dtype=torch.bfloat16), "expected (tokens, 4, 64)"),
+        ("query", torch.zeros(3, 4, 64), "the backend was made for bfloat16"),
+        ("key", torch.zeros(3, 4, 64, dtype=torch.bfloat16), "expected (tokens, 2, 64)"),
+        ("value", torch.zeros(3, 2, 64), "torch.float32 on cpu found; query is torch.bfloat16"),
+        ("value", torch.zeros(3, 64, 2, dtype=torch.bfloat16).transpose(1, 2), "contiguous in the last dimension"),
+        ("kv_cache", torch.zeros(5, 16, 2, 64, dtype=torch.bfloat16), "expected (2, blocks, 16, 2, 64)"),
+        ("output", torch.zeros(2, 4, 64, dtype=torch.bfloat16), "2 tokens found for 3 of query"),
+    ],
+)
+def test_wrong_tensors_are_named(name, wrong, why, monkeypatch):
+    standins.install(monkeypatch, "aiter")
+    backend = standins.backend("aiter")
+    impl = backend.impl("layers.0", scale=1.0)
+    before = {key: part for key, part in _given(backend).items() if key != name}
+    with pytest.raises(ValueError) as caught:
+        impl.forward(**before, **{name: wrong})
+    assert str(caught.value).startswith(("query:" if "made for" in why else f"{name}:",))
+    assert why in str(caught.value)
+
+
+def test_scales_of_a_cache_that_has_none(monkeypatch):
+    standins.install(monkeypatch, "aiter")
+    backend = standins.backend("triton")
+    with pytest.raises(ValueError, match=r"k_scale: 0.5 given for a cache of auto; only fp8 has scales"):
+        backend.impl("layers.0", scale=1.0, k_scale=0.5)
+
+
+def test_a_kernel_asked_for_after_the_choice(monkeypatch):
+    standins.install(monkeypatch, "aiter")
+    with pytest.raises(ValueError, match=r"options: kernel 'sdpa' is asked for now, but 'triton' was chosen before"):
+        standins.backend("triton", options={"kernel": "sdpa"})
+
+
+class _Properties:
+    gcnArchName = "gfx942:sramecc+:xnack-"  # noqa: N815
+    multi_processor_count = 304
+
+
+def test_the_architecture_that_torch_tells(monkeypatch):
+    from attn_rocm import base
+
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: _Properties)
+    assert base.architecture("cuda:0") == ("gfx942", 304)
+    monkeypatch.setattr(_Properties, "gcnArchName", "gfx1030")
+    with pytest.raises(ValueError, match="device: cuda:0 is a gfx1030; supported: gfx90a, gfx942"):
+        base.architecture("cuda:0")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_device_that_is_no_amd_gpu(device, monkeypatch):
+    from attn_rocm import base
+
+    monkeypatch.delenv("ATTNCORE_ROCM_DEV_DEVICE", raising=False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(ValueError, match=f"device: {device} is no AMD GPU for this torch"):
+        base.architecture(device)
+
+
+def test_the_scale_of_nothing_is_right():
+    """The constants by which the kernels compute in powers of two."""
+    from attn_rocm import launch
+
+    assert math.isclose(2**launch.LOG2E, math.e)

@@ -1,0 +1,214 @@
+"""Which variant is taken on which machine, and why not the others; nothing of an AMD GPU is at hand."""
+
+import sys
+
+import pytest
+from attn_rocm import facts, settings, tiles
+
+import attncore
+from attncore.errors import NoBackendError
+
+HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16", "backend": "rocm"}
+LIBRARIES = {"torch": "2.11.0", "triton": "3.6.0", "amd-aiter": "", "flash-attn": "", "pytorch-triton-rocm": ""}
+CDNA, RDNA = ("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1201")
+
+
+def select(device, packages=(), kernel=None, **fields):
+    host = attncore.Host.assume(device, packages=LIBRARIES | dict(packages))
+    options = {"rocm": {"kernel": kernel}} if kernel else {}
+    return attncore.select(**{**HEADS, "options": options, **fields}, host=host)
+
+
+def refused(device, packages=(), kernel=None, **fields):
+    """The reasons, as text, of a request that nothing serves."""
+    with pytest.raises(NoBackendError) as caught:
+        select(device, packages, kernel, **fields)
+    return str(caught.value)
+
+
+def over(choice):
+    """Variant -> why it was passed over."""
+    return {name: " ".join(map(str, reasons)) for name, reasons in choice.candidate.passed_over}
+
+
+@pytest.mark.parametrize("device", [*CDNA, *RDNA])
+def test_every_architecture_has_the_plugins_own_kernels(device):
+    choice = select(device, cuda_graph="always", kv_cache_dtype="fp8", features=("kv_scales", "lse", "encoder"))
+    assert (choice.variant, choice.block_size) == ("triton", 16)
+    assert set(over(choice)) == {"aiter", "aiter_paged", "ck"}
+
+
+@pytest.mark.parametrize("device", ["gfx1030", "gfx908", "gfx1200", "sm_90", "cpu"])
+def test_another_device_is_a_reason(device, monkeypatch):
+    monkeypatch.delenv(settings.DEV_DEVICE, raising=False)
+    text = refused(device)
+    name = attncore.Host.assume(device).device
+    assert f"device {name} not supported by" in text
+    assert "rocm:gfx942" in text
+    assert "supported by torch" not in text
+
+
+@pytest.mark.parametrize("device", [*CDNA, *RDNA])
+def test_aiter_where_it_is_installed(device):
+    choice = select(device, {"amd-aiter": "0.1.9"})
+    if device in ("gfx942", "gfx950"):
+        assert choice.variant == "aiter"
+        assert choice.spec.finite_tail
+    else:
+        assert choice.variant == "triton"
+        assert f"device rocm:{device} not supported by amd-aiter 0.1.9" in over(choice)["aiter"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"head_size": 80}, "head_size 80 not supported by amd-aiter"),
+        ({"block_size": 24}, "block_size 24 not supported by amd-aiter"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8_e4m3 not supported by amd-aiter"),
+        ({"features": ("lse",)}, "lse not supported by amd-aiter 0.1.9: aiter's unified_attention returns the output"),
+        ({"features": ("encoder",)}, "encoder not supported by amd-aiter 0.1.9: aiter's unified_attention is causal"),
+        ({"dtype": "float32"}, "dtype float32 not supported by amd-aiter"),
+    ],
+)
+def test_what_aiter_cannot_do_goes_to_the_plugins_own_kernels(fields, why):
+    choice = select("gfx942", {"amd-aiter": "0.1.9"}, **fields)
+    assert choice.variant == "triton"
+    assert why in over(choice)["aiter"]
+
+
+def test_an_old_aiter_is_a_reason():
+    choice = select("gfx942", {"amd-aiter": "0.1.3"})
+    assert choice.variant == "triton"
+    assert "amd-aiter 0.1.3 is installed; attn-rocm 0.1.0 needs amd-aiter>=0.1.7" in over(choice)["aiter"]
+
+
+@pytest.mark.parametrize("raised", ["RuntimeError('no ROCm here')", "OSError('libamdhip64.so')", "SystemExit(1)"])
+def test_an_aiter_that_cannot_be_imported_is_a_reason(raised, tmp_path, monkeypatch):
+    """Tried where the host is this machine: an assumed one may be anywhere."""
+    (tmp_path / "aiter").mkdir()
+    (tmp_path / "aiter" / "__init__.py").write_text(f"raise {raised}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    facts.import_problem.cache_clear()
+    host = attncore.Host(device="rocm:gfx942", packages=LIBRARIES | {"amd-aiter": "0.1.9"})
+    try:
+        choice = attncore.select(**HEADS, host=host)
+    finally:
+        facts.import_problem.cache_clear()
+        sys.modules.pop("aiter", None)
+    assert choice.variant == "triton"
+    assert f"amd-aiter 0.1.9 cannot be imported: {raised.partition('(')[0]}" in over(choice)["aiter"]
+    assert "not its variant aiter: amd-aiter 0.1.9 cannot be imported" in choice.explain()
+
+
+@pytest.mark.parametrize("device", CDNA)
+def test_ck_where_it_is_asked_for(device):
+    packages = {"flash-attn": "2.8.3"}
+    assert "ask for kernel ck" in over(select(device, packages))["ck"]
+    choice = select(device, packages, kernel="ck")
+    assert choice.variant == "ck"
+    assert "the request's option kernel asks for ck" in over(choice)["aiter"]
+    assert "install flash-attn" in refused(device, kernel="ck")
+
+
+def test_ck_needs_cdna():
+    assert "device rocm:gfx1100 not supported by flash-attn 2.8.3" in refused(
+        "gfx1100", {"flash-attn": "2.8.3"}, kernel="ck"
+    )
+
+
+def test_the_build_that_ignores_block_tables_is_refused(monkeypatch):
+    monkeypatch.setenv("FLASH_ATTENTION_TRITON_AMD_ENABLE", "TRUE")
+    host = attncore.Host(device="rocm:gfx942", packages=LIBRARIES | {"flash-attn": "2.8.3"})
+    with pytest.raises(NoBackendError, match="ignores block tables in silence"):
+        attncore.select(**HEADS, options={"rocm": {"kernel": "ck"}}, host=host)
+
+
+def test_block_ids_and_pages_of_aiters_paged_kernel():
+    packages = {"amd-aiter": "0.1.9"}
+    choice = select("gfx942", packages, kernel="aiter_paged", num_blocks=65535)
+    assert (choice.variant, choice.spec.max_block_id) == ("aiter_paged", 65535)
+    assert "num_blocks 65536 not supported" in refused("gfx942", packages, kernel="aiter_paged", num_blocks=65536)
+    assert "block_size 64 not supported" in refused("gfx942", packages, kernel="aiter_paged", block_size=64)
+    assert "query heads per key/value head: 32" in refused("gfx942", packages, kernel="aiter_paged", num_kv_heads=1)
+    assert "max_model_len 65536" in refused("gfx942", packages, kernel="aiter_paged", max_model_len=65536)
+
+
+def test_without_triton_there_is_torch():
+    packages = {"triton": ""}
+    choice = select("gfx1100", packages)
+    assert (choice.variant, choice.spec.cuda_graph) == ("sdpa", "never")
+    assert "triton is not installed" in over(choice)["triton"]
+    text = refused("gfx1100", packages, logits_soft_cap=30.0)
+    assert "torch's scaled_dot_product_attention has none" in text
+    assert select("gfx1100", {**packages, "pytorch-triton-rocm": "3.5.1"}).variant == "triton"
+    assert "torch is not installed" in refused("gfx1100", {"torch": ""})
+
+
+def test_a_kernel_that_is_asked_for():
+    assert "Triton is there" not in over(select("gfx942", kernel="sdpa")).get("sdpa", "")
+    assert select("gfx942", kernel="sdpa").variant == "sdpa"
+    choice = select("gfx942", {"amd-aiter": "0.1.9"}, kernel="triton")
+    assert choice.variant == "triton"
+    assert "option 'kernel': 'cutlass' is not one of" in refused("gfx942", kernel="cutlass")
+
+
+def test_the_environment_variable_is_a_default(monkeypatch):
+    monkeypatch.setenv(settings.KERNEL, "sdpa")
+    assert select("gfx942").variant == "sdpa"
+    assert "environment variable ATTNCORE_ROCM_KERNEL asks for sdpa" in over(select("gfx942"))["triton"]
+    assert select("gfx942", kernel="triton").variant == "triton"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        (settings.KERNEL, "fast", "ATTNCORE_ROCM_KERNEL: 'fast' is not one of auto, aiter"),
+        (settings.DEV_DEVICE, "tpu", "ATTNCORE_ROCM_DEV_DEVICE: 'tpu' is not one of cuda, cpu"),
+        (settings.DEV_DEVICE, "cpu", "set TRITON_INTERPRET=1 as well"),
+    ],
+)
+def test_bad_environment_variables(name, value, why, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=name) as caught:
+        facts.spec()
+    assert why in str(caught.value)
+
+
+def test_a_request_that_forbids_compilation():
+    assert "compiles kernels at first use" in refused("gfx942", allow_compile=False)
+    assert select("gfx942", kernel="sdpa", allow_compile=False).variant == "sdpa"
+
+
+def test_splits():
+    assert tiles.num_splits(8, 304, 8000, 64) == 16  # bounded by what the programs leave idle, and by four tiles a part
+    assert tiles.num_splits(8, 304, 500, 64) == 1
+    assert tiles.num_splits(8, 304, 520, 64) == 2
+    assert tiles.num_splits(8, 304, 10**6, 64) == tiles.MAX_SPLITS
+    assert tiles.num_splits(5000, 304, 10**6, 64) == 1
+
+
+@pytest.mark.parametrize("arch", tiles.ARCHITECTURES)
+def test_tiles(arch):
+    """At least 16 rows, a whole group of heads, powers of two; workgroups of 256 threads."""
+    for group in (1, 3, 8, 40):
+        for size, itemsize in ((16, 2), (128, 2), (256, 2), (256, 4)):
+            for decode in (True, False):
+                tile = tiles.tile(arch, group=group, padded_size=size, itemsize=itemsize, decode=decode)
+                assert tile.rows >= max(16, group)
+                assert {number & (number - 1) for number in tile} == {0}
+                assert tile.warps * tiles.ARCHITECTURES[arch].wavefront == 256
+
+
+def test_the_doctor(monkeypatch):
+    from attn_rocm import attncore_doctor
+
+    monkeypatch.setenv(settings.KERNEL, "triton")
+    told = attncore_doctor(host=attncore.Host.assume("gfx942", packages=LIBRARIES))
+    assert told["architecture"].startswith("gfx942: wavefronts of 64, 64 KiB of LDS")
+    assert told["triton"] == "3.6.0"
+    assert told[settings.KERNEL] == "triton"
+    assert "import aiter" not in told
+    assert attncore_doctor(host=attncore.Host.assume("gfx1030"))["architecture"].startswith(
+        "gfx1030: not one of gfx90a"
+    )
