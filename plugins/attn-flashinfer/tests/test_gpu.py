@@ -96,11 +96,11 @@ def test_a_shared_prefix_is_read_once() -> None:
 def test_more_workspace_is_taken_where_a_plan_asks() -> None:
     heads = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
     backend = made({"workspace_mib": 1}, **heads)
-    run_rows(Engine(backend, num_blocks=600), [(8000, 1), (900, 1)])
+    run_rows(Engine(backend, num_blocks=600), [(3000, 1), (900, 1)])
     assert backend.workspace.buffer.numel() > 1 << 20  # type: ignore[attr-defined]
     small = made({"workspace_mib": 1, "max_workspace_mib": 1}, **heads)
     with pytest.raises(ValueError, match="max_workspace_mib: the plan asks for"):
-        run_rows(Engine(small, num_blocks=600), [(8000, 1), (900, 1)])
+        run_rows(Engine(small, num_blocks=600), [(3000, 1), (900, 1)])
 
 
 def test_a_step_does_not_wait_for_the_device() -> None:
