@@ -29,7 +29,14 @@ def logits_alone(model, prompts, implementation):
 
 def logits_of_an_engine(model, prompts, backend):
     """Of the last token of each prompt: most of it computed before, in chunks, the last token as a decode."""
-    engine = Engine(model, num_blocks=64, max_num_reqs=8, block_size=256 if backend == "flash" else 16, backend=backend)
+    engine = Engine(
+        model,
+        num_blocks=64,
+        max_num_reqs=8,
+        block_size=256 if backend == "flash" else 16,
+        backend=backend,
+        graph_sizes=(),
+    )
     for row, ids in enumerate(prompts):
         blocks = engine.pool.take(-(-len(ids) // engine.block_size))
         request = engine.add_request(ids, 1)
