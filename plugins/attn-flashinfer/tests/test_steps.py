@@ -9,6 +9,7 @@ from typing import Any
 import flashinfer_standin as standin
 import pytest
 import torch
+from attn_flashinfer.wrappers import CapturedDecode, Kind
 
 from attncore import CaptureError
 from attncore.builder import (
@@ -128,6 +129,33 @@ def test_a_captured_size_reads_pages_where_every_step_has_them() -> None:
     assert metadata.num_reqs == 2
 
 
+def test_the_first_plan_of_a_captured_size_leaves_the_devices_arrays_as_they_were() -> None:
+    backend = standin.backend()
+    indptr, last = torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([4, 2], dtype=torch.int32)
+    CapturedDecode(
+        backend.library(), backend.workspace, Kind(backend.shape, 0.5, None, None), indptr=indptr,
+        indices=torch.zeros(8, dtype=torch.int32), last_page_len=last, query_len=1, max_seq_len=16,
+    )  # fmt: skip
+    assert indptr.tolist() == [0, 1, 3]
+    assert last.tolist() == [4, 2]
+
+
+def test_an_output_with_gaps_is_filled_where_it_lies() -> None:
+    backend = standin.backend()
+    impl = backend.impl("layers.0", scale=0.5)
+    cache = backend.allocate_kv_cache(4)
+    batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8)
+    batch.add_request("a", [1])
+    metadata = builder.build({"a": 3})
+    tensors = [torch.randn(3, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    wide = torch.full((3, 4, 80), 7.0, dtype=torch.bfloat16)
+    output = wide[:, :, :64]
+    assert impl.forward(*tensors, cache, metadata, output) is output
+    torch.testing.assert_close(output, impl.forward(*tensors, cache, metadata))
+    assert (wide[:, :, 64:] == 7.0).all()
+
+
 class _Nothing:
     def replay(self) -> None:
         pass
@@ -172,6 +200,8 @@ def test_a_shared_prefix_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [one["causal"] for one in passes] == [False, True]
         assert passes[0]["seq_lens"].tolist() == [8]
         assert len(passes[1]["qo_indptr"]) == 2 * (4 + apart) + 1
+        read = passes[1]["paged_kv_indptr"].diff() * 4 - torch.where(passes[1]["paged_kv_indptr"].diff() > 0, 4, 0)
+        assert (passes[1]["seq_lens"] == read + passes[1]["paged_kv_last_page_len"]).all()
 
 
 def test_more_workspace_is_taken_where_a_plan_asks() -> None:
@@ -265,3 +295,50 @@ def test_captured_sizes_of_the_list_door() -> None:
     eager = impl.forward(query[:3], key[:3], value[:3], cache, builder.build(decodes))
     torch.testing.assert_close(answer[:3], eager)
     assert len(recorder.of("fast_decode_plan")) == 3
+
+
+# Staging.
+
+
+class _Event:
+    """Stands in for a CUDA event; what is done with it is appended to ``log``."""
+
+    log: list[str]
+
+    def record(self) -> None:
+        self.log.append("record")
+
+    def synchronize(self) -> None:
+        self.log.append("wait for the event")
+
+
+def test_a_plan_that_no_builder_waited_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrapper's pinned staging is written to by each plan; the last plan's copy must have left it."""
+    recorder = standin.Recorder()
+    backend = standin.backend(recorder)
+    backend.impl("layers.0", scale=0.5)
+    log: list[str] = []
+    event, stream = type("Event", (_Event,), {"log": log}), type("Stream", (), {})()
+    stream.synchronize = lambda: log.append("wait for the stream")
+    monkeypatch.setattr(type(backend), "_is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    by_hand = CommonMetadataBuilder(4, "flashinfer", backend=backend)
+    decodes = [SequenceGroup(False, [Sequence(0, 1, 5, [3, 4])])]
+    batches = [InputBatch(max_num_reqs=2, max_model_len=16, block_size=4) for _ in range(2)]
+    builders = [MetadataBuilder(batch, backend, max_num_batched_tokens=8) for batch in batches]
+    for batch in batches:
+        batch.add_request("a", [1, 2])
+
+    def waits(build: Any) -> list[str]:
+        log.clear()
+        build()
+        return list(log)
+
+    waits(builders[0].build)
+    assert waits(builders[0].build) == [], "the builder has waited for its last step"
+    assert waits(lambda: by_hand.build(decodes)) == ["wait for the stream", "record"]
+    assert waits(lambda: by_hand.build(decodes)) == ["wait for the event", "record"]
+    assert waits(builders[0].build) == ["wait for the event"]
+    assert waits(builders[1].build) == ["wait for the stream"], "another builder's plan"
+    assert waits(builders[1].build) == []
