@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from functools import partial
 from typing import Any
 
@@ -239,6 +241,25 @@ def test_a_plan_inside_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     engine.add("a", 4)
     with pytest.raises(CaptureError, match="plan: a stream is capturing"):
         engine.step({"a": 2})
+
+
+def test_a_builder_that_is_dropped_is_gone() -> None:
+    """The backend does not keep it: another one may follow the same batch."""
+    for options in ({}, {"decode": "xqa"}):
+        backend = standin.backend(block_size=16, options=options)
+        impl = backend.impl("layers.0", scale=0.5)
+        cache = backend.allocate_kv_cache(4)
+        batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=16)
+        batch.add_request("a", [1, 2])
+        tensors = [torch.randn(1, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+        builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8, staging="copy")
+        impl.forward(*tensors, cache, builder.build())
+        gone = weakref.ref(builder)
+        del builder
+        gc.collect()
+        assert gone() is None
+        builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8, staging="copy")
+        impl.forward(*tensors, cache, builder.build())
 
 
 # The list door.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -22,6 +24,10 @@ from attncore.builder.step_metadata import StepMetadata
 from attncore.graphs import is_capturing
 
 CUDA_CORES, XQA = "cuda_cores", "xqa"
+
+
+def _nobody() -> None:
+    """Stands for the builder of a step that none has built."""
 
 
 class FlashInferBackend(AttentionBackend):
@@ -55,7 +61,7 @@ class FlashInferBackend(AttentionBackend):
         )
         self._plans: dict[PlanKey, KeyPlans] = {}
         self._pages = PageBuffer()
-        self._owner: Any = None
+        self._owner: Callable[[], Any] = _nobody
         self._event: Any = None
 
     def library(self) -> Library:
@@ -92,7 +98,7 @@ class FlashInferBackend(AttentionBackend):
             if key.sliding_window is not None:
                 _check_window(metadata)
             plans.plan(metadata, pages)
-        if self._owner is None and self._is_cuda:
+        if self._owner is _nobody and self._is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
@@ -124,7 +130,7 @@ class FlashInferBackend(AttentionBackend):
         builder, of the list door or by hand are waited for here.
         """
         owner = metadata._owner if isinstance(metadata, StepMetadata) else None
-        if owner is not None and owner is self._owner:
+        if owner is not None and owner is self._owner():
             return
         if owner is None and is_capturing(self.config.device):
             raise CaptureError(
@@ -136,7 +142,7 @@ class FlashInferBackend(AttentionBackend):
                 self._event.synchronize()
             else:
                 torch.cuda.current_stream().synchronize()
-        self._owner, self._event = owner, None
+        self._owner, self._event = _nobody if owner is None else ref(owner), None
 
 
 def _shape(backend: FlashInferBackend, config: BackendConfig) -> tuple[Shape, str]:

@@ -106,7 +106,7 @@ class FlashInferImpl(AttentionImpl):
         lse: Tensor | None,
     ) -> Tensor:
         step = self._plans.step
-        if step.metadata is not metadata:
+        if step.metadata() is not metadata:
             step = self._plans.find(metadata)
         if kv_cache is not self._kv_cache:
             if kv_cache is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
+from weakref import ref
 
 import numpy as np
 import torch
@@ -31,21 +33,25 @@ class Pages(NamedTuple):
         return Pages(self.indptr[first : last + 1], self.last_page_len[first:last], seq_lens, self.indices)
 
 
+def _nobody() -> None:
+    """Stands for a builder."""
+
+
 class PageBuffer:
     """The buffer on the device that a builder's page indices are written to, in every step: sought once."""
 
     def __init__(self) -> None:
-        self._owner: Any = None
+        self._owner: Callable[[], Any] = _nobody
         self._whole: Tensor | None = None
 
     def of(self, metadata: StepMetadata) -> Tensor:
         """The whole buffer of the builder that built the step; where it has none, the step's own indices."""
         if metadata._pages is None:
             return cast("Tensor", metadata.paged_kv_indices)
-        if self._whole is None or self._owner is not metadata._owner:
+        if self._whole is None or self._owner() is not metadata._owner:
             indices = metadata.paged_kv_indices
             room = indices.untyped_storage().nbytes() // indices.element_size() - indices.storage_offset()
-            self._owner, self._whole = metadata._owner, indices.as_strided((room,), (1,))
+            self._owner, self._whole = ref(metadata._owner), indices.as_strided((room,), (1,))
         return self._whole
 
 

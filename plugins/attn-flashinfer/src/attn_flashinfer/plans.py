@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -31,9 +32,12 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step's parts, in the order of its tokens; padding is in none of them."""
+    """A step's parts, in the order of its tokens; padding is in none of them.
 
-    metadata: Any
+    The metadata is held weakly, since it holds its builder.
+    """
+
+    metadata: Callable[[], Any]
     parts: tuple[Part, ...]
 
 
@@ -59,7 +63,7 @@ class KeyPlans:
 
     def __init__(self, tools: Tools, kind: Kind) -> None:
         self._tools, self.kind = tools, kind
-        self.step = StepPlan(None, ())
+        self.step = StepPlan(_nothing, ())
         """Of the step planned last."""
         self._decode: EagerDecode | None = None
         self._append: dict[str, EagerAppend] = {}
@@ -71,28 +75,29 @@ class KeyPlans:
     def plan(self, metadata: Any, pages: Pages) -> None:
         """Plans a step. Reads host arrays and integers alone."""
         if not metadata.use_cuda_graph:
-            self.step = StepPlan(metadata, self._parts(metadata, pages))
+            self.step = StepPlan(ref(metadata), self._parts(metadata, pages))
         elif isinstance(metadata, StepMetadata):
             self.step = self._padded(metadata, pages)
         else:
             captured = self._list_door.get(metadata.num_reqs)
             if captured is None:  # padded, and run without a graph
-                self.step = StepPlan(metadata, self._parts(metadata, pages))
+                self.step = StepPlan(ref(metadata), self._parts(metadata, pages))
             else:
                 captured.plan(pages)
-                self.step = StepPlan(metadata, (Part(captured.run, 0, metadata.num_reqs),))
+                self.step = StepPlan(ref(metadata), (Part(captured.run, 0, metadata.num_reqs),))
 
     def find(self, metadata: Any) -> StepPlan:
         """The plan of a step that is not the very object planned last; ValueError where there is none."""
         step = self.step
-        if step.metadata is not None and metadata.host is step.metadata.host:
+        planned = step.metadata()
+        if planned is not None and metadata.host is planned.host:
             return step
         if metadata.use_cuda_graph:
             if self._plans_no_decode:
                 return self._unplanned(metadata, metadata.num_tokens // metadata.num_reqs)
             captured = self._captured.get(_place(metadata)) or self._list_door.get(metadata.num_reqs)
             if captured is not None:
-                return StepPlan(metadata, (Part(captured.run, 0, captured.num_reqs * captured.query_len),))
+                return StepPlan(_nothing, (Part(captured.run, 0, captured.num_reqs * captured.query_len),))
         raise ValueError(
             "metadata: not of the step that was planned last; FlashInfer keeps one plan of eager steps, so run all "
             "layers of a step before the next is built (or plan it again: backend.plan(metadata))"
@@ -113,12 +118,12 @@ class KeyPlans:
         if captured is None:
             captured = self._captured[place] = self._capture(metadata, query_len, pages.indices)
         captured.plan(pages)
-        return StepPlan(metadata, (Part(captured.run, 0, num_reqs * query_len),))
+        return StepPlan(ref(metadata), (Part(captured.run, 0, num_reqs * query_len),))
 
     def _unplanned(self, metadata: Any, query_len: int) -> StepPlan:
         if query_len != 1:
             raise CaptureError(f"capture: decode=xqa captures decodes of one token, not of {query_len}")
-        return StepPlan(metadata, (self._xqa(metadata, 0, metadata.num_reqs, 0),))
+        return StepPlan(ref(metadata), (self._xqa(metadata, 0, metadata.num_reqs, 0),))
 
     def _capture(self, metadata: Any, query_len: int, indices: Any) -> CapturedDecode:
         return CapturedDecode(
@@ -183,6 +188,10 @@ class KeyPlans:
         if not self._cascade.plan(metadata, pages):
             return None
         return Part(self._cascade.run, 0, int(metadata.host.query_start_loc[-1]))
+
+
+def _nothing() -> None:
+    """Stands for the metadata of no step."""
 
 
 def _place(metadata: Any) -> tuple[int, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class XqaDecode:
 
     def __init__(self, library: Library, memory: Tensor, kind: Kind, metadata: Any, first: int, last: int) -> None:
         self._library, self._memory, self._kind = library, memory, kind
-        self._metadata, self._rows = metadata, (first, last)
+        self._metadata, self._rows = ref(metadata), (first, last)  # a plan does not keep its step, nor the builder
         self._read: tuple[Tensor, Tensor] | None = None
 
     def run(
@@ -42,7 +43,9 @@ class XqaDecode:
             raise ValueError("forward_with_lse: decode=xqa returns no log-sum-exp; choose another kernel of decodes")
         if self._read is None:
             first, last = self._rows
-            self._read = self._metadata.block_table[first:last], self._metadata.seq_lens[first:last]
+            metadata: Any = self._metadata()
+            self._read = metadata.block_table[first:last], metadata.seq_lens[first:last]
+            self._longest = metadata.max_seq_len
         table, seq_lens = self._read
         kind = self._kind
         self._library.xqa(
@@ -51,7 +54,7 @@ class XqaDecode:
             self._memory,
             table,
             seq_lens,
-            self._metadata.max_seq_len,
+            self._longest,
             bmm1_scale=kind.scale * k_scale,
             bmm2_scale=v_scale,
             window_left=-1 if kind.window is None else kind.window - 1,
