@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from attncore.registry import load
+from attncore.registry import discover, load
 
+OURS = {"attn-flash", "attn-flashinfer", "attn-rocm"}
 SPEC = """
 from attncore import BackendSpec, MultipleOf, hookimpl
 
@@ -38,6 +39,7 @@ class Site:
     def __init__(self, folder: Path):
         self.folder = folder
         self.modules: set[str] = set()
+        self.distributions: set[str] = set()
 
     def module(self, name: str, source: str) -> None:
         """Write a module that can be imported."""
@@ -49,6 +51,7 @@ class Site:
         """Plant a plugin named ``name``: a good one, or one whose light module is ``source``."""
         distribution = distribution or f"attn-{name}"
         module = module or distribution.replace("-", "_")
+        self.distributions.add(distribution)
         self.module(module, SPEC.format(name=name, module=module, extra=extra) if source is None else source)
         self.module(f"{module}_heavy", heavy)
         info = self.folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
@@ -61,11 +64,20 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A Site on sys.path for one test; the variables that say what may load are unset."""
+    """A Site on sys.path for one test; the variables that say what may load are unset.
+
+    The plugins of this repository, which the development environment has, are not seen.
+    """
     for variable in ("ATTNCORE_BACKEND", "ATTNCORE_PLUGINS", "ATTNCORE_DISABLE_PLUGINS", "ATTNCORE_STRICT_PLUGINS"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    planted = Site(tmp_path)
+    planted, entry_points = Site(tmp_path), discover._entry_points
+
+    def others():
+        hidden = OURS - planted.distributions
+        return (record for record in entry_points() if record.distribution not in hidden)
+
+    monkeypatch.setattr(discover, "_entry_points", others)
     load.forget()
     yield planted
     for name in planted.modules:
