@@ -37,7 +37,7 @@ $(BIN)/python:
 $(VENV)/.deps: constraints.txt pyproject.toml | $(BIN)/python
 	$(PIP) install -q -c constraints.txt torch setuptools wheel cython
 	$(PIP) install -q -c constraints.txt numpy pluggy rich numba hypothesis pytest pytest-benchmark pytest-xdist \
-		build cython-lint hatchling mypy pre-commit ruff transformers psutil $(KERNEL_NEEDS)
+		build cython-lint editables hatchling mypy pre-commit ruff transformers psutil $(KERNEL_NEEDS)
 	$(PIP) install -q -c constraints.txt --no-deps $(KERNELS)
 	touch $@
 
