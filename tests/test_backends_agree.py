@@ -1,7 +1,7 @@
 """On a GPU: the backends that are there give the same output on the same saved steps, and read each other's cache.
 
-Compared are ``reference``, both generations of ``flash`` and ``flashinfer``, as far as they can be used on the machine; the
-test says which (``-rP`` shows it) and why not the others. All of them take a cache as a pair, keys and values, each
+Compared are ``reference``, both generations of ``flash`` and ``flashinfer``, as far as they can be used on the machine;
+the test says which (``-rP`` shows it) and why not the others. All of them take a cache as a pair, keys and values, each
 (blocks, block size, key/value heads, head size): by that they share one.
 """
 
@@ -41,16 +41,18 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def backends() -> dict[str, Any]:
-    """Those that can be used here, made anew; at least two."""
-    found, missing = {}, {}
+    """Those that can be used here, each with its layer; at least two."""
+    found: dict[str, Any] = {}
+    missing = {}
     for name, fields in CANDIDATES.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # whatever a library's import warns of
-                found[name] = attncore.select(
+                backend = attncore.select(
                     num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=DTYPE, block_size=BLOCK,
                     kv_cache_layout="NHD", **fields,
                 ).create(device="cuda:0")  # fmt: skip
+            found[name] = backend, backend.impl("layers.0", **LAYER)  # before a step is built: some plan for layers
         except (AttncoreError, ValueError, ImportError) as error:
             missing[name] = str(error).splitlines()[0]
     print("compared:", "; ".join(found))
@@ -82,9 +84,9 @@ def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((one - other).abs() / (1 + other.abs())).max())
 
 
-def attend(backend: Any, groups: list[SequenceGroup], cache: Any, seed: int, *, chunked: bool = True) -> torch.Tensor:
+def attend(one: Any, groups: list[SequenceGroup], cache: Any, seed: int, *, chunked: bool = True) -> torch.Tensor:
+    backend, impl = one
     metadata = CommonMetadataBuilder(BLOCK, "flashinfer", chunked_prefill=chunked, backend=backend).build(groups)
-    impl = backend.impl("layers.0", **LAYER)
     return impl.forward(*tensors(metadata.num_tokens, seed), cache, metadata)
 
 

@@ -140,6 +140,8 @@ class Generation2:
             mine, length = slice(starts[row], starts[row + 1]), sums[row + 1] - sums[row]
             if mine.stop - mine.start > max_seqlen_q or length > max_seqlen_k:
                 raise RuntimeError("a sequence is longer than max_seqlen says")
+            if block_table is not None and mine.start < mine.stop and not length:
+                raise RuntimeError("a row with queries and no keys: its logarithm is written outside of its tensor")
             if block_table is None:
                 keys, values = k[sums[row] : sums[row + 1]], v[sums[row] : sums[row + 1]]
             else:
@@ -187,6 +189,8 @@ class Generation4:
             else:
                 assert len(page_table) == rows, "page_table must have a row each"
                 length = int(seqused_k[row])
+                if mine.start < mine.stop and not length:
+                    raise RuntimeError("a row with queries and no keys: the column before its table's first is read")
                 keys, values = (_pages(part, page_table[row], length) for part in (k, v))
             assert mine.stop - mine.start <= max_seqlen_q, "longer than max_seqlen_q"
             assert length <= max_seqlen_k, "longer than max_seqlen_k"

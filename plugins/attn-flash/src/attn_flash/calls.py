@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from attn_flash import generation2, generation4
 from attn_flash.parts import Part
-from attn_flash.rows import rows_of
+from attn_flash.rows import Rows
 
 Layer = generation2.Layer | generation4.Layer
 Caches = tuple[Tensor, Tensor]
@@ -17,54 +18,50 @@ Answer = tuple[Tensor, Tensor | None]
 
 
 def attended(
-    layer: Layer, query: Tensor, fresh: tuple[Any, Any], caches: Caches | None, metadata: Any, parts: tuple[Part, ...],
-    positions: Any, with_lse: bool, *, cross: bool = False,
+    layer: Layer, query: Tensor, fresh: tuple[Any, Any], caches: Caches | None, parts: Sequence[tuple[Part, Rows]],
+    positions: Any, with_lse: bool,
 ) -> Answer:  # fmt: skip
     """The rows of all ``parts``: the library's own tensors where there is one part, of as many tokens as it has; else
     all of the query's. ``fresh``: this step's keys and values. What belongs to no part may hold anything.
     """
-    answers = [
-        (part, _called(layer, query, fresh, caches, metadata, part, positions, with_lse, cross)) for part in parts
-    ]
-    (first, (output, lse)), *others = answers
-    if not others:
-        return output, lse
-    if first.entry == "decode":
-        whole = query.new_empty(query.shape)
-        whole[first.start : first.stop] = output
-        output = whole
-        if lse is not None:
-            every = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-            every[first.start : first.stop] = lse
-            lse = every
-    for part, (more, more_lse) in others:
+    if len(parts) == 1:
+        return one_part(layer, query, fresh, caches, *parts[0], positions, with_lse)
+    output = lse = None
+    for part, rows in parts:
+        more, more_lse = one_part(layer, query, fresh, caches, part, rows, positions, with_lse)
+        if output is None and part.entry != "decode":
+            output, lse = more, more_lse
+            continue
+        if output is None:
+            output = query.new_empty(query.shape)
+            lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device) if with_lse else None
         mine = slice(part.start, part.stop)
         output[mine] = more if part.entry == "decode" else more[mine]
         if lse is not None and more_lse is not None:
             lse[mine] = more_lse if part.entry == "decode" else more_lse[mine]
+    if output is None:
+        raise ValueError("metadata: a step of no rows")
     return output, lse
 
 
-def _called(
-    layer: Layer, query: Tensor, fresh: tuple[Any, Any], caches: Caches | None, metadata: Any, part: Part,
-    positions: Any, with_lse: bool, cross: bool,
+def one_part(
+    layer: Layer, query: Tensor, fresh: tuple[Any, Any], caches: Caches | None, part: Part, rows: Rows, positions: Any,
+    with_lse: bool,
 ) -> Answer:  # fmt: skip
+    """A part's answer: of its own tokens for ``decode``, else of all of the query's."""
+    call = layer.bound(part, rows, caches, with_lse)
     if part.entry == "packed":
-        key, value = fresh
-        rows = rows_of(metadata, part, None, cross=cross)
-        return layer.packed(query, key, value, rows.starts, rows.fresh, part, positions, with_lse)
-    if caches is None:
-        raise ValueError("kv_cache: None found; a step of requests that have context, or decodes, needs the cache")
-    columns = None
-    if layer.splits_by_width and part.entry == "decode" and not metadata.use_cuda_graph:
-        columns = -(-part.max_seq_len // caches[0].shape[1]) or 1
-    rows = rows_of(metadata, part, columns, cross=cross)
-    if part.entry == "paged":
-        return layer.paged(query, caches, rows, part, positions, with_lse)
-    tokens = part.stop - part.start
-    mine = query if len(query) == tokens else query[part.start : part.stop]
-    by_row = mine.view(part.last - part.first, part.query_len, *mine.shape[1:])
-    return layer.decode(by_row, caches, rows, part, positions, with_lse)
+        found = call(query, *fresh)
+    elif part.entry == "paged":
+        found = call(query)
+    else:
+        mine = query if len(query) == part.stop - part.start else query[part.start : part.stop]
+        found = call(mine.view(part.last - part.first, part.query_len, *mine.shape[1:]) if layer.by_row else mine)
+    if with_lse:
+        capacity = rows.table.shape[1] * caches[0].shape[1] if caches is not None else 0
+        return layer.answer(found, part, capacity, positions)
+    output: Tensor = found[0] if layer.pairs else found
+    return (output.flatten(0, 1) if output.dim() == 4 else output), None
 
 
 def finished(found: Tensor, count: int, num_tokens: int, output: Tensor | None, fill: float = 0.0) -> Tensor:

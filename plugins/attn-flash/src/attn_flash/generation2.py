@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -10,8 +12,6 @@ from torch import Tensor
 from attn_flash.parts import Part
 from attn_flash.rows import Rows
 
-Answer = tuple[Tensor, Tensor | None]
-
 
 def load() -> Any:
     """The module that holds ``flash_attn_with_kvcache`` and ``flash_attn_varlen_func``."""
@@ -19,7 +19,7 @@ def load() -> Any:
 
 
 class Layer:
-    """The calls of one layer. Outputs are (tokens, heads, head size), log-sum-exps float32 (tokens, heads).
+    """The calls of one layer.
 
     ``synchronises``: the decode function of this version waits for the device (it reads the longest length there), so
     decodes take the other one.
@@ -29,6 +29,10 @@ class Layer:
     """Not one call for decodes and prefills: that would read a decode's keys once for every query head, unsplit."""
     splits_by_width = True
     """A decode's keys are split among the cores as if the table were full, so it is to be no wider than needed."""
+    pairs = False
+    """Whether the output comes in a tuple though no log-sum-exp is asked for."""
+    rows_without_keys = ("decode", "packed")
+    """Not ``paged``: the logarithm of such a row is written outside of its tensor."""
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class Layer:
         self._with_kvcache, self._varlen = library.flash_attn_with_kvcache, library.flash_attn_varlen_func
         left = -1 if sliding_window is None else sliding_window - 1
         self._left, self._causal, self._slopes, self._synchronises = left, causal, alibi_slopes, synchronises
+        self.by_row = not synchronises
         self._fixed: dict[str, Any] = {
             "softmax_scale": scale,
             "causal": causal,
@@ -53,68 +58,52 @@ class Layer:
             "alibi_slopes": alibi_slopes,
         }
 
-    def decode(
-        self, query: Tensor, caches: tuple[Tensor, Tensor], rows: Rows, part: Part, positions: Any, with_lse: bool
-    ) -> Answer:
-        """``query`` is (rows, tokens of a row, heads, head size)."""
-        if self._synchronises:
-            # Rows of one token are split among the cores here too; their log-sum-exp is laid out otherwise.
-            bound = 1 if part.query_len == 1 and not with_lse else max(2, part.query_len)
-            if part.start:  # ``query`` is this part's
-                rows = rows._replace(starts=rows.starts - part.start)
-            return self._cached(query.flatten(0, 1), caches, rows, part, bound, positions, with_lse)
-        found = self._with_kvcache(
-            query,
-            *caches,
-            cache_seqlens=rows.lengths,
-            block_table=rows.table,
-            return_softmax_lse=with_lse,
-            **self._fixed,
-        )
-        if not with_lse:
-            return found.flatten(0, 1), None
-        capacity = rows.table.shape[1] * caches[0].shape[1]
-        lse = found[1].transpose(1, 2).flatten(0, 1)
-        return found[0].flatten(0, 1), self._unshifted(lse, part, capacity, positions)
-
-    def paged(
-        self, query: Tensor, caches: tuple[Tensor, Tensor], rows: Rows, part: Part, positions: Any, with_lse: bool
-    ) -> Answer:
-        """``query`` is the whole step's (tokens, heads, head size); other rows of the answer hold anything."""
-        return self._cached(query, caches, rows, part, max(2, part.max_query_len), positions, with_lse)
-
-    def packed(
-        self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, part: Part, positions: Any,
-        with_lse: bool,
-    ) -> Answer:  # fmt: skip
-        """Attention over ``key`` and ``value`` (tokens, key/value heads, head size), rows by ``key_starts``."""
-        bound = max(2, part.max_query_len)  # 1 means rows of exactly one token each
-        return self._called(query, key, value, starts, key_starts, part, bound, positions, with_lse)
-
-    def _cached(
-        self, query: Tensor, caches: tuple[Tensor, Tensor], rows: Rows, part: Part, bound: int, positions: Any,
-        with_lse: bool,
-    ) -> Answer:  # fmt: skip
-        table = {"block_table": rows.table}
-        return self._called(query, *caches, rows.starts, rows.sums, part, bound, positions, with_lse, **table)
-
-    def _called(
-        self, query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, key_starts: Tensor, part: Part, bound: int,
-        positions: Any, with_lse: bool, **table: Tensor,
-    ) -> Answer:  # fmt: skip
-        found = self._varlen(
-            query, keys, values, starts, key_starts, bound, part.max_seq_len, return_attn_probs=with_lse,
-            **table, **self._fixed,
-        )  # fmt: skip
-        if not with_lse:
-            return found, None
-        return found[0], self._unshifted(found[1].transpose(0, 1), part, part.max_seq_len, positions)
-
-    def _unshifted(self, lse: Tensor, part: Part, capacity: int, positions: Any) -> Tensor:
-        """A causal layer's slopes count from the sequence's first token, not from the query. The output is the same,
-        the logarithm is too large by slope times position. A window narrower than ``capacity`` counts from the query.
+    def bound(
+        self, part: Part, rows: Rows, caches: tuple[Tensor, Tensor] | None, with_lse: bool = False
+    ) -> Callable[..., Any]:
+        """The call of a part. It takes the step's query (tokens, heads, head size), and for ``packed`` key and value;
+        for ``decode`` the part's query, as (rows, tokens of a row, heads, head size) where ``by_row``.
         """
-        if self._slopes is not None and self._causal and not 0 <= self._left < capacity:
+        if part.entry == "decode" and not self._synchronises:
+            key_cache, value_cache = _there(caches)
+            return partial(
+                self._with_kvcache, k_cache=key_cache, v_cache=value_cache, cache_seqlens=rows.lengths,
+                block_table=rows.table, return_softmax_lse=with_lse, **self._fixed,
+            )  # fmt: skip
+        starts, longest_query = rows.starts, max(2, part.max_query_len)  # 1 means rows of exactly one token each
+        if part.entry == "decode":
+            if part.query_len == 1 and not with_lse:  # such rows are split among the cores; their logarithm is not
+                longest_query = 1  # laid out by tokens
+            starts = starts - part.start if part.start else starts
+        given: dict[str, Any] = {
+            "cu_seqlens_q": starts, "max_seqlen_q": longest_query, "max_seqlen_k": part.max_seq_len,
+            "return_attn_probs": with_lse, **self._fixed,
+        }  # fmt: skip
+        if part.entry == "packed":
+            return partial(self._varlen, cu_seqlens_k=rows.fresh, **given)
+        keys, values = _there(caches)
+        return partial(self._varlen, k=keys, v=values, cu_seqlens_k=rows.sums, block_table=rows.table, **given)
+
+    def answer(self, found: Any, part: Part, capacity: int, positions: Any) -> tuple[Tensor, Tensor]:
+        """Output (tokens, heads, head size) and log-sum-exp (tokens, heads) of a call that was asked for both.
+
+        ``capacity``: tokens that the table has room for. ``positions``: the step's, read where the layer has slopes.
+        """
+        output, lse = found[0], found[1]
+        if output.dim() == 4:
+            output, lse = output.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+            room = capacity
+        else:
+            lse, room = lse.transpose(0, 1), part.max_seq_len
+        if self._slopes is not None and self._causal and not 0 <= self._left < room:
+            # A causal layer's slopes count from the sequence's first token, not from the query (those of a window that
+            # is narrower than ``room`` do). The output is the same; the logarithm is too large by slope x position.
             mine = lse if len(lse) == part.stop - part.start else lse[part.start : part.stop]
             mine -= positions[part.start : part.stop].unsqueeze(1) * self._slopes
-        return lse
+        return output, lse
+
+
+def _there(caches: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    if caches is None:
+        raise ValueError("kv_cache: None found; a step of requests that have context, or decodes, needs the cache")
+    return caches

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attn_flash.calls import Layer, attended, finished
+from attn_flash.calls import Layer, attended, finished, one_part
 from attn_flash.cascade import CascadeStep
-from attn_flash.parts import Part, cross_parts, decoder_parts
+from attn_flash.parts import Part, cross_parts
+from attn_flash.plan import Plan
+from attn_flash.rows import Rows, rows_of
 from attncore import AttentionImpl, AttentionType
 from attncore.cache_writer import CacheWriter
 from attncore.merge import merge_attention
@@ -60,6 +62,9 @@ class FlashImpl(AttentionImpl):
         self._prefix_layer: Layer | None = None
         self._write = CacheWriter(k_scale, v_scale)
         self._cache: Any = None
+        self._handle = object()
+        self._by_row, self._pairs = self._layer.by_row, self._layer.pairs
+        self._plan_name = f"_flash{backend.generation}_plan" + ("_windowed" if sliding_window is not None else "")
         self._views: tuple[Tensor, Tensor] | None = None
 
     def forward(
@@ -70,7 +75,31 @@ class FlashImpl(AttentionImpl):
         Without ``output`` the library's own tensor is returned; ``output`` is filled by a copy. Rows beyond the
         metadata's tokens are 0. ``kv_cache`` is None in a profiling run only, else ValueError.
         """
-        return self._answer(query, key, value, kv_cache, metadata, output, False)[0]
+        # What a layer costs the host beside the library's call is this, so the usual cases are kept short.
+        plan: Plan | None = getattr(metadata, self._plan_name, None)
+        if plan is None or kv_cache is not self._cache or not plan.good_for(metadata):
+            return self._answer(query, key, value, kv_cache, metadata, output, False)[0]
+        part, count = plan.single, query.shape[0]
+        if part is None or count != part.stop:
+            return self._answer(query, key, value, kv_cache, metadata, output, False)[0]
+        call = plan.calls.get(self._handle)
+        if call is None:
+            call = plan.calls[self._handle] = self._layer.bound(part, plan.parts[0][1], self._views)
+        if self._views is not None:
+            self._write(key, value, *self._views, metadata.slot_mapping)
+        if part.entry == "packed":
+            found = call(query, key, value)
+        elif part.entry == "paged" or not self._by_row:
+            found = call(query)
+        elif part.query_len == 1:
+            found = call(query.unsqueeze(1))
+        else:
+            found = call(query.view(*plan.shape, *query.shape[1:]))
+        if self._pairs:
+            found = found[0]
+        if part.entry == "decode" and self._by_row:
+            found = found.view_as(query) if part.query_len == 1 else found.flatten(0, 1)
+        return found if output is None else output.copy_(found)
 
     def forward_with_lse(
         self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Tensor | None = None
@@ -94,8 +123,10 @@ class FlashImpl(AttentionImpl):
         if self._prefix_layer is None:  # every query sees the whole prefix; a sink belongs to one part only
             self._prefix_layer = self._flash.layer(**{**self._fixed, "sinks": None, "causal": False})
         chosen = query.index_select(0, cascade.token_indices)
-        first, first_lse = self._prefix_layer.paged(chosen, caches, cascade.prefix, cascade.prefix_part, None, True)
-        found, lse = self._layer.paged(query, caches, cascade.suffix, cascade.suffix_part, None, True)
+        shared = cascade.prefix_part, cascade.prefix
+        first, first_lse = one_part(self._prefix_layer, chosen, (key, value), caches, *shared, None, True)
+        rest = cascade.suffix_part, cascade.suffix
+        found, lse = one_part(self._layer, query, (key, value), caches, *rest, None, True)
         second, second_lse = found[cascade.token_indices], _there(lse)[cascade.token_indices]
         merged, _ = merge_attention([first, second], [_there(first_lse), second_lse])
         found.index_copy_(0, cascade.token_indices, merged)
@@ -104,7 +135,7 @@ class FlashImpl(AttentionImpl):
     def _answer(
         self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Tensor | None, with_lse: bool
     ) -> Answer:
-        kind, layer = self.attn_type, self._layer
+        kind = self.attn_type
         tokens: int = metadata.num_tokens
         if kind is AttentionType.DECODER:
             caches = None if kv_cache is None else self._caches(kv_cache)
@@ -112,10 +143,12 @@ class FlashImpl(AttentionImpl):
                 self._write(key, value, *caches, metadata.slot_mapping)
             if not tokens:
                 return self._nothing(query, output)
-            windowed = self.sliding_window is not None
-            parts = decoder_parts(metadata, block_size=self._size, together=layer.together, windowed=windowed)
+            parts = self._planned(metadata).parts
             positions = metadata.positions if with_lse and self.alibi_slopes is not None else None
-            found, lse = attended(layer, query, (key, value), caches, metadata, parts, positions, with_lse)
+            # Ranks that share out a request's keys ask for its log-sum-exp; elsewhere a query sees itself at least.
+            lack = with_lse and (metadata.use_cuda_graph or not metadata.host.seq_lens.all())
+            lengths = metadata.seq_lens if lack else None
+            found, lse = self._attended(query, (key, value), caches, parts, metadata, lengths, positions, with_lse)
         elif kind is AttentionType.ENCODER_DECODER:
             if not tokens:
                 return self._nothing(query, output)
@@ -135,8 +168,33 @@ class FlashImpl(AttentionImpl):
             key = value = query.new_empty((0, self._flash.config.num_kv_heads, query.shape[2]))
         if caches is not None and len(metadata.host.cross_slot_mapping):
             self._write(key, value, *caches, metadata.cross_slot_mapping)
-        parts = cross_parts(metadata, cached=caches is not None)
-        return attended(self._layer, query, (key, value), caches, metadata, parts, None, with_lse, cross=True)
+        parts = [
+            (part, rows_of(metadata, part, cross=True)) for part in cross_parts(metadata, cached=caches is not None)
+        ]
+        lack = metadata.use_cuda_graph or not metadata.host.encoder_seq_lens.all()
+        lengths = metadata.encoder_seq_lens if lack else None
+        return self._attended(query, (key, value), caches, parts, metadata, lengths, None, with_lse)
+
+    def _attended(
+        self, query: Tensor, fresh: tuple[Any, Any], caches: Any, parts: Any, metadata: Any, lengths: Tensor | None,
+        positions: Any, with_lse: bool,
+    ) -> Answer:  # fmt: skip
+        """All parts; ``lengths``, int32 on the device, are given where rows may have no keys. Where the library does
+        not take such rows they are lent one key, and their answers taken back.
+        """
+        takes = self._layer.rows_without_keys
+        if lengths is None or all(part.entry in takes for part, _ in parts):
+            return attended(self._layer, query, fresh, caches, parts, positions, with_lse)
+        some = [(part, rows if part.entry in takes else _lent(rows)) for part, rows in parts]
+        found, lse = attended(self._layer, query, fresh, caches, some, positions, with_lse)
+        tokens = metadata.token_to_req_indices
+        empty, count = (lengths == 0)[tokens], len(tokens)
+        found[:count] = found[:count].masked_fill(empty[:, None, None], 0.0)
+        if lse is not None:
+            sinks = self._fixed["sinks"]
+            nothing = torch.full_like(lse[0], -torch.inf) if sinks is None else sinks
+            lse[:count] = torch.where(empty[:, None], nothing, lse[:count])
+        return found, lse
 
     def _encoded(self, query: Tensor, key: Tensor, value: Tensor, metadata: Any, tokens: int, with_lse: bool) -> Answer:
         """Tokens of a row among themselves."""
@@ -147,8 +205,8 @@ class FlashImpl(AttentionImpl):
             if metadata.host.context_lens.any():
                 raise ValueError("metadata: a row has context; a layer of type encoder_only takes whole prompts")
         part = Part("packed", 0, len(starts) - 1, 0, tokens, 0, longest, longest)
-        answer: Answer = self._layer.packed(query, key, value, starts, starts, part, None, with_lse)
-        return answer
+        rows = Rows(starts, starts, starts, starts, starts)  # of which a packed call reads where its rows start
+        return one_part(self._layer, query, (key, value), None, part, rows, None, with_lse)
 
     def _nothing(self, query: Tensor, output: Tensor | None) -> Answer:
         """The answer of a step without tokens."""
@@ -158,10 +216,27 @@ class FlashImpl(AttentionImpl):
     def _caches(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
         if self._views is None or kv_cache is not self._cache:
             self._views, self._cache = self._views_of(kv_cache), kv_cache
+            self._handle = object()  # calls that are bound to the old one are nobody's
         return self._views
+
+    def _planned(self, metadata: Any) -> Plan:
+        """The step's plan: the one that lies beside the metadata, or a new one."""
+        plan: Plan | None = getattr(metadata, self._plan_name, None)
+        if plan is None or not plan.good_for(metadata):
+            plan = Plan(metadata, self._size, self._layer, self.sliding_window is not None)
+            setattr(metadata, self._plan_name, plan)
+        return plan
 
 
 def _there(lse: Tensor | None) -> Tensor:
     if lse is None:
         raise RuntimeError("lse: asked for, and the library's function returned none")
     return lse
+
+
+def _lent(rows: Rows) -> Rows:
+    """The rows with one key at least, of block 0 where they have none."""
+    lengths = rows.lengths.clamp(min=1)
+    sums = rows.sums.new_zeros(rows.sums.shape)
+    torch.cumsum(lengths, 0, out=sums[1:])
+    return rows._replace(lengths=lengths, sums=sums)

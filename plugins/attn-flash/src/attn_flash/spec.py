@@ -31,9 +31,11 @@ _UNSUPPORTED = {
 _PAGES = {
     "2": {"block_sizes": MultipleOf(256), "preferred_block_size": 256},
     "4": {
+        "head_sizes": MultipleOf(16, 256),
         "block_sizes": MultipleOf(16),
         "preferred_block_size": 128,
         "finite_tail": True,
+        "pad_seq_len": 1,
         "compiles_at_run_time": True,
     },
 }
