@@ -3,10 +3,13 @@
     ATTNCORE_ROCM_DEV_DEVICE=cuda python plugins/attn-rocm/benchmarks/sanity.py [--tune] [--save FILE]
 
 A figure of an NVIDIA GPU says nothing of an AMD one; it shows that the kernels are no toys. aiter's kernel is found
-where its Triton part (``aiter/ops/triton``) is on PYTHONPATH, and left out elsewhere. Batches: 64 requests of 100 to
-2000 tokens, 32 query heads over 8, head size 128, bfloat16, blocks of 16; ``decode`` one query each, ``mixed`` 1 to 64.
-Each candidate is captured in a graph; graphs are replayed in turns and timed by events; medians. The keys (0.28 GB) are
-more than the device's cache holds. Every output is compared with float32 attention by torch.
+where its Triton part (``aiter/ops/triton``) is on PYTHONPATH, and left out elsewhere. Batches of 32 query heads over 8,
+head size 128, bfloat16, blocks of 16: ``decode``, 64 requests of 100 to 2000 tokens with a query each; ``mixed``, the
+same with 1 to 64 queries each; ``few long``, 4 requests of 16,000 to 32,000 tokens with a query each; ``prompts``, 8
+whole prompts of 1000 to 2000 tokens.
+
+Each candidate is captured in a graph; graphs are replayed in turns and timed by events; medians. Every output is
+compared with float32 attention by torch.
 """
 
 import argparse
@@ -25,7 +28,10 @@ import numpy as np
 import torch
 from attn_rocm import launch, tiles
 
-HEADS, KV_HEADS, SIZE, PAGE, REQUESTS = 32, 8, 128, 16, 64
+HEADS, KV_HEADS, SIZE, PAGE = 32, 8, 128, 16
+BATCHES = {"decode": (64, 100, 2000, 1), "mixed": (64, 100, 2000, 64), "few long": (4, 16000, 32000, 1),
+           "prompts": (8, 1000, 2000, 2000)}  # fmt: skip
+"""Requests, least and most tokens, most queries (as many as that: whole prompts)."""
 SCALE = SIZE**-0.5
 DEVICE = "cuda"
 
@@ -33,14 +39,17 @@ DEVICE = "cuda"
 class Batch:
     """A step: queries, a cache, its table."""
 
-    def __init__(self, most_queries, seed=0, dtype=torch.bfloat16):
+    def __init__(self, kind, seed=0, dtype=torch.bfloat16):
+        self.requests, least, most, most_queries = BATCHES[kind]
         random = np.random.default_rng(seed)
-        keys = random.integers(100, 2001, REQUESTS)
-        queries = np.minimum(random.integers(1, most_queries + 1, REQUESTS), keys)
+        keys = random.integers(least, most + 1, self.requests)
+        queries = np.minimum(random.integers(1, most_queries + 1, self.requests), keys)
+        if most_queries == most:
+            queries = keys
         pages = -(-keys // PAGE)
         total = int(pages.sum())
         ids = random.permutation(total)
-        table = np.zeros((REQUESTS, int(pages.max())), np.int32)
+        table = np.zeros((self.requests, int(pages.max())), np.int32)
         taken = 0
         for row, count in enumerate(pages):
             table[row, :count] = ids[taken : taken + count]
@@ -58,7 +67,7 @@ class Batch:
 
     def expected(self):
         outputs = []
-        for row in range(REQUESTS):
+        for row in range(self.requests):
             length, count = int(self.keys[row]), int(self.queries[row])
             ids = self.table[row, : -(-length // PAGE)].long()
             key, value = (part[ids].reshape(-1, KV_HEADS, SIZE)[:length].float() for part in self.cache)
@@ -178,7 +187,7 @@ def grid(kind):
 
 def warm(kind, index, count):
     """Compile a share of the candidates in a process of its own, for the cache on disk."""
-    batch = Batch(1 if kind == "decode" else 64)
+    batch = Batch(kind)
     for tile, parts in grid(kind)[index::count]:
         try:
             ours(batch, tile, parts)()
@@ -205,21 +214,21 @@ def main():
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
     found = {"machine": machine(), "batches": {}}
-    for kind, most in (("decode", 1), ("mixed", 64)):
-        batch = Batch(most)
+    for kind in BATCHES:
+        batch = Batch(kind)
         candidates = {"attn-rocm": ours(batch)}
         try:
             candidates["aiter"] = aiters(batch)
         except ImportError as error:
             print(f"aiter is left out: {error}", file=sys.stderr)
-        if args.tune:
+        if args.tune and kind in ("decode", "mixed"):
             count = min(12, os.cpu_count() or 1)
             with ProcessPoolExecutor(count) as pool:
                 list(pool.map(warm, [kind] * count, range(count), [count] * count))
             for tile, parts in grid(kind):
                 candidates[f"{tuple(tile)} parts {parts}"] = ours(batch, tile, parts)
         rows = measure(batch, candidates, args.rounds)
-        found["batches"][kind] = rows
+        found["batches"][kind] = {"keys": int(batch.keys.sum()), "queries": int(batch.queries.sum()), "rows": rows}
         print(kind, f"keys {batch.keys.sum()}, queries {batch.queries.sum()}")
         for name, row in sorted(rows.items(), key=lambda item: item[1]["us"])[:24]:
             print(f"  {row['us']:8.1f} us  (least {row['min_us']:.1f})  error {row['error']:.1e}  {name}", flush=True)

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parent / "under_device"
-SLOW_THERE = "usual or smallest_and_largest_declared_block"  # many sizes; the slow tests have them
+SLOW_THERE = "usual or smallest_and_largest or many_requests or log_sum_exp_with or captured_sizes"
+"""Tests of the kit over many sizes and steps: left to the slow tests, and to a GPU."""
 
 
 def run(file, device, *options, **environ):

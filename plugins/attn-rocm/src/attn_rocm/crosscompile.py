@@ -187,7 +187,7 @@ def table(compiled: Iterator[Compiled]) -> str:
     cells: dict[str, dict[str, str]] = {}
     for one in compiled:
         kinds = sorted({word.split("_f32")[0].split(".sync")[0] for word in one.matrix})
-        parts = [" ".join(kinds) or "no matrix instruction", f"{one.lds_bytes / 1024:g} KiB"]
+        parts = [*kinds, f"{one.lds_bytes / 1024:g} KiB"]
         if one.scratch_bytes >= 0:
             parts.append(f"{one.registers} VGPRs" + (f", {one.scratch_bytes} B scratch" if one.scratch_bytes else ""))
         cells.setdefault(one.name, {})[one.arch] = ", ".join(parts)

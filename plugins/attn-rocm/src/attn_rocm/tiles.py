@@ -35,7 +35,7 @@ class Architecture(NamedTuple):
 
 _CDNA = (Tile(16, 64, 4, 1), Tile(64, 64, 4, 1), Tile(16, 32, 4, 1), Tile(64, 32, 4, 1))
 _RDNA = (Tile(16, 32, 8, 1), Tile(64, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 16, 8, 1))
-_CUDA = (Tile(16, 128, 4, 2), Tile(64, 64, 4, 2), Tile(16, 32, 4, 2), Tile(64, 32, 4, 2))
+_CUDA = (Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 32, 4, 3), Tile(64, 32, 4, 3))
 _INTERPRETER = (Tile(16, 128, 4, 1), Tile(128, 128, 4, 1)) * 2
 
 ARCHITECTURES = {

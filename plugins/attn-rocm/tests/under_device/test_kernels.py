@@ -66,6 +66,8 @@ class Case:
         if cache:
             keys = dataclasses.replace(keys, key_cache=on["cache"][0], value_cache=on["cache"][1], table=on["table"])
         if raw_rows:
+            for part in fresh:  # of the other rows they must not be read
+                part[int(self.starts[raw_rows]) :] = math.nan
             raw = [part.to(DEVICE) for part in fresh]
             keys = dataclasses.replace(keys, key=raw[0], value=raw[1], raw_starts=on["starts"], raw_rows=raw_rows)
         most = max(queries for _, queries in self.rows)
@@ -113,8 +115,8 @@ def scoring(**given):
     return launch.Scoring(**{"scale": 0.3, **given})
 
 
-MIXED = [(37, 1), (21, 21), (50, 9), (1, 1), (16, 3), (33, 17)]
-DECODES = [(37, 1), (1, 1), (16, 1), (50, 1), (17, 1)]
+MIXED = [(37, 1), (21, 21), (34, 9), (1, 1), (16, 3)]
+DECODES = [(37, 1), (1, 1), (16, 1)]
 LAYERS = {
     "plain": {},
     "window": {"window": 18},
@@ -140,11 +142,10 @@ def test_not_causal(layer):
     Case(rows).check(scoring(causal=False, **LAYERS[layer]), cache=False, raw_rows=3)
 
 
-@pytest.mark.parametrize("layer", ["plain", "window", "sinks", "all"])
-@pytest.mark.parametrize("splits", [2, 8])
+@pytest.mark.parametrize(("layer", "splits"), [("plain", 2), ("plain", 8), ("window", 2), ("sinks", 4), ("all", 8)])
 def test_split_keys(layer, splits, monkeypatch):
     """More parts than some sequences have tiles; a sequence without keys; padding."""
-    Case([*DECODES, (0, 1), (90, 1)], extra=2).check(
+    Case([*DECODES, (0, 1), (70, 1)], extra=2).check(
         scoring(**LAYERS[layer]), splits=splits, decode=True, monkeypatch=monkeypatch
     )
 
