@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # standin
+sys.path.insert(0, str(Path(__file__).parent))  # flash_standin
 
 
 @pytest.fixture(autouse=True)

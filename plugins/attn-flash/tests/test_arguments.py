@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import flash_standin as standin
 import pytest
-import standin
 import torch
 
 import attncore
 from attncore import AttentionRequest, Host
 from attncore.builder import CommonMetadataBuilder, InputBatch, KVCacheGroup, MetadataBuilder, Sequence, SequenceGroup
 from attncore.testing.engine import Engine
-
-BLOCK = {"2": 256, "4": 16}
 
 
 @pytest.fixture(params=["2", "4"])
@@ -29,16 +27,7 @@ def library(generation: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def backend(library: Any, generation: str) -> Any:
-    return create(generation)
-
-
-def create(generation: str, **fields: Any) -> Any:
-    request = AttentionRequest(
-        **{"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": "bfloat16", "backend": "flash",
-           "block_size": BLOCK[generation], **fields}
-    )  # fmt: skip
-    host = Host.assume("sm_90", packages=standin.packages(generation))
-    return attncore.select(request, host=host).create(device="cpu")
+    return standin.create(generation)
 
 
 def run(
@@ -55,7 +44,7 @@ def run(
 
 
 def test_decodes_are_one_call_over_the_cache(backend: Any, generation: str) -> None:
-    size = BLOCK[generation]
+    size = standin.BLOCK[generation]
     [(entry, given)] = run(backend, {"a": 3, "b": size}, {"a": 1, "b": 1})
     assert entry == ("with_kvcache" if generation == "2" else "varlen")
     assert given["q"].shape == (2, 1, 4, 16)
@@ -100,7 +89,7 @@ def test_prompts_attend_over_this_step_s_keys(backend: Any) -> None:
 def test_chunks_attend_over_the_cache(backend: Any, generation: str) -> None:
     [(entry, given)] = run(backend, {"a": 7}, {"a": 5, "b": 3})
     assert entry == "varlen"
-    assert given["k"].shape[1:] == (BLOCK[generation], 2, 16)
+    assert given["k"].shape[1:] == (standin.BLOCK[generation], 2, 16)
     assert given["cu_seqlens_q"].tolist() == [0, 5, 8]
     if generation == "2":
         assert given["cu_seqlens_k"].tolist() == [0, 12, 15]
@@ -177,7 +166,7 @@ def test_a_decode_function_that_waits_is_not_called(backend: Any, library: Any) 
 
 
 def test_a_captured_size_has_the_largest_bounds(backend: Any, generation: str) -> None:
-    size = BLOCK[generation]
+    size = standin.BLOCK[generation]
     batch = InputBatch(max_num_reqs=4, max_model_len=4 * size, block_size=size)
     builder = MetadataBuilder(batch, backend, max_num_batched_tokens=64, decode_threshold=3)
     impl, cache = backend.impl("layers.0", scale=0.25), backend.allocate_kv_cache(16)
@@ -195,7 +184,7 @@ def test_a_captured_size_has_the_largest_bounds(backend: Any, generation: str) -
 
 
 def test_manager_blocks_of_512_are_expanded_to_256(library: Any, generation: str) -> None:
-    backend = create(generation, block_size=256, manager_block_size=512)
+    backend = standin.create(generation, block_size=256, manager_block_size=512)
     batch = InputBatch(max_num_reqs=2, max_model_len=2048, groups=[KVCacheGroup("all", 512, kernel_block_size=256)])
     builder = MetadataBuilder(batch, backend, max_num_batched_tokens=2048)
     batch.add_request("a", {"all": [2, 1]})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import flash_standin as standin
 import pytest
-import standin
 import torch
 
 from attncore import Host

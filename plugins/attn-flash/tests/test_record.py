@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import flash_standin as standin
 import pytest
-import standin
 import torch
 from attn_flash import doctor, probe, record
 from attn_flash.record import Record

@@ -13,8 +13,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import flash_standin as standin
 import pytest
-import standin
 from attn_flash import record
 
 CASES = [

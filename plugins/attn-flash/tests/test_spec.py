@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import flash_standin as standin
 import pytest
-import standin
 
 import attncore
 from attncore import AttentionRequest, Host, Reason

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import flash_standin as standin
 import pytest
-import standin
 import torch
-from test_arguments import BLOCK, create
 
 from attncore.builder import CascadeRule, CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
 from attncore.dense import dense_attention
@@ -32,8 +31,8 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def test_advance_step_over_the_edge_of_a_block(generation: str) -> None:
     torch.manual_seed(0)
-    size = BLOCK[generation]
-    backend = create(generation)
+    size = standin.BLOCK[generation]
+    backend = standin.create(generation)
     impl, cache = backend.impl("layers.0", scale=0.25), backend.allocate_kv_cache(16)
     lengths, tables = [size - 2, 3], [[1], [2]]
     said: list[list[torch.Tensor]] = [[], []]
@@ -64,8 +63,8 @@ def test_a_cascade_gives_what_one_pass_gives(generation: str, features: dict[str
     if "sinks" in features and generation == "2":
         pytest.skip("generation 2 has no sinks")
     torch.manual_seed(0)
-    size = BLOCK[generation]
-    backend = create(generation)
+    size = standin.BLOCK[generation]
+    backend = standin.create(generation)
     impl, cache = backend.impl("layers.0", scale=0.25, **features), backend.allocate_kv_cache(32)
     batch = InputBatch(max_num_reqs=4, max_model_len=8 * size, block_size=size)
     builder = MetadataBuilder(batch, backend, max_num_batched_tokens=16 * size)
@@ -85,7 +84,7 @@ def test_a_cascade_gives_what_one_pass_gives(generation: str, features: dict[str
 
 
 def test_a_layer_whose_queries_see_the_prefix_differently_has_no_cascade(generation: str) -> None:
-    backend = create(generation)
+    backend = standin.create(generation)
     impl = backend.impl("layers.0", scale=0.25, sliding_window=8)
     with pytest.raises(ValueError, match="cascade: this layer has a window"):
         impl.forward_cascade(*tensors(1), None, None, None)

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import attncore
+from attncore import AttentionRequest, Host
+
 NAN = float("nan")
 
 
@@ -225,3 +228,17 @@ def packages(*generations: str) -> dict[str, str]:
     for generation in generations:
         known |= PACKAGES[generation]
     return known
+
+
+BLOCK = {"2": 256, "4": 16}
+"""A block size of each generation."""
+
+
+def create(generation: str, **fields: Any) -> Any:
+    """A small backend of an assumed H100 that has this generation, on the CPU."""
+    request = AttentionRequest(
+        **{"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": "bfloat16", "backend": "flash",
+           "block_size": BLOCK[generation], **fields}
+    )  # fmt: skip
+    host = Host.assume("sm_90", packages=packages(generation))
+    return attncore.select(request, host=host).create(device="cpu")
