@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         AttentionState,
         AttentionType,
         BackendConfig,
+        LayerFeatures,
+        PlanKey,
     )
     from attncore.builder import (
         CommonAttentionMetadata,
@@ -76,10 +78,12 @@ __all__ = [
     "InputBatch",
     "JointChoice",
     "KVCacheGroup",
+    "LayerFeatures",
     "MetadataBuilder",
     "MultipleOf",
     "NoBackendError",
     "Option",
+    "PlanKey",
     "PluginError",
     "Reason",
     "Sequence",
@@ -99,7 +103,7 @@ __all__ = [
 _HOMES = {
     "abstract": (
         "AttentionBackend AttentionImpl AttentionLayer AttentionMetadata AttentionMetadataBuilder AttentionState "
-        "AttentionType BackendConfig"
+        "AttentionType BackendConfig LayerFeatures PlanKey"
     ),
     "builder": (
         "CommonAttentionMetadata CommonAttentionState CommonMetadataBuilder InputBatch KVCacheGroup MetadataBuilder "

@@ -9,7 +9,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Required, TypedDict
 
 from attncore._aliases import FirstGenerationNames
 from attncore._frozen import FrozenMap
@@ -112,6 +112,21 @@ class PlanKey(NamedTuple):
     """Layers of the types ``encoder`` and ``encoder_only`` read no cache: a library that plans paged attention alone
     plans nothing for them.
     """
+
+
+class LayerFeatures(TypedDict, total=False):
+    """What ``backend.impl`` hands to a layer's class: a subclass with an ``__init__`` of its own takes them as
+    ``**features: Unpack[LayerFeatures]`` and passes them on.
+    """
+
+    scale: Required[float]
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    alibi_slopes: Sequence[float] | Tensor | None
+    sinks: Sequence[float] | Tensor | None
+    k_scale: float
+    v_scale: float
+    attn_type: AttentionType
 
 
 class AttentionMetadata(Protocol):

@@ -7,7 +7,7 @@ library does.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attncore import kv_cache as paged
 from attncore import reference_checks as checks
-from attncore.abstract import AttentionBackend, AttentionImpl, AttentionType
+from attncore.abstract import AttentionBackend, AttentionImpl, AttentionType, LayerFeatures
 from attncore.encoder_attention import CrossRows, among_themselves
 from attncore.paged_attention import Answer, CausalRows, Paged
 from attncore.scoring import Scoring
@@ -29,44 +29,20 @@ if TYPE_CHECKING:
 class ReferenceImpl(AttentionImpl):
     """One layer's attention. See ``forward``."""
 
-    def __init__(
-        self,
-        backend: AttentionBackend,
-        layer_name: str,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logits_soft_cap: float | None = None,
-        alibi_slopes: Sequence[float] | Tensor | None = None,
-        sinks: Sequence[float] | Tensor | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-        attn_type: AttentionType = AttentionType.DECODER,
-    ) -> None:
-        super().__init__(
-            backend,
-            layer_name,
-            scale=scale,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            attn_type=attn_type,
-        )
-        for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
+    def __init__(self, backend: AttentionBackend, layer_name: str, **features: Unpack[LayerFeatures]) -> None:
+        super().__init__(backend, layer_name, **features)
+        for name, factor in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
             if factor != 1.0:
                 raise ValueError(
                     f"{name}: {factor} found; the reference backend keeps no scaled cache, so leave it at 1.0"
                 )
         self._scoring = Scoring(
-            scale=scale,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            alibi_slopes=checks.per_head("alibi_slopes", alibi_slopes, backend.config),
-            sinks=checks.per_head("sinks", sinks, backend.config),
-            causal=attn_type is AttentionType.DECODER,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            logits_soft_cap=self.logits_soft_cap,
+            alibi_slopes=checks.per_head("alibi_slopes", self.alibi_slopes, backend.config),
+            sinks=checks.per_head("sinks", self.sinks, backend.config),
+            causal=self.attn_type is AttentionType.DECODER,
         )
 
     def forward(

@@ -5,6 +5,7 @@ import inspect
 import pathlib
 import re
 import sys
+import typing
 
 import attncore
 from attncore import slots
@@ -45,6 +46,8 @@ def lines(name):
 
 
 def heading(name, value):
+    if typing.is_typeddict(value):
+        return f"{name}({', '.join(value.__annotations__)})"
     return name if getattr(value, "_is_protocol", False) or hasattr(value, "__members__") else signature(name, value)
 
 

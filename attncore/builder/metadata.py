@@ -128,6 +128,12 @@ class CommonAttentionMetadata:
     """Whether the list door built it: capped windows, plain prompts without a table."""
     advanced: int = 0
     """How often ``advance_step`` moved it on."""
+    builder: Any = None
+    """The MetadataBuilder whose step this is (persistent door): a library that keeps something for each of its builders
+    tells them apart by it."""
+    page_buffer: Any = None
+    """int32 on the device, all that page indices are ever written to by this builder: the same tensor in every step,
+    where a plan may point a kernel before the indices are there (persistent door, steps that are sent to a device)."""
     _source: Any = None
     """(builder, groups) of a step of the list door: ``advance_step`` reads the whole tables there."""
 

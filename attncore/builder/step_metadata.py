@@ -120,12 +120,13 @@ class StepMetadata(CommonAttentionMetadata):
 
     def __init__(
         self, arena: Any, group: str, fields: Arrays, tables: Mapping[str, BlockTable], rows: Any, wrap: Wrap,
-        device: Mapping[str, Any] | None, pages: Callable[[Any], Any] | None, owner: Owner, extra: Mapping[str, str],
-        *, padded: bool,
+        device: Mapping[str, Any] | None, pages: Callable[[Any], Any] | None, buffer: Callable[[], Any] | None,
+        owner: Owner, extra: Mapping[str, str], *, padded: bool,
     ) -> None:  # fmt: skip
         super().__init__(_HostFields(arena, fields, tables, rows, extra), wrap)
         self._extra = extra
         self._arena, self._fields, self._device, self._pages = arena, fields, device, pages
+        self._buffer = buffer
         self.group, self.use_cuda_graph, self._owner = group, padded, owner
 
     def __getattr__(self, name: str) -> Any:
@@ -147,6 +148,16 @@ class StepMetadata(CommonAttentionMetadata):
         if self._pages is not None:
             return self._pages(self)
         return self._this_step("_indices", lambda: self._wrap(self.host.paged_kv_indices))
+
+    @property
+    def builder(self) -> Any:
+        """The MetadataBuilder whose step this is."""
+        return self._owner
+
+    @property
+    def page_buffer(self) -> Any:
+        """int32 on the device: all that ``paged_kv_indices`` are ever slices of; None where steps are not sent."""
+        return None if self._buffer is None else self._buffer()
 
     def record(self) -> None:
         """Called first inside the capture of a graph over this metadata (``builder.capture``).
@@ -279,18 +290,19 @@ def step_metadata(
         if batch._cross is not None:
             tables["cross_block_table"] = batch._cross
         fields = _fields_of(views, index, group.cross, batch._cross is not None)
-        on_device = pages = None
+        on_device = pages = buffer = None
         if device is not None:
             on_device = _fields_of(device, index, group.cross, batch._cross is not None)
             if side is None:
                 on_device = {name: wrap(array) for name, array in on_device.items()}
         if side is not None and on_device is not None:
             on_device["block_table"], pages = side.tables[index], partial(side.pages_of, index)
+            buffer = partial(side.page_buffer, index)
             if batch._cross is not None:
                 on_device["cross_block_table"] = side.tables[-1]
         kind = CrossStepMetadata if group.cross else StepMetadata
         groups[group.name] = kind(
-            arena, group.name, fields, tables, batch._rows, wrap, on_device, pages, owner, extra, padded=padded
+            arena, group.name, fields, tables, batch._rows, wrap, on_device, pages, buffer, owner, extra, padded=padded
         )
     first = groups[batch.groups[0].name]
     for metadata in groups.values():

@@ -383,3 +383,17 @@ def test_two_builders_run_in_two_threads(staging):
     finally:
         sys.setswitchinterval(before)
     assert found == [[one] * 5 for one in expected]
+
+
+def test_a_plan_finds_its_builder_and_where_page_indices_will_be(batch):
+    made = MetadataBuilder(batch, max_num_batched_tokens=32, staging="copy")
+    step = made.build()
+    pages, buffer = step.paged_kv_indices.tolist(), step.page_buffer
+    assert step.builder is made
+    assert buffer[: len(pages)].tolist() == pages
+    assert buffer.numel() >= batch.max_num_reqs * 4
+    step = made.build()
+    assert step.page_buffer is buffer
+    made.close()
+    read_in_place = MetadataBuilder(batch, max_num_batched_tokens=32).build()
+    assert read_in_place.page_buffer is None
