@@ -48,9 +48,9 @@ class Plan:
         """Whether the metadata's step is still what this was made for."""
         if self.lengths is not metadata.seq_lens or self.table is not metadata.block_table:
             return False
+        if self.step is not None:  # a step with prefills of the persistent door
+            return bool(self.step == metadata.step)
         if not self.above < metadata.max_seq_len <= self.longest:
             return False
-        if self.ones:  # as many rows and tokens as then: a token each again
-            return True
-        counts = metadata.num_prefills, metadata.max_query_len, metadata.use_cuda_graph
-        return self.counts == counts and (self.step is None or self.step == metadata.step)
+        # With as many rows and tokens as then, and one a row, it is that again.
+        return self.ones or self.counts == (metadata.num_prefills, metadata.max_query_len, metadata.use_cuda_graph)
