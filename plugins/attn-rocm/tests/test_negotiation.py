@@ -46,6 +46,7 @@ def test_another_device_is_a_reason(device, monkeypatch):
     assert f"device {name} not supported by" in text
     assert "rocm:gfx942" in text
     assert "supported by torch" not in text
+    assert "taken only where" not in text, "the device is reason enough"
 
 
 @pytest.mark.parametrize("device", [*CDNA, *RDNA])

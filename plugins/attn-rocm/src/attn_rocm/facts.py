@@ -164,6 +164,8 @@ def _check(variant: str, *others: Check) -> Check:
     """Whether this variant is asked for, and the checks that only it has."""
 
     def check(request: AttentionRequest, host: Host) -> Iterator[Reason]:
+        if host.arch not in ARCHITECTURES and settings.dev_device() is None:
+            return  # the device is reason enough
         given = request.options.get(NAME, {}).get("kernel")
         asked = settings.kernel() if given is None else given
         if asked == "auto":
