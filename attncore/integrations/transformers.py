@@ -10,6 +10,7 @@ whom. With one, its search for packed sequences would wait for the device in eve
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 
 NAME = "attncore"
 """The attention implementation's name: ``model.set_attn_implementation("attncore")``."""
+
+_LAYER_TYPES = frozenset(("full_attention", "sliding_attention", "moe", "sparse", "dense"))
+"""Of a configuration: layers that keep nothing but keys and values, and see all of them or a window; and MLPs."""
+_BEYOND = ("position_bias", "indices", "block_indices")
+"""What some models pass to their attention beside scale, window, cap and sinks, and no backend takes."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,11 @@ def attention_layers(model: Any) -> tuple[ModelLayer, ...]:
     """The attention layers of a model of transformers, in the order in which it runs them.
 
     Runs the model over one token, without a cache, and records what every layer passes to its attention. ValueError
-    where none does, since the model then has attention code of its own.
+    where none does, since the model then has attention code of its own, and for models that would say something else
+    when their requests run as one row over paged caches: recurrent layers, chunked attention, an encoder beside a
+    decoder, positions of their own, causal layers that run twice.
     """
+    _refuse(model)
     recorder = _Recorder({module: name for name, module in model.named_modules()})
     before, _here.context = _here.context, recorder
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
@@ -91,7 +100,26 @@ def attention_layers(model: Any) -> tuple[ModelLayer, ...]:
         _here.context = before
     if not recorder.layers:
         raise ValueError(f"model: no layer of {type(model).__name__} calls transformers' attention interface")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"model: {type(model).__name__} takes no position_ids and counts tokens by itself, so that requests "
+            "cannot run as one row"
+        )
     return tuple(recorder.layers.values())
+
+
+def _refuse(model: Any) -> None:
+    """ValueError for a model some of whose layers no paged cache and no metadata of a step serve."""
+    name, whole = type(model).__name__, model.config
+    config = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
+    if getattr(whole, "is_encoder_decoder", False):
+        raise ValueError(f"model: {name} has an encoder beside its decoder; run models of one of them")
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if others or getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"model: {name} has layers of type {', '.join(others) or 'recurrent'}; attncore runs full and sliding "
+            "attention, and keeps no other state of a request"
+        )
 
 
 def select_for_model(
@@ -216,6 +244,13 @@ class _Recorder:
         scale, causal = asked.get("scaling"), asked.get("is_causal")
         if causal is None:
             causal = getattr(module, "is_causal", True)
+        beyond = [kind for kind in _BEYOND if asked.get(kind) is not None]
+        if beyond:
+            raise ValueError(f"layer {name}: it passes {beyond[0]} to its attention, which no backend takes")
+        if causal and name in self.layers:
+            raise ValueError(
+                f"layer {name}: it runs twice in a forward pass; its second keys would replace the first in its cache"
+            )
         self.layers[name] = ModelLayer(
             name,
             module,

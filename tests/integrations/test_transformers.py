@@ -8,7 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from integrations.models import DECODERS, decoder, encoder, greedy  # noqa: E402
+import transformers  # noqa: E402
+from integrations.models import DECODERS, SHAPE, decoder, encoder, greedy  # noqa: E402
 
 from attncore import InputBatch, MetadataBuilder, NoBackendError  # noqa: E402
 from attncore.integrations.transformers import (  # noqa: E402
@@ -145,3 +146,57 @@ def test_a_model_with_attention_of_its_own_is_said():
 
     with pytest.raises(ValueError, match="model: no layer of Own calls transformers' attention interface"):
         attention_layers(Own())
+
+
+def _other(kind, config, **more):
+    shape = {name: size for name, size in SHAPE.items() if name not in ("num_hidden_layers", "intermediate_size")}
+    return getattr(transformers, kind)(getattr(transformers, config)(**{**shape, **more})).eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "more", "says"),
+    [
+        (
+            "Lfm2ForCausalLM",
+            "Lfm2Config",
+            {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "intermediate_size": 96},
+            "model: Lfm2ForCausalLM has layers of type conv",
+        ),
+        (
+            "Llama4ForCausalLM",
+            "Llama4TextConfig",
+            {"num_hidden_layers": 2, "num_local_experts": 2, "intermediate_size": 96, "pad_token_id": 0},
+            "model: Llama4ForCausalLM has layers of type chunked_attention",
+        ),
+        (
+            "BartForCausalLM",
+            "BartConfig",
+            {"d_model": 64, "decoder_layers": 1, "decoder_ffn_dim": 96},
+            "model: BartForCausalLM takes no position_ids",
+        ),
+        (
+            "BartForConditionalGeneration",
+            "BartConfig",
+            {"d_model": 64, "decoder_layers": 1, "encoder_layers": 1, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96},
+            "model: BartForConditionalGeneration has an encoder beside its decoder",
+        ),
+        (
+            "T5EncoderModel",
+            "T5Config",
+            {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4},
+            "layer encoder.block.0.layer.0.SelfAttention: it passes position_bias",
+        ),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_model_that_would_say_something_else_is_refused(kind, config, more, says):
+    with pytest.raises(ValueError) as caught:
+        attention_layers(_other(kind, config, **more))
+    assert str(caught.value).startswith(says)
+
+
+def test_a_causal_layer_that_runs_twice_is_refused():
+    model = decoder("llama")
+    model.model.layers[1] = model.model.layers[0]
+    with pytest.raises(ValueError, match=r"layer model\.layers\.0\.self_attn: it runs twice in a forward pass"):
+        attention_layers(model)
