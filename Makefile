@@ -9,6 +9,7 @@ PEER_VERSIONS := 0.8.5.post1 0.18.1
 PLUGINS := $(wildcard plugins/attn-*)
 # Kernel libraries as far as they go without a GPU: without their own requirements, which are CUDA's and several GB.
 KERNELS := triton flashinfer-python apache-tvm-ffi
+SOURCES := $(CURDIR)/$(VENV)/sources
 KERNEL_NEEDS := click filelock jinja2 nvidia-ml-py packaging requests tqdm
 TRACE := ../shared/traces/azure_llm_2023_conv.csv.gz
 
@@ -49,6 +50,17 @@ $(VENV)/.plugins: $(VENV)/.built $(wildcard plugins/*/pyproject.toml)
 	$(PIP) install -q --no-build-isolation --no-deps $(patsubst %,-e %,$(PLUGINS))
 	touch $@
 
+# Read, not imported: tests compare the signatures of attn-flash's stand-ins with them.
+$(VENV)/.sources: $(VENV)/.deps
+	rm -rf $(SOURCES) && mkdir -p $(SOURCES)/2 $(SOURCES)/4
+	$(PIP) install -q --no-deps --no-compile --target $(SOURCES)/4 -c constraints.txt --pre flash-attn-4 \
+		|| echo "no source of flash-attn-4 here: its signature test is skipped"
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(PIP) download -q --no-deps --no-binary=flash-attn --no-build-isolation \
+		-c constraints.txt -d $(SOURCES) flash-attn \
+		&& tar -C $(SOURCES)/2 --strip-components=1 -xzf $(SOURCES)/flash_attn-*.tar.gz --wildcards '*/flash_attn/*.py' \
+		|| echo "no source of flash-attn here: its signature tests are skipped"
+	touch $@
+
 demo: $(VENV)/.built
 	@if [ -f $(TRACE) ]; then $(BIN)/attncore replay $(TRACE) --requests 300; else $(BIN)/attncore replay; fi
 
@@ -60,11 +72,11 @@ lint: $(VENV)/.deps
 types: $(VENV)/.plugins
 	$(BIN)/mypy
 
-test: $(VENV)/.plugins lint types
-	ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not slow"
+test: $(VENV)/.plugins $(VENV)/.sources lint types
+	ATTN_FLASH_SOURCES=$(SOURCES)/4:$(SOURCES)/2 ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not slow"
 
-test-all: $(VENV)/.plugins lint types
-	ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+test-all: $(VENV)/.plugins $(VENV)/.sources lint types
+	ATTN_FLASH_SOURCES=$(SOURCES)/4:$(SOURCES)/2 ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
 
 # -P: the attncore that is installed there, not the source tree, which has no compiled extension.
 test-gpu:
