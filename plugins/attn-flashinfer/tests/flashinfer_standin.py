@@ -424,6 +424,9 @@ def xqa_batch_decode_with_kv_cache(
     if kv_layout == "HND":
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     out = torch.empty_like(query) if out is None else out
+    for tensor in (query, block_tables, seq_lens, out):
+        if not tensor.is_contiguous():
+            raise ValueError(f"XQA takes no strides: {tuple(tensor.shape)} {tensor.stride()}")
     for row, length in enumerate(seq_lens.tolist()):
         chosen = block_tables[row, : -(-length // keys.shape[1])].long()
         read = [half[chosen].flatten(0, 1)[:length].float() for half in (keys, values)]

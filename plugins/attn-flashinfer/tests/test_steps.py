@@ -183,6 +183,34 @@ def test_xqa_in_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not recorder.of("fast_decode_plan")
 
 
+def test_xqa_reads_a_query_with_gaps() -> None:
+    """Slices of a fused tensor: XQA takes an address alone."""
+    backend = standin.backend(block_size=16, options={"decode": "xqa"})
+    impl = backend.impl("layers.0", scale=0.5)
+    cache = backend.allocate_kv_cache(4)
+    batch = InputBatch(max_num_reqs=2, max_model_len=32, block_size=16)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8)
+    for name, block in (("a", 1), ("b", 2)):
+        batch.add_request(name, [block], 3)
+    fused = torch.randn(2, 8, 64, dtype=torch.bfloat16)
+    parts = fused[:, :4], fused[:, 4:6], fused[:, 6:]
+    metadata = builder.build()
+    found = impl.forward(*parts, cache, metadata)
+    torch.testing.assert_close(found, impl.forward(*(part.contiguous() for part in parts), cache, metadata))
+
+
+def test_drafts_in_captured_sizes_beside_xqa() -> None:
+    """All sizes are captured first, and their layers run afterwards."""
+    backend = standin.backend(block_size=16, options={"decode": "xqa"})
+    impl = backend.impl("layers.0", scale=0.5)
+    cache = backend.allocate_kv_cache(4)
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=16)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=16, decode_threshold=3, staging="copy")
+    for metadata in [builder.capture(size, 3) for size in (4, 2)]:
+        tensors = [torch.randn(metadata.num_tokens, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+        assert impl.forward(*tensors, cache, metadata).shape == (metadata.num_tokens, 4, 64)
+
+
 def test_a_shared_prefix_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_flashinfer import backend as module
 
@@ -216,6 +244,23 @@ def test_more_workspace_is_taken_where_a_plan_asks() -> None:
     recorder.asks = 5 << 20
     with pytest.raises(ValueError, match="max_workspace_mib: the plan asks for 5 MiB, 4 are allowed"):
         engine.step({0: 1})
+
+
+def test_a_workspace_that_cannot_grow_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next plan asks again, and gets it where there is room by then."""
+    workspace = standin.backend(options={"workspace_mib": 1}).workspace
+    buffer, empty = workspace.buffer, torch.empty
+
+    def full(*args: Any, **keywords: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        workspace.reserve(2 << 20)
+    monkeypatch.setattr(torch, "empty", empty)
+    assert workspace.buffer is buffer
+    workspace.reserve(2 << 20)
+    assert workspace.buffer.numel() == 2 << 20
 
 
 def test_a_step_that_was_not_planned_last_is_refused() -> None:

@@ -13,7 +13,6 @@ from attn_flashinfer.cascade import Cascade
 from attn_flashinfer.pages import Pages
 from attn_flashinfer.wrappers import CapturedDecode, EagerAppend, EagerDecode, Kind
 from attn_flashinfer.xqa import XqaDecode
-from attncore import CaptureError
 from attncore.builder.step_metadata import StepMetadata
 
 if TYPE_CHECKING:
@@ -93,9 +92,10 @@ class KeyPlans:
         if planned is not None and metadata.host is planned.host:
             return step
         if metadata.use_cuda_graph:
-            if self._plans_no_decode:
-                return self._unplanned(metadata, metadata.num_tokens // metadata.num_reqs)
-            captured = self._captured.get(_place(metadata)) or self._list_door.get(metadata.num_reqs)
+            place = _place(metadata)
+            if self._plans_no_decode and place[1] == 1:
+                return self._unplanned(metadata)
+            captured = self._captured.get(place) or self._list_door.get(metadata.num_reqs)
             if captured is not None:
                 return StepPlan(_nothing, (Part(captured.run, 0, captured.num_reqs * captured.query_len),))
         raise ValueError(
@@ -113,16 +113,14 @@ class KeyPlans:
         place = _place(metadata)
         num_reqs, query_len, _ = place
         if self._plans_no_decode and query_len == 1:
-            return self._unplanned(metadata, query_len)
+            return self._unplanned(metadata)
         captured = self._captured.get(place)
         if captured is None:
             captured = self._captured[place] = self._capture(metadata, query_len, pages.indices)
         captured.plan(pages)
         return StepPlan(ref(metadata), (Part(captured.run, 0, num_reqs * query_len),))
 
-    def _unplanned(self, metadata: Any, query_len: int) -> StepPlan:
-        if query_len != 1:
-            raise CaptureError(f"capture: decode=xqa captures decodes of one token, not of {query_len}")
+    def _unplanned(self, metadata: Any) -> StepPlan:
         return StepPlan(ref(metadata), (self._xqa(metadata, 0, metadata.num_reqs, 0),))
 
     def _capture(self, metadata: Any, query_len: int, indices: Any) -> CapturedDecode:

@@ -51,9 +51,10 @@ class Workspace:
             )
         if self.device.startswith("cuda"):
             torch.cuda.synchronize(self.device)
-        self._nbytes, self._buffer = nbytes, None
+        larger = torch.empty(nbytes, dtype=torch.uint8, device=self.device)  # where there is no room, nothing changes
+        self._nbytes, self._buffer = nbytes, larger
         for wrapper, int_buffer in list(self._movable.items()):
-            wrapper.reset_workspace_buffer(self.buffer, int_buffer)
+            wrapper.reset_workspace_buffer(larger, int_buffer)
 
 
 def _mib(nbytes: int) -> int:

@@ -49,7 +49,7 @@ class XqaDecode:
         table, seq_lens = self._read
         kind = self._kind
         self._library.xqa(
-            query,
+            query.contiguous(),  # of the tensors it takes, XQA asks the caches alone for their strides
             caches,
             self._memory,
             table,
