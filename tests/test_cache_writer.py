@@ -7,7 +7,8 @@ torch = pytest.importorskip("torch")
 from attncore.cache_writer import CacheWriter  # noqa: E402
 
 BLOCKS, SIZE, HEADS, HEAD, HEAD_V = 5, 4, 3, 16, 8
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 SLOTS = [7, -1, 0, 19, -1, 12]
 
@@ -61,6 +62,7 @@ def test_numbers_beyond_an_fp8_cache_are_cut_off(dtype, largest, device):
     assert views[1][1, 1].float().unique().tolist() == [-largest]
 
 
+@NO_CUDA
 @pytest.mark.gpu
 def test_a_capture_and_no_synchronisation():
     views = caches("pages", torch.bfloat16, "cuda")

@@ -11,7 +11,7 @@ from integrations.models import DECODERS, decoder  # noqa: E402
 from attncore import NoBackendError  # noqa: E402
 from attncore.integrations.transformers import attncore_context, select_for_model  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SHAPE = {"head_dim": 128, "hidden_size": 256, "num_hidden_layers": 3}
 LENGTHS = (1, 17, 60, 200)
 

@@ -1,0 +1,66 @@
+"""Compiles, in parallel, the FlashInfer modules that this plugin's tests and benchmarks ask for.
+
+    python build_modules.py [main] [xqa]
+
+Needs nvcc and ninja. FlashInfer 0.7's functions that describe a module are private, so that this is a script for
+developers: a user's modules come ahead of time by flashinfer-jit-cache, or at first use.
+"""
+
+import sys
+import time
+from functools import partial
+
+import torch
+from flashinfer.jit.attention.modules import _gen_batch_prefill_primary_module, gen_batch_decode_module
+from flashinfer.jit.cascade import gen_cascade_module
+from flashinfer.jit.core import build_jit_specs
+from flashinfer.jit.xqa import gen_xqa_module
+
+BF16, FP16, E4M3, INT32 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int32
+
+
+def prefill(dtype, cache, size, window=False, cap=False):
+    return _gen_batch_prefill_primary_module("fa2", dtype, cache, dtype, INT32, size, size, 0, window, cap, False)
+
+
+def decode(dtype, cache, size, window=False, cap=False):
+    return gen_batch_decode_module(dtype, cache, dtype, INT32, size, size, 0, window, cap)
+
+
+def xqa(cache, size, group, window=False, page=16):
+    return gen_xqa_module(BF16, cache, page, size, group, window, BF16, 1, False)
+
+
+MODULES = {
+    "main": [
+        partial(prefill, BF16, BF16, 64),
+        partial(prefill, BF16, BF16, 64, window=True),
+        partial(prefill, BF16, BF16, 64, cap=True),
+        partial(prefill, BF16, BF16, 64, window=True, cap=True),
+        partial(prefill, BF16, E4M3, 64),
+        partial(prefill, FP16, FP16, 64),
+        partial(prefill, BF16, BF16, 128),
+        partial(prefill, BF16, BF16, 128, window=True),
+        partial(prefill, BF16, BF16, 128, cap=True),
+        partial(prefill, BF16, BF16, 128, window=True, cap=True),
+        partial(prefill, BF16, BF16, 256),
+        gen_cascade_module,
+        partial(decode, BF16, BF16, 64),
+        partial(decode, BF16, BF16, 64, window=True),
+        partial(decode, BF16, BF16, 128),
+    ],
+    "xqa": [
+        partial(xqa, BF16, 64, 2),
+        partial(xqa, BF16, 64, 2, window=True),
+        partial(xqa, E4M3, 64, 2),
+        partial(xqa, BF16, 128, 4),
+    ],
+}
+
+if __name__ == "__main__":
+    wanted = sys.argv[1:] or ["main"]
+    if unknown := [name for name in wanted if name not in MODULES]:
+        sys.exit(f"{unknown[0]}: no such set; choose of {', '.join(MODULES)}")
+    start = time.time()
+    build_jit_specs([make() for name in wanted for make in MODULES[name]], verbose=False)
+    print(f"{', '.join(wanted)}: {time.time() - start:.0f} s")
