@@ -55,7 +55,8 @@ class DeviceSide:
         self.page_lists = list(page_lists)
         self.why = "asked for"
         self.host_tables = list(tables)
-        self.tables = [torch.zeros(table.array.shape, dtype=torch.int32, device=device) for table in tables]
+        with torch.inference_mode(False):  # steps are sent in that mode and outside of it
+            self.tables = [torch.zeros(table.array.shape, dtype=torch.int32, device=device) for table in tables]
         self._page_indices: list[Any] = [None] * len(self.tables)
         self._places: dict[Size, Any] = {}
         self.ticket = False
@@ -72,7 +73,8 @@ class DeviceSide:
         """Takes the device arena and an event for each of the ring's arenas."""
         torch = self._torch
         self._ring = ring
-        self._arena = torch.zeros(ring.arena_nbytes, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):
+            self._arena = torch.zeros(ring.arena_nbytes, dtype=torch.uint8, device=self.device)
         self._pinned = [torch.from_numpy(memory) for memory in ring.memory]
         if self._cuda:  # graphs and copies know the memory by its address only: dropped, it stays
             self._keeper = weakref.finalize(self, _KEPT.append, (ring.memory, self._arena, self.tables))
@@ -312,7 +314,8 @@ class DeviceSide:
     def page_buffer(self, index: int) -> Any:
         """The whole buffer that page indices are written to: int32[rows * width], at a fixed address."""
         if self._page_indices[index] is None:
-            self._page_indices[index] = self._torch.zeros(
-                self.tables[index].numel(), dtype=self._torch.int32, device=self.device
-            )
+            with self._torch.inference_mode(False):
+                self._page_indices[index] = self._torch.zeros(
+                    self.tables[index].numel(), dtype=self._torch.int32, device=self.device
+                )
         return self._page_indices[index]

@@ -206,7 +206,8 @@ class GraphBuffers:
             import torch
 
             pinned = device.startswith("cuda")
-            self._device = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+            with torch.inference_mode(False):  # steps are written in that mode and outside of it
+                self._device = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
             arenas = []
             for _ in range(STAGING_DEPTH if pinned else 1):
                 tensor = torch.zeros(self.nbytes, dtype=torch.uint8, pin_memory=pinned)

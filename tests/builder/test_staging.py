@@ -385,6 +385,24 @@ def test_two_builders_run_in_two_threads(staging):
     assert found == [[one] * 5 for one in expected]
 
 
+@pytest.mark.parametrize("made_inside", [True, False])
+def test_a_builder_works_in_inference_mode_and_outside_of_it(made_inside):
+    """Engines run models in it, and may build, capture or warm up there first."""
+    import torch
+
+    backend = Backend(CONFIG)
+    inside, outside = torch.inference_mode(made_inside), torch.inference_mode(not made_inside)
+    with inside:
+        batch = InputBatch(max_num_reqs=2, max_model_len=32, block_size=4)
+        builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8, staging="copy")
+        batch.add_request("a", [3, 5], 4)
+        assert builder.build().paged_kv_indices.tolist() == [3, 5]
+    with outside:
+        metadata = builder.build()
+        assert metadata.paged_kv_indices.tolist() == [3, 5]
+        assert metadata.slot_mapping.tolist() == [21]
+
+
 def test_a_plan_finds_its_builder_and_where_page_indices_will_be(batch):
     made = MetadataBuilder(batch, max_num_batched_tokens=32, staging="copy")
     step = made.build()
