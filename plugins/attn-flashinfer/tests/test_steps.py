@@ -277,6 +277,40 @@ def test_a_step_that_was_not_planned_last_is_refused() -> None:
     assert impl.forward(*tensors, cache, new).shape == (1, 4, 64)
 
 
+def test_a_plan_that_fails_leaves_no_plan_of_the_step_before() -> None:
+    """Its decodes were planned, its prompts were not: the wrappers are of two steps."""
+    recorder = standin.Recorder()
+    backend = standin.backend(recorder, options={"workspace_mib": 1, "max_workspace_mib": 1})
+    impl = backend.impl("layers.0", scale=0.125)
+    cache = backend.allocate_kv_cache(16)
+    batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=4)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=16)
+    batch.add_request("a", [1, 2, 3], 5)
+    batch.add_request("b", [4, 5, 6, 7], 2)
+    tensors = [torch.randn(4, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    metadata = builder.build({"b": 3})
+    impl.forward(*tensors, cache, metadata)
+    recorder.asks, recorder.asks_of = 2 << 20, "prefill.plan"
+    with pytest.raises(ValueError, match="max_workspace_mib"):
+        builder.build({"b": 2})
+    assert recorder.calls[-2][0] == "decode.plan"
+    with pytest.raises(ValueError, match="metadata: not of the step that was planned last"):
+        impl.forward(*tensors, cache, metadata)
+
+
+def test_sizes_captured_in_inference_mode_are_planned_outside_of_it() -> None:
+    backend = standin.backend()
+    impl = backend.impl("layers.0", scale=0.125)
+    cache = backend.allocate_kv_cache(16)
+    tensors = [torch.randn(6, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    with torch.inference_mode():
+        batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=4)
+        builder = MetadataBuilder(batch, backend, max_num_batched_tokens=16, decode_threshold=3, staging="copy")
+        builder.capture(2, 3)
+    batch.add_request("a", [1, 2], 3)
+    assert impl.forward(*tensors, cache, builder.build({"a": 3}, bucket=2)).shape == (6, 4, 64)
+
+
 def test_a_plan_inside_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_flashinfer import backend as module
 
@@ -361,6 +395,23 @@ def test_captured_sizes_of_the_list_door() -> None:
     eager = impl.forward(query[:3], key[:3], value[:3], cache, builder.build(decodes))
     torch.testing.assert_close(answer[:3], eager)
     assert len(recorder.of("fast_decode_plan")) == 3
+
+
+def test_builders_of_the_list_door_have_their_own_captured_sizes() -> None:
+    """Such as those of two pipeline stages in one process."""
+    backend = standin.backend()
+    backend.impl("layers.0", scale=64**-0.5)
+    stages = []
+    for _ in range(2):
+        builder = CommonMetadataBuilder(4, "flashinfer", max_seq_len_to_capture=32, backend=backend)
+        state = backend.get_state_cls()(backend, builder)
+        with state.graph_capture(max_batch_size=4):
+            stages.append((builder, state, state.metadata_for_capture(4)))
+    decodes = [SequenceGroup(False, [Sequence(i, 1, 5 + i, [2 * i + 1, 2 * i + 2])]) for i in range(3)]
+    for builder, state, captured in stages:
+        builder.build(decodes, state.pad_size(3))
+        (part,) = backend.plans_of(backend.plan_keys[0]).step.parts
+        assert part.run.__self__.buffers[0].data_ptr() == captured.paged_kv_indptr.data_ptr()  # type: ignore[attr-defined]
 
 
 # Staging.

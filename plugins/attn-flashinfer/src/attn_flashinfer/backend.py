@@ -102,10 +102,10 @@ class FlashInferBackend(AttentionBackend):
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def capture_list_door(self, metadata: Any) -> None:
-        """Takes what a captured size of the list door needs, for every key of the layers."""
+    def capture_list_door(self, metadata: Any, builder: Any) -> None:
+        """Takes what a captured size of the list door needs, for every key; ``builder`` makes its steps."""
         for key in self._plan_keys:
-            self.plans_of(key).capture_list_door(metadata)
+            self.plans_of(key).capture_list_door(metadata, builder)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """Blocks first, then keys and values: a block is one piece of memory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -68,17 +68,19 @@ class KeyPlans:
         self._append: dict[str, EagerAppend] = {}
         self._cascade: Cascade | None = None
         self._captured: dict[tuple[int, int, int], CapturedDecode] = {}
-        self._list_door: dict[int, CapturedDecode] = {}
+        self._list_door: WeakKeyDictionary[Any, dict[int, CapturedDecode]] = WeakKeyDictionary()
+        self._newest: dict[int, CapturedDecode] = {}
         self._plans_no_decode = tools.kernel == "xqa"
 
     def plan(self, metadata: Any, pages: Pages) -> None:
         """Plans a step. Reads host arrays and integers alone."""
+        self.step = StepPlan(_nothing, ())  # a plan that fails may have taken the last one's wrappers
         if not metadata.use_cuda_graph:
             self.step = StepPlan(ref(metadata), self._parts(metadata, pages))
         elif isinstance(metadata, StepMetadata):
             self.step = self._padded(metadata, pages)
         else:
-            captured = self._list_door.get(metadata.num_reqs)
+            captured = self._of_list_door(metadata)
             if captured is None:  # padded, and run without a graph
                 self.step = StepPlan(ref(metadata), self._parts(metadata, pages))
             else:
@@ -95,7 +97,7 @@ class KeyPlans:
             place = _place(metadata)
             if self._plans_no_decode and place[1] == 1:
                 return self._unplanned(metadata)
-            captured = self._captured.get(place) or self._list_door.get(metadata.num_reqs)
+            captured = self._captured.get(place) or self._newest.get(metadata.num_reqs)
             if captured is not None:
                 return StepPlan(_nothing, (Part(captured.run, 0, captured.num_reqs * captured.query_len),))
         raise ValueError(
@@ -103,10 +105,22 @@ class KeyPlans:
             "layers of a step before the next is built (or plan it again: backend.plan(metadata))"
         )
 
-    def capture_list_door(self, metadata: Any) -> None:
+    def capture_list_door(self, metadata: Any, builder: Any) -> None:
         """Takes what a captured size of the list door needs, before its first plan."""
         if not self._plans_no_decode:
-            self._list_door[metadata.num_reqs] = self._capture(metadata, 1, metadata.paged_kv_indices)
+            captured = self._capture(metadata, 1, metadata.paged_kv_indices)
+            self._newest = self._list_door.setdefault(builder, {})
+            self._newest[metadata.num_reqs] = self._captured[_place(metadata)] = captured
+
+    def _of_list_door(self, metadata: Any) -> CapturedDecode | None:
+        """The captured size that a padded step will be replayed in: by its buffers, or by who built it.
+
+        A step that came from another process has neither here: it is of the builder that captured last.
+        """
+        if "paged_kv_indptr" in vars(metadata) and (found := self._captured.get(_place(metadata))):
+            return found
+        sizes = self._newest if metadata._source is None else self._list_door.get(metadata._source[0], {})
+        return sizes.get(metadata.num_reqs)
 
     def _padded(self, metadata: StepMetadata, pages: Pages) -> StepPlan:
         """The plan of a step that is padded to a captured size of the persistent door."""

@@ -20,5 +20,5 @@ class FlashInferState(AttentionState):
         if self.backend is not None and not known:
             builder = self._capturable(batch_size, "metadata_for_capture")
             blank = self._steps.new_metadata(builder, batch_size)
-            self.backend.capture_list_door(blank)
+            self.backend.capture_list_door(blank, builder)
         return super().metadata_for_capture(batch_size)

@@ -121,16 +121,17 @@ class CapturedDecode:
     ) -> None:
         shape = kind.shape
         self._plan = library.fast_decode_plan
-        wrapper = self._wrapper = library.decode(
-            workspace.buffer,
-            shape.layout,
-            use_cuda_graph=True,
-            use_tensor_cores=shape.tensor_cores or query_len > 1,
-            paged_kv_indptr_buffer=indptr,
-            paged_kv_indices_buffer=indices,
-            paged_kv_last_page_len_buffer=last_page_len,
-            backend=KERNELS,
-        )
+        with torch.inference_mode(False):  # what a wrapper makes here, plans of steps outside of it write to
+            wrapper = self._wrapper = library.decode(
+                workspace.buffer,
+                shape.layout,
+                use_cuda_graph=True,
+                use_tensor_cores=shape.tensor_cores or query_len > 1,
+                paged_kv_indptr_buffer=indptr,
+                paged_kv_indices_buffer=indices,
+                paged_kv_last_page_len_buffer=last_page_len,
+                backend=KERNELS,
+            )
         self.run: Callable[..., Any] = wrapper.run
         self.num_reqs, self.query_len, self.address = len(last_page_len), query_len, indptr.data_ptr()
         self._none = indices[:0]
