@@ -29,8 +29,6 @@ class Architecture(NamedTuple):
     wide_decode: Tile
     """The same for heads of more than 256 bytes: 256 halves, or 128 numbers in float32."""
     wide_prefill: Tile
-    fp8: str
-    """Formats of the matrix units' own fp8; the kernels do not depend on it."""
 
 
 _CDNA = (Tile(16, 64, 4, 1), Tile(64, 64, 4, 1), Tile(16, 32, 4, 1), Tile(64, 32, 4, 1))
@@ -39,17 +37,17 @@ _CUDA = (Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 32, 4, 3), Tile(64, 32
 _INTERPRETER = (Tile(16, 128, 4, 1), Tile(128, 128, 4, 1)) * 2
 
 ARCHITECTURES = {
-    "gfx90a": Architecture(64, 65536, 104, *_CDNA, "none"),
-    "gfx942": Architecture(64, 65536, 304, *_CDNA, "e4m3fnuz, e5m2fnuz"),
-    "gfx950": Architecture(64, 163840, 256, *_CDNA, "e4m3fn, e5m2"),
-    "gfx1100": Architecture(32, 65536, 96, *_RDNA, "none"),
-    "gfx1201": Architecture(32, 65536, 64, *_RDNA, "e4m3fn, e5m2"),
+    "gfx90a": Architecture(64, 65536, 104, *_CDNA),
+    "gfx942": Architecture(64, 65536, 304, *_CDNA),
+    "gfx950": Architecture(64, 163840, 256, *_CDNA),
+    "gfx1100": Architecture(32, 65536, 96, *_RDNA),
+    "gfx1201": Architecture(32, 65536, 64, *_RDNA),
 }
 """The architectures that the plugin is for."""
 
 DEVELOPMENT = {
-    "sm_90": Architecture(32, 232448, 132, *_CUDA, "e4m3fn, e5m2"),
-    "cpu": Architecture(32, 65536, 1, *_INTERPRETER, "none"),
+    "sm_90": Architecture(32, 232448, 132, *_CUDA),
+    "cpu": Architecture(32, 65536, 1, *_INTERPRETER),
 }
 """Where the kernels are checked: an NVIDIA GPU, and Triton's interpreter."""
 

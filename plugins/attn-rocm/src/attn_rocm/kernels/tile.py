@@ -31,12 +31,12 @@ def stored(raw, FP8: tl.constexpr, UPCAST: tl.constexpr, like):
 @triton.jit
 def attend_tile(
     peak, total, acc, query, key, value, query_at, key_at, end, scale, cap, slope, window,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, INNER: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """One step of the running softmax, in powers of two, over keys (D, N) and values (N, D) at positions ``key_at``.
 
     ``peak`` and ``total`` (M,) and ``acc`` (M, D) are the state. ``scale`` turns products into scores times log2(e),
-    or, under a soft cap, into twice the argument of tanh times log2(e). ``INNER``: every query sees every key.
+    or, under a soft cap, into twice the argument of tanh times log2(e).
     """
     score = tl.dot(query, key, input_precision="ieee") * scale
     if SOFT_CAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp is 0 or infinite
@@ -44,15 +44,14 @@ def attend_tile(
     distance = query_at[:, None] - key_at[None, :]
     if ALIBI:
         score -= slope[:, None] * (distance if CAUSAL else tl.abs(distance)).to(tl.float32)
-    if not INNER:
-        visible = key_at[None, :] < end
-        if CAUSAL:
-            visible = visible & (distance >= 0)
-        if WINDOW:
-            visible = visible & (distance < window)
-            if not CAUSAL:
-                visible = visible & (distance > -window)
-        score = tl.where(visible, score, float("-inf"))
+    visible = key_at[None, :] < end
+    if CAUSAL:
+        visible = visible & (distance >= 0)
+    if WINDOW:
+        visible = visible & (distance < window)
+        if not CAUSAL:
+            visible = visible & (distance > -window)
+    score = tl.where(visible, score, float("-inf"))
     higher = tl.maximum(peak, tl.max(score, 1))
     # A row that has seen nothing yet has no peak: -inf less -inf is no number.
     ground = tl.where(higher == float("-inf"), 0.0, higher)

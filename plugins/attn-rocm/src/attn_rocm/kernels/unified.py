@@ -162,7 +162,7 @@ def unified_attention(
             )
             peak, total, acc = attend_tile(
                 peak, total, acc, query, stored(key, "", INTERPRET, query), stored(value, "", INTERPRET, query),
-                query_at, key_at, end, raw_scale, cap, slope, window, CAUSAL, WINDOW, SOFT_CAP, ALIBI, False,
+                query_at, key_at, end, raw_scale, cap, slope, window, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
             )  # fmt: skip
             tile += N
 
@@ -202,5 +202,5 @@ def _cached_tile(
         value = tl.load(values, mask=is_key[:, None] & is_d[None, :], other=zero)
     return attend_tile(
         peak, total, acc, query, stored(key, FP8, INTERPRET, query), stored(value, FP8, INTERPRET, query),
-        query_at, key_at, stop, scale, cap, slope, window, CAUSAL, WINDOW, SOFT_CAP, ALIBI, False,
+        query_at, key_at, stop, scale, cap, slope, window, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
     )  # fmt: skip
