@@ -48,8 +48,7 @@ class BlockPool:
 
     def share(self, key: Any) -> int | None:
         """The block that holds the tokens of ``key``, held once more; None where no block does."""
-        block = self._block_of.get(key)
-        if block is not None:
+        if (block := self._block_of.get(key)) is not None:
             self._known.pop(block, None)
             self._holders[block] = self._holders.get(block, 0) + 1
         return block
@@ -128,10 +127,9 @@ class Engine:
         self.builder.register_field("input_ids", np.int64, "token", self._fill_input_ids)
         self.builder.register_field("temperature", np.float32, "request", self._fill_temperature)
         self.pool, self.block_size = BlockPool(num_blocks), self.choice.block_size
-        self.budget = max_num_batched_tokens
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # in order of arrival: the last one is the youngest
-        self.preemptions, self._next_id = 0, 0
+        self.preemptions, self._ids = 0, itertools.count()
         torch.manual_seed(seed)
         model.set_attn_implementation("attncore")
         self.graphs = {size: self._captured(size) for size in graph_sizes}
@@ -143,12 +141,13 @@ class Engine:
         longest = len(prompt) + max_new_tokens
         if not prompt or max_new_tokens < 1:
             raise ValueError(f"prompt: {len(prompt)} tokens, max_new_tokens: {max_new_tokens}; give at least one each")
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature: {temperature}; give 0 for greedy decoding, or a positive number")
         if longest > self.max_model_len:
             raise ValueError(f"prompt: {longest} tokens with max_new_tokens exceed max_model_len {self.max_model_len}")
         if -(-longest // self.block_size) > self.pool.num_blocks - 1:
             raise ValueError(f"prompt: {longest} tokens need more than the pool's {self.pool.num_blocks - 1} blocks")
-        request = Request(self._next_id, list(prompt), len(prompt), max_new_tokens, temperature, frozenset(stop))
-        self._next_id += 1
+        request = Request(next(self._ids), list(prompt), len(prompt), max_new_tokens, temperature, frozenset(stop))
         self.waiting.append(request)
         return request
 
@@ -171,21 +170,26 @@ class Engine:
         scheduled = self._schedule()
         if not scheduled:
             return []
-        size = None
-        if max(scheduled.values()) == 1:
-            size = min((size for size in self.graphs if size >= len(scheduled)), default=None)
-        metadata = self.builder.build({name: scheduled.get(name, 0) for name in self.running}, bucket=size)
-        if size is None:
-            sampled = self._forward(metadata)
-        else:
-            graph, sampled = self.graphs[size]
-            metadata.replay(graph)
-        return self._book(scheduled, dict(zip(metadata.req_ids, sampled.tolist(), strict=False)))
+        fitting = self.graphs if max(scheduled.values()) == 1 else ()
+        size = min((size for size in fitting if size >= len(scheduled)), default=None)
+        try:
+            metadata = self.builder.build({name: scheduled.get(name, 0) for name in self.running}, bucket=size)
+            if size is None:
+                sampled = self._forward(metadata)
+            else:
+                graph, sampled = self.graphs[size]
+                metadata.replay(graph)
+            tokens = sampled.tolist()
+        except BaseException:  # the batch counts tokens that were not computed: everybody begins again
+            for request in reversed(list(self.running.values())):
+                self._leave(request, again=True)
+            raise
+        return self._book(scheduled, dict(zip(metadata.req_ids, tokens, strict=False)))
 
     def _schedule(self) -> dict[int, int]:
         """Tokens of this step by request: first of those that run, in order of arrival, then of new ones."""
         scheduled: dict[int, int] = {}
-        budget, preemptions = self.budget, self.preemptions
+        budget, preemptions = self.builder.max_num_batched_tokens, self.preemptions
         for request in list(self.running.values()):
             if request.id not in self.running:
                 continue  # preempted by one that is older
@@ -193,19 +197,15 @@ class Engine:
             while request.id in self.running and not self._grow(request, count):
                 youngest = next(reversed(self.running.values()))
                 budget += scheduled.pop(youngest.id, 0)
-                self._leave(youngest)
-                self.waiting.appendleft(youngest)
+                self._leave(youngest, again=True)
                 self.preemptions += 1
             if request.id in self.running and count:
                 scheduled[request.id] = count
                 budget -= count
         if self.preemptions > preemptions:
             return scheduled  # whoever lost its blocks in this step does not come back in it
-        while self.waiting and budget and len(self.running) < self.batch.max_num_reqs:
-            request = self.waiting[0]
-            if not self._admit(request):
-                break
-            self.waiting.popleft()
+        while self.waiting and budget and len(self.running) < self.batch.max_num_reqs and self._admit(self.waiting[0]):
+            request = self.waiting.popleft()
             scheduled[request.id] = count = min(len(request.tokens) - request.computed, budget)
             budget -= count
         return scheduled
@@ -232,19 +232,20 @@ class Engine:
             self.batch.append_blocks(request.id, blocks)
         return blocks is not None
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: Request, again: bool = False) -> None:
         del self.running[request.id]
         self.batch.remove_request(request.id)
         self.pool.give_back(request.blocks)
         request.blocks, request.computed = [], 0
+        if again:
+            self.waiting.appendleft(request)
 
     def _book(self, scheduled: dict[int, int], sampled: dict[int, int]) -> list[Request]:
         """Counts the step's tokens as computed, publishes blocks that they filled, appends what was sampled."""
         finished = []
         for req_id, count in scheduled.items():
             request = self.running[req_id]
-            first = request.computed // self.block_size
-            request.computed += count
+            first, request.computed = request.computed // self.block_size, request.computed + count
             for index in range(first, request.computed // self.block_size):
                 self.pool.publish(request.blocks[index], request.key(index, self.block_size))
             if request.computed == len(request.tokens):
@@ -257,10 +258,9 @@ class Engine:
     @torch.inference_mode()
     def _forward(self, metadata: Any) -> torch.Tensor:
         """The next token of every row."""
-        tokens, positions = metadata.input_ids[None], metadata.positions[None]
+        given = {"position_ids": metadata.positions[None], "logits_to_keep": metadata.logits_indices}
         with attncore_context(metadata, self.caches):
-            model = self.model(tokens, position_ids=positions, use_cache=False, logits_to_keep=metadata.logits_indices)
-        logits = model.logits[0].float()
+            logits = self.model(metadata.input_ids[None], use_cache=False, **given).logits[0].float()
         # argmax(logits + t * Gumbel noise) draws from softmax(logits / t), and is greedy at t = 0.
         noise = torch.empty_like(logits).exponential_().clamp_(min=1e-20).log_()
         return torch.argmax(logits - metadata.temperature[:, None] * noise, dim=1)

@@ -1,5 +1,6 @@
 """examples/engine.py: tokens are those of the model alone, whatever runs beside; blocks come back."""
 
+import math
 import random
 
 import pytest
@@ -111,6 +112,35 @@ def test_requests_that_can_never_run_are_refused(prompt, new, message):
     engine = Engine(decoder("llama"), num_blocks=10, max_num_reqs=4, max_num_batched_tokens=64, block_size=8)
     with pytest.raises(ValueError, match=message):
         engine.add_request(prompt, new)
+    assert is_empty(engine)
+
+
+def test_a_step_that_fails_is_run_again(monkeypatch):
+    def full(metadata):
+        raise RuntimeError("out of memory")
+
+    model = decoder("llama")
+    asked = prompts(5, 40, seed=2)
+    engine = Engine(model, num_blocks=40, max_num_reqs=4, max_num_batched_tokens=32, block_size=8)
+    requests = [engine.add_request(prompt, 6) for prompt in asked]
+    for _ in range(3):
+        engine.step()
+        with monkeypatch.context() as broken:
+            broken.setattr(engine, "_forward", full)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                engine.step()
+    assert [request.id for request in engine.waiting] == [request.id for request in requests if not request.finished]
+    while engine.running or engine.waiting:
+        engine.step()
+    assert [request.output for request in requests] == [greedy(model, prompt, 6) for prompt in asked]
+    assert is_empty(engine)
+
+
+@pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf])
+def test_a_temperature_that_is_none_is_refused(temperature):
+    engine = Engine(decoder("llama"), num_blocks=10, max_num_reqs=4, max_num_batched_tokens=64, block_size=8)
+    with pytest.raises(ValueError, match="temperature: "):
+        engine.add_request([1], 1, temperature=temperature)
     assert is_empty(engine)
 
 
