@@ -85,11 +85,27 @@ def test_caches(cache: Any, says: str) -> None:
     assert str(caught.value).startswith(says)
 
 
+def test_a_batch_of_more_blocks_than_the_cache_has() -> None:
+    backend = standin.backend()
+    backend.impl("layers.0", scale=1.0)
+    backend.allocate_kv_cache(8)
+    for num_blocks in (9, 8):
+        batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4, num_blocks=num_blocks)
+        builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8)
+        batch.add_request("a", [num_blocks - 1])
+        if num_blocks == 9:
+            with pytest.raises(ValueError, match="num_blocks: the batch takes ids of 9 blocks, but the largest cache"):
+                builder.build()
+    assert builder.build().num_reqs == 1
+
+
 def test_a_profiling_run_without_a_cache_gives_zeros() -> None:
     backend = standin.backend()
     impl = backend.impl("layers.0", scale=1.0)
     batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4)
-    metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=8).build_profile([3, 2])
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8)
+    metadata = builder.build_profile([3, 2])
+    builder.build_profile([4])  # nothing of a plan is needed
     tensors = [torch.randn(5, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
     assert not impl.forward(*tensors, None, metadata).any()
     output = torch.full((5, 4, 64), 7.0, dtype=torch.bfloat16)

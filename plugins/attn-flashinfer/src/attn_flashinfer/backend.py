@@ -124,7 +124,8 @@ class FlashInferBackend(AttentionBackend):
         return self.config.device.startswith("cuda")
 
     def _settle(self, metadata: Any) -> None:
-        """Until the last plan's copies have left their pinned memory, which the next plan writes to.
+        """Until the last plan's copies have left their pinned memory, which the next plan writes to. A builder's
+        first step is where its pool is compared with the cache.
 
         The persistent door's builder has waited for its last step's receipt, which comes after them. Plans of another
         builder, of the list door or by hand are waited for here.
@@ -137,6 +138,8 @@ class FlashInferBackend(AttentionBackend):
                 "plan: a stream is capturing; FlashInfer plans on the host and copies, which a graph must not record. "
                 "Plan before the capture begins, and before each replay"
             )
+        if owner is not None:
+            _check_pool(metadata, self.num_blocks)
         if self._is_cuda:
             if self._event is not None:
                 self._event.synchronize()
@@ -183,6 +186,18 @@ def _shape(backend: FlashInferBackend, config: BackendConfig) -> tuple[Shape, st
         ),
         kernel,
     )
+
+
+def _check_pool(metadata: StepMetadata, num_blocks: int) -> None:
+    """ValueError where a batch takes block ids beyond the largest cache; it refuses those beyond its own number."""
+    for group in metadata._owner.batch.groups:  # type: ignore[attr-defined]
+        if group.name == metadata.group and group.num_blocks is not None and num_blocks:
+            blocks = group.num_blocks * group.kernel_blocks
+            if blocks > num_blocks:
+                raise ValueError(
+                    f"num_blocks: the batch takes ids of {blocks} blocks, but the largest cache of this backend has "
+                    f"{num_blocks}; give both the same number"
+                )
 
 
 def _check_window(metadata: Any) -> None:

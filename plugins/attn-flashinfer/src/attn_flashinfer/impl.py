@@ -105,13 +105,13 @@ class FlashInferImpl(AttentionImpl):
         output: Tensor | None,
         lse: Tensor | None,
     ) -> Tensor:
-        step = self._plans.step
-        if step.metadata() is not metadata:
-            step = self._plans.find(metadata)
         if kv_cache is not self._kv_cache:
             if kv_cache is None:
                 return query.new_zeros(query.shape) if output is None else output.zero_()
             self._take(kv_cache)
+        step = self._plans.step
+        if step.metadata() is not metadata:
+            step = self._plans.find(metadata)
         self._write(key, value, *self._slots, metadata.slot_mapping)
         if output is None:
             output = query.new_empty(query.shape)
