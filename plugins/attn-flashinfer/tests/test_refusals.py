@@ -64,6 +64,13 @@ def test_a_module_that_cannot_be_had_is_told_when_the_layer_is_made(monkeypatch:
     monkeypatch.setattr(modules, "no_compiler", lambda: "nvcc not found")
     with pytest.raises(ValueError, match="sliding_window: 5 with logits_soft_cap None needs the module"):
         backend.impl("layers.0", scale=1.0, sliding_window=5)
+    # The prefills' module is there, that of decodes on CUDA cores is not.
+    monkeypatch.setattr(modules, "find", lambda name: name if name.startswith("batch_prefill") else None)
+    backend.impl("layers.0", scale=1.0, sliding_window=5)
+    other = standin.backend(options={"decode": "cuda_cores"})
+    monkeypatch.setattr(type(other), "_is_cuda", True)
+    with pytest.raises(ValueError, match="needs the module batch_decode_with_kv_cache"):
+        other.impl("layers.0", scale=1.0, sliding_window=5)
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,16 @@ class FlashInferBackend(AttentionBackend):
         if not self._is_cuda:
             return
         config = self.config
-        facts = config.dtype, config.kv_cache_dtype, config.head_size
-        name = modules.paged(*facts, window=window is not None, soft_cap=soft_cap is not None)
-        if modules.find(name) is None and (why := modules.no_compiler()):
+        names = checks.modules_of(
+            (config.dtype, config.kv_cache_dtype, config.head_size),
+            self.decode_kernel,
+            config.num_heads // config.num_kv_heads,
+            config.block_size,
+            window=window is not None,
+            soft_cap=soft_cap is not None,
+        )
+        name = next((name for name in names if modules.find(name) is None), None)
+        if name is not None and (why := modules.no_compiler()):
             raise ValueError(
                 f"sliding_window: {window} with logits_soft_cap {soft_cap} needs the module {name}, which is not "
                 f"built, and {why}; {checks.INSTALL}"

@@ -39,15 +39,26 @@ def compiled(request: AttentionRequest, host: Host) -> Iterator[str | Reason]:
 
 def needed(request: AttentionRequest) -> list[str]:
     """The modules that layers with the request's window and soft cap load."""
-    window, soft_cap = request.sliding_window is not None, request.logits_soft_cap is not None
-    facts = request.dtype, request.kv_cache_dtype, request.head_size
     group = request.num_heads // request.num_kv_heads
+    return modules_of(
+        (request.dtype, request.kv_cache_dtype, request.head_size),
+        decode_kernel(request, group),
+        group,
+        request.block_size or 16,
+        window=request.sliding_window is not None,
+        soft_cap=request.logits_soft_cap is not None,
+    )
+
+
+def modules_of(
+    facts: tuple[str, str, int], kernel: str, group: int, page: int, *, window: bool, soft_cap: bool
+) -> list[str]:
+    """The modules of layers of ``facts`` (dtype, cache dtype, head size), whose decodes ``kernel`` runs."""
     names = [modules.paged(*facts, window=window, soft_cap=soft_cap)]
-    kernel = decode_kernel(request, group)
     if kernel == "cuda_cores":
         names.append(modules.cuda_core_decode(*facts, window=window, soft_cap=soft_cap))
     elif kernel == "xqa":
-        names.append(modules.xqa(*facts, group, request.block_size or 16, window=window))
+        names.append(modules.xqa(*facts, group, page, window=window))
     return names
 
 
