@@ -8,7 +8,15 @@ import flash_standin as standin
 import pytest
 import torch
 
-from attncore.builder import CascadeRule, CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
+from attncore.builder import (
+    CascadeRule,
+    CommonMetadataBuilder,
+    InputBatch,
+    KVCacheGroup,
+    MetadataBuilder,
+    Sequence,
+    SequenceGroup,
+)
 from attncore.dense import dense_attention
 
 RULE = CascadeRule(min_requests=2, min_prefix_tokens=1, min_saving=0.0)
@@ -58,6 +66,42 @@ def test_advance_step_over_the_edge_of_a_block(generation: str) -> None:
             close(found[i : i + 1], dense_attention(query[i : i + 1].float(), *said[i], scale=0.25))
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_decodes_of_different_lengths_grow_within_a_block(generation: str, window: int | None) -> None:
+    """What lies beside the metadata of one step bounds the lengths of the next in the same arena, too."""
+    torch.manual_seed(0)
+    size = standin.BLOCK[generation]
+    backend = standin.create(generation)
+    impl, cache = backend.impl("layers.0", scale=0.25, sliding_window=window), backend.allocate_kv_cache(8)
+    batch = InputBatch(max_num_reqs=2, max_model_len=4 * size, block_size=size)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=64, decode_threshold=3)
+    batch.add_request("a", [1])
+    batch.add_request("b", [2])
+    said = [[torch.zeros(0, 2, 16)] * 2 for _ in range(2)]
+    for _ in range(5):
+        query, key, value = tensors(4)
+        found = impl.forward(query, key, value, cache, builder.build({"a": 3, "b": 1}))
+        for row, mine in enumerate((slice(0, 3), slice(3, 4))):
+            said[row] = [torch.cat((old, new[mine].float())) for old, new in zip(said[row], (key, value), strict=True)]
+            close(found[mine], dense_attention(query[mine].float(), *said[row], scale=0.25, sliding_window=window))
+
+
+def test_a_prompt_in_block_0_beside_a_prefix_hit_of_the_list_door(generation: str) -> None:
+    """Its row of the table is empty, which is padded with 0, too."""
+    torch.manual_seed(0)
+    size = standin.BLOCK[generation]
+    backend = standin.create(generation)
+    impl, cache = backend.impl("layers.0", scale=0.25), backend.allocate_kv_cache(8)
+    groups = [
+        SequenceGroup(True, [Sequence(0, 4, size, [1, 2])], True),
+        SequenceGroup(True, [Sequence(1, size + 4, 0, [0, 3])], False),
+    ]
+    metadata = CommonMetadataBuilder(size, "common", backend=backend).build(groups)
+    given = tensors(size + 8)
+    found = impl.forward(*given, cache, metadata)
+    close(found[4:], dense_attention(*(tensor[4:].float() for tensor in given), scale=0.25))
+
+
 @pytest.mark.parametrize("features", [{}, {"logits_soft_cap": 2.0}, {"sinks": (0.5, -1.0, 2.0, 0.0)}])
 def test_a_cascade_gives_what_one_pass_gives(generation: str, features: dict[str, Any]) -> None:
     if "sinks" in features and generation == "2":
@@ -81,6 +125,43 @@ def test_a_cascade_gives_what_one_pass_gives(generation: str, features: dict[str
     expected = impl.forward(*given, cache, metadata)
     close(impl.forward_cascade(*given, cache, metadata, cascade), expected)
     assert backend.cascade(metadata, CascadeRule(min_requests=4)) is None
+
+
+def test_a_step_built_overlapped_has_no_cascade(generation: str) -> None:
+    """Its lengths on the host are upper bounds, and the passes would be made of them."""
+    size = standin.BLOCK[generation]
+    backend = standin.create(generation)
+    batch = InputBatch(max_num_reqs=4, max_model_len=4 * size, block_size=size)
+    rejected = torch.full((4,), 2, dtype=torch.int32)
+    builder = MetadataBuilder(
+        batch, backend, max_num_batched_tokens=64, decode_threshold=3, staging="copy", num_rejected=rejected
+    )
+    for index in range(3):
+        batch.add_request(index, [1, 2 + index], num_computed_tokens=size)
+    assert backend.cascade(builder.build(query_len=3), RULE) is not None
+    assert backend.cascade(builder.build(query_len=3, overlapped=True), RULE) is None
+
+
+@pytest.mark.parametrize("prompts", [0, 1])
+def test_cross_attention_of_requests_none_of_which_has_encoder_input(generation: str, prompts: int) -> None:
+    """Of either door: a table that may have no column, and a longest length of 0."""
+    size = standin.BLOCK[generation]
+    backend = standin.create(generation)
+    impl, cache = backend.impl("layers.0", scale=0.25, attn_type="encoder_decoder"), backend.allocate_kv_cache(8)
+    groups = [SequenceGroup(True, [Sequence(9, 3, 0, [3])], False, 0, [])] * prompts
+    groups += [SequenceGroup(False, [Sequence(row, 1, 4, [1])], False, 0, []) for row in range(2)]
+    listed = CommonMetadataBuilder(size, "flash", backend=backend, encoder_decoder=True).build(groups)
+    kinds = [KVCacheGroup("self", size), KVCacheGroup("cross", size, cross=True)]
+    batch = InputBatch(max_num_reqs=4, max_model_len=4 * size, max_encoder_len=2 * size, groups=kinds)
+    for row in range(3):
+        batch.add_request(row, {"self": [1 + row], "cross": []}, encoder_seq_len=0)
+    builder = MetadataBuilder(batch, {kind.name: backend for kind in kinds}, max_num_batched_tokens=64)
+    kept = builder.build({0: 1 + 2 * prompts}).groups["cross"]
+    for metadata in (listed, kept):
+        query = tensors(metadata.num_tokens)[0]
+        found, lse = impl.forward_with_lse(query, None, None, cache, metadata)
+        assert not found.any()
+        assert lse.isinf().all()
 
 
 def test_a_layer_whose_queries_see_the_prefix_differently_has_no_cascade(generation: str) -> None:

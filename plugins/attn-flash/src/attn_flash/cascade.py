@@ -27,7 +27,12 @@ class CascadeStep(NamedTuple):
 
 
 def cascade_step(metadata: Any, block_size: int, device: str, rule: CascadeRule | None) -> CascadeStep | None:
-    """The two passes where sharing pays by ``rule``, else None. Copies to ``device`` wait for nothing."""
+    """The two passes where sharing pays by ``rule``, else None. Copies to ``device`` wait for nothing.
+
+    None, too, for a step that was built overlapped: the host does not know its lengths.
+    """
+    if metadata.builder is not None and metadata.builder.host_lengths(metadata) != "exact":
+        return None
     host = metadata.host
     null_block = None if metadata.from_groups else 0
     table = host.block_table[: len(host.context_lens)]

@@ -236,7 +236,8 @@ def _there(lse: Tensor | None) -> Tensor:
 
 def _lent(rows: Rows) -> Rows:
     """The rows with one key at least, of block 0 where they have none."""
+    table = rows.table if rows.table.shape[1] else rows.table.new_zeros((len(rows.table), 1))
     lengths = rows.lengths.clamp(min=1)
     sums = rows.sums.new_zeros(rows.sums.shape)
     torch.cumsum(lengths, 0, out=sums[1:])
-    return rows._replace(lengths=lengths, sums=sums)
+    return rows._replace(table=table, lengths=lengths, sums=sums)

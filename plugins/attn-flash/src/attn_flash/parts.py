@@ -90,7 +90,8 @@ def _runs(
     cached = context_lens > 0
     if host.block_table.shape[1]:
         slots = host.slot_mapping[bounds[:-1]]
-        cached |= (slots >= 0) & (host.block_table[first : first + len(cached), 0] == slots // block_size)
+        # Block 0 says nothing: rows that are empty are padded with it. Such a prompt's keys are all new in any case.
+        cached |= (slots >= block_size) & (host.block_table[first : first + len(cached), 0] == slots // block_size)
     edges = [0, *(np.flatnonzero(np.diff(cached)) + 1).tolist(), len(cached)]
     return [
         (bool(cached[one]), first + one, first + other, int(bounds[one]), int(bounds[other]))
@@ -115,6 +116,7 @@ def cross_parts(metadata: Any, *, cached: bool) -> tuple[Part, ...]:
     rows, tokens, longest = metadata.num_reqs, metadata.num_tokens, metadata.max_encoder_seq_len
     if not cached:
         return (_part(metadata, "packed", 0, rows, 0, tokens, longest),)
+    longest = longest or 1  # rows without keys may be lent one
     if not metadata.num_prefills:
         return (_decodes(metadata, 0, rows, 0, tokens)._replace(max_seq_len=longest),)
     if not metadata.from_groups:

@@ -33,7 +33,7 @@ class Plan:
         parts = decoder_parts(metadata, block_size=block_size, together=layer.together, windowed=windowed)
         self.parts: list[tuple[Part, Rows]] = []
         for part in parts:
-            if part.entry == "decode" and not part.first and len(parts) == 1:  # good for all lengths of the last block
+            if len(parts) == 1 and not self.counts[0]:  # all decodes: good for all lengths of the last block
                 part = part._replace(max_seq_len=self.longest)
             narrow = layer.splits_by_width and part.entry == "decode" and not self.counts[2]
             needed = -(-part.max_seq_len // block_size) or 1
