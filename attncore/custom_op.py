@@ -26,14 +26,15 @@ class ForwardContext:
     def __init__(self, metadata: Any, impls: Mapping[str, AttentionImpl]) -> None:
         self.metadata, self.impls = metadata, impls
         self._by_layer = isinstance(metadata, Mapping)
-        self._outer: ForwardContext | None = None
+        self._outer: list[ForwardContext | None] = []
 
     def __enter__(self) -> ForwardContext:
-        self._outer, _here.context = _here.context, self
+        self._outer.append(_here.context)
+        _here.context = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        _here.context = self._outer
+        _here.context = self._outer.pop()
 
     def layer(self, name: str) -> tuple[AttentionImpl, Any]:
         """The layer's implementation and metadata; KeyError that names the layer where there is none."""

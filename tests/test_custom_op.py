@@ -108,6 +108,15 @@ def test_outside_a_context_and_in_the_wrong_one(step):
             attncore.attention(query, key, value, None, layer_name="z")
 
 
+def test_a_context_inside_itself_is_left_twice(step):
+    _, impls, metadata, (query, key, value) = step
+    context = attncore.forward_context(metadata, impls)
+    with context, context:
+        pass
+    with pytest.raises(RuntimeError, match="ran outside a forward context"):
+        attncore.attention(query, key, value, None, layer_name="a")
+
+
 def test_contexts_nest_and_threads_see_their_own(step):
     _, impls, metadata, (query, key, value) = step
     errors = []
