@@ -119,7 +119,7 @@ class Engine:
         self.choice = select_for_model(model, layers=layers, num_blocks=num_blocks, **wanted)
         self.backend = self.choice.create(self.device)
         self.caches = paged_caches(model, self.backend, num_blocks, layers=layers)
-        self.max_model_len = max_model_len or model.config.max_position_embeddings
+        self.max_model_len = max_model_len or model.config.get_text_config().max_position_embeddings
         limits = {"max_num_reqs": max_num_reqs, "max_model_len": self.max_model_len, "num_blocks": num_blocks}
         self.batch = InputBatch(block_size=self.choice.block_size, **limits)
         self.builder = MetadataBuilder(self.batch, self.backend, max_num_batched_tokens=max_num_batched_tokens)

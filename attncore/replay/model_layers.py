@@ -39,8 +39,11 @@ class ModelLayers:
 
     def __init__(self, path: str, settings: Settings, backend: str | None, device: str | None = None) -> None:
         self.model = _model(path, settings.seed, device)
-        config = self.model.config
-        layers = attention_layers(self.model)
+        config = self.model.config.get_text_config()
+        try:
+            layers = attention_layers(self.model)
+        except ValueError as error:
+            raise ModelError(f"{path}: {error}") from error
         choice = select_for_model(
             self.model, layers=layers, block_size=settings.block_size, num_blocks=settings.num_blocks, backend=backend
         )

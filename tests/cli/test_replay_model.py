@@ -64,6 +64,11 @@ def test_a_wrong_cache_is_found(config, trace, capsys, monkeypatch):
     [
         ("{", [], "not a valid JSON file"),
         ({"hidden_size": 3}, [], "--model: "),
+        (
+            {"model_type": "bloom", "hidden_size": 32, "n_head": 4, "n_layer": 1, "vocab_size": 64},
+            [],
+            "calls transformers'",
+        ),
         ({**LLAMA, "max_position_embeddings": 50}, [], "the request in row 2 has 71 tokens; the model's max_position"),
         (LLAMA, ["--metadata-only"], "--metadata-only: given beside --model"),
         (LLAMA, ["--layers", "3"], "--layers: given beside --model"),

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from engine import BlockPool, Engine  # noqa: E402
-from integrations.models import DECODERS, decoder, greedy  # noqa: E402
+from integrations.models import DECODERS, SHAPE, decoder, greedy  # noqa: E402
 
 
 def prompts(count, longest, seed=0):
@@ -34,6 +34,21 @@ def test_every_request_says_what_it_says_alone(name):
     engine = Engine(model, num_blocks=24, max_num_reqs=4, max_num_batched_tokens=32, block_size=8)
     assert engine.generate(asked, 12) == expected
     assert is_empty(engine)
+
+
+def test_a_model_of_text_and_images_runs_text():
+    import transformers
+
+    image = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config={**SHAPE, "sliding_window": 5}, vision_config={**image, "image_size": 28, "patch_size": 14}
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    asked = prompts(3, 40)
+    engine = Engine(model, num_blocks=24, max_num_reqs=4, max_num_batched_tokens=32, block_size=8)
+    assert engine.max_model_len == SHAPE["max_position_embeddings"]
+    assert engine.generate(asked, 5) == [greedy(model, prompt, 5) for prompt in asked]
 
 
 def test_tokens_are_those_of_generate_batch():
