@@ -10,6 +10,7 @@ from typing import Any
 import flash_standin as standin
 import pytest
 import torch
+from attn_flash import __main__ as command
 from attn_flash import doctor, probe, record
 from attn_flash.record import Record
 from attn_flash.spec import make_spec
@@ -98,6 +99,29 @@ def test_findings_that_nobody_can_read_are_none(installed: Path, text: str) -> N
     next(record.folder().glob("*.json")).write_text(text)
     assert record.read("2") is None
     make_spec()
+
+
+def test_a_device_that_is_full_says_nothing_of_the_library(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = standin.install(monkeypatch, "2", standin.Generation2())
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(library, "flash_attn_varlen_func", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        probe.found("2", CPU)
+    assert record.read("2") is None
+
+
+@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("2", 2), ("--generation", 2)])
+def test_the_command_takes_no_arguments(
+    argument: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(record, "library", lambda generation: pytest.fail("it calls all the same"))
+    with pytest.raises(SystemExit) as end:
+        command.main([argument])
+    assert end.value.code == status
+    assert "usage: python -m attn_flash" in "".join(capsys.readouterr())
 
 
 def test_a_folder_that_cannot_be_written_to_keeps_none(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

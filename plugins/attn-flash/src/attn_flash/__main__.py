@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 
 from attn_flash import record
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """0: something runs; 1: nothing installed runs; 3: no CUDA device, or nothing is installed."""
+    about = "Call what is installed on the first CUDA device, and keep and print what comes of it."
+    argparse.ArgumentParser("python -m attn_flash", description=about).parse_args(arguments)
     import torch
 
     installed = [generation for generation in ("4", "2") if record.library(generation)]

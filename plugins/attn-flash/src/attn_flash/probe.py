@@ -32,7 +32,7 @@ def found(generation: str, device: torch.device) -> Record:
 
 
 def again(generation: str, device: torch.device) -> Record:
-    """Call the library, and keep what comes of it."""
+    """Call the library, and keep what comes of it. Where the device is full: torch.OutOfMemoryError, nothing kept."""
     library, name = record.library(generation) or f"generation {generation}", _name(device)
     try:
         if generation == "2":
@@ -43,6 +43,8 @@ def again(generation: str, device: torch.device) -> Record:
                 warnings.simplefilter("ignore")  # of the compiler
                 _settled(device, partial(_decode4, generation4.load(), device))
             made = Record(library, name)
+    except torch.OutOfMemoryError:  # says nothing of the library
+        raise
     except Exception as error:  # whatever a library raises when it is imported or called is the finding
         made = Record(library, name, fails=_words(error))
     record.write(generation, made)
@@ -118,9 +120,13 @@ def _slopes(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _problem(device: torch.device, call: Callable[[], None]) -> str:
-    """Why a call fails, empty where it works. A failure that stops the device is raised: nothing works after it."""
+    """Why a call fails, empty where it works. A failure that stops the device is raised: nothing works after it. So is
+    a lack of memory, which is not the build's.
+    """
     try:
         call()
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         _settled(device)
         return _words(error)
