@@ -17,13 +17,15 @@ LAYERS = {
     "aiter_paged": [{}, {"logits_soft_cap": 2.0}, {"alibi_slopes": (0.5, 0.25, 0.1, 1.0)}],
     "ck": [{}, {"sliding_window": 9}, {"logits_soft_cap": 2.0}, {"alibi_slopes": (0.5, 0.25, 0.1, 1.0)}],
 }  # fmt: skip
-CASES = [(variant, layer) for variant, layers in LAYERS.items() for layer in layers]
+CASES = [
+    pytest.param(variant, layer, layout, id="-".join((variant, layout, *layer)))
+    for variant, layers in LAYERS.items()
+    for layer in layers
+    for layout in (("NHD", "HND") if not layer else ("NHD",))
+]
 
 
-@pytest.mark.parametrize(
-    ("variant", "layer"), CASES, ids=lambda part: part if isinstance(part, str) else "-".join(part)
-)
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(("variant", "layer", "layout"), CASES)
 def test_steps_of_any_kind_are_right(variant, layer, layout, monkeypatch):
     """Whichever kernels a step goes to: the kit's engine compares it with dense attention."""
     library = standins.install(monkeypatch, variant)
