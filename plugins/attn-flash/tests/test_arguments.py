@@ -7,9 +7,10 @@ from typing import Any
 import flash_standin as standin
 import pytest
 import torch
+from attn_flash.backend import FlashBackend
 
 import attncore
-from attncore import AttentionRequest, Host
+from attncore import AttentionRequest, BackendConfig, Host
 from attncore.builder import CommonMetadataBuilder, InputBatch, KVCacheGroup, MetadataBuilder, Sequence, SequenceGroup
 from attncore.testing.engine import Engine
 
@@ -258,6 +259,26 @@ def test_bad_input_is_refused_with_a_sentence(backend: Any, generation: str) -> 
     )
     with pytest.raises(ValueError, match=f"options: generation '{other}' is not the one that was chosen"):
         choice.create(device="cpu", options={"generation": other})
+
+
+def test_tensors_shorter_than_the_metadata_reach_no_kernel(backend: Any) -> None:
+    engine = Engine(backend)
+    engine.add("a", 4)
+    metadata = wrapped(backend, engine.builder.build({"a": 4}))
+    given = [torch.randn(4, heads, 16).bfloat16() for heads in (4, 2, 2)]
+    encodes = backend.impl("layers.1", scale=0.25, attn_type="encoder_only")
+    backend._library.calls.clear()  # those of the engine, which looks how the cache lies
+    for impl, cache in ((engine.impl, engine.kv_cache), (engine.impl, None), (encodes, None)):
+        for index, name in enumerate(("query", "key", "value")):
+            short = [tensor[:3] if index == one else tensor for one, tensor in enumerate(given)]
+            with pytest.raises(ValueError, match=f"{name}: 3 tokens found; the metadata has 4"):
+                impl.forward(*short, cache, metadata)
+    assert not backend._library.calls
+
+
+def test_a_variant_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="variant: 'fa3' found; this backend has fa2 and fa4"):
+        FlashBackend(BackendConfig(4, 2, 16, "bfloat16", 256, variant="fa3"))
 
 
 @pytest.mark.parametrize("generation", ["2"])

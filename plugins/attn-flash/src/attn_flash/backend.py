@@ -109,6 +109,8 @@ class FlashBackend(AttentionBackend):
 
 def _check(generation: str, config: BackendConfig) -> None:
     """ValueError for a configuration that the spec does not declare: one made past the negotiation."""
+    if generation not in GENERATIONS:
+        raise ValueError(f"variant: {config.variant!r} found; this backend has fa2 and fa4")
     asked = config.options.get("generation")
     if asked not in (None, generation):
         raise ValueError(

@@ -138,6 +138,7 @@ class FlashImpl(AttentionImpl):
         kind = self.attn_type
         tokens: int = metadata.num_tokens
         if kind is AttentionType.DECODER:
+            _check_tokens(tokens, query=query, key=key, value=value)
             caches = None if kv_cache is None else self._caches(kv_cache)
             if caches is not None:
                 self._write(key, value, *caches, metadata.slot_mapping)
@@ -150,6 +151,7 @@ class FlashImpl(AttentionImpl):
             lengths = metadata.seq_lens if lack else None
             found, lse = self._attended(query, (key, value), caches, parts, metadata, lengths, positions, with_lse)
         elif kind is AttentionType.ENCODER_DECODER:
+            _check_tokens(tokens, query=query)
             if not tokens:
                 return self._nothing(query, output)
             found, lse = self._crossed(query, key, value, kv_cache, metadata, with_lse)
@@ -157,6 +159,7 @@ class FlashImpl(AttentionImpl):
             tokens = int(metadata.host.encoder_query_start_loc[-1]) if kind is AttentionType.ENCODER else tokens
             if not tokens:
                 return self._nothing(query, output)
+            _check_tokens(tokens, query=query, key=key, value=value)
             found, lse = self._encoded(query, key, value, metadata, tokens, with_lse)
         count = query.shape[0]
         found = finished(found, count, tokens, output)
@@ -166,6 +169,7 @@ class FlashImpl(AttentionImpl):
         caches = None if kv_cache is None else self._caches(kv_cache)
         if key is None:
             key = value = query.new_empty((0, self._flash.config.num_kv_heads, query.shape[2]))
+        _check_tokens(int(metadata.host.encoder_query_start_loc[-1]), key=key, value=value)
         if caches is not None and len(metadata.host.cross_slot_mapping):
             self._write(key, value, *caches, metadata.cross_slot_mapping)
         parts = [
@@ -226,6 +230,13 @@ class FlashImpl(AttentionImpl):
             plan = Plan(metadata, self._size, self._layer, self.sliding_window is not None)
             setattr(metadata, self._plan_name, plan)
         return plan
+
+
+def _check_tokens(tokens: int, **tensors: Tensor) -> None:
+    """ValueError where a kernel would read beyond a tensor."""
+    for name, tensor in tensors.items():
+        if len(tensor) < tokens:
+            raise ValueError(f"{name}: {len(tensor)} tokens found; the metadata has {tokens}")
 
 
 def _there(lse: Tensor | None) -> Tensor:
