@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import flash_standin as standin
@@ -64,6 +66,27 @@ def test_advance_step_over_the_edge_of_a_block(generation: str) -> None:
         for i in range(2):
             said[i] = [torch.cat((old, new[i : i + 1].float())) for old, new in zip(said[i], (key, value), strict=True)]
             close(found[i : i + 1], dense_attention(query[i : i + 1].float(), *said[i], scale=0.25))
+
+
+def test_a_cache_is_dropped_when_another_takes_its_place(generation: str) -> None:
+    """Metadata lives as long as its builder, and so longer than a cache that an engine gives up and makes anew."""
+    size = standin.BLOCK[generation]
+    backend = standin.create(generation)
+    impl = backend.impl("layers.0", scale=0.25)
+    batch = InputBatch(max_num_reqs=2, max_model_len=size, block_size=size)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=64)
+    batch.add_request("a", [1])
+    first, second = ([backend.allocate_kv_cache(4)] for _ in range(2))
+    for _ in range(3):
+        metadata = builder.build()
+        for _ in range(2):  # by the long way, and by the short one
+            impl.forward(*tensors(1), first[0], metadata)
+    views = [weakref.ref(part) for part in impl._views]
+    backend._library.calls.clear()
+    impl.forward(*tensors(1), second[0], metadata)
+    first.clear()
+    gc.collect()
+    assert [view() for view in views] == [None, None]
 
 
 @pytest.mark.parametrize("window", [None, 4])

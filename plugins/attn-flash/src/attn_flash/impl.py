@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from attn_flash.backend import FlashBackend
 
 Answer = tuple[Tensor, Tensor | None]
+PLANS = 8
+"""Steps for which a layer keeps its call: those of a builder's arenas, and some that are over."""
 
 
 class FlashImpl(AttentionImpl):
@@ -62,7 +64,7 @@ class FlashImpl(AttentionImpl):
         self._prefix_layer: Layer | None = None
         self._write = CacheWriter(k_scale, v_scale)
         self._cache: Any = None
-        self._handle = object()
+        self._calls: dict[Plan, Callable[..., Any]] = {}
         self._by_row, self._pairs = self._layer.by_row, self._layer.pairs
         self._plan_name = f"_flash{backend.generation}_plan" + ("_windowed" if sliding_window is not None else "")
         self._views: tuple[Tensor, Tensor] | None = None
@@ -82,9 +84,11 @@ class FlashImpl(AttentionImpl):
         part, count = plan.single, query.shape[0]
         if part is None or count != part.stop:
             return self._answer(query, key, value, kv_cache, metadata, output, False)[0]
-        call = plan.calls.get(self._handle)
+        call = self._calls.get(plan)
         if call is None:
-            call = plan.calls[self._handle] = self._layer.bound(part, plan.parts[0][1], self._views)
+            if len(self._calls) == PLANS:
+                self._calls.clear()
+            call = self._calls[plan] = self._layer.bound(part, plan.parts[0][1], self._views)
         if self._views is not None:
             self._write(key, value, *self._views, metadata.slot_mapping)
         if part.entry == "packed":
@@ -220,7 +224,7 @@ class FlashImpl(AttentionImpl):
     def _caches(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
         if self._views is None or kv_cache is not self._cache:
             self._views, self._cache = self._views_of(kv_cache), kv_cache
-            self._handle = object()  # calls that are bound to the old one are nobody's
+            self._calls = {}  # they are bound to the old one, which nothing may keep
         return self._views
 
     def _planned(self, metadata: Any) -> Plan:

@@ -8,7 +8,6 @@ nothing to make for most steps of an engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -19,9 +18,9 @@ from attn_flash.rows import Rows, rows_of
 
 
 class Plan:
-    """The parts of a step with their rows, and each layer's calls, as far as they are bound."""
+    """The parts of a step with their rows. Layers keep their calls by it: it holds nothing of theirs."""
 
-    __slots__ = ("above", "calls", "counts", "lengths", "longest", "ones", "parts", "shape", "single", "step", "table")
+    __slots__ = ("above", "counts", "lengths", "longest", "ones", "parts", "shape", "single", "step", "table")
 
     def __init__(self, metadata: Any, block_size: int, layer: Layer, windowed: bool) -> None:
         self.table: Tensor = metadata.block_table
@@ -42,7 +41,6 @@ class Plan:
         self.ones = len(parts) == 1 and part.query_len == 1
         self.single = part if len(parts) == 1 else None
         self.shape = (part.last - part.first, part.query_len)
-        self.calls: dict[object, Callable[..., Any]] = {}
 
     def good_for(self, metadata: Any) -> bool:
         """Whether the metadata's step is still what this was made for."""
