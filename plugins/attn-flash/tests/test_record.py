@@ -130,6 +130,17 @@ def test_a_folder_that_cannot_be_written_to_keeps_none(installed: Path, monkeypa
     assert record.read("2") is None
 
 
+def test_a_user_without_a_home_keeps_none(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nowhere)
+    record.write("2", made_by_calls())
+    assert record.read("2") is None
+    assert [name for name, _ in make_spec().forms] == ["fa4", "fa2"]
+
+
 def test_the_spec_states_what_was_found(installed: Path) -> None:
     record.write("2", made_by_calls("logits_soft_cap", "head_size 96", "torch.float16"))
     form = dict(make_spec().forms)["fa2"]

@@ -105,7 +105,10 @@ def forget(generation: str) -> None:
 
 
 def folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where findings are kept: under XDG_CACHE_HOME where that is an absolute path, else under ``~/.cache``."""
+    """Where findings are kept: under XDG_CACHE_HOME where that is an absolute path, else under ``~/.cache``.
+
+    RuntimeError for a user without a home.
+    """
     base = environ.get("XDG_CACHE_HOME", "")
     return Path(base if os.path.isabs(base) else Path.home() / ".cache", "attncore", "flash")
 
@@ -115,8 +118,8 @@ def _file(generation: str) -> Path | None:
     if of_library is None:
         return None
     try:
-        status = of_library.stat()
-    except OSError:
+        status, kept = of_library.stat(), folder()
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
         return None
     facts = f"{of_library.resolve()} {status.st_mtime_ns} {status.st_size}"
-    return folder() / f"generation{generation}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
+    return kept / f"generation{generation}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
