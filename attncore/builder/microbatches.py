@@ -10,6 +10,7 @@ import numpy.typing as npt
 from attncore import slots
 from attncore.builder import checks
 from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.step_metadata import DeviceView
 
 
 class BatchSlice(NamedTuple):
@@ -82,12 +83,17 @@ def slice_metadata(
     view = metadata._view(req_start, req_stop, token_start, token_stop)
     if before or after:
         _check_cut(metadata)
+        cut_encoder = int(view.host.encoder_query_lens[0]) if hasattr(view.host, "encoder_query_lens") else 0
         _cut(view, before, after, block_size)
+        if isinstance(view, DeviceView):
+            _cut_on_device(view, before, after, cut_encoder if before else 0)
     for part, start, count in parts:
         first, last = (min(max(row, req_start), req_stop) for row in (start, start + count))
         longest = int(view.host.seq_lens[first - req_start : last - req_start].max(initial=0))
         tokens = int(view.host.query_lens[first - req_start : last - req_start].sum())
         counts = {f"num_{part}s": last - first, f"num_{part}_tokens": tokens, f"max_{part}_seq_len": longest}
+        if part == "decode" and last > first:
+            counts["max_decode_query_len"] = int(view.host.query_lens[first - req_start : last - req_start].max())
         view.__dict__.update(counts)
     # What is neither is padding, which runs as decodes.
     view.num_decode_tokens = view.num_tokens - view.num_prefill_tokens
@@ -162,6 +168,38 @@ def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int
         host.encoder_query_start_loc = slots.build_query_start_loc(host.encoder_query_lens)
     if fewer_keys and has_blocks:
         _cut_pages(host, block_size or 1)
+
+
+def _cut_on_device(view: DeviceView, before: int, after: int, cut_encoder: int) -> None:
+    """The same for the fields on a device, from what is there: lengths on the host may be bounds (overlapped steps)."""
+    host: Any = view.host
+    fewer_keys = after > 0 and _is_decoder(host)
+    fields = {name: getattr(view, name).clone() for name in ("query_lens", "context_lens", "query_start_loc")}
+    fields["query_lens"][0] -= before
+    fields["query_lens"][-1] -= after
+    fields["context_lens"][0] += before
+    fields["query_start_loc"][1:] -= before
+    fields["query_start_loc"][-1] -= after
+    fields["logits_indices"] = fields["query_start_loc"][1:] - 1
+    if cut_encoder:
+        for name in ("encoder_query_lens", "encoder_query_start_loc"):
+            fields[name] = getattr(view, name).clone()
+        fields["encoder_query_lens"][0] = 0
+        fields["encoder_query_start_loc"][1:] -= cut_encoder
+        fields["cross_slot_mapping"] = view.cross_slot_mapping[cut_encoder:]
+    if fewer_keys:
+        for name in ("seq_lens", "seq_start_loc"):
+            fields[name] = getattr(view, name).clone()
+            fields[name][-1] -= after
+        if hasattr(host, "paged_kv_indptr"):  # with last blocks: every step of the persistent door has both
+            for name in ("paged_kv_indptr", "paged_kv_last_page_len"):
+                fields[name] = getattr(view, name).clone()
+                fields[name][-1] = int(getattr(host, name)[-1])
+            fields["paged_kv_indices"] = view.paged_kv_indices[: int(host.paged_kv_indptr[-1])]
+            column = int(host.paged_kv_indptr[-1] - host.paged_kv_indptr[-2]) - 1
+            fields["last_blocks"] = view.last_blocks.clone()
+            fields["last_blocks"][-1] = view.block_table[-1, column]
+    view.__dict__.update(fields)
 
 
 def _cut_pages(host: Any, block_size: int) -> None:

@@ -217,10 +217,10 @@ class StepMetadata(CommonAttentionMetadata):
         self, first: int, last: int, start: int, stop: int, *, whole_encoder: bool = False, **counts: int
     ) -> CommonAttentionMetadata:
         view = super()._view(first, last, start, stop, whole_encoder=whole_encoder, **counts)
-        return view if self._device is None else _DeviceView(view, self, first, last, start, stop)
+        return view if self._device is None else DeviceView(view, self, first, last, start, stop)
 
 
-class _DeviceView(CommonAttentionMetadata):
+class DeviceView(CommonAttentionMetadata):
     """Rows first..last of a step on a device: slices of its fields; what must be rebased is made when asked for."""
 
     def __init__(

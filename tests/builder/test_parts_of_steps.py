@@ -132,3 +132,52 @@ def test_counts_of_virtual_requests_and_shares_are_of_what_they_hold():
     assert (local.num_decodes, local.max_decode_query_len) == (3, 3)
     decodes = step_of_a_rank({"a": 1, "b": 3})
     assert local_attention_metadata(decodes, 4, 4).max_decode_query_len == 2
+
+
+DEVICE_FIELDS = (
+    "slot_mapping", "positions", "token_to_req_indices", "query_lens", "context_lens", "seq_lens", "query_start_loc",
+    "seq_start_loc", "logits_indices", "last_blocks", "paged_kv_indptr", "paged_kv_last_page_len", "paged_kv_indices",
+)  # fmt: skip
+ENCODER_FIELDS = ("encoder_query_lens", "encoder_query_start_loc", "encoder_seq_lens", "cross_slot_mapping")
+
+
+def steps_sent(encoder):
+    """Steps that are sent to a device with its own memory: prompts and drafts of random lengths."""
+    random = np.random.default_rng(0)
+    for _ in range(30):
+        groups = [KVCacheGroup("own", 4), *([KVCacheGroup("cross", 4, cross=True)] if encoder else [])]
+        more = {"max_encoder_len": 32} if encoder else {}
+        batch = InputBatch(max_num_reqs=4, max_model_len=32, groups=groups, **more)
+        builder = MetadataBuilder(batch, max_num_batched_tokens=64, decode_threshold=2, staging="copy")
+        for row in range(int(random.integers(1, 5))):
+            blocks = {"own": [10 * row + k for k in range(1, 9)]}
+            options = {}
+            if encoder:
+                blocks["cross"] = [10 * row + k for k in range(1, 9)]
+                options = {"encoder_seq_len": int(random.integers(1, 9))}
+            batch.add_request(row, blocks, num_computed_tokens=int(random.integers(0, 12)), **options)
+        yield builder.build({row: int(random.integers(1, 18)) for row in batch.req_ids})
+        builder.close()
+
+
+@pytest.mark.parametrize("encoder", [False, True])
+def test_slices_through_requests_say_the_same_on_the_device(encoder):
+    fields = DEVICE_FIELDS + (ENCODER_FIELDS if encoder else ())
+    compared = 0
+    for step in steps_sent(encoder):
+        for count in range(2, min(5, step.num_tokens)):
+            for part in slice_by_tokens(step.host.query_lens, count):
+                piece = slice_metadata(step, part, block_size=4)
+                for name in fields:
+                    found, wanted = getattr(piece, name), getattr(piece.host, name)
+                    assert found.tolist() == wanted.tolist(), (name, part)
+                    compared += 1
+    assert compared > 1000
+
+
+def test_a_slice_knows_its_longest_decode():
+    step = step_of_a_rank({"a": 3, "b": 9})
+    (whole,) = [slice_metadata(step, part) for part in slice_by_requests(step.query_lens, 1)]
+    assert (whole.num_decodes, whole.max_decode_query_len, whole.max_query_len) == (1, 3, 9)
+    first, second = [slice_metadata(step, part) for part in slice_by_requests(step.query_lens, 2)]
+    assert (first.max_decode_query_len, second.max_decode_query_len) == (3, 1)
