@@ -57,9 +57,10 @@ def store(
         return
     # All on which Triton specialises: dtypes, strides, and whether addresses are multiples of 16.
     kind = (
-        key.dtype, key.stride(), value.stride(), key_cache.dtype, key_cache.stride(), value_cache.stride(),
-        key_cache.data_ptr() & 15, value_cache.data_ptr() & 15, key.data_ptr() & 15, value.data_ptr() & 15,
-        slot_mapping.data_ptr() & 15, key_cache.shape[1:], value_cache.shape[3], key.device.index,
+        key.dtype, value.dtype, slot_mapping.dtype, key_cache.dtype, key.stride(), value.stride(), key_cache.stride(),
+        value_cache.stride(), key_cache.data_ptr() & 15, value_cache.data_ptr() & 15, key.data_ptr() & 15,
+        value.data_ptr() & 15, slot_mapping.data_ptr() & 15, key_cache.shape[1:], value_cache.shape[3],
+        key.device.index,
     )  # fmt: skip
     known = launches.get(kind) if launches else None
     if known is not None:

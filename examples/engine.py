@@ -10,6 +10,7 @@ computed again later. Steps of decodes run in CUDA graphs where there is a GPU. 
 from __future__ import annotations
 
 import gc
+import hashlib
 import itertools
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -97,10 +98,10 @@ class Request:
         return len(self.output) >= self.max_new_tokens or (bool(self.output) and self.tokens[-1] in self.stop)
 
     def key(self, index: int, size: int) -> Any:
-        while len(self.keys) <= index:
-            n = len(self.keys)
-            self.keys.append(hash((self.keys[-1] if n else None, tuple(self.tokens[n * size : (n + 1) * size]))))
-        return self.keys[index], index
+        while (n := len(self.keys)) <= index:
+            said = np.array(self.tokens[n * size : (n + 1) * size]).tobytes()
+            self.keys.append(hashlib.sha256((self.keys[-1] if n else b"") + said).digest())
+        return self.keys[index]
 
 
 class Engine:
@@ -114,9 +115,8 @@ class Engine:
         if graph_sizes is None:
             graph_sizes = (1, 2, 4, *range(8, max_num_reqs + 8, 8)) if self.device.startswith("cuda") else ()
         graph_sizes = tuple(sorted({min(size, max_num_reqs) for size in graph_sizes}, reverse=True))
-        layers = attention_layers(model)
-        wanted.setdefault("cuda_graph", "uniform_decode" if graph_sizes else "never")
-        self.choice = select_for_model(model, layers=layers, num_blocks=num_blocks, **wanted)
+        layers, level = attention_layers(model), "uniform_decode" if graph_sizes else "never"
+        self.choice = select_for_model(model, layers=layers, num_blocks=num_blocks, **{"cuda_graph": level, **wanted})
         self.backend = self.choice.create(self.device)
         self.caches = paged_caches(model, self.backend, num_blocks, layers=layers)
         self.max_model_len = max_model_len or model.config.get_text_config().max_position_embeddings

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from attn_flash.cascade import CascadeStep
 from attn_flash.parts import Part, cross_parts
 from attn_flash.plan import Plan
 from attn_flash.rows import Rows, rows_of
-from attncore import AttentionImpl, AttentionType
-from attncore.cache_writer import CacheWriter
+from attncore import AttentionImpl, AttentionType, CacheWriter, LayerFeatures
 from attncore.merge import merge_attention
 
 if TYPE_CHECKING:
@@ -28,45 +27,29 @@ PLANS = 8
 class FlashImpl(AttentionImpl):
     """One layer's attention. It keeps views of the last cache that it was given."""
 
-    def __init__(
-        self,
-        backend: FlashBackend,
-        layer_name: str,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logits_soft_cap: float | None = None,
-        alibi_slopes: Sequence[float] | Tensor | None = None,
-        sinks: Sequence[float] | Tensor | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-        attn_type: AttentionType = AttentionType.DECODER,
-    ) -> None:
-        super().__init__(
-            backend, layer_name, scale=scale, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap,
-            alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, attn_type=attn_type,
-        )  # fmt: skip
+    def __init__(self, backend: FlashBackend, layer_name: str, **features: Unpack[LayerFeatures]) -> None:
+        super().__init__(backend, layer_name, **features)
         backend.check_layer(
-            sliding_window=sliding_window is not None,
-            logits_soft_cap=logits_soft_cap is not None,
-            alibi_slopes=alibi_slopes is not None,
+            sliding_window=self.sliding_window is not None,
+            logits_soft_cap=self.logits_soft_cap is not None,
+            alibi_slopes=self.alibi_slopes is not None,
         )
         self._fixed: dict[str, Any] = {
-            "scale": scale,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-            "alibi_slopes": backend.per_head(alibi_slopes),
-            "sinks": backend.per_head(sinks),
-            "causal": attn_type is AttentionType.DECODER,
+            "scale": self.scale,
+            "sliding_window": self.sliding_window,
+            "logits_soft_cap": self.logits_soft_cap,
+            "alibi_slopes": backend.per_head(self.alibi_slopes),
+            "sinks": backend.per_head(self.sinks),
+            "causal": self.attn_type is AttentionType.DECODER,
         }
         self._flash, self._views_of, self._size = backend, backend.views, backend.config.block_size
         self._layer = backend.layer(**self._fixed)
         self._prefix_layer: Layer | None = None
-        self._write = CacheWriter(k_scale, v_scale)
+        self._write = CacheWriter(self.k_scale, self.v_scale)
         self._cache: Any = None
         self._calls: dict[Plan, Callable[..., Any]] = {}
         self._by_row, self._pairs = self._layer.by_row, self._layer.pairs
-        self._plan_name = f"_flash{backend.generation}_plan" + ("_windowed" if sliding_window is not None else "")
+        self._plan_name = f"_flash{backend.generation}_plan" + ("_windowed" if self.sliding_window is not None else "")
         self._views: tuple[Tensor, Tensor] | None = None
 
     def forward(

@@ -12,7 +12,7 @@ import torch
 from attn_flashinfer import checks, modules, xqa
 from attn_flashinfer.impl import FlashInferImpl
 from attn_flashinfer.library import Library, flashinfer
-from attn_flashinfer.pages import PageBuffer, pages_of
+from attn_flashinfer.pages import pages_of
 from attn_flashinfer.plans import KeyPlans, Tools
 from attn_flashinfer.state import FlashInferState
 from attn_flashinfer.workspace import Workspace
@@ -20,7 +20,6 @@ from attn_flashinfer.wrappers import Kind, Shape
 from attncore import AttentionBackend, BackendConfig, CaptureError
 from attncore.abstract import PlanKey
 from attncore.builder import CascadeRule
-from attncore.builder.step_metadata import StepMetadata
 from attncore.graphs import is_capturing
 
 CUDA_CORES, XQA = "cuda_cores", "xqa"
@@ -60,7 +59,6 @@ class FlashInferBackend(AttentionBackend):
             lru_cache(maxsize=1)(lambda: xqa.workspace(config.device)),
         )
         self._plans: dict[PlanKey, KeyPlans] = {}
-        self._pages = PageBuffer()
         self._owner: Callable[[], Any] = _nobody
         self._event: Any = None
 
@@ -99,7 +97,7 @@ class FlashInferBackend(AttentionBackend):
     def plan(self, metadata: Any) -> None:
         """Plans the step for every distinct key of the layers; see the base class."""
         self._settle(metadata)
-        pages = pages_of(metadata, self.shape.block_size, self.num_blocks, self._pages)
+        pages = pages_of(metadata, self.shape.block_size, self.num_blocks)
         for key in self._plan_keys:
             plans = self._plans.get(key) or self.plans_of(key)
             if key.sliding_window is not None:
@@ -137,7 +135,7 @@ class FlashInferBackend(AttentionBackend):
         The persistent door's builder has waited for its last step's receipt, which comes after them. Plans of another
         builder, of the list door or by hand are waited for here.
         """
-        owner = metadata._owner if isinstance(metadata, StepMetadata) else None
+        owner = metadata.builder
         if owner is not None and owner is self._owner():
             return
         if owner is None and is_capturing(self.config.device):
@@ -195,9 +193,9 @@ def _shape(backend: FlashInferBackend, config: BackendConfig) -> tuple[Shape, st
     )
 
 
-def _check_pool(metadata: StepMetadata, num_blocks: int) -> None:
+def _check_pool(metadata: Any, num_blocks: int) -> None:
     """ValueError where a batch takes block ids beyond the largest cache; it refuses those beyond its own number."""
-    for group in metadata._owner.batch.groups:  # type: ignore[attr-defined]
+    for group in metadata.builder.batch.groups:
         if group.name == metadata.group and group.num_blocks is not None and num_blocks:
             blocks = group.num_blocks * group.kernel_blocks
             if blocks > num_blocks:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
 
-from attncore import AttentionImpl
-from attncore.abstract import PlanKey
-from attncore.cache_writer import CacheWriter
+from attncore import AttentionImpl, CacheWriter, LayerFeatures, PlanKey
 
 if TYPE_CHECKING:
     from attn_flashinfer.backend import FlashInferBackend
@@ -25,42 +22,22 @@ class FlashInferImpl(AttentionImpl):
 
     backend: FlashInferBackend
 
-    def __init__(
-        self,
-        backend: FlashInferBackend,
-        layer_name: str,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logits_soft_cap: float | None = None,
-        alibi_slopes: Sequence[float] | Tensor | None = None,
-        sinks: Sequence[float] | Tensor | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-    ) -> None:
-        super().__init__(
-            backend,
-            layer_name,
-            scale=scale,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
-        for name, given in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+    def __init__(self, backend: FlashInferBackend, layer_name: str, **features: Unpack[LayerFeatures]) -> None:
+        super().__init__(backend, layer_name, **features)
+        for name, given in (("alibi_slopes", self.alibi_slopes), ("sinks", self.sinks)):
             if given is not None:
                 raise ValueError(f"{name}: given, but flashinfer takes none")
-        scales = {"k_scale": float(k_scale), "v_scale": float(v_scale)}
-        if torch.finfo(backend.shape.cache_dtype).bits > 8 and (k_scale, v_scale) != (1.0, 1.0):
-            raise ValueError(f"k_scale: {k_scale} and v_scale {v_scale} found; only an fp8 cache is kept with scales")
-        if logits_soft_cap is not None and backend.decode_kernel == "xqa":
+        scales = {"k_scale": float(self.k_scale), "v_scale": float(self.v_scale)}
+        if torch.finfo(backend.shape.cache_dtype).bits > 8 and (self.k_scale, self.v_scale) != (1.0, 1.0):
+            raise ValueError(
+                f"k_scale: {self.k_scale} and v_scale {self.v_scale} found; only an fp8 cache is kept with scales"
+            )
+        if self.logits_soft_cap is not None and backend.decode_kernel == "xqa":
             raise ValueError("logits_soft_cap: decode=xqa has none; create the backend with another kernel of decodes")
-        backend.check_modules(sliding_window, logits_soft_cap)
+        backend.check_modules(self.sliding_window, self.logits_soft_cap)
         self._scales = {name: factor for name, factor in scales.items() if factor != 1.0}
-        self._plans = backend.plans_of(PlanKey(scale, sliding_window, logits_soft_cap))
-        self._write = CacheWriter(k_scale, v_scale)
+        self._plans = backend.plans_of(PlanKey(self.scale, self.sliding_window, self.logits_soft_cap))
+        self._write = CacheWriter(self.k_scale, self.v_scale)
         self._kv_cache: Any = _NO_CACHE_YET
         self._caches: tuple[Tensor, Tensor]
         self._slots: tuple[Tensor, Tensor]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
-from weakref import ref
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from attncore.builder.step_metadata import StepMetadata
 
 
 class Pages(NamedTuple):
@@ -33,41 +29,20 @@ class Pages(NamedTuple):
         return Pages(self.indptr[first : last + 1], self.last_page_len[first:last], seq_lens, self.indices)
 
 
-def _nobody() -> None:
-    """Stands for a builder."""
-
-
-class PageBuffer:
-    """The buffer on the device that a builder's page indices are written to, in every step: sought once."""
-
-    def __init__(self) -> None:
-        self._owner: Callable[[], Any] = _nobody
-        self._whole: Tensor | None = None
-
-    def of(self, metadata: StepMetadata) -> Tensor:
-        """The whole buffer of the builder that built the step; where it has none, the step's own indices."""
-        if metadata._pages is None:
-            return cast("Tensor", metadata.paged_kv_indices)
-        if self._whole is None or self._owner() is not metadata._owner:
-            indices = metadata.paged_kv_indices
-            room = indices.untyped_storage().nbytes() // indices.element_size() - indices.storage_offset()
-            self._owner, self._whole = ref(metadata._owner), indices.as_strided((room,), (1,))
-        return self._whole
-
-
-def pages_of(metadata: Any, block_size: int, num_blocks: int, buffer: PageBuffer) -> Pages:
+def pages_of(metadata: Any, block_size: int, num_blocks: int) -> Pages:
     """The page list of a step, as its builder made it or, where it made none, from the block table.
 
     ``num_blocks``, where not 0, are the cache's: ValueError where a step of the list door names a block beyond them
     (a batch of the persistent door knows its pool). Nothing on the device is read.
     """
     host = metadata.host
-    if isinstance(metadata, StepMetadata):
+    if metadata.builder is not None:
+        indices = metadata.page_buffer
         return Pages(
             torch.from_numpy(host.paged_kv_indptr),
             torch.from_numpy(host.paged_kv_last_page_len),
             torch.from_numpy(host.seq_lens),
-            buffer.of(metadata),
+            metadata.paged_kv_indices if indices is None else indices,
         )
     if not hasattr(host, "paged_kv_indptr"):
         return _from_table(metadata, block_size, num_blocks)

@@ -13,7 +13,6 @@ from attn_flashinfer.cascade import Cascade
 from attn_flashinfer.pages import Pages
 from attn_flashinfer.wrappers import CapturedDecode, EagerAppend, EagerDecode, Kind
 from attn_flashinfer.xqa import XqaDecode
-from attncore.builder.step_metadata import StepMetadata
 
 if TYPE_CHECKING:
     from attn_flashinfer.library import Library
@@ -77,7 +76,7 @@ class KeyPlans:
         self.step = StepPlan(_nothing, ())  # a plan that fails may have taken the last one's wrappers
         if not metadata.use_cuda_graph:
             self.step = StepPlan(ref(metadata), self._parts(metadata, pages))
-        elif isinstance(metadata, StepMetadata):
+        elif metadata.builder is not None:
             self.step = self._padded(metadata, pages)
         else:
             captured = self._of_list_door(metadata)
@@ -122,7 +121,7 @@ class KeyPlans:
         sizes = self._newest if metadata._source is None else self._list_door.get(metadata._source[0], {})
         return sizes.get(metadata.num_reqs)
 
-    def _padded(self, metadata: StepMetadata, pages: Pages) -> StepPlan:
+    def _padded(self, metadata: Any, pages: Pages) -> StepPlan:
         """The plan of a step that is padded to a captured size of the persistent door."""
         place = _place(metadata)
         num_reqs, query_len, _ = place

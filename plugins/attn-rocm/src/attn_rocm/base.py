@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
 
 from attn_rocm import settings
 from attn_rocm.tiles import ARCHITECTURES
-from attncore import AttentionBackend, AttentionImpl, AttentionType, BackendConfig
-from attncore.cache_writer import CacheWriter
+from attncore import AttentionBackend, AttentionImpl, BackendConfig, CacheWriter, LayerFeatures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,33 +80,17 @@ class RocmImpl(AttentionImpl):
 
     backend: RocmBackend
 
-    def __init__(
-        self,
-        backend: AttentionBackend,
-        layer_name: str,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logits_soft_cap: float | None = None,
-        alibi_slopes: Sequence[float] | Tensor | None = None,
-        sinks: Sequence[float] | Tensor | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-        attn_type: AttentionType = AttentionType.DECODER,
-    ) -> None:
-        super().__init__(
-            backend, layer_name, scale=scale, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap,
-            alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, attn_type=attn_type,
-        )  # fmt: skip
-        for name, number in (("k_scale", k_scale), ("v_scale", v_scale)):
+    def __init__(self, backend: AttentionBackend, layer_name: str, **features: Unpack[LayerFeatures]) -> None:
+        super().__init__(backend, layer_name, **features)
+        for name, number in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
             if number != 1.0 and not backend.config.kv_cache_dtype.startswith("fp8"):
                 raise ValueError(
                     f"{name}: {number} given for a cache of {backend.config.kv_cache_dtype}; only fp8 has scales"
                 )
         config = backend.config
         self._block_shape = backend.kv_cache_shape(1, config.block_size, config.num_kv_heads, config.head_size)[2:]
-        self.writer = CacheWriter(k_scale, v_scale)
-        self.slopes, self.head_sinks = self._per_head(alibi_slopes), self._per_head(sinks)
+        self.writer = CacheWriter(self.k_scale, self.v_scale)
+        self.slopes, self.head_sinks = self._per_head(self.alibi_slopes), self._per_head(self.sinks)
 
     def _per_head(self, numbers: Sequence[float] | Tensor | None) -> Tensor | None:
         if numbers is None:
