@@ -38,7 +38,12 @@ $(BIN)/python:
 $(VENV)/.deps: constraints.txt pyproject.toml | $(BIN)/python
 	$(PIP) install -q -c constraints.txt torch setuptools wheel cython
 	$(PIP) install -q -c constraints.txt numpy pluggy rich numba hypothesis pytest pytest-benchmark pytest-xdist \
-		build cython-lint editables hatchling mypy pre-commit ruff transformers psutil $(KERNEL_NEEDS)
+		build cython-lint editables hatchling mypy pre-commit ruff
+	touch $@
+
+# What the plugins and the integrations are tested with; the demo does without.
+$(VENV)/.libraries: $(VENV)/.deps
+	$(PIP) install -q -c constraints.txt transformers psutil $(KERNEL_NEEDS)
 	$(PIP) install -q -c constraints.txt --no-deps $(KERNELS)
 	touch $@
 
@@ -46,7 +51,7 @@ $(VENV)/.built: $(VENV)/.deps setup.py attncore/_slots.pyx attncore/_slots.pxd a
 	ATTNCORE_REQUIRE_EXT=1 $(PIP) install -q --no-build-isolation --no-deps -e .
 	touch $@
 
-$(VENV)/.plugins: $(VENV)/.built $(wildcard plugins/*/pyproject.toml)
+$(VENV)/.plugins: $(VENV)/.built $(VENV)/.libraries $(wildcard plugins/*/pyproject.toml)
 	$(PIP) install -q --no-build-isolation --no-deps $(patsubst %,-e %,$(PLUGINS))
 	touch $@
 
