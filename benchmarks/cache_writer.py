@@ -1,5 +1,6 @@
-"""Host and device time of writing a step's keys and values to a paged cache, on a CUDA device: ``CacheWriter``, the same
-kernel by Triton's own launch, and torch's indexing. Medians, microseconds.
+"""Writing a step's keys and values to a paged cache on a CUDA device, host and device time.
+
+``CacheWriter``, the same kernel by Triton's own launch, and torch's indexing. Medians, microseconds.
 
     python benchmarks/cache_writer.py
 """
