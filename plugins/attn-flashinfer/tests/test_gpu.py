@@ -54,7 +54,7 @@ def test_decodes_on_cuda_cores() -> None:
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
 def test_decodes_by_xqa(dtype: str) -> None:
-    for features in ({}, {"sliding_window": 33} if dtype == "auto" else {}):
+    for features in ({}, {"sliding_window": 33}) if dtype == "auto" else ({},):
         run_rows(Engine(made({"decode": "xqa"}, kv_cache_dtype=dtype), num_blocks=160, **features), LONG)
 
 

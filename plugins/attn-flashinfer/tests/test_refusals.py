@@ -49,6 +49,13 @@ def test_layers(features: dict[str, Any], says: str) -> None:
     assert str(caught.value).startswith(says)
 
 
+def test_a_window_over_an_fp8_cache_beside_xqa() -> None:
+    backend = standin.backend(block_size=16, kv_cache_dtype="fp8_e4m3", options={"decode": "xqa"})
+    with pytest.raises(ValueError, match="sliding_window: decode=xqa has not been shown right"):
+        backend.impl("a", scale=1.0, sliding_window=8)
+    backend.impl("a", scale=1.0)
+
+
 def test_a_soft_cap_beside_xqa() -> None:
     backend = standin.backend(block_size=16, options={"decode": "xqa"})
     with pytest.raises(ValueError, match="logits_soft_cap: decode=xqa has none"):

@@ -28,12 +28,18 @@ class FlashInferImpl(AttentionImpl):
             if given is not None:
                 raise ValueError(f"{name}: given, but flashinfer takes none")
         scales = {"k_scale": float(self.k_scale), "v_scale": float(self.v_scale)}
-        if torch.finfo(backend.shape.cache_dtype).bits > 8 and (self.k_scale, self.v_scale) != (1.0, 1.0):
+        fp8 = torch.finfo(backend.shape.cache_dtype).bits == 8
+        if not fp8 and (self.k_scale, self.v_scale) != (1.0, 1.0):
             raise ValueError(
                 f"k_scale: {self.k_scale} and v_scale {self.v_scale} found; only an fp8 cache is kept with scales"
             )
         if self.logits_soft_cap is not None and backend.decode_kernel == "xqa":
             raise ValueError("logits_soft_cap: decode=xqa has none; create the backend with another kernel of decodes")
+        if self.sliding_window is not None and fp8 and backend.decode_kernel == "xqa":
+            raise ValueError(
+                "sliding_window: decode=xqa has not been shown right for windows over an fp8 cache; create the backend "
+                "with another kernel of decodes"
+            )
         backend.check_modules(self.sliding_window, self.logits_soft_cap)
         self._scales = {name: factor for name, factor in scales.items() if factor != 1.0}
         self._plans = backend.plans_of(PlanKey(self.scale, self.sliding_window, self.logits_soft_cap))
