@@ -163,16 +163,26 @@ def plans(count: int) -> dict[str, float]:
         step = engine.step(count)
         return lambda: step.replay(graph)
 
+    lengths = {**KEYWORDS, "seq_lens": pinned(metadata.host.seq_lens)}
     found = median_us(
         lambda: eager.plan(*arguments, **KEYWORDS),
+        lambda: eager.plan(*arguments, **lengths),
         lambda: engine.step(),
         lambda: captured.plan(*captured_arguments, **KEYWORDS),
         lambda: fast_decode_plan(captured, *captured_arguments, global_override_indptr_cpu=arguments[0], **fast),
         bucket,
     )
-    names = ("bare_plan", "build_commit_plan", "bare_plan_graph", "bare_fast_plan_graph", "build_commit_plan_graph")
+    names = (
+        "bare_plan",
+        "bare_plan_given_lengths",
+        "build_commit_plan",
+        "bare_plan_graph",
+        "bare_fast_plan_graph",
+        "build_commit_plan_graph",
+    )
     result = dict(zip(names, found, strict=True))
     result["ratio"] = result["build_commit_plan"] / result["bare_plan"]
+    result["ratio_given_lengths"] = result["build_commit_plan"] / result["bare_plan_given_lengths"]
     result["ratio_graph"] = result["build_commit_plan_graph"] / result["bare_plan_graph"]
     return result
 

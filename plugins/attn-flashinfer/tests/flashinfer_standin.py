@@ -244,6 +244,7 @@ class Prefill(_Wrapper):
     ) -> None:
         self._made(float_workspace_buffer, kv_layout)
         self.backend = backend
+        self._kv_lens_buffer = torch.empty(1024, dtype=torch.int32)
 
     def workspace_size(
         self,
@@ -324,6 +325,7 @@ class Prefill(_Wrapper):
     ) -> None:
         self.keywords = dict(locals())
         self._record("prefill.plan", self.keywords)
+        self._kv_lens_buffer[: len(paged_kv_indptr) - 1].copy_(paged_kv_indptr[1:])  # in place, as there
 
     def run(
         self,

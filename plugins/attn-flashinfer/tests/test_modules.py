@@ -57,38 +57,67 @@ def _build(folder: Path, name: str) -> Path:
     return file
 
 
-def test_a_module_is_found_wherever_flashinfer_looks(installed: Path, tmp_path: Path) -> None:
+def test_a_module_is_found_wherever_flashinfer_looks(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert modules.find("page") is None
-    compiled = tmp_path / "home" / ".cache" / "flashinfer" / "0.7.2.post1" / "90a" / "cached_ops"
+    monkeypatch.setattr(modules, "no_compiler", lambda: "")
+    monkeypatch.setattr(modules, "_of_this_version", lambda package: True)
+    compiled = tmp_path / "home" / ".cache" / "flashinfer" / "0.7.2.post1" / "80_90a" / "cached_ops"
     folders = compiled, installed.parent / "flashinfer_jit_cache" / "jit_cache", installed / "data" / "aot"
     for folder in folders:  # the last one first
-        assert modules.find("page") != _build(folder, "page").parent
-        assert modules.find("page") == folder / "page" / "page.so"
+        assert modules.find("page", "90") != _build(folder, "page").parent
+        assert modules.find("page", "90") == folder / "page" / "page.so"
+
+
+def test_what_was_compiled_before_counts_for_its_architecture_and_where_ninja_can_look_at_it(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = _build(tmp_path / "home" / ".cache" / "flashinfer" / "0.7.2.post1" / "90a" / "cached_ops", "page")
+    monkeypatch.setattr(modules, "no_compiler", lambda: "")
+    assert modules.find("page", "90") == modules.find("page") == file
+    assert modules.find("page", "80") is None
+    monkeypatch.setattr(modules, "no_compiler", lambda: "ninja not found")
+    assert modules.find("page", "90") is None
+
+
+def test_a_package_of_modules_of_another_version_is_not_looked_at(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _build(installed.parent / "flashinfer_jit_cache" / "jit_cache", "page")
+    for version, there in (("0.7.2.post1+cu130", True), ("0.7.2.post1", True), ("0.7.3+cu130", False)):
+        monkeypatch.setattr(modules.importlib.metadata, "version", lambda name, version=version: version)
+        assert (modules.find("page") is not None) == there
 
 
 def test_what_doctor_says(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = _build(installed / "data" / "aot", BF16_PAGED)
-    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "0")  # which FlashInfer takes for yes
     said = attn_flashinfer.attncore_doctor(Host.assume("sm_90"))
     assert said["flashinfer"] == f"0.7.2.post1 at {installed}"
-    assert said["compiler"] == "FLASHINFER_DISABLE_JIT=1 forbids compiling"
-    assert said["modules built"] == "1, 1 of attention"
+    assert said["compiler"] == "FLASHINFER_DISABLE_JIT=0 forbids compiling"
+    assert said["modules built ahead"] == "1, 1 of attention"
+    assert said["modules compiled here"] == "0, 0 of attention"
     assert said[BF16_PAGED] == str(file)
     monkeypatch.setattr(modules, "package_folder", lambda: None)
     assert "pip install" in attn_flashinfer.attncore_doctor(Host.assume("sm_90"))["flashinfer"]
 
 
-def test_a_compiler_is_nvcc_and_ninja(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_DISABLE_JIT"):
+def test_a_compiler_is_nvcc_ninja_and_one_for_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH", "CXX", "FLASHINFER_DISABLE_JIT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(modules.shutil, "which", lambda name: "/bin/ninja" if name == "ninja" else None)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    if not Path("/usr/local/cuda/bin/nvcc").is_file():
-        assert modules.no_compiler() == "nvcc not found"
+    there = {"ninja": "/bin/ninja", "c++": "/bin/c++", "nvcc": "/bin/nvcc"}
+    monkeypatch.setattr(modules.shutil, "which", there.get)
+    assert modules.no_compiler() == ""
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # FlashInfer asks there, and nowhere else
+    assert modules.no_compiler() == f"nvcc in {tmp_path}/bin (CUDA_HOME) not found"
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch()
     assert modules.no_compiler() == ""
-    monkeypatch.setattr(modules.shutil, "which", lambda name: None)
+    monkeypatch.setenv("CXX", "clang++ -O2")
+    assert modules.no_compiler() == "the C++ compiler clang++ -O2 not found"
+    monkeypatch.delenv("CXX")
+    del there["ninja"]
     assert modules.no_compiler() == "ninja not found"
 
 
@@ -114,3 +143,7 @@ def test_what_a_request_needs() -> None:
         modules.paged("float16", "auto", 128, window=True, soft_cap=False),
         modules.xqa("float16", "auto", 128, 4, 32, window=True),
     ]
+    asked = AttentionRequest(**facts, options={"flashinfer": {"cascade": True}})
+    assert checks.needed(asked)[1:] == ["cascade"]
+    assert checks.needed(AttentionRequest(**{**facts, "dtype": "float32"})) == []
+    assert checks.needed(AttentionRequest(**facts, kv_cache_dtype="fp8_e5m2")) == []

@@ -68,6 +68,10 @@ def test_a_missing_library_or_another_version_is_a_reason(packages: dict[str, st
         ({"options": {"flashinfer": {"decode": "cuda_cores"}}, "num_heads": 10}, "groups of 5 heads"),
         ({"options": {"flashinfer": {"decode": "xqa"}}, "block_size": 8}, "blocks of 8 tokens; it takes 16, 32"),
         ({"options": {"flashinfer": {"decode": "xqa"}}, "logits_soft_cap": 30.0}, "it has no logits_soft_cap"),
+        (
+            {"options": {"flashinfer": {"decode": "xqa"}}, "kv_cache_dtype": "fp8_e4m3", "sliding_window": 64},
+            "not been shown right for windows over an fp8 cache",
+        ),
         ({"options": {"flashinfer": {"decode": "xqa"}}, "features": {"lse"}}, "it returns no log-sum-exp"),
     ],
     ids=lambda value: str(value)[:40],

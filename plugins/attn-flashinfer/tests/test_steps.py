@@ -13,7 +13,7 @@ import pytest
 import torch
 from attn_flashinfer.wrappers import CapturedDecode, Kind
 
-from attncore import CaptureError
+from attncore import CaptureError, PlanKey, graphs
 from attncore.builder import (
     CascadeRule,
     CommonMetadataBuilder,
@@ -312,18 +312,67 @@ def test_sizes_captured_in_inference_mode_are_planned_outside_of_it() -> None:
 
 
 def test_a_plan_inside_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_flashinfer import backend as module
-
-    backend = standin.backend()
-    engine = Engine(backend)
-    monkeypatch.setattr(module, "is_capturing", lambda device: True)
-    engine.add("a", 4)
+    """Also by hand, of the step that was planned last."""
+    backend, builder = _two_requests()
+    metadata = builder.build()
+    monkeypatch.setattr(graphs, "is_capturing", lambda device: True)
     with pytest.raises(CaptureError, match="plan: a stream is capturing"):
-        engine.step({"a": 2})
+        backend.plan(metadata)
+
+
+def _two_requests(**pool: int) -> tuple[Any, Any]:
+    backend = standin.backend(block_size=16)
+    batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=16, **pool)
+    for name, blocks in (("a", [1, 2]), ("b", [3, 9])):
+        batch.add_request(name, blocks, 20)
+    return backend, MetadataBuilder(batch, backend, max_num_batched_tokens=8, staging="copy")
+
+
+def test_a_block_beyond_the_cache_is_an_error_before_anything_runs() -> None:
+    """Whether the batch was told its pool or not, and whoever allocated the cache."""
+    backend, builder = _two_requests()
+    backend.allocate_kv_cache(9)
+    with pytest.raises(ValueError, match="metadata: block 9 is beyond the cache's 9 blocks"):
+        builder.build()
+    backend, builder = _two_requests(num_blocks=16)
+    backend.allocate_kv_cache(12)
+    with pytest.raises(ValueError, match="num_blocks: the batch takes ids of 16 blocks"):
+        builder.build()
+    for pool, says in (({}, "block 9 is beyond"), ({"num_blocks": 16}, "kv_cache: 9 blocks found; the batch takes")):
+        backend, builder = _two_requests(**pool)
+        impl, metadata = backend.impl("layers.0", scale=0.5), builder.build()
+        tensors = [torch.randn(2, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+        with pytest.raises(ValueError, match=says):
+            impl.forward(*tensors, torch.zeros(9, 2, 16, 2, 64, dtype=torch.bfloat16), metadata)
+
+
+def test_steps_built_in_inference_mode_first_and_outside_of_it_afterwards() -> None:
+    engine = Engine(standin.backend())
+    engine.add("a", 24)
+    engine.add("b", 24)
+    with torch.inference_mode():
+        engine.step({"a": 9, "b": 9})
+        engine.step({"a": 1, "b": 1})
+    engine.step({"a": 1, "b": 4})
+    engine.step({"a": 1, "b": 1})
+
+
+def test_a_pair_of_caches_is_looked_at_once() -> None:
+    backend, builder = _two_requests()
+    impl = backend.impl("layers.0", scale=0.5)
+    keys, values = backend.allocate_kv_cache(12).unbind(1)
+    tensors = [torch.randn(2, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    for _ in range(2):
+        impl.forward(*tensors, [keys, values], builder.build())
+    views = impl._caches
+    impl.forward(*tensors, (keys, values), builder.build())
+    assert impl._caches is views
+    impl.forward(*tensors, (values, keys), builder.build())
+    assert impl._caches is not views
 
 
 def test_a_builder_that_is_dropped_is_gone() -> None:
-    """The backend does not keep it: another one may follow the same batch."""
+    """The backend does not keep it, nor what it captured: another one may follow the same batch."""
     for options in ({}, {"decode": "xqa"}):
         backend = standin.backend(block_size=16, options=options)
         impl = backend.impl("layers.0", scale=0.5)
@@ -333,10 +382,15 @@ def test_a_builder_that_is_dropped_is_gone() -> None:
         tensors = [torch.randn(1, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
         builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8, staging="copy")
         impl.forward(*tensors, cache, builder.build())
+        impl.forward(*tensors, cache, builder.capture(1))
+        impl.forward(*tensors, cache, builder.build(bucket=1))
+        captured = backend.plans_of(PlanKey(0.5, None, None))._captured
+        assert len(captured) == (not options)
         gone = weakref.ref(builder)
         del builder
         gc.collect()
         assert gone() is None
+        assert not captured
         builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8, staging="copy")
         impl.forward(*tensors, cache, builder.build())
 
@@ -452,10 +506,17 @@ def test_a_plan_that_no_builder_waited_for_is_waited_for(monkeypatch: pytest.Mon
         build()
         return list(log)
 
-    waits(builders[0].build)
+    assert waits(builders[0].build) == ["wait for the stream", "record"]
+    assert waits(builders[0].build) == ["wait for the event"], "the first may have been planned by hand"
+    metadata = builders[0].build()
     assert waits(builders[0].build) == [], "the builder has waited for its last step"
+    assert waits(lambda: backend.plan(metadata)) == ["wait for the stream", "record"], "by hand: an older step"
+    assert waits(lambda: backend.plan(metadata)) == ["wait for the event", "record"]
+    assert waits(builders[0].build) == ["wait for the event"]
+    assert waits(builders[0].build) == []
     assert waits(lambda: by_hand.build(decodes)) == ["wait for the stream", "record"]
     assert waits(lambda: by_hand.build(decodes)) == ["wait for the event", "record"]
-    assert waits(builders[0].build) == ["wait for the event"]
-    assert waits(builders[1].build) == ["wait for the stream"], "another builder's plan"
+    assert waits(builders[0].build) == ["wait for the event", "record"]
+    assert waits(builders[1].build) == ["wait for the event", "record"], "another builder's plan"
+    assert waits(builders[1].build) == ["wait for the event"]
     assert waits(builders[1].build) == []

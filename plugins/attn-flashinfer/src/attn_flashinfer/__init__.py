@@ -56,7 +56,7 @@ def attncore_backend() -> BackendSpec:
         plan_staging="shared",
         pad_seq_len=0,
         requires=REQUIRES,
-        workspace_bytes=(64 + 2 * 8) << 20,
+        workspace_bytes=(64 + 4 * 8) << 20,  # two plan keys, each with a wrapper of decodes and one of prefills
         options=OPTIONS,
         variants=(
             Variant("built", check=checks.built),

@@ -12,15 +12,15 @@ import torch
 from attn_flashinfer import checks, modules, xqa
 from attn_flashinfer.impl import FlashInferImpl
 from attn_flashinfer.library import Library, flashinfer
-from attn_flashinfer.pages import pages_of
+from attn_flashinfer.pages import check_table, pages_of, pool_of
 from attn_flashinfer.plans import KeyPlans, Tools
 from attn_flashinfer.state import FlashInferState
 from attn_flashinfer.workspace import Workspace
 from attn_flashinfer.wrappers import Kind, Shape
-from attncore import AttentionBackend, BackendConfig, CaptureError
+from attncore import AttentionBackend, BackendConfig
 from attncore.abstract import PlanKey
 from attncore.builder import CascadeRule
-from attncore.graphs import is_capturing
+from attncore.graphs import refuse_while_capturing
 
 CUDA_CORES, XQA = "cuda_cores", "xqa"
 
@@ -60,6 +60,7 @@ class FlashInferBackend(AttentionBackend):
         )
         self._plans: dict[PlanKey, KeyPlans] = {}
         self._owner: Callable[[], Any] = _nobody
+        self._step, self._follows, self._checks_tables = -1, False, False
         self._event: Any = None
 
     def library(self) -> Library:
@@ -86,6 +87,7 @@ class FlashInferBackend(AttentionBackend):
             config.block_size,
             window=window is not None,
             soft_cap=soft_cap is not None,
+            cascade=self._tools.rule is not None,
         )
         name = next((name for name in names if modules.find(name) is None), None)
         if name is not None and (why := modules.no_compiler()):
@@ -97,13 +99,15 @@ class FlashInferBackend(AttentionBackend):
     def plan(self, metadata: Any) -> None:
         """Plans the step for every distinct key of the layers; see the base class."""
         self._settle(metadata)
+        if self._checks_tables:
+            check_table(metadata, self.shape.block_size, self.num_blocks)
         pages = pages_of(metadata, self.shape.block_size, self.num_blocks)
         for key in self._plan_keys:
             plans = self._plans.get(key) or self.plans_of(key)
             if key.sliding_window is not None:
                 _check_window(metadata)
             plans.plan(metadata, pages)
-        if self._owner is _nobody and self._is_cuda:
+        if not self._follows and self._is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
@@ -132,25 +136,23 @@ class FlashInferBackend(AttentionBackend):
         """Until the last plan's copies have left their pinned memory, which the next plan writes to. A builder's
         first step is where its pool is compared with the cache.
 
-        The persistent door's builder has waited for its last step's receipt, which comes after them. Plans of another
-        builder, of the list door or by hand are waited for here.
+        The persistent door's builder has waited for its last step's receipt, which comes after them. Other plans, of
+        another builder, of the list door, by hand, are waited for here.
         """
         owner = metadata.builder
-        if owner is not None and owner is self._owner():
-            return
-        if owner is None and is_capturing(self.config.device):
-            raise CaptureError(
-                "plan: a stream is capturing; FlashInfer plans on the host and copies, which a graph must not record. "
-                "Plan before the capture begins, and before each replay"
-            )
+        self._follows = owner is not None and owner is self._owner() and metadata.step > self._step
+        if not self._follows:
+            refuse_while_capturing(self.config.device, "plan")
+            self._checks_tables = owner is not None and _check_pool(metadata, self.num_blocks)
+            if owner is None or owner is not self._owner():
+                self._owner, self._step = _nobody if owner is None else ref(owner), -1
         if owner is not None:
-            _check_pool(metadata, self.num_blocks)
-        if self._is_cuda:
-            if self._event is not None:
-                self._event.synchronize()
-            else:
-                torch.cuda.current_stream().synchronize()
-        self._owner, self._event = _nobody if owner is None else ref(owner), None
+            self._step = max(self._step, metadata.step)
+        if self._event is not None:
+            self._event.synchronize()
+        elif not self._follows and self._is_cuda:
+            torch.cuda.current_stream().synchronize()
+        self._event = None
 
 
 def _shape(backend: FlashInferBackend, config: BackendConfig) -> tuple[Shape, str]:
@@ -193,16 +195,16 @@ def _shape(backend: FlashInferBackend, config: BackendConfig) -> tuple[Shape, st
     )
 
 
-def _check_pool(metadata: Any, num_blocks: int) -> None:
-    """ValueError where a batch takes block ids beyond the largest cache; it refuses those beyond its own number."""
-    for group in metadata.builder.batch.groups:
-        if group.name == metadata.group and group.num_blocks is not None and num_blocks:
-            blocks = group.num_blocks * group.kernel_blocks
-            if blocks > num_blocks:
-                raise ValueError(
-                    f"num_blocks: the batch takes ids of {blocks} blocks, but the largest cache of this backend has "
-                    f"{num_blocks}; give both the same number"
-                )
+def _check_pool(metadata: Any, num_blocks: int) -> bool:
+    """Whether each step's tables are to be checked: a batch that was told its pool refuses ids beyond it. ValueError
+    where that is larger than the largest cache, of ``num_blocks``; 0: not known."""
+    pool = pool_of(metadata)
+    if num_blocks and pool is not None and pool > num_blocks:
+        raise ValueError(
+            f"num_blocks: the batch takes ids of {pool} blocks, but the largest cache of this backend has "
+            f"{num_blocks}; give both the same number"
+        )
+    return pool is None and num_blocks > 0
 
 
 def _check_window(metadata: Any) -> None:

@@ -17,6 +17,9 @@ INSTALL = (
 )
 
 
+XQA_WINDOW_FP8 = "has not been shown right for windows over an fp8 cache"
+
+
 def built(request: AttentionRequest, host: Host) -> Iterator[str | Reason]:
     """Reasons against the variant that compiles nothing: a module that the request needs is not built."""
     yield from _both(request, host)
@@ -25,7 +28,8 @@ def built(request: AttentionRequest, host: Host) -> Iterator[str | Reason]:
     if host.assumed:
         yield "which modules are built cannot be seen for an assumed host"
         return
-    missing = [name for name in needed(request) if modules.find(name) is None]
+    architecture = host.device.rpartition("sm_")[2]
+    missing = [name for name in needed(request) if modules.find(name, architecture) is None]
     if missing:
         yield f"{len(missing)} of the modules needed are not built ahead, first {missing[0]}"
 
@@ -38,7 +42,9 @@ def compiled(request: AttentionRequest, host: Host) -> Iterator[str | Reason]:
 
 
 def needed(request: AttentionRequest) -> list[str]:
-    """The modules that layers with the request's window and soft cap load."""
+    """The modules that layers with the request's window and soft cap load; none for dtypes that FlashInfer lacks."""
+    if request.dtype not in modules.SHORT or modules.cached(request.dtype, request.kv_cache_dtype) not in modules.SHORT:
+        return []
     group = request.num_heads // request.num_kv_heads
     return modules_of(
         (request.dtype, request.kv_cache_dtype, request.head_size),
@@ -47,14 +53,17 @@ def needed(request: AttentionRequest) -> list[str]:
         request.block_size or 16,
         window=request.sliding_window is not None,
         soft_cap=request.logits_soft_cap is not None,
+        cascade=bool(request.options.get("flashinfer", {}).get("cascade")),
     )
 
 
 def modules_of(
-    facts: tuple[str, str, int], kernel: str, group: int, page: int, *, window: bool, soft_cap: bool
+    facts: tuple[str, str, int], kernel: str, group: int, page: int, *, window: bool, soft_cap: bool, cascade: bool
 ) -> list[str]:
     """The modules of layers of ``facts`` (dtype, cache dtype, head size), whose decodes ``kernel`` runs."""
     names = [modules.paged(*facts, window=window, soft_cap=soft_cap)]
+    if cascade and not window:
+        names.append("cascade")
     if kernel == "cuda_cores":
         names.append(modules.cuda_core_decode(*facts, window=window, soft_cap=soft_cap))
     elif kernel == "xqa":
@@ -102,6 +111,8 @@ def _both(request: AttentionRequest, host: Host) -> Iterator[str]:
     if kernel == "xqa":
         if problem := xqa_problem(group, request.block_size or 16, request.logits_soft_cap, host.device):
             yield problem
+        if request.sliding_window is not None and request.kv_cache_dtype == "fp8_e4m3":
+            yield f"decode=xqa: it {XQA_WINDOW_FP8}"
         if "lse" in request.features:
             yield "decode=xqa: it returns no log-sum-exp"
     elif kernel == "cuda_cores" and (problem := cuda_core_problem(group)):

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import Tensor
 
+from attn_flashinfer.checks import XQA_WINDOW_FP8
+from attn_flashinfer.pages import check_cache
 from attncore import AttentionImpl, CacheWriter, LayerFeatures, PlanKey
 
 if TYPE_CHECKING:
@@ -37,8 +39,7 @@ class FlashInferImpl(AttentionImpl):
             raise ValueError("logits_soft_cap: decode=xqa has none; create the backend with another kernel of decodes")
         if self.sliding_window is not None and fp8 and backend.decode_kernel == "xqa":
             raise ValueError(
-                "sliding_window: decode=xqa has not been shown right for windows over an fp8 cache; create the backend "
-                "with another kernel of decodes"
+                f"sliding_window: decode=xqa {XQA_WINDOW_FP8}; create the backend with another kernel of decodes"
             )
         backend.check_modules(self.sliding_window, self.logits_soft_cap)
         self._scales = {name: factor for name, factor in scales.items() if factor != 1.0}
@@ -91,7 +92,8 @@ class FlashInferImpl(AttentionImpl):
         if kv_cache is not self._kv_cache:
             if kv_cache is None:
                 return query.new_zeros(query.shape) if output is None else output.zero_()
-            self._take(kv_cache)
+            if not self._is_pair(kv_cache):
+                self._take(kv_cache, metadata)
         step = self._plans.step
         if step.metadata() is not metadata:
             step = self._plans.find(metadata)
@@ -113,7 +115,13 @@ class FlashInferImpl(AttentionImpl):
             output.copy_(target)
         return output
 
-    def _take(self, kv_cache: Any) -> None:
+    def _is_pair(self, kv_cache: Any) -> bool:
+        """Whether it holds the very halves that were taken: an operator's arguments come in a new list each time."""
+        if isinstance(kv_cache, Tensor) or not isinstance(self._kv_cache, tuple | list):
+            return False
+        return all(one is kept for one, kept in zip(kv_cache, self._kv_cache, strict=True))
+
+    def _take(self, kv_cache: Any, metadata: Any) -> None:
         """Keeps views of the layer's cache: as the kernels take it, and as slots address it."""
         if isinstance(kv_cache, Tensor):
             if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
@@ -136,6 +144,7 @@ class FlashInferImpl(AttentionImpl):
             raise ValueError(
                 f"kv_cache: strides {keys.stride()} of keys and {values.stride()} of values found; they must be equal"
             )
+        check_cache(metadata, len(keys))
         self._caches = keys, values
         self._slots = (keys.transpose(1, 2), values.transpose(1, 2)) if hnd else (keys, values)
         self._kv_cache = kv_cache

@@ -15,6 +15,9 @@ from pathlib import Path
 SHORT = {"float16": "f16", "bfloat16": "bf16", "fp8_e4m3": "e4m3"}
 """Dtypes of the contract as the names of modules have them."""
 
+ATTENTION = ("batch_prefill", "batch_decode", "xqa")
+"""How the names of modules of attention begin."""
+
 XQA_PAGES = (16, 32, 64, 128)
 """Tokens that a page of the XQA kernel may hold."""
 
@@ -54,15 +57,33 @@ def _facts(dtype: str, kv_cache_dtype: str, head_size: int, window: bool, soft_c
     )
 
 
-def folders() -> Iterator[Path]:
-    """Where a module ``name`` may be, as ``name/name.so``: built ahead, in a cache package, compiled before."""
+def ahead_folders() -> Iterator[Path]:
+    """Where a module ``name`` that was built ahead may be, as ``name/name.so``: in FlashInfer, or in a package of
+    modules of the same version (as FlashInfer asks of it)."""
     package = package_folder()
     if package is None:
         return
     yield package / "data" / "aot"
-    yield from sorted(package.parent.glob("flashinfer_jit_cache*/jit_cache"))
+    for folder in sorted(package.parent.glob("flashinfer_jit_cache*/jit_cache")):
+        if os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK") or _of_this_version(folder.parent.name):
+            yield folder
+
+
+def compiled_folders(architecture: str = "") -> Iterator[Path]:
+    """Where modules are that were compiled before, for ``architecture`` ("90") or, where that is empty, for any."""
     base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
-    yield from sorted((base / ".cache" / "flashinfer" / version()).glob("*/cached_ops"))
+    for folder in sorted((base / ".cache" / "flashinfer" / version()).glob("*/cached_ops")):
+        built_for = {part.rstrip("abcdefghijklmnopqrstuvwxyz") for part in folder.parent.name.split("_")}
+        if not architecture or architecture in built_for:
+            yield folder
+
+
+def _of_this_version(package: str) -> bool:
+    try:
+        found = importlib.metadata.version(package.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return found == version() or found.startswith(f"{version()}+")
 
 
 def package_folder() -> Path | None:
@@ -81,15 +102,22 @@ def version() -> str:
         return "not installed"
 
 
-def find(name: str) -> Path | None:
-    """The file of a module that is built; None where it is not."""
-    return next((file for folder in folders() if (file := folder / name / f"{name}.so").is_file()), None)
+def find(name: str, architecture: str = "") -> Path | None:
+    """The file of a module that is there for a device of ``architecture`` ("90"; empty: not known); None where none is.
+
+    FlashInfer loads what was built ahead as it is. What it compiled before it has ninja look at first, so that such
+    modules are of no use where it cannot compile.
+    """
+    folders = list(ahead_folders())
+    if not no_compiler():
+        folders.extend(compiled_folders(architecture))
+    return next((file for folder in folders if (file := folder / name / f"{name}.so").is_file()), None)
 
 
-def built() -> dict[str, Path]:
-    """Every module that is built: name -> file, the first found."""
+def _in(folders: Iterator[Path]) -> dict[str, Path]:
+    """Every module in ``folders``: name -> file, the first found."""
     found: dict[str, Path] = {}
-    for folder in folders():
+    for folder in folders:
         for file in sorted(folder.glob("*/*.so")):
             if file.stem == file.parent.name:
                 found.setdefault(file.stem, file)
@@ -97,15 +125,21 @@ def built() -> dict[str, Path]:
 
 
 def no_compiler() -> str:
-    """Why no module can be compiled here, as a sentence; empty where nvcc and ninja are found."""
-    if os.environ.get("FLASHINFER_DISABLE_JIT", "0") == "1":
-        return "FLASHINFER_DISABLE_JIT=1 forbids compiling"
-    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    """Why no module can be compiled here, as a sentence; empty where nvcc, ninja and a C++ compiler are found."""
+    if forbids := os.environ.get("FLASHINFER_DISABLE_JIT"):  # whatever it is, "0" too
+        return f"FLASHINFER_DISABLE_JIT={forbids} forbids compiling"
     missing = []
-    if not shutil.which("nvcc") and not any(home and Path(home, "bin", "nvcc").is_file() for home in homes):
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        if not Path(home, "bin", "nvcc").is_file():
+            missing.append(f"nvcc in {home}/bin (CUDA_HOME)")
+    elif not shutil.which("nvcc") and not Path("/usr/local/cuda/bin/nvcc").is_file():
         missing.append("nvcc")
     if not shutil.which("ninja"):
         missing.append("ninja")
+    compiler = os.environ.get("CXX", "c++")
+    if not shutil.which(compiler.split()[0] if compiler.split() else "c++"):
+        missing.append(f"the C++ compiler {compiler}")
     return f"{' and '.join(missing)} not found" if missing else ""
 
 
@@ -114,13 +148,19 @@ def report() -> dict[str, str]:
     package = package_folder()
     if package is None:
         return {"flashinfer": "not installed; pip install 'flashinfer-python>=0.7.2,<0.8'"}
-    found = built()
-    ours = {name: file for name, file in found.items() if name.startswith(("batch_prefill", "batch_decode", "xqa"))}
+    ahead, before = _in(ahead_folders()), _in(compiled_folders())
+    why = no_compiler()
     facts = {
         "flashinfer": f"{version()} at {package}",
-        "compiler": no_compiler() or "nvcc and ninja found: modules are compiled at first use",
-        "modules built": f"{len(found)}, {len(ours)} of attention",
+        "compiler": why or "nvcc, ninja and a C++ compiler found: modules are compiled at first use",
+        "modules built ahead": _counted(ahead),
+        "modules compiled here": _counted(before) + (", of no use without a compiler" if before and why else ""),
     }
-    for name, file in sorted(ours.items()):
-        facts[name] = str(file)
+    for name, file in sorted({**before, **ahead}.items()):
+        if name.startswith(ATTENTION):
+            facts[name] = str(file)
     return facts
+
+
+def _counted(found: dict[str, Path]) -> str:
+    return f"{len(found)}, {sum(name.startswith(ATTENTION) for name in found)} of attention"

@@ -92,6 +92,32 @@ def _from_table(metadata: Any, block_size: int, num_blocks: int) -> Pages:
     return Pages(torch.from_numpy(indptr), torch.from_numpy(last), torch.from_numpy(lens), device)
 
 
+def check_table(metadata: Any, block_size: int, num_blocks: int) -> None:
+    """ValueError where the tables of a step of the persistent door name a block beyond a cache of ``num_blocks``."""
+    columns = -(-metadata.max_seq_len // block_size)
+    _check_ids(metadata.host.block_table[: metadata.num_reqs, :columns].ravel(), num_blocks)
+
+
+def check_cache(metadata: Any, num_blocks: int) -> None:
+    """ValueError where a step or its batch names blocks beyond a layer's cache of ``num_blocks``, the sink included."""
+    if metadata.builder is None:
+        _check_ids(getattr(metadata.host, "paged_kv_indices", ()), num_blocks)
+        return
+    pool = pool_of(metadata)
+    if pool is None:
+        _check_ids(metadata.host.block_table[: metadata.num_reqs].ravel(), num_blocks)
+    elif pool > num_blocks:
+        raise ValueError(f"kv_cache: {num_blocks} blocks found; the batch takes ids of {pool}")
+
+
+def pool_of(metadata: Any) -> int | None:
+    """How many blocks the batch of a step of the persistent door takes ids of, as the kernels count them; None where
+    the batch was not told."""
+    batch = metadata.builder.batch
+    group = next(group for group in batch.groups if group.name == metadata.group)
+    return None if group.num_blocks is None else int(group.num_blocks * group.kernel_blocks)
+
+
 def _check_ids(indices: Any, num_blocks: int) -> None:
     if num_blocks and len(indices) and int(indices.max()) >= num_blocks:
         raise ValueError(f"metadata: block {int(indices.max())} is beyond the cache's {num_blocks} blocks")

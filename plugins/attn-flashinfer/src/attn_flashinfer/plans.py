@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from attn_flashinfer.library import Library
     from attn_flashinfer.workspace import Workspace
     from attncore.builder import CascadeRule
+
+
+Place = tuple[int, int, int]
+"""What a captured size is known by: rows, tokens of each, and where the graph reads its pages."""
 
 
 class Part(NamedTuple):
@@ -66,9 +70,12 @@ class KeyPlans:
         self._decode: EagerDecode | None = None
         self._append: dict[str, EagerAppend] = {}
         self._cascade: Cascade | None = None
-        self._captured: dict[tuple[int, int, int], CapturedDecode] = {}
+        self._captured: WeakValueDictionary[Place, CapturedDecode] = WeakValueDictionary()
+        self._sizes: WeakKeyDictionary[Any, dict[Place, CapturedDecode]] = WeakKeyDictionary()
+        """Of the persistent door's builders, which their sizes are not to outlive."""
         self._list_door: WeakKeyDictionary[Any, dict[int, CapturedDecode]] = WeakKeyDictionary()
-        self._newest: dict[int, CapturedDecode] = {}
+        self._newest: Callable[[], Any] = _nothing
+        """The builder of the list door that captured last."""
         self._plans_no_decode = tools.kernel == "xqa"
 
     def plan(self, metadata: Any, pages: Pages) -> None:
@@ -96,7 +103,7 @@ class KeyPlans:
             place = _place(metadata)
             if self._plans_no_decode and place[1] == 1:
                 return self._unplanned(metadata)
-            captured = self._captured.get(place) or self._newest.get(metadata.num_reqs)
+            captured = self._captured.get(place) or self._newest_sizes().get(metadata.num_reqs)
             if captured is not None:
                 return StepPlan(_nothing, (Part(captured.run, 0, captured.num_reqs * captured.query_len),))
         raise ValueError(
@@ -108,8 +115,8 @@ class KeyPlans:
         """Takes what a captured size of the list door needs, before its first plan."""
         if not self._plans_no_decode:
             captured = self._capture(metadata, 1, metadata.paged_kv_indices)
-            self._newest = self._list_door.setdefault(builder, {})
-            self._newest[metadata.num_reqs] = self._captured[_place(metadata)] = captured
+            sizes, self._newest = self._list_door.setdefault(builder, {}), ref(builder)
+            sizes[metadata.num_reqs] = self._captured[_place(metadata)] = captured
 
     def _of_list_door(self, metadata: Any) -> CapturedDecode | None:
         """The captured size that a padded step will be replayed in: by its buffers, or by who built it.
@@ -118,8 +125,13 @@ class KeyPlans:
         """
         if "paged_kv_indptr" in vars(metadata) and (found := self._captured.get(_place(metadata))):
             return found
-        sizes = self._newest if metadata._source is None else self._list_door.get(metadata._source[0], {})
+        source = metadata._source
+        sizes = self._newest_sizes() if source is None else self._list_door.get(source[0], {})
         return sizes.get(metadata.num_reqs)
+
+    def _newest_sizes(self) -> dict[int, CapturedDecode]:
+        builder = self._newest()
+        return {} if builder is None else self._list_door.get(builder, {})
 
     def _padded(self, metadata: Any, pages: Pages) -> StepPlan:
         """The plan of a step that is padded to a captured size of the persistent door."""
@@ -130,6 +142,7 @@ class KeyPlans:
         captured = self._captured.get(place)
         if captured is None:
             captured = self._captured[place] = self._capture(metadata, query_len, pages.indices)
+            self._sizes.setdefault(metadata.builder, {})[place] = captured
         captured.plan(pages)
         return StepPlan(ref(metadata), (Part(captured.run, 0, num_reqs * query_len),))
 
@@ -205,7 +218,6 @@ def _nothing() -> None:
     """Stands for the metadata of no step."""
 
 
-def _place(metadata: Any) -> tuple[int, int, int]:
-    """What a captured size is known by: rows, tokens of each, and where the graph reads its pages."""
+def _place(metadata: Any) -> Place:
     num_reqs = metadata.num_reqs
     return num_reqs, metadata.num_tokens // num_reqs, metadata.paged_kv_indptr.data_ptr()

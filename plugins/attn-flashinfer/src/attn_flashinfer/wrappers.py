@@ -58,10 +58,11 @@ class EagerDecode:
 
     def __init__(self, library: Library, workspace: Workspace, kind: Kind) -> None:
         shape = kind.shape
-        self._wrapper = library.decode(
-            workspace.buffer, shape.layout, use_tensor_cores=shape.tensor_cores, backend=KERNELS
-        )
-        _serve(workspace, self._wrapper, shape.device)
+        with _plain_tensors():
+            self._wrapper = library.decode(
+                workspace.buffer, shape.layout, use_tensor_cores=shape.tensor_cores, backend=KERNELS
+            )
+            _serve(workspace, self._wrapper, shape.device)
         self.run: Callable[..., Any] = self._wrapper.run
         self._room = _Room(workspace, self._wrapper)
         self._sizes = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.block_size
@@ -82,8 +83,9 @@ class EagerAppend:
 
     def __init__(self, library: Library, workspace: Workspace, kind: Kind, *, causal: bool = True) -> None:
         shape = kind.shape
-        self._wrapper = library.prefill(workspace.buffer, shape.layout, backend=KERNELS)
-        _serve(workspace, self._wrapper, shape.device)
+        with _plain_tensors():
+            self._wrapper = library.prefill(workspace.buffer, shape.layout, backend=KERNELS)
+            _serve(workspace, self._wrapper, shape.device)
         self.run: Callable[..., Any] = self._wrapper.run
         self._room = _Room(workspace, self._wrapper)
         self._sizes = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.block_size
@@ -121,7 +123,7 @@ class CapturedDecode:
     ) -> None:
         shape = kind.shape
         self._plan = library.fast_decode_plan
-        with torch.inference_mode(False):  # what a wrapper makes here, plans of steps outside of it write to
+        with _plain_tensors():
             wrapper = self._wrapper = library.decode(
                 workspace.buffer,
                 shape.layout,
@@ -147,7 +149,8 @@ class CapturedDecode:
         keywords = {**self._keywords, "o_data_type": self._keywords["q_data_type"], "seq_lens": most.seq_lens}
         float_bytes, int_bytes = self._wrapper.workspace_size(*arguments, **keywords)
         workspace.reserve(float_bytes)
-        own = torch.empty(-(-int_bytes // 4096) * 4096, dtype=torch.uint8, device=workspace.device)
+        with _plain_tensors():
+            own = torch.empty(-(-int_bytes // 4096) * 4096, dtype=torch.uint8, device=workspace.device)
         self._wrapper.reset_workspace_buffer(workspace.buffer, own)
         before = indptr.clone(), last_page_len.clone()  # a first plan writes to them
         self._wrapper.plan(*arguments, **keywords)
@@ -182,6 +185,11 @@ class _Room:
                 ) from error
             self._workspace.reserve(float_bytes)
             plan(*arguments, **keywords)
+
+
+def _plain_tensors() -> Any:
+    """What a wrapper makes when the first step is built in inference mode, plans of steps outside of it write to."""
+    return torch.inference_mode(False)
 
 
 def _serve(workspace: Workspace, wrapper: Any, device: str) -> None:
