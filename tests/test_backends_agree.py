@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "flash, generation 4": {"backend": "flash", "options": {"flash": {"generation": "4"}}},
     "flashinfer": {"backend": "flashinfer"},
 }
+LIBRARIES = {
+    "flash, generation 2": "flash-attn",
+    "flash, generation 4": "flash-attn-4",
+    "flashinfer": "flashinfer-python",
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +64,18 @@ def backends() -> dict[str, Any]:
     print("compared:", "; ".join(found))
     for name, why in missing.items():
         print(f"not here: {name} ({why})")
+    for name in missing:
+        assert not installed(LIBRARIES[name]), f"{name}: {LIBRARIES[name]} is installed, but {missing[name]}"
     if len(found) < 2:
         pytest.skip(f"only {', '.join(found)} can be used here: nothing to compare with")
     return found
+
+
+def installed(distribution: str) -> bool:
+    try:
+        return bool(version(distribution))
+    except PackageNotFoundError:
+        return False
 
 
 def pair(num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:

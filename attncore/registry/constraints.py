@@ -45,12 +45,13 @@ def usable_layouts(form: BackendSpec, request: AttentionRequest) -> tuple[str, .
 
 
 def pick_block(blocks: Sizes, request: AttentionRequest, preferred: Iterable[int | None]) -> int:
-    """One of ``blocks``: the largest that divides the manager's, else the first of ``preferred`` among them, else the
+    """One of ``blocks``: the first of ``preferred`` among them, else the largest that divides the manager's, else the
     smallest.
     """
-    if isinstance(blocks, frozenset) and request.manager_block_size is not None:
+    chosen = next((size for size in preferred if size is not None and size in blocks), None)
+    if chosen is None and isinstance(blocks, frozenset) and request.manager_block_size is not None:
         return max(blocks)
-    return next((size for size in preferred if size is not None and size in blocks), None) or sizes.smallest(blocks)
+    return chosen or sizes.smallest(blocks)
 
 
 def _refuse(code: str, field: str, asked: object, accepted: object, words: str, source: str, fix: str) -> Reason:

@@ -45,6 +45,8 @@ def _standing(candidate: Candidate, request: AttentionRequest) -> Iterator[str]:
         yield f"priority {candidate.match.priority} on {where}"
     if candidate.variant:
         yield f"variant {candidate.variant} ({candidate.library})"
+    if candidate.form is not None:
+        yield from candidate.form.notes
     for warning in candidate.warnings:
         yield warning.message
 

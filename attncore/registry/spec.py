@@ -90,6 +90,7 @@ class VariantFacts(TypedDict, total=False):
     plan_staging: str
     pad_seq_len: int
     options: Mapping[str, Option]
+    notes: Collection[str]
     check: Check | None
 
 
@@ -187,6 +188,8 @@ class BackendSpec:
     """``seq_lens`` of a padded row under a captured graph: 0 or 1."""
     options: Mapping[str, Option] = field(default_factory=dict)
     """Name -> what the backend takes in ``Choice.create(options=...)``."""
+    notes: Collection[str] = ()
+    """What to know before using it, in words that ``explain`` repeats: no reasons against it."""
     check: Check | None = None
     """``check(request, host)`` yields sentences (or reasons) why not; for what no other field can say."""
     variants: tuple[Variant, ...] = ()

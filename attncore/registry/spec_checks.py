@@ -127,6 +127,16 @@ def _texts(field: str, value: object) -> Mapping[str, str]:
     return FrozenMap(dict(value))
 
 
+def _notes(field: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ValueError(f"{field}: {value!r} is not a collection of sentences")
+    notes = tuple(value)
+    for note in notes:
+        if not isinstance(note, str) or not note or "\n" in note:
+            raise ValueError(f"{field}: {note!r} is not a sentence on one line")
+    return notes
+
+
 def _requires(field: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(f"{field}: {value!r} is not a collection of requirements")
@@ -221,6 +231,7 @@ _CHECKS: Mapping[str, Callable[[str, object], object]] = {
     "plan_staging": _one(PLAN_STAGING),
     "pad_seq_len": _pad,
     "options": _options,
+    "notes": _notes,
     "check": _check,
     "variants": _variants,
 }

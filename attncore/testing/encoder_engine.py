@@ -49,6 +49,7 @@ class CrossEngine(Engine):
         self.builder = MetadataBuilder(self.batch, max_num_batched_tokens=64 * LONGEST, max_num_encoder_tokens=longest)
         self.lengths: dict[Any, int] = {}
         self.tables: dict[Any, list[int]] = {}
+        self._decoder: tuple[Any, Any] | None = None
 
     def add(self, name: Any, tokens: int, **_: Any) -> None:
         """A request with ``tokens`` encoder tokens, and blocks for them."""
@@ -90,7 +91,22 @@ class CrossEngine(Engine):
             table, cross = (None, None) if profiling else ([1] * LONGEST, self.tables[name])
             sequence = OneSequence(index, count, 0 if is_prompt else 1, table)
             groups.append(SequenceGroup(is_prompt, [sequence], False, self.lengths[name], cross))
-        return self.run_rows(steps.planned(self.backend, builder.build(groups, pad)), rows)
+        metadata = steps.planned(self.backend, builder.build(groups, pad))
+        if not profiling:
+            self._decode_first(metadata)
+        return self.run_rows(metadata, rows)
+
+    def _decode_first(self, metadata: Any) -> None:
+        """A decoder layer runs over the step before the cross layer, as in a model, with a cache of its own: what it
+        keeps beside the metadata is not the cross layer's.
+        """
+        if self._decoder is None:
+            cache = self.backend.allocate_kv_cache(self.num_blocks)
+            self._decoder = self.backend.impl("layers.0.self", scale=0.25), cache
+        layer, cache = self._decoder
+        dtype = getattr(torch, self.config.dtype)
+        query, key, value = (tensor.to(self.config.device, dtype) for tensor in self.tensors(metadata.num_tokens))
+        layer.forward(query, key, value, cache, metadata)
 
     def run_rows(self, metadata: Any, members: Sequence[tuple[Any, int]], *, extra: int = 0) -> Tensor:
         """Run a step of (request, queries), and check the output and the cache."""

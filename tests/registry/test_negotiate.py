@@ -189,6 +189,8 @@ def test_the_plugins_own_check_is_asked_and_its_failure_is_its_own():
         ({"preferred_block_size": 32}, {}, 32, 1),
         ({"preferred_block_size": 32}, {"block_size": 16}, 16, 1),
         ({}, {"manager_block_size": 64}, 32, 2),
+        ({"preferred_block_size": 16}, {"manager_block_size": 64}, 16, 4),
+        ({"preferred_block_size": 32}, {"manager_block_size": 48}, 16, 3),
         ({}, {"manager_block_size": 48}, 16, 3),
         ({"block_sizes": MultipleOf(16)}, {"manager_block_size": 64}, 64, 1),
         ({}, {"manager_block_size": 64, "block_size": 16}, 16, 4),
@@ -197,6 +199,13 @@ def test_the_plugins_own_check_is_asked_and_its_failure_is_its_own():
 def test_block_size_is_an_output(facts, fields, block, per_manager):
     chosen = decide([record(spec(**facts), "attn-one")], **fields).chosen
     assert (chosen.block_size, chosen.blocks_per_manager_block) == (block, per_manager)
+
+
+def test_notes_are_repeated_whether_chosen_or_not():
+    records = [record(spec(name, notes=[f"{name} is slow"]), f"attn-{name}") for name in ("one", "two")]
+    said = text(decide(records).outcome, request())
+    assert "one is slow" in said
+    assert "two is slow" in said
 
 
 def test_the_layout_is_an_output():

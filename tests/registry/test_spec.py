@@ -76,6 +76,8 @@ def test_collections_are_kept_immutable():
         ("mla_only", None, "mla_only: None is neither True nor False"),
         ("mla_only", True, "mla_only: True, but use_mla is False"),
         ("pad_seq_len", 2, "pad_seq_len: 2 is neither 0 nor 1"),
+        ("notes", "a note", "notes: 'a note' is not a collection of sentences"),
+        ("notes", ["two\nlines"], "notes: 'two\\nlines' is not a sentence on one line"),
         ("options", {"x": 1}, "options: 'x' is 1, not an Option"),
         ("check", 3, "check: 3 cannot be called"),
         ("variants", (1,), "variants: 1 is not a Variant"),

@@ -54,68 +54,112 @@ class Case:
             self.batch.add_request(index, [order.pop() for _ in range(count)], context)
         self.cache = backend.allocate_kv_cache(sum(blocks) + 1)
         self.cache.normal_()
-        self.metadata = self.builder.build(dict(enumerate(tokens for _, tokens in rows)))
-        self.impl = backend.impl("layers.0", scale=SCALE)
+        self.scheduled = dict(enumerate(tokens for _, tokens in rows))
+        self.metadata = self.builder.build(self.scheduled)
+        self.impl, self.next_impl = (backend.impl(f"layers.{index}", scale=SCALE) for index in range(2))
         tokens = self.metadata.num_tokens
         self.tensors = [
             torch.randn(tokens, heads, SIZE, device="cuda").bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS)
         ]
         self.output = torch.empty_like(self.tensors[0])
-        self.bare = self._bare(backend)
+        self.bare = self._bare(backend, together=False)
+        self.calls = {"bare": self.bare, "forward": self.forward, "into output": self.into}
+        if self.metadata.num_prefills and self.metadata.num_decode_tokens and backend.generation == "2":
+            self.calls["one bare call"] = self._bare(backend, together=True)
 
     def forward(self) -> Any:
         return self.impl.forward(*self.tensors, self.cache, self.metadata)
 
+    def first_visits(self, rounds: int = 120) -> dict[str, float]:
+        """Host microseconds of a step's first layer and of its second, each of which meets the step for the first time,
+        and of the bare calls of a step beside them: medians.
+        """
+        found: dict[str, list[float]] = {"first layer": [], "second layer": [], "bare": []}
+        for turn in range(rounds):
+            self.batch.rollback_many(self.scheduled)
+            metadata = self.metadata = self.builder.build(self.scheduled)
+            for name, impl in (("first layer", self.impl), ("second layer", self.next_impl)):
+                start = perf_counter()
+                impl.forward(*self.tensors, self.cache, metadata)
+                found[name].append(1e6 * (perf_counter() - start))
+            start = perf_counter()
+            self.bare()
+            found["bare"].append(1e6 * (perf_counter() - start))
+            if turn % 10 == 9:
+                torch.cuda.synchronize()
+        return {name: round(statistics.median(times[5:]), 2) for name, times in found.items()}
+
     def into(self) -> Any:
         return self.impl.forward(*self.tensors, self.cache, self.metadata, self.output)
 
-    def _bare(self, backend: Any) -> Callable[[], Any]:
-        """The library's call for such a step and the cache write, on tensors made before."""
-        metadata, (query, key, value), library = self.metadata, self.tensors, backend._library
+    def _bare(self, backend: Any, *, together: bool) -> Callable[[], Any]:
+        """The library's calls for such a step and the cache write, on tensors made before. A step of decodes and
+        prefills is two calls of generation 2, as in ``forward``; ``together``: the one that it could be.
+        """
+        metadata, (_, key, value) = self.metadata, self.tensors
         caches, writer, slots = backend.views(self.cache), CacheWriter(), metadata.slot_mapping
-        lengths, sums, starts = metadata.seq_lens, metadata.seq_start_loc, metadata.query_start_loc
-        longest, bound = metadata.max_seq_len, metadata.max_query_len
-        table = metadata.block_table[:, : -(-longest // backend.config.block_size)]
-        fixed: dict[str, Any] = {"softmax_scale": SCALE, "causal": True}
-        if bound == 1:
-            rows = query.unsqueeze(1)
-            if backend.generation == "2":
-                kernel, args = library.flash_attn_with_kvcache, (rows, *caches)
-                fixed |= {"cache_seqlens": lengths, "block_table": table}
-            else:
-                kernel, args = library.flash_attn_varlen_func, (rows, *caches)
-                fixed |= {"seqused_k": lengths, "page_table": table, "max_seqlen_q": 1, "max_seqlen_k": longest}
+        decodes, rows = metadata.num_reqs - metadata.num_prefills, metadata.num_reqs
+        if backend.generation == "4" or together or decodes in (0, rows):
+            calls = [self._rows(backend, 0, rows, metadata.num_prefills == 0)]
         else:
-            raw = not metadata.host.context_lens.any()
-            kernel, fixed["max_seqlen_q"], fixed["max_seqlen_k"] = library.flash_attn_varlen_func, bound, longest
-            args = (query, key, value) if raw else (query, *caches)
-            fixed |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts if raw else sums}
-            if not raw and backend.generation == "2":
-                fixed["block_table"] = table
-            elif not raw:
-                del fixed["cu_seqlens_k"]
-                fixed |= {"seqused_k": lengths, "page_table": table}
+            calls = [self._rows(backend, 0, decodes, True), self._rows(backend, decodes, rows, False)]
 
         def call() -> Any:
             writer(key, value, *caches, slots)
-            return kernel(*args, **fixed)
+            for kernel, args, fixed in calls:
+                found = kernel(*args, **fixed)
+            return found
 
         return call
 
+    def _rows(self, backend: Any, first: int, last: int, decodes: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The library's function for rows of the step, and its arguments."""
+        metadata, (query, key, value), library = self.metadata, self.tensors, backend._library
+        caches, size = backend.views(self.cache), backend.config.block_size
+        host = metadata.host
+        longest = int(host.seq_lens[first:last].max())
+        lengths, starts = metadata.seq_lens[first:last], metadata.query_start_loc[first : last + 1]
+        sums, table = metadata.seq_start_loc[first : last + 1], metadata.block_table[first:last]
+        table = table[:, : -(-longest // size)]
+        fixed: dict[str, Any] = {"softmax_scale": SCALE, "causal": True}
+        if decodes:
+            mine = query[int(host.query_start_loc[first]) : int(host.query_start_loc[last])].unsqueeze(1)
+            if backend.generation == "2":
+                fixed |= {"cache_seqlens": lengths, "block_table": table}
+                return library.flash_attn_with_kvcache, (mine, *caches), fixed
+            fixed |= {"seqused_k": lengths, "page_table": table, "max_seqlen_q": 1, "max_seqlen_k": longest}
+            return library.flash_attn_varlen_func, (mine, *caches), fixed
+        fixed |= {"cu_seqlens_q": starts, "max_seqlen_q": metadata.max_query_len, "max_seqlen_k": longest}
+        if not host.context_lens[first:last].any():
+            fixed["cu_seqlens_k"] = starts
+            return library.flash_attn_varlen_func, (query, key, value), fixed
+        if backend.generation == "2":
+            fixed |= {"cu_seqlens_k": sums, "block_table": table}
+        else:
+            fixed |= {"seqused_k": lengths, "page_table": table}
+        return library.flash_attn_varlen_func, (query, *caches), fixed
 
-def host_times(calls: dict[str, Callable[[], Any]], turns: int = 12, each: int = 25) -> dict[str, float]:
-    """Median microseconds of a call on the host, turn by turn."""
+
+def host_times(calls: dict[str, Callable[[], Any]], turns: int = 40, each: int = 15) -> tuple[dict[str, float], float]:
+    """Median microseconds of a call on the host, the calls in turn; and of how much longer ``forward`` takes than the
+    ``bare`` call beside it.
+    """
     found: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(turns):
-        for name, call in calls.items():
-            torch.cuda.synchronize()
-            call()
-            for _ in range(each):
+    order = list(calls)
+    for turn in range(turns):
+        torch.cuda.synchronize()
+        order.append(order.pop(0))
+        for index in range(each):
+            for name in order:
+                call = calls[name]
                 start = perf_counter()
                 call()
-                found[name].append(perf_counter() - start)
+                stop = perf_counter()
+                if turn and index:
+                    found[name].append(1e6 * (stop - start))
     torch.cuda.synchronize()
-    return {name: 1e6 * statistics.median(times) for name, times in found.items()}
+    added = [ours - bare for ours, bare in zip(found["forward"], found["bare"], strict=True)]
+    return {name: statistics.median(times) for name, times in found.items()}, statistics.median(added)
 
 
 def device_times(calls: dict[str, Callable[[], Any]], turns: int = 15) -> dict[str, float]:
@@ -230,17 +274,17 @@ def main() -> None:
     with torch.inference_mode():
         for kind in KINDS:
             case = Case(backend, kind)
-            found_there, bare = case.forward(), case.bare()
+            ours, bare = case.forward(), case.calls.get("one bare call", case.bare)()
             bare = bare[0] if isinstance(bare, tuple) else bare
-            error = (found_there.float() - bare.float().view_as(found_there)).abs().max().item()
-            calls = {"bare": case.bare, "forward": case.forward, "into output": case.into}
-            host, device = host_times(calls), device_times(calls)
+            error = (ours.float() - bare.float().view_as(ours)).abs().max().item()
+            (host, added), device = host_times(case.calls), device_times(case.calls)
             found["forward"][kind] = {
                 "host_us": {name: round(value, 2) for name, value in host.items()},
-                "added_us": round(host["forward"] - host["bare"], 2),
+                "added_us": round(added, 2),
                 "device_us": {name: round(value, 2) for name, value in device.items()},
                 "ratio": round(device["forward"] / device["bare"], 4),
                 "largest_difference": error,
+                "first_visit_us": case.first_visits(),
             }
             print(kind, json.dumps(found["forward"][kind]), flush=True)
             del case

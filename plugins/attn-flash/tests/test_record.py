@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,8 +152,8 @@ def test_the_spec_states_what_was_found(installed: Path) -> None:
     assert form.dtypes == {"bfloat16"}
 
 
-def explained(**fields: Any) -> str:
-    host = Host.assume("sm_90", packages=standin.packages("2"))
+def explained(device_name: str = "", **fields: Any) -> str:
+    host = dataclasses.replace(Host.assume("sm_90", packages=standin.packages("2")), device_name=device_name)
     request = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16", **fields}
     return attncore.select(AttentionRequest(**request), host=host).explain()
 
@@ -171,6 +172,58 @@ def test_what_is_found_is_negotiated_around_in_the_same_process_too(installed: P
 def test_a_library_that_fails_is_a_reason(installed: Path) -> None:
     record.write("2", Record(LIBRARY, "a GPU", fails="ImportError: libcudart.so.11"))
     assert "failed when it was called on a GPU: ImportError: libcudart.so.11" in explained()
+
+
+def test_a_failure_on_another_device_says_nothing_of_this_one(installed: Path) -> None:
+    record.write("2", Record(LIBRARY, "NVIDIA A100", fails="paged KV not supported on SM 8.0"))
+    for name, refused in (("NVIDIA A100", True), ("NVIDIA H200", False), ("", True)):
+        assert ("failed when it was called on NVIDIA A100" in explained(name)) == refused
+    record.write("2", Record(LIBRARY, "NVIDIA H200", lacks={"alibi": "left out"}))
+    for asked, answers in (("", "NVIDIA H200"), ("NVIDIA H200", "NVIDIA H200"), ("NVIDIA A100", "NVIDIA A100")):
+        found = record.read("2", asked)
+        assert found is not None
+        assert found.device == answers
+    record.forget("2", "NVIDIA H200")
+    assert record.read("2", "NVIDIA H200") is None
+    assert record.read("2", "NVIDIA A100") is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (ImportError("flash_attn_2_cuda.so: undefined symbol"), False),
+        (RuntimeError("Cannot re-initialize CUDA in forked subprocess"), False),
+        (OSError(28, "No space left on device"), False),
+        (RuntimeError("CUDA error: no kernel image is available for execution on the device"), True),
+        (AssertionError("Paged KV not supported on SM 8.0"), True),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_only_failures_of_the_library_are_kept_for_other_processes(
+    installed: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, kept: bool
+) -> None:
+    def fails() -> Any:
+        raise error
+
+    monkeypatch.setattr(probe.generation2, "load", fails)
+    found = probe.found("2", CPU)
+    assert found.fails == str(error)
+    assert record.read("2", "cpu") == found, "this process goes around it"
+    assert bool(list(record.folder().glob("*.json"))) == kept
+    record.forget("2")
+
+
+def test_a_head_size_that_only_prompts_lack(installed: Path) -> None:
+    library = standin.Generation2()
+    whole = library.flash_attn_varlen_func
+
+    def without_96(query: torch.Tensor, *args: Any, **given: Any) -> Any:
+        if query.shape[-1] == 96:
+            raise RuntimeError("left out of the build")
+        return whole(query, *args, **given)
+
+    library.flash_attn_varlen_func = without_96  # type: ignore[method-assign]
+    assert probe.generation2_lacks(library, CPU)[0] == {"head_size 96": "left out of the build"}
 
 
 def test_the_doctor_says_what_is_there(installed: Path) -> None:

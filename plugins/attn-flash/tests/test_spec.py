@@ -40,7 +40,7 @@ def reasons(where: Host, **fields: Any) -> list[Reason]:
         ("sm_90", "24", {"sinks": True}, "fa4", 128),
         ("sm_90", "24", {"allow_compile": False}, "fa2", 256),
         ("sm_90", "24", {"options": {"flash": {"generation": "2"}}}, "fa2", 256),
-        ("sm_90", "2", {"manager_block_size": 512}, "fa2", 512),
+        ("sm_90", "2", {"manager_block_size": 512}, "fa2", 256),
         ("sm_90", "2", {"manager_block_size": 768, "block_size": 256}, "fa2", 256),
         ("sm_90", "4", {"manager_block_size": 48}, "fa4", 48),
         ("sm_80", "24", {}, "fa2", 256),

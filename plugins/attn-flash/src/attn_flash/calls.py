@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,44 +24,61 @@ def attended(
     """The rows of all ``parts``: the library's own tensors where there is one part, of as many tokens as it has; else
     all of the query's. ``fresh``: this step's keys and values. What belongs to no part may hold anything.
     """
+    if not with_lse:
+        calls = [layer.bound(part, layer.arguments(part, rows), caches) for part, rows in parts]
+        return joined(layer, calls, parts, query, fresh), None
     if len(parts) == 1:
-        return one_part(layer, query, fresh, caches, *parts[0], positions, with_lse)
-    output = lse = None
+        return one_part(layer, query, fresh, caches, *parts[0], positions)
+    output, lse = query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
     for part, rows in parts:
-        more, more_lse = one_part(layer, query, fresh, caches, part, rows, positions, with_lse)
-        if output is None and part.entry != "decode":
-            output, lse = more, more_lse
-            continue
-        if output is None:
-            output = query.new_empty(query.shape)
-            lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device) if with_lse else None
+        more, more_lse = one_part(layer, query, fresh, caches, part, rows, positions)
         mine = slice(part.start, part.stop)
         output[mine] = more if part.entry == "decode" else more[mine]
-        if lse is not None and more_lse is not None:
-            lse[mine] = more_lse if part.entry == "decode" else more_lse[mine]
-    if output is None:
-        raise ValueError("metadata: a step of no rows")
+        lse[mine] = more_lse if part.entry == "decode" else more_lse[mine]
     return output, lse
 
 
+def joined(
+    layer: Layer, calls: Sequence[Callable[..., Any]], parts: Sequence[tuple[Part, Rows]], query: Tensor,
+    fresh: tuple[Any, Any],
+) -> Tensor:  # fmt: skip
+    """The output of all ``parts``, each by its call; a part of whole tokens is filled up with the others."""
+    output: Tensor | None = None
+    for call, (part, _) in zip(calls, parts, strict=True):
+        more = _found(layer, call, part, query, fresh)
+        if layer.pairs:
+            more = more[0]
+        if more.dim() == 4:
+            more = more.flatten(0, 1)
+        if output is None and (part.entry != "decode" or len(parts) == 1):
+            output = more
+            continue
+        if output is None:
+            output = query.new_empty(query.shape)
+        output[part.start : part.stop] = more if part.entry == "decode" else more[part.start : part.stop]
+    if output is None:
+        raise ValueError("metadata: a step of no rows")
+    return output
+
+
 def one_part(
-    layer: Layer, query: Tensor, fresh: tuple[Any, Any], caches: Caches | None, part: Part, rows: Rows, positions: Any,
-    with_lse: bool,
-) -> Answer:  # fmt: skip
-    """A part's answer: of its own tokens for ``decode``, else of all of the query's."""
-    call = layer.bound(part, rows, caches, with_lse)
+    layer: Layer, query: Tensor, fresh: tuple[Any, Any], caches: Caches | None, part: Part, rows: Rows, positions: Any
+) -> tuple[Tensor, Tensor]:
+    """A part's output and log-sum-exp: of its own tokens for ``decode``, else of all of the query's."""
+    call = layer.bound(part, layer.arguments(part, rows, True), caches)
+    found = _found(layer, call, part, query, fresh)
+    capacity = rows.table.shape[1] * caches[0].shape[1] if caches is not None else 0
+    return layer.answer(found, part, capacity, positions)
+
+
+def _found(layer: Layer, call: Callable[..., Any], part: Part, query: Tensor, fresh: tuple[Any, Any]) -> Any:
+    """What the library returns for a part."""
     if part.entry == "packed":
-        found = call(query, *fresh)
-    elif part.entry == "paged":
-        found = call(query)
-    else:
-        mine = query if len(query) == part.stop - part.start else query[part.start : part.stop]
-        found = call(mine.view(part.last - part.first, part.query_len, *mine.shape[1:]) if layer.by_row else mine)
-    if with_lse:
-        capacity = rows.table.shape[1] * caches[0].shape[1] if caches is not None else 0
-        return layer.answer(found, part, capacity, positions)
-    output: Tensor = found[0] if layer.pairs else found
-    return (output.flatten(0, 1) if output.dim() == 4 else output), None
+        return call(query, *fresh)
+    if part.entry == "paged":
+        return call(query)
+    mine = query if len(query) == part.stop - part.start else query[part.start : part.stop]
+    return call(mine.view(part.last - part.first, part.query_len, *mine.shape[1:]) if layer.by_row else mine)
 
 
 def finished(found: Tensor, count: int, num_tokens: int, output: Tensor | None, fill: float = 0.0) -> Tensor:

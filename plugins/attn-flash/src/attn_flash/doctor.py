@@ -23,7 +23,7 @@ def _of(generation: str, host: Host) -> Iterator[tuple[str, str]]:
     yield label, f"{library}, {file or 'without its files'}"
     if host.platform != "cuda" or file is None:
         return
-    found = record.read(generation)
+    found = record.read(generation, host.device_name)
     if found is None:
         import torch
 

@@ -58,18 +58,12 @@ class Layer:
             "alibi_slopes": alibi_slopes,
         }
 
-    def bound(
-        self, part: Part, rows: Rows, caches: tuple[Tensor, Tensor] | None, with_lse: bool = False
-    ) -> Callable[..., Any]:
-        """The call of a part. It takes the step's query (tokens, heads, head size), and for ``packed`` key and value;
-        for ``decode`` the part's query, as (rows, tokens of a row, heads, head size) where ``by_row``.
+    def arguments(self, part: Part, rows: Rows, with_lse: bool = False) -> dict[str, Any]:
+        """What the call of a part is given beside the tensors of a layer and what is fixed for it: good for all layers
+        of a step.
         """
         if part.entry == "decode" and not self._synchronises:
-            key_cache, value_cache = _there(caches)
-            return partial(
-                self._with_kvcache, k_cache=key_cache, v_cache=value_cache, cache_seqlens=rows.lengths,
-                block_table=rows.table, return_softmax_lse=with_lse, **self._fixed,
-            )  # fmt: skip
+            return {"cache_seqlens": rows.lengths, "block_table": rows.table, "return_softmax_lse": with_lse}
         starts, longest_query = rows.starts, max(2, part.max_query_len)  # 1 means rows of exactly one token each
         if part.entry == "decode":
             if part.query_len == 1 and not with_lse:  # such rows are split among the cores; their logarithm is not
@@ -77,12 +71,22 @@ class Layer:
             starts = starts - part.start if part.start else starts
         given: dict[str, Any] = {
             "cu_seqlens_q": starts, "max_seqlen_q": longest_query, "max_seqlen_k": part.max_seq_len,
-            "return_attn_probs": with_lse, **self._fixed,
+            "return_attn_probs": with_lse,
         }  # fmt: skip
         if part.entry == "packed":
-            return partial(self._varlen, cu_seqlens_k=rows.fresh, **given)
+            return given | {"cu_seqlens_k": rows.fresh}
+        return given | {"cu_seqlens_k": rows.sums, "block_table": rows.table}
+
+    def bound(self, part: Part, arguments: dict[str, Any], caches: tuple[Tensor, Tensor] | None) -> Callable[..., Any]:
+        """The call of a part. It takes the step's query (tokens, heads, head size), and for ``packed`` key and value;
+        for ``decode`` the part's query, as (rows, tokens of a row, heads, head size) where ``by_row``.
+        """
+        if part.entry == "packed":
+            return partial(self._varlen, **arguments, **self._fixed)
         keys, values = _there(caches)
-        return partial(self._varlen, k=keys, v=values, cu_seqlens_k=rows.sums, block_table=rows.table, **given)
+        if part.entry == "decode" and not self._synchronises:
+            return partial(self._with_kvcache, k_cache=keys, v_cache=values, **arguments, **self._fixed)
+        return partial(self._varlen, k=keys, v=values, **arguments, **self._fixed)
 
     def answer(self, found: Any, part: Part, capacity: int, positions: Any) -> tuple[Tensor, Tensor]:
         """Output (tokens, heads, head size) and log-sum-exp (tokens, heads) of a call that was asked for both.

@@ -22,7 +22,7 @@ def load() -> Any:
 
 
 class Layer:
-    """The calls of one layer. ``bound`` and ``answer`` are as in ``generation2``."""
+    """The calls of one layer. ``arguments``, ``bound`` and ``answer`` are as in ``generation2``."""
 
     together = True
     """One call for decodes and prefills: the query heads of a group share their keys in every call."""
@@ -57,21 +57,23 @@ class Layer:
             "learnable_sink": sinks,
         }
 
-    def bound(
-        self, part: Part, rows: Rows, caches: tuple[Tensor, Tensor] | None, with_lse: bool = False
-    ) -> Callable[..., Any]:
-        """The call of a part."""
+    def arguments(self, part: Part, rows: Rows, with_lse: bool = False) -> dict[str, Any]:
+        """What the call of a part is given, as far as all layers of a step share it."""
         given: dict[str, Any] = {
-            "max_seqlen_q": part.max_query_len, "max_seqlen_k": part.max_seq_len, "return_lse": with_lse, **self._fixed
+            "max_seqlen_q": part.max_query_len, "max_seqlen_k": part.max_seq_len, "return_lse": with_lse
         }  # fmt: skip
         if part.entry == "packed":
-            return partial(self._varlen, cu_seqlens_q=rows.starts, cu_seqlens_k=rows.fresh, **given)
+            return given | {"cu_seqlens_q": rows.starts, "cu_seqlens_k": rows.fresh}
+        given |= {"seqused_k": rows.lengths, "page_table": rows.table}
+        return given | {"cu_seqlens_q": rows.starts} if part.entry == "paged" else given
+
+    def bound(self, part: Part, arguments: dict[str, Any], caches: tuple[Tensor, Tensor] | None) -> Callable[..., Any]:
+        """The call of a part."""
+        if part.entry == "packed":
+            return partial(self._varlen, **arguments, **self._fixed)
         if caches is None:
             raise ValueError("kv_cache: None found; a step of requests that have context, or decodes, needs the cache")
-        given |= {"k": caches[0], "v": caches[1], "seqused_k": rows.lengths, "page_table": rows.table}
-        if part.entry == "paged":
-            given["cu_seqlens_q"] = rows.starts
-        return partial(self._varlen, **given)
+        return partial(self._varlen, k=caches[0], v=caches[1], **arguments, **self._fixed)
 
     def answer(self, found: Any, part: Part, capacity: int, positions: Any) -> tuple[Tensor, Tensor]:
         """Output (tokens, heads, head size) and log-sum-exp (tokens, heads) of a call that was asked for both."""

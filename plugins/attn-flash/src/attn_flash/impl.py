@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import Tensor
 
-from attn_flash.calls import Layer, attended, finished, one_part
+from attn_flash.calls import Layer, attended, finished, joined, one_part
 from attn_flash.cascade import CascadeStep
 from attn_flash.parts import Part, cross_parts
 from attn_flash.plan import Plan
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Answer = tuple[Tensor, Tensor | None]
 PLANS = 8
-"""Steps for which a layer keeps its call: those of a builder's arenas, and some that are over."""
+"""Steps for which a layer keeps its calls: those of a builder's arenas, and some that are over."""
 
 
 class FlashImpl(AttentionImpl):
@@ -47,9 +47,13 @@ class FlashImpl(AttentionImpl):
         self._prefix_layer: Layer | None = None
         self._write = CacheWriter(self.k_scale, self.v_scale)
         self._cache: Any = None
-        self._calls: dict[Plan, Callable[..., Any]] = {}
+        self._calls: dict[Plan, list[Callable[..., Any]]] = {}
         self._by_row, self._pairs = self._layer.by_row, self._layer.pairs
-        self._plan_name = f"_flash{backend.generation}_plan" + ("_windowed" if self.sliding_window is not None else "")
+        if self.attn_type is AttentionType.DECODER:
+            windowed = "_windowed" if self.sliding_window is not None else ""
+            self._plan_name = f"_flash{backend.generation}_plan{windowed}"
+        else:
+            self._plan_name = "_flash_has_no_plan"  # of cross and encoder layers, which share steps with decoder layers
         self._views: tuple[Tensor, Tensor] | None = None
 
     def forward(
@@ -62,18 +66,24 @@ class FlashImpl(AttentionImpl):
         """
         # What a layer costs the host beside the library's call is this, so the usual cases are kept short.
         plan: Plan | None = getattr(metadata, self._plan_name, None)
+        if kv_cache is not self._cache and self._is_pair(kv_cache):
+            kv_cache = self._cache
         if plan is None or kv_cache is not self._cache or not plan.good_for(metadata):
             return self._answer(query, key, value, kv_cache, metadata, output, False)[0]
-        part, count = plan.single, query.shape[0]
-        if part is None or count != part.stop:
+        part, calls = plan.single, self._calls.get(plan)
+        if query.shape[0] != plan.tokens:
             return self._answer(query, key, value, kv_cache, metadata, output, False)[0]
-        call = self._calls.get(plan)
-        if call is None:
+        if calls is None:
             if len(self._calls) == PLANS:
                 self._calls.clear()
-            call = self._calls[plan] = self._layer.bound(part, plan.parts[0][1], self._views)
+            parts = zip(plan.parts, plan.arguments, strict=True)
+            calls = self._calls[plan] = [self._layer.bound(part, given, self._views) for (part, _), given in parts]
         if self._views is not None:
             self._write(key, value, *self._views, metadata.slot_mapping)
+        if part is None:
+            found = joined(self._layer, calls, plan.parts, query, (key, value))
+            return found if output is None else output.copy_(found)
+        call = calls[0]
         if part.entry == "packed":
             found = call(query, key, value)
         elif part.entry == "paged" or not self._by_row:
@@ -111,9 +121,9 @@ class FlashImpl(AttentionImpl):
             self._prefix_layer = self._flash.layer(**{**self._fixed, "sinks": None, "causal": False})
         chosen = query.index_select(0, cascade.token_indices)
         shared = cascade.prefix_part, cascade.prefix
-        first, first_lse = one_part(self._prefix_layer, chosen, (key, value), caches, *shared, None, True)
+        first, first_lse = one_part(self._prefix_layer, chosen, (key, value), caches, *shared, None)
         rest = cascade.suffix_part, cascade.suffix
-        found, lse = one_part(self._layer, query, (key, value), caches, *rest, None, True)
+        found, lse = one_part(self._layer, query, (key, value), caches, *rest, None)
         second, second_lse = found[cascade.token_indices], _there(lse)[cascade.token_indices]
         merged, _ = merge_attention([first, second], [_there(first_lse), second_lse])
         found.index_copy_(0, cascade.token_indices, merged)
@@ -197,12 +207,18 @@ class FlashImpl(AttentionImpl):
                 raise ValueError("metadata: a row has context; a layer of type encoder_only takes whole prompts")
         part = Part("packed", 0, len(starts) - 1, 0, tokens, 0, longest, longest)
         rows = Rows(starts, starts, starts, starts, starts)  # of which a packed call reads where its rows start
-        return one_part(self._layer, query, (key, value), None, part, rows, None, with_lse)
+        return attended(self._layer, query, (key, value), None, [(part, rows)], None, with_lse)
 
     def _nothing(self, query: Tensor, output: Tensor | None) -> Answer:
         """The answer of a step without tokens."""
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
         return finished(query.new_empty((0, *query.shape[1:])), len(query), 0, output), lse
+
+    def _is_pair(self, kv_cache: Any) -> bool:
+        """Whether it holds the very halves that were taken: an operator's arguments come in a new list each time."""
+        if not isinstance(kv_cache, tuple | list) or not isinstance(self._cache, tuple | list):
+            return False
+        return len(kv_cache) == 2 and all(one is kept for one, kept in zip(kv_cache, self._cache, strict=True))
 
     def _caches(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
         if self._views is None or kv_cache is not self._cache:

@@ -20,7 +20,10 @@ from attn_flash.rows import Rows, rows_of
 class Plan:
     """The parts of a step with their rows. Layers keep their calls by it: it holds nothing of theirs."""
 
-    __slots__ = ("above", "counts", "lengths", "longest", "ones", "parts", "shape", "single", "step", "table")
+    __slots__ = (
+        "above", "arguments", "counts", "lengths", "longest", "ones", "parts", "shape", "single", "step", "table",
+        "tokens",
+    )  # fmt: skip
 
     def __init__(self, metadata: Any, block_size: int, layer: Layer, windowed: bool) -> None:
         self.table: Tensor = metadata.block_table
@@ -37,9 +40,12 @@ class Plan:
             narrow = layer.splits_by_width and part.entry == "decode" and not self.counts[2]
             needed = -(-part.max_seq_len // block_size) or 1
             self.parts.append((part, rows_of(metadata, part, columns=needed if narrow else None)))
+        self.arguments = [layer.arguments(*each) for each in self.parts]
+        """Of the parts' calls, as far as all layers share them."""
         part = self.parts[0][0]
         self.ones = len(parts) == 1 and part.query_len == 1
         self.single = part if len(parts) == 1 else None
+        self.tokens = max(part.stop for part in parts)
         self.shape = (part.last - part.first, part.query_len)
 
     def good_for(self, metadata: Any) -> bool:

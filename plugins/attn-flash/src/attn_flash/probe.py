@@ -25,15 +25,13 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 def found(generation: str, device: torch.device) -> Record:
     """The findings that are kept, or new ones, which are then kept. Waits for the device where it calls."""
-    kept = record.read(generation)
-    if kept is not None and kept.device == _name(device):
-        return kept
-    return again(generation, device)
+    return record.read(generation, _name(device)) or again(generation, device)
 
 
 def again(generation: str, device: torch.device) -> Record:
     """Call the library, and keep what comes of it. Where the device is full: torch.OutOfMemoryError, nothing kept."""
     library, name = record.library(generation) or f"generation {generation}", _name(device)
+    lasting = True
     try:
         if generation == "2":
             lacks, synchronises = generation2_lacks(generation2.load(), device)
@@ -46,18 +44,19 @@ def again(generation: str, device: torch.device) -> Record:
     except torch.OutOfMemoryError:  # says nothing of the library
         raise
     except Exception as error:  # whatever a library raises when it is imported or called is the finding
-        made = Record(library, name, fails=_words(error))
-    record.write(generation, made)
+        made, lasting = Record(library, name, fails=_words(error)), _of_the_library(error)
+    record.write(generation, made, lasting=lasting)
     return made
 
 
 def generation2_lacks(functions: Any, device: torch.device) -> tuple[dict[str, str], bool]:
     """What ``functions`` leave out, with their words, and whether the decode function waits for the device.
 
-    Every head size and dtype by a decode; features by both functions. RuntimeError where nothing works.
+    Everything by both functions, a decode and a prompt, whose kernels are built apart. RuntimeError where nothing
+    works.
     """
     problems = {
-        name: {size: _problem(device, partial(_decode2, functions, device, dtype, size)) for size in HEAD_SIZES}
+        name: {size: _first_problem(functions, device, dtype, size) for size in HEAD_SIZES}
         for name, dtype in DTYPES.items()
     }
     lacks = {}
@@ -85,6 +84,11 @@ def generation2_lacks(functions: Any, device: torch.device) -> tuple[dict[str, s
             raise
         return lacks, True
     return lacks, False
+
+
+def _first_problem(functions: Any, device: torch.device, dtype: torch.dtype, size: int) -> str:
+    calls = (partial(call, functions, device, dtype, size) for call in (_decode2, _varlen2))
+    return next(filter(None, (_problem(device, call) for call in calls)), "")
 
 
 def _decode2(functions: Any, device: torch.device, dtype: torch.dtype, size: int, **given: Any) -> None:
@@ -132,6 +136,16 @@ def _problem(device: torch.device, call: Callable[[], None]) -> str:
         return _words(error)
     _settled(device)
     return ""
+
+
+def _of_the_library(error: Exception) -> bool:
+    """Whether a failure is of the library on such a device, and not of something else on this machine or in this
+    process: a library that does not load, a device that another call has stopped, a full disk.
+    """
+    words = str(error).lower()
+    return not isinstance(error, ImportError | OSError) and any(
+        said in words for said in ("support", "no kernel image", "invalid device function", "left out")
+    )
 
 
 def _settled(device: torch.device, call: Callable[[], None] | None = None) -> None:

@@ -1,8 +1,9 @@
 """What a library was found to lack when it was called, kept from one process to the next.
 
 A build of flash-attn may leave features out (soft cap, ALiBi, windows, head sizes, a dtype), and says so only when it
-is called. ``probe`` calls; the findings are kept, a JSON file for a library file, in ``$XDG_CACHE_HOME/attncore/flash``
-(beside the verdicts of `attncore verify`), and are good for as long as that file is the same. The spec is made of them.
+is called. ``probe`` calls; the findings are kept, a JSON file for a library file and a kind of device, in
+``$XDG_CACHE_HOME/attncore/flash`` (beside the verdicts of `attncore verify`), and are good for as long as that file is
+the same. The spec is made of them. That nothing runs for want of something else is known to one process alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -70,22 +72,40 @@ def library_file(generation: str) -> Path | None:
     return next((place for place in places if place.exists()), None)
 
 
-def read(generation: str) -> Record | None:
-    """The findings on the library as it is installed now; None where there are none."""
-    found, file = library(generation), _file(generation)
-    if found is None or file is None:
-        return None
+_here: dict[tuple[str, str], Record] = {}
+"""(file of the library as it is, device) -> failures that another process may not have."""
+
+
+def read(generation: str, device: str = "") -> Record | None:
+    """The findings on the library as it is installed now, on ``device``, as the vendor calls it; None where there are
+    none. Without a device, what some device showed, of one where something runs if there is.
+    """
+    found, files = library(generation), _files(generation, device)
+    known = [_parsed(file) for file in files if found is not None]
+    key = _key(generation)
+    known += [one for (of, name), one in _here.items() if of == key and device in ("", name)]
+    here = [one for one in known if one is not None and one.library == found and device in ("", one.device)]
+    return min(here, key=lambda one: bool(one.fails), default=None)
+
+
+def _parsed(file: Path) -> Record | None:
     try:
         record = Record(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # none there, or of another version of this plugin: probe again
         return None
     texts = isinstance(record.lacks, dict) and all(isinstance(text, str) for text in record.lacks.values())
-    return record if texts and record.library == found else None
+    return record if texts else None
 
 
-def write(generation: str, record: Record) -> None:
-    """Keeps the findings. A folder that cannot be written to keeps none, and each process asks anew."""
-    file = _file(generation)
+def write(generation: str, record: Record, *, lasting: bool = True) -> None:
+    """Keeps the findings: for other processes too where they are ``lasting``. A folder that cannot be written to keeps
+    none, and each process asks anew.
+    """
+    forget(generation, record.device)
+    if not lasting:
+        _here[_key(generation), record.device] = record
+        return
+    file = _file(generation, record.device)
     if file is None:
         return
     try:
@@ -97,11 +117,15 @@ def write(generation: str, record: Record) -> None:
         return
 
 
-def forget(generation: str) -> None:
-    """Drops the findings, so that the next creation calls the library again."""
-    file = _file(generation)
-    if file is not None:
-        file.unlink(missing_ok=True)
+def forget(generation: str, device: str = "") -> None:
+    """Drops the findings on ``device``, or on all, so that the next creation calls the library again."""
+    for place in [place for place in _here if place[0] == _key(generation) and device in ("", place[1])]:
+        del _here[place]
+    for file in _files(generation, device):
+        try:
+            file.unlink(missing_ok=True)
+        except OSError:  # a folder that is read only: what it says stays true of this library file
+            return
 
 
 def folder(environ: Mapping[str, str] = os.environ) -> Path:
@@ -113,13 +137,34 @@ def folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(base if os.path.isabs(base) else Path.home() / ".cache", "attncore", "flash")
 
 
-def _file(generation: str) -> Path | None:
+def _key(generation: str) -> str:
+    """The library's file as it is now; empty where there is none."""
     of_library = library_file(generation)
     if of_library is None:
-        return None
+        return ""
     try:
-        status, kept = of_library.stat(), folder()
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
-        return None
+        status = of_library.stat()
+    except OSError:
+        return ""
     facts = f"{of_library.resolve()} {status.st_mtime_ns} {status.st_size}"
-    return kept / f"generation{generation}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def _file(generation: str, device: str) -> Path | None:
+    key, name = _key(generation), re.sub(r"[^A-Za-z0-9]+", "-", device)
+    try:
+        return folder() / f"generation{generation}-{key}-{name}.json" if key else None
+    except RuntimeError:  # a user without a home
+        return None
+
+
+def _files(generation: str, device: str) -> list[Path]:
+    """Those that are there, of ``device`` or of all."""
+    if device:
+        file = _file(generation, device)
+        return [file] if file is not None else []
+    key = _key(generation)
+    try:
+        return sorted(folder().glob(f"generation{generation}-{key}-*.json")) if key else []
+    except (OSError, RuntimeError):
+        return []

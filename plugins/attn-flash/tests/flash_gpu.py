@@ -1,0 +1,29 @@
+"""What the tests on a GPU share: one generation of the library, called before anything is chosen by what it lacks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from attn_flash import probe, record
+
+from attncore import Host
+from attncore.registry import load
+from attncore.testing.subject import Subject
+
+COMPILES = (
+    pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),  # of generation 4 while it compiles
+    pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning"),
+)
+
+
+def subject(generation: str) -> Subject:
+    """The kit's subject where only ``generation`` is installed; a skip where it is not."""
+    if record.library(generation) is None:
+        pytest.skip(f"{record.DISTRIBUTIONS[generation]} is not installed")
+    probe.again(generation, torch.device("cuda", 0))
+    load.forget()  # the spec is made of what was found
+    (other,) = record.DISTRIBUTIONS.keys() - {generation}
+    host = dataclasses.replace(Host.probe(), packages={record.DISTRIBUTIONS[other]: ""})
+    return Subject("flash", host=host)
