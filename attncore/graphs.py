@@ -5,6 +5,7 @@ An engine that writes ``capturing`` and ``launch`` runs on both: on CUDA they ar
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -82,15 +83,23 @@ def new_graph(device: str) -> Any:
 def capturing(graph: Any, **options: Any) -> Iterator[Any]:
     """Captures what is launched inside into ``graph``: ``torch.cuda.graph(graph, **options)``, or recorded calls.
 
-    CaptureError inside another capture, and for a graph that holds one. A body that fails leaves the graph empty.
+    CaptureError inside another capture, and for a graph that holds one. A body that fails leaves the graph empty. No
+    garbage is collected during a capture on CUDA.
     """
     if not isinstance(graph, StandInGraph):
         import torch
 
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError("capturing: a stream is capturing already; end that capture first")
-        with torch.cuda.graph(graph, **options):
-            yield graph
+        collects = gc.isenabled()
+        gc.collect()
+        gc.disable()  # a graph that is collected during a capture spoils it
+        try:
+            with torch.cuda.graph(graph, **options):
+                yield graph
+        finally:
+            if collects:
+                gc.enable()
         return
     if _open.graph is not None:
         raise CaptureError("capturing: a capture is open in this thread; end that capture first")

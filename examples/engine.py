@@ -9,7 +9,6 @@ computed again later. Steps of decodes run in CUDA graphs where there is a GPU. 
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import itertools
 from collections import OrderedDict, deque
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attncore import InputBatch, MetadataBuilder
+from attncore import AttentionType, InputBatch, MetadataBuilder
 from attncore.graphs import capturing, new_graph
 from attncore.integrations.transformers import attention_layers, attncore_context, paged_caches, select_for_model
 
@@ -114,12 +113,15 @@ class Engine:
         self.model, self.device = model.eval(), str(model.device)
         if graph_sizes is None:
             graph_sizes = (1, 2, 4, *range(8, max_num_reqs + 8, 8)) if self.device.startswith("cuda") else ()
-        graph_sizes = tuple(sorted({min(size, max_num_reqs) for size in graph_sizes}, reverse=True))
         layers, level = attention_layers(model), "uniform_decode" if graph_sizes else "never"
+        if any(layer.attn_type is not AttentionType.DECODER for layer in layers):
+            raise ValueError(f"model: {type(model).__name__} is an encoder and says no next token; give a decoder")
+        if (max_model_len or 0) > (longest := model.config.get_text_config().max_position_embeddings):
+            raise ValueError(f"max_model_len: {max_model_len} given; the model has {longest} positions: give no more")
         self.choice = select_for_model(model, layers=layers, num_blocks=num_blocks, **{"cuda_graph": level, **wanted})
         self.backend = self.choice.create(self.device)
         self.caches = paged_caches(model, self.backend, num_blocks, layers=layers)
-        self.max_model_len = max_model_len or model.config.get_text_config().max_position_embeddings
+        self.max_model_len = max_model_len or longest
         limits = {"max_num_reqs": max_num_reqs, "max_model_len": self.max_model_len, "num_blocks": num_blocks}
         self.batch = InputBatch(block_size=self.choice.block_size, **limits)
         self.builder = MetadataBuilder(self.batch, self.backend, max_num_batched_tokens=max_num_batched_tokens)
@@ -132,12 +134,16 @@ class Engine:
         self.preemptions, self._ids = 0, itertools.count()
         torch.manual_seed(seed)
         model.set_attn_implementation("attncore")
-        self.graphs = {size: self._captured(size) for size in graph_sizes}
+        self.graphs = {n: self._captured(n) for n in sorted({min(n, max_num_reqs) for n in graph_sizes}, reverse=True)}
 
-    def add_request(
+    def add_request(self, prompt: list[int], max_new_tokens: int, **sampling: Any) -> Request:
+        """Queues a request, with ``temperature`` and ``stop`` tokens. ValueError where it can never run."""
+        self.waiting.append(request := self._request(prompt, max_new_tokens, **sampling))
+        return request
+
+    def _request(
         self, prompt: list[int], max_new_tokens: int, *, temperature: float = 0.0, stop: tuple[int, ...] = ()
     ) -> Request:
-        """Queues a request. ValueError where it can never run."""
         longest = len(prompt) + max_new_tokens
         if not prompt or max_new_tokens < 1:
             raise ValueError(f"prompt: {len(prompt)} tokens, max_new_tokens: {max_new_tokens}; give at least one each")
@@ -147,9 +153,7 @@ class Engine:
             raise ValueError(f"prompt: {longest} tokens with max_new_tokens exceed max_model_len {self.max_model_len}")
         if -(-longest // self.block_size) > self.pool.num_blocks - 1:
             raise ValueError(f"prompt: {longest} tokens need more than the pool's {self.pool.num_blocks - 1} blocks")
-        request = Request(next(self._ids), list(prompt), len(prompt), max_new_tokens, temperature, frozenset(stop))
-        self.waiting.append(request)
-        return request
+        return Request(next(self._ids), list(prompt), len(prompt), max_new_tokens, temperature, frozenset(stop))
 
     def cancel(self, request: Request) -> None:
         """Forgets a request, running, waiting or finished."""
@@ -159,16 +163,23 @@ class Engine:
             self.waiting.remove(request)
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int, **sampling: Any) -> list[list[int]]:
-        """The output tokens of each prompt."""
-        requests = [self.add_request(prompt, max_new_tokens, **sampling) for prompt in prompts]
+        """The output tokens of each prompt. ValueError, with none queued, where one can never run."""
+        requests = [self._request(prompt, max_new_tokens, **sampling) for prompt in prompts]
+        self.waiting += requests
         while self.waiting or self.running:
             self.step()
         return [request.output for request in requests]
 
+    def close(self) -> None:
+        """Gives the memory of graphs and caches back; nothing runs afterwards."""
+        while self.graphs:
+            self.builder.release(self.graphs.popitem()[0])
+        self.builder.close()
+        self.caches = None
+
     def step(self) -> list[Request]:
         """Schedules, runs and books one step."""
-        scheduled = self._schedule()
-        if not scheduled:
+        if not (scheduled := self._schedule()):
             return []
         fitting = self.graphs if max(scheduled.values()) == 1 else ()
         size = min((size for size in fitting if size >= len(scheduled)), default=None)
@@ -191,15 +202,13 @@ class Engine:
         scheduled: dict[int, int] = {}
         budget, preemptions = self.builder.max_num_batched_tokens, self.preemptions
         for request in list(self.running.values()):
-            if request.id not in self.running:
-                continue  # preempted by one that is older
             count = min(len(request.tokens) - request.computed, budget)
             while request.id in self.running and not self._grow(request, count):
                 youngest = next(reversed(self.running.values()))
                 budget += scheduled.pop(youngest.id, 0)
                 self._leave(youngest, again=True)
                 self.preemptions += 1
-            if request.id in self.running and count:
+            if request.id in self.running and count:  # else preempted by one that is older, or nothing is left
                 scheduled[request.id] = count
                 budget -= count
         if self.preemptions > preemptions:
@@ -234,8 +243,7 @@ class Engine:
 
     def _leave(self, request: Request, again: bool = False) -> None:
         del self.running[request.id]
-        self.batch.remove_request(request.id)
-        self.pool.give_back(request.blocks)
+        self.pool.give_back(self.batch.remove_request(request.id))
         request.blocks, request.computed = [], 0
         if again:
             self.waiting.appendleft(request)
@@ -268,22 +276,15 @@ class Engine:
     def _captured(self, size: int) -> Any:
         metadata = self.builder.capture(size)
         self._forward(metadata)  # a warm-up, over a step of nobody
-        graph = new_graph(self.device)
-        gc.collect()
-        gc.disable()  # a graph that is collected during a capture spoils it
-        try:
-            with capturing(graph):
-                metadata.record()
-                sampled = self._forward(metadata)
-        finally:
-            gc.enable()
+        with capturing(new_graph(self.device)) as graph:
+            metadata.record()
+            sampled = self._forward(metadata)
         return graph, sampled
 
     def _fill_input_ids(self, metadata: Any, out: np.ndarray) -> None:
-        starts, ends = metadata.host.query_start_loc.tolist(), metadata.host.seq_lens.tolist()
-        for row, req_id in enumerate(metadata.req_ids):
-            start, end = starts[row : row + 2]
-            out[start:end] = self.running[req_id].tokens[ends[row] + start - end : ends[row]]
+        parts = itertools.pairwise(metadata.host.query_start_loc.tolist())
+        for req_id, (start, end), length in zip(metadata.req_ids, parts, metadata.host.seq_lens.tolist(), strict=False):
+            out[start:end] = self.running[req_id].tokens[length + start - end : length]
 
     def _fill_temperature(self, metadata: Any, out: np.ndarray) -> None:
         out[: len(metadata.req_ids)] = [self.running[req_id].temperature for req_id in metadata.req_ids]
@@ -294,6 +295,5 @@ if __name__ == "__main__":
 
     tiny = LlamaForCausalLM(LlamaConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=1000))
     engine = Engine(tiny.to("cuda", torch.bfloat16) if torch.cuda.is_available() else tiny, num_blocks=64)
-    print(engine.choice.explain().splitlines()[0])
-    for output in engine.generate([[1, 2, 3], list(range(40)), [7] * 17], max_new_tokens=8):
-        print(output)
+    outputs = engine.generate([[1, 2, 3], list(range(40)), [7] * 17], max_new_tokens=8)
+    print(engine.choice.explain().splitlines()[0], *outputs, sep="\n")

@@ -1,5 +1,7 @@
 """The stand-in for CUDA graphs: it records, replays and refuses as the real one does."""
 
+import contextlib
+import gc
 import threading
 
 import numpy as np
@@ -89,3 +91,17 @@ def test_a_capture_that_fails_leaves_nothing():
 
 def test_a_cpu_gets_a_stand_in():
     assert isinstance(graphs.new_graph("cpu"), graphs.StandInGraph)
+
+
+def test_no_garbage_is_collected_during_a_capture_on_cuda(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    graph = object()
+    with graphs.capturing(graph) as opened:
+        assert not gc.isenabled()
+    assert opened is graph
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="of the body"), graphs.capturing(graph):
+        raise RuntimeError("of the body")
+    assert gc.isenabled()

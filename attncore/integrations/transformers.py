@@ -87,7 +87,7 @@ def attention_layers(model: Any) -> tuple[ModelLayer, ...]:
     Runs the model over one token, without a cache, and records what every layer passes to its attention. ValueError
     where none does, since the model then has attention code of its own, and for models that would say something else
     when their requests run as one row over paged caches: recurrent layers, chunked attention, an encoder beside a
-    decoder, positions of their own, causal layers that run twice.
+    decoder, positions of their own, frequencies by the longest request, causal layers that run twice.
     """
     _refuse(model)
     recorder = _Recorder({module: name for name, module in model.named_modules()})
@@ -105,7 +105,22 @@ def attention_layers(model: Any) -> tuple[ModelLayer, ...]:
             f"model: {type(model).__name__} takes no position_ids and counts tokens by itself, so that requests "
             "cannot run as one row"
         )
-    return tuple(recorder.layers.values())
+    layers = tuple(recorder.layers.values())
+    shifted = _first_position(model)
+    if shifted and any(layer.attn_type is AttentionType.DECODER for layer in layers):
+        raise ValueError(
+            f"model: {type(model).__name__} counts positions from {shifted}, after its padding token, and metadata "
+            "from 0; of such models, encoders alone run, with position_ids = metadata.positions + padding_idx + 1"
+        )
+    return layers
+
+
+def _first_position(model: Any) -> int:
+    """What a model counts positions from: 0, or as RoBERTa does, which has a row for padding before them."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return int(module.padding_idx) + 1
+    return 0
 
 
 def _refuse(model: Any) -> None:
@@ -120,6 +135,37 @@ def _refuse(model: Any) -> None:
             f"model: {name} has layers of type {', '.join(others) or 'recurrent'}; attncore runs full and sliding "
             "attention, and keeps no other state of a request"
         )
+    _refuse_moving_frequencies(model, config)
+
+
+def _refuse_moving_frequencies(model: Any, config: Any) -> None:
+    """ValueError for rotary embeddings that choose frequencies by the largest position of the row: of all requests."""
+    longest = getattr(config, "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if kind == "longrope":
+                said = module.config.rope_parameters
+                limit = (said if layer_type is None else said[layer_type])["original_max_position_embeddings"]
+                if longest and longest <= limit:
+                    continue  # they never move
+                do = (
+                    f"for requests of up to {limit} tokens set config.max_position_embeddings of the loaded model to "
+                    f"{limit}; for longer ones take a model of rope type default, linear, yarn or llama3"
+                )
+            elif isinstance(kind, str) and "dynamic" in kind:
+                field = "rope_type" if layer_type is None else f"rope_type[{layer_type!r}]"
+                do = (
+                    f"they stand still up to max_position_embeddings, {longest}: for requests of so many tokens set "
+                    f"model.{name}.{field} = 'default' after loading; for longer ones take linear, yarn or llama3"
+                )
+            else:
+                continue
+            of_layers = f" of its {layer_type} layers" if layer_type else ""
+            raise ValueError(
+                f"model: the rope type{of_layers} is {kind}, whose frequencies follow the longest request of a step, "
+                f"so that a request would change those beside it; {do}"
+            )
 
 
 def select_for_model(

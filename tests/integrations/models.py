@@ -16,6 +16,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -50,18 +52,25 @@ def decoder(name, seed=0, dtype=torch.float32, **shape):
     """The model, whose weights are large enough that its attention matters for what it says."""
     kind, config, more = DECODERS[name]
     torch.manual_seed(seed)
-    model = kind(config(**{**SHAPE, **more, **shape})).eval().to(dtype)
+    return _sharp(kind(config(**{**SHAPE, **more, **shape})).eval().to(dtype))
+
+
+def _sharp(model):
+    projections = [f"{name}_proj.weight" for name in ("q", "k", "v", "o", "qkv")]
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "sinks")):
+        for name, parameter in model.named_parameters():
+            if name.endswith((*projections, "sinks")):
                 parameter.normal_(std=0.3)
     return model
 
 
-def encoder():
+def encoder(kind=BertModel, config=BertConfig):
     torch.manual_seed(0)
     shape = {name: SHAPE[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
-    return BertModel(BertConfig(num_attention_heads=4, **shape), add_pooling_layer=False).eval()
+    model = kind(config(num_attention_heads=4, **shape), add_pooling_layer=False).eval()
+    with torch.no_grad():
+        model.embeddings.position_embeddings.weight.normal_(std=0.5)
+    return model
 
 
 def greedy(model, prompt, count):
@@ -79,3 +88,16 @@ def greedy(model, prompt, count):
         )
     model.set_attn_implementation(before)
     return found[0, len(prompt) :].tolist()
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def phi3(original=32):
+    """A model of rope type longrope, whose frequencies change where a row is longer than ``original``."""
+    rope = {**LONGROPE, "original_max_position_embeddings": original}
+    shape = {name: size for name, size in SHAPE.items() if name != "head_dim"}
+    torch.manual_seed(0)
+    config = Phi3Config(**shape, original_max_position_embeddings=original, pad_token_id=0, rope_parameters=rope)
+    return _sharp(Phi3ForCausalLM(config).eval())

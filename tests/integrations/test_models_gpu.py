@@ -1,5 +1,7 @@
 """On a CUDA device, in bfloat16: logits over paged caches are as right as those of transformers' own attention."""
 
+import gc
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -97,3 +99,19 @@ def test_an_engine_in_graphs_says_what_it_says_without(backend):
         outputs.append(engine.generate(prompts, 24))
         assert engine.pool.num_free == 63
     assert outputs[0] == outputs[1]
+
+
+def test_close_gives_the_memory_of_graphs_and_caches_back():
+    model = decoder("llama", **SHAPE).cuda().bfloat16()
+    try:
+        select_for_model(model, cuda_graph="uniform_decode")
+    except NoBackendError as error:
+        pytest.skip(f"no backend can be captured here: {str(error).splitlines()[0]}")
+    engine = Engine(model, num_blocks=2048, max_num_reqs=8)
+    engine.generate([[7] * 40], 4)
+    nbytes = sum(cache.nbytes for cache in engine.caches.values() if isinstance(cache, torch.Tensor))
+    held = torch.cuda.memory_allocated()
+    engine.close()
+    assert engine.graphs == {}
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= held - nbytes

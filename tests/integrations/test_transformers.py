@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers  # noqa: E402
-from integrations.models import DECODERS, SHAPE, decoder, encoder, greedy  # noqa: E402
+from integrations.models import DECODERS, DYNAMIC, SHAPE, decoder, encoder, greedy, phi3  # noqa: E402
 
 from attncore import InputBatch, MetadataBuilder, NoBackendError  # noqa: E402
 from attncore.integrations.transformers import (  # noqa: E402
@@ -86,9 +86,11 @@ def test_layers_say_what_they_ask_for():
     assert model.config._attn_implementation != "attncore"  # looking leaves the model as it was
 
 
-def test_an_encoder_attends_within_each_row():
-    model = encoder()
-    rows = [[5, 6, 7], [1], list(range(20, 31))]
+@pytest.mark.parametrize(("kind", "first"), [("Bert", 0), ("Roberta", 2)])
+def test_an_encoder_attends_within_each_row(kind, first):
+    """RoBERTa's first position is padding_idx + 1."""
+    model = encoder(getattr(transformers, f"{kind}Model"), getattr(transformers, f"{kind}Config"))
+    rows = [[5, 6, 7], [4], list(range(20, 31))]
     caches = paged_caches(model, select_for_model(model, block_size=BLOCK).create(), 4)
     backend = next(iter(caches.impls.values())).backend
     batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=BLOCK)
@@ -96,7 +98,8 @@ def test_an_encoder_attends_within_each_row():
     expected = [model(input_ids=torch.tensor([row])).last_hidden_state[0] for row in rows]
     model.set_attn_implementation("attncore")
     with attncore_context(metadata, caches):
-        found = model(input_ids=torch.tensor([list(itertools.chain(*rows))]), position_ids=metadata.positions[None])
+        ids = torch.tensor([list(itertools.chain(*rows))])
+        found = model(input_ids=ids, position_ids=metadata.positions[None] + first)
     torch.testing.assert_close(found.last_hidden_state[0], torch.cat(expected), atol=1e-5, rtol=1e-4)
     assert list(caches.values()) == [None, None]
 
@@ -199,4 +202,41 @@ def test_a_causal_layer_that_runs_twice_is_refused():
     model = decoder("llama")
     model.model.layers[1] = model.model.layers[0]
     with pytest.raises(ValueError, match=r"layer model\.layers\.0\.self_attn: it runs twice in a forward pass"):
+        attention_layers(model)
+
+
+def gemma3_dynamic():
+    rope = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    shape = {**SHAPE, "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": rope}
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**shape))
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "advice"),
+    [
+        (phi3, "is longrope", "of up to 32 tokens set config.max_position_embeddings of the loaded model to 32"),
+        (
+            lambda: decoder("llama", rope_parameters=DYNAMIC),
+            "is dynamic",
+            "up to max_position_embeddings, 256: for requests of so many tokens set model.model.rotary_emb.rope_type",
+        ),
+        (
+            gemma3_dynamic,
+            "of its full_attention layers is dynamic",
+            "rotary_emb.rope_type['full_attention'] = 'default'",
+        ),
+    ],
+    ids=["longrope", "dynamic", "dynamic-in-some-layers"],
+)
+def test_frequencies_that_follow_the_longest_request_are_refused(model, kind, advice):
+    with pytest.raises(ValueError, match="whose frequencies follow the longest request of a step") as caught:
+        attention_layers(model())
+    assert str(caught.value).startswith(f"model: the rope type {kind}")
+    assert advice in str(caught.value)
+
+
+def test_a_decoder_whose_positions_begin_behind_the_padding_token_is_refused():
+    shape = {name: size for name, size in SHAPE.items() if name not in ("num_key_value_heads", "head_dim")}
+    model = transformers.RobertaForCausalLM(transformers.RobertaConfig(is_decoder=True, **shape)).eval()
+    with pytest.raises(ValueError, match=r"RobertaForCausalLM counts positions from 2, .* padding_idx \+ 1"):
         attention_layers(model)
