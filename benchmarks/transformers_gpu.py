@@ -4,12 +4,23 @@
 
 A Llama of about 1B parameters with random weights in bfloat16; prompts as long as the trace's, their tokens drawn; 64
 requests at a time. Tokens per second count from the first request's start to the last one's end, set-up and captures
-apart on both sides. ``--tiny --device cpu`` tries the code without a GPU; its figures mean nothing. Exit code 1 where
-a goal is missed: 1.5 times the tokens per second of ``generate_batch``, attncore's share of a step under 2 %, the
-library's plan apart.
+apart on both sides; both warm up first, with other tokens in prompts of the same lengths. ``--tiny --device cpu`` tries
+the code without a GPU; its figures mean nothing. Exit code 1 where a goal is missed: 1.5 times the tokens per second of
+``generate_batch``, attncore's share of a step under 2 %, the library's plan apart.
+
+Of attncore a step's share counts the build without the library's plan and the engine's own fields, ``metadata.replay``
+without the launch of the graph, what the batch is told (requests that come and go, blocks), and entering and leaving
+``attncore_context``. What it does not count: in steps that run no graph (``eager_steps``), each layer's way from the
+model to ``impl.forward`` and the Python around the library's calls there, which cannot be told apart from them.
+
+Host time a step, on both sides: ``prepare_us_a_step`` is the scheduler and everything until the model may run (ours
+with the plan), ``update_us_a_step`` the bookkeeping of its tokens; in that of ``generate_batch``, which may run ahead
+of the device, a wait for it may be part. ``step_ms`` is the wall time by the number of steps.
 """
 
 import argparse
+import functools
+import gc
 import itertools
 import json
 import random
@@ -17,14 +28,20 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "examples"), str(Path(__file__).parent)]
-from engine import Engine  # noqa: E402
+import engine as example  # noqa: E402
 from gpu import machine  # noqa: E402
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM, logging  # noqa: E402
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor  # noqa: E402
 
+from attncore.integrations.transformers import attncore_context  # noqa: E402
+
+OF_ATTNCORE = ("commit", "replay", "batch", "context")
+WARM_UP = 8
 TOKENS_GOAL, SHARE_GOAL = 1.5, 0.02
 
 
@@ -49,40 +66,113 @@ def prompts_of(args, vocab_size):
     from attncore.replay.traces import read_trace
 
     trace = read_trace(args.trace, args.requests) if args.trace else synthetic.synthetic_trace(args.requests, 0)
-    draw = random.Random(0)
     longest = 200 if args.tiny else 8192
-    lengths = [min(request.prompt_tokens, longest) for request in trace.requests]
+    return drawn([min(request.prompt_tokens, longest) for request in trace.requests], vocab_size, seed=0)
+
+
+def drawn(lengths, vocab_size, seed):
+    draw = random.Random(seed)
     return [[draw.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
 
 
-class Timed(Engine):
-    """The engine, with clocks around builds, and around the plan and the engine's own fields inside them."""
+def warm_up_of(prompts, vocab_size):
+    """Prompts as long as the first few, of other tokens: nothing of theirs is found in a prefix cache afterwards."""
+    return drawn([len(prompt) for prompt in prompts[:WARM_UP]], vocab_size, seed=1)
 
-    def __init__(self, *args, **options):
-        self.clear()
-        super().__init__(*args, **options)
-        for owner, name in ((self.builder, "build"), (self.backend, "plan")):
-            setattr(owner, name, self.clocked(getattr(owner, name), name))
-        self.builder._backends.plans = tuple((group, self.backend.plan) for group, _ in self.builder._backends.plans)
 
-    def clear(self):
-        self.spent, self.steps = dict.fromkeys(("build", "plan", "fields"), 0.0), []
+class Clocks:
+    """Seconds spent in calls, by name."""
 
-    def clocked(self, call, name):
+    def __init__(self):
+        self.seconds = {}
+
+    def __getitem__(self, name):
+        return self.seconds.get(name, 0.0)
+
+    def add(self, name, start):
+        self.seconds[name] = self[name] + time.perf_counter() - start
+
+    def around(self, call, name):
+        @functools.wraps(call)
         def timed(*args, **options):
             start = time.perf_counter()
             try:
                 return call(*args, **options)
             finally:
-                self.spent[name] += time.perf_counter() - start
+                self.add(name, start)
 
         return timed
 
+
+class ClockedContext:
+    """``attncore_context`` with a clock around its beginning and its end."""
+
+    def __init__(self, clocks, *args):
+        start = time.perf_counter()
+        self.clocks, self.inner = clocks, attncore_context(*args)
+        clocks.add("context", start)
+
+    def __enter__(self):
+        self.clocks.around(self.inner.__enter__, "context")()
+
+    def __exit__(self, *error):
+        return self.clocks.around(self.inner.__exit__, "context")(*error)
+
+
+class ClockedGraph:
+    def __init__(self, graph, clocks):
+        self.replay = clocks.around(graph.replay, "launch")
+
+
+class Timed(example.Engine):
+    """The engine, with clocks around what it calls of attncore, and around what is not attncore's inside of that."""
+
+    def __init__(self, *args, **options):
+        self.clocks = Clocks()
+        super().__init__(*args, **options)
+        clocked = self.clocks.around
+        for owner, names, clock in (
+            (self.builder, ("build",), "build"),
+            (self.builder, ("_replay",), "replay and launch"),
+            (self.backend, ("plan",), "plan"),
+            (self.batch, ("add_request", "append_blocks", "remove_request"), "batch"),
+            (self, ("_schedule",), "schedule"),
+            (self, ("_book",), "update"),
+        ):
+            for name in names:
+                setattr(owner, name, clocked(getattr(owner, name), clock))
+        self.builder._backends.plans = tuple((group, self.backend.plan) for group, _ in self.builder._backends.plans)
+        self.graphs = {size: (ClockedGraph(graph, self.clocks), said) for size, (graph, said) in self.graphs.items()}
+        self.clear()
+
+    def clear(self):
+        self.clocks.seconds.clear()
+        self.steps, self.eager_steps, self.reused = [], 0, 0
+
+    def spent(self):
+        """Seconds by name, what is inside of something else taken out of it."""
+        spent = self.clocks
+        return {
+            "commit": spent["build"] - spent["plan"] - spent["fields"],
+            "replay": spent["replay and launch"] - spent["launch"],
+            "prepare": spent["schedule"] + spent["build"],
+            **{name: spent[name] for name in ("plan", "fields", "batch", "context", "update")},
+        }
+
     def _fill_input_ids(self, metadata, out):
-        self.clocked(super()._fill_input_ids, "fields")(metadata, out)
+        self.clocks.around(super()._fill_input_ids, "fields")(metadata, out)
 
     def _fill_temperature(self, metadata, out):
-        self.clocked(super()._fill_temperature, "fields")(metadata, out)
+        self.clocks.around(super()._fill_temperature, "fields")(metadata, out)
+
+    def _forward(self, metadata):
+        self.eager_steps += 1
+        return super()._forward(metadata)
+
+    def _admit(self, request):
+        admitted = super()._admit(request)
+        self.reused += request.computed if admitted else 0
+        return admitted
 
     def step(self):
         start = time.perf_counter()
@@ -98,39 +188,64 @@ def ours(model, prompts, args, backend):
         model, num_blocks=args.pool_tokens // size + 1, max_num_reqs=args.concurrent, max_model_len=longest + 1,
         max_num_batched_tokens=args.budget, block_size=size, backend=backend,
     )  # fmt: skip
-    engine.generate(prompts[:8], 4)  # kernels are compiled, allocations made
+    engine.generate(warm_up_of(prompts, model.config.vocab_size), 4)  # kernels are compiled, allocations made
     engine.clear()
-    start = time.perf_counter()
-    outputs = engine.generate(prompts, args.new)
-    wall = time.perf_counter() - start
-    steps, spent = len(engine.steps), engine.spent
-    share = (spent["build"] - spent["plan"] - spent["fields"]) / sum(engine.steps)
+    with mock.patch.object(example, "attncore_context", functools.partial(ClockedContext, engine.clocks)):
+        start = time.perf_counter()
+        outputs = engine.generate(prompts, args.new)
+        wall = time.perf_counter() - start
+    steps, spent = len(engine.steps), engine.spent()
     row = {
         "who": f"attncore engine, {engine.choice.name} {engine.choice.variant}".strip(),
         "block_size": engine.block_size,
         "tokens_per_s": sum(map(len, outputs)) / wall,
         "wall_s": wall,
         "steps": steps,
+        "eager_steps": engine.eager_steps,
+        "step_ms": 1e3 * wall / steps,
         "step_ms_median": 1e3 * statistics.median(engine.steps),
-        "build_commit_us_a_step": 1e6 * (spent["build"] - spent["plan"] - spent["fields"]) / steps,
+        "prepare_us_a_step": 1e6 * spent["prepare"] / steps,
+        "update_us_a_step": 1e6 * spent["update"] / steps,
+        "build_commit_us_a_step": 1e6 * spent["commit"] / steps,
+        "replay_us_a_step": 1e6 * spent["replay"] / steps,
+        "batch_us_a_step": 1e6 * spent["batch"] / steps,
+        "context_us_a_step": 1e6 * spent["context"] / steps,
         "plan_us_a_step": 1e6 * spent["plan"] / steps,
         "engine_fields_us_a_step": 1e6 * spent["fields"] / steps,
-        "share_of_attncore": share,
+        "share_of_attncore": sum(spent[name] for name in OF_ATTNCORE) / sum(engine.steps),
         "preemptions": engine.preemptions,
+        "tokens_from_prefixes": engine.reused,
     }
     return row, outputs, engine
 
 
 def theirs(model, prompts, args, name, **options):
     model.set_attn_implementation(options.pop("attention", args.theirs))
-    start = time.perf_counter()
-    answers = model.generate_batch(
-        inputs=prompts,
-        generation_config=GenerationConfig(max_new_tokens=args.new, do_sample=False, eos_token_id=-1, pad_token_id=0),
-        continuous_batching_config=ContinuousBatchingConfig(max_requests_per_batch=args.concurrent, **options),
-        record_timestamps=True,
-    )
-    wall = time.perf_counter() - start
+    settings = {"max_requests_per_batch": args.concurrent, **options}
+    if args.tiny:  # its default cache is most of the machine's memory, which takes a CPU a minute to write
+        settings |= {"block_size": 16, "num_blocks": args.pool_tokens // 16, "max_batch_tokens": args.budget}
+
+    def generated(prompts, new, **more):
+        return model.generate_batch(
+            inputs=prompts,
+            generation_config=GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(**settings),
+            **more,
+        )
+
+    generated(warm_up_of(prompts, model.config.vocab_size), 4)
+    clocks = Clocks()
+    with (
+        clocked_method(clocks, "prepare_next_batch", "prepare"),
+        clocked_method(clocks, "update_batch", "update"),
+    ):
+        start = time.perf_counter()
+        try:
+            answers = generated(prompts, args.new, record_timestamps=True, persistent_manager=True)
+            wall = time.perf_counter() - start
+            steps = model.init_continuous_batching().current_batch  # of the manager that ran, which is kept
+        finally:
+            model.destroy_cached_continuous_batching_manager()
     by_prompt = {tuple(answer.prompt_ids): answer.generated_tokens for answer in answers.values()}
     starts, ends = zip(*(answer.lifespan for answer in answers.values()), strict=True)
     tokens = sum(len(answer.generated_tokens) for answer in answers.values())
@@ -140,12 +255,23 @@ def theirs(model, prompts, args, name, **options):
         "wall_s": max(ends) - min(starts),
         "wall_with_set_up_s": wall,
         "requests": len(answers),
+        "steps": steps,
+        "step_ms": 1e3 * (max(ends) - min(starts)) / steps,
+        "prepare_us_a_step": 1e6 * clocks["prepare"] / steps,
+        "update_us_a_step": 1e6 * clocks["update"] / steps,
     }
     stamps = sorted({stamp for answer in answers.values() for stamp in answer.timestamps or ()})
     gaps = [b - a for a, b in itertools.pairwise(stamps) if b - a > 2e-4]  # tokens of one step are stamped in turn
     if gaps:
-        row["step_ms_median"] = 1e3 * statistics.median(gaps)
+        row["token_gap_ms_median"] = 1e3 * statistics.median(gaps)
     return row, [by_prompt.get(tuple(prompt), []) for prompt in prompts]
+
+
+def clocked_method(clocks, name, clock):
+    """A clock around a method of the processor that runs the steps of ``generate_batch``."""
+    return mock.patch.object(
+        ContinuousBatchProcessor, name, clocks.around(getattr(ContinuousBatchProcessor, name), clock)
+    )
 
 
 def agreement(ours, others):
@@ -155,6 +281,12 @@ def agreement(ours, others):
         total += len(one)
         same += next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return same / max(total, 1)
+
+
+def free_memory(args):
+    gc.collect()
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def main():
@@ -173,6 +305,7 @@ def main():
     add("--save")
     args = parser.parse_args()
     logging.set_verbosity_error()
+    logging.get_logger("ContinuousBatchingLogger").setLevel("ERROR")  # it warns that a manager is kept
     model = model_of(args)
     prompts = prompts_of(args, model.config.vocab_size)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -183,9 +316,9 @@ def main():
         said[backend] = outputs
         rows.append(row)
         print(json.dumps(row), flush=True)
+        engine.close()
         del engine
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(args)
     variants = {"defaults": {}}
     if args.device == "cuda":
         variants["graphs on"] = {"use_cuda_graph": True}
@@ -199,8 +332,7 @@ def main():
         if outputs is not None:
             row["agrees_with"] = {other: agreement(output, outputs) for other, output in said.items()}
             said[row["who"]] = outputs
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(args)
         rows.append(row)
         print(json.dumps(row), flush=True)
     measured = [row["tokens_per_s"] for row in rows if row["who"].startswith("generate_batch") and "error" not in row]
