@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
@@ -9,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from attncore.abstract import AttentionType
 from attncore.integrations.transformers import attention_layers, attncore_context, paged_caches, select_for_model
 from attncore.replay.attention import step_content
 from attncore.replay.content import content_ids, token_ids
 from attncore.replay.dense_check import chosen_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from attncore.replay.measurements import Verification
     from attncore.replay.request import Request
@@ -27,7 +29,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 
 class ModelError(ValueError):
-    """The configuration file makes no model that can be replayed."""
+    """The configuration file makes no model that can be replayed, or memory does not suffice for it."""
 
 
 class ModelLayers:
@@ -41,9 +43,16 @@ class ModelLayers:
         self.model = _model(path, settings.seed, device)
         config = self.model.config.get_text_config()
         try:
-            layers = attention_layers(self.model)
+            with _memory(f"{path}: a forward pass", "take a smaller model"):
+                layers = attention_layers(self.model)
+        except ModelError:
+            raise
         except ValueError as error:
             raise ModelError(f"{path}: {error}") from error
+        if any(layer.attn_type is not AttentionType.DECODER for layer in layers):
+            raise ModelError(
+                f"{path}: {type(self.model).__name__} is an encoder and says no next token; take a decoder"
+            )
         choice = select_for_model(
             self.model, layers=layers, block_size=settings.block_size, num_blocks=settings.num_blocks, backend=backend
         )
@@ -54,7 +63,7 @@ class ModelLayers:
         except (RuntimeError, MemoryError) as error:  # torch raises the first
             raise ValueError(
                 f"num_blocks: {len(layers)} caches of {settings.num_blocks} blocks of {settings.block_size} do not fit "
-                f"in memory ({str(error).splitlines()[0][:120]}); pass a smaller --num-blocks"
+                f"in memory ({_first_line(error)}); pass a smaller --num-blocks"
             ) from error
         self.name, self.dtype = self.backend.name, self.backend.config.dtype
         self.label = f"{type(self.model).__name__}, {len(layers)} layers"
@@ -77,7 +86,11 @@ class ModelLayers:
         ids = token_ids(step_content(step, metadata), metadata.host.positions, self.vocab_size)
         tokens = self.backend.from_host(ids)[None]
         start = perf_counter_ns()
-        with torch.inference_mode(), attncore_context(metadata, self.kv_caches):
+        with (
+            _memory(f"model: a step of {len(ids)} tokens", "pass a smaller --max-num-batched-tokens or --num-blocks"),
+            torch.inference_mode(),
+            attncore_context(metadata, self.kv_caches),
+        ):
             logits = self.model(
                 tokens,
                 position_ids=metadata.positions[None],
@@ -111,7 +124,14 @@ class ModelCheck:
         for running, count in chosen_rows(step, self.sampled):
             length = running.computed + count
             ids = token_ids(content_ids(running.request, 0, length), np.arange(length), layers.vocab_size)
-            with _eager(layers.model), torch.inference_mode():
+            with (
+                _memory(
+                    f"model: the check of {length} tokens by eager attention",
+                    "replay shorter requests, or check fewer with --verify-every",
+                ),
+                _eager(layers.model),
+                torch.inference_mode(),
+            ):
                 tokens = layers.backend.from_host(ids)[None]
                 expected = layers.model(tokens, use_cache=False, logits_to_keep=1).logits[0, -1].float()
             found = outputs[0][metadata.req_ids.index(running.row)].float()
@@ -142,6 +162,21 @@ class _eager:  # noqa: N801
         self._model.set_attn_implementation("attncore")
 
 
+@contextmanager
+def _memory(what: str, do: str) -> Iterator[None]:
+    """ModelError where memory does not suffice for ``what``."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # on a CPU torch raises the plain first
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error):
+            raise ModelError(f"{what} does not fit in memory ({_first_line(error)}); {do}") from error
+        raise
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
 def _model(path: str, seed: int, device: str | None) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -152,7 +187,9 @@ def _model(path: str, seed: int, device: str | None) -> Any:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = config.dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
         torch.manual_seed(seed)
-        with torch.device(device):
+        with _memory(f"{path}: the model", "take a smaller one"), torch.device(device):
             return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path}: {str(error).splitlines()[0][:200]}") from error
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ArithmeticError) as error:
+        raise ModelError(f"{path}: {_first_line(error)}") from error

@@ -70,6 +70,8 @@ def test_a_wrong_cache_is_found(config, trace, capsys, monkeypatch):
             "calls transformers'",
         ),
         ({**LLAMA, "max_position_embeddings": 50}, [], "the request in row 2 has 71 tokens; the model's max_position"),
+        ({**LLAMA, "vocab_size": 2 * 10**12}, [], "the model does not fit in memory"),
+        ({**LLAMA, "model_type": "bert"}, [], "BertLMHeadModel is an encoder and says no next token"),
         (LLAMA, ["--metadata-only"], "--metadata-only: given beside --model"),
         (LLAMA, ["--layers", "3"], "--layers: given beside --model"),
         (LLAMA, ["--speculative", "2"], "--speculative: given beside --model"),
@@ -86,3 +88,24 @@ def test_what_makes_no_model_is_one_line(facts, options, message, config, trace,
 def test_a_missing_file_is_said(trace, capsys):
     assert main(["replay", trace, "--model", "/nowhere.json"]) == 2
     assert "--model: /nowhere.json: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["step", "check"])
+def test_a_run_that_outgrows_memory_is_one_line(where, config, trace, capsys, monkeypatch):
+    import torch
+
+    from attncore.reference import ReferenceImpl
+    from attncore.replay.model_layers import _eager
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24.00 GiB\nof 1")
+
+    owner, name = (ReferenceImpl, "forward") if where == "step" else (_eager, "__enter__")
+    monkeypatch.setattr(owner, name, full)
+    assert main(["replay", trace, "--model", config(LLAMA)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1].startswith(
+        f"attncore: error: model: {'a step' if where == 'step' else 'the check'} of"
+    )
+    assert "does not fit in memory (CUDA out of memory. Tried to allocate 24.00 GiB); " in captured.err
+    assert "Traceback" not in captured.err
