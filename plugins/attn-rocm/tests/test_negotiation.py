@@ -191,14 +191,16 @@ def test_splits():
 
 @pytest.mark.parametrize("arch", tiles.ARCHITECTURES)
 def test_tiles(arch):
-    """At least 16 rows, a whole group of heads, powers of two; workgroups of 256 threads."""
-    for group in (1, 3, 8, 40):
+    """At least 16 rows, powers of two; a group of heads, or even parts of it; workgroups of 256 threads, or of 512."""
+    for group in (1, 3, 8, 40, 71):
         for size, itemsize in ((16, 2), (128, 2), (256, 2), (256, 4)):
             for decode in (True, False):
                 tile = tiles.tile(arch, group=group, padded_size=size, itemsize=itemsize, decode=decode)
-                assert tile.rows >= max(16, group)
+                heads = tile.heads(group)
+                assert tile.rows >= max(16, heads)
+                assert heads == group or tile.rows < group <= heads * -(-group // heads) < group + heads
                 assert {number & (number - 1) for number in tile} == {0}
-                assert tile.warps * tiles.ARCHITECTURES[arch].wavefront == 256
+                assert tile.warps * tiles.ARCHITECTURES[arch].wavefront == (512 if tile.slice else 256)
 
 
 def test_the_doctor(monkeypatch):

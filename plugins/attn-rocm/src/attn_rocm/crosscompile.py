@@ -21,17 +21,21 @@ from attn_rocm.kernels.unified import STEP_NUMBERS, STEP_POINTERS, unified_atten
 from attncore import cache_kernels
 
 ARCHITECTURES = (*tiles.ARCHITECTURES, "sm_90")
-HEADS, KV_HEADS, PAGE = 32, 8, 16
+KV_HEADS, PAGE = 8, 16
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32}
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One variant of the attention kernel: what is asked of it, at 32 query heads over 8, blocks of 16 tokens."""
+    """One variant of the attention kernel: what is asked of it, at blocks of 16 tokens."""
 
     name: str
     decode: bool = False
-    """One token a sequence, with the architecture's tile for that; else its tile for prompts."""
+    """Few tokens a sequence, with the architecture's tile for that; else its tile for prompts."""
+    drafts: bool = False
+    """Decodes of more than one token a sequence."""
+    heads: tuple[int, int] = (32, 8)
+    """Query heads, key heads."""
     dtype: str = "bf16"
     size: int = 128
     splits: int = 1
@@ -49,14 +53,23 @@ VARIANTS = (
     Attention("decode fp16, split keys", decode=True, dtype="fp16", splits=8),
     Attention("decode bf16, e4m3 cache, every feature", decode=True, fp8="e4m3", features=EVERYTHING),
     Attention("decode fp16, head size 256, e5m2 cache", decode=True, dtype="fp16", size=256, fp8="e5m2"),
+    Attention("decode bf16, head size 256", decode=True, size=256),
+    Attention(
+        "decode bf16, head size 256, e4m3 cache, every feature, split keys",
+        decode=True, size=256, fp8="e4m3", features=EVERYTHING, splits=8,
+    ),
+    Attention("decode bf16, drafts, every feature", decode=True, drafts=True, features=EVERYTHING),
+    Attention("decode bf16, head size 256, 128 heads over 1", decode=True, size=256, heads=(128, 1)),
+    Attention("decode fp32", decode=True, dtype="fp32"),
+    Attention("decode fp32, every feature", decode=True, dtype="fp32", features=EVERYTHING),
+    Attention("decode fp32, head size 256", decode=True, dtype="fp32", size=256),
     Attention("any step bf16"),
     Attention("any step fp16, head size 80, every feature", dtype="fp16", size=80, features=EVERYTHING),
     Attention("prompts of the list door bf16", raw=True),
     Attention("encoder bf16", raw=True, table=False, causal=False),
     Attention("any step fp16, head size 256", dtype="fp16", size=256),
-    Attention("decode fp32", decode=True, dtype="fp32"),
     Attention("any step fp32, head size 256", dtype="fp32", size=256),
-)
+)  # fmt: skip
 """The bounded list that is compiled for every architecture, with ``merge`` and the cache writers."""
 OTHERS = ("merge of split keys", "cache write bf16", "cache write e4m3")
 
@@ -73,7 +86,9 @@ class Compiled:
     scratch_bytes: int
     """Private memory of a thread; -1 where the compiler does not say (NVIDIA)."""
     spills: int
-    """Vector and scalar registers spilled; -1 where the compiler does not say."""
+    """Vector registers spilled; -1 where the compiler does not say."""
+    scalar_spills: int
+    """Scalar registers spilled: kept in lanes of a vector register, not in memory, where there is no scratch."""
     registers: int
     binary_bytes: int
 
@@ -87,12 +102,18 @@ def names() -> tuple[str, ...]:
     return (*(variant.name for variant in VARIANTS), *OTHERS)
 
 
-def compile_kernel(name: str, arch: str) -> Compiled:
-    """Compile the kernel ``name`` for ``arch``, a name of ARCHITECTURES. Needs no GPU."""
+def compile_kernel(name: str, arch: str, *, small_cache: bool = False) -> Compiled:
+    """Compile the kernel ``name`` for ``arch``, a name of ARCHITECTURES. Needs no GPU.
+
+    A launch tells AMD's compiler which tensors are smaller than 2 GiB, and it then reads those by offsets of 32 bits.
+    Here these are all but the cache, and with ``small_cache`` the cache too.
+    """
     if name in OTHERS:
         source, options = _other(name)
     else:
         source, options = _attention(next(one for one in VARIANTS if one.name == name), arch)
+    if not arch.startswith("sm_"):
+        _mark_small(source, small_cache)
     if arch.startswith("sm_"):
         target = GPUTarget("cuda", int(arch[3:]), 32)
     else:
@@ -102,7 +123,8 @@ def compile_kernel(name: str, arch: str) -> Compiled:
 
 
 def _attention(variant: Attention, arch: str) -> tuple[ASTSource, dict[str, int]]:
-    group, size = HEADS // KV_HEADS, variant.size
+    heads, size = variant.heads[0], variant.size
+    group = heads // variant.heads[1]
     padded = max(16, tiles.power_of_two(size))
     tile = tiles.tile(arch, group=group, padded_size=padded, itemsize=BITS[variant.dtype] // 8, decode=variant.decode)
     element, cache = f"*{variant.dtype}", "*u8" if variant.fp8 else f"*{variant.dtype}"
@@ -124,9 +146,10 @@ def _attention(variant: Attention, arch: str) -> tuple[ASTSource, dict[str, int]
         **dict.fromkeys(("scale", "raw_scale", "v_scale", "cap"), "fp32"),
     }
     constants: dict[str, Any] = {
-        "HEADS": HEADS, "GROUP": group, "SIZE": size, "PAGE": PAGE, "ROWS": tile.rows, "D": padded, "N": tile.keys,
-        "SPLITS": variant.splits, "DECODE": variant.decode, "CAUSAL": variant.causal, "TABLE": variant.table,
-        "RAW": variant.raw, "FP8": variant.fp8, "INTERPRET": False,
+        "HEADS": heads, "GROUP": group, "SIZE": size, "PAGE": PAGE, "ROWS": tile.rows, "D": padded, "N": tile.keys,
+        "SPLITS": variant.splits, "DECODE": variant.decode and not variant.drafts, "CAUSAL": variant.causal,
+        "TABLE": variant.table, "RAW": variant.raw, "FP8": variant.fp8, "INTERPRET": False,
+        "TAKEN": tile.heads(group), "SLICE": tile.slice,
         **{name: name in variant.features for name in EVERYTHING},
     }  # fmt: skip
     return _source(unified_attention, signature, constants), {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -135,7 +158,7 @@ def _attention(variant: Attention, arch: str) -> tuple[ASTSource, dict[str, int]
 def _other(name: str) -> tuple[ASTSource, dict[str, int]]:
     if name == "merge of split keys":
         merge = {"part_ptr": "*fp32", "part_lse_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": None}
-        sizes = {"HEADS": HEADS, "SIZE": 128, "D": 128, "SPLITS": 8, "LSE": False}
+        sizes = {"HEADS": 32, "SIZE": 128, "D": 128, "SPLITS": 8, "LSE": False}
         return _source(merge_splits, merge, sizes), {"num_warps": 4}
     fp8 = name.endswith("e4m3")
     cache = "*fp8e4nv" if fp8 else "*bf16"
@@ -163,16 +186,26 @@ def _source(kernel: Any, types: dict[str, str | None], constants: dict[str, Any]
     return ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
 
 
+def _mark_small(source: ASTSource, small_cache: bool) -> None:
+    """What a launch adds for AMD: the range of offsets into tensors below 2 GiB."""
+    for index, name in enumerate(source.fn.arg_names):
+        if source.signature[name].startswith("*") and (small_cache or "cache" not in name):
+            source.attrs.setdefault((index,), []).append(["tt.pointer_range", 32])
+
+
 def _read(name: str, arch: str, built: Any) -> Compiled:
     assembly = built.asm.get("amdgcn") or built.asm["ptx"]
     words = set(re.findall(r"\b(?:v_mfma|v_wmma|v_smfmac|wgmma\.mma|mma\.sync)[\w.:]*", assembly))
     binary = built.asm.get("hsaco") or built.asm["cubin"]
-    scratch = spills = registers = -1
+    scratch = spills = scalar_spills = registers = -1
     if "amdgcn" in built.asm:
         scratch = _number(assembly, r"\.private_segment_fixed_size:\s*(\d+)")
-        spills = _number(assembly, r"\.vgpr_spill_count:\s*(\d+)") + _number(assembly, r"\.sgpr_spill_count:\s*(\d+)")
+        spills = _number(assembly, r"\.vgpr_spill_count:\s*(\d+)")
+        scalar_spills = _number(assembly, r"\.sgpr_spill_count:\s*(\d+)")
         registers = _number(assembly, r"\.vgpr_count:\s*(\d+)")
-    return Compiled(name, arch, tuple(sorted(words)), built.metadata.shared, scratch, spills, registers, len(binary))
+    return Compiled(
+        name, arch, tuple(sorted(words)), built.metadata.shared, scratch, spills, scalar_spills, registers, len(binary)
+    )  # fmt: skip
 
 
 def _number(text: str, pattern: str) -> int:

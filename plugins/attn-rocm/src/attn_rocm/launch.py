@@ -86,20 +86,24 @@ class Launcher:
         num_tokens, num_seqs = len(query), len(starts) - 1
         if not num_tokens:
             return
-        few = most_queries * self.group <= self._tile(True, query.element_size()).rows
-        tile = self._tile(few, query.element_size())
-        blocks = num_tokens if one_token_each else num_tokens // (tile.rows // self.group) + num_seqs + 1
+        tile = self._tile(True, query.element_size())
+        few = most_queries * tile.heads(self.group) <= tile.rows
+        if not few:
+            tile = self._tile(False, query.element_size())
+        heads = tile.heads(self.group)
+        programs = self.num_kv_heads * -(-self.group // heads)
+        blocks = num_tokens if one_token_each else num_tokens // (tile.rows // heads) + num_seqs + 1
         splits = 1
         if few and not keys.raw_rows:
             reach = keys.longest if scoring.window is None else min(keys.longest, scoring.window + most_queries)
-            splits = tiles.num_splits(num_seqs * self.num_kv_heads, self.units, reach, tile.keys)
+            splits = tiles.num_splits(num_seqs * programs, self.units, reach, tile.keys)
         out, out_lse, strides = output, lse, output.stride()
         if splits > 1:
             shape = (num_tokens, self.num_heads, splits)
             out = query.new_empty((*shape, self.padded_size), dtype=torch.float32)
             out_lse = query.new_empty(shape, dtype=torch.float32)
         self._attend(
-            query, out, out_lse, starts, keys, scoring, tile=tile, blocks=blocks, splits=splits,
+            query, out, out_lse, starts, keys, scoring, tile=tile, heads=heads, grid=(blocks, programs, splits),
             num_seqs=num_seqs, decode=one_token_each,
         )  # fmt: skip
         if splits > 1:
@@ -110,7 +114,7 @@ class Launcher:
 
     def _attend(
         self, query: Tensor, out: Tensor, lse: Tensor | None, starts: Tensor, keys: Keys, scoring: Scoring, *,
-        tile: tiles.Tile, blocks: int, splits: int, num_seqs: int, decode: bool,
+        tile: tiles.Tile, heads: int, grid: tuple[int, int, int], num_seqs: int, decode: bool,
     ) -> None:  # fmt: skip
         key_cache, value_cache, table = keys.key_cache, keys.value_cache, keys.table
         fp8, page = "", 1
@@ -135,12 +139,12 @@ class Launcher:
             scoring.window or 0, 0 if table is None else table.stride(0),
         )  # fmt: skip
         strides = (*query.stride()[:2], *kc, *vc, *key_strides, *value_strides, *out.stride()[:2])
-        unified_attention[(blocks, self.num_kv_heads, splits)](
+        unified_attention[grid](
             *pointers, *numbers, *strides,
             HEADS=self.num_heads, GROUP=self.group, SIZE=self.head_size, PAGE=page,
-            ROWS=tile.rows, D=self.padded_size, N=tile.keys, SPLITS=splits,
+            ROWS=tile.rows, D=self.padded_size, N=tile.keys, SPLITS=grid[2],
             DECODE=decode, CAUSAL=scoring.causal, TABLE=table is not None, RAW=keys.raw_rows > 0, FP8=fp8,
             WINDOW=scoring.window is not None, SOFT_CAP=scoring.soft_cap is not None,
             ALIBI=scoring.slopes is not None, SINKS=scoring.sinks is not None, LSE=lse is not None,
-            INTERPRET=self.interpreted, num_warps=tile.warps, num_stages=tile.stages,
+            INTERPRET=self.interpreted, TAKEN=heads, SLICE=tile.slice, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

@@ -12,6 +12,12 @@ class Tile(NamedTuple):
     keys: int
     warps: int
     stages: int
+    slice: int = 0
+    """Numbers of a head that are multiplied by keys at once; 0: all of them."""
+
+    def heads(self, group: int) -> int:
+        """Of ``group`` heads that share keys, how many one program takes: all, or even parts of no more than rows."""
+        return -(-group // -(-group // self.rows))
 
 
 class Architecture(NamedTuple):
@@ -32,7 +38,7 @@ class Architecture(NamedTuple):
 
 
 _CDNA = (Tile(16, 64, 4, 1), Tile(64, 64, 4, 1), Tile(16, 32, 4, 1), Tile(64, 32, 4, 1))
-_RDNA = (Tile(16, 32, 8, 1), Tile(64, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 16, 8, 1))
+_RDNA = (Tile(16, 32, 8, 1), Tile(64, 16, 8, 1), Tile(16, 16, 16, 1, 32), Tile(32, 16, 16, 1, 32))
 _CUDA = (Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 32, 4, 3), Tile(64, 32, 4, 3))
 _INTERPRETER = (Tile(16, 128, 4, 1), Tile(128, 128, 4, 1)) * 2
 
@@ -60,7 +66,8 @@ PARTS_PER_UNIT = 8
 def tile(arch: str, *, group: int, padded_size: int, itemsize: int, decode: bool) -> Tile:
     """The tile for ``group`` query heads that share keys, of ``padded_size`` numbers of ``itemsize`` bytes.
 
-    Heads of 256 numbers in float32 get half of a wide tile; a large group gets as many rows as it has heads.
+    Heads of 256 numbers in float32 get half of a wide tile; a group of more heads than a decode has rows gets
+    the tile for prompts.
     """
     known = (ARCHITECTURES | DEVELOPMENT)[arch]
     size = padded_size * itemsize
@@ -71,7 +78,7 @@ def tile(arch: str, *, group: int, padded_size: int, itemsize: int, decode: bool
         chosen = known.wide_decode if few else known.wide_prefill
         if size > WIDEST:
             chosen = chosen._replace(rows=max(16, chosen.rows // 2), keys=max(16, chosen.keys // 2))
-    return chosen._replace(rows=max(chosen.rows, power_of_two(group)))
+    return chosen
 
 
 def num_splits(programs: int, units: int, longest: int, keys: int) -> int:

@@ -53,7 +53,7 @@ class Case:
     def run(self, scoring, *, tile=SMALL, splits=None, raw_rows=0, decode=False, cache=True, monkeypatch=None):
         """Output and log-sum-exp on the host, from outputs that were poisoned."""
         launcher = launch.Launcher(self.group * KV_HEADS, KV_HEADS, self.size, ARCH)
-        launcher._tile = lambda *_: tile._replace(rows=max(tile.rows, tiles.power_of_two(self.group)))
+        launcher._tile = lambda *_: tile
         if splits is not None:
             monkeypatch.setattr(tiles, "num_splits", lambda *_: splits)
         output = torch.full(self.query.shape, math.nan, dtype=self.dtype, device=DEVICE)
@@ -170,10 +170,22 @@ def test_without_a_cache():
     Case([(9, 9), (40, 40), (1, 1)]).check(scoring(), cache=False, raw_rows=3)
 
 
-@pytest.mark.parametrize("group", [1, 3, 6, 20])
+@pytest.mark.parametrize("group", [1, 3, 6, 21])
 def test_groups(group):
-    """Heads that share keys, in numbers that are no powers of two, and more than a tile's rows."""
-    Case([(37, 1), (21, 9), (5, 5)], group=group).check(scoring(heads=group * KV_HEADS))
+    """Heads that share keys, in numbers that are no powers of two, and more than a tile's rows, in uneven parts."""
+    Case([(37, 1), (21, 3), (5, 5)], group=group).check(scoring(heads=group * KV_HEADS))
+
+
+def test_split_keys_of_a_large_group(monkeypatch):
+    """Parts of the keys, and of the heads that share them."""
+    Case(DECODES, group=19).check(scoring(), splits=2, decode=True, monkeypatch=monkeypatch)
+
+
+def test_slices_of_a_head():
+    """The product with keys in slices, as RDNA's tiles of wide heads have it."""
+    sliced = SMALL._replace(slice=16)
+    Case([(21, 9), (5, 1)], size=48).check(scoring(**LAYERS["all"]), tile=sliced)
+    Case([(5, 1), (9, 9)], size=64, dtype=torch.float16).check(scoring(), tile=sliced, raw_rows=2, tolerance=4e-3)
 
 
 @pytest.mark.parametrize("size", [8, 24, 80])
@@ -196,14 +208,13 @@ def test_every_byte_of_fp8():
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()
         finite = numbers[numbers.isfinite()]
-        for number in finite.split(16):
-            case = Case([(1, 1)], size=16, cache_dtype=dtype)
-            values = torch.zeros(16)
-            values[: len(number)] = number
-            block = case.table[0, 0].long()
-            case.cache.view(torch.uint8)[:, block, 0] = values.to(dtype).view(torch.uint8)
-            output, _ = case.run(scoring())
-            assert torch.equal(output[0], values.expand_as(output[0]))
+        case = Case([(1, 1)], size=256, cache_dtype=dtype)
+        values = torch.zeros(256)
+        values[: len(finite)] = finite
+        block = case.table[0, 0].long()
+        case.cache.view(torch.uint8)[:, block, 0] = values.to(dtype).view(torch.uint8)
+        output, _ = case.run(scoring())
+        assert torch.equal(output[0], values.expand_as(output[0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

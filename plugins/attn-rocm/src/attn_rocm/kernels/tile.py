@@ -31,14 +31,22 @@ def stored(raw, FP8: tl.constexpr, UPCAST: tl.constexpr, like):
 @triton.jit
 def attend_tile(
     peak, total, acc, query, key, value, query_at, key_at, end, scale, cap, slope, window,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """One step of the running softmax, in powers of two, over keys (D, N) and values (N, D) at positions ``key_at``.
 
     ``peak`` and ``total`` (M,) and ``acc`` (M, D) are the state. ``scale`` turns products into scores times log2(e),
     or, under a soft cap, into twice the argument of tanh times log2(e).
+
+    With ``SLICE`` the product with keys is a batch of products over ``SLICE`` numbers of a head each, which wavefronts
+    share. In one product each wavefront holds whole rows, which are too many registers where heads are wide.
     """
-    score = tl.dot(query, key, input_precision="ieee") * scale
+    if SLICE:
+        queries = query.reshape(query.shape[0], query.shape[1] // SLICE, SLICE).permute(1, 0, 2)
+        keys = key.reshape(key.shape[0] // SLICE, SLICE, key.shape[1])
+        score = tl.sum(tl.dot(queries, keys, input_precision="ieee"), 0) * scale
+    else:
+        score = tl.dot(query, key, input_precision="ieee") * scale
     if SOFT_CAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1): right at both ends, where exp is 0 or infinite
         score = cap - 2.0 * cap / (tl.exp2(score) + 1.0)
     distance = query_at[:, None] - key_at[None, :]

@@ -28,10 +28,11 @@ def unified_attention(
     ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
     DECODE: tl.constexpr, CAUSAL: tl.constexpr, TABLE: tl.constexpr, RAW: tl.constexpr, FP8: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    INTERPRET: tl.constexpr, TAKEN: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Programs (block of queries, kv head, split). A block is ``ROWS // GROUP`` queries of one sequence times the
-    ``GROUP`` heads that share keys; tokens behind the last sequence are blocks of a sequence without keys.
+    """Programs (block of queries, kv head and part of its group, split). A block is ``ROWS // TAKEN`` queries of one
+    sequence times ``TAKEN`` of the ``GROUP`` heads that share keys; tokens behind the last sequence are blocks of a
+    sequence without keys. ``SLICE``: see ``attend_tile``.
 
     Sequence s has tokens ``starts[s]`` to ``starts[s + 1]`` and ``lengths[s]`` keys, of which its tokens are the last.
     Keys come from the cache by the block table, but with RAW, of the first ``raw_rows`` sequences, those of this step
@@ -39,8 +40,9 @@ def unified_attention(
     1 each program takes a part of the keys and leaves float32 partial results for ``merge_splits``: ``out`` is then
     (tokens, heads, splits, D) and ``lse``, to base 2, (tokens, heads, splits).
     """
-    BLOCK: tl.constexpr = ROWS // GROUP
-    block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    BLOCK: tl.constexpr = ROWS // TAKEN
+    PARTS: tl.constexpr = (GROUP + TAKEN - 1) // TAKEN
+    block, kv_head, split = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(2)
 
     # Which sequence, and which of its queries.
     if DECODE:
@@ -89,9 +91,13 @@ def unified_attention(
         end = tl.minimum(end, low + share)
 
     row = tl.arange(0, ROWS)
-    token = start + first + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    is_row = (row < BLOCK * GROUP) & (first + row // GROUP < count)
+    token = start + first + row // TAKEN
+    member = row % TAKEN
+    is_row = (row < BLOCK * TAKEN) & (first + row // TAKEN < count)
+    if PARTS > 1:
+        member += tl.program_id(1) % PARTS * TAKEN
+        is_row = is_row & (member < GROUP)
+    head = kv_head * GROUP + member
     at = token.to(tl.int64)
     if SPLITS > 1:
         lse_at = (at * HEADS + head) * SPLITS + split
@@ -108,7 +114,7 @@ def unified_attention(
     )
     if INTERPRET:  # Triton's interpreter multiplies bfloat16 wrongly
         query = query.to(tl.float32)
-    query_at = position + row // GROUP
+    query_at = position + row // TAKEN
     slope = tl.zeros([ROWS], tl.float32)
     if ALIBI:
         slope = tl.load(slopes_ptr + head, mask=is_row, other=0.0)
@@ -132,7 +138,7 @@ def unified_attention(
                 peak, total, acc = _cached_tile(
                     peak, total, acc, query, key_cache_ptr, value_cache_ptr, table_ptr, query_at, tile + n, stop,
                     scale, cap, slope, window, kc_block, kc_slot, vc_block, vc_slot, d, is_d,
-                    PAGE, SIZE == D, CAUSAL, WINDOW, SOFT_CAP, ALIBI, FP8, INTERPRET,
+                    PAGE, SIZE == D, CAUSAL, WINDOW, SOFT_CAP, ALIBI, FP8, INTERPRET, SLICE,
                 )  # fmt: skip
                 tile += N
         else:
@@ -140,7 +146,7 @@ def unified_attention(
                 peak, total, acc = _cached_tile(
                     peak, total, acc, query, key_cache_ptr, value_cache_ptr, table_ptr, query_at, tile + n, stop,
                     scale, cap, slope, window, kc_block, kc_slot, vc_block, vc_slot, d, is_d,
-                    PAGE, SIZE == D, CAUSAL, WINDOW, SOFT_CAP, ALIBI, FP8, INTERPRET,
+                    PAGE, SIZE == D, CAUSAL, WINDOW, SOFT_CAP, ALIBI, FP8, INTERPRET, SLICE,
                 )  # fmt: skip
         if FP8 != "":
             acc = acc * v_scale
@@ -162,7 +168,7 @@ def unified_attention(
             )
             peak, total, acc = attend_tile(
                 peak, total, acc, query, stored(key, "", INTERPRET, query), stored(value, "", INTERPRET, query),
-                query_at, key_at, end, raw_scale, cap, slope, window, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+                query_at, key_at, end, raw_scale, cap, slope, window, CAUSAL, WINDOW, SOFT_CAP, ALIBI, SLICE,
             )  # fmt: skip
             tile += N
 
@@ -185,7 +191,7 @@ def _cached_tile(
     peak, total, acc, query, key_cache_ptr, value_cache_ptr, table_ptr, query_at, key_at, stop,
     scale, cap, slope, window, kc_block, kc_slot, vc_block, vc_slot, d, is_d,
     PAGE: tl.constexpr, WHOLE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr, FP8: tl.constexpr, INTERPRET: tl.constexpr,
+    ALIBI: tl.constexpr, FP8: tl.constexpr, INTERPRET: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys read through the block table. Keys at ``stop`` and behind it are not read."""
     is_key = key_at < stop
@@ -202,5 +208,5 @@ def _cached_tile(
         value = tl.load(values, mask=is_key[:, None] & is_d[None, :], other=zero)
     return attend_tile(
         peak, total, acc, query, stored(key, FP8, INTERPRET, query), stored(value, FP8, INTERPRET, query),
-        query_at, key_at, stop, scale, cap, slope, window, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+        query_at, key_at, stop, scale, cap, slope, window, CAUSAL, WINDOW, SOFT_CAP, ALIBI, SLICE,
     )  # fmt: skip
