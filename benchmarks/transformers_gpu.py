@@ -129,6 +129,7 @@ class Timed(example.Engine):
 
     def __init__(self, *args, **options):
         self.clocks = Clocks()
+        self.steps, self.eager_steps, self.reused = [], 0, 0
         super().__init__(*args, **options)
         clocked = self.clocks.around
         for owner, names, clock in (

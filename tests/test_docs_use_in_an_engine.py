@@ -34,6 +34,8 @@ def test_the_snippets_run_from_top_to_bottom(gpu, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # of FlashAttention 4 while it compiles
+@pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning")
 @pytest.mark.parametrize("name", ["flashinfer", "flash"])
 def test_the_snippets_run_on_a_gpu(name, monkeypatch):
     """In bfloat16, which the kernel libraries take; the graphs of the page are captured and replayed."""

@@ -13,7 +13,12 @@ from integrations.models import DECODERS, decoder  # noqa: E402
 from attncore import NoBackendError  # noqa: E402
 from attncore.integrations.transformers import attncore_context, select_for_model  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),  # of FlashAttention 4 while it compiles
+    pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning"),
+]
 SHAPE = {"head_dim": 128, "hidden_size": 256, "num_hidden_layers": 3}
 LENGTHS = (1, 17, 60, 200)
 

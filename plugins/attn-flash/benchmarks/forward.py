@@ -94,7 +94,8 @@ class Case:
 
     def _bare(self, backend: Any, *, together: bool) -> Callable[[], Any]:
         """The library's calls for such a step and the cache write, on tensors made before. A step of decodes and
-        prefills is two calls of generation 2, as in ``forward``; ``together``: the one that it could be.
+        prefills is two calls of generation 2, as in ``forward``, and the copy that makes them one output; ``together``:
+        the one call that it could be.
         """
         metadata, (_, key, value) = self.metadata, self.tensors
         caches, writer, slots = backend.views(self.cache), CacheWriter(), metadata.slot_mapping
@@ -109,6 +110,16 @@ class Case:
             for kernel, args, fixed in calls:
                 found = kernel(*args, **fixed)
             return found
+
+        def both() -> Any:
+            writer(key, value, *caches, slots)
+            (decode, args, fixed), (prefill, others, more) = calls
+            found = prefill(*others, **more)
+            found[:decodes] = decode(*args, **fixed).squeeze(1)
+            return found
+
+        if len(calls) == 2:
+            return both
 
         return call
 

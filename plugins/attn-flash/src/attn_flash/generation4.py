@@ -15,7 +15,8 @@ from attn_flash.rows import Rows
 
 
 def load() -> Any:
-    """The module that holds ``flash_attn_varlen_func``."""
+    """The module that holds ``flash_attn_varlen_func``. A remark of its compiler's is not shown."""
+    warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # a dozen, of the DSL that it is written in
         return import_module("flash_attn.cute")
