@@ -4,9 +4,9 @@
 #   benchmarks/gpu_proof.sh RESULTS [TRACE...]
 #
 # In the active Python, with attncore, the plugins and the kernel libraries importable (PYTHONPATH). KERNELS4 is the path
-# of flash-attn-4 where it lies apart from flash-attn 2; ONLY is one or more of "tests replays benchmarks" (default: all);
-# LIMIT is seconds for each part (default 300). Goes on after a failure, leaves logs and JSON in RESULTS, and exits with 1
-# where anything failed. Tests and replays run side by side, benchmarks one after another.
+# of a folder with flash-attn-4 (and flash-attn 2 in the same folder, for what compares them) where PYTHONPATH has it not;
+# ONLY is one or more of "tests replays benchmarks" (default: all); LIMIT is seconds for each part (default 300). Goes on
+# after a failure, leaves logs and JSON in RESULTS, and exits with 1 where anything failed. Tests and replays run side by side, benchmarks one after another.
 set -uo pipefail
 results=${1:?a folder for logs and results}; shift
 mkdir -p "$results"; results=$(cd "$results" && pwd)
@@ -14,10 +14,12 @@ cd "$(dirname "$0")/.."
 only=${ONLY:-tests replays benchmarks} limit=${LIMIT:-300} python=${PYTHON:-python3} failed=0
 four=${KERNELS4:+$KERNELS4:}${PYTHONPATH:-}
 pids=()
+# Side by side, threads of many processes that wait for each other take a hundred times as long.
+quiet=(env OMP_NUM_THREADS=1 MKL_NUM_THREADS=1)
 
 part() { # name, command...: in the background, its log in RESULTS
   local name=$1; shift
-  (timeout "$limit" "$@" >"$results/$name.log" 2>&1; echo "$?" >"$results/$name.rc") &
+  (timeout "$limit" "${quiet[@]}" "$@" >"$results/$name.log" 2>&1; echo "$?" >"$results/$name.rc") &
   pids+=($!)
 }
 
@@ -59,6 +61,7 @@ if [[ $only == *replays* ]]; then
   report
 fi
 if [[ $only == *benchmarks* ]]; then
+  quiet=(env)
   part flashinfer "$python" -P plugins/attn-flashinfer/benchmarks/bench.py --save "$results/flashinfer_bench.json"; report
   part flash2 "$python" -P plugins/attn-flash/benchmarks/forward.py --generation 2 --save "$results/flash_forward_fa2.json"; report
   [ -z "${KERNELS4:-}" ] || { part flash4 env PYTHONPATH="$four" "$python" -P plugins/attn-flash/benchmarks/forward.py --generation 4 --save "$results/flash_forward_fa4.json"; report; }

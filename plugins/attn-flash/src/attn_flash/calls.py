@@ -48,14 +48,15 @@ def joined(
         more = _found(layer, call, part, query, fresh)
         if layer.pairs:
             more = more[0]
-        if more.dim() == 4:
-            more = more.flatten(0, 1)
-        if output is None and (part.entry != "decode" or len(parts) == 1):
+        whole = part.entry != "decode"
+        if not whole and layer.by_row:
+            more = more.squeeze(1) if part.query_len == 1 else more.flatten(0, 1)
+        if output is None and (whole or len(parts) == 1):
             output = more
             continue
         if output is None:
             output = query.new_empty(query.shape)
-        output[part.start : part.stop] = more if part.entry == "decode" else more[part.start : part.stop]
+        output[part.start : part.stop] = more[part.start : part.stop] if whole else more
     if output is None:
         raise ValueError("metadata: a step of no rows")
     return output
@@ -77,8 +78,13 @@ def _found(layer: Layer, call: Callable[..., Any], part: Part, query: Tensor, fr
         return call(query, *fresh)
     if part.entry == "paged":
         return call(query)
-    mine = query if len(query) == part.stop - part.start else query[part.start : part.stop]
-    return call(mine.view(part.last - part.first, part.query_len, *mine.shape[1:]) if layer.by_row else mine)
+    if query.shape[0] != part.stop - part.start:
+        query = query[part.start : part.stop]
+    if not layer.by_row:
+        return call(query)
+    if part.query_len == 1:
+        return call(query.unsqueeze(1))
+    return call(query.view(part.last - part.first, part.query_len, *query.shape[1:]))
 
 
 def finished(found: Tensor, count: int, num_tokens: int, output: Tensor | None, fill: float = 0.0) -> Tensor:

@@ -47,7 +47,7 @@ _FIX = "install another build of it, or use another backend"
 
 
 def make_spec() -> BackendSpec:
-    """Generation 4 first: where both fit, it is the faster one on the device."""
+    """Generation 4 first: where both fit, it is the faster one on the device, but for few decodes (README.md)."""
     return BackendSpec(
         name="flash",
         api=1,
