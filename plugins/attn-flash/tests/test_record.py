@@ -179,6 +179,9 @@ def test_a_failure_on_another_device_says_nothing_of_this_one(installed: Path) -
     for name, refused in (("NVIDIA A100", True), ("NVIDIA H200", False), ("", True)):
         assert ("failed when it was called on NVIDIA A100" in explained(name)) == refused
     record.write("2", Record(LIBRARY, "NVIDIA H200", lacks={"alibi": "left out"}))
+    assert "alibi not supported" in explained("NVIDIA H200 MIG 1g.18gb", alibi=True), (
+        "what a build lacks it lacks everywhere"
+    )
     for asked, answers in (("", "NVIDIA H200"), ("NVIDIA H200", "NVIDIA H200"), ("NVIDIA A100", "NVIDIA A100")):
         found = record.read("2", asked)
         assert found is not None

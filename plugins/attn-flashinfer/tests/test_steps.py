@@ -346,6 +346,14 @@ def test_a_block_beyond_the_cache_is_an_error_before_anything_runs() -> None:
             impl.forward(*tensors, torch.zeros(9, 2, 16, 2, 64, dtype=torch.bfloat16), metadata)
 
 
+def test_a_cache_that_is_allocated_behind_the_first_step_is_a_limit_too() -> None:
+    backend, builder = _two_requests()
+    builder.build()
+    backend.allocate_kv_cache(9)
+    with pytest.raises(ValueError, match="metadata: block 9 is beyond the cache's 9 blocks"):
+        builder.build()
+
+
 def test_steps_built_in_inference_mode_first_and_outside_of_it_afterwards() -> None:
     engine = Engine(standin.backend())
     engine.add("a", 24)
@@ -466,6 +474,24 @@ def test_builders_of_the_list_door_have_their_own_captured_sizes() -> None:
         builder.build(decodes, state.pad_size(3))
         (part,) = backend.plans_of(backend.plan_keys[0]).step.parts
         assert part.run.__self__.buffers[0].data_ptr() == captured.paged_kv_indptr.data_ptr()  # type: ignore[attr-defined]
+
+
+def test_two_states_of_one_builder_keep_their_captured_sizes() -> None:
+    """What a graph reads stays, whichever was captured last."""
+    backend = standin.backend()
+    backend.impl("layers.0", scale=64**-0.5)
+    builder = CommonMetadataBuilder(4, "flashinfer", max_seq_len_to_capture=32, backend=backend)
+    states = [backend.get_state_cls()(backend, builder) for _ in range(2)]
+    captured = []
+    for state in states:
+        with state.graph_capture(max_batch_size=2):
+            captured.append(state.metadata_for_capture(2))
+    gc.collect()
+    plans = backend.plans_of(backend.plan_keys[0])
+    for metadata in captured:
+        backend.plan(metadata)
+        (part,) = plans.step.parts
+        assert part.run.__self__.buffers[0].data_ptr() == metadata.paged_kv_indptr.data_ptr()  # type: ignore[attr-defined]
 
 
 # Staging.

@@ -74,8 +74,8 @@ class FlashImpl(AttentionImpl):
         if query.shape[0] != plan.tokens:
             return self._answer(query, key, value, kv_cache, metadata, output, False)[0]
         if calls is None:
-            if len(self._calls) == PLANS:
-                self._calls.clear()
+            if len(self._calls) >= PLANS:
+                self._forget()
             parts = zip(plan.parts, plan.arguments, strict=True)
             calls = self._calls[plan] = [self._layer.bound(part, given, self._views) for (part, _), given in parts]
         if self._views is not None:
@@ -213,6 +213,11 @@ class FlashImpl(AttentionImpl):
         """The answer of a step without tokens."""
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
         return finished(query.new_empty((0, *query.shape[1:])), len(query), 0, output), lse
+
+    def _forget(self) -> None:
+        """Drops the calls of steps with prefills, each of which was one step's; where there are none, all."""
+        lasting = {plan: calls for plan, calls in self._calls.items() if plan.step is None}
+        self._calls = lasting if len(lasting) < PLANS else {}
 
     def _is_pair(self, kv_cache: Any) -> bool:
         """Whether it holds the very halves that were taken: an operator's arguments come in a new list each time."""

@@ -133,8 +133,10 @@ def _shown(
     generation: str, known: Record | None, request: AttentionRequest, host: Host, source: str
 ) -> Iterator[Reason]:
     """What calls have shown of the library installed here, where the host has that one."""
-    found = record.read(generation, host.device_name)
+    found = record.read(generation, host.device_name) or record.read(generation)
     if found is None or found.library != source:
+        return
+    if found.fails and host.device_name not in ("", found.device):  # what another device showed of itself
         return
     if found.fails:
         message = f"{found.library} failed when it was called on {found.device}: {found.fails}"

@@ -126,6 +126,7 @@ class FlashInferBackend(AttentionBackend):
         """See the base class; the pool that steps of the list door are checked against."""
         cache = super().allocate_kv_cache(num_blocks)
         self.num_blocks = max(self.num_blocks, num_blocks)
+        self._owner, self._step = _nobody, -1  # whoever plans next is compared with the pool
         return cache
 
     @property

@@ -119,7 +119,7 @@ class FlashInferImpl(AttentionImpl):
         """Whether it holds the very halves that were taken: an operator's arguments come in a new list each time."""
         if isinstance(kv_cache, Tensor) or not isinstance(self._kv_cache, tuple | list):
             return False
-        return all(one is kept for one, kept in zip(kv_cache, self._kv_cache, strict=True))
+        return len(kv_cache) == 2 and all(one is kept for one, kept in zip(kv_cache, self._kv_cache, strict=True))
 
     def _take(self, kv_cache: Any, metadata: Any) -> None:
         """Keeps views of the layer's cache: as the kernels take it, and as slots address it."""

@@ -72,7 +72,7 @@ class KeyPlans:
         self._cascade: Cascade | None = None
         self._captured: WeakValueDictionary[Place, CapturedDecode] = WeakValueDictionary()
         self._sizes: WeakKeyDictionary[Any, dict[Place, CapturedDecode]] = WeakKeyDictionary()
-        """Of the persistent door's builders, which their sizes are not to outlive."""
+        """By builder: they live as long as it does."""
         self._list_door: WeakKeyDictionary[Any, dict[int, CapturedDecode]] = WeakKeyDictionary()
         self._newest: Callable[[], Any] = _nothing
         """The builder of the list door that captured last."""
@@ -117,6 +117,7 @@ class KeyPlans:
             captured = self._capture(metadata, 1, metadata.paged_kv_indices)
             sizes, self._newest = self._list_door.setdefault(builder, {}), ref(builder)
             sizes[metadata.num_reqs] = self._captured[_place(metadata)] = captured
+            self._sizes.setdefault(builder, {})[_place(metadata)] = captured  # of another state of the builder, too
 
     def _of_list_door(self, metadata: Any) -> CapturedDecode | None:
         """The captured size that a padded step will be replayed in: by its buffers, or by who built it.
