@@ -16,7 +16,8 @@ from attncore.builder import ContextParallel, InputBatch, KVCacheGroup, Metadata
 from attncore.errors import CaptureError
 
 MAX_REQS, MAX_LEN, MAX_TOKENS, MAX_ENCODER = 6, 46, 64, 20
-device_side.JOURNAL_ENTRIES, device_side.SURPLUS_ENTRIES = 5, 3  # so that steps often have more to send than fits
+ENTRIES = {"JOURNAL_ENTRIES": 5, "SURPLUS_ENTRIES": 3}
+"""So that steps often have more to send than fits; other tests have the usual room."""
 
 GROUPS = {
     "one": None,
@@ -47,6 +48,8 @@ class Batches(RuleBasedStateMachine):
         road=st.integers(0, 1), pad_seq_len=st.integers(0, 1),
     )  # fmt: skip
     def start(self, kind, block_size, depth, planned, threshold, world, road, pad_seq_len, data):
+        self.usual = {name: getattr(device_side, name) for name in ENTRIES}
+        vars(device_side).update(ENTRIES)
         if kind == "one":
             own = {"block_size": block_size * world}
             self.groups = [KVCacheGroup("decoder", block_size * world)]
@@ -85,6 +88,9 @@ class Batches(RuleBasedStateMachine):
             self.capture(size, data.draw(st.integers(1, threshold)))
         for _ in range(data.draw(st.integers(0, MAX_REQS))):
             self.add(data, data.draw(st.integers(0, MAX_LEN - 8)), 1, data.draw(st.integers(0, 20)))
+
+    def teardown(self):
+        vars(device_side).update(getattr(self, "usual", {}))
 
     def backend(self):
         """What the builder builds for; None: NumPy arrays."""
