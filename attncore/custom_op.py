@@ -98,8 +98,18 @@ def _attention(
             "`with attncore.forward_context(metadata, impls):`"
         )
     impl, metadata = context.layer(layer_name)
-    caches = tuple(kv_cache) if len(kv_cache) > 1 else kv_cache[0] if kv_cache else None
+    caches = _pair(impl, kv_cache) if len(kv_cache) > 1 else kv_cache[0] if kv_cache else None
     impl.forward(query, key, value, caches, metadata, output)
+
+
+def _pair(impl: Any, halves: list[Tensor]) -> tuple[Tensor, ...]:
+    """The halves of a cache as a tuple that is the same one in every call: an operator's list is new each time, and
+    layers know by identity the cache that they have seen.
+    """
+    kept: tuple[Tensor, ...] | None = vars(impl).get("_operator_pair")
+    if kept is None or len(kept) != len(halves) or any(a is not b for a, b in zip(kept, halves, strict=True)):
+        kept = impl._operator_pair = tuple(halves)
+    return kept
 
 
 def _nothing_to_compute(

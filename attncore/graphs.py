@@ -80,6 +80,18 @@ def new_graph(device: str) -> Any:
 
 
 @contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected inside: a CUDA graph that is destroyed during the capture of another one spoils it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextmanager
 def capturing(graph: Any, **options: Any) -> Iterator[Any]:
     """Captures what is launched inside into ``graph``: ``torch.cuda.graph(graph, **options)``, or recorded calls.
 
@@ -91,15 +103,9 @@ def capturing(graph: Any, **options: Any) -> Iterator[Any]:
 
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError("capturing: a stream is capturing already; end that capture first")
-        collects = gc.isenabled()
         gc.collect()
-        gc.disable()  # a graph that is collected during a capture spoils it
-        try:
-            with torch.cuda.graph(graph, **options):
-                yield graph
-        finally:
-            if collects:
-                gc.enable()
+        with uncollected(), torch.cuda.graph(graph, **options):
+            yield graph
         return
     if _open.graph is not None:
         raise CaptureError("capturing: a capture is open in this thread; end that capture first")

@@ -8,7 +8,6 @@ A step that runs without a graph of the model's replays a small graph of these n
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from attncore.builder import device_kernels as kernels
 from attncore.builder.device_side import DeviceSide
 from attncore.builder.staging import COUNTS, ROWS, STEP
 from attncore.errors import CaptureError
+from attncore.graphs import uncollected
 
 if TYPE_CHECKING:
     from attncore.builder.block_table import BlockTable
@@ -106,14 +106,9 @@ class GraphSide(DeviceSide):
         self._nodes(size, corrects=corrects)  # compiles, and reads no arena: no header has the step that would be next
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        collects = gc.isenabled()
-        gc.disable()  # a graph that is destroyed during a capture spoils it
-        try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._nodes(size, corrects=corrects)
-        finally:
-            if collects:
-                gc.enable()
+        # Not ``graphs.capturing``, which collects first: that takes longer than the steps between which this comes.
+        with uncollected(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._nodes(size, corrects=corrects)
         return graph
 
     def record(self, bucket: Any) -> None:

@@ -5,9 +5,7 @@ On a CUDA device the graphs are CUDA's own; elsewhere a stand-in records the lay
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,19 +49,6 @@ def test_captured_sizes_over_changing_batches(
         engine.replayed()
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A graph of an earlier test that is collected during a capture spoils it."""
-    collects = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 class CapturedEngine(Engine):
     """An engine whose decodes of ``tokens`` each run through graphs of SIZES, and all else without."""
 
@@ -81,8 +66,7 @@ class CapturedEngine(Engine):
         dtype = getattr(torch, self.config.dtype)
         self.given = [tensor.to(self.config.device, dtype) for tensor in self.tensors(most)]
         self.names = iter(range(10**9))
-        with _no_collection():
-            self.graphs = {size: self._captured(size) for size in sorted(SIZES, reverse=True)}
+        self.graphs = {size: self._captured(size) for size in sorted(SIZES, reverse=True)}
 
     def _captured(self, size: int) -> tuple[Any, Tensor]:
         metadata = self.builder.capture(size, self.tokens_each)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from attn_flashinfer.wrappers import CapturedDecode, Kind
 
-from attncore import CaptureError, PlanKey, graphs
+from attncore import CaptureError, PlanKey, attention, forward_context, graphs
 from attncore.builder import (
     CascadeRule,
     CommonMetadataBuilder,
@@ -366,17 +366,18 @@ def test_steps_built_in_inference_mode_first_and_outside_of_it_afterwards() -> N
 
 
 def test_a_pair_of_caches_is_looked_at_once() -> None:
+    """Through the operator, which makes a list of it in each call."""
     backend, builder = _two_requests()
     impl = backend.impl("layers.0", scale=0.5)
     keys, values = backend.allocate_kv_cache(12).unbind(1)
     tensors = [torch.randn(2, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
-    for _ in range(2):
-        impl.forward(*tensors, [keys, values], builder.build())
-    views = impl._caches
-    impl.forward(*tensors, (keys, values), builder.build())
-    assert impl._caches is views
-    impl.forward(*tensors, (values, keys), builder.build())
-    assert impl._caches is not views
+    seen = []
+    for halves in ([keys, values], (keys, values), [values, keys]):
+        with forward_context(builder.build(), {"layers.0": impl}):
+            attention(*tensors, halves, layer_name="layers.0")
+        seen.append(impl._caches)
+    assert seen[1] is seen[0]
+    assert seen[2] is not seen[0]
 
 
 def test_a_builder_that_is_dropped_is_gone() -> None:

@@ -66,8 +66,6 @@ class FlashImpl(AttentionImpl):
         """
         # What a layer costs the host beside the library's call is this, so the usual cases are kept short.
         plan: Plan | None = getattr(metadata, self._plan_name, None)
-        if kv_cache is not self._cache and self._is_pair(kv_cache):
-            kv_cache = self._cache
         if plan is None or kv_cache is not self._cache or not plan.good_for(metadata):
             return self._answer(query, key, value, kv_cache, metadata, output, False)[0]
         part, calls = plan.single, self._calls.get(plan)
@@ -218,12 +216,6 @@ class FlashImpl(AttentionImpl):
         """Drops the calls of steps with prefills, each of which was one step's; where there are none, all."""
         lasting = {plan: calls for plan, calls in self._calls.items() if plan.step is None}
         self._calls = lasting if len(lasting) < PLANS else {}
-
-    def _is_pair(self, kv_cache: Any) -> bool:
-        """Whether it holds the very halves that were taken: an operator's arguments come in a new list each time."""
-        if not isinstance(kv_cache, tuple | list) or not isinstance(self._cache, tuple | list):
-            return False
-        return len(kv_cache) == 2 and all(one is kept for one, kept in zip(kv_cache, self._cache, strict=True))
 
     def _caches(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
         if self._views is None or kv_cache is not self._cache:

@@ -92,8 +92,7 @@ class FlashInferImpl(AttentionImpl):
         if kv_cache is not self._kv_cache:
             if kv_cache is None:
                 return query.new_zeros(query.shape) if output is None else output.zero_()
-            if not self._is_pair(kv_cache):
-                self._take(kv_cache, metadata)
+            self._take(kv_cache, metadata)
         step = self._plans.step
         if step.metadata() is not metadata:
             step = self._plans.find(metadata)
@@ -114,12 +113,6 @@ class FlashInferImpl(AttentionImpl):
         if target is not output:
             output.copy_(target)
         return output
-
-    def _is_pair(self, kv_cache: Any) -> bool:
-        """Whether it holds the very halves that were taken: an operator's arguments come in a new list each time."""
-        if isinstance(kv_cache, Tensor) or not isinstance(self._kv_cache, tuple | list):
-            return False
-        return len(kv_cache) == 2 and all(one is kept for one, kept in zip(kv_cache, self._kv_cache, strict=True))
 
     def _take(self, kv_cache: Any, metadata: Any) -> None:
         """Keeps views of the layer's cache: as the kernels take it, and as slots address it."""
