@@ -34,18 +34,18 @@ if TYPE_CHECKING:
         Sequence,
         SequenceGroup,
     )
-    from attncore.cache_writer import CacheWriter
-    from attncore.custom_op import attention, forward_context
     from attncore.errors import AttncoreError, CaptureError, ConcurrentUseError, NoBackendError, PluginError
-    from attncore.registry.choice import Choice
-    from attncore.registry.hookspecs import hookimpl
-    from attncore.registry.host import Host
-    from attncore.registry.joint import JointChoice
+    from attncore.ops.cache_writer import CacheWriter
+    from attncore.ops.operator import attention, forward_context
+    from attncore.registry.choice.choice import Choice
+    from attncore.registry.choice.joint import JointChoice
+    from attncore.registry.choice.request import AttentionRequest
+    from attncore.registry.choice.select import select, select_joint
+    from attncore.registry.host.host import Host
+    from attncore.registry.plugins.hookspecs import hookimpl
     from attncore.registry.reasons import Reason
-    from attncore.registry.request import AttentionRequest
-    from attncore.registry.select import select, select_joint
-    from attncore.registry.sizes import MultipleOf
-    from attncore.registry.spec import ATTNCORE_API, BackendSpec, Option, Variant
+    from attncore.registry.spec.backend_spec import ATTNCORE_API, BackendSpec, Option, Variant
+    from attncore.registry.spec.sizes import MultipleOf
     from attncore.slots import (
         PAD_SLOT_ID,
         compute_slot_mapping,
@@ -109,18 +109,18 @@ _HOMES = {
         "CommonAttentionMetadata CommonAttentionState CommonMetadataBuilder InputBatch KVCacheGroup MetadataBuilder "
         "Sequence SequenceGroup"
     ),
-    "cache_writer": "CacheWriter",
-    "custom_op": "attention forward_context",
+    "ops.cache_writer": "CacheWriter",
+    "ops.operator": "attention forward_context",
     "errors": "AttncoreError CaptureError ConcurrentUseError NoBackendError PluginError",
-    "registry.choice": "Choice",
-    "registry.hookspecs": "hookimpl",
-    "registry.host": "Host",
-    "registry.joint": "JointChoice",
+    "registry.choice.choice": "Choice",
+    "registry.plugins.hookspecs": "hookimpl",
+    "registry.host.host": "Host",
+    "registry.choice.joint": "JointChoice",
     "registry.reasons": "Reason",
-    "registry.request": "AttentionRequest",
-    "registry.select": "select select_joint",
-    "registry.sizes": "MultipleOf",
-    "registry.spec": "ATTNCORE_API BackendSpec Option Variant",
+    "registry.choice.request": "AttentionRequest",
+    "registry.choice.select": "select select_joint",
+    "registry.spec.sizes": "MultipleOf",
+    "registry.spec.backend_spec": "ATTNCORE_API BackendSpec Option Variant",
     "slots": "PAD_SLOT_ID compute_slot_mapping compute_slot_mapping_start_idx is_block_tables_empty",
 }
 _HOME = {name: f"attncore.{module}" for module, names in _HOMES.items() for name in names.split()}

@@ -64,7 +64,7 @@ cdef struct Entry:
     bint hit
 
 
-cdef class BlockRows:
+cdef class TableState:
     cdef object _keep
     cdef Rows rows
     cdef readonly length_t capacity, width, kernel_blocks
@@ -72,7 +72,7 @@ cdef class BlockRows:
     cdef list _pass(self, length_t row, length_t column)
 
 
-cdef class BatchRows:
+cdef class BatchState:
     cdef object _keep
     cdef length_t* num_computed
     cdef length_t* encoder_lens
@@ -122,7 +122,7 @@ cdef class StepArena:
     cdef void _forget(self) noexcept
 
 
-cdef class StepBucket:
+cdef class StepShape:
     cdef readonly list arenas, metadata
     cdef readonly bint pads, uniform
     cdef readonly length_t num_reqs, num_tokens, query_len, pad_seq_len
@@ -146,8 +146,8 @@ cdef class StepSender:
 
 
 cdef class StepKernel:
-    cdef BatchRows batch
-    cdef StepBucket eager
+    cdef BatchState batch
+    cdef StepShape eager
     cdef object _keep
     cdef length_t* query_lens
     cdef length_t* swaps
@@ -158,8 +158,8 @@ cdef class StepKernel:
     cdef list last              # by arena of the ring: the StepArena whose step it holds
     cdef readonly slot_t next_step
     cdef dict buckets
-    cpdef object decode_step_inside(self, StepBucket bucket)
-    cdef object _run(self, StepBucket bucket, length_t num_ones, length_t num_decodes, length_t num_reqs,
+    cpdef object decode_step_inside(self, StepShape bucket)
+    cdef object _run(self, StepShape bucket, length_t num_ones, length_t num_decodes, length_t num_reqs,
                      length_t longest_one)
 
 

@@ -1,13 +1,13 @@
 """The compiled hot path: slots, lengths, prefix sums, tables and page lists of one step.
 
-The persistent door has BatchRows (the requests in flight) with a BlockRows for each KV-cache group (their blocks),
-StepArena (the outputs of one step), StepBucket (a size of step) and StepKernel (check, then one pass over the rows).
+The persistent door has BatchState (the requests in flight) with a TableState for each KV-cache group (their blocks),
+StepArena (the outputs of one step), StepShape (a size of step) and StepKernel (check, then one pass over the rows).
 The list door has GroupReader (reads lists of block ids, checks, fills). Every buffer is acquired once, at construction.
 The loops are ``noexcept nogil`` C, called with the GIL held: giving it up costs up to the switch interval when another
 thread is busy.
 
 Nothing here writes an error's text: a check answers with a code and the indices, a bad object with "bad", and the
-Python side (builder/problems.py) says what is wrong. _slots_numba.py is the twin, function by function.
+Python side (builder/persistent/refusals.py) says what is wrong. _slots_numba.py is the twin, function by function.
 """
 
 cimport cython
@@ -341,7 +341,7 @@ cdef inline void cache_block(Rows* rows, length_t i, length_t column) noexcept n
             rows = rows.next
 
 
-cdef inline length_t decodes_fit(BatchRows batch, length_t max_model_len) noexcept nogil:
+cdef inline length_t decodes_fit(BatchState batch, length_t max_model_len) noexcept nogil:
     """Whether every row can run one token: the longest's tokens before it, or -1.
 
     Then the filling loops need no table: the cached blocks are the current.
@@ -386,7 +386,7 @@ cdef inline length_t check_blocks(const Rows* rows, length_t i, length_t start, 
     return OK
 
 
-cdef length_t check_rows(BatchRows batch, const length_t* query_lens, length_t max_model_len, length_t max_num_tokens,
+cdef length_t check_rows(BatchState batch, const length_t* query_lens, length_t max_model_len, length_t max_num_tokens,
                          length_t max_num_encoder_tokens, Failure* failure) noexcept nogil:
     """The checking pass: whether every scheduled token has a block of its own in every group. Changes nothing."""
     cdef length_t i, g, query_len, computed, code
@@ -449,7 +449,7 @@ cdef void swap_blocks(Rows* rows, length_t i, length_t j) noexcept nogil:
     rows.synced[i] = rows.synced[j] = 0
 
 
-cdef void swap_rows(BatchRows batch, length_t i, length_t j) noexcept nogil:
+cdef void swap_rows(BatchState batch, length_t i, length_t j) noexcept nogil:
     cdef length_t g
     for g in range(batch.num_decoders):
         swap_blocks(batch.decoders[g], i, j)
@@ -514,7 +514,7 @@ cdef inline void fill_decode_blocks(GroupFields* out, const Rows* rows, length_t
     memcpy(out.last_blocks, rows.block, count * sizeof(block_id_t))
 
 
-cdef inline void fill_decodes(StepArena out, BatchRows batch, length_t count, length_t longest) noexcept nogil:
+cdef inline void fill_decodes(StepArena out, BatchState batch, length_t count, length_t longest) noexcept nogil:
     """Rows 0..count run one token each, after at most ``longest``. Everything but what counts 0, 1, 2, ...:
     start_counting keeps that.
     """
@@ -558,7 +558,7 @@ cdef inline void fill_blocks(GroupFields* out, Rows* rows, length_t i, length_t 
         out.paged_kv_last_page_len[i] = seq_len - rows.column[i] * rows.size.tokens
 
 
-cdef void fill_rows(StepArena out, BatchRows batch, length_t start, length_t num_decodes, length_t stop,
+cdef void fill_rows(StepArena out, BatchState batch, length_t start, length_t num_decodes, length_t stop,
                     const length_t* query_lens) noexcept nogil:
     """Rows start..stop run query_lens[row] tokens each; start tokens are there already (a decode each)."""
     cdef length_t i, g, computed, query_len, seq_len, token = start, seq_start = out.num_seq_tokens
@@ -597,7 +597,7 @@ cdef void fill_rows(StepArena out, BatchRows batch, length_t start, length_t num
     out.num_decode_tokens, out.num_tokens, out.num_seq_tokens = decode_tokens, token, seq_start
 
 
-cdef void fill_encoder(StepArena out, BatchRows batch, length_t num_reqs) noexcept nogil:
+cdef void fill_encoder(StepArena out, BatchState batch, length_t num_reqs) noexcept nogil:
     """Encoder lengths of rows 0..num_reqs, and the slots of the encoder tokens that run now: those of no step before.
 
     Where neither rows nor their blocks changed since this arena's last step, all is there.
@@ -642,7 +642,7 @@ cdef inline length_t local_len(length_t seq_len, Ranks ranks) noexcept nogil:
     return seq_len // turn * ranks.interleave + min(max(rest, 0), ranks.interleave)
 
 
-cdef void keep_local(StepArena out, BatchRows batch, Ranks ranks) noexcept nogil:
+cdef void keep_local(StepArena out, BatchState batch, Ranks ranks) noexcept nogil:
     """Makes slots, lengths and pages those of one rank's cache; a block holds world times as many tokens in all."""
     cdef length_t i, g, t, tokens, offset, run, pages, seq_start = 0, block
     cdef slot_t slot
@@ -684,7 +684,7 @@ cdef void keep_local(StepArena out, BatchRows batch, Ranks ranks) noexcept nogil
         group.num_pages = pages
 
 
-cdef void pad_step(StepArena out, BatchRows batch, StepBucket bucket) noexcept nogil:
+cdef void pad_step(StepArena out, BatchState batch, StepShape bucket) noexcept nogil:
     """Rows and tokens behind those of the step, up to the size that a graph was captured for."""
     cdef length_t i, t, g, num_groups = batch.num_decoders + (batch.cross != NULL)
     cdef length_t n = out.num_reqs, reqs = bucket.num_reqs, tokens = bucket.num_tokens
@@ -722,7 +722,7 @@ cdef void pad_step(StepArena out, BatchRows batch, StepBucket bucket) noexcept n
 
 
 cdef length_t write_journal(Rows* rows, length_t num_rows, length_t* entries, length_t room) noexcept nogil:
-    """BlockRows.journal."""
+    """TableState.journal."""
     cdef length_t i, column, count = 0
     for i in range(num_rows):
         column = rows.synced[i]
@@ -738,7 +738,7 @@ cdef length_t write_journal(Rows* rows, length_t num_rows, length_t* entries, le
 
 
 @cython.final
-cdef class BlockRows:
+cdef class TableState:
     """One KV-cache group's blocks: state int32[4, n] and block table int32[n, width], both owned by the caller.
 
     The state's rows are blocks held, the cached block's column and id, and how many leading columns a device has
@@ -856,17 +856,17 @@ cdef class BlockRows:
 
 
 @cython.final
-cdef class BatchRows:
+cdef class BatchState:
     """The requests in flight: state int32[3, n] (tokens computed, encoder tokens, whether those are in the cache).
 
-    ``decoders`` and ``cross`` (or None) are their blocks, a BlockRows a KV-cache group. ``num_rows`` is the high-water
+    ``decoders`` and ``cross`` (or None) are their blocks, a TableState a KV-cache group. ``num_rows`` is the high-water
     mark (rows below it may be empty). ``dirty`` says that rows came, went or sat out since the last build, so that the
     next one must arrange them. ``max_encoder_len`` is what a graph is captured for.
     """
 
-    def __init__(self, state, list decoders, BlockRows cross):
+    def __init__(self, state, list decoders, TableState cross):
         cdef length_t[:, ::1] rows = state
-        cdef BlockRows group
+        cdef TableState group
         cdef Rows* earlier
         cdef length_t g
         self._keep = state, decoders, cross
@@ -974,7 +974,7 @@ cdef slot_t* slots_of(dict fields, str name) except NULL:
 
 @cython.final
 cdef class StepArena:
-    """The outputs of one step: arrays of one arena of the ring (by name, see builder/staging.py), and its counts.
+    """The outputs of one step: arrays of one arena of the ring (by name, see builder/device/arena.py), and its counts.
 
     ``groups`` has the arrays of each KV-cache group, the cross group's last. Groups whose page lists are the same
     arrays as an earlier group's have blocks of one size: they are filled once.
@@ -1030,7 +1030,7 @@ cdef class StepArena:
 
 
 @cython.final
-cdef class StepBucket:
+cdef class StepShape:
     """A size of step: its arenas, and what each answers with. A step in arena k answers with ``metadata[k]``.
 
     Where it pads (``num_reqs`` rows of ``query_len`` tokens, for a captured graph), steps of fewer rows get padded rows
@@ -1062,14 +1062,14 @@ cdef class StepBucket:
 cdef class StepSender:
     """What goes to a device beside a step's fields: header and journal, in its arena. And the receipt that comes back.
 
-    ``arenas`` int64[depth]: addresses of the arenas; ``groups``: BlockRows of every table; ``entries``: journal entries
+    ``arenas`` int64[depth]: addresses of the arenas; ``groups``: TableState of every table; ``entries``: journal entries
     that an arena has room for; ``receipt`` int64[1]: the last step that the device has read.
     """
 
     def __init__(self, arenas, list groups, length_t entries, receipt):
         cdef slot_t[::1] addresses = arenas
         cdef slot_t[::1] word = receipt
-        cdef BlockRows group
+        cdef TableState group
         self._keep = arenas, groups, receipt
         self.arenas, self.depth, self.receipt = &addresses[0], addresses.shape[0], &word[0]
         self.num_groups, self.entries = 0, entries
@@ -1077,7 +1077,7 @@ cdef class StepSender:
             self.groups[self.num_groups] = &group.rows
             self.num_groups += 1
 
-    def write(self, slot_t step, StepBucket bucket, StepArena out, length_t num_rows):
+    def write(self, slot_t step, StepShape bucket, StepArena out, length_t num_rows):
         """A step's rows, tokens and journal; how many entries that has: where all room is taken, there may be more."""
         cdef char* arena = <char*> <size_t> self.arenas[step % self.depth]
         cdef slot_t* header = <slot_t*> arena
@@ -1108,7 +1108,7 @@ cdef class StepKernel:
     ``world`` ranks, ``rank`` keeps its turns of ``interleave`` tokens.
     """
 
-    def __init__(self, BatchRows batch, StepBucket eager, query_lens, swaps, kinds, length_t max_model_len,
+    def __init__(self, BatchState batch, StepShape eager, query_lens, swaps, kinds, length_t max_model_len,
                  length_t max_num_tokens, length_t max_num_encoder_tokens, length_t decode_threshold,
                  length_t world, length_t rank, length_t interleave):
         cdef length_t[::1] lens = query_lens
@@ -1129,7 +1129,7 @@ cdef class StepKernel:
         """Every row runs one token: the metadata, or None where rows must be arranged or something is wrong."""
         return None if self.batch.busy else self.decode_step_inside(self.eager)
 
-    def add_bucket(self, StepBucket bucket):
+    def add_bucket(self, StepShape bucket):
         """A bucket that ``padded_step`` finds by its num_reqs."""
         self.buckets[bucket.num_reqs] = bucket
 
@@ -1141,14 +1141,14 @@ cdef class StepKernel:
         cdef object found = self.buckets.get(size) if type(size) is int else None, metadata
         if found is None or self.batch.busy:
             return None
-        metadata = self.decode_step_inside(<StepBucket> found)
+        metadata = self.decode_step_inside(<StepShape> found)
         if metadata is not None:
-            (<StepBucket> found).commit(self.next_step - 1)
+            (<StepShape> found).commit(self.next_step - 1)
         return metadata
 
-    cpdef object decode_step_inside(self, StepBucket bucket):
+    cpdef object decode_step_inside(self, StepShape bucket):
         """The same, for the caller that has entered the batch."""
-        cdef BatchRows batch = self.batch
+        cdef BatchState batch = self.batch
         cdef length_t longest
         if batch.dirty or batch.num_rows > self.max_num_tokens:
             return None
@@ -1174,7 +1174,7 @@ cdef class StepKernel:
                                         self.max_num_encoder_tokens, &failure)
         return code, failure.row, failure.token, failure.group
 
-    def check_bucket(self, StepBucket bucket):
+    def check_bucket(self, StepShape bucket):
         """Whether the checked step fits a bucket that pads: (code, row, number of rows)."""
         cdef length_t i, count = 0, query_len
         for i in range(self.batch.num_rows):
@@ -1204,9 +1204,9 @@ cdef class StepKernel:
             exchange_lengths(self.query_lens, self.swaps[2 * i], self.swaps[2 * i + 1])
         return count, num_decodes, num_decodes + num_prefills
 
-    def step(self, StepBucket bucket, length_t num_decodes, length_t num_reqs):
+    def step(self, StepShape bucket, length_t num_decodes, length_t num_reqs):
         """The mutating pass over arranged and checked rows; the metadata. The caller sets the arena's moves."""
-        cdef BatchRows batch = self.batch
+        cdef BatchState batch = self.batch
         cdef length_t i, g, num_ones = 0
         while num_ones < num_decodes and self.query_lens[num_ones] == 1:
             num_ones += 1
@@ -1217,7 +1217,7 @@ cdef class StepKernel:
         batch.version += 1
         return self._run(bucket, num_ones, num_decodes, num_reqs, longest_of(batch.num_computed, num_ones))
 
-    def null_step(self, StepBucket bucket, length_t max_seq_len):
+    def null_step(self, StepShape bucket, length_t max_seq_len):
         """A step of no rows, all padding; ``max_seq_len``, where not 0, is the largest that a graph may meet."""
         cdef StepArena out
         cdef object metadata = self._run(bucket, 0, 0, 0, 0)
@@ -1229,9 +1229,9 @@ cdef class StepKernel:
             out.version = -1  # the next step's longest encoder is another
         return metadata
 
-    def undo(self, StepBucket bucket, length_t num_swaps):
+    def undo(self, StepShape bucket, length_t num_swaps):
         """Takes the last step back: its tokens, its encoders, its number, and its num_swaps swaps, the last first."""
-        cdef BatchRows batch = self.batch
+        cdef BatchState batch = self.batch
         cdef StepArena out
         cdef length_t i
         self.next_step -= 1
@@ -1246,11 +1246,11 @@ cdef class StepKernel:
             num_swaps -= 1
             swap_rows(batch, self.swaps[2 * num_swaps], self.swaps[2 * num_swaps + 1])
 
-    cdef object _run(self, StepBucket bucket, length_t num_ones, length_t num_decodes, length_t num_reqs,
+    cdef object _run(self, StepShape bucket, length_t num_ones, length_t num_decodes, length_t num_reqs,
                      length_t longest_one):
         cdef Py_ssize_t k = <Py_ssize_t> (self.next_step % self.depth)
         cdef StepArena out = <StepArena> PyList_GET_ITEM(bucket.arenas, k)
-        cdef BatchRows batch = self.batch
+        cdef BatchState batch = self.batch
         cdef object metadata = <object> PyList_GET_ITEM(bucket.metadata, k)
         cdef length_t num_tokens = out.num_tokens, old_num_reqs = out.num_reqs, num_cross_slots = out.num_cross_slots
         if <PyObject*> out != PyList_GET_ITEM(self.last, k):

@@ -364,7 +364,7 @@ def _read_ids(ids: Any, limit: int) -> Any:
 # ---- the persistent door ---------------------------------------------------------------------------------------------
 
 
-class BlockRows:
+class TableState:
     num_computed: Any  # the batch's
 
     def __init__(
@@ -437,8 +437,8 @@ class BlockRows:
         self.state[SYNCED] = 0
 
 
-class BatchRows:
-    def __init__(self, state: Any, decoders: list[BlockRows], cross: BlockRows | None) -> None:
+class BatchState:
+    def __init__(self, state: Any, decoders: list[TableState], cross: TableState | None) -> None:
         self.state, self.decoders, self.cross = state, decoders, cross
         for group in decoders:
             group.num_computed = state[COMPUTED]
@@ -491,7 +491,7 @@ class StepArena:
         self.moves: tuple[tuple[int, int], ...] = ()
 
 
-class StepBucket:
+class StepShape:
     def __init__(
         self, arenas: list[StepArena], metadata: list[Any], pads: bool = False, num_reqs: int = 0, query_len: int = 0,
         pad_seq_len: int = 0, uniform: bool = True, sources: list[Any] | None = None, device: Any = None,
@@ -510,14 +510,14 @@ class StepBucket:
 
 
 class StepSender:
-    def __init__(self, arenas: Any, groups: list[BlockRows], entries: int, receipt: Any) -> None:
+    def __init__(self, arenas: Any, groups: list[TableState], entries: int, receipt: Any) -> None:
         self.arenas, self.groups, self.entries, self.receipt = arenas, groups, entries, receipt
 
     def _words(self, step: int, offset: int, count: int, kind: Any) -> Any:
         address = int(self.arenas[step % len(self.arenas)]) + offset
         return np.ctypeslib.as_array((kind * count).from_address(address))
 
-    def write(self, step: int, bucket: StepBucket, out: StepArena, num_rows: int) -> int:
+    def write(self, step: int, bucket: StepShape, out: StepArena, num_rows: int) -> int:
         header = self._words(step, 0, 3 + len(self.groups), ctypes.c_int64)
         entries = self._words(step, bucket.tail, 2 * self.entries, ctypes.c_int32)
         header[1:3] = out.num_reqs, out.num_tokens
@@ -537,8 +537,8 @@ class StepSender:
 class StepKernel:
     def __init__(
         self,
-        batch: BatchRows,
-        eager: StepBucket,
+        batch: BatchState,
+        eager: StepShape,
         query_lens: Any,
         swaps: Any,
         kinds: Any,
@@ -556,13 +556,13 @@ class StepKernel:
         self.max_model_len, self.max_num_tokens = max_model_len, max_num_tokens
         self.max_num_encoder_tokens, self.decode_threshold = max_num_encoder_tokens, decode_threshold
         self.world, self.rank, self.interleave = world, rank, interleave
-        self.buckets: dict[int, StepBucket] = {}
+        self.buckets: dict[int, StepShape] = {}
         self.next_step = 0
 
     def decode_step(self) -> Any | None:
         return None if self.batch.busy else self.decode_step_inside(self.eager)
 
-    def add_bucket(self, bucket: StepBucket) -> None:
+    def add_bucket(self, bucket: StepShape) -> None:
         self.buckets[bucket.num_reqs] = bucket
 
     def drop_bucket(self, size: int) -> None:
@@ -577,7 +577,7 @@ class StepKernel:
             bucket.commit(self.next_step - 1)
         return metadata
 
-    def decode_step_inside(self, bucket: StepBucket) -> Any | None:
+    def decode_step_inside(self, bucket: StepShape) -> Any | None:
         batch = self.batch
         if batch.dirty or (bucket.pads and (batch.num_rows > bucket.num_reqs or bucket.query_len != 1)):
             return None
@@ -616,14 +616,14 @@ class StepKernel:
         return OK, 0, 0, 0
 
     def _first_failure(
-        self, group: BlockRows, num_rows: int, index: int, starts: Any, lens: Any
+        self, group: TableState, num_rows: int, index: int, starts: Any, lens: Any
     ) -> list[tuple[int, int, int, int]]:
         code, row, token = map(
             int, _check_blocks(group.state, group.table, group.block_size, group.kernel_blocks, num_rows, starts, lens)
         )
         return [] if code == OK else [(row, index, code, token)]
 
-    def check_bucket(self, bucket: StepBucket) -> tuple[int, int, int]:
+    def check_bucket(self, bucket: StepShape) -> tuple[int, int, int]:
         batch, count = self.batch, 0
         for i in range(batch.num_rows):
             query_len = int(self.query_lens[i])
@@ -647,10 +647,10 @@ class StepKernel:
             lens[[i, j]] = lens[[j, i]]
         return count, num_decodes, num_decodes + num_prefills
 
-    def step(self, bucket: StepBucket, num_decodes: int, num_reqs: int) -> Any:
+    def step(self, bucket: StepShape, num_decodes: int, num_reqs: int) -> Any:
         return self._run(bucket, num_decodes, num_reqs)
 
-    def null_step(self, bucket: StepBucket, max_seq_len: int) -> Any:
+    def null_step(self, bucket: StepShape, max_seq_len: int) -> Any:
         metadata = self._run(bucket, 0, 0)
         out = bucket.arenas[(self.next_step - 1) % self.depth]
         out.req_ids = ()
@@ -659,7 +659,7 @@ class StepKernel:
             out.max_encoder_seq_len = self.batch.max_encoder_len
         return metadata
 
-    def undo(self, bucket: StepBucket, num_swaps: int) -> None:
+    def undo(self, bucket: StepShape, num_swaps: int) -> None:
         self.next_step -= 1
         batch, out = self.batch, bucket.arenas[self.next_step % self.depth]
         n = out.num_actual_reqs
@@ -670,7 +670,7 @@ class StepKernel:
         for i, j in self.swaps[:num_swaps][::-1].tolist():
             batch.swap(i, j)
 
-    def _run(self, bucket: StepBucket, num_decodes: int, num_reqs: int) -> Any:
+    def _run(self, bucket: StepShape, num_decodes: int, num_reqs: int) -> Any:
         k = self.next_step % self.depth
         batch, out, metadata = self.batch, bucket.arenas[k], bucket.metadata[k]
         size = out.num_tokens, out.num_reqs, out.num_cross_slots
@@ -699,7 +699,7 @@ class StepKernel:
             metadata.forget_views()
         return metadata
 
-    def _fill_encoder(self, out: StepArena, cross: BlockRows) -> None:
+    def _fill_encoder(self, out: StepArena, cross: TableState) -> None:
         n, fields = out.num_reqs, out.fields
         state = self.batch.state
         lens = state[ENCODER, :n]
@@ -741,7 +741,7 @@ class StepKernel:
             np.cumsum(-(-seq_lens // block), out=indptr[1 : n + 1])
             last_page_len[:n] = np.where(seq_lens > 0, (seq_lens - 1) % block + 1, 0)
 
-    def _pad(self, out: StepArena, bucket: StepBucket) -> None:
+    def _pad(self, out: StepArena, bucket: StepShape) -> None:
         n, t, reqs, tokens, fields = out.num_reqs, out.num_tokens, bucket.num_reqs, bucket.num_tokens, out.fields
         fields["seq_lens"][n:reqs] = bucket.pad_seq_len
         for name in ("context_lens", "query_lens", "logits_indices"):

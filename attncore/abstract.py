@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Required, TypedDict
 
-from attncore._aliases import FirstGenerationNames
-from attncore._frozen import FrozenMap
+from attncore.first_generation import FirstGenerationNames
+from attncore.frozen_map import FrozenMap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from attncore.builder.state import AttentionState as AttentionState
-    from attncore.registry.spec import BackendSpec
+    from attncore.builder.lists.state import AttentionState as AttentionState
+    from attncore.registry.spec.backend_spec import BackendSpec
 
 
 class AttentionType(enum.StrEnum):
@@ -157,7 +157,7 @@ class _DefaultState:
     """``state_class`` of a backend that names none: imported when asked for, since it needs NumPy."""
 
     def __get__(self, backend: object, kind: object) -> type[AttentionState]:
-        from attncore.builder.state import AttentionState
+        from attncore.builder.lists.state import AttentionState
 
         return AttentionState
 
@@ -441,6 +441,6 @@ class AttentionBackend(FirstGenerationNames, ABC):
 def __getattr__(name: str) -> Any:
     if name != "AttentionState":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from attncore.builder.state import AttentionState
+    from attncore.builder.lists.state import AttentionState
 
     return AttentionState

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from attncore.builder import ContextParallel, InputBatch, KVCacheGroup, MetadataBuilder, device_side
+from attncore.builder import ContextParallel, InputBatch, KVCacheGroup, MetadataBuilder
+from attncore.builder.device import by_copy as device_side
 from attncore.errors import CaptureError
 
 MAX_REQS, MAX_LEN, MAX_TOKENS, MAX_ENCODER = 6, 46, 64, 20

@@ -1,10 +1,10 @@
 """Specs that resemble real backends, and what is installed beside them: tests need no plugin, no GPU."""
 
 from attncore import BackendSpec, MultipleOf, Option, Variant
-from attncore.registry.builtin import attncore_backend
-from attncore.registry.load import Registry
+from attncore.reference import attncore_backend
+from attncore.registry.plugins.load import Registry
+from attncore.registry.plugins.records import PluginRecord
 from attncore.registry.reasons import Reason
-from attncore.registry.records import PluginRecord
 
 PACKAGES = {"torch": "2.11.0+cu130", "flash-attn": "2.8.3", "flashinfer-python": "0.7.2", "triton": "3.6.0"}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attncore.registry import discover, load
+from attncore.registry.plugins import discover, load
 
 OURS = {"attn-flash", "attn-flashinfer", "attn-rocm"}
 SPEC = """

@@ -18,10 +18,10 @@ import torch
 
 import attncore
 from attncore.builder import CommonMetadataBuilder, Sequence, SequenceGroup
-from attncore.builder.batch_file import parse_batch
 from attncore.cli import main
 from attncore.errors import AttncoreError
-from attncore.testing.tolerances import tolerance
+from attncore.lines.list_builder import parse_batch
+from attncore.testing.engines.tolerances import tolerance
 
 pytestmark = [
     pytest.mark.gpu,

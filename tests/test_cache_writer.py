@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from attncore.cache_writer import CacheWriter  # noqa: E402
+from attncore.ops.cache_writer import CacheWriter  # noqa: E402
 
 BLOCKS, SIZE, HEADS, HEAD, HEAD_V = 5, 4, 3, 16, 8
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

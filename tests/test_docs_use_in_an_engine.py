@@ -26,7 +26,7 @@ def test_the_snippets_run_from_top_to_bottom(gpu, monkeypatch):
     pytest.importorskip("transformers", reason="transformers is not installed")
     monkeypatch.delenv("ATTNCORE_BACKEND", raising=False)
     host = attncore.Host.assume("cuda:sm_90" if gpu else "cpu")
-    monkeypatch.setattr("attncore.registry.host.Host.probe", classmethod(lambda cls: host))
+    monkeypatch.setattr("attncore.registry.host.host.Host.probe", classmethod(lambda cls: host))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     names = run(PAGE)
     assert names["choice"].name == "reference"

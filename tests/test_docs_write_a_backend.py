@@ -12,10 +12,10 @@ import attncore
 from attncore.cli import main
 from attncore.testing import __main__ as kit
 from attncore.testing import latency
-from attncore.testing.fixtures import EXAMPLES
-from attncore.testing.run import conformance
+from attncore.testing.engines.tolerances import TOLERANCES
+from attncore.testing.kit.fixtures import EXAMPLES
+from attncore.testing.kit.run import conformance
 from attncore.testing.suite import CHECKS
-from attncore.testing.tolerances import TOLERANCES
 
 __all__ = ["site"]
 DOCS = Path(__file__).parents[1] / "docs"

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncore import kv_cache
+from attncore.reference import cache as kv_cache
 
 
 def filled(num_blocks=5, block_size=4, dtype=torch.float32):

@@ -14,7 +14,7 @@ def test_the_engine_of_the_readme_runs(monkeypatch):
     monkeypatch.delenv("ATTNCORE_BACKEND", raising=False)
     block, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     cpu = attncore.Host.assume("cpu")  # the example must run where a GPU's plugin is installed, too
-    monkeypatch.setattr("attncore.registry.host.Host.probe", classmethod(lambda cls: cpu))
+    monkeypatch.setattr("attncore.registry.host.host.Host.probe", classmethod(lambda cls: cpu))
     names = {}
     exec(compile(block, "README.md", "exec"), names)
     assert names["choice"].name == "reference"

@@ -4,9 +4,7 @@ Beside them the building blocks for engines that do more with a step: host arith
 docs/building-blocks.md.
 """
 
-from attncore.builder.broadcast import metadata_from_fields
-from attncore.builder.builder import MetadataBuilder
-from attncore.builder.cascade import (
+from attncore.builder.blocks.cascade import (
     Cascade,
     CascadePass,
     CascadeRule,
@@ -15,25 +13,18 @@ from attncore.builder.cascade import (
     find_shared_prefix,
     plan_cascade,
 )
-from attncore.builder.chunked_context import (
+from attncore.builder.blocks.chunked_context import (
     ContextChunks,
     context_chunk_metadata,
     context_chunks,
     new_tokens_metadata,
 )
-from attncore.builder.common import CommonMetadataBuilder
-from attncore.builder.context_parallel import ContextParallel
-from attncore.builder.cross_attention import token_counts
-from attncore.builder.input_batch import InputBatch
-from attncore.builder.kernel_blocks import expand_blocks, kernel_blocks_per_block
-from attncore.builder.kv_cache_group import KVCacheGroup
-from attncore.builder.local_attention import VirtualBatch, local_attention_batches, local_attention_metadata
-from attncore.builder.metadata import CommonAttentionMetadata
-from attncore.builder.microbatches import BatchSlice, slice_by_requests, slice_by_tokens, slice_metadata
-from attncore.builder.multimodal import Placeholder, PlaceholderMap, PlaceholderRun, placeholder_map
-from attncore.builder.sequence_group import Sequence, SequenceGroup
-from attncore.builder.speculative import advance_step
-from attncore.builder.splitting import (
+from attncore.builder.blocks.context_parallel import ContextParallel
+from attncore.builder.blocks.kernel_blocks import expand_blocks, kernel_blocks_per_block
+from attncore.builder.blocks.local_attention import VirtualBatch, local_attention_batches, local_attention_metadata
+from attncore.builder.blocks.microbatches import BatchSlice, slice_by_requests, slice_by_tokens, slice_metadata
+from attncore.builder.blocks.multimodal import Placeholder, PlaceholderMap, PlaceholderRun, placeholder_map
+from attncore.builder.blocks.splitting import (
     DecodePrefillSplit,
     ThreeWaySplit,
     classify_requests,
@@ -43,7 +34,16 @@ from attncore.builder.splitting import (
     split_decodes_and_prefills,
     split_three_ways,
 )
-from attncore.builder.state import CommonAttentionState
+from attncore.builder.broadcast import metadata_from_fields
+from attncore.builder.lists.advance_step import advance_step
+from attncore.builder.lists.builder import CommonMetadataBuilder
+from attncore.builder.lists.encoders import token_counts
+from attncore.builder.lists.sequence_group import Sequence, SequenceGroup
+from attncore.builder.lists.state import CommonAttentionState
+from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.persistent.builder import MetadataBuilder
+from attncore.builder.persistent.input_batch import InputBatch
+from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 
 __all__ = [
     "BatchSlice",

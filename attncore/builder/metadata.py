@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attncore.builder.cross_attention import ENCODER_FIELDS, encoder_rows
+from attncore.builder.lists.encoders import ENCODER_FIELDS, encoder_rows
 
 Wrap = Callable[[npt.NDArray[Any]], Any]
 
@@ -175,7 +175,7 @@ class CommonAttentionMetadata:
         self, input_tokens: Any = None, sampled_token_ids: Any = None, num_queries: int | None = None
     ) -> None:
         """The next step of the same decodes, in place: ``attncore.builder.advance_step`` (list door)."""
-        from attncore.builder.speculative import advance_step
+        from attncore.builder.lists.advance_step import advance_step
 
         advance_step(self, input_tokens, sampled_token_ids, num_queries)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from attncore.replay.clock import CostModel
+from attncore.replay.scheduling.clock import CostModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
-from attncore.builder.batch_file import build_batch, parse_batch
-from attncore.builder.layouts import LAYOUTS
+from attncore.builder.lists.dialects import LAYOUTS
 from attncore.cli import InputLineError, UsageError, persistent_options
+from attncore.lines.list_builder import build_batch, parse_batch
 from attncore.slots import load_kernels
 
 HELP = "read batches (JSON Lines), write their metadata"
@@ -66,7 +66,7 @@ def _answerer(args: argparse.Namespace) -> Callable[[bytes], dict[str, Any]]:
     """What makes a line's answer: the list door, or with any of its options the persistent one."""
     if not (args.groups or args.speculative or args.context_parallel):
         return lambda line: build_batch(parse_batch(line), args.layout, args.kernels)
-    from attncore.builder.step_file import StepOptions, build_step, parse_step
+    from attncore.lines.persistent_builder import StepOptions, build_step, parse_step
 
     if args.layout != "common":
         raise UsageError(

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from attncore.cli.output import print_json, stdout_to_stderr
-from attncore.registry import explain as words
-from attncore.registry.candidates import Candidate
-from attncore.registry.decide import Decision, JointDecision, decide, decide_joint
-from attncore.registry.host import Host
-from attncore.registry.model_config import read
-from attncore.registry.negotiate import Outcome
-from attncore.registry.vocabulary import (
+from attncore.registry.choice import explain as words
+from attncore.registry.choice.candidates import Candidate
+from attncore.registry.choice.decide import Decision, JointDecision, decide, decide_joint
+from attncore.registry.choice.model_config import read
+from attncore.registry.choice.negotiate import Outcome
+from attncore.registry.host.host import Host
+from attncore.vocabulary import (
     DTYPES,
     FEATURES,
     GRAPH_LEVELS,

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from attncore.cli.output import print_json, print_table, stdout_to_stderr
 from attncore.errors import NoBackendError
-from attncore.registry.load import registry
-from attncore.registry.select import select
-from attncore.registry.sizes import smallest
-from attncore.registry.spec import BackendSpec
-from attncore.registry.vocabulary import DTYPES, KV_CACHE_DTYPES
+from attncore.registry.choice.select import select
+from attncore.registry.plugins.load import registry
+from attncore.registry.spec.backend_spec import BackendSpec
+from attncore.registry.spec.sizes import smallest
+from attncore.vocabulary import DTYPES, KV_CACHE_DTYPES
 
 if TYPE_CHECKING:
-    from attncore.registry.choice import Choice
+    from attncore.registry.choice.choice import Choice
 
 HELP = "run a backend against the reference on this machine, in a process of its own"
 _COUNTS = {

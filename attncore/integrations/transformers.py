@@ -22,15 +22,15 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from attncore.abstract import AttentionType
-from attncore.custom_op import ForwardContext
 from attncore.errors import NoBackendError
-from attncore.registry.request import AttentionRequest
-from attncore.registry.select import select
+from attncore.ops.operator import ForwardContext
+from attncore.registry.choice.request import AttentionRequest
+from attncore.registry.choice.select import select
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend, AttentionImpl
-    from attncore.registry.choice import Choice
-    from attncore.registry.host import Host
+    from attncore.registry.choice.choice import Choice
+    from attncore.registry.host.host import Host
 
 NAME = "attncore"
 """The attention implementation's name: ``model.set_attn_implementation("attncore")``."""

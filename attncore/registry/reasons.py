@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from attncore.registry.vocabulary import REASON_CODES
+from attncore.vocabulary import REASON_CODES
 
 OTHER = "use another backend"
 """The fix where nothing about this backend can be changed; texts leave it out."""

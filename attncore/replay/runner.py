@@ -6,25 +6,25 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter, perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-from attncore.builder.builder import MetadataBuilder
-from attncore.builder.context_parallel import ContextParallel
-from attncore.builder.input_batch import ONLY_GROUP, InputBatch
-from attncore.builder.kv_cache_group import KVCacheGroup
-from attncore.replay.cache_blocks import CacheBlocks, Tables
-from attncore.replay.clock import CostModel
-from attncore.replay.draft import DraftModel, Speculation
-from attncore.replay.measurements import Outcome, Steps, Verification
-from attncore.replay.oracle import WHOLE, Shard
-from attncore.replay.oracle_check import OracleCheck
-from attncore.replay.scheduler import Scheduler
+from attncore.builder.blocks.context_parallel import ContextParallel
+from attncore.builder.persistent.builder import MetadataBuilder
+from attncore.builder.persistent.input_batch import ONLY_GROUP, InputBatch
+from attncore.builder.persistent.kv_cache_group import KVCacheGroup
+from attncore.replay.checks.oracle import WHOLE, Shard
+from attncore.replay.checks.oracle_check import OracleCheck
+from attncore.replay.results.measurements import Outcome, Steps, Verification
+from attncore.replay.scheduling.cache_blocks import CacheBlocks, Tables
+from attncore.replay.scheduling.clock import CostModel
+from attncore.replay.scheduling.draft import DraftModel, Speculation
+from attncore.replay.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from attncore.replay.attention import AttentionLayers
-    from attncore.replay.model_layers import ModelLayers
-    from attncore.replay.request import Request
-    from attncore.replay.scheduler import Step
+    from attncore.replay.layers.attention import AttentionLayers
+    from attncore.replay.layers.model_layers import ModelLayers
+    from attncore.replay.scheduling.scheduler import Step
+    from attncore.replay.traces.request import Request
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from attncore.builder import (
     slice_metadata,
     token_counts,
 )
-from attncore.builder.cross_attention import ENCODER_FIELDS
-from attncore.builder.kv_cache_group import KVCacheGroup
+from attncore.builder.lists.encoders import ENCODER_FIELDS
+from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.dense import dense_attention
 from attncore.reference import ReferenceBackend
 

@@ -15,7 +15,7 @@ from attncore.builder import (
     split_decodes_and_prefills,
     split_three_ways,
 )
-from attncore.builder.splitting import DECODE, EXTEND, PREFILL
+from attncore.builder.blocks.splitting import DECODE, EXTEND, PREFILL
 
 quick = settings(max_examples=200, deadline=None)
 lengths = st.lists(st.integers(1, 9), max_size=40)

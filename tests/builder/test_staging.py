@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from attncore import AttentionBackend, AttentionImpl, BackendConfig, _slots_numba
-from attncore.builder import InputBatch, MetadataBuilder, builder
-from attncore.builder.device_side import DeviceSide
+from attncore.builder import InputBatch, MetadataBuilder
+from attncore.builder.device.by_copy import DeviceSide
+from attncore.builder.persistent import builder
 from attncore.errors import AttncoreError, CaptureError
 
 CONFIG = BackendConfig(num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", block_size=4)
@@ -185,9 +186,9 @@ def every_group(batch_rows):
 @pytest.mark.parametrize(
     ("owner", "name", "rows_of"),
     [
-        (_slots_numba.BlockRows, "truncate", lambda self: [self]),
-        (_slots_numba.BlockRows, "replace", lambda self: [self]),
-        (_slots_numba.BatchRows, "swap", every_group),
+        (_slots_numba.TableState, "truncate", lambda self: [self]),
+        (_slots_numba.TableState, "replace", lambda self: [self]),
+        (_slots_numba.BatchState, "swap", every_group),
     ],
 )
 def test_no_watermark_may_be_left_high(monkeypatch, owner, name, rows_of):

@@ -13,7 +13,6 @@ from graph_engine import GraphEngine, expected_buffers
 
 import attncore
 from attncore import AttentionBackend, BackendConfig
-from attncore._aliases import FirstGenerationStateNames
 from attncore.builder import (
     CommonMetadataBuilder,
     InputBatch,
@@ -22,9 +21,10 @@ from attncore.builder import (
     SequenceGroup,
     metadata_from_fields,
 )
-from attncore.builder.graph_buffers import GraphBuffers, _aligned, _Arena
-from attncore.builder.state import CommonAttentionState
+from attncore.builder.lists.buffers import GraphBuffers, _aligned, _Arena
+from attncore.builder.lists.state import CommonAttentionState
 from attncore.errors import CaptureError
+from attncore.first_generation import FirstGenerationStateNames
 from attncore.graphs import StandInGraph, capturing, launch
 from attncore.reference import ReferenceBackend
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncore.builder import KVCacheGroup
-from attncore.builder.step_file import StepOptions, build_step, parse_step
 from attncore.cli import main
+from attncore.lines.persistent_builder import StepOptions, build_step, parse_step
 
 GROUPS = "full:4,window:8:2"
 EXAMPLE = {

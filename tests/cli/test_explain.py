@@ -6,7 +6,7 @@ import pytest
 from lookalikes import REGISTRY
 
 from attncore.cli import main
-from attncore.registry import decide
+from attncore.registry.choice import decide
 
 CONFIG = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "torch_dtype": "bfloat16"}
 

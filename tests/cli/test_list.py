@@ -66,7 +66,7 @@ def test_one_plugins_texts_and_values_do_not_stop_the_others(site, capsys):
 
 
 def test_nothing_is_said_to_be_nothing(site, capsys, monkeypatch):
-    monkeypatch.setattr("attncore.registry.discover._entry_points", list)
+    monkeypatch.setattr("attncore.registry.plugins.discover._entry_points", list)
     assert main(["list"]) == 0
     assert capsys.readouterr().out == "no backend is installed\n"
     assert main(["list", "--json"]) == 0

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from attncore.cli import main
-from attncore.replay import runner, synthetic
-from attncore.replay.attention import AttentionLayers
-from attncore.replay.clock import CostModel
+from attncore.replay import runner
+from attncore.replay.layers.attention import AttentionLayers
+from attncore.replay.scheduling.clock import CostModel
+from attncore.replay.traces import synthetic
 
 TIMES = ("build_us", "attention_us", "wall_s")
 SMALL = ["--num-heads", "2", "--num-kv-heads", "1", "--head-size", "8", "--layers", "1"]

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from attncore import BackendConfig, InputBatch, MetadataBuilder, kv_cache
+from attncore import BackendConfig, InputBatch, MetadataBuilder
 from attncore.builder import context_chunk_metadata, context_chunks, new_tokens_metadata
 from attncore.dense import dense_attention
 from attncore.merge import merge_attention
 from attncore.reference import ReferenceBackend
+from attncore.reference import cache as kv_cache
 
 BLOCK, HEADS, LATENT, ROPE, NOPE, VALUE = 4, 4, 8, 3, 6, 5
 SCALE = 0.3

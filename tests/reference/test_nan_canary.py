@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attncore import kv_cache
+from attncore.reference import cache as kv_cache
 
 
 def test_dead_slots_hold_nan_in_these_tests(paged_case):

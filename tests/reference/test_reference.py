@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncore import paged_attention
 from attncore.dense import dense_attention
-from attncore.scoring import Scoring, explicit, fused
+from attncore.reference import causal as paged_attention
+from attncore.reference.scoring import Scoring, explicit, fused
 
 SLOPES = [0.5, 0.25, 0.125, 0.0625]
 MIXED = [(9, 1), (0, 5), (3, 1), (7, 6), (12, 1), (0, 1), (4, 4)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference.encoder_cases import make_cross, make_encoder
 
-from attncore import kv_cache
+from attncore.reference import cache as kv_cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

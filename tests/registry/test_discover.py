@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from attncore.registry import discover, load
+from attncore.registry.plugins import discover, load
 
 
 def states():

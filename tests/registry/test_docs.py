@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import attncore
-from attncore import env
-from attncore._aliases import FirstGenerationNames
-from attncore.registry import known, vocabulary
-from attncore.registry.hookspecs import Hooks
-from attncore.registry.spec import VariantFacts
+from attncore import env, vocabulary
+from attncore.first_generation import FirstGenerationNames
+from attncore.registry.plugins import known
+from attncore.registry.plugins.hookspecs import Hooks
+from attncore.registry.spec.backend_spec import VariantFacts
 
 DOCS = Path(__file__).parents[2] / "docs"
 CONTRACT = (DOCS / "contract.md").read_text()

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from attncore import Host
-from attncore.registry import probe, probe_nvidia
-from attncore.registry.probe_device import Device
+from attncore.registry.host import probe, probe_nvidia
+from attncore.registry.host.accelerator import Device
 
 CPUINFO = "processor\t: 0\nmodel name\t: A Processor\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\nflags\t\t: other\n"
 

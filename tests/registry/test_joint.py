@@ -5,7 +5,8 @@ from lookalikes import record
 
 import attncore
 from attncore import BackendSpec, Host, MultipleOf
-from attncore.registry import decide, load
+from attncore.registry.choice import decide
+from attncore.registry.plugins import load
 
 FIELDS = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"}
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attncore import MultipleOf
-from attncore.registry.sizes import as_sizes, describe, divisors_within, intersection, smallest
+from attncore.registry.spec.sizes import as_sizes, describe, divisors_within, intersection, smallest
 
 SIZES = st.one_of(
     st.frozensets(st.integers(1, 64), min_size=1),

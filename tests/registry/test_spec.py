@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from attncore import BackendSpec, MultipleOf, Option, Variant
-from attncore.registry.spec import ContractVersionError
+from attncore.registry.spec.backend_spec import ContractVersionError
 
 FACTS = {
     "name": "acme",

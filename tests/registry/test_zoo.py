@@ -6,7 +6,7 @@ import pytest
 from planting import SPEC, zoo
 
 import attncore
-from attncore.registry import load
+from attncore.registry.plugins import load
 
 
 def rows():

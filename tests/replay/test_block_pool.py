@@ -2,7 +2,7 @@
 
 import pytest
 
-from attncore.replay.block_pool import BlockPool
+from attncore.replay.scheduling.block_pool import BlockPool
 
 
 def test_block_0_is_never_handed_out():

@@ -3,8 +3,8 @@
 import pytest
 
 from attncore.builder import KVCacheGroup
-from attncore.replay.cache_blocks import CacheBlocks, check_pools
-from attncore.replay.request import Request
+from attncore.replay.scheduling.cache_blocks import CacheBlocks, check_pools
+from attncore.replay.traces.request import Request
 
 FULL, WINDOW, WIDE = KVCacheGroup("full", 4), KVCacheGroup("window", 2, sliding_window=3), KVCacheGroup("wide", 6)
 

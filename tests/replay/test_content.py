@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from attncore.replay.content import Content, content_ids, own_content
-from attncore.replay.request import Request
+from attncore.replay.layers.content import Content, content_ids, own_content
+from attncore.replay.traces.request import Request
 
 
 @pytest.fixture(scope="module")

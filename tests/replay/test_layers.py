@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from attncore.replay import layers
+from attncore.replay.layers import make_layers as layers
 
 
 @pytest.mark.parametrize(

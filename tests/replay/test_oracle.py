@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from attncore.builder import ContextParallel, InputBatch, MetadataBuilder
-from attncore.replay import oracle
-from attncore.replay.oracle import Row, Shard, differences, expected
+from attncore.replay.checks import oracle
+from attncore.replay.checks.oracle import Row, Shard, differences, expected
 
 # A decode (its 9th token) and a prompt chunk (tokens 3 .. 7), blocks of 4.
 ROWS = [Row(8, 1, [9, 2, 7]), Row(3, 5, [4, 6])]

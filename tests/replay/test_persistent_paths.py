@@ -5,13 +5,13 @@ import pytest
 
 from attncore.builder import KVCacheGroup
 from attncore.replay import runner
-from attncore.replay.attention import AttentionLayers
-from attncore.replay.clock import CostModel
-from attncore.replay.content import Content
-from attncore.replay.draft import Speculation
-from attncore.replay.measurements import total
-from attncore.replay.request import Request
+from attncore.replay.layers.attention import AttentionLayers
+from attncore.replay.layers.content import Content
+from attncore.replay.results.measurements import total
 from attncore.replay.runner import Settings, replay
+from attncore.replay.scheduling.clock import CostModel
+from attncore.replay.scheduling.draft import Speculation
+from attncore.replay.traces.request import Request
 
 # Chunks, mixed steps, prefix hits (rows 3 and 4), preemption.
 REQUESTS = [
@@ -46,7 +46,7 @@ def layers(of, num_layers=3):
     pytest.importorskip("torch")
     from attncore import BackendConfig
     from attncore.reference import ReferenceBackend
-    from attncore.replay.sharded_attention import ShardedLayers
+    from attncore.replay.layers.sharded_attention import ShardedLayers
 
     backends = {
         group.name: ReferenceBackend(BackendConfig(4, 2, 8, "float32", group.block_size)) for group in of.groups_of_rank
@@ -189,7 +189,7 @@ def test_rejected_drafts_leave_keys_of_their_own_behind():
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_long_workloads(way):
-    from attncore.replay.synthetic import synthetic_trace
+    from attncore.replay.traces.synthetic import synthetic_trace
 
     how = settings(**WAYS[way] | {"num_blocks": 1500, "max_num_seqs": 64, "max_num_batched_tokens": 2048,
                                   "clock": CostModel(), "verify_every": 8})  # fmt: skip

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from attncore.replay import runner
-from attncore.replay.attention import AttentionLayers
-from attncore.replay.clock import CostModel
-from attncore.replay.content import Content
-from attncore.replay.dense_check import parts
-from attncore.replay.measurements import total
-from attncore.replay.request import Request
+from attncore.replay.checks.dense_check import parts
+from attncore.replay.layers.attention import AttentionLayers
+from attncore.replay.layers.content import Content
+from attncore.replay.results.measurements import total
 from attncore.replay.runner import Settings, replay
-from attncore.replay.scheduler import Scheduler
+from attncore.replay.scheduling.clock import CostModel
+from attncore.replay.scheduling.scheduler import Scheduler
+from attncore.replay.traces.request import Request
 
 torch = pytest.importorskip("torch")
 

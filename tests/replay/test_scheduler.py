@@ -5,10 +5,10 @@ import random
 import pytest
 
 from attncore.builder import KVCacheGroup
-from attncore.replay.cache_blocks import CacheBlocks, prefix_keys
-from attncore.replay.draft import Draft, DraftModel, Speculation
-from attncore.replay.request import Request
-from attncore.replay.scheduler import Scheduler
+from attncore.replay.scheduling.cache_blocks import CacheBlocks, prefix_keys
+from attncore.replay.scheduling.draft import Draft, DraftModel, Speculation
+from attncore.replay.scheduling.scheduler import Scheduler
+from attncore.replay.traces.request import Request
 
 ONE_GROUP = (KVCacheGroup("decoder", 4),)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from attncore.cli import main
-from attncore.replay.oracle import Row, expected
-from attncore.replay.request import Request
+from attncore.replay.checks.oracle import Row, expected
+from attncore.replay.results.steps_file import StepsFile
 from attncore.replay.runner import Settings, replay
-from attncore.replay.steps_file import StepsFile
+from attncore.replay.traces.request import Request
 
 # Chunks, prefix hits (row 3) and, with 9 blocks to hand out, preemption.
 REQUESTS = [

@@ -3,9 +3,9 @@
 import itertools
 import statistics
 
-from attncore.replay import synthetic
-from attncore.replay.request import HASH_BLOCK
-from attncore.replay.synthetic import synthetic_trace
+from attncore.replay.traces import synthetic
+from attncore.replay.traces.request import HASH_BLOCK
+from attncore.replay.traces.synthetic import synthetic_trace
 
 
 def test_the_seed_settles_it():

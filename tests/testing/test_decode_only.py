@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attncore.testing.run import conformance
+from attncore.testing.kit.run import conformance
 
 QUIET = ("-p", "no:terminal")
 LIGHT = """

@@ -5,9 +5,9 @@ from planting import Site
 from testing.faults import HEAVY, LIGHT
 
 from attncore.errors import NoBackendError
-from attncore.registry.select import select
-from attncore.testing.run import conformance
-from attncore.testing.verified import compared
+from attncore.registry.choice.select import select
+from attncore.testing.kit.run import conformance
+from attncore.testing.verify_child import compared
 
 QUIET = ("-p", "no:terminal")
 EVERYTHING = (

@@ -10,8 +10,8 @@ from planting import Site
 from testing.encoder_faults import ENCODER_FAULTS
 from testing.faults import FAULTS, HEAVY, LIGHT
 
-from attncore.registry import load
-from attncore.testing.run import FILE, _Catcher, conformance
+from attncore.registry.plugins import load
+from attncore.testing.kit.run import FILE, _Catcher, conformance
 
 QUIET = ("-p", "no:terminal")
 EVERY_FAULT = (*FAULTS, *ENCODER_FAULTS)

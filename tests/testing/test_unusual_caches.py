@@ -2,7 +2,7 @@
 
 import pytest
 
-from attncore.testing.run import conformance
+from attncore.testing.kit.run import conformance
 
 QUIET = ("-p", "no:terminal")
 LIGHT = """

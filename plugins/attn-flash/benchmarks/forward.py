@@ -23,7 +23,7 @@ import torch
 
 import attncore
 from attncore.builder import InputBatch, MetadataBuilder
-from attncore.cache_writer import CacheWriter
+from attncore.ops.cache_writer import CacheWriter
 
 HEADS, KV_HEADS, SIZE, LONGEST = 32, 8, 128, 4800
 SCALE = SIZE**-0.5

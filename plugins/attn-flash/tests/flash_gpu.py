@@ -9,8 +9,8 @@ import torch
 from attn_flash import probe, record
 
 from attncore import Host
-from attncore.registry import load
-from attncore.testing.subject import Subject
+from attncore.registry.plugins import load
+from attncore.testing.kit.subject import Subject
 
 COMPILES = (
     pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),  # of generation 4 while it compiles

@@ -12,7 +12,7 @@ from attn_flash.backend import FlashBackend
 import attncore
 from attncore import AttentionRequest, BackendConfig, Host
 from attncore.builder import CommonMetadataBuilder, InputBatch, KVCacheGroup, MetadataBuilder, Sequence, SequenceGroup
-from attncore.testing.engine import Engine
+from attncore.testing.engines.engine import Engine
 
 
 @pytest.fixture(params=["2", "4"])
@@ -215,7 +215,7 @@ def test_output_is_filled_and_padding_is_0(backend: Any) -> None:
 
 
 def wrapped(backend: Any, step: Any) -> Any:
-    from attncore.testing import steps
+    from attncore.testing.engines import steps
 
     return steps.planned(backend, step)
 

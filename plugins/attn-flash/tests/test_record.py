@@ -18,7 +18,7 @@ from attn_flash.spec import make_spec
 
 import attncore
 from attncore import AttentionRequest, Host
-from attncore.registry import load
+from attncore.registry.plugins import load
 
 CPU = torch.device("cpu")
 LIBRARY = "flash-attn 2.8.3.post2"

@@ -24,7 +24,7 @@ from attn_flashinfer import modules
 
 import attncore
 from attncore.builder import InputBatch, MetadataBuilder
-from attncore.cache_writer import CacheWriter
+from attncore.ops.cache_writer import CacheWriter
 
 HEADS, KV_HEADS, SIZE, PAGE = 32, 8, 128, 16
 SHORTEST, LONGEST = 512, 4096

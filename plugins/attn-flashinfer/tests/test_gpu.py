@@ -16,8 +16,8 @@ import attncore
 from attncore import NoBackendError
 from attncore.abstract import AttentionBackend
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
-from attncore.testing.check_captured import CapturedEngine
-from attncore.testing.engine import Engine, run_rows
+from attncore.testing.checks.captured import CapturedEngine
+from attncore.testing.engines.engine import Engine, run_rows
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,9 +22,9 @@ from attncore.builder import (
     Sequence,
     SequenceGroup,
 )
-from attncore.testing import check_captured
-from attncore.testing.check_captured import CapturedEngine
-from attncore.testing.engine import Engine, run_rows
+from attncore.testing.checks import captured as check_captured
+from attncore.testing.checks.captured import CapturedEngine
+from attncore.testing.engines.engine import Engine, run_rows
 
 MIXED = [(0, 9), (3, 3), (4, 1), (7, 1), (13, 1), (0, 1)]
 FEATURES: list[dict[str, Any]] = [

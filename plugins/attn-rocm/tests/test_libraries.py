@@ -6,7 +6,7 @@ import pytest
 import rocm_standins as standins
 import torch
 
-from attncore.testing.engine import Engine, run_rows
+from attncore.testing.engines.engine import Engine, run_rows
 
 MIXED = [(0, 20), (17, 3), (40, 1), (15, 1)]
 PROMPTS = [(0, 20), (0, 5), (40, 1), (15, 1)]

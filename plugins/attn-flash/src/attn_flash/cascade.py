@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_flash.parts import Part
 from attn_flash.rows import Rows
 from attncore.builder import CascadeRule, find_shared_prefix, plan_cascade
-from attncore.builder.cascade import CascadePass
+from attncore.builder.blocks.cascade import CascadePass
 
 
 class CascadeStep(NamedTuple):

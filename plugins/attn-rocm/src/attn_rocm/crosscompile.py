@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from attn_rocm import tiles
 from attn_rocm.kernels.merge import merge_splits
 from attn_rocm.kernels.unified import STEP_NUMBERS, STEP_POINTERS, unified_attention
-from attncore import cache_kernels
+from attncore.ops import store as cache_kernels
 
 ARCHITECTURES = (*tiles.ARCHITECTURES, "sm_90")
 KV_HEADS, PAGE = 8, 16

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from attncore import cache_kernels
+from attncore.ops import store as cache_kernels
 
 DEVICE = "cuda" if os.environ["ATTNCORE_ROCM_DEV_DEVICE"] == "cuda" else "cpu"
 

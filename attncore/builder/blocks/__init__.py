@@ -1,0 +1,1 @@
+"""Building blocks for engines that do more with a step: host arithmetic on metadata and its arrays."""

@@ -1,0 +1,231 @@
+"""Cascade attention: a prefix that many requests share is read once, for all their queries together.
+
+The first pass attends from every query of the sharing requests to the prefix, without a mask; the second is the usual
+causal attention over what is left of each request. ``attncore.merge.merge_attention`` joins the two.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore import slots
+from attncore.builder.blocks import checks
+
+
+class CascadeRule(NamedTuple):
+    """When two passes pay: at least so many requests share at least so long a prefix, and enough reading is saved.
+
+    A second pass costs a launch and a merge of outputs, whatever it saves; the defaults are for a large GPU, and worth
+    measuring on another.
+    """
+
+    min_requests: int = 8
+    min_prefix_tokens: int = 256
+    min_saving: float = 0.1
+    """The part of all keys in the batch's contexts that need not be read again, 0 to 1."""
+
+
+class SharedPrefix(NamedTuple):
+    """What some requests of a batch share."""
+
+    rows: slots.Int32Array
+    """int32[m]: the requests, ascending."""
+    num_blocks: int
+    """Leading blocks that their tables have in common, all of them full of context."""
+    num_tokens: int
+    """Tokens of those blocks."""
+
+
+class CascadePass(NamedTuple):
+    """The arrays of one attention pass, on the host: n requests of T queries."""
+
+    query_start_loc: slots.Int32Array
+    """int32[n + 1]"""
+    seq_lens: slots.Int32Array
+    """int32[n]: keys of each."""
+    seq_start_loc: slots.Int32Array
+    """int32[n + 1]: prefix sums of seq_lens."""
+    block_table: slots.Int32Array
+    """int32[n, width], padded with 0."""
+    causal: bool
+    """Whether the queries are the last of the keys (the second pass), or all come after them (the first)."""
+
+
+class Cascade(NamedTuple):
+    """The two passes over a batch."""
+
+    prefix: CascadePass
+    """One request, whose queries are those of ``token_indices`` and whose keys are the shared prefix."""
+    suffix: CascadePass
+    """The whole batch in its own order; tables and lengths of the sharing requests begin behind the prefix."""
+    token_indices: slots.Int64Array
+    """int64[T of the sharing requests]: which of the step's tokens the first pass takes, and its output belongs to."""
+
+
+def count_common_blocks(
+    block_table: npt.ArrayLike, context_lens: npt.ArrayLike, block_size: int, *, null_block: int | None = None
+) -> int:
+    """How many leading blocks all requests share: ``block_table`` int[n, width], ``context_lens`` int[n], tokens.
+
+    Only blocks full of context count, since every query must come after all of them; ``null_block``, where given (0
+    behind the persistent door), is nobody's and ends a prefix. 0 for an empty batch.
+    """
+    table, usable = _usable(block_table, context_lens, block_size, null_block)
+    if not len(table):
+        return 0
+    width = int(usable.min())
+    differs = (table[:, :width] != table[0, :width]).any(axis=0)
+    return int(differs.argmax()) if differs.any() else width
+
+
+def find_shared_prefix(
+    block_table: npt.ArrayLike,
+    context_lens: npt.ArrayLike,
+    block_size: int,
+    rule: CascadeRule | None = None,
+    *,
+    null_block: int | None = None,
+) -> SharedPrefix | None:
+    """The requests whose shared prefix saves the most reading, or None where no group satisfies ``rule``.
+
+    m requests that share p tokens save ``(m - 1) * p`` keys. Of groups that save the same, the one of more requests.
+    Arguments as for ``count_common_blocks``; ``rule`` None is ``CascadeRule()``.
+    """
+    rule = _checked(CascadeRule() if rule is None else rule)
+    table, usable = _usable(block_table, context_lens, block_size, null_block)
+    if len(table) < rule.min_requests:
+        return None
+    order, common = _common_with_next(table, usable)
+    min_blocks = max(1, -(-rule.min_prefix_tokens // block_size))
+    best, start, stop, depth = 0, 0, 0, 0
+    for first, last, blocks in _plateaus(common):
+        requests, saved = last - first + 1, (last - first) * blocks
+        if requests >= rule.min_requests and blocks >= min_blocks and (saved, requests) > (best, stop - start + 1):
+            best, start, stop, depth = saved, first, last, blocks
+    if not best or best * block_size < rule.min_saving * int(np.sum(context_lens, dtype=np.int64)):
+        return None
+    return SharedPrefix(np.sort(order[start : stop + 1]).astype(np.int32), depth, depth * block_size)
+
+
+def plan_cascade(
+    shared: SharedPrefix,
+    block_table: npt.ArrayLike,
+    query_lens: npt.ArrayLike,
+    seq_lens: npt.ArrayLike,
+) -> Cascade:
+    """The two passes of a batch: ``block_table`` int[n, width], lengths int[n], on the host.
+
+    Raises ValueError where ``shared`` is no prefix of this batch's rows, or reaches into a request's queries.
+    """
+    queries = checks.lengths("query_lens", query_lens, 0)
+    lens = checks.lengths("seq_lens", seq_lens, 0)
+    contexts = checks.contexts(queries, lens)
+    table = checks.table(block_table, len(queries))
+    rows = np.asarray(shared.rows)
+    _check_shared(shared, rows, table, contexts)
+
+    starts = slots.build_query_start_loc(queries)
+    row_lens = queries[rows]
+    within = np.arange(int(row_lens.sum())) - np.repeat(np.cumsum(row_lens) - row_lens, row_lens)
+    token_indices = np.repeat(starts[rows], row_lens) + within
+
+    suffix_lens, suffix_table = lens.copy(), table.copy()
+    suffix_lens[rows] -= shared.num_tokens
+    kept = table.shape[1] - shared.num_blocks
+    suffix_table[rows, :kept] = table[rows, shared.num_blocks :]
+    suffix_table[rows, kept:] = 0
+    prefix = CascadePass(
+        np.array([0, len(token_indices)], np.int32),
+        np.array([shared.num_tokens], np.int32),
+        np.array([0, shared.num_tokens], np.int32),
+        table[rows[:1], : shared.num_blocks].copy(),
+        causal=False,
+    )
+    suffix = CascadePass(starts, suffix_lens, slots.build_query_start_loc(suffix_lens), suffix_table, causal=True)
+    return Cascade(prefix, suffix, token_indices.astype(np.int64))
+
+
+def _usable(
+    block_table: npt.ArrayLike, context_lens: npt.ArrayLike, block_size: int, null_block: int | None
+) -> tuple[slots.Int32Array, npt.NDArray[np.int64]]:
+    """The table, and how many leading blocks of each row are full of context and somebody's."""
+    slots._integer("block_size", block_size, 1)
+    contexts = checks.lengths("context_lens", context_lens, 0)
+    table = checks.table(block_table, len(contexts))
+    full = contexts.astype(np.int64) // block_size
+    short = np.flatnonzero(full > table.shape[1])
+    if len(short):
+        row = int(short[0])
+        raise ValueError(
+            f"block_table: row {row} holds {table.shape[1]} blocks but its {contexts[row]} tokens of context fill "
+            f"{full[row]} (block_size {block_size})"
+        )
+    table = table[:, : int(full.max(initial=0))]
+    if null_block is not None and table.size:
+        null = table == null_block
+        full = np.where(null.any(axis=1), np.minimum(full, null.argmax(axis=1)), full)
+    return table, full
+
+
+def _common_with_next(table: slots.Int32Array, usable: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], list[int]]:
+    """Rows ordered by their usable blocks, and how many leading blocks each shares with the next one.
+
+    In that order any set of rows that share a prefix stands together.
+    """
+    keys = [row[:count].astype(">i4").tobytes() for row, count in zip(table, usable.tolist(), strict=True)]
+    order = np.array(sorted(range(len(keys)), key=keys.__getitem__), np.intp)
+    a, b = order[:-1], order[1:]
+    limits = np.minimum(usable[a], usable[b])
+    common = []
+    for row, other, limit in zip(a.tolist(), b.tolist(), limits.tolist(), strict=True):
+        differs = table[row, :limit] != table[other, :limit]
+        first = int(differs.argmax()) if limit else 0
+        common.append(first if limit and differs[first] else limit)
+    return order, common
+
+
+def _plateaus(common: list[int]) -> list[tuple[int, int, int]]:
+    """Each (first, last, depth): as many ordered rows as share ``depth`` blocks, for every depth there is."""
+    found: list[tuple[int, int, int]] = []
+    open_runs: list[tuple[int, int]] = []
+    for index, depth in enumerate([*common, 0]):
+        first = index
+        while open_runs and open_runs[-1][1] >= depth:
+            first, blocks = open_runs.pop()
+            if blocks > depth:
+                found.append((first, index, blocks))
+        if depth:
+            open_runs.append((first, depth))
+    return found
+
+
+def _checked(rule: CascadeRule) -> CascadeRule:
+    slots._integer("rule.min_requests", rule.min_requests, 2)
+    slots._integer("rule.min_prefix_tokens", rule.min_prefix_tokens, 1)
+    if not 0 <= rule.min_saving <= 1:
+        raise ValueError(f"rule.min_saving: {rule.min_saving} is outside 0..1, the part of all keys")
+    return rule
+
+
+def _check_shared(
+    shared: SharedPrefix, rows: npt.NDArray[np.integer], table: slots.Int32Array, contexts: slots.Int32Array
+) -> None:
+    if rows.ndim != 1 or not rows.size or rows.min() < 0 or rows.max() >= len(table) or (np.diff(rows) <= 0).any():
+        raise ValueError(f"shared.rows: {rows.tolist()} are not ascending rows of this batch of {len(table)}")
+    slots._integer("shared.num_blocks", shared.num_blocks, 1)
+    slots._integer("shared.num_tokens", shared.num_tokens, 1)
+    if shared.num_tokens % shared.num_blocks:
+        raise ValueError(f"shared.num_tokens: {shared.num_tokens} are not {shared.num_blocks} whole blocks")
+    early = np.flatnonzero(contexts[rows] < shared.num_tokens)
+    if len(early):
+        row = int(rows[early[0]])
+        raise ValueError(
+            f"shared.num_tokens: {shared.num_tokens} reach into the queries of row {row}, whose context is "
+            f"{contexts[row]} tokens"
+        )
+    blocks = table[rows, : shared.num_blocks]
+    if blocks.shape[1] < shared.num_blocks or (blocks != blocks[0]).any():
+        raise ValueError(f"shared.num_blocks: the rows do not share their first {shared.num_blocks} blocks")

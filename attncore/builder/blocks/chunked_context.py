@@ -1,0 +1,175 @@
+"""Contexts in chunks: a prefill attends to a long cached context through a workspace that holds a part of it.
+
+For latent (MLA) caches, whose rows must become keys and values before a prefill can read them: chunk by chunk, rows are
+gathered, projected up and attended to without a mask, with log-sum-exp; the step's own tokens are attended to causally;
+``attncore.merge.merge_attention`` joins the parts.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore import slots
+from attncore.builder.blocks import checks
+from attncore.builder.lists.encoders import ENCODER_FIELDS
+from attncore.builder.metadata import ARRAY_FIELDS, COUNT_FIELDS, CommonAttentionMetadata
+
+
+class ContextChunks(NamedTuple):
+    """The contexts of n prefills in chunks, on the host; c is the number of chunks, 0 where nobody has context."""
+
+    chunk_starts: slots.Int32Array
+    """int32[c, n]: how much of each context the chunks before have had, tokens; whole blocks until it ends."""
+    chunk_seq_lens: slots.Int32Array
+    """int32[c, n]: tokens of each context in the chunk; 0 where it has ended."""
+    chunk_start_loc: slots.Int32Array
+    """int32[c, n + 1]: prefix sums of chunk_seq_lens, for each chunk."""
+    chunk_slots: tuple[slots.Int64Array, ...]
+    """c arrays int64[tokens of the chunk]: where to gather them from the cache, prefill after prefill."""
+
+    @property
+    def num_chunks(self) -> int:
+        """How often the workspace is filled."""
+        return len(self.chunk_slots)
+
+    @property
+    def num_chunk_tokens(self) -> slots.Int32Array:
+        """int32[c]: tokens of each chunk."""
+        return self.chunk_start_loc[:, -1]
+
+    @property
+    def max_chunk_len(self) -> slots.Int32Array:
+        """int32[c]: the most tokens that a prefill has in the chunk."""
+        longest: slots.Int32Array = self.chunk_seq_lens.max(axis=1, initial=0)
+        return longest
+
+
+def context_chunks(
+    block_table: npt.ArrayLike, context_lens: npt.ArrayLike, block_size: int, workspace_tokens: int
+) -> ContextChunks:
+    """The chunks of the contexts of n prefills: ``block_table`` int[n, width], ``context_lens`` int[n], tokens.
+
+    A chunk holds at most ``workspace_tokens``, shared evenly by the prefills that have context left; what short ones
+    leave goes to the longer. A share is whole blocks. Raises ValueError where the workspace is less than a block for
+    each prefill with context, or a table too short for one.
+    """
+    slots._integer("block_size", block_size, 1)
+    slots._integer("workspace_tokens", workspace_tokens, 1)
+    contexts = checks.lengths("context_lens", context_lens, 0)
+    table = checks.table(block_table, len(contexts))
+    waiting = np.count_nonzero(contexts)
+    if workspace_tokens < waiting * block_size:
+        raise ValueError(
+            f"workspace_tokens: {workspace_tokens} are less than a block of {block_size} tokens for each of the "
+            f"{waiting} prefills that have context; give {waiting * block_size} or more, or run fewer prefills"
+        )
+    starts, lens, places = [], [], []
+    start, left = np.zeros_like(contexts), contexts.copy()
+    while left.any():
+        taken = _shared(left, workspace_tokens, block_size)
+        places.append(slots.build_slot_mapping(table, start, taken, block_size))
+        starts.append(start)
+        lens.append(taken)
+        start, left = start + taken, left - taken
+    shape = (len(lens), len(contexts))
+    sums = np.zeros((len(lens), len(contexts) + 1), np.int32)
+    np.cumsum(np.reshape(lens, shape), axis=1, out=sums[:, 1:])
+    return ContextChunks(
+        np.reshape(starts, shape).astype(np.int32, copy=False),
+        np.reshape(lens, shape).astype(np.int32, copy=False),
+        sums,
+        tuple(places),
+    )
+
+
+def context_chunk_metadata(
+    metadata: CommonAttentionMetadata, chunks: ContextChunks, index: int, backend: Any = None
+) -> CommonAttentionMetadata:
+    """The step as a layer of type ``encoder_decoder`` takes it whose keys are those of chunk ``index``, gathered.
+
+    ``metadata`` holds the prefills that ``chunks`` was made of (``metadata.prefill_metadata``). The layer sees them
+    without a mask, and keeps nothing: its slots are -1, and its ``kv_cache`` may be None. ``backend`` wraps the arrays
+    (None: as the batch's).
+    """
+    slots._integer("index", index, 0)
+    if index >= chunks.num_chunks:
+        raise ValueError(f"index: {index} found; there are {chunks.num_chunks} chunks")
+    lens, starts = chunks.chunk_seq_lens[index], chunks.chunk_start_loc[index]
+    if len(lens) != metadata.num_reqs:
+        raise ValueError(f"chunks: made of {len(lens)} prefills, but the metadata has {metadata.num_reqs} requests")
+    fields = _own_fields(metadata) | {
+        "encoder_seq_lens": lens,
+        "encoder_query_lens": lens,
+        "encoder_seq_start_loc": starts,
+        "encoder_query_start_loc": starts,
+        "cross_slot_mapping": np.full(int(starts[-1]), slots.PAD_SLOT_ID, np.int64),
+        "cross_block_table": np.zeros((len(lens), 0), np.int32),
+    }
+    counts = {"num_encoder_tokens": int(starts[-1]), "max_encoder_seq_len": int(lens.max(initial=0))}
+    return _made(metadata, fields, counts, backend)
+
+
+def new_tokens_metadata(metadata: CommonAttentionMetadata, backend: Any = None) -> CommonAttentionMetadata:
+    """The step's own tokens, causally, as if they were all there is: the part beside the chunks.
+
+    Slots are -1 and tables empty: nothing is written or read, and ``kv_cache`` may be None. ``backend`` wraps the
+    arrays (None: as the batch's).
+    """
+    host = metadata.host
+    queries, rows = host.query_lens, len(host.query_lens)
+    fields = _own_fields(metadata) | {
+        "slot_mapping": np.full(len(host.slot_mapping), slots.PAD_SLOT_ID, np.int64),
+        "positions": slots.build_positions(np.zeros_like(queries), queries)[0],
+        "seq_lens": queries,
+        "context_lens": np.zeros_like(queries),
+        "seq_start_loc": host.query_start_loc,
+        "block_table": np.zeros((rows, 0), np.int32),
+        "paged_kv_indptr": np.zeros(rows + 1, np.int32),
+        "paged_kv_indices": np.zeros(0, np.int32),
+        "paged_kv_last_page_len": np.zeros(rows, np.int32),
+    }
+    fields.pop("last_blocks", None)
+    longest = dict.fromkeys(("max_seq_len", "max_prefill_seq_len"), metadata.max_query_len)
+    return _made(metadata, fields, longest, backend)
+
+
+def _shared(left: slots.Int32Array, workspace_tokens: int, block_size: int) -> slots.Int32Array:
+    """What each of ``left`` may have of the workspace: all, where an even share is as much, else a share of blocks."""
+    waiting = np.sort(left[left > 0]).astype(np.int64)
+    before = np.cumsum(waiting) - waiting
+    shares = (workspace_tokens - before) // np.arange(len(waiting), 0, -1)
+    short = np.flatnonzero(waiting > shares)
+    if not len(short):
+        return left
+    share = int(shares[short[0]])  # the first that does not fit whole: those before it do
+    return np.where(left <= share, left, np.int32(share // block_size * block_size))
+
+
+def _own_fields(metadata: CommonAttentionMetadata) -> dict[str, Any]:
+    """The host arrays of a step of prefills, but for an encoder's."""
+    if metadata.num_prefills != metadata.num_reqs:
+        raise ValueError(
+            f"metadata: {metadata.num_reqs - metadata.num_prefills} of its {metadata.num_reqs} requests are no "
+            "prefills; take its prefill_metadata"
+        )
+    names = ARRAY_FIELDS.difference(ENCODER_FIELDS, ("paged_kv_indices",))
+    return {name: getattr(metadata.host, name) for name in names if hasattr(metadata.host, name)}
+
+
+def _made(
+    metadata: CommonAttentionMetadata, fields: dict[str, Any], counts: dict[str, int], backend: Any
+) -> CommonAttentionMetadata:
+    whole = {name: getattr(metadata, name) for name in COUNT_FIELDS if hasattr(metadata, name)}
+    none = {"num_encoder_tokens": 0, "max_encoder_seq_len": 0}
+    return CommonAttentionMetadata(
+        SimpleNamespace(**fields),
+        metadata._wrap if backend is None else backend.from_host,
+        **(whole | none | counts),
+        req_ids=metadata.req_ids,
+        decodes_first=metadata.decodes_first,
+        from_groups=metadata.from_groups,
+    )

@@ -1,0 +1,158 @@
+"""Chunked local attention as virtual batches: a kernel that knows nothing of chunks runs it.
+
+A token sees the tokens of its own chunk, up to itself; chunks begin at multiples of ``chunk_size`` of the request. Each
+(request, chunk) that this step's queries touch becomes a virtual request with a context of its own, plain causal
+attention, and the blocks of that chunk alone.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore import slots
+from attncore.builder.blocks import checks
+from attncore.builder.metadata import COUNT_FIELDS, CommonAttentionMetadata
+
+
+class VirtualBatch(NamedTuple):
+    """v virtual requests, in the order of the batch's tokens; host arrays."""
+
+    query_lens: slots.Int32Array
+    """int32[v]: tokens of this step in the chunk."""
+    seq_lens: slots.Int32Array
+    """int32[v]: keys of the chunk, up to the last query."""
+    query_start_loc: slots.Int32Array
+    """int32[v + 1]: where they start among the step's tokens, whose order does not change."""
+    seq_start_loc: slots.Int32Array
+    """int32[v + 1]: prefix sums of seq_lens."""
+    block_table: slots.Int32Array
+    """int32[v, chunk_size // block_size]: the chunk's blocks that hold keys, padded with 0."""
+    request_indices: slots.Int32Array
+    """int32[v]: the request that each belongs to."""
+    chunk_indices: slots.Int32Array
+    """int32[v]: which of its request's chunks each is."""
+
+
+def local_attention_batches(
+    query_lens: npt.ArrayLike, seq_lens: npt.ArrayLike, block_table: npt.ArrayLike, chunk_size: int, block_size: int
+) -> VirtualBatch:
+    """The virtual batch of a batch: lengths int[n], ``block_table`` int[n, width], on the host.
+
+    ``chunk_size`` is a multiple of ``block_size``, both in tokens. A request without tokens in this step gives no
+    virtual request. A chunk without context reads no cache, so that its blocks may be missing from the table (plain
+    prompts of the list door); otherwise a row too short for a chunk is a ValueError.
+    """
+    _check_sizes(chunk_size, block_size)
+    queries = checks.lengths("query_lens", query_lens, 0)
+    lens = checks.lengths("seq_lens", seq_lens, 0)
+    contexts = checks.contexts(queries, lens).astype(np.int64)
+    table = checks.table(block_table, len(queries))
+
+    first_chunks = contexts // chunk_size
+    num_chunks = np.where(queries > 0, -(-lens.astype(np.int64) // chunk_size) - first_chunks, 0)
+    rows = np.repeat(np.arange(len(queries)), num_chunks)
+    chunks = first_chunks[rows] + np.arange(len(rows)) - (np.cumsum(num_chunks) - num_chunks)[rows]
+    starts, stops = chunks * chunk_size, np.minimum((chunks + 1) * chunk_size, lens[rows])
+    virtual_queries = stops - np.maximum(starts, contexts[rows])
+    virtual_lens = stops - starts
+    return VirtualBatch(
+        virtual_queries.astype(np.int32),
+        virtual_lens.astype(np.int32),
+        slots.build_query_start_loc(virtual_queries),
+        slots.build_query_start_loc(virtual_lens),
+        _chunk_tables(table, rows, chunks, virtual_lens, virtual_queries, chunk_size // block_size, block_size),
+        rows.astype(np.int32),
+        chunks.astype(np.int32),
+    )
+
+
+def local_attention_metadata(
+    metadata: CommonAttentionMetadata, chunk_size: int, block_size: int
+) -> CommonAttentionMetadata:
+    """``metadata`` with virtual requests in the place of requests, for a backend that runs it as any other batch.
+
+    Tokens, slots and positions are the batch's own; ``logits_indices`` are the last token of each virtual request, so
+    take the batch's for sampling. Virtual requests of decodes are decodes. Refused for a batch that is padded for a
+    graph, for a cross group, for one rank of several, and for lengths that a sliding window has capped.
+    """
+    host = metadata.host
+    checks.whole_requests(metadata, "chunks are of whole requests")
+    virtual = local_attention_batches(host.query_lens, host.seq_lens, host.block_table, chunk_size, block_size)
+    rows, count = virtual.request_indices, len(virtual.request_indices)
+    fields = SimpleNamespace(
+        slot_mapping=host.slot_mapping,
+        positions=host.positions,
+        token_to_req_indices=np.repeat(np.arange(count, dtype=np.int32), virtual.query_lens),
+        seq_lens=virtual.seq_lens,
+        context_lens=virtual.seq_lens - virtual.query_lens,
+        query_lens=virtual.query_lens,
+        logits_indices=virtual.query_start_loc[1:] - np.int32(1),
+        query_start_loc=virtual.query_start_loc,
+        seq_start_loc=virtual.seq_start_loc,
+        block_table=virtual.block_table,
+    )
+    if hasattr(host, "paged_kv_indptr"):
+        pages = slots.build_page_lists(virtual.block_table, virtual.seq_lens, block_size)
+        fields.paged_kv_indptr, fields.paged_kv_indices, fields.paged_kv_last_page_len = pages
+    if hasattr(host, "last_blocks"):
+        fields.last_blocks = virtual.block_table[np.arange(count), (virtual.seq_lens - 1) // block_size]
+    is_decode = rows < metadata.num_decodes if metadata.decodes_first else rows >= metadata.num_prefills
+    longest = [int(virtual.seq_lens[some].max(initial=0)) for some in (is_decode, ~is_decode)]
+    num_decodes = int(is_decode.sum())
+    counts = {name: getattr(metadata, name) for name in COUNT_FIELDS} | {
+        "num_reqs": count,
+        "num_decodes": num_decodes,
+        "num_prefills": count - num_decodes,
+        "max_query_len": int(virtual.query_lens.max(initial=0)),
+        "max_seq_len": max(longest),
+        "max_decode_seq_len": longest[0],
+        "max_prefill_seq_len": longest[1],
+        "max_decode_query_len": int(virtual.query_lens[is_decode].max(initial=0)) or 1,
+        **dict.fromkeys(("num_encoder_tokens", "max_encoder_seq_len"), 0),
+    }
+    return CommonAttentionMetadata(
+        fields,
+        metadata._wrap,
+        **counts,
+        req_ids=tuple(metadata.req_ids[row] for row in rows.tolist()) if metadata.req_ids else (),
+        decodes_first=metadata.decodes_first,
+        from_groups=metadata.from_groups,
+    )
+
+
+def _check_sizes(chunk_size: int, block_size: int) -> None:
+    slots._integer("block_size", block_size, 1)
+    slots._integer("chunk_size", chunk_size, 1)
+    if chunk_size % block_size:
+        raise ValueError(f"chunk_size: {chunk_size} is no multiple of block_size {block_size}; a chunk is whole blocks")
+
+
+def _chunk_tables(
+    table: slots.Int32Array,
+    rows: npt.NDArray[np.intp],
+    chunks: npt.NDArray[np.int64],
+    lens: npt.NDArray[np.int64],
+    query_lens: npt.NDArray[np.int64],
+    blocks_per_chunk: int,
+    block_size: int,
+) -> slots.Int32Array:
+    """The blocks of each chunk that hold keys, padded with 0."""
+    num_blocks = -(-lens // block_size)
+    last = chunks * blocks_per_chunk + num_blocks
+    short = np.flatnonzero((last > table.shape[1]) & (lens > query_lens))
+    if len(short):
+        row, needed = int(rows[short[0]]), int(last[short[0]])
+        raise ValueError(
+            f"block_table: row {row} holds {table.shape[1]} blocks but chunk {chunks[short[0]]} "
+            f"needs block {needed - 1} (block_size {block_size})"
+        )
+    columns = chunks[:, np.newaxis] * blocks_per_chunk + np.arange(blocks_per_chunk)
+    holds = (np.arange(blocks_per_chunk) < num_blocks[:, np.newaxis]) & (columns < table.shape[1])
+    tables = np.zeros(columns.shape, np.int32)
+    picked = np.nonzero(holds)
+    tables[picked] = table[rows[picked[0]], columns[picked]]
+    return tables

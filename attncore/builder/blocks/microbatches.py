@@ -1,0 +1,216 @@
+"""Slices of a batch, for engines that overlap the work of microbatches, and the metadata of a slice."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore import slots
+from attncore.builder.blocks import checks
+from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.persistent.step_metadata import DeviceView
+
+
+class BatchSlice(NamedTuple):
+    """Rows ``req_start:req_stop`` and tokens ``token_start:token_stop`` of a batch.
+
+    The first and the last request may be in it in part: then their other tokens are in the slices beside it.
+    """
+
+    req_start: int
+    req_stop: int
+    token_start: int
+    token_stop: int
+
+
+def slice_by_requests(query_lens: npt.ArrayLike, num_slices: int) -> tuple[BatchSlice, ...]:
+    """``num_slices`` slices of a batch of ``query_lens`` int[n], as equal in requests as they can be, none cut."""
+    slots._integer("num_slices", num_slices, 1)
+    lens = checks.lengths("query_lens", query_lens, 0)
+    if num_slices > len(lens):
+        raise ValueError(f"num_slices: {num_slices} slices of {len(lens)} requests; ask for at most one a request")
+    starts = slots.build_query_start_loc(lens)
+    bounds = [len(lens) * index // num_slices for index in range(num_slices + 1)]
+    tokens = starts[bounds].tolist()
+    return tuple(BatchSlice(*bounds[i : i + 2], *tokens[i : i + 2]) for i in range(num_slices))
+
+
+def slice_by_tokens(query_lens: npt.ArrayLike, num_slices: int) -> tuple[BatchSlice, ...]:
+    """``num_slices`` slices of a batch of ``query_lens`` int[n], as equal in tokens as they can be.
+
+    A request that lies across a border is cut: its later part has the earlier one as context, so that the slices are to
+    run in order, layer by layer. Rows of no tokens go with the tokens before them, or with the first slice.
+    """
+    slots._integer("num_slices", num_slices, 1)
+    starts = slots.build_query_start_loc(checks.lengths("query_lens", query_lens, 0))
+    num_reqs, num_tokens = len(starts) - 1, int(starts[-1])
+    if num_slices > num_tokens:
+        raise ValueError(f"num_slices: {num_slices} slices of {num_tokens} tokens; ask for at most one a token")
+    slices: list[BatchSlice] = []
+    req_start = token_start = 0
+    for index in range(1, num_slices + 1):
+        token_stop = num_tokens * index // num_slices
+        # Rows that begin before the border, and those of no tokens that begin at it.
+        req_stop = int(np.searchsorted(starts[:-1], token_stop, side="left"))
+        while req_stop < num_reqs and starts[req_stop + 1] == token_stop:
+            req_stop += 1
+        slices.append(BatchSlice(req_start, req_stop, token_start, token_stop))
+        token_start = token_stop
+        req_start = req_stop if starts[req_stop] == token_stop else req_stop - 1
+    return tuple(slices)
+
+
+def slice_metadata(
+    metadata: CommonAttentionMetadata, batch_slice: BatchSlice, *, block_size: int | None = None
+) -> CommonAttentionMetadata:
+    """The metadata of ``batch_slice`` as a batch of its own: everything that counts from a batch's start is rebased.
+
+    Arrays are views of the batch's where they can be, and valid as long as those. ``block_size``, tokens, is needed
+    only where the last request is cut and the batch has page lists or last blocks. Encoder tokens of a request that is
+    cut run in the earlier slice. A batch of the list door, and that of one rank of several, can be sliced at requests
+    only, since tables and lengths may be trimmed. Raises ValueError where the slice is not one of this batch, and for a
+    step padded to a captured size.
+    """
+    req_start, req_stop, token_start, token_stop = batch_slice
+    bounds = _row_starts(metadata)
+    _check_slice(metadata, batch_slice, bounds)
+    before, after = int(token_start - bounds[req_start]), int(bounds[req_stop] - token_stop)
+    first_decode = 0 if metadata.decodes_first else metadata.num_prefills
+    first_prefill = metadata.num_decodes if metadata.decodes_first else 0
+    parts = ("decode", first_decode, metadata.num_decodes), ("prefill", first_prefill, metadata.num_prefills)
+    view = metadata._view(req_start, req_stop, token_start, token_stop)
+    if before or after:
+        _check_cut(metadata)
+        cut_encoder = int(view.host.encoder_query_lens[0]) if hasattr(view.host, "encoder_query_lens") else 0
+        _cut(view, before, after, block_size)
+        if isinstance(view, DeviceView):
+            _cut_on_device(view, before, after, cut_encoder if before else 0)
+    for part, start, count in parts:
+        first, last = (min(max(row, req_start), req_stop) for row in (start, start + count))
+        longest = int(view.host.seq_lens[first - req_start : last - req_start].max(initial=0))
+        tokens = int(view.host.query_lens[first - req_start : last - req_start].sum())
+        counts = {f"num_{part}s": last - first, f"num_{part}_tokens": tokens, f"max_{part}_seq_len": longest}
+        if part == "decode" and last > first:
+            counts["max_decode_query_len"] = int(view.host.query_lens[first - req_start : last - req_start].max())
+        view.__dict__.update(counts)
+    # What is neither is padding, which runs as decodes.
+    view.num_decode_tokens = view.num_tokens - view.num_prefill_tokens
+    view.max_seq_len = max(view.max_decode_seq_len, view.max_prefill_seq_len)
+    return view
+
+
+def _row_starts(metadata: CommonAttentionMetadata) -> npt.NDArray[np.int64]:
+    """Where each row's tokens start, those included that a list-door graph pads: one token a padded row."""
+    starts = metadata.host.query_start_loc.astype(np.int64)
+    padded = metadata.num_reqs + 1 - len(starts)
+    return np.concatenate((starts, starts[-1] + 1 + np.arange(padded))) if padded > 0 else starts
+
+
+def _check_slice(metadata: CommonAttentionMetadata, batch_slice: BatchSlice, bounds: npt.NDArray[np.int64]) -> None:
+    req_start, req_stop, token_start, token_stop = batch_slice
+    for name, value in zip(BatchSlice._fields, batch_slice, strict=True):
+        slots._integer(f"batch_slice.{name}", value, 0)
+    if metadata.use_cuda_graph and not metadata.from_groups:
+        raise ValueError("metadata: padded to a captured size; slice the step that is built without a bucket")
+    if not req_start < req_stop <= metadata.num_reqs:
+        raise ValueError(f"batch_slice: rows {req_start}:{req_stop} of a batch of {metadata.num_reqs} rows")
+    starts_in, ends_in = bounds[req_start : req_start + 2], bounds[req_stop - 1 : req_stop + 1]
+    first_fits = token_start == starts_in[0] or starts_in[0] < token_start < starts_in[1]
+    last_fits = token_stop == ends_in[1] or ends_in[0] < token_stop < ends_in[1]
+    if not first_fits or not last_fits or token_stop < token_start:
+        raise ValueError(
+            f"batch_slice: tokens {token_start}:{token_stop} do not begin in row {req_start} and end in row "
+            f"{req_stop - 1}, whose tokens are {bounds[req_start]}:{bounds[req_stop]}; slice this step's query_lens"
+        )
+
+
+def _check_cut(metadata: CommonAttentionMetadata) -> None:
+    if metadata.from_groups:
+        raise ValueError("batch_slice: cuts a request of the list door, whose table may be trimmed; slice by requests")
+    if _is_decoder(metadata.host) and checks.first_partial(metadata) >= 0:
+        raise ValueError(
+            "batch_slice: cuts a request of which one rank of several keeps a part; slice the whole batch's metadata, "
+            "and take the rank's of each slice"
+        )
+
+
+def _is_decoder(host: Any) -> bool:
+    """Whether the keys are those of the tokens themselves, and not an encoder's (a cross group)."""
+    return hasattr(host, "slot_mapping")
+
+
+def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int | None) -> None:
+    """Takes ``before`` tokens off the first request of a view, which become context, and ``after`` off the last."""
+    host: Any = view.host
+    fewer_keys = after > 0 and _is_decoder(host)
+    has_blocks = hasattr(host, "last_blocks") or hasattr(host, "paged_kv_indptr")
+    if fewer_keys and has_blocks:
+        if block_size is None:
+            raise ValueError("block_size: needed to slice through a request, whose last block changes")
+        slots._integer("block_size", block_size, 1)
+    for name in ("query_lens", "context_lens", "seq_lens"):
+        setattr(host, name, getattr(host, name).copy())
+    host.query_lens[0] -= before
+    host.context_lens[0] += before
+    host.query_lens[-1] -= after
+    if fewer_keys:
+        host.seq_lens[-1] -= after
+    host.query_start_loc = slots.build_query_start_loc(host.query_lens)
+    host.seq_start_loc = slots.build_query_start_loc(host.seq_lens)
+    host.logits_indices = host.query_start_loc[1:] - np.int32(1)
+    view.max_query_len = int(host.query_lens.max(initial=0))
+    if before and hasattr(host, "encoder_query_lens"):
+        host.encoder_query_lens = host.encoder_query_lens.copy()
+        host.cross_slot_mapping = host.cross_slot_mapping[host.encoder_query_lens[0] :]
+        host.encoder_query_lens[0] = 0
+        host.encoder_query_start_loc = slots.build_query_start_loc(host.encoder_query_lens)
+    if fewer_keys and has_blocks:
+        _cut_pages(host, block_size or 1)
+
+
+def _cut_on_device(view: DeviceView, before: int, after: int, cut_encoder: int) -> None:
+    """The same for the fields on a device, from what is there: lengths on the host may be bounds (overlapped steps)."""
+    host: Any = view.host
+    fewer_keys = after > 0 and _is_decoder(host)
+    fields = {name: getattr(view, name).clone() for name in ("query_lens", "context_lens", "query_start_loc")}
+    fields["query_lens"][0] -= before
+    fields["query_lens"][-1] -= after
+    fields["context_lens"][0] += before
+    fields["query_start_loc"][1:] -= before
+    fields["query_start_loc"][-1] -= after
+    fields["logits_indices"] = fields["query_start_loc"][1:] - 1
+    if cut_encoder:
+        for name in ("encoder_query_lens", "encoder_query_start_loc"):
+            fields[name] = getattr(view, name).clone()
+        fields["encoder_query_lens"][0] = 0
+        fields["encoder_query_start_loc"][1:] -= cut_encoder
+        fields["cross_slot_mapping"] = view.cross_slot_mapping[cut_encoder:]
+    if fewer_keys:
+        for name in ("seq_lens", "seq_start_loc"):
+            fields[name] = getattr(view, name).clone()
+            fields[name][-1] -= after
+        if hasattr(host, "paged_kv_indptr"):  # with last blocks: every step of the persistent door has both
+            for name in ("paged_kv_indptr", "paged_kv_last_page_len"):
+                fields[name] = getattr(view, name).clone()
+                fields[name][-1] = int(getattr(host, name)[-1])
+            fields["paged_kv_indices"] = view.paged_kv_indices[: int(host.paged_kv_indptr[-1])]
+            column = int(host.paged_kv_indptr[-1] - host.paged_kv_indptr[-2]) - 1
+            fields["last_blocks"] = view.last_blocks.clone()
+            fields["last_blocks"][-1] = view.block_table[-1, column]
+    view.__dict__.update(fields)
+
+
+def _cut_pages(host: Any, block_size: int) -> None:
+    """Page lists and last block of a view whose last request has become shorter."""
+    column = (int(host.seq_lens[-1]) - 1) // block_size
+    if hasattr(host, "last_blocks"):
+        host.last_blocks = host.last_blocks.copy()
+        host.last_blocks[-1] = host.block_table[-1, column]
+    if hasattr(host, "paged_kv_indptr"):
+        host.paged_kv_indptr = host.paged_kv_indptr.copy()
+        host.paged_kv_indptr[-1] = host.paged_kv_indptr[-2] + column + 1
+        host.paged_kv_indices = host.paged_kv_indices[: host.paged_kv_indptr[-1]]
+        host.paged_kv_last_page_len = host.paged_kv_last_page_len.copy()
+        host.paged_kv_last_page_len[-1] = (int(host.seq_lens[-1]) - 1) % block_size + 1

@@ -1,0 +1,119 @@
+"""Which tokens of a step take the embeddings of images, audio or video instead of their own.
+
+A prompt has *placeholders*: ranges of tokens that stand for an item. With chunked prefill a step may run only part of
+a range; the map has that part alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore import slots
+from attncore.builder.blocks import checks
+
+
+class Placeholder(NamedTuple):
+    """``length`` tokens from token ``offset`` of a request's prompt take rows of item ``item``'s embeddings.
+
+    The first takes row ``embedding_start``: an item whose placeholders are parted by ordinary tokens (rows of an image)
+    has several.
+    """
+
+    item: int
+    offset: int
+    length: int
+    embedding_start: int = 0
+
+
+class PlaceholderRun(NamedTuple):
+    """Tokens ``token_start:token_stop`` of the step take item ``item``'s embeddings from row ``embedding_start`` on."""
+
+    req_index: int
+    item: int
+    token_start: int
+    token_stop: int
+    embedding_start: int
+
+
+class PlaceholderMap(NamedTuple):
+    """m tokens of a step and the embeddings that they take, in the order of tokens; host arrays.
+
+    ``embeds[token_indices] = items[item_indices][embedding_indices]``, said a row at a time.
+    """
+
+    token_indices: slots.Int64Array
+    """int64[m]: which of the step's tokens."""
+    req_indices: slots.Int32Array
+    """int32[m]: the row of its request."""
+    item_indices: slots.Int32Array
+    """int32[m]: the placeholder's ``item``."""
+    embedding_indices: slots.Int64Array
+    """int64[m]: the row of that item's embeddings."""
+    runs: tuple[PlaceholderRun, ...]
+    """The same by runs of consecutive tokens: a slice to copy each."""
+
+
+def placeholder_map(
+    placeholders: Sequence[Sequence[Placeholder]], context_lens: npt.ArrayLike, query_lens: npt.ArrayLike
+) -> PlaceholderMap:
+    """The map of a step: ``placeholders`` of each request's whole prompt, in the order of rows; lengths int[n].
+
+    Ranges that this step does not reach, or that lie in the context, add nothing. Raises ValueError or TypeError that
+    names request and placeholder where a range is malformed or two of a request overlap.
+    """
+    queries = checks.lengths("query_lens", query_lens, 0)
+    contexts = checks.lengths("context_lens", context_lens, 0)
+    checks.same_length("context_lens", contexts, len(queries))
+    if len(placeholders) != len(queries):
+        raise ValueError(f"placeholders: those of {len(placeholders)} requests for {len(queries)}; give each a list")
+    runs: list[PlaceholderRun] = []
+    first_token = 0
+    for row, (ranges, context, query) in enumerate(zip(placeholders, contexts.tolist(), queries.tolist(), strict=True)):
+        for item, offset, length, embedding_start in _in_order(row, ranges):
+            start, stop = max(offset, context), min(offset + length, context + query)
+            if start < stop:
+                token = first_token + start - context
+                runs.append(PlaceholderRun(row, item, token, token + stop - start, embedding_start + start - offset))
+        first_token += query
+    return _as_arrays(runs)
+
+
+def _as_arrays(runs: list[PlaceholderRun]) -> PlaceholderMap:
+    columns = np.array(runs, np.int64).reshape(-1, 5).T
+    rows, items, starts, stops, embedding_starts = columns
+    lengths = stops - starts
+    within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return PlaceholderMap(
+        np.repeat(starts, lengths) + within,
+        np.repeat(rows, lengths).astype(np.int32),
+        np.repeat(items, lengths).astype(np.int32),
+        np.repeat(embedding_starts, lengths) + within,
+        tuple(runs),
+    )
+
+
+def _in_order(row: int, ranges: Sequence[Placeholder]) -> list[Placeholder]:
+    """A request's placeholders by offset, each checked."""
+    if not isinstance(ranges, (list, tuple)) or isinstance(ranges, Placeholder):
+        raise TypeError(f"placeholders[{row}]: {ranges!r} is not a list of Placeholder")
+    for index, placeholder in enumerate(ranges):
+        path = f"placeholders[{row}][{index}]"
+        if not isinstance(placeholder, tuple) or len(placeholder) != 4:
+            raise TypeError(f"{path}: {placeholder!r} is not a Placeholder")
+        for name, value, least in zip(Placeholder._fields, placeholder, (0, 0, 1, 0), strict=True):
+            slots._integer(f"{path}.{name}", value, least)
+            if value > slots.INT32_MAX:
+                raise ValueError(f"{path}.{name}: {value} does not fit int32")
+    found = sorted(ranges, key=lambda placeholder: placeholder.offset)
+    for before, after in pairwise(found):
+        if after.offset < before.offset + before.length:
+            raise ValueError(
+                f"placeholders[{row}]: items {before.item} and {after.item} both take token {after.offset}; "
+                "ranges of a request may not overlap"
+            )
+    return found

@@ -1,0 +1,304 @@
+"""The next step of a batch of decodes without a rebuild: list-door metadata moved on by one token, in place."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore import slots
+from attncore.graphs import refuse_while_capturing
+
+if TYPE_CHECKING:
+    from attncore.builder.lists.builder import CommonMetadataBuilder
+    from attncore.builder.metadata import CommonAttentionMetadata
+
+
+# The host arrays that an advance may change.
+_FIELDS = (
+    "context_lens", "positions", "slot_mapping", "seq_lens", "seq_start_loc", "block_table", "paged_kv_indptr",
+    "paged_kv_indices", "paged_kv_last_page_len",
+)  # fmt: skip
+
+
+class _Rows(NamedTuple):
+    """Some rows of the step, in order, and for each an id or a row of ids."""
+
+    rows: npt.NDArray[np.intp]
+    ids: slots.Int32Array
+
+
+class _Next(NamedTuple):
+    """What the next step needs beyond adding 1."""
+
+    started: _Rows
+    """Rows whose token starts a block, and the block."""
+    table: _Rows
+    """Rows of ``block_table`` that change, all their columns: perhaps more or fewer than there are now."""
+    seq_lens: slots.Int32Array | None
+    """Of decodes with a window; None: one more than before."""
+    max_seq_len: int
+
+
+def advance_step(
+    metadata: CommonAttentionMetadata,
+    input_tokens: Any = None,
+    sampled_token_ids: Any = None,
+    num_queries: int | None = None,
+) -> None:
+    """Moves decodes that CommonMetadataBuilder built on by the token that each has sampled, in place.
+
+    Afterwards every field is what a build of the longer sequences would answer, on the device too; views and plans are
+    made anew. Arrays keep their addresses, but for ``paged_kv_indices`` and a ``block_table`` whose shape changes (no
+    graph's does). ``sampled_token_ids`` (n of them, an array or tensor) become the first n of ``input_tokens``
+    int[num_reqs], where padded requests get 0. ``num_queries`` is n, the decodes without padding.
+
+    A token that starts a block takes it from the tables of the groups that the step was built from: an engine may
+    append to them, and must leave what they hold. Raises ValueError or TypeError that names the argument or the row,
+    and changes nothing, for a step with prompts, a decode of several tokens, a token without a block, and a step that a
+    captured graph cannot hold any more; CaptureError while a stream is capturing.
+    """
+    builder = _checked_builder(metadata)
+    n = len(metadata.host.query_lens)
+    if num_queries is not None and slots._integer("num_queries", num_queries, 1) != n:
+        raise ValueError(f"num_queries: {num_queries}, but the step has {n} decodes without padding; build it anew")
+    tokens = _checked_tokens(metadata, n, input_tokens, sampled_token_ids)
+    refuse_while_capturing("cpu" if builder.backend is None else builder.backend.config.device, "advance_step")
+    step = _next_step(metadata, builder, n)
+    if builder._plan is None:
+        _write(metadata, step, builder)
+    else:
+        _write_planned(metadata, step, builder)
+    if tokens is not None:
+        input_tokens[:n] = tokens
+        input_tokens[n : metadata.num_reqs] = 0
+
+
+def _checked_builder(metadata: CommonAttentionMetadata) -> CommonMetadataBuilder:
+    """The builder of a step that can advance."""
+    if metadata._source is None:
+        raise ValueError(
+            "metadata: not as CommonMetadataBuilder.build gave it (a view, a captured size, or of the other door); "
+            "advance the built step"
+        )
+    if metadata.num_prefills:
+        raise ValueError(f"metadata: {metadata.num_prefills} prompts in the step; only decodes advance without a build")
+    if metadata.max_query_len > 1:
+        row = int(metadata.host.query_lens.argmax())
+        raise ValueError(
+            f"metadata: row {row} ran {metadata.max_query_len} tokens; decodes of one token advance, so build the step "
+            "anew"
+        )
+    builder: CommonMetadataBuilder = metadata._source[0]
+    return builder
+
+
+def _checked_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any, sampled: Any) -> Any:
+    """The n sampled tokens as one row, None where the engine gave none."""
+    if input_tokens is None and sampled is None:
+        return None
+    for name, value, length in (("input_tokens", input_tokens, metadata.num_reqs), ("sampled_token_ids", sampled, n)):
+        if value is None:
+            raise TypeError(f"{name}: missing; give input_tokens and sampled_token_ids both, or neither")
+        if not hasattr(value, "shape") or "int" not in str(value.dtype):
+            raise TypeError(f"{name}: {type(value).__name__} is not an array or tensor of integers")
+        if len(value.reshape(-1)) < length:
+            raise ValueError(f"{name}: {len(value.reshape(-1))} tokens for the {length} rows of the step")
+    if len(input_tokens.shape) != 1:
+        raise ValueError(f"input_tokens: {list(input_tokens.shape)}; it must have one dimension")
+    tokens = sampled.reshape(-1)[:n]
+    if isinstance(tokens, np.ndarray) and not isinstance(input_tokens, np.ndarray):
+        import torch
+
+        return torch.from_numpy(tokens)
+    return tokens
+
+
+def _next_step(metadata: CommonAttentionMetadata, builder: CommonMetadataBuilder, n: int) -> _Next:
+    """The next step, checked; nothing is written yet."""
+    host, size, window = metadata.host, builder.block_size, builder.sliding_window
+    tables = vars(metadata).get("_row_tables")
+    if tables is None:
+        tables = vars(metadata)["_row_tables"] = _row_tables(metadata, n)
+    contexts = host.context_lens + np.int32(1)  # where the new tokens stand
+    longest = int(contexts.max()) + 1
+    if longest > slots.INT32_MAX:
+        raise ValueError(f"metadata: row {int(contexts.argmax())} cannot grow beyond {slots.INT32_MAX} tokens")
+    lengths = None
+    total = int(host.seq_start_loc[-1]) + n
+    if window is not None:
+        lengths = contexts + np.int32(1)
+        most = -(-window // size) * size
+        lengths = np.minimum(lengths, most + lengths.astype(np.int64) % size).astype(np.int32)
+        longest, total = int(lengths.max()), int(lengths.sum(dtype=np.int64)) + metadata.num_reqs - n
+    if metadata.use_cuda_graph and longest > (builder.max_seq_len_to_capture or 0):
+        row = int((contexts if lengths is None else lengths).argmax())
+        raise ValueError(
+            f"max_seq_len_to_capture: {builder.max_seq_len_to_capture} is below the length {longest} of row {row}; "
+            "build the step anew, without a graph"
+        )
+    started = _started_blocks(host, builder, contexts, tables)
+    if builder.layout.page_lists:
+        total = max(total, int(host.paged_kv_indptr[-1]) + len(started.rows))
+    if total > slots.INT32_MAX:
+        raise ValueError(f"metadata: lengths or pages of this step, {total} in all, do not fit int32")
+    if lengths is None:
+        return _Next(started, _longer_rows(metadata, contexts // size, started), None, longest)
+    return _Next(started, _trimmed_rows(metadata, size, contexts, lengths, started), lengths, longest)
+
+
+def _row_tables(metadata: CommonAttentionMetadata, n: int) -> list[Any]:
+    """Every row's table, in the groups that the step was built from."""
+    slot_mapping = metadata.host.slot_mapping[:n]
+    if slot_mapping.min() < 0:
+        raise ValueError(f"metadata: row {int(slot_mapping.argmin())} is of a profiling run, without blocks")
+    tables = [sequence[3] for group in metadata._source[1] for sequence in group[1]]
+    if len(tables) != n:
+        raise ValueError(f"metadata: its groups have {len(tables)} sequences now, not {n}; build the step anew")
+    return tables
+
+
+def _started_blocks(host: Any, builder: CommonMetadataBuilder, contexts: slots.Int32Array, tables: list[Any]) -> _Rows:
+    """The rows whose tokens at ``contexts`` start a block, each with its id: with blocks of 16, about one in 16."""
+    size = builder.block_size
+    rows = np.flatnonzero(contexts % size == 0)
+    found = _Rows(rows, np.empty(len(rows), np.int32))
+    columns, last_blocks = (contexts[rows] // size).tolist(), (host.slot_mapping[rows] // size).tolist()
+    ids: list[Any] = []
+    for row, column, last in zip(rows.tolist(), columns, last_blocks, strict=True):
+        table = tables[row]
+        if len(table) <= column:
+            raise ValueError(
+                f"metadata: row {row} holds {len(table)} blocks but token {column * size} needs block {column} "
+                f"(block_size {size})"
+            )
+        if operator.index(table[column - 1]) != last:
+            raise ValueError(
+                f"metadata: row {row} was built from another table than its group has now; append to tables only, or "
+                "build the step anew"
+            )
+        ids.append(table[column])
+    if ids and builder._kernels.fill_block_table([ids], found.ids[np.newaxis]) >= 0:
+        at = next(at for at, one in enumerate(ids) if slots._bad_ids([one], slots.INT32_MAX + 1))
+        raise ValueError(f"metadata: row {rows[at]}: block id {ids[at]!r} is no integer of 0..{slots.INT32_MAX}")
+    return found
+
+
+def _longer_rows(metadata: CommonAttentionMetadata, columns: slots.Int32Array, started: _Rows) -> _Rows:
+    """Whole rows that get a block which they did not have yet: those appended to a table since the build."""
+    rows, table = started.rows, metadata.host.block_table
+    columns, ids = columns[rows], started.ids
+    width = max(table.shape[1], int(columns.max(initial=-1)) + 1)
+    if width == table.shape[1]:
+        new = table[rows, columns] != ids
+        rows, columns, ids = rows[new], columns[new], ids[new]
+    longer = np.zeros((len(rows), width), np.int32)
+    longer[:, : table.shape[1]] = table[rows]
+    longer[np.arange(len(rows)), columns] = ids
+    return _Rows(rows, longer)
+
+
+def _trimmed_rows(
+    metadata: CommonAttentionMetadata,
+    size: int,
+    contexts: slots.Int32Array,
+    lengths: slots.Int32Array,
+    started: _Rows,
+) -> _Rows:
+    """Rows trimmed by a window that change: they get a block, or the window leaves one behind, or both."""
+    table, n = metadata.host.block_table, len(contexts)
+    counts, held = -(-lengths // size), -(-metadata.host.seq_lens[:n] // size)
+    drops = contexts // size + 1 - counts > -(-contexts // size) - held
+    changes = drops.copy()
+    changes[started.rows] = True
+    rows = np.flatnonzero(changes)
+    width = table.shape[1] if metadata.use_cuda_graph else int(counts.max())
+    ids = np.zeros((len(rows), max(width, table.shape[1])), np.int32)
+    ids[:, : table.shape[1]] = table[rows]
+    dropping = drops[rows]
+    ids[dropping, :-1] = ids[dropping, 1:]
+    ids[dropping, held[rows[dropping]] - 1] = 0
+    ids[np.searchsorted(rows, started.rows), counts[started.rows] - 1] = started.ids
+    return _Rows(rows, ids[:, :width])
+
+
+def _write(metadata: CommonAttentionMetadata, step: _Next, builder: CommonMetadataBuilder) -> None:
+    host, (rows, ids) = metadata.host, step.started
+    n, num_reqs = len(host.query_lens), metadata.num_reqs
+    host.context_lens += 1
+    host.positions[:n] += 1
+    host.slot_mapping[:n] += 1
+    host.slot_mapping[rows] = ids.astype(np.int64) * builder.block_size
+    if step.seq_lens is None:
+        host.seq_lens[:n] += 1
+    else:
+        host.seq_lens[:n] = step.seq_lens
+    np.cumsum(host.seq_lens, out=host.seq_start_loc[1:])
+    table, changed = host.block_table, step.table
+    if changed.ids.shape[1] != table.shape[1]:
+        host.block_table = np.zeros((num_reqs, changed.ids.shape[1]), np.int32)
+        host.block_table[:, : table.shape[1]] = table[:, : changed.ids.shape[1]]
+    if len(changed.rows):
+        host.block_table[changed.rows] = changed.ids
+    if builder.layout.page_lists:
+        host.paged_kv_last_page_len[:n] += 1
+        host.paged_kv_last_page_len[rows] = 1
+        if len(rows):
+            _add_pages(host, builder, rows, ids)
+    metadata.max_seq_len = metadata.max_decode_seq_len = step.max_seq_len
+    metadata.advanced += 1
+    _follow(metadata, table_changed=len(changed.rows) > 0)
+
+
+def _add_pages(host: Any, builder: CommonMetadataBuilder, rows: npt.NDArray[np.intp], ids: slots.Int32Array) -> None:
+    """Page lists with a page more at the end of ``rows``."""
+    indptr = host.paged_kv_indptr
+    before, more = indptr[rows + 1], np.zeros(len(indptr), np.int32)
+    more[rows + 1] = 1
+    indptr += np.cumsum(more, dtype=np.int32)
+    if builder.sliding_window is not None:  # the table is trimmed, the list is not
+        host.paged_kv_indices = np.insert(host.paged_kv_indices, before, ids)
+        return
+    host.paged_kv_indices = np.empty(int(indptr[-1]), np.int32)
+    n = len(host.query_lens)
+    builder._kernels.fill_page_indices(host.block_table[:n], indptr[: n + 1], host.paged_kv_indices)
+
+
+def _follow(metadata: CommonAttentionMetadata, table_changed: bool) -> None:
+    """Brings what was made of the host arrays up to date: tensors at the addresses that they have, views anew."""
+    wrapped = vars(metadata)
+    for name in ("_prefill", "_decode", "_bound"):
+        wrapped.pop(name, None)
+    for name in _FIELDS:
+        value = wrapped.get(name)
+        if value is None or (name == "block_table" and not table_changed):
+            continue
+        array = getattr(metadata.host, name)
+        if tuple(value.shape) != array.shape:
+            del wrapped[name]
+        elif isinstance(value, np.ndarray):
+            wrapped[name] = array
+        elif value.data_ptr() != array.__array_interface__["data"][0]:
+            import torch
+
+            # Memory that is not pinned has been staged when this returns, and may be written to again.
+            value.copy_(torch.from_numpy(array), non_blocking=True)
+
+
+def _write_planned(metadata: CommonAttentionMetadata, step: _Next, builder: CommonMetadataBuilder) -> None:
+    """Writes the step and plans it; where planning fails, the step before is back."""
+    host = metadata.host
+    before = {name: (array, array.copy()) for name in _FIELDS if (array := getattr(host, name, None)) is not None}
+    counts = {name: getattr(metadata, name) for name in ("max_seq_len", "max_decode_seq_len", "advanced")}
+    _write(metadata, step, builder)
+    try:
+        builder._plan(metadata)
+    except BaseException:
+        for name, (array, values) in before.items():
+            array[...] = values
+            setattr(host, name, array)
+        vars(metadata).update(counts)
+        _follow(metadata, table_changed=True)
+        raise

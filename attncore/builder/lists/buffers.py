@@ -1,0 +1,270 @@
+"""Where captured graphs of the list door read a step: arrays at fixed addresses, and the way there.
+
+One block of memory holds them all. On a CPU a step is written to it; for another device it is written to a staging
+block, pinned on CUDA, and sent in two or three copies that wait for nothing.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore.builder.metadata import LOC_FIELDS
+from attncore.slots import PAD_SLOT_ID
+
+if TYPE_CHECKING:
+    from attncore.builder.lists.builder import CommonMetadataBuilder
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+ALIGNMENT = 128  # bytes: a cache line of the widest device
+STAGING_DEPTH = 2
+
+# What a padded step has for every row that the graph was captured with, and what it has for its own rows alone.
+_PADDED = ("slot_mapping", "positions", "seq_lens", "seq_start_loc")
+_UNPADDED = ("context_lens", "query_lens", "logits_indices")
+_PADDED_PAGES = ("paged_kv_indptr", "paged_kv_last_page_len")
+_PADDED_ENCODER = ("encoder_seq_lens", "encoder_seq_start_loc")
+_LOCS = frozenset((*LOC_FIELDS, "encoder_seq_start_loc", "encoder_query_start_loc"))
+_INT64 = frozenset(("slot_mapping", "positions"))
+
+
+class _Place(NamedTuple):
+    """Where one array lies, in bytes, and what it is."""
+
+    offset: int
+    dtype: type[np.generic]
+    shape: tuple[int, ...]
+
+    @property
+    def row_nbytes(self) -> int:
+        return int(np.prod(self.shape[1:], dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.shape[0] * self.row_nbytes
+
+
+class _Arena:
+    """One block of memory with a step in it."""
+
+    def __init__(self, memory: npt.NDArray[np.uint8], tensor: Any = None) -> None:
+        self.memory, self.tensor = memory, tensor
+        self.event: Any = None
+        self.hosts: dict[int, SimpleNamespace] = {}
+        self.rooms: dict[tuple[int, int], SimpleNamespace] = {}
+        self.num_pages = 0
+        """Entries of the page indices that may be other than 0."""
+
+
+class GraphBuffers:
+    """Fixed-address arrays for padded steps of up to ``max_batch_size`` decodes, as ``builder`` pads them.
+
+    ``device`` is a torch device, or None for NumPy arrays. Arrays of a smaller size are views of the largest one's.
+    """
+
+    def __init__(self, builder: CommonMetadataBuilder, device: str | None, max_batch_size: int) -> None:
+        assert builder.max_seq_len_to_capture is not None
+        size, block = max_batch_size, builder.block_size
+        self.max_batch_size = size
+        self.has_pages, self.has_encoder = builder.layout.page_lists, builder.encoder_decoder
+        self.width = -(-builder.max_seq_len_to_capture // block)
+        longest_encoder = builder.max_encoder_seq_len_to_capture or builder.max_seq_len_to_capture
+        self.cross_width = -(-longest_encoder // block) if self.has_encoder else 0
+        self.max_pages = size * self.width if self.has_pages else 0
+        names = [*_PADDED, "token_to_req_indices", *_UNPADDED, "query_start_loc"]
+        names += _PADDED_PAGES if self.has_pages else ()
+        names += (*_PADDED_ENCODER, "encoder_query_lens", "encoder_query_start_loc") if self.has_encoder else ()
+        shapes: dict[str, tuple[int, ...]] = {name: (size + (name in _LOCS),) for name in names}
+        shapes["block_table"] = (size, self.width)  # behind the small fields: one copy takes both
+        if self.has_encoder:
+            shapes["cross_block_table"] = (size, self.cross_width)
+        if self.has_pages:
+            shapes["paged_kv_indices"] = (self.max_pages,)
+        self._places: dict[str, _Place] = {}
+        self.nbytes = 0
+        for name, shape in shapes.items():
+            place = self._places[name] = _Place(self.nbytes, np.int64 if name in _INT64 else np.int32, shape)
+            self.nbytes = -(-place.end // ALIGNMENT) * ALIGNMENT
+        self._device_name = device
+        self._device: Any = None
+        self._device_pages = 0
+        self._next = 0
+        self._arenas = self._allocated(device)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arrays that graphs read."""
+        return tuple(self._places)
+
+    def views(self, size: int) -> dict[str, Any]:
+        """The arrays that a graph of ``size`` requests reads: tensors on the device, or NumPy arrays."""
+        if self._device_name is None:
+            return vars(self._host(self._arenas[0], size)).copy()
+        import torch
+
+        if self._device is None:
+            return {name: torch.from_numpy(array) for name, array in vars(self._host(self._arenas[0], size)).items()}
+        found = {}
+        for name, place in self._places.items():
+            dtype = torch.int64 if place.dtype is np.int64 else torch.int32
+            found[name] = self._cut(name, self._device[place.offset : place.end].view(dtype).view(place.shape), size)
+        if self.has_encoder:
+            found["cross_slot_mapping"] = torch.empty(0, dtype=torch.int64, device=self._device_name)
+        return found
+
+    def write(self, step: Any, size: int) -> SimpleNamespace:
+        """Brings the host arrays of a step that was padded to ``size`` here: whole rows, whole tails, padded rows too.
+
+        Answers the same on the host. On CUDA nothing is waited for but an earlier copy out of the staging block that is
+        written to.
+        """
+        arena = self._acquired()
+        out, num_reqs = vars(self._host(arena, size)), len(step.query_lens)
+        for name in _PADDED:
+            out[name][...] = getattr(step, name)
+        for name in _UNPADDED:
+            out[name][:num_reqs] = getattr(step, name)
+        out["query_start_loc"][: num_reqs + 1] = step.query_start_loc
+        out["block_table"][...] = step.block_table
+        if self.has_encoder:
+            for name in (*_PADDED_ENCODER, "cross_block_table"):
+                out[name][...] = getattr(step, name)
+        num_pages = 0
+        if self.has_pages:
+            for name in _PADDED_PAGES:
+                out[name][...] = getattr(step, name)
+            num_pages = len(step.paged_kv_indices)
+            out["paged_kv_indices"][:num_pages] = step.paged_kv_indices
+        return self._finished(arena, size, num_reqs, num_pages)
+
+    def room(self, num_reqs: int, size: int, num_pages: int) -> SimpleNamespace:
+        """Where a builder may write a step of ``num_reqs`` rows padded to ``size``; ``written`` is to follow."""
+        arena = self._acquired()
+        room = arena.rooms.get((size, num_reqs))
+        if room is None:
+            whole = vars(self._host(arena, size))
+            room = arena.rooms[size, num_reqs] = SimpleNamespace(**whole)
+            for name in _UNPADDED:
+                setattr(room, name, whole[name][:num_reqs])
+            room.query_start_loc = whole["query_start_loc"][: num_reqs + 1]
+        room = SimpleNamespace(**vars(room))
+        if self.has_pages:
+            room.paged_kv_indices = room.paged_kv_indices[:num_pages]
+        return room
+
+    def written(self, num_reqs: int, size: int, num_pages: int) -> SimpleNamespace:
+        """Brings what was written to ``room`` where graphs read; answers as ``write``."""
+        return self._finished(self._acquired(), size, num_reqs, max(num_pages, 0))
+
+    def _finished(self, arena: _Arena, size: int, num_reqs: int, num_pages: int) -> SimpleNamespace:
+        """Resets what the step's rows do not reach, and sends it all; the next step has the next staging block."""
+        host = self._host(arena, size)
+        self._next = (self._next + 1) % len(self._arenas)
+        if num_reqs < size:
+            for name in _UNPADDED:
+                getattr(host, name)[num_reqs:] = 0
+            host.query_start_loc[num_reqs + 1 :] = num_reqs
+        if num_pages < arena.num_pages:
+            host.paged_kv_indices[num_pages : arena.num_pages] = 0
+        arena.num_pages = num_pages
+        if self._device is not None:
+            self._send(arena, size, max(num_pages, self._device_pages))
+            self._device_pages = num_pages
+        return host
+
+    def write_null(self, size: int) -> SimpleNamespace:
+        """A step of padding alone."""
+        none, zeros = np.zeros(0, np.int32), np.zeros(size, np.int32)
+        ones, sums = np.ones(size, np.int32), np.arange(size + 1, dtype=np.int32)
+        step = SimpleNamespace(
+            slot_mapping=np.full(size, PAD_SLOT_ID, np.int64),
+            positions=zeros,
+            seq_lens=ones,
+            seq_start_loc=sums,
+            context_lens=none,
+            query_lens=none,
+            logits_indices=none,
+            query_start_loc=0,
+            block_table=0,
+            paged_kv_indptr=0,
+            paged_kv_indices=none,
+            paged_kv_last_page_len=0,
+            encoder_seq_lens=ones,
+            encoder_seq_start_loc=sums,
+            cross_block_table=0,
+        )
+        return self.write(step, size)
+
+    def _allocated(self, device: str | None) -> list[_Arena]:
+        if device is None or device.startswith("cpu"):
+            arenas = [_Arena(_aligned(self.nbytes))]
+        else:
+            import torch
+
+            pinned = device.startswith("cuda")
+            with torch.inference_mode(False):  # steps are written in that mode and outside of it
+                self._device = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+            arenas = []
+            for _ in range(STAGING_DEPTH if pinned else 1):
+                tensor = torch.zeros(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
+                arenas.append(_Arena(tensor.numpy(), tensor))
+        for arena in arenas:  # a decode of one token a row: this never changes
+            whole = vars(self._host(arena, self.max_batch_size))
+            whole["token_to_req_indices"][...] = np.arange(self.max_batch_size)
+        return arenas
+
+    def _host(self, arena: _Arena, size: int) -> SimpleNamespace:
+        found = arena.hosts.get(size)
+        if found is None:
+            found = arena.hosts[size] = SimpleNamespace()
+            for name, place in self._places.items():
+                array = arena.memory[place.offset : place.end].view(place.dtype).reshape(place.shape)
+                setattr(found, name, self._cut(name, array, size))
+            if self.has_encoder:
+                found.cross_slot_mapping = np.zeros(0, np.int64)
+        return found
+
+    def _cut(self, name: str, array: Any, size: int) -> Any:
+        return array if name == "paged_kv_indices" else array[: size + (name in _LOCS)]
+
+    def _acquired(self) -> _Arena:
+        """The staging block that is next; on CUDA its last copy has been made."""
+        arena = self._arenas[self._next]
+        if arena.event is not None and not arena.event.query():
+            arena.event.synchronize()
+        return arena
+
+    def _send(self, arena: _Arena, size: int, num_pages: int) -> None:
+        """Copies a step to the device, in the order of its current stream."""
+        table, cross, pages = (
+            self._places.get(name) for name in ("block_table", "cross_block_table", "paged_kv_indices")
+        )
+        assert table is not None
+        spans = [(0, table.offset + size * table.row_nbytes)]
+        if cross is not None:
+            spans.append((cross.offset, cross.offset + size * cross.row_nbytes))
+        if pages is not None and num_pages:
+            spans.append((pages.offset, pages.offset + num_pages * pages.row_nbytes))
+        pinned = len(self._arenas) > 1
+        for start, stop in spans:
+            self._device[start:stop].copy_(arena.tensor[start:stop], non_blocking=pinned)
+        if pinned:
+            self._record(arena)
+
+    def _record(self, arena: _Arena) -> None:
+        """Marks the end of the copies out of a staging block."""
+        import torch
+
+        if arena.event is None:
+            arena.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arena.event.record(torch.cuda.current_stream(self._device_name))
+
+
+def _aligned(nbytes: int) -> npt.NDArray[np.uint8]:
+    memory = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + nbytes]

@@ -1,0 +1,235 @@
+"""The list door: metadata from groups of sequences, one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attncore import slots
+from attncore.builder.lists.dialects import LAYOUTS
+from attncore.builder.lists.encoders import encoder_fields
+from attncore.builder.lists.sequence_group import SequenceGroup
+from attncore.builder.metadata import CommonAttentionMetadata, identity
+from attncore.builder.persistent import refusals as problems
+from attncore.errors import ConcurrentUseError
+from attncore.graphs import refuse_while_capturing
+
+
+class _Measures(NamedTuple):
+    """What GroupReader.measure answers."""
+
+    code: int
+    row: int
+    token: int
+    num_tokens: int
+    num_seq_tokens: int
+    num_prefills: int
+    num_prefill_tokens: int
+    widest_row: int
+    num_pages: int
+    max_query_len: int
+    max_prefill_seq_len: int
+    max_decode_seq_len: int
+    max_decode_query_len: int
+    longest: int
+
+
+# Arrays for so many sequences, requests, tokens, columns and pages (-1: no page lists); their contents do not matter.
+Room = Callable[[int, int, int, int, int], SimpleNamespace]
+
+
+def _fresh(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages: int) -> SimpleNamespace:
+    host = SimpleNamespace(
+        slot_mapping=np.empty(num_tokens, np.int64),
+        positions=np.empty(num_tokens, np.int64),
+        token_to_req_indices=np.empty(num_tokens, np.int32),
+        seq_lens=np.empty(num_reqs, np.int32),
+        context_lens=np.empty(num_seqs, np.int32),
+        query_lens=np.empty(num_seqs, np.int32),
+        query_start_loc=np.empty(num_seqs + 1, np.int32),
+        seq_start_loc=np.empty(num_reqs + 1, np.int32),
+        logits_indices=np.empty(num_seqs, np.int32),
+        block_table=np.empty((num_reqs, width), np.int32),
+    )
+    if num_pages >= 0:
+        host.paged_kv_indptr = np.empty(num_reqs + 1, np.int32)
+        host.paged_kv_indices = np.empty(num_pages, np.int32)
+        host.paged_kv_last_page_len = np.empty(num_reqs, np.int32)
+    return host
+
+
+def _planner(backend: Any) -> Callable[[CommonAttentionMetadata], None]:
+    """The backend's plan, refused while a stream is capturing: only a step that is planned pays for the question."""
+    plan, device = backend.plan, backend.config.device
+
+    def planned(metadata: CommonAttentionMetadata) -> None:
+        refuse_while_capturing(device, "plan")
+        plan(metadata)
+
+    return planned
+
+
+class CommonMetadataBuilder:
+    """Builds metadata from lists of SequenceGroup, by the rules of the first generation (docs/list-door.md).
+
+    ``layout``: ``common``, ``flash``, ``flashinfer`` or ``rocm``. ``sliding_window``: tokens a query may see, itself
+    included. ``max_seq_len_to_capture`` is read only where a build pads for a CUDA graph: the table is then
+    ``ceil(max_seq_len_to_capture / block_size)`` wide. ``backend`` None gives NumPy arrays. Answers are fresh arrays,
+    the caller's to keep.
+
+    ``encoder_decoder``: every group has ``encoder_seq_len`` and a ``cross_block_table``, and metadata the fields of
+    encoders and of cross attention. ``max_encoder_seq_len_to_capture``: as the other, for the cross table (None: the
+    same length).
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        layout: str = "common",
+        *,
+        sliding_window: int | None = None,
+        chunked_prefill: bool = False,
+        max_seq_len_to_capture: int | None = None,
+        encoder_decoder: bool = False,
+        max_encoder_seq_len_to_capture: int | None = None,
+        backend: Any = None,
+        kernels: slots.KernelsName | None = None,
+    ) -> None:
+        for name, value in (
+            ("block_size", block_size),
+            ("sliding_window", sliding_window),
+            ("max_seq_len_to_capture", max_seq_len_to_capture),
+            ("max_encoder_seq_len_to_capture", max_encoder_seq_len_to_capture),
+        ):
+            if value is not None:
+                slots._integer(name, value, 1)
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout: {layout!r} is not one of {', '.join(LAYOUTS)}")
+        for name, flag in (("chunked_prefill", chunked_prefill), ("encoder_decoder", encoder_decoder)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}: {flag!r} is not true or false")
+        if encoder_decoder and not LAYOUTS[layout].encoder_decoder:
+            able = ", ".join(name for name, one in LAYOUTS.items() if one.encoder_decoder)
+            raise ValueError(f"layout: {layout} has no encoder/decoder attention; {able} have")
+        if max_encoder_seq_len_to_capture is not None and not encoder_decoder:
+            raise ValueError("max_encoder_seq_len_to_capture: given, but encoder_decoder is false")
+        self.block_size, self.layout = block_size, LAYOUTS[layout]
+        self.sliding_window, self.chunked_prefill = sliding_window, chunked_prefill
+        self.max_seq_len_to_capture = max_seq_len_to_capture
+        self.encoder_decoder, self.max_encoder_seq_len_to_capture = encoder_decoder, max_encoder_seq_len_to_capture
+        self._kernels = slots.load_kernels(kernels)
+        self._reader = self._kernels.GroupReader()
+        self._max_numbers: int | None = None  # a stream of strangers' batches sets a limit (batch_file.py)
+        self.backend = backend
+        self._wrap = identity if backend is None else backend.from_host
+        self._plan: Any = _planner(backend) if backend is not None and backend.has_plan else None
+
+    def build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int = -1) -> CommonAttentionMetadata:
+        """The metadata of one step: prompts, then decodes.
+
+        ``cuda_graph_pad_size`` -1: no graph; else the number of padded requests behind the decodes. Raises ValueError
+        or TypeError that names the group, sequence and field, and builds nothing.
+        """
+        return self._build(groups, cuda_graph_pad_size, _fresh)
+
+    def _build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int, room: Room) -> CommonAttentionMetadata:
+        slots._integer("cuda_graph_pad_size", cuda_graph_pad_size, -1)
+        if not isinstance(groups, (list, tuple)):
+            if not isinstance(groups, Iterable):
+                raise problems.malformed_groups(groups)
+            groups = list(groups)
+        if not self._reader.enter():
+            raise ConcurrentUseError("builder: another caller is inside it; give each thread a builder of its own")
+        try:
+            return self._built(groups, cuda_graph_pad_size, room)
+        finally:
+            self._reader.leave()
+
+    def _built(self, groups: Any, cuda_graph_pad_size: int, room: Room) -> CommonAttentionMetadata:
+        reader = self._reader
+        if not reader.read(groups):
+            raise problems.malformed_groups(groups)
+        window = self.sliding_window or 0
+        measures = _Measures(
+            *reader.measure(
+                self.block_size, window, self.chunked_prefill, self.layout.whole_batch_hit,
+                self.layout.multi_token_decode,
+            )
+        )  # fmt: skip
+        if measures.code != slots.OK:
+            raise problems.refused_groups(
+                groups,
+                measures.code,
+                measures.row,
+                measures.token,
+                self.block_size,
+                self.sliding_window,
+                self.layout.name,
+            )
+        use_graph = cuda_graph_pad_size >= 0
+        pad = max(cuda_graph_pad_size, 0)
+        width = self._graph_width(groups, measures) if use_graph else measures.widest_row
+
+        num_seqs = reader.num_seqs
+        num_reqs, num_tokens = num_seqs + pad, measures.num_tokens + pad
+        if max(num_tokens, measures.num_seq_tokens + pad) > slots.INT32_MAX:
+            raise ValueError(f"cuda_graph_pad_size: {pad} padded requests do not fit int32")
+        if self._max_numbers is not None and num_tokens + num_reqs * width > self._max_numbers:
+            raise ValueError(
+                f"groups: an answer of {num_tokens} tokens and a table of {num_reqs} x {width} is more than the "
+                f"{self._max_numbers} numbers allowed here"
+            )
+        num_pages = measures.num_pages if self.layout.page_lists else -1
+        host = room(num_seqs, num_reqs, num_tokens, width, num_pages)
+        reader.fill(
+            self.block_size, window, pad, host.slot_mapping, host.positions, host.token_to_req_indices, host.seq_lens,
+            host.context_lens, host.query_lens, host.query_start_loc, host.seq_start_loc, host.logits_indices,
+        )  # fmt: skip
+        reader.fill_table(host.block_table)
+        if num_pages >= 0:
+            reader.fill_pages(self.block_size, host.paged_kv_indptr, host.paged_kv_indices, host.paged_kv_last_page_len)
+        num_decode_tokens = num_tokens - measures.num_prefill_tokens
+        metadata = CommonAttentionMetadata(
+            host,
+            self._wrap,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            num_prefills=measures.num_prefills,
+            num_prefill_tokens=measures.num_prefill_tokens,
+            num_decodes=num_seqs - measures.num_prefills,
+            num_decode_tokens=num_decode_tokens,
+            max_query_len=measures.max_query_len,
+            max_seq_len=max(measures.max_prefill_seq_len, measures.max_decode_seq_len),
+            max_prefill_seq_len=measures.max_prefill_seq_len,
+            max_decode_seq_len=measures.max_decode_seq_len,
+            use_cuda_graph=use_graph,
+            max_decode_query_len=measures.max_decode_query_len,
+            from_groups=True,
+            _source=(self, groups),
+        )
+        if self.encoder_decoder:
+            fields, counts = encoder_fields(self, groups, measures.num_prefills, num_reqs, use_graph)
+            vars(host).update(fields)
+            vars(metadata).update(counts)
+        elif len(groups[0]) > 3 and groups[0][3] is not None:
+            raise ValueError(
+                "groups[0].encoder_seq_len: given to a builder that was not made with encoder_decoder=True"
+            )
+        if self._plan is not None:
+            self._plan(metadata)
+        return metadata
+
+    def _graph_width(self, groups: Any, measures: _Measures) -> int:
+        """The fixed width of a captured table, and whether this step may replay a graph at all."""
+        capture = self.max_seq_len_to_capture
+        if capture is None:
+            raise ValueError("max_seq_len_to_capture: needed by a build that pads for a CUDA graph")
+        if measures.num_prefills:
+            raise ValueError("graph_batch_size: a graph batch holds decodes only; groups[0].is_prompt is true")
+        width = -(-capture // self.block_size)
+        if measures.longest > capture or (measures.widest_row > width and not self.layout.cuts_lookahead):
+            raise problems.beyond_capture(groups, self.block_size, self.sliding_window, capture, self.layout.name)
+        return width

@@ -1,0 +1,228 @@
+"""Encoders and cross attention: the encoder's part of a list-door step, and what each type of attention runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore import slots
+from attncore.abstract import AttentionType
+
+if TYPE_CHECKING:
+    from attncore.builder.lists.builder import CommonMetadataBuilder
+    from attncore.builder.metadata import CommonAttentionMetadata
+
+Fields = dict[str, npt.NDArray[Any]]
+Counts = dict[str, int]
+
+#: Fields of metadata that a step without encoder input does not have.
+ENCODER_FIELDS = (
+    "encoder_seq_lens", "encoder_query_lens", "encoder_seq_start_loc", "encoder_query_start_loc", "cross_slot_mapping",
+    "cross_block_table",
+)  # fmt: skip
+
+
+def token_counts(metadata: CommonAttentionMetadata, attn_type: AttentionType | str) -> tuple[int, int, int]:
+    """(query tokens of prefills, key tokens of prefills, query tokens of decodes) of attention of ``attn_type``.
+
+    By the rules of the first generation, whose steps are all prompts or all decodes: encoder tokens count as
+    ``num_encoder_tokens``, also those of decodes, of which no key runs. (``len(metadata.cross_slot_mapping)`` is what
+    runs.) Raises ValueError for another type, and where the step has no encoder input but the type needs it.
+    """
+    try:
+        kind = AttentionType(attn_type)
+    except ValueError:
+        raise ValueError(f"attn_type: {attn_type!r} is not one of {', '.join(AttentionType)}") from None
+    prefill, decode = metadata.num_prefill_tokens, metadata.num_decode_tokens
+    if kind in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
+        return prefill, prefill, decode
+    if not hasattr(metadata, "encoder_seq_lens"):
+        raise ValueError(
+            f"metadata: attention of type {kind} needs encoder_seq_lens, which this step, without encoder input, lacks"
+        )
+    encoder = metadata.num_encoder_tokens
+    return (encoder, encoder, 0) if kind is AttentionType.ENCODER else (prefill, encoder, decode)
+
+
+def encoder_rows(host: Any, first: int, last: int) -> tuple[Fields, Counts]:
+    """The encoder fields of rows first..last of ``host`` as a batch of their own, and their counts."""
+    fields = {name: getattr(host, name)[first:last] for name in ("encoder_seq_lens", "encoder_query_lens")}
+    fields["cross_block_table"] = host.cross_block_table[first:last]
+    starts = host.encoder_query_start_loc
+    fields["cross_slot_mapping"] = host.cross_slot_mapping[starts[first] : starts[last]]
+    for name in ("encoder_seq_start_loc", "encoder_query_start_loc"):
+        sums = getattr(host, name)[first : last + 1]
+        fields[name] = sums - sums[0] if sums[0] else sums
+    lens = fields["encoder_seq_lens"]
+    unpadded = lens[: max(0, len(host.query_lens) - first)]  # a list-door graph pads with 1
+    return fields, {"num_encoder_tokens": int(unpadded.sum()), "max_encoder_seq_len": int(lens.max(initial=0))}
+
+
+def encoder_fields(
+    builder: CommonMetadataBuilder, groups: Any, num_prefills: int, num_reqs: int, use_graph: bool
+) -> tuple[Fields, Counts]:
+    """The encoder fields of a step of ``groups``, which the builder has read, and their counts.
+
+    Prompts run all their encoder tokens and read no table; decodes run none and read ``cross_block_table``. Raises
+    ValueError or TypeError that names the group and the field.
+    """
+    lens, tables = _read(groups, builder.block_size)
+    num_seqs = len(lens)
+    num_tokens = sum(lens)
+    if num_tokens + num_reqs - num_seqs > slots.INT32_MAX:
+        raise ValueError(f"encoder_seq_len: the sum {num_tokens} over this step does not fit int32")
+    width = max(map(len, tables[num_prefills:]), default=0)
+    if use_graph:
+        width = _graph_width(builder, groups, lens, tables)
+    widest_prompt = max(map(len, tables[:num_prefills]), default=0)
+    numbers = sum(lens[:num_prefills]) + num_prefills * widest_prompt + num_reqs * width
+    if builder._max_numbers is not None and numbers > builder._max_numbers:
+        raise ValueError(
+            f"groups: {num_tokens} encoder tokens and cross tables {max(width, widest_prompt)} wide are more than the "
+            f"{builder._max_numbers} numbers allowed here"
+        )
+    seq_lens, query_lens = np.ones(num_reqs, np.int32), np.zeros(num_reqs, np.int32)
+    seq_lens[:num_seqs] = lens
+    query_lens[:num_prefills] = seq_lens[:num_prefills]
+    fields: Fields = {
+        "encoder_seq_lens": seq_lens,
+        "encoder_query_lens": query_lens,
+        "encoder_seq_start_loc": _sums(seq_lens),
+        "encoder_query_start_loc": _sums(query_lens),
+        "cross_slot_mapping": _slots(builder, groups, query_lens[:num_prefills], tables[:num_prefills]),
+        "cross_block_table": np.zeros((num_reqs, width), np.int32),
+    }
+    _fill_table(builder, groups, tables, num_prefills, fields["cross_block_table"][num_prefills:num_seqs])
+    return fields, {"num_encoder_tokens": num_tokens, "max_encoder_seq_len": int(seq_lens.max())}
+
+
+def _read(groups: Any, block_size: int) -> tuple[list[int], list[Any]]:
+    """The encoder length of every row, and its table: empty where there is none."""
+    lens: list[int] = []
+    tables: list[Any] = []
+    for index, group in enumerate(groups):
+        length, table = group[3:5] if len(group) > 4 else (None, None)
+        sequences = group[1]
+        if type(length) is not int or not 0 <= length <= slots.INT32_MAX:
+            length = _checked_length(index, length, table)
+        if table is None or sequences[0][3] is None:
+            _check_missing(index, group, length, table)
+            table = ()
+        elif _count(index, table) * block_size < length:
+            raise _short(index, group, length, len(table), block_size)
+        if len(sequences) == 1:
+            lens.append(length)
+            tables.append(table)
+        else:
+            lens += [length] * len(sequences)
+            tables += [table] * len(sequences)
+    return lens, tables
+
+
+def _slots(
+    builder: CommonMetadataBuilder, groups: Any, query_lens: slots.Int32Array, tables: list[Any]
+) -> slots.Int64Array:
+    """Slots of the prompts' encoder tokens; -1 for all of a profiled prompt."""
+    held = np.where([len(row) > 0 for row in tables], query_lens, np.int32(0)).astype(np.int32, copy=False)
+    needed = -(-int(held.max(initial=0)) // builder.block_size)  # and not less, should a caller's list shrink meanwhile
+    table = np.empty((len(tables), max([needed, *map(len, tables)])), np.int32)
+    _fill_table(builder, groups, tables, 0, table)
+    num_held = int(held.sum())
+    slot_mapping = np.empty(num_held, np.int64)
+    if num_held:
+        context = np.zeros(len(held), np.int32)
+        builder._kernels.fill_slot_mapping(table, context, held, builder.block_size, slot_mapping)
+    if num_held == query_lens.sum():
+        return slot_mapping
+    whole = np.full(int(query_lens.sum()), slots.PAD_SLOT_ID, np.int64)
+    whole[np.repeat(held > 0, query_lens)] = slot_mapping
+    return whole
+
+
+def _fill_table(
+    builder: CommonMetadataBuilder, groups: Any, tables: list[Any], first: int, out: slots.Int32Array
+) -> None:
+    """Rows ``first`` and on of ``tables`` into ``out``, padded with 0."""
+    if not len(out):
+        return
+    row = builder._kernels.fill_block_table(tables[first : first + len(out)], out)
+    if row >= 0:
+        bad = slots._bad_ids(tables[first + row], slots.INT32_MAX + 1)
+        kind, text = bad or (ValueError, "changed while it was read")
+        raise kind(f"groups[{_group_of(groups, first + row)}].cross_block_table: {text}")
+
+
+def _graph_width(builder: CommonMetadataBuilder, groups: Any, lens: list[int], tables: list[Any]) -> int:
+    """The fixed width of a captured cross table; rows of ``tables`` that are wider lose their blocks beyond it."""
+    name, capture = "max_encoder_seq_len_to_capture", builder.max_encoder_seq_len_to_capture
+    if capture is None:
+        name, capture = "max_seq_len_to_capture", builder.max_seq_len_to_capture or 0
+    if max(lens) > capture:
+        index = _group_of(groups, next(row for row, length in enumerate(lens) if length > capture))
+        raise ValueError(f"{name}: {capture} is below the encoder_seq_len {groups[index][3]} of groups[{index}]")
+    width = -(-capture // builder.block_size)
+    for row, table in enumerate(tables):
+        if len(table) > width:
+            if not builder.layout.cuts_lookahead:
+                raise ValueError(
+                    f"groups[{_group_of(groups, row)}].cross_block_table: {len(table)} blocks exceed the {width} "
+                    f"columns of {name} {capture} (layout {builder.layout.name} cuts no lookahead)"
+                )
+            tables[row] = list(table)[:width]
+    return width
+
+
+def _sums(lens: slots.Int32Array) -> slots.Int32Array:
+    sums = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, out=sums[1:])
+    return sums
+
+
+def _group_of(groups: Any, row: int) -> int:
+    """The group that has ``row``."""
+    indices: Iterator[int] = (index for index, group in enumerate(groups) for _ in group[1])
+    return next(index for at, index in enumerate(indices) if at == row)
+
+
+def _checked_length(index: int, length: Any, table: Any) -> int:
+    """``length`` as int, where it is one in range."""
+    path = f"groups[{index}].encoder_seq_len"
+    if length is None:
+        raise ValueError(
+            f"{path}: missing, but cross_block_table is given"
+            if table is not None
+            else f"{path}: missing; every group of an encoder/decoder step has one (0: no encoder input)"
+        )
+    number = slots._int_or_none(length)
+    if number is None:
+        raise TypeError(f"{path}: {length!r} is not an integer")
+    if not 0 <= number <= slots.INT32_MAX:
+        raise ValueError(f"{path}: {number} is outside 0..{slots.INT32_MAX}")
+    return number
+
+
+def _check_missing(index: int, group: Any, length: int, table: Any) -> None:
+    """Raises unless the group is profiled, with neither table, or has no encoder tokens to keep."""
+    profiled = group[1][0][3] is None
+    path = f"groups[{index}].cross_block_table"
+    if profiled and table is not None:
+        raise ValueError(f"{path}: given, but the group's block tables are null (profiling)")
+    if not profiled and length:
+        raise ValueError(f"{path}: missing; the {length} encoder tokens need blocks (null: profiling, as block tables)")
+
+
+def _count(index: int, table: Any) -> int:
+    try:
+        return len(table)
+    except TypeError:
+        raise TypeError(f"groups[{index}].cross_block_table: {table!r} is not a sequence of block ids") from None
+
+
+def _short(index: int, group: Any, length: int, num_blocks: int, block_size: int) -> ValueError:
+    return ValueError(
+        f"groups[{index}].cross_block_table: sequence {group[1][0][0]} holds {num_blocks} blocks but encoder token "
+        f"{num_blocks * block_size} of {length} needs block {num_blocks} (block_size {block_size})"
+    )

@@ -1,0 +1,112 @@
+"""The backends that a builder builds for: one for all KV-cache groups, or one a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attncore.builder.blocks.context_parallel import ContextParallel
+from attncore.builder.metadata import Wrap, identity
+
+if TYPE_CHECKING:
+    from attncore.builder.persistent.input_batch import InputBatch
+    from attncore.builder.persistent.step_metadata import StepMetadata
+
+
+class Backends:
+    """What a builder asks of its backends. ``by_group`` maps a group's name to its backend, None: NumPy arrays."""
+
+    def __init__(self, by_group: Mapping[str, Any]) -> None:
+        self.by_group = dict(by_group)
+        some = [backend for backend in self.by_group.values() if backend is not None]
+        self.wraps: dict[str, Wrap] = {
+            name: identity if backend is None else backend.from_host for name, backend in self.by_group.items()
+        }
+        self.plans = tuple((name, one.plan) for name, one in self.by_group.items() if one is not None and one.has_plan)
+        devices = {backend.config.device for backend in some}
+        if len(devices) > 1:
+            raise ValueError(f"backend: they are on different devices, {' and '.join(sorted(devices))}; choose one")
+        self.device: str = devices.pop() if devices else "cpu"
+        self.page_lists = [
+            index
+            for index, one in enumerate(self.by_group.values())
+            if one is not None and one.spec is not None and "page_list" in one.spec.needs
+        ]
+        """Groups whose backends read page indices on the device, so that each step has them there."""
+        self.waits_for_last_plan = any(
+            one.has_plan and (one.spec is None or one.spec.plan_staging == "shared") for one in some
+        )
+        pads = {backend.config.spec.pad_seq_len for backend in some if backend.config.spec}
+        if len(pads) > 1:
+            raise ValueError("backend: they state different pad_seq_len; lengths are shared, so choose ones that agree")
+        self.pad_seq_len: int = pads.pop() if pads else 0
+
+    def plan(self, metadata: StepMetadata) -> None:
+        """Each group's plan for the step."""
+        for name, plan in self.plans:
+            plan(metadata.groups[name])
+
+    def graph_level(self) -> tuple[str, str]:
+        """The least level of capture of the backends, and whose it is; ``always`` where there is none."""
+        from attncore.vocabulary import GRAPH_LEVELS
+
+        levels = [
+            (one.config.spec.cuda_graph, one.name) for one in self.by_group.values() if one is not None and one.spec
+        ]
+        return min(levels, key=lambda level: GRAPH_LEVELS.index(level[0]), default=("always", ""))
+
+
+def backends_of(batch: InputBatch, backend: Any, ranks: ContextParallel | None) -> Backends:
+    """One backend a group, checked against the group's block size; ValueError or TypeError that says what is wrong."""
+    world = _world_size(batch, ranks)
+    names = [group.name for group in batch.groups]
+    if isinstance(backend, Mapping):
+        for name in backend:
+            if name not in names:
+                raise ValueError(f"backend: {name!r} is no group of the batch; known: {', '.join(names)}")
+        for name in names:
+            if name not in backend:
+                raise ValueError(f"backend: none for group {name!r}")
+        by_group = {name: backend[name] for name in names}
+    else:
+        by_group = dict.fromkeys(names, backend)
+    for group in batch.groups:
+        if by_group[group.name] is not None:
+            _check_backend(by_group[group.name], group.name, group.tokens_per_column, world, len(names) > 1)
+    planning = [one for one in by_group.values() if one is not None and one.has_plan]
+    for one in planning:
+        if sum(one is other for other in planning) > 1:
+            raise ValueError(
+                f"backend: {one.name!r} plans, and is given for several groups; a plan is of one group's pages, so "
+                "create one backend for each and give them by name"
+            )
+    return Backends(by_group)
+
+
+def _check_backend(backend: Any, group: str, block_size: int, world: int, several: bool) -> None:
+    if not hasattr(backend, "config"):
+        raise TypeError(f"backend: {backend!r} is not a backend; attncore.select(...).create() makes one")
+    if backend.config.block_size * world != block_size:
+        what = f"batch: group {group!r}: its" if several else "batch: its"
+        ranks = f" on each of {world} ranks" if world > 1 else ""
+        raise ValueError(
+            f"{what} block_size {block_size} is not the backend's {backend.config.block_size}{ranks}; "
+            "use choice.block_size"
+        )
+
+
+def _world_size(batch: InputBatch, ranks: ContextParallel | None) -> int:
+    if ranks is None:
+        return 1
+    if not isinstance(ranks, ContextParallel):
+        raise TypeError(f"context_parallel: {ranks!r} is not a ContextParallel")
+    for group in batch.groups:
+        if group.cross or group.sliding_window is not None:
+            what = "cross" if group.cross else "windowed"
+            raise ValueError(f"context_parallel: group {group.name!r} is {what}; ranks share out whole contexts only")
+        if group.tokens_per_column != ranks.virtual_block_size:
+            raise ValueError(
+                f"context_parallel: blocks of {ranks.block_size} tokens on each of {ranks.world_size} ranks are "
+                f"virtual blocks of {ranks.virtual_block_size}; group {group.name!r} has {group.tokens_per_column}"
+            )
+    return ranks.world_size

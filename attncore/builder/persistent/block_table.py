@@ -1,0 +1,123 @@
+"""One KV-cache group's block table on the host: which blocks each row holds."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore import slots
+from attncore.builder.persistent.kv_cache_group import KVCacheGroup
+
+
+class BlockTable:
+    """``array`` int32[max_num_reqs, width]: each row's kernel blocks, zero beyond. ``rows`` is the kernels' part."""
+
+    def __init__(self, group: KVCacheGroup, max_num_reqs: int, max_len: int, kernels: Any) -> None:
+        self.group, self.kernels = group, kernels
+        each = group.kernel_blocks
+        width = -(-max_len // group.block_size) * each
+        name = "max_encoder_len" if group.cross else "max_model_len"
+        if width * group.tokens_per_column > slots.INT32_MAX:
+            raise ValueError(f"{name}: {max_len} in blocks of {group.block_size} does not fit int32")
+        if max_num_reqs * width > slots.INT32_MAX:
+            raise ValueError(f"max_num_reqs: {max_num_reqs} rows of {width} blocks do not fit int32")
+        most = (slots.INT32_MAX + 1) // each
+        if group.num_blocks is not None and group.num_blocks > most:
+            raise ValueError(f"num_blocks: {group.num_blocks} of {each} kernel blocks each do not fit int32")
+        self.max_len, self.limit = max_len, most if group.num_blocks is None else group.num_blocks
+        self.array: npt.NDArray[np.int32] = np.zeros((max_num_reqs, width), np.int32)
+        self._state = np.zeros((4, max_num_reqs), np.int32)
+        self._state[1] = -1  # no block cached, as in a row that was cleared
+        self._scratch = np.zeros(max_num_reqs, np.int32)
+        self.rows = kernels.TableState(
+            self._state, self._scratch, self.array, group.tokens_per_column, self.limit, each
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.array.nbytes + self._state.nbytes + self._scratch.nbytes)
+
+    @property
+    def synced(self) -> npt.NDArray[np.int32]:
+        """int32[max_num_reqs]: leading columns of each row that a device has."""
+        return self._state[3]  # type: ignore[no-any-return]
+
+    def num_columns(self, row: int) -> int:
+        """Kernel blocks that the row holds."""
+        return int(self._state[0, row])
+
+    def held(self, row: int) -> list[int]:
+        """The manager's blocks that the row holds, in order."""
+        each = self.group.kernel_blocks
+        columns = self.array[row, : self.num_columns(row) : each]
+        ids: list[int] = (columns // each if each > 1 else columns).tolist()
+        return ids
+
+    def append(self, row: int, req_id: Hashable, block_ids: Any) -> None:
+        """ValueError or TypeError, and nothing changed, where an id is bad or the row too short."""
+        if self.rows.append(row, block_ids) < 0:
+            room = (self.array.shape[1] - self.num_columns(row)) // self.group.kernel_blocks
+            kind, text = slots._bad_ids(block_ids, self.limit) or (
+                ValueError,
+                f"{len(block_ids)} block ids but room for {room} "
+                f"({'max_encoder_len' if self.group.cross else 'max_model_len'} {self.max_len}, "
+                f"block_size {self.group.block_size})",
+            )
+            raise kind(f"block_ids: request {req_id!r}: {text}")
+
+    def check_holds(self, row: int, req_id: Hashable, num_tokens: int) -> None:
+        held = self.num_columns(row)
+        if held * self.group.tokens_per_column < num_tokens:
+            what = "encoder tokens" if self.group.cross else "computed tokens"
+            raise ValueError(
+                f"block_ids: request {req_id!r} has {num_tokens} {what} but holds "
+                f"{held // self.group.kernel_blocks} blocks (block_size {self.group.block_size})"
+            )
+
+    def clear(self, row: int) -> list[int]:
+        """The row loses its blocks; which they were."""
+        held = self.held(row)
+        self.rows.truncate(row, 0)
+        self.rows.start(row)
+        return held
+
+    def replace(self, row: int, req_id: Hashable, index: int, block_id: int) -> int:
+        slots._integer("index", index, 0)
+        slots._integer("block_id", block_id, 0)
+        held, each = self.held(row), self.group.kernel_blocks
+        if index >= len(held):
+            raise ValueError(f"index: {index}, but request {req_id!r} holds {len(held)} blocks")
+        if block_id >= self.limit:
+            raise ValueError(f"block_id: {block_id} is outside 0..{self.limit - 1}")
+        for extra in range(each):
+            self.rows.replace(row, index * each + extra, block_id * each + extra)
+        return held[index]
+
+    def first_seen(self, num_computed: int) -> int:
+        """The first token that the next query of a request with ``num_computed`` tokens sees, by the group's window."""
+        return max(0, num_computed + 1 - (self.group.sliding_window or num_computed + 1))
+
+    def pass_windows(self, num_rows: int, num_rollback: int) -> list[tuple[int, list[int]]]:
+        """Gives up blocks before what the next queries see; each row that had any, and the manager's ids."""
+        if self.group.sliding_window is None:
+            return []
+        passed: list[tuple[int, list[int]]] = self.rows.pass_windows(num_rows, self.group.sliding_window, num_rollback)
+        return passed
+
+    def check_sees(self, row: int, req_id: Hashable, num_computed: int) -> None:
+        """ValueError where a request rolled back to ``num_computed`` tokens would see blocks that are given up."""
+        index, each = self.first_seen(num_computed) // self.group.block_size, self.group.kernel_blocks
+        if index * each < self.num_columns(row) and self.array[row, index * each] < each:
+            raise ValueError(
+                f"num_tokens: request {req_id!r} rolled back to {num_computed} tokens would see block {index} of "
+                f"group {self.group.name!r}, which its window has passed; release with num_rollback"
+            )
+
+    def page_indices(self, indptr: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """The first ``indptr[i + 1] - indptr[i]`` blocks of rows 0, 1, ... in turn: int32[indptr[-1]], fresh."""
+        indices = np.empty(int(indptr[-1]), np.int32)
+        self.kernels.fill_page_indices(self.array, indptr, indices)
+        return indices

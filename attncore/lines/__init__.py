@@ -1,0 +1,1 @@
+"""JSON Lines: batches and steps in, metadata out, one a line (``attncore build``)."""

@@ -1,0 +1,81 @@
+"""Writing a step's keys and values into a paged cache, for backends whose library does not: any layout, fp8 too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""What an fp8 cache holds at most: larger numbers are cut off, where a conversion may make them NaN or infinite."""
+
+
+class CacheWriter:
+    """Stores keys and values by slot mapping. ``k_scale`` and ``v_scale`` are what an fp8 cache's numbers are times.
+
+    A call takes ``key`` and ``value`` (T or more, num_kv_heads, head_size or head_size_v), the caches as views
+    (blocks, block_size, num_kv_heads, head size) and ``slot_mapping`` int64 (T,), all on one device. Of each but the
+    last only the last dimension has to be contiguous: a cache whose blocks hold heads first comes as
+    ``cache.transpose(1, 2)``. On a GPU it is one launch, which may be captured and waits for nothing, and skips
+    negative slots; on a CPU these land in the last block, which has to be a sink. Numbers are converted to the cache's
+    dtype; in fp8 those beyond its range are cut off. A slot past the end is the caller's error.
+
+    Raises ValueError naming the argument where shapes disagree, or where a scale is not positive.
+    """
+
+    def __init__(self, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if not scale > 0:
+                raise ValueError(f"{name}: {scale} is not positive")
+        self.k_scale, self.v_scale = float(k_scale), float(v_scale)
+        self._checked: tuple[Any, ...] = ()
+        self._launches: dict[Any, Any] = {}
+
+    def __call__(
+        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        if self._checked != (key.shape, value.shape, key_cache.shape, value_cache.shape, slot_mapping.shape):
+            self._check(key, value, key_cache, value_cache, slot_mapping)
+        if slot_mapping.is_cuda:
+            from attncore.ops.store import store
+
+            largest = LARGEST.get(key_cache.dtype, 0.0)
+            store(
+                key, value, key_cache, value_cache, slot_mapping, self.k_scale, self.v_scale, largest, self._launches
+            )  # fmt: skip
+            return
+        block_size = key_cache.shape[1]
+        block = torch.div(slot_mapping, block_size, rounding_mode="floor")  # -1: the last block's last slot
+        offset = torch.remainder(slot_mapping, block_size)
+        for new, cache, scale in ((key, key_cache, self.k_scale), (value, value_cache, self.v_scale)):
+            numbers = new[: len(slot_mapping)]
+            if cache.dtype in LARGEST:
+                largest = LARGEST[cache.dtype]
+                numbers = (numbers.float() / scale).clamp(-largest, largest).to(cache.dtype).view(torch.uint8)
+                cache = cache.view(torch.uint8)  # torch indexes no fp8
+            cache[block, offset] = numbers.to(cache.dtype)
+
+    def _check(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+        if slot_mapping.dim() != 1 or slot_mapping.dtype != torch.int64:
+            raise ValueError(
+                f"slot_mapping: {slot_mapping.dtype} {tuple(slot_mapping.shape)} found; give int64, one slot a token"
+            )
+        for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
+            if cache.dim() != 4:
+                raise ValueError(
+                    f"{name}_cache: shape {tuple(cache.shape)} found; expected (blocks, block_size, num_kv_heads, "
+                    "head size)"
+                )
+            if new.dim() != 3 or new.shape[1:] != cache.shape[2:]:
+                raise ValueError(
+                    f"{name}: shape {tuple(new.shape)} found; the cache holds heads and sizes {tuple(cache.shape[2:])}"
+                )
+            if len(new) < len(slot_mapping):
+                raise ValueError(f"{name}: {len(new)} tokens found for {len(slot_mapping)} slots")
+        if key_cache.shape[:3] != value_cache.shape[:3] or key_cache.dtype != value_cache.dtype:
+            raise ValueError(
+                f"value_cache: {value_cache.dtype} {tuple(value_cache.shape)} found beside keys of {key_cache.dtype} "
+                f"{tuple(key_cache.shape)}"
+            )
+        self._checked = (key.shape, value.shape, key_cache.shape, value_cache.shape, slot_mapping.shape)

@@ -1,0 +1,175 @@
+"""The built-in backend ``reference``: attention of every type in torch, on any device, in float32 arithmetic.
+
+It is what other backends are compared with (``attncore verify``, the conformance kit), and what runs where no kernel
+library does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attncore.abstract import AttentionBackend, AttentionImpl, AttentionType, LayerFeatures
+from attncore.reference import cache as paged
+from attncore.reference import checks
+from attncore.reference.causal import Answer, CausalRows, Paged
+from attncore.reference.encoder import CrossRows, among_themselves
+from attncore.reference.scoring import Scoring
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attncore.abstract import BackendConfig
+
+
+class ReferenceImpl(AttentionImpl):
+    """One layer's attention. See ``forward``."""
+
+    def __init__(self, backend: AttentionBackend, layer_name: str, **features: Unpack[LayerFeatures]) -> None:
+        super().__init__(backend, layer_name, **features)
+        for name, factor in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
+            if factor != 1.0:
+                raise ValueError(
+                    f"{name}: {factor} found; the reference backend keeps no scaled cache, so leave it at 1.0"
+                )
+        self._scoring = Scoring(
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            logits_soft_cap=self.logits_soft_cap,
+            alibi_slopes=checks.per_head("alibi_slopes", self.alibi_slopes, backend.config),
+            sinks=checks.per_head("sinks", self.sinks, backend.config),
+            causal=self.attn_type is AttentionType.DECODER,
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        metadata: Any,
+        output: Tensor | None = None,
+    ) -> Tensor:
+        """Write this step's keys and values to the cache, and attend; returns ``(num_tokens, num_heads, head_size_v)``.
+
+        ``query`` is ``(num_tokens, num_heads, head_size)``, ``key`` ``(num_tokens, num_kv_heads, head_size)`` and
+        ``value`` ``(num_tokens, num_kv_heads, head_size_v)``, in the backend's dtype and on one device with
+        ``kv_cache`` and the metadata of either door; the result has the query's dtype and is stored in ``output``
+        where that is given. ``kv_cache`` may be None in a profiling run, whose slots are all -1. What other types of
+        attention and latent caches take is said in docs/contract.md.
+
+        Request i attends over its first ``seq_lens[i]`` tokens, causally. A request without context, and one whose
+        last slot is -1 (profiling), attends over this step's keys alone and needs no block table. Tokens beyond the
+        last request (padding) give zeros. The host's arrays decide and the device's index, so nothing synchronises.
+
+        Tensors that disagree are ValueErrors that name the argument; nothing is written then.
+        """
+        return self._attend(self._scoring, (query, key, value), kv_cache, metadata, output)
+
+    def forward_with_lse(
+        self,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        metadata: Any,
+        output: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``forward``, and the natural logarithm of each softmax's sum, ``(num_tokens, num_heads)`` float32.
+
+        It is -inf for padding, and where a query sees no key.
+        """
+        scoring = replace(self._scoring, with_lse=True)
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        return self._attend(scoring, (query, key, value), kv_cache, metadata, output, lse), lse
+
+    def _attend(
+        self,
+        scoring: Scoring,
+        tensors: tuple[Tensor, Any, Any],
+        kv_cache: Any,
+        metadata: Any,
+        output: Tensor | None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        config, kind, host = self.backend.config, self.attn_type, metadata.host
+        checks.check_host(kind, host)
+        query, key, value = checks.check_tensors(config, kind, tensors, _num_tokens(kind, host), output)
+        checks.check_device(kind, metadata, query.device)
+        if kind is AttentionType.ENCODER_ONLY:
+            checks.check_whole(host)
+        if output is None:
+            output = query.new_empty((*query.shape[:2], value.shape[2]))
+        answer = Answer(output, lse)
+        step = Paged(query, key, value, key[:0].unsqueeze(1), value[:0].unsqueeze(1), query.new_empty((0, 0)))
+        if kind in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
+            starts = host.query_start_loc
+            requests, step = self._written(step, kv_cache, metadata)
+            requests.attend(step, scoring, answer)
+        else:
+            starts = host.query_start_loc if kind is AttentionType.ENCODER_ONLY else host.encoder_query_start_loc
+            among_themselves(step, scoring, answer, np.asarray(starts, dtype=np.int64))
+        answer.put_nothing(slice(int(starts[-1]), None))  # some engines feed padding to the next layer
+        return output
+
+    def _written(self, step: Paged, kv_cache: Any, metadata: Any) -> tuple[CausalRows | CrossRows, Paged]:
+        """The requests, and the step with the caches, to which its keys and values have been written."""
+        host, crosses = metadata.host, self.attn_type is AttentionType.ENCODER_DECODER
+        slots = "cross_slot_mapping" if crosses else "slot_mapping"
+        table: Tensor = metadata.cross_block_table if crosses else metadata.block_table
+        caches = checks.check_cache(self.backend.config, kv_cache, slots, getattr(host, slots), step.query.device)
+        requests = CrossRows.of(metadata) if crosses else CausalRows.of(metadata)
+        if isinstance(requests, CausalRows):
+            checks.check_shared(requests, self.sliding_window, self.alibi_slopes)
+        cached = requests.cached
+        checks.check_table(caches, table, requests.rows[cached], requests.lengths[cached])
+        if caches is None:
+            return requests, step
+        written = len(getattr(host, slots))
+        paged.write(step.key[:written], step.value[:written], caches, getattr(metadata, slots))
+        return requests, step._replace(key_cache=caches[0], value_cache=caches[1], block_table=table)
+
+
+def _num_tokens(kind: AttentionType, host: Any) -> tuple[int, int | None]:
+    """Tokens that the metadata has: queries, and keys where those are others."""
+    if kind is AttentionType.DECODER:
+        return len(host.slot_mapping), None
+    if kind is AttentionType.ENCODER:
+        return int(host.encoder_query_start_loc[-1]), None
+    queries = int(host.query_start_loc[-1])
+    return queries, int(host.encoder_query_start_loc[-1]) if kind is AttentionType.ENCODER_DECODER else None
+
+
+class ReferenceBackend(AttentionBackend):
+    """Attention of every type in torch on any device: windows, soft caps, ALiBi, sinks, groups, latent caches."""
+
+    name = "reference"
+    impl_class = ReferenceImpl
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        paged.cache_dtype(config.kv_cache_dtype, config.dtype)
+        self.kv_cache_shape(1, config.block_size, config.num_kv_heads, config.head_size)
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """``(2, num_blocks, block_size, num_kv_heads, head_size)``: keys, then values.
+
+        ``attncore.reference.cache.cache_shape`` says how it is for values of another size, and for latent caches.
+        """
+        config = self.config
+        return paged.cache_shape(
+            num_blocks, block_size, num_kv_heads, head_size, config.kv_cache_layout,
+            head_size_v=config.head_size_v, use_mla=config.use_mla,
+        )  # fmt: skip
+
+    def copy_blocks(self, kv_caches: Sequence[Any], src_to_dst: Any) -> None:
+        """Copy blocks within each layer's cache; see ``reference.cache.copy_blocks`` for the rules and errors."""
+        paged.copy_blocks(kv_caches, src_to_dst)
+
+    def swap_blocks(self, src_kv_cache: Any, dst_kv_cache: Any, src_to_dst: Any) -> None:
+        """Copy blocks to another cache, say on the CPU; see ``attncore.reference.cache.swap_blocks``."""
+        paged.swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst)

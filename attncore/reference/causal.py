@@ -1,0 +1,271 @@
+"""Attention over a paged cache, causal: how ``reference`` gathers keys and values for the arithmetic of ``scoring``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attncore.reference import cache as paged
+from attncore.reference.scoring import Scoring, attend
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: Elements of one temporary (gathered keys, scores, mask) on a CPU: 2 MiB in float32, what its caches hold; and on
+#: other devices, where every chunk costs a launch of each operation.
+CPU_ELEMENTS = 1 << 19
+DEVICE_ELEMENTS = 1 << 24
+#: Requests with at most so many tokens in a step (decodes, drafts) are computed together; longer ones one by one.
+MAX_BATCHED_QUERY = 16
+
+
+class Answer(NamedTuple):
+    """Where results go: ``output`` (num_tokens, heads, value size), and ``lse`` float32 (num_tokens, heads) or None."""
+
+    output: Tensor
+    lse: Tensor | None
+
+    def put(self, tokens: slice | Tensor, result: Tensor, lse: Tensor | None) -> None:
+        """What ``attend`` gave for ``tokens``."""
+        self.output[tokens] = result.to(self.output.dtype)
+        if self.lse is not None and lse is not None:
+            self.lse[tokens] = lse
+
+    def put_nothing(self, tokens: slice, lse: Tensor | float = -torch.inf) -> None:
+        """Zeros, for tokens that see no key."""
+        self.output[tokens] = 0
+        if self.lse is not None:
+            self.lse[tokens] = lse
+
+
+class Paged(NamedTuple):
+    """What a step's attention reads: its tensors ``(num_tokens, heads, size)``, the caches, the block table."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_table: Tensor  # int32 (rows, width), on the device
+
+    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of ``slots``, float32. On a CPU a block id outside the cache is a ValueError."""
+        if slots.device.type == "cpu" and slots.numel():  # elsewhere looking would wait for the device
+            low, high = (int(bound) for bound in slots.aminmax())
+            block_size = self.key_cache.shape[1]
+            usable = (self.key_cache.shape[0] - 1) * block_size
+            if low < 0 or high >= usable:
+                block = (low if low < 0 else high) // block_size
+                raise ValueError(
+                    f"metadata: the block table names block {block}, but the cache holds "
+                    f"{usable // block_size} blocks; give the cache and the block pool the same num_blocks"
+                )
+        return paged.read(self.key_cache, slots).float(), paged.read(self.value_cache, slots).float()
+
+    def cached(self, row: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens ``start:end`` of table row ``row``, float32."""
+        position = torch.arange(start, end, device=self.query.device)
+        return self.gather(_slots(self.block_table[row], position, self.key_cache.shape[1]))
+
+    def fresh(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """This step's keys and values of tokens ``start:end``, float32, rounded as the cache rounds them."""
+        return (
+            self.key[start:end].to(self.key_cache.dtype).float(),
+            self.value[start:end].to(self.value_cache.dtype).float(),
+        )
+
+    @property
+    def temporary_elements(self) -> int:
+        """How many elements a temporary may have on this device."""
+        return CPU_ELEMENTS if self.query.device.type == "cpu" else DEVICE_ELEMENTS
+
+
+class CausalRows(NamedTuple):
+    """The requests of a step that have tokens in it, int64 each: table row, first and last token, context."""
+
+    rows: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    """Keys of each request: its context and its query's."""
+    cached: NDArray[np.bool_]
+    """Whether some of them lie in the cache."""
+    shared: NDArray[np.bool_]
+    """Whether other ranks hold the rest (context parallelism): all of this rank's lie in the cache."""
+    slots: NDArray[np.int64]
+    """Of the step's tokens."""
+
+    @classmethod
+    def of(cls, metadata: Any) -> CausalRows:
+        """From the metadata's host arrays; ValueError where a request is shorter than its query."""
+        host = metadata.host
+        bounds = np.asarray(host.query_start_loc, dtype=np.int64)
+        slots, context_lens = np.asarray(host.slot_mapping, dtype=np.int64), getattr(host, "context_lens", None)
+        rows = np.flatnonzero(np.diff(bounds))  # a padded row may have no token
+        starts, ends = bounds[rows], bounds[rows + 1]
+        lengths = np.asarray(host.seq_lens, dtype=np.int64)[rows]
+        shared = np.zeros(len(rows), dtype=np.bool_)
+        if context_lens is not None:  # a rank counts those of the step's tokens only that it keeps
+            sums = np.concatenate(([0], np.cumsum(slots >= 0)))
+            kept = sums[ends] - sums[starts]
+            shared = (kept < ends - starts) & (lengths - np.asarray(context_lens)[rows] == kept)
+        contexts = lengths - (ends - starts)
+        if (wrong := np.flatnonzero((contexts < 0) & ~shared)).size:
+            row = rows[wrong[0]]
+            raise ValueError(f"metadata: row {row} has seq_lens {host.seq_lens[row]}, fewer than its query tokens")
+        # Without a slot for its last token a request owns no cache: a profiling run, but for one shared by ranks.
+        cached = np.where(shared, lengths > 0, (contexts > 0) & (slots[ends - 1] >= 0))
+        return cls(rows, starts, ends, lengths, cached, shared, slots)
+
+    def attend(self, step: Paged, scoring: Scoring, answer: Answer) -> None:
+        """Attention of every request over its context and itself: short queries together, others one by one."""
+        rows, starts, ends, lengths, cached, shared, _ = self
+        counts = ends - starts
+        batched = cached & ~shared & (counts <= MAX_BATCHED_QUERY)
+        for num_queries in np.unique(counts[batched]):
+            some = batched & (counts == num_queries)
+            _many_requests(
+                step,
+                scoring,
+                answer,
+                rows=rows[some],
+                starts=starts[some],
+                contexts=(lengths - counts)[some],
+                num_queries=int(num_queries),
+            )
+        for i in np.flatnonzero(~batched).tolist():
+            tokens = slice(int(starts[i]), int(ends[i]))
+            if shared[i]:
+                _shared_request(step, scoring, answer, int(rows[i]), tokens, int(lengths[i]), self.slots[tokens] >= 0)
+            else:
+                context = int(lengths[i] - counts[i]) if cached[i] else 0
+                _one_request(step, scoring, answer, int(rows[i]), tokens, context)
+
+
+def over_keys(
+    step: Paged,
+    scoring: Scoring,
+    answer: Answer,
+    tokens: slice,
+    keys: tuple[Tensor, Tensor],
+    *,
+    position: int = 0,
+    first: int = 0,
+) -> None:
+    """Attention of ``tokens``, which stand at ``position`` and after it, over keys and values that stand at ``first``
+    and after it. Queries go in chunks of bounded temporaries.
+    """
+    key, value = keys
+    num_heads = step.query.shape[1]
+    copies = num_heads // key.shape[1] if scoring.plain else num_heads  # of the mask, or of the scores
+    chunk = max(1, step.temporary_elements // (copies * len(key)))
+    for start in range(tokens.start, tokens.stop, chunk):
+        some = slice(start, min(start + chunk, tokens.stop))
+        places = range(position + some.start - tokens.start, position + some.stop - tokens.start)
+        low, high = scoring.visible(places[0], places[-1], first + len(key))
+        low = max(first, low)
+        seen = slice(low - first, high - first)
+        result, lse = attend(
+            step.query[some].float().unsqueeze(0),
+            key[seen].unsqueeze(0),
+            value[seen].unsqueeze(0),
+            torch.arange(places.start, places.stop, device=key.device).unsqueeze(0),
+            torch.arange(low, high, device=key.device).unsqueeze(0),
+            scoring,
+        )
+        answer.put(some, result[0], None if lse is None else lse[0])
+
+
+def _one_request(step: Paged, scoring: Scoring, answer: Answer, row: int, tokens: slice, context: int) -> None:
+    """Attention of ``tokens``, which follow ``context`` cached tokens of table row ``row``.
+
+    Context is read from the cache, no further back than a window reaches; the step's own keys are taken as they came,
+    so that a prompt whose early slots are masked, or that has no table at all, is right too.
+    """
+    first = scoring.visible(context, context, context + 1)[0]
+    key, value = step.fresh(tokens.start, tokens.stop)
+    if first < context:
+        cached_key, cached_value = step.cached(row, first, context)
+        key, value = torch.cat((cached_key, key)), torch.cat((cached_value, value))
+    over_keys(step, scoring, answer, tokens, (key, value), position=context, first=first)
+
+
+def _shared_request(
+    step: Paged, scoring: Scoring, answer: Answer, row: int, tokens: slice, length: int, kept: NDArray[np.bool_]
+) -> None:
+    """Attention of ``tokens`` over this rank's ``length`` keys of their request, all in the cache.
+
+    ``kept`` says which of the tokens' own keys are among them: the last so many. A token sees all but those after it.
+    """
+    visible = length - np.cumsum(kept[::-1])[::-1] + kept
+    keys = step.cached(row, 0, length) if length else step.fresh(0, 0)
+    for token, count in zip(range(tokens.start, tokens.stop), visible.tolist(), strict=True):
+        one = slice(token, token + 1)
+        if count:
+            over_keys(step, scoring, answer, one, (keys[0][:count], keys[1][:count]), position=count - 1)
+        else:
+            answer.put_nothing(one, -torch.inf if scoring.sinks is None else scoring.sinks.flatten())
+
+
+def _many_requests(
+    step: Paged,
+    scoring: Scoring,
+    answer: Answer,
+    *,
+    rows: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    contexts: NDArray[np.int64],
+    num_queries: int,
+) -> None:
+    """Attention of requests that each have ``num_queries`` tokens this step, few and cached.
+
+    Request i is block-table row ``rows[i]``; its tokens begin at ``starts[i]`` and follow ``contexts[i]`` cached
+    ones. Requests of like length share a chunk; a position past a request's context repeats its last token, so that
+    every slot read is a written one of its own.
+    """
+    first = np.zeros_like(contexts)
+    if scoring.sliding_window is not None:
+        first = np.maximum(first, contexts - scoring.sliding_window + 1)
+    lengths = contexts + num_queries - first
+    order = np.argsort(lengths, kind="stable")
+    token_elements = step.key.shape[1] * max(step.key.shape[2], step.value.shape[2])
+    if not scoring.plain:
+        token_elements = max(token_elements, step.query.shape[1] * num_queries)
+    done = 0
+    while done < len(order):
+        # Lengths rise, so a chunk's last request sets its width: its size is count times that.
+        sizes = lengths[order[done:]] * np.arange(1, len(order) - done + 1) * token_elements
+        count = max(1, int(np.searchsorted(sizes, step.temporary_elements, side="right")))
+        chosen = order[done : done + count]
+        done += count
+        packed = torch.from_numpy(np.stack((rows[chosen], starts[chosen], contexts[chosen], first[chosen])))
+        # A live table is as wide as the longest request that may ever come: take the columns in use.
+        columns = -(-int(contexts[chosen].max() + num_queries) // step.key_cache.shape[1])
+        used = step._replace(block_table=step.block_table[:, :columns])
+        _batch(used, scoring, answer, packed, int(lengths[chosen[-1]]), num_queries)
+
+
+def _batch(step: Paged, scoring: Scoring, answer: Answer, packed: Tensor, width: int, num_queries: int) -> None:
+    device = step.query.device
+    rows, starts, contexts, first = packed.to(device, non_blocking=True).unsqueeze(2).unbind()
+    ahead = torch.arange(num_queries, device=device)
+    key_position = first + torch.arange(width, device=device)
+    table = step.block_table[rows.squeeze(1)]
+    readable = torch.where(key_position < contexts, key_position, contexts + num_queries - 1)
+    key, value = step.gather(_slots(table, readable, step.key_cache.shape[1]))
+    tokens = starts + ahead
+    query_position = contexts + ahead
+    if num_queries > 1:  # the step's own keys are taken as they came: a window may have masked the slots of some
+        line = torch.arange(len(rows), device=device).unsqueeze(1)
+        key[line, query_position - first] = step.key[tokens].to(step.key_cache.dtype).float()
+        value[line, query_position - first] = step.value[tokens].to(step.value_cache.dtype).float()
+    answer.put(tokens, *attend(step.query[tokens].float(), key, value, query_position, key_position, scoring))
+
+
+def _slots(block_table: Tensor, position: Tensor, block_size: int) -> Tensor:
+    """Slots of ``position`` (int64) in the rows of ``block_table``; both have the same leading dimensions."""
+    block = block_table.gather(-1, torch.div(position, block_size, rounding_mode="floor"))
+    return block.long() * block_size + torch.remainder(position, block_size)

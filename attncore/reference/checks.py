@@ -1,0 +1,190 @@
+"""What ``reference`` is given, compared with what it was made for. Messages begin with the argument's name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attncore.abstract import AttentionType
+from attncore.reference import cache as paged
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from attncore.abstract import BackendConfig
+    from attncore.reference.causal import CausalRows
+
+#: What each type of attention reads: the host's arrays, and of those the ones that it reads on the device.
+HOST_FIELDS = {
+    AttentionType.DECODER: ("slot_mapping", "query_start_loc", "seq_lens"),
+    AttentionType.ENCODER_ONLY: ("query_start_loc", "seq_lens"),
+    AttentionType.ENCODER: ("encoder_query_start_loc",),
+    AttentionType.ENCODER_DECODER: (
+        "query_start_loc",
+        "encoder_seq_lens",
+        "encoder_query_lens",
+        "encoder_query_start_loc",
+        "cross_slot_mapping",
+    ),
+}
+DEVICE_FIELDS = {
+    AttentionType.DECODER: ("slot_mapping", "block_table"),
+    AttentionType.ENCODER_DECODER: ("cross_slot_mapping", "cross_block_table"),
+}
+
+
+def per_head(name: str, values: Sequence[float] | Tensor | None, config: BackendConfig) -> Tensor | None:
+    """One float32 number for each query head, as ``(num_kv_heads, heads a kv head)`` on the configuration's device."""
+    if values is None:
+        return None
+    found = torch.as_tensor(values, dtype=torch.float32)
+    if found.shape != (config.num_heads,):
+        raise ValueError(
+            f"{name}: shape {tuple(found.shape)} found; give one number for each of the {config.num_heads} heads"
+        )
+    return found.to(config.device).view(config.num_kv_heads, -1)
+
+
+def check_host(kind: AttentionType, host: Any) -> None:
+    """Raise ValueError where the metadata lacks a field that ``kind`` reads."""
+    for name in HOST_FIELDS[kind]:
+        if getattr(host, name, None) is None:
+            raise ValueError(f"metadata: it has no {name}, which attention of type {kind} reads")
+
+
+def check_device(kind: AttentionType, metadata: Any, device: torch.device) -> None:
+    """Raise ValueError where a field that ``kind`` reads on the device does not lie on the query's."""
+    for name in DEVICE_FIELDS.get(kind, ()):
+        array = getattr(metadata, name, None)
+        if not isinstance(array, Tensor) or array.device != device:
+            where = f"on {array.device}" if isinstance(array, Tensor) else f"a {type(array).__name__}"
+            raise ValueError(f"metadata: {name} is {where}; build it for this backend, on {device}")
+
+
+def check_tensors(
+    config: BackendConfig,
+    kind: AttentionType,
+    tensors: tuple[Any, Any, Any],
+    num_tokens: tuple[int, int | None],
+    output: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, after comparing them, and ``output``, with the configuration.
+
+    ``num_tokens`` are those that the metadata has, of queries and of keys (None: as many as the query's). A value that
+    is part of the keys, and keys of which there are none, are made here.
+    """
+    query, key, value = tensors
+    size_v = config.head_size_v or config.head_size
+    if not isinstance(query, Tensor) or query.dim() != 3 or len(query) < num_tokens[0]:
+        found = tuple(query.shape) if isinstance(query, Tensor) else query
+        raise ValueError(f"query: shape {found} found; the metadata has {num_tokens[0]} tokens")
+    if num_tokens[1] == 0 and key is None and value is None:
+        key = query.new_empty((0, config.num_kv_heads, config.head_size))
+        value = query.new_empty((0, config.num_kv_heads, size_v))
+    elif config.use_mla and isinstance(key, Tensor):
+        value = key[..., :size_v]
+    num_keys = len(query) if num_tokens[1] is None else len(key) if isinstance(key, Tensor) else num_tokens[1]
+    if num_tokens[1] is not None and num_keys < num_tokens[1]:
+        raise ValueError(f"key: {num_keys} tokens found; the metadata has {num_tokens[1]} encoder tokens in this step")
+    expected = {
+        "query": (query, (len(query), config.num_heads, config.head_size)),
+        "key": (key, (num_keys, config.num_kv_heads, config.head_size)),
+        "value": (value, (num_keys, config.num_kv_heads, size_v)),
+    }
+    if output is not None:
+        expected["output"] = (output, (len(query), config.num_heads, size_v))
+    for name, (tensor, shape) in expected.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name}: {tensor!r} found; attention of type {kind} needs a tensor of shape {shape}")
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{name}: shape {tuple(tensor.shape)} found; the query's tokens and the configuration say {shape}"
+            )
+        if tensor.dtype != getattr(torch, config.dtype):
+            raise ValueError(f"{name}: {tensor.dtype} found; the backend was made for torch.{config.dtype}")
+        if tensor.device != query.device:
+            raise ValueError(f"{name}: on {tensor.device}, but the query is on {query.device}")
+    return query, key, value
+
+
+def check_cache(
+    config: BackendConfig, kv_cache: Any, name: str, slots: NDArray[np.int64], device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """Key cache and value cache; None where none is given and, ``slots`` (of ``name``) all being -1, none is needed."""
+    if kv_cache is None or (isinstance(kv_cache, Tensor) and kv_cache.numel() == 0):
+        if np.max(slots, initial=-1) >= 0:
+            raise ValueError(f"kv_cache: none given, but {name} has slots to write; only a profiling run needs none")
+        return None
+    size_v = config.head_size_v or config.head_size
+    if config.use_mla and not (isinstance(kv_cache, Tensor) and kv_cache.dim() == 3):
+        raise ValueError("kv_cache: a latent cache (use_mla) is one tensor (num_blocks + 1, block_size, head_size)")
+    uneven = config.use_mla or size_v != config.head_size
+    caches = paged.key_value(kv_cache, size_v if uneven and isinstance(kv_cache, Tensor) else None)
+    expected_dtype = paged.cache_dtype(config.kv_cache_dtype, config.dtype)
+    for cache, size in zip(caches, (config.head_size, size_v), strict=True):
+        expected_block = (config.block_size, config.num_kv_heads, size)
+        if cache.shape[1:] != expected_block:
+            raise ValueError(
+                f"kv_cache: blocks of {tuple(cache.shape[1:])} found; the configuration says {expected_block}"
+            )
+        if cache.dtype != expected_dtype:
+            raise ValueError(f"kv_cache: {cache.dtype} found; the configuration says {expected_dtype}")
+        if cache.device != device:
+            raise ValueError(f"kv_cache: on {cache.device}, but the query is on {device}")
+    return caches
+
+
+def check_table(
+    caches: tuple[Tensor, Tensor] | None, block_table: Tensor, rows: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> None:
+    """Raise ValueError where there is no cache for the ``lengths[i]`` tokens that table row ``rows[i]`` is to find, or
+    the row is too narrow.
+    """
+    if not len(rows):
+        return
+    if caches is None:
+        raise ValueError(
+            f"kv_cache: none given, but row {rows[0]} reads {lengths[0]} tokens of it; only a profiling run needs none"
+        )
+    if rows.max() >= len(block_table):
+        raise ValueError(f"metadata: the block table has {len(block_table)} rows, and none for row {rows.max()}")
+    block_size, width = caches[0].shape[1], block_table.shape[1]
+    if lengths.max() > width * block_size:
+        longest = int(lengths.argmax())
+        raise ValueError(
+            f"metadata: block table row {rows[longest]} has {width} columns, but {lengths[longest]} tokens need "
+            f"{-(-int(lengths[longest]) // block_size)} blocks (the cache's block_size is {block_size})"
+        )
+
+
+def check_shared(requests: CausalRows, sliding_window: int | None, alibi_slopes: object) -> None:
+    """Raise ValueError where ranks share a request's keys, and the layer counts distances among them."""
+    names = [
+        name
+        for name, value in (("sliding_window", sliding_window), ("alibi_slopes", alibi_slopes))
+        if value is not None
+    ]
+    if names and requests.shared.any():
+        row = requests.rows[requests.shared.argmax()]
+        raise ValueError(
+            f"metadata: row {row} holds a rank's part of its keys, but the layer has {names[0]}, which counts "
+            "distances among all of them"
+        )
+
+
+def check_whole(host: Any) -> None:
+    """Raise ValueError where a row has context: attention without a cache has seen none of it."""
+    lengths, tokens = np.asarray(host.seq_lens), np.diff(host.query_start_loc)
+    some = lengths[: len(tokens)]
+    wrong = np.flatnonzero((tokens > 0) & (some != tokens)) if len(some) == len(tokens) else [len(some)]
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(
+            f"metadata: row {row} has {tokens[row]} tokens in this step and seq_lens {some[row : row + 1].tolist()}; "
+            "attention of type encoder_only keeps no cache, so a sequence comes whole"
+        )

@@ -1,0 +1,189 @@
+"""AttentionRequest: what a model and an engine ask of a backend."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from attncore.abstract import check_value_size
+from attncore.env import NAME
+from attncore.frozen_map import FrozenMap
+from attncore.vocabulary import (
+    DTYPES,
+    FEATURES,
+    GRAPH_LEVELS,
+    KV_CACHE_DTYPES,
+    KV_CACHE_LAYOUTS,
+    PHASES,
+    POLICIES,
+)
+
+_COUNTS = ("num_heads", "num_kv_heads", "head_size")
+_LIMITS = (
+    "head_size_v",
+    "block_size",
+    "manager_block_size",
+    "max_model_len",
+    "sliding_window",
+    "num_blocks",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRequest:
+    """What is asked. Raises ValueError or TypeError that begins with the field's name.
+
+    Numbers of heads are those of one rank. ``None`` leaves a field open, or says that the model has no such thing.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    """Of DTYPES."""
+    head_size_v: int | None = None
+    """Size of a value head where it differs."""
+    kv_cache_dtype: str = "auto"
+    """Of KV_CACHE_DTYPES; ``fp8`` is fp8_e4m3."""
+    block_size: int | None = None
+    """Tokens per block of the kernel, exactly; None: the backend's own choice, told by ``Choice.block_size``."""
+    manager_block_size: int | None = None
+    """Tokens per block of the engine's allocator; the kernel's block must divide it."""
+    kv_cache_layout: str | None = None
+    """Of KV_CACHE_LAYOUTS; None: the backend's own choice."""
+    max_model_len: int | None = None
+    """Tokens of the longest sequence."""
+    num_blocks: int | None = None
+    """Blocks in the cache, the null block included."""
+    sliding_window: int | None = None
+    """Tokens a query may see, itself included."""
+    logits_soft_cap: float | None = None
+    alibi: bool | Literal["standard"] = False
+    """True: slopes of any value; ``standard``: the standard slopes of ``num_heads`` heads."""
+    sinks: bool = False
+    use_mla: bool = False
+    """Whether the cache holds latent rows, one a token, of ``head_size``, values their first ``head_size_v``."""
+    features: Iterable[str] = ()
+    """Of FEATURES: what is needed beside what the fields above imply."""
+    cuda_graph: str = "never"
+    """Of GRAPH_LEVELS: what the engine captures."""
+    phase: Literal["prefill", "decode"] | None = None
+    """One of PHASES where another backend runs the other; None: both."""
+    allow_compile: bool = True
+    """Whether a library may compile kernels at run time."""
+    backend: str | None = None
+    """The one to use."""
+    prefer: Iterable[str] = ()
+    """Those to use where they can be, the first first."""
+    exclude: Iterable[str] = ()
+    """Those not to use."""
+    policy: Literal["strict", "fallback"] = "strict"
+    """What happens when the backend named by ``backend`` or ATTNCORE_BACKEND cannot be used: an error, or the next
+    one.
+    """
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Backend -> its options; a backend that does not take them is not chosen."""
+
+    def __post_init__(self) -> None:
+        for name in (*_COUNTS, *_LIMITS):
+            object.__setattr__(self, name, _count(name, getattr(self, name), optional=name in _LIMITS))
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+        check_value_size(self.head_size, self.head_size_v, self.num_kv_heads, self.use_mla is True)
+        if self.kv_cache_dtype == "fp8":
+            object.__setattr__(self, "kv_cache_dtype", "fp8_e4m3")
+        for name, words in _WORDS.items():
+            value = getattr(self, name)
+            if value not in words and not (value is None and name in ("kv_cache_layout", "phase")):
+                raise ValueError(f"{name}: {value!r} is not one of {', '.join(words)}")
+        for name in ("sinks", "use_mla", "allow_compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: {getattr(self, name)!r} is neither True nor False")
+        if self.alibi not in (True, False, "standard"):
+            raise ValueError(f"alibi: {self.alibi!r} is not True, False or 'standard'")
+        cap = self.logits_soft_cap
+        if cap is not None and (
+            isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < float("inf")
+        ):
+            raise ValueError(f"logits_soft_cap: {cap!r} is not a positive number")
+        if self.block_size and self.manager_block_size and self.manager_block_size % self.block_size:
+            raise ValueError(
+                f"manager_block_size: {self.manager_block_size} is not a multiple of block_size {self.block_size}"
+            )
+        object.__setattr__(self, "features", frozenset(_names("features", self.features, FEATURES)))
+        object.__setattr__(self, "prefer", _names("prefer", self.prefer))
+        object.__setattr__(self, "exclude", frozenset(_names("exclude", self.exclude)))
+        if self.backend is not None:
+            _names("backend", (self.backend,))
+        object.__setattr__(self, "options", _check_options(self.options))
+
+    @property
+    def asked_features(self) -> tuple[str, ...]:
+        """Every feature that the request needs, sorted: those listed, and those that other fields imply."""
+        implied = {
+            "sliding_window": self.sliding_window is not None,
+            "logits_soft_cap": self.logits_soft_cap is not None,
+            "alibi": self.alibi is True,
+            "alibi_standard": self.alibi == "standard",
+            "sinks": self.sinks,
+        }
+        return tuple(sorted({name for name, asked in implied.items() if asked}.union(self.features)))
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields that are not at their defaults, as JSON types."""
+        found = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value == one.default or (not value and not isinstance(value, bool)):
+                continue
+            if isinstance(value, frozenset | tuple):
+                value = sorted(value) if isinstance(value, frozenset) else list(value)
+            elif isinstance(value, Mapping):
+                value = {name: dict(options) for name, options in value.items()}
+            found[one.name] = value
+        return found
+
+
+_WORDS = {
+    "dtype": DTYPES,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+    "kv_cache_layout": KV_CACHE_LAYOUTS,
+    "cuda_graph": GRAPH_LEVELS,
+    "phase": PHASES,
+    "policy": POLICIES,
+}
+
+
+def _count(name: str, value: Any, *, optional: bool) -> int | None:
+    if value is None and optional:
+        return None
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # NumPy's integers are integers, too
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name}: {value!r} is not an integer")
+    if number < 1:
+        raise ValueError(f"{name}: {number} is not positive")
+    return number
+
+
+def _names(field: str, value: object, known: Iterable[str] | None = None) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{field}: {value!r} is not a collection of names")
+    names = tuple(value)
+    for name in names:
+        if known is not None and name not in known:
+            raise ValueError(f"{field}: {name!r} is not one of {', '.join(known)}")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise ValueError(f"{field}: {name!r} is not a backend's name")
+    return names
+
+
+def _check_options(value: object) -> Mapping[str, Mapping[str, Any]]:
+    if not isinstance(value, Mapping) or not all(isinstance(one, Mapping) for one in value.values()):
+        raise TypeError(f"options: {value!r} is not a mapping of backends to mappings of options")
+    _names("options", tuple(value))
+    return FrozenMap({name: FrozenMap(dict(one)) for name, one in value.items()})

@@ -1,0 +1,1 @@
+"""The machine: its devices, its packages, and how they are found out."""

@@ -1,0 +1,104 @@
+"""Host: the machine as a value. Negotiation reads nothing else, so that a choice can be asked for any machine from any
+other.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from attncore.frozen_map import FrozenMap
+from attncore.registry.spec.device_patterns import canonical
+from attncore.registry.spec.requirements import canonical_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A machine: its device, how many, and what is installed on it.
+
+    ``packages`` maps distributions (their names normalised as by PEP 503) to versions; where it lacks a name, the
+    distribution is not installed. ``select`` fills in what is installed here for names that it does not hold; an empty
+    version says "not installed" whatever is here.
+    """
+
+    device: str
+    """``cpu``, ``cuda:sm_90``, ``rocm:gfx942``."""
+    device_name: str = ""
+    """As the vendor calls it."""
+    device_count: int = 1
+    """Visible devices of this kind; 1 for a CPU."""
+    driver: str = ""
+    """Version of the device's driver."""
+    machine: str = field(default_factory=platform.machine)
+    cpu_flags: frozenset[str] = frozenset()
+    packages: Mapping[str, str] = field(default_factory=dict)
+    assumed: bool = False
+    notes: tuple[str, ...] = ()
+    """What the probe came upon: a driver without a device, devices of several kinds."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", canonical(self.device))
+        object.__setattr__(self, "packages", FrozenMap(_normalised(self.packages)))
+
+    @property
+    def platform(self) -> str:
+        """``cpu``, ``cuda`` or ``rocm``."""
+        return self.device.partition(":")[0]
+
+    @property
+    def arch(self) -> str:
+        """``sm_90``, ``gfx942``; ``cpu`` for a CPU."""
+        return self.device.partition(":")[2] or self.device
+
+    @property
+    def torch_device(self) -> str:
+        """What torch calls the first device: ``cuda:0`` (for ROCm too) or ``cpu``."""
+        return "cpu" if self.platform == "cpu" else "cuda:0"
+
+    @classmethod
+    def probe(cls) -> Host:
+        """This machine, found without torch and without a CUDA context; cached for the process."""
+        return _probe()
+
+    @classmethod
+    def assume(cls, device: str, *, packages: Mapping[str, str] | None = None) -> Host:
+        """A machine that need not be this one: ``cuda:sm_90`` or ``sm_90``, ``rocm:gfx942`` or ``gfx942``, ``cpu``.
+
+        ``packages`` states what is installed there; for names it does not hold, what is installed here counts.
+        """
+        return cls(device=device, packages=packages or {}, assumed=True)
+
+    def with_packages(self, found: Mapping[str, str]) -> Host:
+        """The same host, with ``found`` for the names that it does not hold."""
+        return replace(self, packages={**_normalised(found), **self.packages}) if found else self
+
+    def stating(self, packages: Mapping[str, str]) -> Host:
+        """The same host, with ``packages`` whatever it held for their names."""
+        return replace(self, packages={**self.packages, **_normalised(packages)})
+
+    def as_json(self) -> dict[str, Any]:
+        """The facts as JSON types, without CPU flags."""
+        return {
+            "device": self.device,
+            "device_name": self.device_name,
+            "device_count": self.device_count,
+            "driver": self.driver,
+            "machine": self.machine,
+            "packages": dict(sorted(self.packages.items())),
+            "assumed": self.assumed,
+            "notes": list(self.notes),
+        }
+
+
+def _normalised(packages: Mapping[str, str]) -> dict[str, str]:
+    return {canonical_name(name): version for name, version in packages.items()}
+
+
+@lru_cache(maxsize=1)
+def _probe() -> Host:
+    from attncore.registry.host.probe import probe
+
+    return probe()

@@ -1,0 +1,1 @@
+"""Installed plugins: finding them, loading them safely, and examining one in a process of its own."""

@@ -1,0 +1,183 @@
+"""The safe loader: each plugin's light module imported and its spec taken, in this process; no plugin stops another.
+
+Loading runs the plugin's code. What may load is settled before, in ``discover``. A plugin that hangs on import hangs
+the caller: only `attncore doctor` isolates.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attncore import env
+from attncore._version import __version__
+from attncore.errors import PluginError
+from attncore.registry.plugins import discover
+from attncore.registry.plugins.records import PluginRecord
+from attncore.registry.reasons import Reason, one_line
+from attncore.registry.spec import requirements
+from attncore.registry.spec.backend_spec import ATTNCORE_API, BackendSpec, ContractVersionError
+
+HEAVY_MODULES = ("torch", "triton", "flashinfer", "flash_attn", "aiter", "jax", "tensorflow", "cupy", "numba")
+"""What a spec must not import."""
+
+HOOKS = ("attncore_backend", "attncore_doctor")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Every plugin's record, and the versions of what they require and is installed here."""
+
+    records: tuple[PluginRecord, ...]
+    packages: dict[str, str]
+
+
+_cache: dict[tuple[Any, ...], Registry] = {}
+
+
+def registry() -> Registry:
+    """The plugins of this process; loaded once for each setting of the variables and of ``sys.path``.
+
+    Raises ValueError naming the variable for a bad setting, and PluginError for the first plugin that fails under
+    ``ATTNCORE_STRICT_PLUGINS=1``.
+    """
+    key = (env.plugins(), env.disabled_plugins(), env.strict_plugins(), tuple(sys.path))
+    if key not in _cache:
+        records = tuple(load(record, strict=key[2]) for record in discover.find())
+        specs = [record.spec for record in records if record.spec is not None]
+        names = {requirements.parse(text).name for spec in specs for text in spec.all_requires}
+        _cache[key] = Registry(records, requirements.installed(tuple(sorted(names))))
+    return _cache[key]
+
+
+def forget() -> None:
+    """Drop what is cached, so that the next look finds what was installed meanwhile."""
+    _cache.clear()
+
+
+def load(record: PluginRecord, *, strict: bool = False) -> PluginRecord:
+    """The record with its plugin loaded, or with the reason why it could not be.
+
+    Only KeyboardInterrupt passes: everything else that a plugin raises, SystemExit too, is its own row.
+    """
+    if record.state == "found":
+        heavy = {name for name in HEAVY_MODULES if name in sys.modules}
+        try:
+            spec = _spec(record)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            record = _failed(record, error)
+        else:
+            record = replace(record, state="loaded", spec=spec, reasons=_imported(record, heavy))
+    if strict and record.state in ("duplicate", "broken", "incompatible"):
+        raise PluginError(f"{record.name} ({record.label}): {record.reasons[0]}") from record.error
+    return record
+
+
+def _spec(record: PluginRecord) -> BackendSpec:
+    import pluggy
+
+    from attncore.registry.plugins.hookspecs import PROJECT, Hooks
+
+    if record.entry_point is None:
+        raise ValueError("the record has no entry point")
+    plugin = record.entry_point.load()
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(Hooks)
+    manager.register(plugin, name=record.name)
+    _check_names(manager, plugin, record)
+    answers = manager.hook.attncore_backend()
+    if len(answers) != 1:
+        raise TypeError(f"{_value(record)} answers attncore_backend with nothing; it must return a BackendSpec")
+    spec = answers[0]
+    api = getattr(spec, "api", ATTNCORE_API)  # what is no BackendSpec may be one of another attncore
+    if type(api) is int and api != ATTNCORE_API:
+        raise ContractVersionError(api)
+    if not isinstance(spec, BackendSpec):
+        raise TypeError(f"attncore_backend returned a {type(spec).__name__}; it must return a BackendSpec")
+    if spec.name != record.name:
+        raise ValueError(f"name: the spec says {spec.name!r}, the entry point {record.name!r}; they must be equal")
+    return spec
+
+
+def _check_names(manager: Any, plugin: Any, record: PluginRecord) -> None:
+    """A hook that attncore does not have is misspelt; a module without attncore_backend forgot the decorator, or it."""
+    import pluggy
+
+    try:
+        manager.check_pending()
+    except pluggy.PluginValidationError:
+        known = set(HOOKS)
+        for name in dir(plugin):
+            if name not in known and manager.parse_hookimpl_opts(plugin, name) is not None:
+                close = difflib.get_close_matches(name, HOOKS, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"the hooks are {', '.join(HOOKS)}"
+                raise TypeError(f"{_value(record)} implements {name}, which is no hook of attncore; {hint}") from None
+        raise
+    if not manager.hook.attncore_backend.get_hookimpls():
+        if hasattr(plugin, "attncore_backend"):
+            raise TypeError(
+                f"attncore_backend of {_value(record)} is not decorated; decorate it with @attncore.hookimpl"
+            )
+        raise TypeError(
+            f"{_value(record)} implements no attncore_backend; define it, decorated with @attncore.hookimpl"
+        )
+
+
+def _value(record: PluginRecord) -> str:
+    return record.entry_point.value if record.entry_point else record.name
+
+
+def _failed(record: PluginRecord, error: BaseException) -> PluginRecord:
+    if isinstance(error, ContractVersionError):
+        reason = _other_contract(record, error)
+    else:
+        reason = Reason(
+            "broken",
+            f"{_value(record)} failed: {described(error)}",
+            asked=_value(record),
+            source=record.label,
+            fix=f"update {record.distribution}, or report it to its authors",
+        )
+    logger.debug("plugin %s (%s) is %s", record.name, record.label, reason.code, exc_info=error)
+    return replace(record, state=reason.code, reasons=(reason,), error=error)
+
+
+def described(error: BaseException) -> str:
+    """The type and the text of an exception, on one line."""
+    return f"{one_line(type(error).__name__)}: {one_line(error) or 'without a message'}"
+
+
+def _other_contract(record: PluginRecord, error: ContractVersionError) -> Reason:
+    older = isinstance(error.api, int) and error.api < ATTNCORE_API
+    version = record.version
+    while version.endswith(".0"):
+        version = version[:-2]
+    return Reason(
+        "incompatible",
+        f"built for contract {one_line(error.api)}; this attncore speaks {ATTNCORE_API}",
+        asked=error.api,
+        accepted=ATTNCORE_API,
+        source=f"attncore {__version__}",
+        fix=f"install {record.distribution}{'>' if older else '<'}{version}",
+    )
+
+
+def _imported(record: PluginRecord, before: set[str]) -> tuple[Reason, ...]:
+    new = sorted(name for name in HEAVY_MODULES if name in sys.modules and name not in before)
+    if not new:
+        return ()
+    reason = Reason(
+        "heavy_import",
+        f"{_value(record)} imports {', '.join(new)} when its spec is read",
+        asked=new,
+        accepted=[],
+        source=record.label,
+        fix="import them in the factory's module only",
+    )
+    return (reason,)

@@ -1,0 +1,1 @@
+"""What a backend declares: its spec, and the kinds of values that a spec holds."""

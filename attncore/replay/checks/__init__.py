@@ -1,0 +1,1 @@
+"""What a replay compares: metadata with an oracle, attention with dense attention."""

@@ -1,0 +1,1 @@
+"""What a replay runs: attention layers, or a whole model."""

@@ -1,0 +1,140 @@
+"""The model of a replay: nothing but its attention layers, each with a paged cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attncore.replay.layers.content import content_ids, own_content, rejected_content
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy.typing as npt
+
+    from attncore.replay.checks.dense_check import DenseCheck
+    from attncore.replay.layers.content import Content
+    from attncore.replay.results.measurements import Verification
+    from attncore.replay.runner import Settings
+    from attncore.replay.scheduling.scheduler import Step
+    from attncore.replay.traces.request import Request
+
+
+class AttentionLayers:
+    """``num_layers`` layers fed with ``content``. Importing this module needs no torch, using it does.
+
+    ``backend`` is what a MetadataBuilder takes: one, or one for each KV-cache group by name, among which the layers are
+    dealt in turn; ``windows`` are the groups' sliding windows. Raises ValueError beginning with ``num_blocks`` where
+    the caches do not fit in memory.
+    """
+
+    attn_type = "decoder"
+    num_caches = 1
+    """Caches of each layer."""
+
+    def __init__(
+        self,
+        backend: Any,
+        content: Content,
+        num_layers: int,
+        num_blocks: int,
+        windows: Mapping[str, int | None] | None = None,
+    ) -> None:
+        import torch
+
+        self.backend = backend
+        self.content = content
+        self.scale = content.head_size**-0.5
+        by_group = list(backend.items()) if isinstance(backend, Mapping) else [(None, backend)]
+        self.of_layer: list[tuple[str | None, Any]] = [by_group[i % len(by_group)] for i in range(num_layers)]
+        self.windows = [windows.get(name) if windows and name else None for name, _ in self.of_layer]
+        self.name, self.dtype = by_group[0][1].name, by_group[0][1].config.dtype
+        self.impls = [
+            one.impl(f"layers.{layer}", scale=self.scale, sliding_window=window, attn_type=self.attn_type)
+            for layer, ((_, one), window) in enumerate(zip(self.of_layer, self.windows, strict=True))
+        ]
+        try:
+            caches = [[one.allocate_kv_cache(num_blocks) for _ in range(self.num_caches)] for _, one in self.of_layer]
+        except (RuntimeError, MemoryError) as error:  # torch raises the first
+            blocks = " or ".join(str(one.config.block_size) for one in dict(by_group).values())
+            raise ValueError(
+                f"num_blocks: {num_layers * self.num_caches} caches of {num_blocks} blocks of {blocks} do not fit in "
+                f"memory ({str(error).splitlines()[0][:120]}); pass a smaller --num-blocks"
+            ) from error
+        self.kv_caches: list[Any] = [of_layer[0] if self.num_caches == 1 else of_layer for of_layer in caches]
+        self._dtype = getattr(torch, self.dtype)
+        self._inference_mode = torch.inference_mode
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.impls)
+
+    def check(self, requests: Sequence[Request], settings: Settings, result: Verification) -> DenseCheck:
+        """What compares a sample of requests with dense attention."""
+        from attncore.replay.checks.dense_check import DenseCheck
+
+        return DenseCheck(self, requests, settings.verify_every, settings.seed, result)
+
+    def forward(self, step: Step, *ranks: Any) -> tuple[list[Any], int]:
+        """Each layer's output ``(num_tokens, num_heads, head_size)``, and the nanoseconds that all layers took.
+
+        ``ranks`` is the metadata, one for each rank. Positions are the first's, as in an engine: where they are wrong,
+        so is what comes out.
+        """
+        positions = ranks[0].host.positions
+        ids = step_content(step, ranks[0])
+        outputs, elapsed = [], 0
+        with self._inference_mode():
+            for layer, (group, backend) in enumerate(self.of_layer):
+                tokens = [
+                    backend.from_host(part).to(self._dtype) for part in self.content.tokens(ids, positions, layer)
+                ]
+                of_group = [metadata if group is None else metadata.groups[group] for metadata in ranks]
+                start = perf_counter_ns()
+                outputs.append(self._attend(layer, tokens, of_group))
+                elapsed += perf_counter_ns() - start
+        return outputs, elapsed
+
+    def _attend(self, layer: int, tokens: list[Any], ranks: list[Any]) -> Any:
+        """One layer's output for query, key and value ``tokens``; ``ranks`` is the metadata of the layer's group."""
+        return self.impls[layer].forward(*tokens, self.kv_caches[layer], *ranks)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """torch computes with ``count`` threads meanwhile.
+
+    Replay's default is 1: a decode step is many small operations, whose threads wait for each other longer than they
+    compute, much longer on a busy machine; and sums come out the same however many cores there are.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def step_content(step: Step, metadata: Any) -> npt.NDArray[np.int64]:
+    """The content id of each of the step's tokens, int64, in the order of ``metadata``."""
+    host = metadata.host
+    own = np.array([own_content(row) for row in metadata.req_ids], dtype=np.int64)
+    ids: npt.NDArray[np.int64] = own[host.token_to_req_indices]
+    for running in step.decodes if step.drafts else ():
+        draft = step.draft(running)
+        if draft.rejected:
+            end = int(host.query_start_loc[metadata.req_ids.index(running.row) + 1])
+            ids[end - draft.rejected : end] = rejected_content(running.row)
+    shared = [(running, count) for running, count in step.prefills if running.request.hash_ids is not None]
+    if shared:
+        index_of = {row: index for index, row in enumerate(metadata.req_ids)}
+        for running, count in shared:
+            start = int(host.query_start_loc[index_of[running.row]])
+            ids[start : start + count] = content_ids(running.request, running.computed, running.computed + count)
+    return ids

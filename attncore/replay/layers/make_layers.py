@@ -1,0 +1,56 @@
+"""Chooses the backends of a replay and makes its attention layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attncore.registry.choice.select import select
+from attncore.registry.plugins.load import registry
+from attncore.replay.layers.attention import AttentionLayers
+
+if TYPE_CHECKING:
+    from attncore.abstract import AttentionBackend
+    from attncore.replay.layers.content import Content
+    from attncore.replay.runner import Settings
+
+
+def make_layers(
+    settings: Settings, content: Content, num_layers: int, backend: str | None
+) -> tuple[AttentionLayers, str]:
+    """``num_layers`` layers, and why their backend was chosen; NoBackendError where none can be used.
+
+    ``backend`` names one (None: the one that is chosen for the first KV-cache group, which all others then have too).
+    Layers are float32 where it computes in that, else of the dtype that it has.
+    """
+    features = {"multi_token_decode"} if settings.speculation else set()
+    if settings.world_size > 1:
+        features |= {"encoder_decoder", "lse"}
+        backend = "reference"  # whose caches and partial results the merge here knows how to write and read
+    made: dict[str, AttentionBackend] = {}
+    why, dtype = "", dtype_of(backend)
+    for group in settings.groups_of_rank:
+        choice = select(
+            num_heads=content.num_heads, num_kv_heads=content.num_kv_heads, head_size=content.head_size,
+            dtype=dtype, block_size=group.block_size, num_blocks=settings.num_blocks,
+            sliding_window=group.sliding_window, features=features, backend=backend,
+        )  # fmt: skip
+        why = why or choice.explain().splitlines()[0].partition(": ")[2]
+        made[group.name] = choice.create()
+        backend = made[group.name].name
+    given = made if settings.groups else next(iter(made.values()))
+    windows = {group.name: group.sliding_window for group in settings.groups_of_rank}
+    if settings.world_size == 1:
+        return AttentionLayers(given, content, num_layers, settings.num_blocks, windows), why
+    from attncore.replay.layers.sharded_attention import ShardedLayers
+
+    return ShardedLayers(
+        given, content, num_layers, settings.num_blocks, windows,
+        world_size=settings.world_size, interleave=settings.interleave,
+    ), why  # fmt: skip
+
+
+def dtype_of(backend: str | None) -> str:
+    """float32, or bfloat16 or float16 for a backend, named, that has only these: the libraries of GPUs."""
+    specs = [record.spec for record in registry().records if record.name == backend and record.spec is not None]
+    had = {dtype for spec in specs for _, form in spec.forms for dtype in form.dtypes}
+    return next((dtype for dtype in ("float32", "bfloat16", "float16") if dtype in had), "float32")

@@ -1,0 +1,1 @@
+"""What a replay counts, reports and records."""

@@ -1,0 +1,1 @@
+"""Request traces: files in two formats, and a synthetic workload."""

@@ -1,0 +1,84 @@
+"""The Mooncake trace: JSON Lines with timestamp (ms), input_length, output_length and hash_ids."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from attncore.replay.traces.request import HASH_BLOCK, MAX_HASH_ID, Request, checked_length, checked_total
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+
+
+def recognises(first_line: str) -> bool:
+    """Whether a file that begins with this line is a Mooncake trace: JSON Lines, an object a line."""
+    return first_line.lstrip().startswith("{")
+
+
+def rows(lines: Iterable[str]) -> Iterator[Request]:
+    """The requests of all lines; a ValueError that begins with the field's name ends the run."""
+    first = previous = None
+    for row, line in enumerate(lines, start=1):
+        record = _record(line)
+        milliseconds = _milliseconds(record["timestamp"])
+        if previous is not None and milliseconds < previous:
+            raise ValueError(f"timestamp: {milliseconds} lies before the row above, {previous}; rows must be in order")
+        previous = milliseconds
+        first = milliseconds if first is None else first
+        prompt, output = (_tokens(name, record[name]) for name in FIELDS[1:3])
+        checked_total(FIELDS[1], prompt, FIELDS[2], output)
+        yield Request(row, (milliseconds - first) / 1e3, prompt, output, _hash_ids(record["hash_ids"], prompt))
+
+
+def _record(line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"JSON: {error.msg} at column {error.colno}; the line may be cut") from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, nesting without end
+        raise ValueError(f"JSON: {str(error)[:80]}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"JSON: {type(record).__name__} found, one object a line expected")
+    for name in FIELDS:
+        if name not in record:
+            raise ValueError(f"{name}: missing; each line has {', '.join(FIELDS)}")
+    return record
+
+
+def _milliseconds(value: object) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**53:  # NaN neither
+        raise ValueError(f"timestamp: {_short(value)} is not a number of milliseconds from 0 to 2**53")
+    return value
+
+
+def _tokens(name: str, value: object) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{name}: {_short(value)} is not a whole number of tokens")
+    return checked_length(name, value)
+
+
+def _hash_ids(value: object, prompt_tokens: int) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"hash_ids: {_short(value)} is not a list of ids")
+    expected = -(-prompt_tokens // HASH_BLOCK)
+    if len(value) != expected:
+        raise ValueError(
+            f"hash_ids: {len(value)} found, input_length {prompt_tokens} needs {expected}, one for each "
+            f"{HASH_BLOCK} tokens"
+        )
+    for index, identity in enumerate(value):
+        if type(identity) is not int or not 0 <= identity <= MAX_HASH_ID:
+            raise ValueError(f"hash_ids: [{index}] is {_short(identity)}, not a whole number from 0 to 2**62 - 1")
+    return tuple(value)
+
+
+def _short(value: object) -> str:
+    """A value in an error message: JSON rather than Python, and never a page of it."""
+    try:
+        text = json.dumps(value)
+    except (ValueError, RecursionError):
+        text = type(value).__name__
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,195 @@
+"""Numbers against dense float32 attention: every backend passes these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from attncore.testing.engines.engine import Engine, run_rows
+from attncore.testing.kit.capability import covers, explore, rows
+from attncore.testing.kit.errors import ConformanceError
+from attncore.testing.kit.subject import Subject
+
+__all__ = [
+    "test_a_prefix_shared_by_two_requests",
+    "test_block_ids_at_the_end_of_the_pool",
+    "test_chunked_prefill",
+    "test_decode",
+    "test_grouped_heads",
+    "test_layers_with_different_scales",
+    "test_lengths_around_a_block",
+    "test_many_requests_in_a_step",
+    "test_mixed_batch",
+    "test_output_is_written_where_it_is_asked",
+    "test_prefill",
+    "test_scale",
+    "test_tokens_beyond_the_metadata",
+]
+
+
+def _explore(subject: Subject, examples: int, **kinds: Any) -> None:
+    backend = subject.backend()
+
+    def check(batch: list[tuple[int, int]], seed: int) -> None:
+        run_rows(Engine(backend, seed=seed), batch)
+
+    strategies = {"batch": rows(backend.config.block_size, **kinds), "seed": st.integers(0, 999)}
+    explore(check, examples, **strategies)
+
+
+@covers("prefill")
+def test_prefill(attncore_subject: Subject, attncore_examples: int) -> None:
+    """Whole prompts in one step."""
+    attncore_subject.require_phase("prefill")
+    _explore(attncore_subject, attncore_examples, contexts=False)
+
+
+@covers("chunked prefill")
+def test_chunked_prefill(attncore_subject: Subject, attncore_examples: int) -> None:
+    """Prompts of which an earlier step computed the beginning: queries are the last tokens of their sequence."""
+    attncore_subject.require_phase("prefill")
+    _explore(attncore_subject, attncore_examples, contexts=True, decode=False)
+
+
+@covers("decode")
+def test_decode(attncore_subject: Subject, attncore_examples: int) -> None:
+    """One token a request, over contexts of any length."""
+    attncore_subject.require_phase("decode")
+    _explore(attncore_subject, attncore_examples, contexts=True, decode=True)
+
+
+@covers("mixed batches")
+def test_mixed_batch(attncore_subject: Subject, attncore_examples: int) -> None:
+    """Decodes beside prompts and chunks, in one call."""
+    attncore_subject.require_phase("prefill", "decode")
+    _explore(attncore_subject, attncore_examples)
+
+
+@covers("lengths around a block")
+@pytest.mark.parametrize("tokens", [-1, 0, 1])
+def test_lengths_around_a_block(attncore_subject: Subject, tokens: int) -> None:
+    """A request of one token, one that fills a block exactly, one token less, one more; in prefill and in decode."""
+    backend = attncore_subject.backend()
+    size = backend.config.block_size
+    lengths = {1, max(1, size + tokens), max(1, 2 * size + tokens)}
+    if "prefill" in attncore_subject.form.phases:
+        run_rows(Engine(backend), [(0, length) for length in lengths])
+    if "decode" in attncore_subject.form.phases:
+        run_rows(Engine(backend), [(length - 1, 1) for length in lengths if length > 1] or [(1, 1)])
+
+
+@covers("many requests")
+def test_many_requests_in_a_step(attncore_subject: Subject) -> None:
+    """Forty requests of other lengths each, in one step: their contexts, then decodes, then decodes beside chunks."""
+    backend = attncore_subject.backend()
+    size = backend.config.block_size
+    contexts = {name: 1 + 7 * name % min(size + 1, 40) for name in range(40)}
+    blocks = {name: -(-(context + 4) // size) for name, context in contexts.items()}
+    engine = Engine(backend, num_blocks=sum(blocks.values()) + 1)  # and the null block
+    for name, context in contexts.items():
+        engine.add(name, context + 4)
+    engine.fill(contexts)
+    if "decode" in engine.phases:
+        engine.step(dict.fromkeys(contexts, 1))
+    if "prefill" in engine.phases:
+        decode = 1 if "decode" in engine.phases else 2
+        engine.step({name: 3 if name % 4 == 0 else decode for name in contexts})
+
+
+@covers("prefix hits")
+def test_a_prefix_shared_by_two_requests(attncore_subject: Subject, attncore_examples: int) -> None:
+    """A request starts on blocks that another computed, and both go on, reading the same blocks."""
+    attncore_subject.require_phase("prefill", "decode")
+    backend = attncore_subject.backend()
+    size = backend.config.block_size
+
+    def check(blocks: int, tail: int, own: int, seed: int) -> None:
+        engine = Engine(backend, seed=seed)
+        engine.add("first", blocks * size + tail + 1)
+        engine.step({"first": blocks * size + tail})
+        engine.add("second", blocks * size + own + 1, prefix_of="first", prefix_blocks=blocks)
+        engine.step({"first": 1, "second": own})
+        engine.remove("first")
+        engine.step({"second": 1})
+
+    length = st.sampled_from([1, 2, size, size + 1])
+    explore(check, attncore_examples, blocks=st.integers(1, 3), tail=length, own=length, seed=st.integers(0, 999))
+
+
+@covers("block ids at the end of the pool")
+def test_block_ids_at_the_end_of_the_pool(attncore_subject: Subject) -> None:
+    """The last block of the cache before the sink is a block like any other."""
+    backend = attncore_subject.backend()
+    size = backend.config.block_size
+    engine = Engine(backend)
+    engine.free.sort()
+    engine.add("a", 2 * size)  # blocks are taken from the end
+    if engine.num_blocks - 1 not in engine.batch.block_ids("a"):
+        raise ConformanceError("the request does not hold the last block, so nothing is tested")
+    engine.fill({"a": size + 1})
+    engine.step({"a": 1 if "decode" in engine.phases else size - 1})
+
+
+@covers("grouped heads")
+@pytest.mark.parametrize(
+    "heads", [(1, 1), (2, 2), (4, 2), (4, 1), (8, 1), (6, 2)], ids=lambda pair: f"{pair[0]}-{pair[1]}"
+)
+def test_grouped_heads(attncore_subject: Subject, heads: tuple[int, int]) -> None:
+    """Query head h reads key/value head ``h // (num_heads // num_kv_heads)``."""
+    backend = attncore_subject.backend(num_heads=heads[0], num_kv_heads=heads[1])
+    _around_a_block(attncore_subject, backend)
+
+
+@covers("prefill")
+def test_scale(attncore_subject: Subject) -> None:
+    """The scale is the layer's, not one over the root of the head size."""
+    _around_a_block(attncore_subject, attncore_subject.backend(), scale=0.7)
+
+
+@covers("prefill")
+def test_layers_with_different_scales(attncore_subject: Subject) -> None:
+    """Two layers of one backend keep their own scale (and plan) in the same step."""
+    backend = attncore_subject.backend()
+    first = Engine(backend)
+    second = Engine(backend, scale=0.9)
+    backend.impl("layers.0", scale=first.features["scale"])
+    for engine in (second, first):
+        run_rows(engine, attncore_subject.around_a_block(backend.config.block_size))
+
+
+@covers("output")
+def test_output_is_written_where_it_is_asked(attncore_subject: Subject) -> None:
+    """``output`` given: it is filled and returned."""
+    import torch
+
+    backend = attncore_subject.backend()
+    engine = Engine(backend)
+    forward, seen = engine.impl.forward, []
+
+    def into(query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any) -> Any:
+        size = (*query.shape[:2], backend.config.head_size_v or backend.config.head_size)
+        output = torch.full(size, float("nan"), dtype=query.dtype, device=query.device)
+        seen.append((forward(query, key, value, kv_cache, metadata, output), output))
+        return output
+
+    engine.impl.forward = into  # type: ignore[method-assign, assignment]
+    run_rows(engine, attncore_subject.around_a_block(backend.config.block_size))
+    if any(given.data_ptr() != returned.data_ptr() for returned, given in seen):
+        raise ConformanceError("forward was given an output and returned another tensor")
+
+
+@covers("output")
+def test_tokens_beyond_the_metadata(attncore_subject: Subject) -> None:
+    """Tensors may have more tokens than the metadata: an engine pads them to a size of its own."""
+    backend = attncore_subject.backend()
+    engine = Engine(backend)
+    for name, context in (("a", 5), ("b", 1)):
+        engine.add(name, context + 1)
+    engine.fill({"a": 5, "b": 1})
+    engine.step({"a": 1, "b": 1} if "decode" in engine.phases else {}, extra=3)
+
+
+def _around_a_block(subject: Subject, backend: Any, **features: Any) -> None:
+    run_rows(Engine(backend, **features), subject.around_a_block(backend.config.block_size))

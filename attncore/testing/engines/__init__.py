@@ -1,0 +1,1 @@
+"""Small engines that run a backend under test and compare what it gives."""

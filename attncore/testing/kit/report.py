@@ -1,0 +1,96 @@
+"""The support table: what of the contract a backend does, by capability, as Markdown and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from attncore._version import __version__
+
+STATES = ("failed", "expected failure", "supported", "unsupported")
+"""Of a row, the worst first: some test failed; some failed as its author expects; some passed; none could run."""
+_OUTCOMES = {"failed": 0, "expected failure": 1, "passed": 2, "skipped": 3}
+
+
+class Result(NamedTuple):
+    """What came of one test: ``passed``, ``failed``, ``skipped`` or ``expected failure``, and why."""
+
+    capability: str
+    """Its row of the table."""
+    test: str
+    outcome: str
+    reason: str
+
+
+@dataclass
+class Report:
+    """The results of one backend."""
+
+    backend: str
+    results: list[Result] = field(default_factory=list)
+
+    def add(self, result: Result) -> None:
+        """A result more."""
+        self.results.append(result)
+
+    @property
+    def failures(self) -> list[Result]:
+        """The tests that failed."""
+        return [result for result in self.results if result.outcome == "failed"]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row a capability, in the order of the tests: its state, its numbers of tests, the first reason."""
+        found: dict[str, list[Result]] = {}
+        for result in self.results:
+            found.setdefault(result.capability, []).append(result)
+        return [_row(capability, results) for capability, results in found.items()]
+
+    def as_json(self) -> dict[str, Any]:
+        """The table, the failures, and of what they are, as JSON types."""
+        return {
+            "backend": self.backend,
+            **_identity(self.backend),
+            "attncore": __version__,
+            "rows": self.rows(),
+            "failures": [{"test": one.test, "reason": one.reason} for one in self.failures],
+        }
+
+    def markdown(self) -> str:
+        """The table as Markdown."""
+        lines = ["| capability | state | passed | reason |", "|---|---|---|---|"]
+        for row in self.rows():
+            ran = row["passed"] + row["failed"] + row["expected_failures"]
+            count = f"{row['passed']} of {ran}" if ran else "-"
+            reason = " ".join(row["reason"].split()).replace("|", "\\|")
+            lines.append(f"| {row['capability']} | {row['state']} | {count} | {reason[:200]} |")
+        return "\n".join(lines)
+
+
+def _row(capability: str, results: list[Result]) -> dict[str, Any]:
+    state = STATES[min(_OUTCOMES[result.outcome] for result in results)]
+    counted = [result.outcome for result in results]
+    wanted = "skipped" if state == "unsupported" else state
+    reasons = [result.reason for result in results if result.outcome == wanted and result.reason]
+    return {
+        "capability": capability,
+        "state": state,
+        "passed": counted.count("passed"),
+        "failed": counted.count("failed"),
+        "expected_failures": counted.count("expected failure"),
+        "skipped": counted.count("skipped"),
+        "reason": reasons[0] if reasons else "",
+    }
+
+
+def _identity(name: str) -> dict[str, Any]:
+    from attncore.registry.host.host import Host
+    from attncore.registry.plugins.load import registry
+
+    found = [record for record in registry().records if record.name == name]
+    host = Host.probe()
+    return {
+        "distribution": found[0].distribution if found else "",
+        "version": found[0].version if found else "",
+        "device": host.device,
+        "device_name": host.device_name,
+    }

@@ -1,0 +1,127 @@
+"""The other process of ``verify``: ``python -m attncore.testing.verify_child QUESTION ANSWER``.
+
+Writes a JSON object a line to ANSWER, each before what it announces is tried, so that the last line tells where it
+stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from attncore.abstract import AttentionBackend, BackendConfig
+from attncore.registry.choice.select import select
+from attncore.registry.plugins.load import described
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attncore.testing.engines.engine import Engine
+
+
+def main(question: str, answer: str) -> None:
+    """Answer ``question``, a request in JSON with the backend's name."""
+    asked = json.loads(Path(question).read_text(encoding="utf-8"))
+    with Path(answer).open("w", encoding="utf-8") as file:
+        try:
+            _tell(file, phase="while it was created")
+            backend = select(**asked).create()
+            _tell(file, phase="while it ran")
+            _tell(file, **compared(backend, asked))
+        except (Exception, SystemExit) as error:
+            _tell(file, state="fails", message=described(error))
+
+
+def _tell(file: IO[str], **facts: Any) -> None:
+    file.write(json.dumps(facts) + "\n")
+    file.flush()
+
+
+def compared(backend: AttentionBackend, asked: dict[str, Any]) -> dict[str, Any]:
+    """Run the same steps through ``backend`` and ``reference``: prompts, chunks, decodes, all mixed.
+
+    ``reference`` itself is compared with dense attention, as every step of either is anyway.
+    """
+    import torch
+
+    from attncore.testing.engines.compare import close, differs
+    from attncore.testing.engines.engine import Engine
+    from attncore.testing.kit.errors import ConformanceError
+
+    torch.set_num_threads(1)  # the steps are small; threads that wait for each other cost more than they compute
+    names = ("sliding_window", "logits_soft_cap")
+    features = {name: asked[name] for name in names if asked.get(name) is not None}
+    tested = Engine(backend, **features)
+    against, other = "dense float32 attention", None
+    if backend.name != "reference":
+        other = Engine(_reference(backend.config), grid=tested.grid, **features)
+        against = f"reference and {against}"
+    steps, worst, message = 0, 0.0, ""
+    for batch in _batches(tested):
+        steps += 1
+        try:
+            found = _run(tested, batch)
+            if other is not None:
+                wanted = _run(other, batch)
+                worst = max(worst, differs(found, wanted))
+                if not close(found, wanted, tested.tolerance):
+                    message = f"its output differs from reference by {worst:.3g}"
+        except ConformanceError as error:
+            message = str(error)
+        if message:
+            break
+    worst = max(worst, tested.max_error)
+    return {
+        "state": "differs" if message else "agrees",
+        "message": message,
+        "against": against,
+        "steps": steps,
+        "max_abs_error": worst if worst < float("inf") else None,
+        "tolerance": tested.tolerance,
+    }
+
+
+def _batches(engine: Engine) -> Iterator[list[tuple[int, int]]]:
+    """Steps of requests of (context, tokens), their lengths around a block's edge."""
+    size = engine.block_size
+    contexts = sorted({1, max(1, size - 1), size, size + 1, 3 * size})
+    if "prefill" in engine.phases:
+        yield [(0, size + 1), (0, 1)] if "decode" in engine.phases else [(0, size + 1)]
+        yield [(context, 3) for context in contexts]
+    if "decode" in engine.phases:
+        yield [(context, 1) for context in contexts]
+    if len(engine.phases) > 1:
+        yield [(context, 1 + context % 2 * size) for context in contexts]
+
+
+def _run(engine: Engine, batch: list[tuple[int, int]]) -> Tensor:
+    from attncore.testing.engines.engine import run_rows
+
+    for name in list(engine.batch.req_ids):
+        engine.remove(name)
+    return run_rows(engine, batch)
+
+
+def _reference(config: BackendConfig) -> AttentionBackend:
+    """The reference for the same heads and the same numbers: those exact in the dtype, computed in float32."""
+    from attncore.reference import ReferenceBackend
+
+    return ReferenceBackend(
+        BackendConfig(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_size,
+            config.dtype,
+            config.block_size,
+            device="cpu",
+            head_size_v=config.head_size_v,
+            use_mla=config.use_mla,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
