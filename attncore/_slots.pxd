@@ -31,7 +31,6 @@ cdef struct Rows:
 # The arrays of a step that each KV-cache group has of its own.
 cdef struct GroupFields:
     slot_t* slot_mapping
-    block_id_t* last_blocks
     length_t* paged_kv_indptr
     length_t* paged_kv_last_page_len
     length_t num_pages

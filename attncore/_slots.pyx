@@ -511,7 +511,6 @@ cdef inline void fill_decode_blocks(GroupFields* out, const Rows* rows, length_t
         fill_decode_pages(rows.num_computed, rows.column, out.paged_kv_last_page_len, rows.size, count)
         out.num_pages = sum_up(rows.column, out.paged_kv_indptr, count)
     fill_decode_slots(rows.block, out.paged_kv_last_page_len, out.slot_mapping, rows.size, count)
-    memcpy(out.last_blocks, rows.block, count * sizeof(block_id_t))
 
 
 cdef inline void fill_decodes(StepArena out, BatchState batch, length_t count, length_t longest) noexcept nogil:
@@ -551,7 +550,6 @@ cdef inline void fill_blocks(GroupFields* out, Rows* rows, length_t i, length_t 
     fill_slots(out.slot_mapping + token, rows.table + <slot_t> i * rows.width, computed, seq_len, rows.size)
     if not rows.follows:
         cache_block(rows, i, column_of(seq_len - 1, rows.size))
-    out.last_blocks[i] = rows.block[i]
     if not out.shares_pages:
         out.num_pages += rows.column[i] + 1
         out.paged_kv_indptr[i + 1] = out.num_pages
@@ -622,10 +620,8 @@ cdef void fill_encoder(StepArena out, BatchState batch, length_t num_reqs) noexc
         out.encoder_seq_start_loc[i + 1] = seq_start
         out.encoder_query_start_loc[i + 1] = token
         out.max_encoder_seq_len = max(out.max_encoder_seq_len, length)
-        group.last_blocks[i] = 0
         group.paged_kv_last_page_len[i] = 0
         if length:
-            group.last_blocks[i] = rows.table[<slot_t> i * rows.width + column_of(length - 1, rows.size)]
             group.num_pages += column_of(length - 1, rows.size) + 1
             group.paged_kv_last_page_len[i] = offset_of(length - 1, rows.size) + 1
         group.paged_kv_indptr[i + 1] = group.num_pages
@@ -704,8 +700,6 @@ cdef void pad_step(StepArena out, BatchState batch, StepShape bucket) noexcept n
             out.max_encoder_seq_len = max(out.max_encoder_seq_len, bucket.pad_seq_len)
     for g in range(num_groups):
         group = out.groups + g
-        for i in range(n, reqs):
-            group.last_blocks[i] = 0
         if not group.shares_pages:
             for i in range(n, reqs):
                 group.paged_kv_indptr[i + 1] = group.num_pages
@@ -1005,7 +999,6 @@ cdef class StepArena:
         for g in range(<length_t> len(groups)):
             group, out = groups[g], self.groups + g
             out.slot_mapping = slots_of(group, "slot_mapping")
-            out.last_blocks = lengths_of(group, "last_blocks")
             out.paged_kv_indptr = lengths_of(group, "paged_kv_indptr")
             out.paged_kv_last_page_len = lengths_of(group, "paged_kv_last_page_len")
             out.shares_pages = False
@@ -1217,7 +1210,7 @@ cdef class StepKernel:
         batch.version += 1
         return self._run(bucket, num_ones, num_decodes, num_reqs, longest_of(batch.num_computed, num_ones))
 
-    def null_step(self, StepShape bucket, length_t max_seq_len):
+    def empty_step(self, StepShape bucket, length_t max_seq_len):
         """A step of no rows, all padding; ``max_seq_len``, where not 0, is the largest that a graph may meet."""
         cdef StepArena out
         cdef object metadata = self._run(bucket, 0, 0, 0, 0)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from attncore.slots import (
+from attncore.arguments import INT32_MAX
+from attncore.kernels.codes import (
     CONTEXT_WITHOUT_CHUNKS,
     ENCODER_NOT_CAPTURED,
     HIT_ON_DECODE,
     HIT_WITH_WINDOW,
-    INT32_MAX,
     NULL_BLOCK,
     OK,
     QUERY_NOT_CAPTURED,
@@ -118,7 +118,7 @@ def _fill_shared(  # type: ignore[no-untyped-def]
 
 @_jit
 def _fill_group(  # type: ignore[no-untyped-def]
-    state, table, block_size, num_reqs, starts, lens, keeps, caches, slot_mapping, last_blocks, indptr, last_page_len
+    state, table, block_size, num_reqs, starts, lens, keeps, caches, slot_mapping, indptr, last_page_len
 ):  # fmt: skip
     """One group's slots and pages: of tokens starts..starts + lens of each row, which holds ``keeps`` in all."""
     token, pages = 0, 0
@@ -126,12 +126,11 @@ def _fill_group(  # type: ignore[no-untyped-def]
     for i in range(num_reqs):
         _fill_slots(slot_mapping, token, table[i], starts[i], starts[i] + lens[i], block_size)
         token += lens[i]
-        last_blocks[i] = last_page_len[i] = 0
+        last_page_len[i] = 0
         if keeps[i]:
             last = (keeps[i] - 1) // block_size
             if caches:
                 state[1, i], state[2, i] = last, table[i, last]
-            last_blocks[i] = table[i, last]
             last_page_len[i] = (keeps[i] - 1) % block_size + 1
             pages += last + 1
         indptr[i + 1] = pages
@@ -475,7 +474,7 @@ class StepArena:
         "positions", "token_to_req_indices", "seq_lens", "context_lens", "query_lens", "logits_indices",
         "query_start_loc", "seq_start_loc", "prefill_query_start_loc", "prefill_seq_start_loc",
     )  # fmt: skip
-    GROUP = ("slot_mapping", "last_blocks", "paged_kv_indptr", "paged_kv_last_page_len")
+    GROUP = ("slot_mapping", "paged_kv_indptr", "paged_kv_last_page_len")
 
     def __init__(self, fields: dict[str, Any], groups: list[dict[str, Any]], has_cross: bool) -> None:
         self.fields = fields
@@ -650,7 +649,7 @@ class StepKernel:
     def step(self, bucket: StepShape, num_decodes: int, num_reqs: int) -> Any:
         return self._run(bucket, num_decodes, num_reqs)
 
-    def null_step(self, bucket: StepShape, max_seq_len: int) -> Any:
+    def empty_step(self, bucket: StepShape, max_seq_len: int) -> Any:
         metadata = self._run(bucket, 0, 0)
         out = bucket.arenas[(self.next_step - 1) % self.depth]
         out.req_ids = ()
@@ -731,7 +730,7 @@ class StepKernel:
         fields["prefill_seq_start_loc"][: len(prefill_start_loc)] = prefill_start_loc
         out.max_decode_seq_len = int(seq_lens[: out.num_decodes].max(initial=0))
         out.max_prefill_seq_len = int(seq_lens[out.num_decodes :].max(initial=0))
-        for group, (slots, _, indptr, last_page_len) in zip(self.batch.decoders, out.groups, strict=True):
+        for group, (slots, indptr, last_page_len) in zip(self.batch.decoders, out.groups, strict=True):
             block = group.block_size // self.world
             blocks, offsets = np.divmod(slots[:num_tokens], group.block_size)
             runs, within = np.divmod(offsets, self.interleave)
@@ -758,8 +757,8 @@ class StepKernel:
             out.max_encoder_seq_len = max(out.max_encoder_seq_len, bucket.pad_seq_len if n < reqs else 0)
         for name in starts:
             fields[name][n + 1 : reqs + 1] = fields[name][n] + bucket.pad_seq_len * np.arange(1, reqs - n + 1)
-        for g, (slots, last_blocks, indptr, last_page_len) in enumerate(out.groups):
-            last_blocks[n:reqs] = last_page_len[n:reqs] = 0
+        for g, (slots, indptr, last_page_len) in enumerate(out.groups):
+            last_page_len[n:reqs] = 0
             indptr[n + 1 : reqs + 1] = indptr[n]
             if g < len(self.batch.decoders):
                 slots[t:tokens] = -1

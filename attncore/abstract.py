@@ -372,6 +372,14 @@ class AttentionBackend(FirstGenerationNames, ABC):
     def plan_layers(self, metadata: Any, key: PlanKey) -> None:
         """Plan the step for the layers that share ``key``. Nothing by default: most libraries have no plan."""
 
+    def prepare_capture(self, metadata: Any, builder: Any) -> None:
+        """Called by the core once for each captured size of the list builder, before the size's first plan.
+
+        ``metadata`` has the fixed addresses that every step of the size has on the device, and no host arrays yet;
+        ``builder`` makes the size's steps (``metadata.source.builder`` of each). Nothing by default: for a library that
+        makes wrappers over those addresses. The persistent builder calls ``plan`` alone, which finds the addresses.
+        """
+
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """The shape of one layer's cache. Exactly one axis must grow with ``num_blocks``; the sink block is counted."""

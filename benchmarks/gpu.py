@@ -124,7 +124,7 @@ def goals(found):
             yield what, f"{wrong} wrong", "0 wrong", wrong == 0
     for row in found.get("race", ()):
         if not row["receipts"]:
-            what = f"control, {row['staging']}, {row['steps']} steps, no arena waited for"
+            what = f"control, {row['transport']}, {row['steps']} steps, no arena waited for"
             yield what, f"{row['wrong']} wrong", "some wrong", row["wrong"] > 0
 
 

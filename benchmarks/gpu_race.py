@@ -22,8 +22,8 @@ NAMES = ("seq_lens", "paged_kv_indptr", "paged_kv_last_page_len", "query_start_l
 class CopyingPlan(Backend):
     """Its copy is read from the arena after plan has returned: the receipt must cover it."""
 
-    def __init__(self, device, staging):
-        self.plan_staging = staging
+    def __init__(self, device, transport):
+        self.plan_staging = transport
         super().__init__(device)
         self.copied = torch.zeros(ROWS + 1, dtype=torch.int32, device=device)
         self.fails = False
@@ -109,7 +109,7 @@ class Requests:
         return np.concatenate([np.pad(slots, (0, more), constant_values=-1), positions, *words]), len(positions)
 
 
-def race(steps, depth, staging, device, seed, plan_staging="per_slot", receipts=True, ticket=False, drops=0.0):
+def race(steps, depth, transport, device, seed, plan_staging="per_slot", receipts=True, ticket=False, drops=0.0):
     """Steps run, wrong ones among them, and what they were.
 
     With ``ticket`` graphs are replayed by themselves, dummy replays come without a build, and of builds for a graph a
@@ -122,10 +122,10 @@ def race(steps, depth, staging, device, seed, plan_staging="per_slot", receipts=
     backend = CopyingPlan(device, plan_staging)
     options = {"ticket": True} if ticket else {}
     builder = MetadataBuilder(
-        batch, backend, max_num_batched_tokens=MAX_TOKENS, staging=staging, depth=depth, **options
+        batch, backend, max_num_batched_tokens=MAX_TOKENS, transport=transport, depth=depth, **options
     )
-    if builder.staging != staging:
-        raise SystemExit(f"staging: {builder.staging}, not {staging}: {builder.why_staging}")
+    if builder.transport != transport:
+        raise SystemExit(f"transport: {builder.transport}, not {transport}: {builder.why_transport}")
     side, models = builder._side, {}
     pages = side.page_buffer(0)
     for size in BUCKETS:
@@ -145,7 +145,7 @@ def race(steps, depth, staging, device, seed, plan_staging="per_slot", receipts=
         kind = rng.random()
         if kind < 0.05 and not dropped:  # a dummy replay after a dropped build would run that
             size = int(rng.choice(BUCKETS))
-            metadata = models[size][3] if ticket else builder.build_null(size)
+            metadata = models[size][3] if ticket else builder.build_empty(size)
             replay(metadata, models[size][0], ticket)
             expected, num_positions = requests.expected((), {}, size, size)
             kinds["null"] += 1
@@ -164,7 +164,7 @@ def race(steps, depth, staging, device, seed, plan_staging="per_slot", receipts=
                 except ZeroDivisionError:
                     kinds["plan failed"] += 1
                 backend.fails = False
-            if size and staging == "graph" and not ticket and rng.random() < 0.02:
+            if size and transport == "graph" and not ticket and rng.random() < 0.02:
                 builder.build(query_lens, bucket=size).abandon()
                 kinds["abandoned"] += 1
             metadata = builder.build(query_lens, bucket=size)
@@ -192,7 +192,7 @@ def race(steps, depth, staging, device, seed, plan_staging="per_slot", receipts=
         wrong += bad
         done += 1
     return {
-        "staging": staging, "depth": depth, "ticket": ticket, "drops": drops, "plan_staging": plan_staging,
+        "transport": transport, "depth": depth, "ticket": ticket, "drops": drops, "plan_staging": plan_staging,
         "receipts": receipts, "steps": done, "wrong": int(wrong), "first_wrong": int(first_wrong), "kinds": kinds,
     }  # fmt: skip
 

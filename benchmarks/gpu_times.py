@@ -60,7 +60,7 @@ def host_times(make, hot, cold, flush):
     step_times(work, 5)
     times = step_times(work, hot)
     row |= {"hot": us(times), "p99": p99(times), "cold": us(step_times(work, cold, flush))}
-    if work.staging != "none":
+    if work.transport != "none":
         send, plan = Stopwatch(work.builder._side, "send"), Stopwatch(work.builder._backends, "plan")
         replay = Stopwatch(work.builder, "_replay")
         step_times(work, hot)

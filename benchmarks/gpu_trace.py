@@ -16,7 +16,7 @@ from attncore.replay.traces.read import read_trace
 
 HEADER, LINE = 640, 128
 A_TOKEN = (8, 8, 4)  # slot_mapping, positions, token_to_req_indices
-A_REQUEST = (4,) * 6  # seq_lens, context_lens, query_lens, logits_indices, last_blocks, paged_kv_last_page_len
+A_REQUEST = (4,) * 5  # seq_lens, context_lens, query_lens, logits_indices, paged_kv_last_page_len
 ONE_MORE = (4,) * 5  # query_start_loc, seq_start_loc, both again for the prefill view, paged_kv_indptr
 BUCKETS = (1, 2, 4, 8, *range(16, 257, 16))
 
@@ -60,7 +60,7 @@ class Sent:
         return nbytes
 
 
-def over_trace(path, device, staging, *, graphs, max_requests=None):
+def over_trace(path, device, transport, *, graphs, max_requests=None):
     """Every step of the trace: bytes sent, and what the formula says; with ``graphs`` decodes run in captured sizes."""
     settings = Settings()
     requests = read_trace(path, max_requests).requests
@@ -70,7 +70,7 @@ def over_trace(path, device, staging, *, graphs, max_requests=None):
     )  # fmt: skip
     batch = _batch(requests, settings)
     builder = MetadataBuilder(
-        batch, Backend(device), max_num_batched_tokens=settings.max_num_batched_tokens, staging=staging
+        batch, Backend(device), max_num_batched_tokens=settings.max_num_batched_tokens, transport=transport
     )
     models = {}
     buckets = [size for size in BUCKETS if size <= batch.max_num_reqs]
@@ -115,7 +115,7 @@ def over_trace(path, device, staging, *, graphs, max_requests=None):
     synchronize()
     found, expected, with_moves = (np.array(one, float) for one in (found, expected, with_moves))
     return {
-        "staging": staging, "graphs": graphs, "steps": len(found), "surpluses": sent.surpluses,
+        "transport": transport, "graphs": graphs, "steps": len(found), "surpluses": sent.surpluses,
         "bytes_mean": found.mean(), "bytes_median": np.median(found), "bytes_p99": np.percentile(found, 99),
         "bytes_max": found.max(), "total_over_formula": found.sum() / expected.sum(),
         "total_over_formula_with_moves": found.sum() / with_moves.sum(),
@@ -125,12 +125,12 @@ def over_trace(path, device, staging, *, graphs, max_requests=None):
     }  # fmt: skip
 
 
-def by_context(device, staging, steps=64):
+def by_context(device, transport, steps=64):
     """Bytes a step of steady decodes, by batch and context."""
     rows = []
     for n in (256, 1024):
         for context in ("8k", "128k"):
-            work = Work(Shape(f"decode {n}", context, n), device, staging, Backend(device), graph=True)
+            work = Work(Shape(f"decode {n}", context, n), device, transport, Backend(device), graph=True)
             sent, nbytes = Sent(work.builder), []
             for _ in range(steps):
                 work.prepare()

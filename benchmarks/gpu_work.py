@@ -1,6 +1,6 @@
 """What benchmarks/gpu.py times: batches that go on for ever, stepped eagerly or by a captured graph, and clocks.
 
-Everything also runs with ``device="cpu"`` and staging ``copy``, where a graph is a function that is called again: to
+Everything also runs with ``device="cpu"`` and transport ``copy``, where a graph is a function that is called again: to
 try the code, not to measure.
 """
 
@@ -111,7 +111,7 @@ def captured(function, device):
 
 
 def roads(device):
-    """The stagings that a device has."""
+    """The transports that a device has."""
     return ("copy",) if device == "cpu" else ("graph", "copy")
 
 
@@ -140,21 +140,21 @@ class Work:
     has just joined, so that all of its new blocks go out with the step.
     """
 
-    def __init__(self, shape, device, staging, backend=None, *, graph=False, depth=2):
-        self.shape, self.device, self.staging = shape, device, staging
+    def __init__(self, shape, device, transport, backend=None, *, graph=False, depth=2):
+        self.shape, self.device, self.transport = shape, device, transport
         low, high = CONTEXTS[shape.context]
         self.first = LONG_PREFILL[shape.context]
         longest = max(high if shape.decodes else 0, self.first + shape.chunk) + HEADROOM
         self.batch = InputBatch(
             max_num_reqs=shape.decodes + shape.prefills, max_model_len=longest, block_size=BLOCK_SIZE
         )
-        options = {} if staging == "none" else {"staging": staging}
+        options = {} if transport == "none" else {"transport": transport}
         self.builder = MetadataBuilder(
             self.batch, backend, max_num_batched_tokens=max(shape.decodes + shape.prefills * shape.chunk, 256),
             depth=depth, **options,
         )  # fmt: skip
-        if self.builder.staging != staging:
-            raise SystemExit(f"staging: {self.builder.staging}, not {staging}: {self.builder.why_staging}")
+        if self.builder.transport != transport:
+            raise SystemExit(f"transport: {self.builder.transport}, not {transport}: {self.builder.why_transport}")
         self.next_block = 1
         rng = np.random.default_rng(20261121)
         for i in range(shape.decodes):

@@ -32,8 +32,8 @@ def lines(name):
     if name == "slots":
         return [
             f"slots.{signature(name, value)}"
-            for name, value in vars(slots).items()
-            if inspect.isfunction(value) and value.__module__ == "attncore.slots" and not name.startswith("_")
+            for name, value in ((name, getattr(slots, name)) for name in slots.__all__)
+            if inspect.isfunction(value)
         ]
     value = getattr(attncore, name)
     if not inspect.isclass(value):

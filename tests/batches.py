@@ -70,7 +70,7 @@ class Batches(RuleBasedStateMachine):
         self.batch = InputBatch(max_num_reqs=MAX_REQS, max_model_len=MAX_LEN, kernels=self.kernels, **own)
         self.threshold = threshold
         self.builder = MetadataBuilder(
-            self.batch, self.backend(), max_num_batched_tokens=MAX_TOKENS, depth=depth, staging=self.stagings[road],
+            self.batch, self.backend(), max_num_batched_tokens=MAX_TOKENS, depth=depth, transport=self.transports[road],
             max_num_encoder_tokens=MAX_REQS * MAX_ENCODER, decode_threshold=threshold, context_parallel=self.ranks,
         )  # fmt: skip
         self.builder._backends.pad_seq_len = self.pad_seq_len = pad_seq_len
@@ -96,7 +96,7 @@ class Batches(RuleBasedStateMachine):
     def backend(self):
         """What the builder builds for; None: NumPy arrays."""
 
-    stagings = ("auto", "copy")
+    transports = ("auto", "copy")
 
     def captured_now(self, size, metadata):
         """What an engine does after ``capture``: capture its model."""
@@ -389,10 +389,10 @@ class Batches(RuleBasedStateMachine):
 
     @precondition(lambda self: self.captured)
     @rule(data=st.data())
-    def build_null(self, data):
+    def build_empty(self, data):
         size = self.some(data, self.captured)
         before = self.batch_bytes()
-        metadata = self.builder.build_null(size)
+        metadata = self.builder.build_empty(size)
         assert self.batch_bytes() == before
         self.run(size, metadata)
         self.check(metadata, [], size)
@@ -442,7 +442,7 @@ class Batches(RuleBasedStateMachine):
         scheduled = self.without_null(dict.fromkeys(self.requests, 0) | dict.fromkeys(able[:size], each))
         calls = [lambda: self.builder.capture(size, each)]
         if size in self.captured:
-            calls += [lambda: self.builder.build_null(size), lambda: self.builder.build(scheduled, bucket=size)]
+            calls += [lambda: self.builder.build_empty(size), lambda: self.builder.build(scheduled, bucket=size)]
         self.plan_fails = True
         with pytest.raises(RuntimeError, match="no plan"):
             data.draw(st.sampled_from(calls))()
@@ -483,8 +483,6 @@ class Batches(RuleBasedStateMachine):
         if group.cross:
             expected = oracles.lengths([b for b, _, _ in rows], encoder["encoder_seq_lens"], size, 0)
             expected = {n: expected[n] for n in ("seq_lens", "seq_start_loc", "paged_kv_indices", "max_seq_len")}
-            lens = zip(rows, encoder["encoder_seq_lens"], strict=True)
-            expected["last_blocks"] = [blocks[(n - 1) // size] if n else 0 for (blocks, _, _), n in lens]
         elif self.ranks:
             ranks = self.ranks
             own = ranks.block_size, ranks.world_size, ranks.rank, ranks.interleave

@@ -11,13 +11,13 @@ FIELDS = ("slot_mapping", "positions", "seq_lens", "context_lens", "seq_start_lo
 GROUPS = [KVCacheGroup("a", 4), KVCacheGroup("b", 16), KVCacheGroup("c", 4)]
 
 
-def drafts_judged_late(kernels, seed, steps=60, device="cpu", staging="copy", backend=None):
+def drafts_judged_late(kernels, seed, steps=60, device="cpu", transport="copy", backend=None):
     """Runs an engine with up to three drafts a request, whose verdicts reach the host one step late."""
     rng = np.random.default_rng(seed)
     batch = InputBatch(max_num_reqs=5, max_model_len=160, groups=GROUPS, kernels=kernels)
     rejected = torch.zeros(5, dtype=torch.int32, device=device)
     builder = MetadataBuilder(
-        batch, backend, max_num_batched_tokens=64, decode_threshold=4, staging=staging, num_rejected=rejected
+        batch, backend, max_num_batched_tokens=64, decode_threshold=4, transport=transport, num_rejected=rejected
     )
     exact, blocks, next_block, verdicts = {}, {}, 1, {}
     for step in range(steps):

@@ -30,7 +30,6 @@ def persistent_step(rows, block_size, threshold=1):
         "context_lens": [c for _, c, _ in rows],
         "query_lens": queries,
         "logits_indices": [end - 1 for end in sums(queries)[1:]],
-        "last_blocks": [b[(n - 1) // block_size] for (b, _, _), n in zip(rows, lens, strict=True)],
         "query_start_loc": sums(queries),
         **lengths([b for b, _, _ in rows], lens, block_size, num_decodes),
         "num_reqs": len(rows),
@@ -95,7 +94,7 @@ def persistent_encoder(rows, block_size):
     }
 
 
-PADDED_WITH = {"positions": 0, "context_lens": 0, "query_lens": 0, "logits_indices": 0, "last_blocks": 0,
+PADDED_WITH = {"positions": 0, "context_lens": 0, "query_lens": 0, "logits_indices": 0,
                "paged_kv_last_page_len": 0, "slot_mapping": PAD, "encoder_query_lens": 0}  # fmt: skip
 PER_TOKEN = ("positions", "slot_mapping", "token_to_req_indices")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ Wrap = Callable[[npt.NDArray[Any]], Any]
 
 TOKEN_FIELDS = ("slot_mapping", "positions", "token_to_req_indices")
 REQUEST_FIELDS = (
-    "seq_lens", "context_lens", "query_lens", "logits_indices", "last_blocks", "paged_kv_last_page_len"
+    "seq_lens", "context_lens", "query_lens", "logits_indices", "paged_kv_last_page_len"
 )  # fmt: skip
 LOC_FIELDS = ("query_start_loc", "seq_start_loc", "paged_kv_indptr")
 TABLE_FIELDS = ("block_table", "paged_kv_indices")
@@ -34,6 +34,15 @@ ORDER_FIELDS = (  # which door's order and rules: views need them; and what of a
 def identity(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """How fields are wrapped where there is no backend: not at all."""
     return array
+
+
+class Source(NamedTuple):
+    """What the list builder made a step from: ``advance_step`` reads the whole tables there."""
+
+    builder: Any
+    """The CommonMetadataBuilder."""
+    groups: Any
+    """The groups that it was given."""
 
 
 class _ViewOfHost(SimpleNamespace):
@@ -71,8 +80,6 @@ class CommonAttentionMetadata:
     """int32[n]: tokens of this step."""
     logits_indices: Any
     """int32[n]: the request's last token among the T."""
-    last_blocks: Any
-    """int32[n]: the block that holds the request's last token (persistent door)."""
     query_start_loc: Any
     """int32[n + 1]: where the request's tokens start among the T."""
     seq_start_loc: Any
@@ -134,8 +141,8 @@ class CommonAttentionMetadata:
     page_buffer: Any = None
     """int32 on the device, all that page indices are ever written to by this builder: the same tensor in every step,
     where a plan may point a kernel before the indices are there (persistent door, steps that are sent to a device)."""
-    _source: Any = None
-    """(builder, groups) of a step of the list door: ``advance_step`` reads the whole tables there."""
+    source: Source | None = None
+    """What a step of the list builder was built from; None for views, captured sizes and steps of the other builder."""
 
     def __init__(self, host: Any, wrap: Wrap = identity, **values: Any) -> None:
         self.host = host
@@ -152,6 +159,15 @@ class CommonAttentionMetadata:
             self.__dict__[name] = value
             return value
         raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+
+    @property
+    def kept(self) -> dict[Any, Any]:
+        """A place for what a backend makes for this step and its layers share, by keys of the backend's own.
+
+        It lives as long as the step: builders reuse metadata objects, and the next step finds it empty.
+        """
+        kept: dict[Any, Any] = self._cached("_kept", dict)
+        return kept
 
     @property
     def block_tables(self) -> Any:
@@ -175,9 +191,12 @@ class CommonAttentionMetadata:
         self, input_tokens: Any = None, sampled_token_ids: Any = None, num_queries: int | None = None
     ) -> None:
         """The next step of the same decodes, in place: ``attncore.builder.advance_step`` (list door)."""
-        from attncore.builder.lists.advance_step import advance_step
-
-        advance_step(self, input_tokens, sampled_token_ids, num_queries)
+        if self.source is None:
+            raise ValueError(
+                "metadata: not as CommonMetadataBuilder.build gave it (a view, a captured size, or of the persistent "
+                "builder); advance the built step"
+            )
+        self.source.builder.advance_step(self, input_tokens, sampled_token_ids, num_queries)
 
     @property
     def prefill_metadata(self) -> CommonAttentionMetadata | None:

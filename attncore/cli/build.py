@@ -18,8 +18,8 @@ from typing import Any
 
 from attncore.builder.lists.dialects import LAYOUTS
 from attncore.cli import InputLineError, UsageError, persistent_options
+from attncore.kernels import load_kernels
 from attncore.lines.list_builder import build_batch, parse_batch
-from attncore.slots import load_kernels
 
 HELP = "read batches (JSON Lines), write their metadata"
 

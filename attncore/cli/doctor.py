@@ -75,7 +75,7 @@ def _version(name: str) -> str | None:
 
 def _kernels() -> tuple[str, bool]:
     try:
-        from attncore.slots import why_kernels
+        from attncore.kernels import why_kernels
 
         return why_kernels(), True
     except (ImportError, ValueError) as error:

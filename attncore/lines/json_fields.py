@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from attncore import slots
+from attncore.arguments import INT32_MAX
 
 REQUIRED = object()
 """In a mapping of known fields to defaults: the field must be given."""
@@ -71,8 +71,8 @@ def integer(path: str, value: Any, least: int | None) -> int:
         raise TypeError(f"{path}: {shown(value)} is not an integer")
     if least is None and not -(2**63) <= value < 2**63:
         raise ValueError(f"{path}: {value} does not fit 64 bits")
-    if least is not None and not least <= value <= slots.INT32_MAX:
-        raise ValueError(f"{path}: {value} is outside {least}..{slots.INT32_MAX}")
+    if least is not None and not least <= value <= INT32_MAX:
+        raise ValueError(f"{path}: {value} is outside {least}..{INT32_MAX}")
     return value
 
 

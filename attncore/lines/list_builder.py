@@ -6,10 +6,10 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from attncore import slots
 from attncore.builder.lists.builder import CommonMetadataBuilder
 from attncore.builder.lists.sequence_group import Sequence, SequenceGroup
 from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.kernels import KernelsName
 from attncore.lines.json_fields import (
     REQUIRED,
     boolean,
@@ -100,7 +100,7 @@ def parse_batch(line: str | bytes) -> Batch:
     return Batch(block_size, window, chunked, capture, pad, groups, encoder_decoder)
 
 
-def build_batch(batch: Batch, layout: str = "common", kernels: slots.KernelsName | None = None) -> dict[str, Any]:
+def build_batch(batch: Batch, layout: str = "common", kernels: KernelsName | None = None) -> dict[str, Any]:
     """The metadata of a batch as one line of output holds it: plain ints, bools and lists."""
     builder = _builder(
         batch.block_size, layout, batch.sliding_window, batch.chunked_prefill, batch.max_seq_len_to_capture,

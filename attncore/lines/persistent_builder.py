@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from attncore import slots
+from attncore import array_arguments
+from attncore.arguments import INT32_MAX
 from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.persistent.builder import MetadataBuilder
 from attncore.builder.persistent.input_batch import NULL_BLOCK_ID, ONLY_GROUP, InputBatch
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.builder.persistent.step_metadata import StepMetadata
+from attncore.kernels import KernelsName
 from attncore.lines.json_fields import REQUIRED, fields_of, integer, list_of, read_record, refuse_duplicates, shown
 from attncore.lines.list_builder import MAX_NUMBERS
 
@@ -84,7 +86,7 @@ def parse_step(line: str | bytes, options: StepOptions) -> StepLine:
     return StepLine(groups, sequences)
 
 
-def build_step(step: StepLine, options: StepOptions, kernels: slots.KernelsName | None = None) -> dict[str, Any]:
+def build_step(step: StepLine, options: StepOptions, kernels: KernelsName | None = None) -> dict[str, Any]:
     """The metadata of a step as one line of output holds it: plain ints and lists.
 
     What groups share stands once, with ``seq_ids`` in the order of rows; each group's own fields under ``groups``, by
@@ -133,7 +135,7 @@ def _plain(metadata: StepMetadata, name: str) -> Any:
 def _check_ranks(block_size: int, options: StepOptions) -> None:
     if block_size % options.interleave:
         raise ValueError(f"block_size: {block_size} cannot be shared out {options.interleave} tokens in turn")
-    if block_size * options.world_size > slots.INT32_MAX:
+    if block_size * options.world_size > INT32_MAX:
         raise ValueError(f"block_size: {block_size} on {options.world_size} ranks does not fit int32")
 
 
@@ -144,7 +146,7 @@ def _sequence(path: str, record: Any, groups: tuple[KVCacheGroup, ...], by_name:
     seq_id = integer(f"{path}.seq_id", fields["seq_id"], None)
     query_len = integer(f"{path}.query_len", fields["query_len"], 1)
     context_len = integer(f"{path}.context_len", fields["context_len"], 0)
-    if query_len + context_len > slots.INT32_MAX:
+    if query_len + context_len > INT32_MAX:
         raise ValueError(f"{path}.query_len: {query_len} on top of context_len {context_len} does not fit int32")
     where, given = f"{path}.{tables_field}", fields[tables_field]
     if by_name:
@@ -160,10 +162,10 @@ def _sequence(path: str, record: Any, groups: tuple[KVCacheGroup, ...], by_name:
 def _check_table(path: str, table: Any, seq_id: int, context_len: int, seq_len: int, block_size: int) -> None:
     if not isinstance(table, list):
         raise TypeError(f"{path}: {shown(table)} is not a list")
-    if bad := slots._bad_ids(table, slots.INT32_MAX + 1):
+    if bad := array_arguments.bad_block_ids(table, INT32_MAX + 1):
         kind, text = bad
         raise kind(f"{path}: {text}")
-    if len(table) * block_size > slots.INT32_MAX:
+    if len(table) * block_size > INT32_MAX:
         raise ValueError(f"{path}: {len(table)} blocks of {block_size} tokens do not fit int32")
     if len(table) * block_size < seq_len:
         token = max(context_len, len(table) * block_size)
@@ -182,7 +184,7 @@ def _check_table(path: str, table: Any, seq_id: int, context_len: int, seq_len: 
 def _check_sums(groups: tuple[KVCacheGroup, ...], sequences: list[StepSequence]) -> None:
     """A line may ask for far more than it holds: an answer of a gigabyte helps nobody."""
     tokens = sum(sequence.query_len for sequence in sequences)
-    if sum(sequence.query_len + sequence.context_len for sequence in sequences) > slots.INT32_MAX:
+    if sum(sequence.query_len + sequence.context_len for sequence in sequences) > INT32_MAX:
         raise ValueError("sequences: their lengths do not fit int32 in all")
     columns = sum(-(-_longest(sequences) // group.block_size) for group in groups)
     if tokens * len(groups) + len(sequences) * columns > MAX_NUMBERS:

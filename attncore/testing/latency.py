@@ -56,7 +56,7 @@ class Timed:
         self._builders: list[Callable[[], Any]] = []
         self._senders: list[Callable[[], Any]] = []
         self._resets: list[Callable[[], None]] = []
-        self.staging = "none"
+        self.transport = "none"
         blocks = self._saved(saved, form) if shape == SAVED else self._shape(SHAPES[shape])
         self.metadata = [steps.planned(self.backend, build()) for build in self._builders]
         self.kv_cache = self.backend.allocate_kv_cache(blocks)
@@ -94,8 +94,8 @@ class Timed:
         """One step of the persistent door; how many blocks its cache needs."""
         end = self._persistent(rows, self._builders)
         # On a CPU nothing is sent; a copy within its memory stands for it.
-        staging = "copy" if torch.device(self.config.device).type == "cpu" else "auto"
-        self._persistent(rows, self._senders, backend=self.backend, staging=staging)
+        transport = "copy" if torch.device(self.config.device).type == "cpu" else "auto"
+        self._persistent(rows, self._senders, backend=self.backend, transport=transport)
         return end
 
     def _persistent(self, rows: list[tuple[int, int]], calls: list[Callable[[], Any]], **options: Any) -> int:
@@ -123,7 +123,7 @@ class Timed:
         calls.append(build)
         self._resets.append(reset)
         if options:
-            self.staging = builder.staging
+            self.transport = builder.transport
         return end
 
     def _saved(self, path: str | Path | None, form: BackendSpec) -> int:
@@ -226,7 +226,7 @@ def test_plan(benchmark: Any, attncore_timed: Timed) -> None:
 def test_commit(benchmark: Any, attncore_timed: Timed) -> None:
     """All that an engine's call does before the first layer: build, plan, and the host's part of sending the step."""
     _info(benchmark, attncore_timed, "commit")
-    benchmark.extra_info["staging"] = attncore_timed.staging
+    benchmark.extra_info["transport"] = attncore_timed.transport
     benchmark.pedantic(attncore_timed.commit, setup=attncore_timed.reset, rounds=200, warmup_rounds=10)
 
 

@@ -198,7 +198,7 @@ def ways(rows):
     return found | {
         "attncore, persistent door": ours.persistent_way(rows),
         "attncore, persistent door, read as tensors": ours.persistent_way(rows, read_as_tensors, backend=reference),
-        "attncore, persistent door and copy": ours.persistent_way(rows, staging="copy"),
+        "attncore, persistent door and copy": ours.persistent_way(rows, transport="copy"),
         **ours.baselines(rows),
     }
 

@@ -58,7 +58,7 @@ class Vectorised:
         self.slot_mapping, self.positions = np.empty(max_tokens, np.int64), np.empty(max_tokens, np.int64)
         self.query_start_loc, self.seq_start_loc, self.indptr = (np.zeros(n + 1, np.int32) for _ in range(3))
         self.seq_lens, self.context_lens, self.pages = (np.empty(n, np.int32) for _ in range(3))
-        self.last_page_len, self.last_blocks, self.logits_indices = (np.empty(n, np.int32) for _ in range(3))
+        self.last_page_len, self.logits_indices = (np.empty(n, np.int32) for _ in range(2))
 
     def step(self):
         n = len(self.computed)
@@ -89,7 +89,6 @@ class Vectorised:
         np.floor_divide(self.seq_lens + (size - 1), size, out=self.pages)
         np.cumsum(self.pages, out=self.indptr[1:])
         np.subtract(self.seq_lens, (self.pages - 1) * size, out=self.last_page_len)
-        self.last_blocks[:] = self.table[self.counting[: len(self.pages)], self.pages - 1]
 
 
 class VectorisedGroups:
@@ -129,7 +128,7 @@ class Tuned(Vectorised):
         self.flat, self.row_starts = self.table.reshape(-1), np.arange(n, dtype=np.int64) * width
         self.cells, self.bases = np.empty(max_tokens, np.int64), np.empty(max_tokens, np.int64)
         self.blocks, self.tokens = np.empty(max_tokens, np.int32), np.arange(max_tokens, dtype=np.int64)
-        self.lasts, self.last_cells, self.shifts = np.empty(n, np.int32), np.empty(n, np.int64), np.empty(n, np.int64)
+        self.lasts, self.shifts = np.empty(n, np.int32), np.empty(n, np.int64)
 
     def step(self):
         query_lens, starts, computed = self.query_lens, self.query_start_loc, self.computed
@@ -157,8 +156,6 @@ class Tuned(Vectorised):
         np.subtract(starts[1:], 1, out=self.logits_indices)
         np.subtract(self.seq_lens, 1, out=self.lasts)
         np.right_shift(self.lasts, self.shift, out=self.pages)
-        np.add(self.row_starts, self.pages, out=self.last_cells)
-        self.flat.take(self.last_cells, out=self.last_blocks, mode="clip")
         self.pages += 1
         self.pages.cumsum(out=self.indptr[1:])
         self.lasts &= self.mask

@@ -8,7 +8,7 @@ import shapes
 FIELDS = {
     "slot_mapping": "slot_mapping", "positions": "positions", "query_start_loc": "query_start_loc",
     "seq_start_loc": "seq_start_loc", "paged_kv_indptr": "indptr", "seq_lens": "seq_lens",
-    "context_lens": "context_lens", "paged_kv_last_page_len": "last_page_len", "last_blocks": "last_blocks",
+    "context_lens": "context_lens", "paged_kv_last_page_len": "last_page_len",
     "logits_indices": "logits_indices",
 }  # fmt: skip
 
@@ -38,5 +38,5 @@ def test_numpy_builds_what_the_groups_have(block_sizes, step):
         metadata = builder.build()
         getattr(numpy, step)()
         for of_group, one in zip(metadata.groups.values(), numpy.passes, strict=True):
-            for field in ("slot_mapping", "paged_kv_indptr", "paged_kv_last_page_len", "last_blocks"):
+            for field in ("slot_mapping", "paged_kv_indptr", "paged_kv_last_page_len"):
                 assert getattr(of_group, field).tolist() == getattr(one, FIELDS[field]).tolist(), field

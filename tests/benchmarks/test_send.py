@@ -47,14 +47,14 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def builder_of(rows, backend=None, staging="auto"):
+def builder_of(rows, backend=None, transport="auto"):
     if backend is not None:
         backend = backend(BackendConfig(32, 8, 128, "bfloat16", shapes.BLOCK_SIZE))
     longest = max(len(row.blocks) for row in rows) * shapes.BLOCK_SIZE
     batch = InputBatch(max_num_reqs=len(rows), max_model_len=longest, block_size=shapes.BLOCK_SIZE)
     for i, row in enumerate(rows):
         batch.add_request(i, row.blocks, row.computed)
-    return MetadataBuilder(batch, backend, max_num_batched_tokens=8192, staging=staging)
+    return MetadataBuilder(batch, backend, max_num_batched_tokens=8192, transport=transport)
 
 
 def timed(call):
@@ -78,7 +78,7 @@ class TestDecode:
         benchmark.extra_info["added_us"] = round(statistics.median(differences), 3)
 
     def test_commit(self, benchmark, n):
-        self.against_plain(benchmark, n, "commit", staging="copy")
+        self.against_plain(benchmark, n, "commit", transport="copy")
 
     def test_plan_call(self, benchmark, n):
         self.against_plain(benchmark, n, "call of a plan", backend=Planless)
@@ -87,12 +87,12 @@ class TestDecode:
         self.against_plain(benchmark, n, "plan", backend=Chunking)
 
     def test_commit_and_plan(self, benchmark, n):
-        self.against_plain(benchmark, n, "commit and plan", backend=Chunking, staging="copy")
+        self.against_plain(benchmark, n, "commit and plan", backend=Chunking, transport="copy")
 
 
 def test_commit_of_a_mixed_batch(benchmark):
     rows = shapes.mixed()
-    builder = builder_of(rows, staging="copy")
+    builder = builder_of(rows, transport="copy")
     scheduled = doors.persistent(rows)[2]
 
     def again():

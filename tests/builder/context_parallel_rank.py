@@ -69,7 +69,7 @@ def main(rank, world_size, interleave, store):
     whole_cache = impl = None
     for _ in STEPS:
         backend, metadata = next(whole) if whole else (None, None)
-        fields = metadata.asdict_zerocopy({"last_blocks", "paged_kv_indices"}) if metadata is not None else None
+        fields = metadata.asdict_zerocopy({"seq_start_loc", "paged_kv_indices"}) if metadata is not None else None
         arrived = metadata_from_fields(broadcast(fields))
         local = mine.metadata(arrived, shard)
         query = torch.randn(arrived.num_tokens, HEADS, SIZE)

@@ -12,7 +12,7 @@ from attncore.errors import CaptureError
 BLOCK, MAX_REQS, MAX_LEN = 4, 8, 40
 FIELDS = (
     "slot_mapping", "positions", "token_to_req_indices", "seq_lens", "context_lens", "query_lens", "logits_indices",
-    "query_start_loc", "seq_start_loc", "last_blocks", "paged_kv_indptr", "paged_kv_last_page_len",
+    "query_start_loc", "seq_start_loc", "paged_kv_indptr", "paged_kv_last_page_len",
 )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_a_capture_is_of_the_longest(kernels):
     captured = builder.capture(2)
     assert (captured.max_seq_len, captured.groups["encoder"].max_seq_len) == (MAX_LEN, 13)
     assert (captured.req_ids, captured.num_actual_reqs) == ((), 0)
-    warm = builder.build_null(2)
+    warm = builder.build_empty(2)
     assert (warm.max_seq_len, warm.groups["encoder"].max_seq_len) == (0, 0)
     builder.build()  # the encoder's tokens
     metadata = builder.build(bucket=2)
@@ -99,7 +99,7 @@ def test_every_size_has_its_place(kernels):
     """A field's address depends on the size alone, whatever was built before."""
     batch, builder = door(kernels, depth=3)
     builder.capture(2)
-    alone = {name: getattr(builder.build_null(2), name).ctypes.data for name in FIELDS}
+    alone = {name: getattr(builder.build_empty(2), name).ctypes.data for name in FIELDS}
     assert builder.capture(8).slot_mapping.shape == (8,)
     batch.add_request("a", [1, 2, 3, 4])
     builder.build({"a": 9})
@@ -236,7 +236,7 @@ def test_a_fault_in_padding_is_seen(monkeypatch):
     for name in "ab":
         engine.both("add_request", name, [{"a": 1, "b": 2}[name]])
     engine.step({}, 4, np.arange(1, 25))
-    slots = engine.builder.build_null(4).slot_mapping
+    slots = engine.builder.build_empty(4).slot_mapping
     build = engine.builder.build
 
     def faulty(*args, **options):
@@ -328,7 +328,7 @@ def test_nothing_is_planned_or_copied_while_a_stream_captures(kernels):
     calls = {
         "capture": lambda: builder.capture(2),
         "build": lambda: builder.build(bucket=2),
-        "build_null": lambda: builder.build_null(2),
+        "build_empty": lambda: builder.build_empty(2),
     }
     for what, call in (*calls.items(), ("build", builder.build)):
         with graphs.capturing(graphs.new_graph("cpu")), pytest.raises(CaptureError, match=f"{what}: a stream is captu"):
@@ -363,7 +363,7 @@ def test_steps_that_do_not_fit_a_captured_size(kernels, bucket, scheduled, messa
     assert state_of(batch, builder) == before
     if bucket not in (2, 4):
         with pytest.raises((ValueError, TypeError, CaptureError), match=message):
-            builder.build_null(bucket)
+            builder.build_empty(bucket)
     assert builder.build(query_len=2, bucket=4).num_actual_reqs == 3
 
 

@@ -140,7 +140,6 @@ def test_metadata_of_a_chunk_and_of_the_rest(metadata):
     assert own.paged_kv_indptr.tolist() == [0, 0, 0]
     assert (own.max_seq_len, own.max_prefill_seq_len, own.max_query_len) == (3, 3, 3)
     assert not hasattr(own, "encoder_seq_lens")
-    assert not hasattr(own, "last_blocks")
 
 
 def test_metadata_that_is_no_step_of_those_prefills(metadata):

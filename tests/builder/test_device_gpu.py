@@ -54,7 +54,7 @@ def on_cuda(block_size, *, page_list=False):
 
 
 class CudaBatches(Batches):
-    stagings = ("graph", "copy")
+    transports = ("graph", "copy")
 
     def captured_now(self, size, metadata):
         graph, out = torch.cuda.CUDAGraph(), torch.empty_like(metadata.positions)
@@ -93,11 +93,11 @@ def read_cache(metadata, cache, out):
     cache[written] = cache[written] + 1  # -1 is the last slot: a sink
 
 
-def run(requests, steps, seed, sizes, staging, depth, eager_every=7):
+def run(requests, steps, seed, sizes, transport, depth, eager_every=7):
     rng = np.random.default_rng(seed)
     batch = InputBatch(max_num_reqs=max(sizes), max_model_len=WIDTH_TOKENS, block_size=BLOCK)
-    builder = MetadataBuilder(batch, on_cuda(BLOCK), max_num_batched_tokens=512, staging=staging, depth=depth)
-    assert builder.staging == staging, builder.why_staging
+    builder = MetadataBuilder(batch, on_cuda(BLOCK), max_num_batched_tokens=512, transport=transport, depth=depth)
+    assert builder.transport == transport, builder.why_transport
     num_blocks = 4096
     cache = torch.randint(0, 1000, (num_blocks * BLOCK + BLOCK,), device="cuda")
     out = torch.zeros(max(sizes), dtype=torch.int64, device="cuda")
@@ -154,18 +154,18 @@ def run(requests, steps, seed, sizes, staging, depth, eager_every=7):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("staging", ["graph", "copy"])
-def test_graphs_replay_what_eager_steps_would(staging, depth):
-    wrong, cache, mirror = run(12, 300, seed=depth, sizes=(1, 4, 8, 12), staging=staging, depth=depth)
+@pytest.mark.parametrize("transport", ["graph", "copy"])
+def test_graphs_replay_what_eager_steps_would(transport, depth):
+    wrong, cache, mirror = run(12, 300, seed=depth, sizes=(1, 4, 8, 12), transport=transport, depth=depth)
     assert wrong.sum() == 0
     assert torch.equal(cache, mirror)
 
 
-@pytest.mark.parametrize("staging", ["graph", "copy"])
-def test_page_indices_are_there_in_a_graph(staging):
+@pytest.mark.parametrize("transport", ["graph", "copy"])
+def test_page_indices_are_there_in_a_graph(transport):
     batch = InputBatch(max_num_reqs=3, max_model_len=8192, block_size=BLOCK)
-    builder = MetadataBuilder(batch, on_cuda(BLOCK, page_list=True), max_num_batched_tokens=64, staging=staging)
-    assert builder.staging == staging
+    builder = MetadataBuilder(batch, on_cuda(BLOCK, page_list=True), max_num_batched_tokens=64, transport=transport)
+    assert builder.transport == transport
     batch.add_request("a", range(1, 501), 7990)
     batch.add_request("b", [600, 601], 17)
     graph = torch.cuda.CUDAGraph()
@@ -184,7 +184,7 @@ def test_page_indices_are_there_in_a_graph(staging):
 
 def test_each_build_for_a_graph_is_replayed_once():
     batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=BLOCK)
-    builder = MetadataBuilder(batch, on_cuda(BLOCK), max_num_batched_tokens=64, staging="graph")
+    builder = MetadataBuilder(batch, on_cuda(BLOCK), max_num_batched_tokens=64, transport="graph")
     batch.add_request("a", [1], 3)
     graph, seen = torch.cuda.CUDAGraph(), torch.zeros(2, dtype=torch.int32, device="cuda")
     metadata = builder.capture(2)
@@ -205,7 +205,7 @@ def test_each_build_for_a_graph_is_replayed_once():
         metadata.replay(graph)
     with pytest.raises(CaptureError, match="nothing is to be taken back"):
         metadata.abandon()
-    builder.build_null(2).replay(graph)
+    builder.build_empty(2).replay(graph)
     assert seen.tolist() == [0, 0]
     graph.replay()  # by itself: no arena is there, so no rows, and the next step is not disturbed
     assert seen.tolist() == [0, 0]
@@ -216,11 +216,11 @@ def test_each_build_for_a_graph_is_replayed_once():
         builder.build(bucket=3).replay(graph)
 
 
-@pytest.mark.parametrize("staging", ["graph", "copy"])
+@pytest.mark.parametrize("transport", ["graph", "copy"])
 @pytest.mark.parametrize("seed", range(4))
-def test_overlapping_steps_know_exact_lengths(staging, seed):
+def test_overlapping_steps_know_exact_lengths(transport, seed):
     backends = {group.name: on_cuda(group.tokens_per_column) for group in GROUPS}
-    drafts_judged_late("cython", seed, device="cuda", staging=staging, backend=backends)
+    drafts_judged_late("cython", seed, device="cuda", transport=transport, backend=backends)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -228,7 +228,7 @@ def test_with_a_ticket_an_engine_replays_by_itself(depth):
     rng = np.random.default_rng(depth)
     batch = InputBatch(max_num_reqs=4, max_model_len=4096, block_size=BLOCK)
     builder = MetadataBuilder(
-        batch, on_cuda(BLOCK), max_num_batched_tokens=64, staging="graph", ticket=True, depth=depth
+        batch, on_cuda(BLOCK), max_num_batched_tokens=64, transport="graph", ticket=True, depth=depth
     )
     batch.add_request("a", [7], 3)
     graph, seen = torch.cuda.CUDAGraph(), torch.zeros(2, dtype=torch.int32, device="cuda")
@@ -282,8 +282,8 @@ def test_nothing_is_captured_by_a_build():
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("staging", ["graph", "copy"])
-def test_a_step_does_not_synchronise(staging):
+@pytest.mark.parametrize("transport", ["graph", "copy"])
+def test_a_step_does_not_synchronise(transport):
     groups = [KVCacheGroup("full", 16), KVCacheGroup("window", 16, sliding_window=64)]
     batch = InputBatch(max_num_reqs=8, max_model_len=256, groups=groups)
     builder = MetadataBuilder(
@@ -291,7 +291,7 @@ def test_a_step_does_not_synchronise(staging):
         {name: on_cuda(16) for name in ("full", "window")},
         max_num_batched_tokens=256,
         depth=3,
-        staging=staging,
+        transport=transport,
     )
     for i in range(6):
         batch.add_request(i, {name: range(1 + 16 * i, 17 + 16 * i) for name in ("full", "window")}, 10 * i)

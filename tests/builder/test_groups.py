@@ -71,9 +71,6 @@ def test_a_token_of_a_group_is_slotted_by_its_own_table(kernels):
     metadata = MetadataBuilder(batch, max_num_batched_tokens=8).build()
     slots = {name: group.slot_mapping.tolist() for name, group in metadata.groups.items()}
     assert slots == {"a": [24], "b": [83], "c": [12], "d": [9]}
-    assert {name: group.last_blocks.tolist() for name, group in metadata.groups.items()} == {
-        "a": [8], "b": [5], "c": [4], "d": [9],
-    }  # fmt: skip
     assert metadata.groups["c"].paged_kv_indices.tolist() == [9, 4]
     assert metadata is metadata.groups["a"]
 
@@ -189,7 +186,7 @@ def test_encoder_tokens_have_slots_in_the_first_step_only(kernels):
     assert metadata.encoder_query_start_loc.tolist() == [0, 5, 5]
     cross = metadata.groups["encoder"]
     assert (cross.seq_lens.tolist(), cross.paged_kv_indices.tolist()) == ([5, 0], [3, 4])
-    assert (cross.last_blocks.tolist(), cross.max_seq_len) == ([4, 0], 5)
+    assert cross.max_seq_len == 5
     assert not hasattr(cross, "slot_mapping")
     for _ in range(2):
         metadata = builder.build()
@@ -206,7 +203,6 @@ def test_a_replaced_block_of_an_encoder_is_seen_by_the_next_step(kernels, depth)
     assert batch.replace_block("a", 1, 9, "encoder") == 4
     for _ in range(2):
         cross = builder.build().groups["encoder"]
-        assert cross.last_blocks.tolist() == [9, 0]
         assert cross.paged_kv_indices.tolist() == [3, 9]
 
 

@@ -118,9 +118,6 @@ def test_the_reference_backend_runs_it_as_any_other_batch():
     assert local.prefill_metadata.seq_lens.tolist() == [8, 8, 5, 8, 8]
     assert (local.max_decode_seq_len, local.max_prefill_seq_len, local.max_query_len) == (8, 8, 8)
     assert local.logits_indices.tolist() == [0, 1, 9, 17, 22, 24, 32]
-    assert local.host.last_blocks.tolist() == [
-        local.block_table[row, (length - 1) // BLOCK] for row, length in enumerate(local.seq_lens.tolist())
-    ]
     assert local.paged_kv_last_page_len.tolist() == [4, 1, 4, 4, 1, 4, 4]
     assert local.token_to_req_indices.tolist() == oracle_rows(local.query_lens.tolist())
 

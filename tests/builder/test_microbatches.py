@@ -24,7 +24,7 @@ from attncore.builder import (
 from attncore.reference import ReferenceBackend
 
 SPAN_FIELDS = ("slot_mapping", "positions", "token_to_req_indices", "seq_lens", "context_lens", "query_lens",
-               "logits_indices", "last_blocks", "query_start_loc", "seq_start_loc", "paged_kv_indptr",
+               "logits_indices", "query_start_loc", "seq_start_loc", "paged_kv_indptr",
                "paged_kv_indices", "paged_kv_last_page_len")  # fmt: skip
 BLOCK = 4
 

@@ -15,7 +15,7 @@ def test_the_device_knows_exact_lengths(kernels, seed):
 
 def test_without_num_rejected_nothing_overlaps():
     batch = InputBatch(max_num_reqs=2, max_model_len=32, block_size=4)
-    builder = MetadataBuilder(batch, max_num_batched_tokens=8, staging="copy")
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8, transport="copy")
     batch.add_request("a", [1, 2], 3)
     with pytest.raises(ValueError, match="overlapped: this builder was made without num_rejected"):
         builder.build(overlapped=True)
@@ -28,7 +28,7 @@ def test_without_num_rejected_nothing_overlaps():
         (np.zeros(2, np.int32), {}, r"num_rejected: int32\[2\] found; give a torch int32 tensor"),
         (torch.zeros(3, dtype=torch.int32), {}, r"num_rejected: torch.int32\[3\] found"),
         (torch.zeros(2, dtype=torch.int64), {}, r"num_rejected: torch.int64\[2\] found"),
-        (torch.zeros(2, dtype=torch.int32), {"staging": "auto"}, "num_rejected: steps are read where they are built"),
+        (torch.zeros(2, dtype=torch.int32), {"transport": "auto"}, "num_rejected: steps are read where they are built"),
         (
             torch.zeros(2, dtype=torch.int32),
             {"context_parallel": ContextParallel(2, 0, 2)},
@@ -39,4 +39,4 @@ def test_without_num_rejected_nothing_overlaps():
 def test_what_overlapping_needs(given, options, message):
     batch = InputBatch(max_num_reqs=2, max_model_len=32, block_size=4)
     with pytest.raises(ValueError, match=message):
-        MetadataBuilder(batch, max_num_batched_tokens=8, num_rejected=given, **{"staging": "copy"} | options)
+        MetadataBuilder(batch, max_num_batched_tokens=8, num_rejected=given, **{"transport": "copy"} | options)

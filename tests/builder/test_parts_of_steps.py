@@ -136,7 +136,7 @@ def test_counts_of_virtual_requests_and_shares_are_of_what_they_hold():
 
 DEVICE_FIELDS = (
     "slot_mapping", "positions", "token_to_req_indices", "query_lens", "context_lens", "seq_lens", "query_start_loc",
-    "seq_start_loc", "logits_indices", "last_blocks", "paged_kv_indptr", "paged_kv_last_page_len", "paged_kv_indices",
+    "seq_start_loc", "logits_indices", "paged_kv_indptr", "paged_kv_last_page_len", "paged_kv_indices",
 )  # fmt: skip
 ENCODER_FIELDS = ("encoder_query_lens", "encoder_query_start_loc", "encoder_seq_lens", "cross_slot_mapping")
 
@@ -148,7 +148,7 @@ def steps_sent(encoder):
         groups = [KVCacheGroup("own", 4), *([KVCacheGroup("cross", 4, cross=True)] if encoder else [])]
         more = {"max_encoder_len": 32} if encoder else {}
         batch = InputBatch(max_num_reqs=4, max_model_len=32, groups=groups, **more)
-        builder = MetadataBuilder(batch, max_num_batched_tokens=64, decode_threshold=2, staging="copy")
+        builder = MetadataBuilder(batch, max_num_batched_tokens=64, decode_threshold=2, transport="copy")
         for row in range(int(random.integers(1, 5))):
             blocks = {"own": [10 * row + k for k in range(1, 9)]}
             options = {}

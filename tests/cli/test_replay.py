@@ -152,13 +152,13 @@ def test_a_failed_check_ends_with_1_and_names_the_field(capsys, trace, monkeypat
     class Faulty(runner.MetadataBuilder):
         def build(self, scheduled):
             metadata = super().build(scheduled)
-            metadata.host.last_blocks[0] += 1
+            metadata.host.logits_indices[0] += 1
             return metadata
 
     monkeypatch.setattr(runner, "MetadataBuilder", Faulty)
     code, out, _ = ran(capsys, trace, "--metadata-only", "--verify-every", "1")
     assert code == 1
-    assert "failed: step 0: last_blocks: [0] is" in out
+    assert "failed: step 0: logits_indices: [0] is" in out
     assert "FAILED: " in out.splitlines()[-1]
     code, out, _ = ran(capsys, trace, "--metadata-only", "--verify-every", "1", "--json")
     report = json.loads(out)

@@ -14,12 +14,12 @@ SIZES = {3: 1, 2: 2}  # requests: tokens of each
 
 
 class Engine:
-    def __init__(self, staging, depth):
+    def __init__(self, transport, depth):
         self.batch = InputBatch(max_num_reqs=4, max_model_len=64, groups=GROUPS)
         configs = [BackendConfig(2, 1, 8, "float32", 4, sliding_window=group.sliding_window) for group in GROUPS]
         backends = {group.name: ReferenceBackend(config) for group, config in zip(GROUPS, configs, strict=True)}
         self.builder = MetadataBuilder(
-            self.batch, backends, max_num_batched_tokens=64, decode_threshold=2, staging=staging, depth=depth
+            self.batch, backends, max_num_batched_tokens=64, decode_threshold=2, transport=transport, depth=depth
         )
         self.impls = {
             group.name: backends[group.name].impl(group.name, scale=0.3, sliding_window=group.sliding_window)
@@ -41,12 +41,12 @@ class Engine:
         return graph, tensors, outputs, metadata
 
 
-@pytest.mark.parametrize(("staging", "depth"), [("auto", 1), ("auto", 2), ("auto", 3), ("copy", 2)])
+@pytest.mark.parametrize(("transport", "depth"), [("auto", 1), ("auto", 2), ("auto", 3), ("copy", 2)])
 @pytest.mark.parametrize("poison", ["", "1"])
-def test_a_replay_is_what_the_step_s_own_metadata_gives(staging, depth, poison, monkeypatch):
+def test_a_replay_is_what_the_step_s_own_metadata_gives(transport, depth, poison, monkeypatch):
     monkeypatch.setenv("ATTNCORE_POISON", poison or "0")
     torch.manual_seed(0)
-    rng, engine = random.Random(0), Engine(staging, depth)
+    rng, engine = random.Random(0), Engine(transport, depth)
     batch, fresh = engine.batch, iter(range(1, 140))
     for index, name in enumerate("abc"):
         blocks = {"full": [next(fresh) for _ in range(8)], "window": [next(fresh) for _ in range(16)]}

@@ -24,7 +24,6 @@ def test_expected_by_hand():
         "context_lens": [8, 3],
         "query_lens": [1, 5],
         "logits_indices": [0, 5],
-        "last_blocks": [7, 6],
         "paged_kv_indptr": [0, 3, 5],
         "paged_kv_indices": [9, 2, 7, 4, 6],
         "paged_kv_last_page_len": [1, 4],

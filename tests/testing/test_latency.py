@@ -41,7 +41,7 @@ def test_build_plan_commit_and_forward_are_timed_apart(tmp_path):
         assert one["extra_info"]["backend"] == "reference"
         assert one["stats"]["median"] > 0
         if one["group"] == "commit":  # on a CPU, by a copy within its memory
-            assert one["extra_info"]["staging"] == "copy"
+            assert one["extra_info"]["transport"] == "copy"
 
 
 def test_saved_steps_are_replayed(tmp_path, monkeypatch):

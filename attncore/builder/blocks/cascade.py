@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from attncore import slots
-from attncore.builder.blocks import checks
+from attncore import arguments, array_arguments
+from attncore.array_arguments import Int32Array, Int64Array
+from attncore.kernels import arrays
 
 
 class CascadeRule(NamedTuple):
@@ -31,7 +32,7 @@ class CascadeRule(NamedTuple):
 class SharedPrefix(NamedTuple):
     """What some requests of a batch share."""
 
-    rows: slots.Int32Array
+    rows: Int32Array
     """int32[m]: the requests, ascending."""
     num_blocks: int
     """Leading blocks that their tables have in common, all of them full of context."""
@@ -42,13 +43,13 @@ class SharedPrefix(NamedTuple):
 class CascadePass(NamedTuple):
     """The arrays of one attention pass, on the host: n requests of T queries."""
 
-    query_start_loc: slots.Int32Array
+    query_start_loc: Int32Array
     """int32[n + 1]"""
-    seq_lens: slots.Int32Array
+    seq_lens: Int32Array
     """int32[n]: keys of each."""
-    seq_start_loc: slots.Int32Array
+    seq_start_loc: Int32Array
     """int32[n + 1]: prefix sums of seq_lens."""
-    block_table: slots.Int32Array
+    block_table: Int32Array
     """int32[n, width], padded with 0."""
     causal: bool
     """Whether the queries are the last of the keys (the second pass), or all come after them (the first)."""
@@ -61,7 +62,7 @@ class Cascade(NamedTuple):
     """One request, whose queries are those of ``token_indices`` and whose keys are the shared prefix."""
     suffix: CascadePass
     """The whole batch in its own order; tables and lengths of the sharing requests begin behind the prefix."""
-    token_indices: slots.Int64Array
+    token_indices: Int64Array
     """int64[T of the sharing requests]: which of the step's tokens the first pass takes, and its output belongs to."""
 
 
@@ -120,14 +121,14 @@ def plan_cascade(
 
     Raises ValueError where ``shared`` is no prefix of this batch's rows, or reaches into a request's queries.
     """
-    queries = checks.lengths("query_lens", query_lens, 0)
-    lens = checks.lengths("seq_lens", seq_lens, 0)
-    contexts = checks.contexts(queries, lens)
-    table = checks.table(block_table, len(queries))
+    queries = array_arguments.lengths("query_lens", query_lens, 0)
+    lens = array_arguments.lengths("seq_lens", seq_lens, 0)
+    contexts = array_arguments.contexts(queries, lens)
+    table = array_arguments.block_table(block_table, len(queries))
     rows = np.asarray(shared.rows)
     _check_shared(shared, rows, table, contexts)
 
-    starts = slots.build_query_start_loc(queries)
+    starts = arrays.build_query_start_loc(queries)
     row_lens = queries[rows]
     within = np.arange(int(row_lens.sum())) - np.repeat(np.cumsum(row_lens) - row_lens, row_lens)
     token_indices = np.repeat(starts[rows], row_lens) + within
@@ -144,17 +145,17 @@ def plan_cascade(
         table[rows[:1], : shared.num_blocks].copy(),
         causal=False,
     )
-    suffix = CascadePass(starts, suffix_lens, slots.build_query_start_loc(suffix_lens), suffix_table, causal=True)
+    suffix = CascadePass(starts, suffix_lens, arrays.build_query_start_loc(suffix_lens), suffix_table, causal=True)
     return Cascade(prefix, suffix, token_indices.astype(np.int64))
 
 
 def _usable(
     block_table: npt.ArrayLike, context_lens: npt.ArrayLike, block_size: int, null_block: int | None
-) -> tuple[slots.Int32Array, npt.NDArray[np.int64]]:
+) -> tuple[Int32Array, npt.NDArray[np.int64]]:
     """The table, and how many leading blocks of each row are full of context and somebody's."""
-    slots._integer("block_size", block_size, 1)
-    contexts = checks.lengths("context_lens", context_lens, 0)
-    table = checks.table(block_table, len(contexts))
+    arguments.integer("block_size", block_size, 1)
+    contexts = array_arguments.lengths("context_lens", context_lens, 0)
+    table = array_arguments.block_table(block_table, len(contexts))
     full = contexts.astype(np.int64) // block_size
     short = np.flatnonzero(full > table.shape[1])
     if len(short):
@@ -170,7 +171,7 @@ def _usable(
     return table, full
 
 
-def _common_with_next(table: slots.Int32Array, usable: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], list[int]]:
+def _common_with_next(table: Int32Array, usable: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], list[int]]:
     """Rows ordered by their usable blocks, and how many leading blocks each shares with the next one.
 
     In that order any set of rows that share a prefix stands together.
@@ -203,20 +204,18 @@ def _plateaus(common: list[int]) -> list[tuple[int, int, int]]:
 
 
 def _checked(rule: CascadeRule) -> CascadeRule:
-    slots._integer("rule.min_requests", rule.min_requests, 2)
-    slots._integer("rule.min_prefix_tokens", rule.min_prefix_tokens, 1)
+    arguments.integer("rule.min_requests", rule.min_requests, 2)
+    arguments.integer("rule.min_prefix_tokens", rule.min_prefix_tokens, 1)
     if not 0 <= rule.min_saving <= 1:
         raise ValueError(f"rule.min_saving: {rule.min_saving} is outside 0..1, the part of all keys")
     return rule
 
 
-def _check_shared(
-    shared: SharedPrefix, rows: npt.NDArray[np.integer], table: slots.Int32Array, contexts: slots.Int32Array
-) -> None:
+def _check_shared(shared: SharedPrefix, rows: npt.NDArray[np.integer], table: Int32Array, contexts: Int32Array) -> None:
     if rows.ndim != 1 or not rows.size or rows.min() < 0 or rows.max() >= len(table) or (np.diff(rows) <= 0).any():
         raise ValueError(f"shared.rows: {rows.tolist()} are not ascending rows of this batch of {len(table)}")
-    slots._integer("shared.num_blocks", shared.num_blocks, 1)
-    slots._integer("shared.num_tokens", shared.num_tokens, 1)
+    arguments.integer("shared.num_blocks", shared.num_blocks, 1)
+    arguments.integer("shared.num_tokens", shared.num_tokens, 1)
     if shared.num_tokens % shared.num_blocks:
         raise ValueError(f"shared.num_tokens: {shared.num_tokens} are not {shared.num_blocks} whole blocks")
     early = np.flatnonzero(contexts[rows] < shared.num_tokens)

@@ -13,22 +13,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from attncore import slots
-from attncore.builder.blocks import checks
+from attncore import arguments, array_arguments
+from attncore.array_arguments import Int32Array, Int64Array
 from attncore.builder.lists.encoders import ENCODER_FIELDS
 from attncore.builder.metadata import ARRAY_FIELDS, COUNT_FIELDS, CommonAttentionMetadata
+from attncore.kernels import arrays, codes
 
 
 class ContextChunks(NamedTuple):
     """The contexts of n prefills in chunks, on the host; c is the number of chunks, 0 where nobody has context."""
 
-    chunk_starts: slots.Int32Array
+    chunk_starts: Int32Array
     """int32[c, n]: how much of each context the chunks before have had, tokens; whole blocks until it ends."""
-    chunk_seq_lens: slots.Int32Array
+    chunk_seq_lens: Int32Array
     """int32[c, n]: tokens of each context in the chunk; 0 where it has ended."""
-    chunk_start_loc: slots.Int32Array
+    chunk_start_loc: Int32Array
     """int32[c, n + 1]: prefix sums of chunk_seq_lens, for each chunk."""
-    chunk_slots: tuple[slots.Int64Array, ...]
+    chunk_slots: tuple[Int64Array, ...]
     """c arrays int64[tokens of the chunk]: where to gather them from the cache, prefill after prefill."""
 
     @property
@@ -37,14 +38,14 @@ class ContextChunks(NamedTuple):
         return len(self.chunk_slots)
 
     @property
-    def num_chunk_tokens(self) -> slots.Int32Array:
+    def num_chunk_tokens(self) -> Int32Array:
         """int32[c]: tokens of each chunk."""
         return self.chunk_start_loc[:, -1]
 
     @property
-    def max_chunk_len(self) -> slots.Int32Array:
+    def max_chunk_len(self) -> Int32Array:
         """int32[c]: the most tokens that a prefill has in the chunk."""
-        longest: slots.Int32Array = self.chunk_seq_lens.max(axis=1, initial=0)
+        longest: Int32Array = self.chunk_seq_lens.max(axis=1, initial=0)
         return longest
 
 
@@ -57,10 +58,10 @@ def context_chunks(
     leave goes to the longer. A share is whole blocks. Raises ValueError where the workspace is less than a block for
     each prefill with context, or a table too short for one.
     """
-    slots._integer("block_size", block_size, 1)
-    slots._integer("workspace_tokens", workspace_tokens, 1)
-    contexts = checks.lengths("context_lens", context_lens, 0)
-    table = checks.table(block_table, len(contexts))
+    arguments.integer("block_size", block_size, 1)
+    arguments.integer("workspace_tokens", workspace_tokens, 1)
+    contexts = array_arguments.lengths("context_lens", context_lens, 0)
+    table = array_arguments.block_table(block_table, len(contexts))
     waiting = np.count_nonzero(contexts)
     if workspace_tokens < waiting * block_size:
         raise ValueError(
@@ -71,7 +72,7 @@ def context_chunks(
     start, left = np.zeros_like(contexts), contexts.copy()
     while left.any():
         taken = _shared(left, workspace_tokens, block_size)
-        places.append(slots.build_slot_mapping(table, start, taken, block_size))
+        places.append(arrays.build_slot_mapping(table, start, taken, block_size))
         starts.append(start)
         lens.append(taken)
         start, left = start + taken, left - taken
@@ -95,7 +96,7 @@ def context_chunk_metadata(
     without a mask, and keeps nothing: its slots are -1, and its ``kv_cache`` may be None. ``backend`` wraps the arrays
     (None: as the batch's).
     """
-    slots._integer("index", index, 0)
+    arguments.integer("index", index, 0)
     if index >= chunks.num_chunks:
         raise ValueError(f"index: {index} found; there are {chunks.num_chunks} chunks")
     lens, starts = chunks.chunk_seq_lens[index], chunks.chunk_start_loc[index]
@@ -106,7 +107,7 @@ def context_chunk_metadata(
         "encoder_query_lens": lens,
         "encoder_seq_start_loc": starts,
         "encoder_query_start_loc": starts,
-        "cross_slot_mapping": np.full(int(starts[-1]), slots.PAD_SLOT_ID, np.int64),
+        "cross_slot_mapping": np.full(int(starts[-1]), codes.PAD_SLOT_ID, np.int64),
         "cross_block_table": np.zeros((len(lens), 0), np.int32),
     }
     counts = {"num_encoder_tokens": int(starts[-1]), "max_encoder_seq_len": int(lens.max(initial=0))}
@@ -122,8 +123,8 @@ def new_tokens_metadata(metadata: CommonAttentionMetadata, backend: Any = None) 
     host = metadata.host
     queries, rows = host.query_lens, len(host.query_lens)
     fields = _own_fields(metadata) | {
-        "slot_mapping": np.full(len(host.slot_mapping), slots.PAD_SLOT_ID, np.int64),
-        "positions": slots.build_positions(np.zeros_like(queries), queries)[0],
+        "slot_mapping": np.full(len(host.slot_mapping), codes.PAD_SLOT_ID, np.int64),
+        "positions": arrays.build_positions(np.zeros_like(queries), queries)[0],
         "seq_lens": queries,
         "context_lens": np.zeros_like(queries),
         "seq_start_loc": host.query_start_loc,
@@ -132,12 +133,11 @@ def new_tokens_metadata(metadata: CommonAttentionMetadata, backend: Any = None) 
         "paged_kv_indices": np.zeros(0, np.int32),
         "paged_kv_last_page_len": np.zeros(rows, np.int32),
     }
-    fields.pop("last_blocks", None)
     longest = dict.fromkeys(("max_seq_len", "max_prefill_seq_len"), metadata.max_query_len)
     return _made(metadata, fields, longest, backend)
 
 
-def _shared(left: slots.Int32Array, workspace_tokens: int, block_size: int) -> slots.Int32Array:
+def _shared(left: Int32Array, workspace_tokens: int, block_size: int) -> Int32Array:
     """What each of ``left`` may have of the workspace: all, where an even share is as much, else a share of blocks."""
     waiting = np.sort(left[left > 0]).astype(np.int64)
     before = np.cumsum(waiting) - waiting

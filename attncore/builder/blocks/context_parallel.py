@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attncore import slots
-from attncore.builder.blocks import checks
+from attncore import arguments, array_arguments
+from attncore.arguments import INT32_MAX
+from attncore.array_arguments import Int32Array, Int64Array
+from attncore.builder.blocks.whole_requests import check_whole_requests
 from attncore.builder.metadata import COUNT_FIELDS, CommonAttentionMetadata
+from attncore.kernels import arrays, codes
 
 
 @dataclass(frozen=True)
@@ -36,16 +39,16 @@ class ContextParallel:
 
     def __post_init__(self) -> None:
         for name in ("world_size", "block_size", "interleave"):
-            slots._integer(name, getattr(self, name), 1)
-        slots._integer("rank", self.rank, 0)
+            arguments.integer(name, getattr(self, name), 1)
+        arguments.integer("rank", self.rank, 0)
         if self.rank >= self.world_size:
             raise ValueError(f"rank: {self.rank} is outside 0..{self.world_size - 1} (world_size {self.world_size})")
         if self.block_size % self.interleave:
             raise ValueError(f"interleave: {self.interleave} does not divide block_size {self.block_size}")
-        if self.virtual_block_size > slots.INT32_MAX:
+        if self.virtual_block_size > INT32_MAX:
             raise ValueError(f"world_size: {self.world_size} blocks of {self.block_size} tokens do not fit int32")
         if self.tensor_parallel_size is not None:
-            slots._integer("tensor_parallel_size", self.tensor_parallel_size, 1)
+            arguments.integer("tensor_parallel_size", self.tensor_parallel_size, 1)
             if self.tensor_parallel_size % self.world_size:
                 raise ValueError(
                     f"world_size: {self.world_size} does not divide tensor_parallel_size {self.tensor_parallel_size}"
@@ -56,8 +59,8 @@ class ContextParallel:
         cls, virtual_block_size: int, world_size: int, rank: int, interleave: int = 1
     ) -> ContextParallel:
         """For tables whose ids stand for ``virtual_block_size`` tokens, such as those of ``InputBatch.block_size``."""
-        slots._integer("virtual_block_size", virtual_block_size, 1)
-        slots._integer("world_size", world_size, 1)
+        arguments.integer("virtual_block_size", virtual_block_size, 1)
+        arguments.integer("world_size", world_size, 1)
         if virtual_block_size % world_size:
             raise ValueError(
                 f"world_size: {world_size} does not divide the virtual block of {virtual_block_size} tokens"
@@ -71,16 +74,16 @@ class ContextParallel:
 
     def slot_mapping(
         self, block_table: npt.ArrayLike, context_lens: npt.ArrayLike, query_lens: npt.ArrayLike
-    ) -> slots.Int64Array:
+    ) -> Int64Array:
         """int64[num_tokens]: the slot in this rank's cache of each token of the step, -1 where another rank keeps it.
 
         ``block_table`` int[n, width] of virtual blocks, lengths int[n]. Raises ValueError, naming the row, where a
         token's virtual block lies beyond the table.
         """
-        table = checks.table(block_table)
-        return self.local_slots(slots.build_slot_mapping(table, context_lens, query_lens, self.virtual_block_size))
+        table = array_arguments.block_table(block_table)
+        return self.local_slots(arrays.build_slot_mapping(table, context_lens, query_lens, self.virtual_block_size))
 
-    def local_slots(self, slot_mapping: npt.ArrayLike) -> slots.Int64Array:
+    def local_slots(self, slot_mapping: npt.ArrayLike) -> Int64Array:
         """``slot_mapping`` int[T] of a batch built with the virtual block size, as slots of this rank's cache.
 
         int64[T]; -1 stays -1, and is the answer where another rank keeps the token.
@@ -94,45 +97,47 @@ class ContextParallel:
         runs, within = np.divmod(offsets, self.interleave)
         rounds, ranks = np.divmod(runs, self.world_size)
         local = blocks * self.block_size + rounds * self.interleave + within
-        return np.where(ranks == self.rank, local, np.int64(slots.PAD_SLOT_ID))
+        return np.where(ranks == self.rank, local, np.int64(codes.PAD_SLOT_ID))
 
-    def seq_lens(self, seq_lens: npt.ArrayLike) -> slots.Int32Array:
+    def seq_lens(self, seq_lens: npt.ArrayLike) -> Int32Array:
         """int32[n]: how many of the first ``seq_lens`` int[n] tokens of a request this rank keeps.
 
         Of ``positions + 1`` it answers how many of the rank's keys each query may see, which is the mask of a step that
         runs several tokens a request.
         """
-        lens = checks.lengths("seq_lens", seq_lens, 0).astype(np.int64)
+        lens = array_arguments.lengths("seq_lens", seq_lens, 0).astype(np.int64)
         rounds, rest = np.divmod(lens, self.world_size * self.interleave)
         rest = np.clip(rest - self.rank * self.interleave, 0, self.interleave)
-        local: slots.Int32Array = (rounds * self.interleave + rest).astype(np.int32)
+        local: Int32Array = (rounds * self.interleave + rest).astype(np.int32)
         return local
 
-    def positions(self, seq_len: int) -> slots.Int64Array:
+    def positions(self, seq_len: int) -> Int64Array:
         """int64[seq_lens([seq_len])[0]]: which of a request's first ``seq_len`` tokens this rank keeps, in order."""
-        slots._integer("seq_len", seq_len, 0)
+        arguments.integer("seq_len", seq_len, 0)
         local = np.arange(self.seq_lens([seq_len])[0], dtype=np.int64)
         rounds, within = np.divmod(local, self.interleave)
-        positions: slots.Int64Array = (rounds * self.world_size + self.rank) * self.interleave + within
+        positions: Int64Array = (rounds * self.world_size + self.rank) * self.interleave + within
         return positions
 
-    def block_table(self, block_table: npt.ArrayLike, seq_lens: npt.ArrayLike) -> slots.Int32Array:
+    def block_table(self, block_table: npt.ArrayLike, seq_lens: npt.ArrayLike) -> Int32Array:
         """int32[n, longest]: the blocks in which this rank keeps tokens of each request, padded with 0.
 
         ``block_table`` int[n, width] of virtual blocks and ``seq_lens`` int[n] are the whole requests'. A request's
         tokens lie in this rank's blocks without gaps, so that a kernel reads them with the local length.
         """
-        lens = checks.lengths("seq_lens", seq_lens, 0)
-        return self._local_table(checks.table(block_table, len(lens)), self.seq_lens(lens))
+        lens = array_arguments.lengths("seq_lens", seq_lens, 0)
+        return self._local_table(array_arguments.block_table(block_table, len(lens)), self.seq_lens(lens))
 
     def page_lists(
         self, block_table: npt.ArrayLike, seq_lens: npt.ArrayLike
-    ) -> tuple[slots.Int32Array, slots.Int32Array, slots.Int32Array]:
+    ) -> tuple[Int32Array, Int32Array, Int32Array]:
         """``paged_kv_indptr``, ``paged_kv_indices`` and ``paged_kv_last_page_len`` of this rank's keys.
 
         Arguments as for ``block_table``. A request of which the rank keeps nothing has no pages.
         """
-        return slots.build_page_lists(self.block_table(block_table, seq_lens), self.seq_lens(seq_lens), self.block_size)
+        return arrays.build_page_lists(
+            self.block_table(block_table, seq_lens), self.seq_lens(seq_lens), self.block_size
+        )
 
     def metadata(self, metadata: CommonAttentionMetadata, backend: Any = None) -> CommonAttentionMetadata:
         """This rank's view of a batch that was built with the virtual block size.
@@ -143,7 +148,7 @@ class ContextParallel:
         for lengths that a sliding window has capped.
         """
         host = metadata.host
-        checks.whole_requests(metadata, "a rank takes its share of all keys")
+        check_whole_requests(metadata, "a rank takes its share of all keys")
         lens = host.seq_lens
         fields = SimpleNamespace(
             slot_mapping=self.local_slots(host.slot_mapping),
@@ -156,8 +161,8 @@ class ContextParallel:
             query_start_loc=host.query_start_loc,
             block_table=self.block_table(host.block_table, lens),
         )
-        fields.seq_start_loc = slots.build_query_start_loc(fields.seq_lens)
-        pages = slots.build_page_lists(fields.block_table, fields.seq_lens, self.block_size)
+        fields.seq_start_loc = arrays.build_query_start_loc(fields.seq_lens)
+        pages = arrays.build_page_lists(fields.block_table, fields.seq_lens, self.block_size)
         fields.paged_kv_indptr, fields.paged_kv_indices, fields.paged_kv_last_page_len = pages
         first, last = (0, metadata.num_decodes) if metadata.decodes_first else (metadata.num_prefills, len(lens))
         decodes, others = fields.seq_lens[first:last], np.delete(fields.seq_lens, slice(first, last))
@@ -176,7 +181,7 @@ class ContextParallel:
             from_groups=metadata.from_groups,
         )
 
-    def _local_table(self, table: slots.Int32Array, local_lens: slots.Int32Array) -> slots.Int32Array:
+    def _local_table(self, table: Int32Array, local_lens: Int32Array) -> Int32Array:
         num_blocks = -(-local_lens.astype(np.int64) // self.block_size)
         short = np.flatnonzero(num_blocks > table.shape[1])
         if len(short):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from attncore import slots
-from attncore.builder.blocks import checks
+from attncore import arguments, array_arguments
+from attncore.arguments import INT32_MAX
+from attncore.array_arguments import Int32Array
 
 
 def kernel_blocks_per_block(manager_block_size: int, kernel_block_size: int) -> int:
     """How many kernel blocks one manager block is; both sizes in tokens."""
-    slots._integer("manager_block_size", manager_block_size, 1)
-    slots._integer("kernel_block_size", kernel_block_size, 1)
+    arguments.integer("manager_block_size", manager_block_size, 1)
+    arguments.integer("kernel_block_size", kernel_block_size, 1)
     if manager_block_size % kernel_block_size:
         raise ValueError(
             f"kernel_block_size: {kernel_block_size} does not divide the manager's block of {manager_block_size} "
@@ -23,22 +24,22 @@ def kernel_blocks_per_block(manager_block_size: int, kernel_block_size: int) -> 
 
 def expand_blocks(
     block_ids: npt.ArrayLike, kernel_blocks: int, *, num_blocks: npt.ArrayLike | None = None
-) -> slots.Int32Array:
+) -> Int32Array:
     """Ids of manager blocks, int[..., width], as ids of kernel blocks, int32[..., width * kernel_blocks].
 
     Block b becomes ``b * kernel_blocks`` and the ids after it: [0, 2] with 4 kernel blocks each is
     [0, 1, 2, 3, 8, 9, 10, 11]. Slots stay what they are. Of a rectangle (n, width), ``num_blocks`` int[n] says how many
     blocks each row holds; what lies behind is padded with 0. Without it padding is expanded as block 0. Host arrays.
     """
-    slots._integer("kernel_blocks", kernel_blocks, 1)
+    arguments.integer("kernel_blocks", kernel_blocks, 1)
     ids = np.asarray(block_ids)
     if ids.ndim not in (1, 2) or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"block_ids: {ids.dtype}{list(ids.shape)}; it must be a row or a rectangle of integers")
     held = None if num_blocks is None else _held(num_blocks, ids)
     if ids.size:
-        checks.ids_fit("block_ids", ids)
+        array_arguments.check_block_ids_fit("block_ids", ids)
         highest = int(ids.max())
-        if (highest + 1) * kernel_blocks - 1 > slots.INT32_MAX:
+        if (highest + 1) * kernel_blocks - 1 > INT32_MAX:
             raise ValueError(f"block_ids: block {highest} of {kernel_blocks} kernel blocks does not fit int32")
     first = ids.astype(np.int32, copy=False) * np.int32(kernel_blocks)
     expanded = np.empty((*ids.shape, kernel_blocks), np.int32)
@@ -53,7 +54,7 @@ def expand_blocks(
 def _held(num_blocks: npt.ArrayLike, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
     if ids.ndim != 2:
         raise ValueError("num_blocks: given for a single row; cut the row instead")
-    held = checks.lengths("num_blocks", num_blocks, 0)
+    held = array_arguments.lengths("num_blocks", num_blocks, 0)
     if len(held) != len(ids):
         raise ValueError(f"num_blocks: {len(held)} counts for {len(ids)} rows of block_ids; give one each")
     if held.size and held.max() > ids.shape[1]:

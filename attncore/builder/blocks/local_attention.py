@@ -13,27 +13,29 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from attncore import slots
-from attncore.builder.blocks import checks
+from attncore import arguments, array_arguments
+from attncore.array_arguments import Int32Array
+from attncore.builder.blocks.whole_requests import check_whole_requests
 from attncore.builder.metadata import COUNT_FIELDS, CommonAttentionMetadata
+from attncore.kernels import arrays
 
 
 class VirtualBatch(NamedTuple):
     """v virtual requests, in the order of the batch's tokens; host arrays."""
 
-    query_lens: slots.Int32Array
+    query_lens: Int32Array
     """int32[v]: tokens of this step in the chunk."""
-    seq_lens: slots.Int32Array
+    seq_lens: Int32Array
     """int32[v]: keys of the chunk, up to the last query."""
-    query_start_loc: slots.Int32Array
+    query_start_loc: Int32Array
     """int32[v + 1]: where they start among the step's tokens, whose order does not change."""
-    seq_start_loc: slots.Int32Array
+    seq_start_loc: Int32Array
     """int32[v + 1]: prefix sums of seq_lens."""
-    block_table: slots.Int32Array
+    block_table: Int32Array
     """int32[v, chunk_size // block_size]: the chunk's blocks that hold keys, padded with 0."""
-    request_indices: slots.Int32Array
+    request_indices: Int32Array
     """int32[v]: the request that each belongs to."""
-    chunk_indices: slots.Int32Array
+    chunk_indices: Int32Array
     """int32[v]: which of its request's chunks each is."""
 
 
@@ -47,10 +49,10 @@ def local_attention_batches(
     prompts of the list door); otherwise a row too short for a chunk is a ValueError.
     """
     _check_sizes(chunk_size, block_size)
-    queries = checks.lengths("query_lens", query_lens, 0)
-    lens = checks.lengths("seq_lens", seq_lens, 0)
-    contexts = checks.contexts(queries, lens).astype(np.int64)
-    table = checks.table(block_table, len(queries))
+    queries = array_arguments.lengths("query_lens", query_lens, 0)
+    lens = array_arguments.lengths("seq_lens", seq_lens, 0)
+    contexts = array_arguments.contexts(queries, lens).astype(np.int64)
+    table = array_arguments.block_table(block_table, len(queries))
 
     first_chunks = contexts // chunk_size
     num_chunks = np.where(queries > 0, -(-lens.astype(np.int64) // chunk_size) - first_chunks, 0)
@@ -62,8 +64,8 @@ def local_attention_batches(
     return VirtualBatch(
         virtual_queries.astype(np.int32),
         virtual_lens.astype(np.int32),
-        slots.build_query_start_loc(virtual_queries),
-        slots.build_query_start_loc(virtual_lens),
+        arrays.build_query_start_loc(virtual_queries),
+        arrays.build_query_start_loc(virtual_lens),
         _chunk_tables(table, rows, chunks, virtual_lens, virtual_queries, chunk_size // block_size, block_size),
         rows.astype(np.int32),
         chunks.astype(np.int32),
@@ -80,7 +82,7 @@ def local_attention_metadata(
     graph, for a cross group, for one rank of several, and for lengths that a sliding window has capped.
     """
     host = metadata.host
-    checks.whole_requests(metadata, "chunks are of whole requests")
+    check_whole_requests(metadata, "chunks are of whole requests")
     virtual = local_attention_batches(host.query_lens, host.seq_lens, host.block_table, chunk_size, block_size)
     rows, count = virtual.request_indices, len(virtual.request_indices)
     fields = SimpleNamespace(
@@ -96,10 +98,8 @@ def local_attention_metadata(
         block_table=virtual.block_table,
     )
     if hasattr(host, "paged_kv_indptr"):
-        pages = slots.build_page_lists(virtual.block_table, virtual.seq_lens, block_size)
+        pages = arrays.build_page_lists(virtual.block_table, virtual.seq_lens, block_size)
         fields.paged_kv_indptr, fields.paged_kv_indices, fields.paged_kv_last_page_len = pages
-    if hasattr(host, "last_blocks"):
-        fields.last_blocks = virtual.block_table[np.arange(count), (virtual.seq_lens - 1) // block_size]
     is_decode = rows < metadata.num_decodes if metadata.decodes_first else rows >= metadata.num_prefills
     longest = [int(virtual.seq_lens[some].max(initial=0)) for some in (is_decode, ~is_decode)]
     num_decodes = int(is_decode.sum())
@@ -125,21 +125,21 @@ def local_attention_metadata(
 
 
 def _check_sizes(chunk_size: int, block_size: int) -> None:
-    slots._integer("block_size", block_size, 1)
-    slots._integer("chunk_size", chunk_size, 1)
+    arguments.integer("block_size", block_size, 1)
+    arguments.integer("chunk_size", chunk_size, 1)
     if chunk_size % block_size:
         raise ValueError(f"chunk_size: {chunk_size} is no multiple of block_size {block_size}; a chunk is whole blocks")
 
 
 def _chunk_tables(
-    table: slots.Int32Array,
+    table: Int32Array,
     rows: npt.NDArray[np.intp],
     chunks: npt.NDArray[np.int64],
     lens: npt.NDArray[np.int64],
     query_lens: npt.NDArray[np.int64],
     blocks_per_chunk: int,
     block_size: int,
-) -> slots.Int32Array:
+) -> Int32Array:
     """The blocks of each chunk that hold keys, padded with 0."""
     num_blocks = -(-lens // block_size)
     last = chunks * blocks_per_chunk + num_blocks

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from attncore import slots
-from attncore.builder.blocks import checks
+from attncore import arguments, array_arguments
+from attncore.builder.blocks.whole_requests import first_partial
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.persistent.step_metadata import DeviceView
+from attncore.kernels import arrays
 
 
 class BatchSlice(NamedTuple):
@@ -27,11 +28,11 @@ class BatchSlice(NamedTuple):
 
 def slice_by_requests(query_lens: npt.ArrayLike, num_slices: int) -> tuple[BatchSlice, ...]:
     """``num_slices`` slices of a batch of ``query_lens`` int[n], as equal in requests as they can be, none cut."""
-    slots._integer("num_slices", num_slices, 1)
-    lens = checks.lengths("query_lens", query_lens, 0)
+    arguments.integer("num_slices", num_slices, 1)
+    lens = array_arguments.lengths("query_lens", query_lens, 0)
     if num_slices > len(lens):
         raise ValueError(f"num_slices: {num_slices} slices of {len(lens)} requests; ask for at most one a request")
-    starts = slots.build_query_start_loc(lens)
+    starts = arrays.build_query_start_loc(lens)
     bounds = [len(lens) * index // num_slices for index in range(num_slices + 1)]
     tokens = starts[bounds].tolist()
     return tuple(BatchSlice(*bounds[i : i + 2], *tokens[i : i + 2]) for i in range(num_slices))
@@ -43,8 +44,8 @@ def slice_by_tokens(query_lens: npt.ArrayLike, num_slices: int) -> tuple[BatchSl
     A request that lies across a border is cut: its later part has the earlier one as context, so that the slices are to
     run in order, layer by layer. Rows of no tokens go with the tokens before them, or with the first slice.
     """
-    slots._integer("num_slices", num_slices, 1)
-    starts = slots.build_query_start_loc(checks.lengths("query_lens", query_lens, 0))
+    arguments.integer("num_slices", num_slices, 1)
+    starts = arrays.build_query_start_loc(array_arguments.lengths("query_lens", query_lens, 0))
     num_reqs, num_tokens = len(starts) - 1, int(starts[-1])
     if num_slices > num_tokens:
         raise ValueError(f"num_slices: {num_slices} slices of {num_tokens} tokens; ask for at most one a token")
@@ -68,7 +69,7 @@ def slice_metadata(
     """The metadata of ``batch_slice`` as a batch of its own: everything that counts from a batch's start is rebased.
 
     Arrays are views of the batch's where they can be, and valid as long as those. ``block_size``, tokens, is needed
-    only where the last request is cut and the batch has page lists or last blocks. Encoder tokens of a request that is
+    only where the last request is cut and the batch has page lists. Encoder tokens of a request that is
     cut run in the earlier slice. A batch of the list door, and that of one rank of several, can be sliced at requests
     only, since tables and lengths may be trimmed. Raises ValueError where the slice is not one of this batch, and for a
     step padded to a captured size.
@@ -111,7 +112,7 @@ def _row_starts(metadata: CommonAttentionMetadata) -> npt.NDArray[np.int64]:
 def _check_slice(metadata: CommonAttentionMetadata, batch_slice: BatchSlice, bounds: npt.NDArray[np.int64]) -> None:
     req_start, req_stop, token_start, token_stop = batch_slice
     for name, value in zip(BatchSlice._fields, batch_slice, strict=True):
-        slots._integer(f"batch_slice.{name}", value, 0)
+        arguments.integer(f"batch_slice.{name}", value, 0)
     if metadata.use_cuda_graph and not metadata.from_groups:
         raise ValueError("metadata: padded to a captured size; slice the step that is built without a bucket")
     if not req_start < req_stop <= metadata.num_reqs:
@@ -129,7 +130,7 @@ def _check_slice(metadata: CommonAttentionMetadata, batch_slice: BatchSlice, bou
 def _check_cut(metadata: CommonAttentionMetadata) -> None:
     if metadata.from_groups:
         raise ValueError("batch_slice: cuts a request of the list door, whose table may be trimmed; slice by requests")
-    if _is_decoder(metadata.host) and checks.first_partial(metadata) >= 0:
+    if _is_decoder(metadata.host) and first_partial(metadata) >= 0:
         raise ValueError(
             "batch_slice: cuts a request of which one rank of several keeps a part; slice the whole batch's metadata, "
             "and take the rank's of each slice"
@@ -145,11 +146,11 @@ def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int
     """Takes ``before`` tokens off the first request of a view, which become context, and ``after`` off the last."""
     host: Any = view.host
     fewer_keys = after > 0 and _is_decoder(host)
-    has_blocks = hasattr(host, "last_blocks") or hasattr(host, "paged_kv_indptr")
-    if fewer_keys and has_blocks:
+    has_pages = hasattr(host, "paged_kv_indptr")
+    if fewer_keys and has_pages:
         if block_size is None:
-            raise ValueError("block_size: needed to slice through a request, whose last block changes")
-        slots._integer("block_size", block_size, 1)
+            raise ValueError("block_size: needed to slice through a request, whose page list changes")
+        arguments.integer("block_size", block_size, 1)
     for name in ("query_lens", "context_lens", "seq_lens"):
         setattr(host, name, getattr(host, name).copy())
     host.query_lens[0] -= before
@@ -157,16 +158,16 @@ def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int
     host.query_lens[-1] -= after
     if fewer_keys:
         host.seq_lens[-1] -= after
-    host.query_start_loc = slots.build_query_start_loc(host.query_lens)
-    host.seq_start_loc = slots.build_query_start_loc(host.seq_lens)
+    host.query_start_loc = arrays.build_query_start_loc(host.query_lens)
+    host.seq_start_loc = arrays.build_query_start_loc(host.seq_lens)
     host.logits_indices = host.query_start_loc[1:] - np.int32(1)
     view.max_query_len = int(host.query_lens.max(initial=0))
     if before and hasattr(host, "encoder_query_lens"):
         host.encoder_query_lens = host.encoder_query_lens.copy()
         host.cross_slot_mapping = host.cross_slot_mapping[host.encoder_query_lens[0] :]
         host.encoder_query_lens[0] = 0
-        host.encoder_query_start_loc = slots.build_query_start_loc(host.encoder_query_lens)
-    if fewer_keys and has_blocks:
+        host.encoder_query_start_loc = arrays.build_query_start_loc(host.encoder_query_lens)
+    if fewer_keys and has_pages:
         _cut_pages(host, block_size or 1)
 
 
@@ -191,26 +192,19 @@ def _cut_on_device(view: DeviceView, before: int, after: int, cut_encoder: int) 
         for name in ("seq_lens", "seq_start_loc"):
             fields[name] = getattr(view, name).clone()
             fields[name][-1] -= after
-        if hasattr(host, "paged_kv_indptr"):  # with last blocks: every step of the persistent door has both
+        if hasattr(host, "paged_kv_indptr"):
             for name in ("paged_kv_indptr", "paged_kv_last_page_len"):
                 fields[name] = getattr(view, name).clone()
                 fields[name][-1] = int(getattr(host, name)[-1])
             fields["paged_kv_indices"] = view.paged_kv_indices[: int(host.paged_kv_indptr[-1])]
-            column = int(host.paged_kv_indptr[-1] - host.paged_kv_indptr[-2]) - 1
-            fields["last_blocks"] = view.last_blocks.clone()
-            fields["last_blocks"][-1] = view.block_table[-1, column]
     view.__dict__.update(fields)
 
 
 def _cut_pages(host: Any, block_size: int) -> None:
-    """Page lists and last block of a view whose last request has become shorter."""
+    """Page lists of a view whose last request has become shorter."""
     column = (int(host.seq_lens[-1]) - 1) // block_size
-    if hasattr(host, "last_blocks"):
-        host.last_blocks = host.last_blocks.copy()
-        host.last_blocks[-1] = host.block_table[-1, column]
-    if hasattr(host, "paged_kv_indptr"):
-        host.paged_kv_indptr = host.paged_kv_indptr.copy()
-        host.paged_kv_indptr[-1] = host.paged_kv_indptr[-2] + column + 1
-        host.paged_kv_indices = host.paged_kv_indices[: host.paged_kv_indptr[-1]]
-        host.paged_kv_last_page_len = host.paged_kv_last_page_len.copy()
-        host.paged_kv_last_page_len[-1] = (int(host.seq_lens[-1]) - 1) % block_size + 1
+    host.paged_kv_indptr = host.paged_kv_indptr.copy()
+    host.paged_kv_indptr[-1] = host.paged_kv_indptr[-2] + column + 1
+    host.paged_kv_indices = host.paged_kv_indices[: host.paged_kv_indptr[-1]]
+    host.paged_kv_last_page_len = host.paged_kv_last_page_len.copy()
+    host.paged_kv_last_page_len[-1] = (int(host.seq_lens[-1]) - 1) % block_size + 1

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from attncore import slots
-from attncore.builder.blocks import checks
+from attncore import arguments, array_arguments
+from attncore.arguments import INT32_MAX
+from attncore.array_arguments import Int32Array, Int64Array
 
 
 class Placeholder(NamedTuple):
@@ -46,13 +47,13 @@ class PlaceholderMap(NamedTuple):
     ``embeds[token_indices] = items[item_indices][embedding_indices]``, said a row at a time.
     """
 
-    token_indices: slots.Int64Array
+    token_indices: Int64Array
     """int64[m]: which of the step's tokens."""
-    req_indices: slots.Int32Array
+    req_indices: Int32Array
     """int32[m]: the row of its request."""
-    item_indices: slots.Int32Array
+    item_indices: Int32Array
     """int32[m]: the placeholder's ``item``."""
-    embedding_indices: slots.Int64Array
+    embedding_indices: Int64Array
     """int64[m]: the row of that item's embeddings."""
     runs: tuple[PlaceholderRun, ...]
     """The same by runs of consecutive tokens: a slice to copy each."""
@@ -66,9 +67,9 @@ def placeholder_map(
     Ranges that this step does not reach, or that lie in the context, add nothing. Raises ValueError or TypeError that
     names request and placeholder where a range is malformed or two of a request overlap.
     """
-    queries = checks.lengths("query_lens", query_lens, 0)
-    contexts = checks.lengths("context_lens", context_lens, 0)
-    checks.same_length("context_lens", contexts, len(queries))
+    queries = array_arguments.lengths("query_lens", query_lens, 0)
+    contexts = array_arguments.lengths("context_lens", context_lens, 0)
+    array_arguments.same_length("context_lens", contexts, len(queries))
     if len(placeholders) != len(queries):
         raise ValueError(f"placeholders: those of {len(placeholders)} requests for {len(queries)}; give each a list")
     runs: list[PlaceholderRun] = []
@@ -106,8 +107,8 @@ def _in_order(row: int, ranges: Sequence[Placeholder]) -> list[Placeholder]:
         if not isinstance(placeholder, tuple) or len(placeholder) != 4:
             raise TypeError(f"{path}: {placeholder!r} is not a Placeholder")
         for name, value, least in zip(Placeholder._fields, placeholder, (0, 0, 1, 0), strict=True):
-            slots._integer(f"{path}.{name}", value, least)
-            if value > slots.INT32_MAX:
+            arguments.integer(f"{path}.{name}", value, least)
+            if value > INT32_MAX:
                 raise ValueError(f"{path}.{name}: {value} does not fit int32")
     found = sorted(ranges, key=lambda placeholder: placeholder.offset)
     for before, after in pairwise(found):

@@ -10,8 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from attncore import slots
-from attncore.builder.blocks import checks
+from attncore import arguments, array_arguments
+from attncore.arguments import INT32_MAX
+from attncore.array_arguments import Int32Array
+from attncore.kernels import load_kernels
 
 DECODE, EXTEND, PREFILL = range(3)
 """Kinds of requests, in the order of rows."""
@@ -50,8 +52,8 @@ def split_decodes_and_prefills(
     Rows of no tokens (padding) count with the part that they follow. Raises ValueError where a decode stands behind a
     prefill: put the batch in order first.
     """
-    slots._integer("decode_threshold", decode_threshold, 1)
-    lens = checks.lengths("query_lens", query_lens, 0)
+    arguments.integer("decode_threshold", decode_threshold, 1)
+    lens = array_arguments.lengths("query_lens", query_lens, 0)
     long = lens > decode_threshold
     num_decodes = _leading(long)
     if num_decodes < len(lens):
@@ -73,7 +75,7 @@ def split_three_ways(
 
     The kinds are those of ``classify_requests``. Raises ValueError where a row stands behind one of a later part.
     """
-    lens = checks.lengths("query_lens", query_lens, 1)
+    lens = array_arguments.lengths("query_lens", query_lens, 1)
     kinds, split = _kinds(lens, context_lens, decode_threshold, extend_threshold)
     wrong = np.flatnonzero(kinds[1:] < kinds[:-1])
     if len(wrong):
@@ -97,10 +99,11 @@ def classify_requests(
     that has context and up to ``extend_threshold`` tokens (None: any number) is a short extend; without, there are no
     extends. The rest are prefills. Every request runs at least one token: one that runs none has no row.
     """
-    return _kinds(checks.lengths("query_lens", query_lens, 1), context_lens, decode_threshold, extend_threshold)[0]
+    lens = array_arguments.lengths("query_lens", query_lens, 1)
+    return _kinds(lens, context_lens, decode_threshold, extend_threshold)[0]
 
 
-def plan_reorder(kinds: npt.ArrayLike) -> slots.Int32Array:
+def plan_reorder(kinds: npt.ArrayLike) -> Int32Array:
     """The fewest swaps of rows that put ``kinds`` int[n] (0, 1, 2) in ascending order: int32[k, 2], applied in turn.
 
     Each swap exchanges two whole rows. Rows of one kind keep no particular order among themselves. ``rows_after`` turns
@@ -120,22 +123,22 @@ def reorder_batch(
     context_lens: npt.ArrayLike | None = None,
     decode_threshold: int = 1,
     extend_threshold: int | None = None,
-) -> tuple[slots.Int32Array, ThreeWaySplit]:
+) -> tuple[Int32Array, ThreeWaySplit]:
     """``plan_reorder`` of a batch in any order, and the split that it has afterwards, in one pass over the lengths.
 
     Arguments are those of ``classify_requests``; without ``context_lens`` there are no extends.
     """
-    lens = checks.lengths("query_lens", query_lens, 1)
+    lens = array_arguments.lengths("query_lens", query_lens, 1)
     kinds, split = _kinds(lens, context_lens, decode_threshold, extend_threshold)
     return _fewest_swaps(kinds), split
 
 
-def rows_after(swaps: npt.ArrayLike, num_rows: int) -> slots.Int32Array:
+def rows_after(swaps: npt.ArrayLike, num_rows: int) -> Int32Array:
     """Which old row stands in each row after ``swaps`` int[k, 2]: int32[num_rows]; ``new = old[rows]`` follows them.
 
     For an engine's own tensors of one row a request. ``metadata.moves`` are swaps too.
     """
-    slots._integer("num_rows", num_rows, 0)
+    arguments.integer("num_rows", num_rows, 0)
     pairs = np.asarray(swaps)
     if pairs.size and (pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu"):
         raise ValueError(f"swaps: {pairs.dtype}{list(pairs.shape)}; give pairs of rows (k, 2)")
@@ -148,31 +151,31 @@ def rows_after(swaps: npt.ArrayLike, num_rows: int) -> slots.Int32Array:
 
 
 def _kinds(
-    lens: slots.Int32Array, context_lens: npt.ArrayLike | None, decode_threshold: int, extend_threshold: int | None
+    lens: Int32Array, context_lens: npt.ArrayLike | None, decode_threshold: int, extend_threshold: int | None
 ) -> tuple[npt.NDArray[np.int8], ThreeWaySplit]:
     """The kind of each row, and rows and tokens by kind, whatever the order of rows."""
-    slots._integer("decode_threshold", decode_threshold, 1)
+    arguments.integer("decode_threshold", decode_threshold, 1)
     if extend_threshold is None:
-        extend_threshold = slots.INT32_MAX
+        extend_threshold = INT32_MAX
     elif context_lens is None:
         raise ValueError("extend_threshold: given without context_lens, which say who extends; give both")
     else:
-        slots._integer("extend_threshold", extend_threshold, decode_threshold)
+        arguments.integer("extend_threshold", extend_threshold, decode_threshold)
     contexts = _NONE
     if context_lens is not None:
-        contexts = checks.lengths("context_lens", context_lens, 0)
+        contexts = array_arguments.lengths("context_lens", context_lens, 0)
         if len(contexts) != len(lens):
             raise ValueError(f"context_lens: {len(contexts)} lengths for {len(lens)} query_lens; give one each")
     kinds, counts = np.empty(len(lens), np.int8), np.empty(6, np.int64)
-    slots.load_kernels().classify(lens, contexts, decode_threshold, extend_threshold, kinds, counts)
+    load_kernels().classify(lens, contexts, decode_threshold, extend_threshold, kinds, counts)
     rows, tokens = counts.tolist()[:3], counts.tolist()[3:]
     return kinds, ThreeWaySplit(rows[0], tokens[0], rows[1], tokens[1], rows[2], tokens[2])
 
 
-def _fewest_swaps(kinds: npt.NDArray[np.int8]) -> slots.Int32Array:
+def _fewest_swaps(kinds: npt.NDArray[np.int8]) -> Int32Array:
     """Of rows of these kinds, which are in order afterwards."""
     swaps = np.empty((len(kinds), 2), np.int32)
-    return swaps[: slots.load_kernels().order_kinds(kinds, swaps)]
+    return swaps[: load_kernels().order_kinds(kinds, swaps)]
 
 
 def _leading(flags: npt.NDArray[np.bool_]) -> int:
@@ -181,7 +184,7 @@ def _leading(flags: npt.NDArray[np.bool_]) -> int:
     return first if len(flags) and flags[first] else len(flags)
 
 
-def _check_order(lens: slots.Int32Array, num_decodes: int, threshold: int) -> None:
+def _check_order(lens: Int32Array, num_decodes: int, threshold: int) -> None:
     behind = lens[num_decodes:]
     wrong = (behind <= threshold) & (behind > 0)
     if wrong.any():

@@ -47,8 +47,8 @@ PAGE_FIELDS = (
     Field("paged_kv_indptr", np.int32, per_request=1, extra=1),
     Field("paged_kv_last_page_len", np.int32, per_request=1),
 )
-GROUP_FIELDS = (Field("slot_mapping", np.int64, per_token=1), Field("last_blocks", np.int32, per_request=1))
-CROSS_FIELDS = (Field("slot_mapping", np.int64, per_encoder_token=1), Field("last_blocks", np.int32, per_request=1))
+GROUP_FIELDS = (Field("slot_mapping", np.int64, per_token=1),)
+CROSS_FIELDS = (Field("slot_mapping", np.int64, per_encoder_token=1),)
 
 FIELDS = (
     Field("positions", np.int64, per_token=1),
@@ -91,7 +91,7 @@ class _Placed(NamedTuple):
     length: int
 
 
-class StagingRing:
+class ArenaRing:
     """``depth`` arenas for steps of at most ``size``; step k uses arena k % depth.
 
     ``block_sizes`` are those of the decoder groups' tables, ``has_cross`` adds a cross group, ``extra`` fields are the

@@ -19,7 +19,7 @@ from attncore import graphs
 from attncore.builder.device.arena import ALIGNMENT, COUNTS, JOURNAL_ENTRY, Views
 
 if TYPE_CHECKING:
-    from attncore.builder.device.arena import Capacity, StagingRing
+    from attncore.builder.device.arena import ArenaRing, Capacity
     from attncore.builder.persistent.block_table import BlockTable
 
 JOURNAL_ENTRIES = 4096
@@ -69,7 +69,7 @@ class DeviceSide:
 
             self._kernels = device_kernels
 
-    def attach(self, ring: StagingRing) -> None:
+    def attach(self, ring: ArenaRing) -> None:
         """Takes the device arena and an event for each of the ring's arenas."""
         torch = self._torch
         self._ring = ring
@@ -98,7 +98,7 @@ class DeviceSide:
             memory = self._torch.zeros(nbytes + ALIGNMENT, dtype=self._torch.uint8, pin_memory=self._cuda)
         except RuntimeError as error:
             raise MemoryError(
-                f"staging: no {nbytes} bytes of pinned host memory for the arenas ({error}); lower "
+                f"arenas: no {nbytes} bytes of pinned host memory ({error}); lower "
                 "max_num_batched_tokens, max_num_reqs or depth"
             ) from error
         array: npt.NDArray[np.uint8] = memory.numpy()

@@ -21,7 +21,7 @@ from attncore.errors import CaptureError
 from attncore.graphs import uncollected
 
 if TYPE_CHECKING:
-    from attncore.builder.device.arena import Capacity, StagingRing
+    from attncore.builder.device.arena import ArenaRing, Capacity
     from attncore.builder.persistent.block_table import BlockTable
 
 DEADLINE, TICKET_DEADLINE = 2.0, 0.05
@@ -40,7 +40,7 @@ class GraphSide(DeviceSide):
         self._pending = -1  # the step that waits for its replay
         self._unread: list[tuple[int, list[Any]]] = []  # with tickets: steps without a receipt, watermarks before each
 
-    def attach(self, ring: StagingRing) -> None:
+    def attach(self, ring: ArenaRing) -> None:
         super().attach(ring)
         torch, self.why = self._torch, "three steps arrived as they were sent"
         self._state = torch.full((3,), -1, dtype=torch.int64, device=self.device)  # last step read, this one, ticket

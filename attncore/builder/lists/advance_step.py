@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from attncore import slots
+from attncore import arguments, array_arguments
+from attncore.arguments import INT32_MAX
+from attncore.array_arguments import Int32Array
 from attncore.graphs import refuse_while_capturing
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ class _Rows(NamedTuple):
     """Some rows of the step, in order, and for each an id or a row of ids."""
 
     rows: npt.NDArray[np.intp]
-    ids: slots.Int32Array
+    ids: Int32Array
 
 
 class _Next(NamedTuple):
@@ -37,7 +39,7 @@ class _Next(NamedTuple):
     """Rows whose token starts a block, and the block."""
     table: _Rows
     """Rows of ``block_table`` that change, all their columns: perhaps more or fewer than there are now."""
-    seq_lens: slots.Int32Array | None
+    seq_lens: Int32Array | None
     """Of decodes with a window; None: one more than before."""
     max_seq_len: int
 
@@ -62,7 +64,7 @@ def advance_step(
     """
     builder = _checked_builder(metadata)
     n = len(metadata.host.query_lens)
-    if num_queries is not None and slots._integer("num_queries", num_queries, 1) != n:
+    if num_queries is not None and arguments.integer("num_queries", num_queries, 1) != n:
         raise ValueError(f"num_queries: {num_queries}, but the step has {n} decodes without padding; build it anew")
     tokens = _checked_tokens(metadata, n, input_tokens, sampled_token_ids)
     refuse_while_capturing("cpu" if builder.backend is None else builder.backend.config.device, "advance_step")
@@ -78,10 +80,10 @@ def advance_step(
 
 def _checked_builder(metadata: CommonAttentionMetadata) -> CommonMetadataBuilder:
     """The builder of a step that can advance."""
-    if metadata._source is None:
+    if metadata.source is None:
         raise ValueError(
-            "metadata: not as CommonMetadataBuilder.build gave it (a view, a captured size, or of the other door); "
-            "advance the built step"
+            "metadata: not as CommonMetadataBuilder.build gave it (a view, a captured size, or of the persistent "
+            "builder); advance the built step"
         )
     if metadata.num_prefills:
         raise ValueError(f"metadata: {metadata.num_prefills} prompts in the step; only decodes advance without a build")
@@ -91,7 +93,7 @@ def _checked_builder(metadata: CommonAttentionMetadata) -> CommonMetadataBuilder
             f"metadata: row {row} ran {metadata.max_query_len} tokens; decodes of one token advance, so build the step "
             "anew"
         )
-    builder: CommonMetadataBuilder = metadata._source[0]
+    builder: CommonMetadataBuilder = metadata.source.builder
     return builder
 
 
@@ -124,8 +126,8 @@ def _next_step(metadata: CommonAttentionMetadata, builder: CommonMetadataBuilder
         tables = vars(metadata)["_row_tables"] = _row_tables(metadata, n)
     contexts = host.context_lens + np.int32(1)  # where the new tokens stand
     longest = int(contexts.max()) + 1
-    if longest > slots.INT32_MAX:
-        raise ValueError(f"metadata: row {int(contexts.argmax())} cannot grow beyond {slots.INT32_MAX} tokens")
+    if longest > INT32_MAX:
+        raise ValueError(f"metadata: row {int(contexts.argmax())} cannot grow beyond {INT32_MAX} tokens")
     lengths = None
     total = int(host.seq_start_loc[-1]) + n
     if window is not None:
@@ -142,7 +144,7 @@ def _next_step(metadata: CommonAttentionMetadata, builder: CommonMetadataBuilder
     started = _started_blocks(host, builder, contexts, tables)
     if builder.layout.page_lists:
         total = max(total, int(host.paged_kv_indptr[-1]) + len(started.rows))
-    if total > slots.INT32_MAX:
+    if total > INT32_MAX:
         raise ValueError(f"metadata: lengths or pages of this step, {total} in all, do not fit int32")
     if lengths is None:
         return _Next(started, _longer_rows(metadata, contexts // size, started), None, longest)
@@ -154,13 +156,14 @@ def _row_tables(metadata: CommonAttentionMetadata, n: int) -> list[Any]:
     slot_mapping = metadata.host.slot_mapping[:n]
     if slot_mapping.min() < 0:
         raise ValueError(f"metadata: row {int(slot_mapping.argmin())} is of a profiling run, without blocks")
-    tables = [sequence[3] for group in metadata._source[1] for sequence in group[1]]
+    groups = metadata.source.groups if metadata.source is not None else ()
+    tables = [sequence[3] for group in groups for sequence in group[1]]
     if len(tables) != n:
         raise ValueError(f"metadata: its groups have {len(tables)} sequences now, not {n}; build the step anew")
     return tables
 
 
-def _started_blocks(host: Any, builder: CommonMetadataBuilder, contexts: slots.Int32Array, tables: list[Any]) -> _Rows:
+def _started_blocks(host: Any, builder: CommonMetadataBuilder, contexts: Int32Array, tables: list[Any]) -> _Rows:
     """The rows whose tokens at ``contexts`` start a block, each with its id: with blocks of 16, about one in 16."""
     size = builder.block_size
     rows = np.flatnonzero(contexts % size == 0)
@@ -181,12 +184,12 @@ def _started_blocks(host: Any, builder: CommonMetadataBuilder, contexts: slots.I
             )
         ids.append(table[column])
     if ids and builder._kernels.fill_block_table([ids], found.ids[np.newaxis]) >= 0:
-        at = next(at for at, one in enumerate(ids) if slots._bad_ids([one], slots.INT32_MAX + 1))
-        raise ValueError(f"metadata: row {rows[at]}: block id {ids[at]!r} is no integer of 0..{slots.INT32_MAX}")
+        at = next(at for at, one in enumerate(ids) if array_arguments.bad_block_ids([one], INT32_MAX + 1))
+        raise ValueError(f"metadata: row {rows[at]}: block id {ids[at]!r} is no integer of 0..{INT32_MAX}")
     return found
 
 
-def _longer_rows(metadata: CommonAttentionMetadata, columns: slots.Int32Array, started: _Rows) -> _Rows:
+def _longer_rows(metadata: CommonAttentionMetadata, columns: Int32Array, started: _Rows) -> _Rows:
     """Whole rows that get a block which they did not have yet: those appended to a table since the build."""
     rows, table = started.rows, metadata.host.block_table
     columns, ids = columns[rows], started.ids
@@ -203,8 +206,8 @@ def _longer_rows(metadata: CommonAttentionMetadata, columns: slots.Int32Array, s
 def _trimmed_rows(
     metadata: CommonAttentionMetadata,
     size: int,
-    contexts: slots.Int32Array,
-    lengths: slots.Int32Array,
+    contexts: Int32Array,
+    lengths: Int32Array,
     started: _Rows,
 ) -> _Rows:
     """Rows trimmed by a window that change: they get a block, or the window leaves one behind, or both."""
@@ -252,7 +255,7 @@ def _write(metadata: CommonAttentionMetadata, step: _Next, builder: CommonMetada
     _follow(metadata, table_changed=len(changed.rows) > 0)
 
 
-def _add_pages(host: Any, builder: CommonMetadataBuilder, rows: npt.NDArray[np.intp], ids: slots.Int32Array) -> None:
+def _add_pages(host: Any, builder: CommonMetadataBuilder, rows: npt.NDArray[np.intp], ids: Int32Array) -> None:
     """Page lists with a page more at the end of ``rows``."""
     indptr = host.paged_kv_indptr
     before, more = indptr[rows + 1], np.zeros(len(indptr), np.int32)
@@ -269,7 +272,7 @@ def _add_pages(host: Any, builder: CommonMetadataBuilder, rows: npt.NDArray[np.i
 def _follow(metadata: CommonAttentionMetadata, table_changed: bool) -> None:
     """Brings what was made of the host arrays up to date: tensors at the addresses that they have, views anew."""
     wrapped = vars(metadata)
-    for name in ("_prefill", "_decode", "_bound"):
+    for name in ("_prefill", "_decode", "_bound", "_kept"):
         wrapped.pop(name, None)
     for name in _FIELDS:
         value = wrapped.get(name)

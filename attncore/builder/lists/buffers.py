@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore.builder.metadata import LOC_FIELDS
-from attncore.slots import PAD_SLOT_ID
+from attncore.kernels.codes import PAD_SLOT_ID
 
 if TYPE_CHECKING:
     from attncore.builder.lists.builder import CommonMetadataBuilder
@@ -176,7 +176,7 @@ class GraphBuffers:
             self._device_pages = num_pages
         return host
 
-    def write_null(self, size: int) -> SimpleNamespace:
+    def write_empty(self, size: int) -> SimpleNamespace:
         """A step of padding alone."""
         none, zeros = np.zeros(0, np.int32), np.zeros(size, np.int32)
         ones, sums = np.ones(size, np.int32), np.arange(size + 1, dtype=np.int32)

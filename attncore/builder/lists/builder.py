@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attncore import slots
+from attncore import arguments
+from attncore.arguments import INT32_MAX
+from attncore.builder.lists import refusals
 from attncore.builder.lists.dialects import LAYOUTS
 from attncore.builder.lists.encoders import encoder_fields
 from attncore.builder.lists.sequence_group import SequenceGroup
-from attncore.builder.metadata import CommonAttentionMetadata, identity
-from attncore.builder.persistent import refusals as problems
+from attncore.builder.metadata import CommonAttentionMetadata, Source, identity
 from attncore.errors import ConcurrentUseError
 from attncore.graphs import refuse_while_capturing
+from attncore.kernels import KernelsName, codes, load_kernels
 
 
 class _Measures(NamedTuple):
@@ -96,7 +98,7 @@ class CommonMetadataBuilder:
         encoder_decoder: bool = False,
         max_encoder_seq_len_to_capture: int | None = None,
         backend: Any = None,
-        kernels: slots.KernelsName | None = None,
+        kernels: KernelsName | None = None,
     ) -> None:
         for name, value in (
             ("block_size", block_size),
@@ -105,7 +107,7 @@ class CommonMetadataBuilder:
             ("max_encoder_seq_len_to_capture", max_encoder_seq_len_to_capture),
         ):
             if value is not None:
-                slots._integer(name, value, 1)
+                arguments.integer(name, value, 1)
         if layout not in LAYOUTS:
             raise ValueError(f"layout: {layout!r} is not one of {', '.join(LAYOUTS)}")
         for name, flag in (("chunked_prefill", chunked_prefill), ("encoder_decoder", encoder_decoder)):
@@ -120,7 +122,7 @@ class CommonMetadataBuilder:
         self.sliding_window, self.chunked_prefill = sliding_window, chunked_prefill
         self.max_seq_len_to_capture = max_seq_len_to_capture
         self.encoder_decoder, self.max_encoder_seq_len_to_capture = encoder_decoder, max_encoder_seq_len_to_capture
-        self._kernels = slots.load_kernels(kernels)
+        self._kernels = load_kernels(kernels)
         self._reader = self._kernels.GroupReader()
         self._max_numbers: int | None = None  # a stream of strangers' batches sets a limit (batch_file.py)
         self.backend = backend
@@ -135,11 +137,23 @@ class CommonMetadataBuilder:
         """
         return self._build(groups, cuda_graph_pad_size, _fresh)
 
+    def advance_step(
+        self,
+        metadata: CommonAttentionMetadata,
+        input_tokens: Any = None,
+        sampled_token_ids: Any = None,
+        num_queries: int | None = None,
+    ) -> None:
+        """Moves a step that this builder made on by one token: ``attncore.builder.advance_step``."""
+        from attncore.builder.lists.advance_step import advance_step
+
+        advance_step(metadata, input_tokens, sampled_token_ids, num_queries)
+
     def _build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int, room: Room) -> CommonAttentionMetadata:
-        slots._integer("cuda_graph_pad_size", cuda_graph_pad_size, -1)
+        arguments.integer("cuda_graph_pad_size", cuda_graph_pad_size, -1)
         if not isinstance(groups, (list, tuple)):
             if not isinstance(groups, Iterable):
-                raise problems.malformed_groups(groups)
+                raise refusals.malformed_groups(groups)
             groups = list(groups)
         if not self._reader.enter():
             raise ConcurrentUseError("builder: another caller is inside it; give each thread a builder of its own")
@@ -151,7 +165,7 @@ class CommonMetadataBuilder:
     def _built(self, groups: Any, cuda_graph_pad_size: int, room: Room) -> CommonAttentionMetadata:
         reader = self._reader
         if not reader.read(groups):
-            raise problems.malformed_groups(groups)
+            raise refusals.malformed_groups(groups)
         window = self.sliding_window or 0
         measures = _Measures(
             *reader.measure(
@@ -159,8 +173,8 @@ class CommonMetadataBuilder:
                 self.layout.multi_token_decode,
             )
         )  # fmt: skip
-        if measures.code != slots.OK:
-            raise problems.refused_groups(
+        if measures.code != codes.OK:
+            raise refusals.refused_groups(
                 groups,
                 measures.code,
                 measures.row,
@@ -175,7 +189,7 @@ class CommonMetadataBuilder:
 
         num_seqs = reader.num_seqs
         num_reqs, num_tokens = num_seqs + pad, measures.num_tokens + pad
-        if max(num_tokens, measures.num_seq_tokens + pad) > slots.INT32_MAX:
+        if max(num_tokens, measures.num_seq_tokens + pad) > INT32_MAX:
             raise ValueError(f"cuda_graph_pad_size: {pad} padded requests do not fit int32")
         if self._max_numbers is not None and num_tokens + num_reqs * width > self._max_numbers:
             raise ValueError(
@@ -208,7 +222,7 @@ class CommonMetadataBuilder:
             use_cuda_graph=use_graph,
             max_decode_query_len=measures.max_decode_query_len,
             from_groups=True,
-            _source=(self, groups),
+            source=Source(self, groups),
         )
         if self.encoder_decoder:
             fields, counts = encoder_fields(self, groups, measures.num_prefills, num_reqs, use_graph)
@@ -231,5 +245,5 @@ class CommonMetadataBuilder:
             raise ValueError("graph_batch_size: a graph batch holds decodes only; groups[0].is_prompt is true")
         width = -(-capture // self.block_size)
         if measures.longest > capture or (measures.widest_row > width and not self.layout.cuts_lookahead):
-            raise problems.beyond_capture(groups, self.block_size, self.sliding_window, capture, self.layout.name)
+            raise refusals.beyond_capture(groups, self.block_size, self.sliding_window, capture, self.layout.name)
         return width

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from attncore import slots
+from attncore import arguments, array_arguments
 from attncore.abstract import AttentionType
+from attncore.arguments import INT32_MAX
+from attncore.array_arguments import Int32Array, Int64Array
+from attncore.kernels import codes
 
 if TYPE_CHECKING:
     from attncore.builder.lists.builder import CommonMetadataBuilder
@@ -72,7 +75,7 @@ def encoder_fields(
     lens, tables = _read(groups, builder.block_size)
     num_seqs = len(lens)
     num_tokens = sum(lens)
-    if num_tokens + num_reqs - num_seqs > slots.INT32_MAX:
+    if num_tokens + num_reqs - num_seqs > INT32_MAX:
         raise ValueError(f"encoder_seq_len: the sum {num_tokens} over this step does not fit int32")
     width = max(map(len, tables[num_prefills:]), default=0)
     if use_graph:
@@ -106,7 +109,7 @@ def _read(groups: Any, block_size: int) -> tuple[list[int], list[Any]]:
     for index, group in enumerate(groups):
         length, table = group[3:5] if len(group) > 4 else (None, None)
         sequences = group[1]
-        if type(length) is not int or not 0 <= length <= slots.INT32_MAX:
+        if type(length) is not int or not 0 <= length <= INT32_MAX:
             length = _checked_length(index, length, table)
         if table is None or sequences[0][3] is None:
             _check_missing(index, group, length, table)
@@ -122,9 +125,7 @@ def _read(groups: Any, block_size: int) -> tuple[list[int], list[Any]]:
     return lens, tables
 
 
-def _slots(
-    builder: CommonMetadataBuilder, groups: Any, query_lens: slots.Int32Array, tables: list[Any]
-) -> slots.Int64Array:
+def _slots(builder: CommonMetadataBuilder, groups: Any, query_lens: Int32Array, tables: list[Any]) -> Int64Array:
     """Slots of the prompts' encoder tokens; -1 for all of a profiled prompt."""
     held = np.where([len(row) > 0 for row in tables], query_lens, np.int32(0)).astype(np.int32, copy=False)
     needed = -(-int(held.max(initial=0)) // builder.block_size)  # and not less, should a caller's list shrink meanwhile
@@ -137,20 +138,18 @@ def _slots(
         builder._kernels.fill_slot_mapping(table, context, held, builder.block_size, slot_mapping)
     if num_held == query_lens.sum():
         return slot_mapping
-    whole = np.full(int(query_lens.sum()), slots.PAD_SLOT_ID, np.int64)
+    whole = np.full(int(query_lens.sum()), codes.PAD_SLOT_ID, np.int64)
     whole[np.repeat(held > 0, query_lens)] = slot_mapping
     return whole
 
 
-def _fill_table(
-    builder: CommonMetadataBuilder, groups: Any, tables: list[Any], first: int, out: slots.Int32Array
-) -> None:
+def _fill_table(builder: CommonMetadataBuilder, groups: Any, tables: list[Any], first: int, out: Int32Array) -> None:
     """Rows ``first`` and on of ``tables`` into ``out``, padded with 0."""
     if not len(out):
         return
     row = builder._kernels.fill_block_table(tables[first : first + len(out)], out)
     if row >= 0:
-        bad = slots._bad_ids(tables[first + row], slots.INT32_MAX + 1)
+        bad = array_arguments.bad_block_ids(tables[first + row], INT32_MAX + 1)
         kind, text = bad or (ValueError, "changed while it was read")
         raise kind(f"groups[{_group_of(groups, first + row)}].cross_block_table: {text}")
 
@@ -175,7 +174,7 @@ def _graph_width(builder: CommonMetadataBuilder, groups: Any, lens: list[int], t
     return width
 
 
-def _sums(lens: slots.Int32Array) -> slots.Int32Array:
+def _sums(lens: Int32Array) -> Int32Array:
     sums = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=sums[1:])
     return sums
@@ -196,11 +195,11 @@ def _checked_length(index: int, length: Any, table: Any) -> int:
             if table is not None
             else f"{path}: missing; every group of an encoder/decoder step has one (0: no encoder input)"
         )
-    number = slots._int_or_none(length)
+    number = arguments.integer_or_none(length)
     if number is None:
         raise TypeError(f"{path}: {length!r} is not an integer")
-    if not 0 <= number <= slots.INT32_MAX:
-        raise ValueError(f"{path}: {number} is outside 0..{slots.INT32_MAX}")
+    if not 0 <= number <= INT32_MAX:
+        raise ValueError(f"{path}: {number} is outside 0..{INT32_MAX}")
     return number
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
-from attncore import slots
+from attncore import arguments
 from attncore.builder.lists.captured_sizes import NOTHING, CapturedSteps
 from attncore.errors import CaptureError
 from attncore.first_generation import FirstGenerationStateNames
@@ -54,7 +54,7 @@ class CommonAttentionState(FirstGenerationStateNames):
         captured; the buffers stay. Raises ValueError where the backend captures no graphs or the builder names no
         ``max_seq_len_to_capture``, CaptureError inside another, inside a capture, or beyond buffers that graphs use.
         """
-        slots._integer("max_batch_size", max_batch_size, 1)
+        arguments.integer("max_batch_size", max_batch_size, 1)
         spec = self.backend.config.spec if self.backend is not None else None
         if spec is not None and spec.cuda_graph == "never":
             raise ValueError(
@@ -95,9 +95,13 @@ class CommonAttentionState(FirstGenerationStateNames):
         """
         refuse_while_capturing(self._device, "metadata_for_capture")
         builder, steps = self._capturable(batch_size, "metadata_for_capture"), self._steps
-        metadata = steps.metadata.get(batch_size) or steps.new_metadata(builder, batch_size)
+        metadata = steps.metadata.get(batch_size)
+        if metadata is None:
+            metadata = steps.new_metadata(builder, batch_size)
+            if self.backend is not None:
+                self.backend.prepare_capture(metadata, builder)
         steps.prepared = NOTHING
-        metadata.host = steps.buffers.write_null(batch_size)
+        metadata.host = steps.buffers.write_empty(batch_size)
         if self.backend is not None and self.backend.has_plan:
             self.backend.plan(metadata)
         steps.metadata[batch_size] = metadata
@@ -105,7 +109,7 @@ class CommonAttentionState(FirstGenerationStateNames):
 
     def _capturable(self, batch_size: int, what: str) -> CommonMetadataBuilder:
         """The builder, where ``batch_size`` may be captured now."""
-        slots._integer("batch_size", batch_size, 1)
+        arguments.integer("batch_size", batch_size, 1)
         limit = self._steps.limit
         if self.builder is None:
             raise ValueError(f"{what}: this state has no builder to say how steps are padded; make it with builder=")
@@ -124,7 +128,7 @@ class CommonAttentionState(FirstGenerationStateNames):
 
     def pad_size(self, num_reqs: int) -> int:
         """The ``cuda_graph_pad_size`` to build ``num_reqs`` decodes with: to the next captured size, -1 beyond all."""
-        slots._integer("num_reqs", num_reqs, 1)
+        arguments.integer("num_reqs", num_reqs, 1)
         return min((size - num_reqs for size in self.captured if size >= num_reqs), default=-1)
 
     def prepare(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
@@ -174,7 +178,7 @@ class CommonAttentionState(FirstGenerationStateNames):
 
         metadata = builder._build(groups, cuda_graph_pad_size, room)
         steps.metadata[metadata.num_reqs].host = steps.buffers.written(*shape)
-        metadata._source = None
+        metadata.source = None
         steps.prepared = metadata, 0
         return metadata
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attncore import slots
+from attncore import arguments, array_arguments
+from attncore.arguments import INT32_MAX
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 
 
@@ -20,11 +21,11 @@ class BlockTable:
         each = group.kernel_blocks
         width = -(-max_len // group.block_size) * each
         name = "max_encoder_len" if group.cross else "max_model_len"
-        if width * group.tokens_per_column > slots.INT32_MAX:
+        if width * group.tokens_per_column > INT32_MAX:
             raise ValueError(f"{name}: {max_len} in blocks of {group.block_size} does not fit int32")
-        if max_num_reqs * width > slots.INT32_MAX:
+        if max_num_reqs * width > INT32_MAX:
             raise ValueError(f"max_num_reqs: {max_num_reqs} rows of {width} blocks do not fit int32")
-        most = (slots.INT32_MAX + 1) // each
+        most = (INT32_MAX + 1) // each
         if group.num_blocks is not None and group.num_blocks > most:
             raise ValueError(f"num_blocks: {group.num_blocks} of {each} kernel blocks each do not fit int32")
         self.max_len, self.limit = max_len, most if group.num_blocks is None else group.num_blocks
@@ -60,7 +61,7 @@ class BlockTable:
         """ValueError or TypeError, and nothing changed, where an id is bad or the row too short."""
         if self.rows.append(row, block_ids) < 0:
             room = (self.array.shape[1] - self.num_columns(row)) // self.group.kernel_blocks
-            kind, text = slots._bad_ids(block_ids, self.limit) or (
+            kind, text = array_arguments.bad_block_ids(block_ids, self.limit) or (
                 ValueError,
                 f"{len(block_ids)} block ids but room for {room} "
                 f"({'max_encoder_len' if self.group.cross else 'max_model_len'} {self.max_len}, "
@@ -85,8 +86,8 @@ class BlockTable:
         return held
 
     def replace(self, row: int, req_id: Hashable, index: int, block_id: int) -> int:
-        slots._integer("index", index, 0)
-        slots._integer("block_id", block_id, 0)
+        arguments.integer("index", index, 0)
+        arguments.integer("block_id", block_id, 0)
         held, each = self.held(row), self.group.kernel_blocks
         if index >= len(held):
             raise ValueError(f"index: {index}, but request {req_id!r} holds {len(held)} blocks")

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attncore import env, graphs, slots
+from attncore import arguments, env, graphs
+from attncore.arguments import INT32_MAX
 from attncore.builder.blocks.context_parallel import ContextParallel
-from attncore.builder.device.arena import Capacity, Field, StagingRing
+from attncore.builder.device.arena import ArenaRing, Capacity, Field
 from attncore.builder.device.transport import attached, new_side
 from attncore.builder.lists.builder import CommonMetadataBuilder
 from attncore.builder.lists.sequence_group import Sequence, SequenceGroup
 from attncore.builder.metadata import CommonAttentionMetadata
-from attncore.builder.persistent import refusals as problems
+from attncore.builder.persistent import refusals
 from attncore.builder.persistent.backends import backends_of
 from attncore.builder.persistent.captured_sizes import Buckets
 from attncore.builder.persistent.input_batch import InputBatch
@@ -26,6 +27,7 @@ from attncore.builder.persistent.overlap import Overlap
 from attncore.builder.persistent.poison import POISON, expiring
 from attncore.builder.persistent.step_metadata import FIELD_NAMES, StepMetadata
 from attncore.errors import AttncoreError, CaptureError
+from attncore.kernels import codes
 
 FillField = Callable[[StepMetadata, npt.NDArray[Any]], None]
 
@@ -48,9 +50,9 @@ class MetadataBuilder:
     one longest encoder, or ``max_num_batched_tokens`` where that is more). With ``context_parallel``, slots, lengths
     and pages are those of this rank's cache, and the batch's block size is the virtual one.
 
-    ``staging``: how a step reaches a device with its own memory. ``graph``: nodes of captured graphs fetch it;
+    ``transport``: how a step reaches a device with its own memory. ``graph``: nodes of captured graphs fetch it;
     ``copy``: one packed copy and an event, on a CPU too, where otherwise nothing is copied; ``auto``: ``graph`` where
-    it proves to work, else ``copy``. The attribute of that name says which it is, and ``why_staging`` why.
+    it proves to work, else ``copy``. The attribute of that name says which it is, and ``why_transport`` why.
 
     ``ticket``, for engines that replay their graphs by themselves: each step's number is written to the device, in
     stream order, when it is built. It costs a launch a step, and ``metadata.replay`` is not needed.
@@ -69,24 +71,24 @@ class MetadataBuilder:
         max_num_encoder_tokens: int | None = None,
         decode_threshold: int = 1,
         context_parallel: ContextParallel | None = None,
-        staging: str = "auto",
+        transport: str = "auto",
         ticket: bool = False,
         num_rejected: Any = None,
         depth: int = 2,
     ) -> None:
-        slots._integer("max_num_batched_tokens", max_num_batched_tokens, 1)
-        slots._integer("decode_threshold", decode_threshold, 1)
-        slots._integer("depth", depth, 1)
+        arguments.integer("max_num_batched_tokens", max_num_batched_tokens, 1)
+        arguments.integer("decode_threshold", decode_threshold, 1)
+        arguments.integer("depth", depth, 1)
         if not isinstance(batch, InputBatch):
             raise TypeError(f"batch: {batch!r} is not an InputBatch")
         if max_num_encoder_tokens is None:
             max_num_encoder_tokens = max(max_num_batched_tokens, batch.max_encoder_len)
-        slots._integer("max_num_encoder_tokens", max_num_encoder_tokens, 1)
+        arguments.integer("max_num_encoder_tokens", max_num_encoder_tokens, 1)
         self.batch, self.max_num_batched_tokens = batch, max_num_batched_tokens
         self.max_num_encoder_tokens, self.decode_threshold = max_num_encoder_tokens, decode_threshold
         self.context_parallel = context_parallel
         self._backends = backends_of(batch, backend, context_parallel)
-        self._staging, self._depth, self._ticket = staging, depth, bool(ticket)
+        self._transport, self._depth, self._ticket = transport, depth, bool(ticket)
         self._poison = env.poison()
         self._extra: dict[str, tuple[Field, FillField]] = {}
         self._num_rejected = num_rejected
@@ -99,11 +101,11 @@ class MetadataBuilder:
 
     def _lay_out(self) -> None:
         """Takes all memory: arenas, the device's side, the kernel over them."""
-        batch, staging = self.batch, self._staging
+        batch, transport = self.batch, self._transport
         has_cross = batch._cross is not None
         max_num_encoder_tokens, max_num_batched_tokens = self.max_num_encoder_tokens, self.max_num_batched_tokens
-        self._side = new_side(staging, self._backends.device, list(batch._tables.values()), self._backends.page_lists)
-        self._ring = StagingRing(
+        self._side = new_side(transport, self._backends.device, list(batch._tables.values()), self._backends.page_lists)
+        self._ring = ArenaRing(
             Capacity(max_num_batched_tokens, batch.max_num_reqs, max_num_encoder_tokens if has_cross else 0),
             [table.group.tokens_per_column for table in batch._decoders],
             has_cross,
@@ -114,11 +116,11 @@ class MetadataBuilder:
         )
         if self._side is not None:
             self._side.ticket = self._ticket
-            self._side = attached(self._side, self._ring, staging)
+            self._side = attached(self._side, self._ring, transport)
             self._side.num_rejected = self._num_rejected
             self._follow()
         elif self._num_rejected is not None:
-            raise ValueError("num_rejected: steps are read where they are built; staging='copy' makes steps overlap")
+            raise ValueError("num_rejected: steps are read where they are built; transport='copy' makes steps overlap")
         self._buckets = Buckets(batch, self._ring, self._backends, self._side, self)
         self._eager = self._buckets.eager(max_num_batched_tokens, max_num_encoder_tokens)
         self._buckets.make_all()
@@ -166,12 +168,12 @@ class MetadataBuilder:
         return int(self._kernel.next_step) - 1
 
     @property
-    def staging(self) -> str:
+    def transport(self) -> str:
         """``"graph"``, ``"copy"`` or, where steps are read where they are built, ``"none"``."""
         return self._side.road if self._side else "none"
 
     @property
-    def why_staging(self) -> str:
+    def why_transport(self) -> str:
         """One sentence: why steps reach the device as they do."""
         return self._side.why if self._side else "steps are read where they are built, on the CPU"
 
@@ -228,8 +230,8 @@ class MetadataBuilder:
         largest. It is planned as any step. Call it before the capture begins; a size captured once is given again.
         Raises ValueError beyond the builder's capacity or the backend's level of capture.
         """
-        slots._integer("num_reqs", num_reqs, 1)
-        slots._integer("query_len", query_len, 1)
+        arguments.integer("num_reqs", num_reqs, 1)
+        arguments.integer("query_len", query_len, 1)
         self._refuse_while_capturing("capture")
         if query_len > self.decode_threshold:
             raise ValueError(
@@ -246,7 +248,7 @@ class MetadataBuilder:
             known = num_reqs in self.captured
             self._kernel.add_bucket(self._buckets.add(num_reqs, query_len))
             try:
-                metadata = self._null_step(num_reqs, capturing=True)
+                metadata = self._empty_step(num_reqs, capturing=True)
                 on_cpu = self._backends.device.startswith("cpu")
                 return self._buckets.at_capture(metadata) if on_cpu else self._answer(metadata)
             except BaseException:
@@ -255,12 +257,12 @@ class MetadataBuilder:
                     self._kernel.drop_bucket(num_reqs)
                 raise
 
-    def build_null(self, bucket: int) -> StepMetadata:
+    def build_empty(self, bucket: int) -> StepMetadata:
         """A step of no requests in a captured size, for a warm-up or dummy replay: planned like any other."""
-        self._refuse_while_capturing("build_null")
+        self._refuse_while_capturing("build_empty")
         self._buckets.find(bucket)
         with self.batch._entered:
-            return self._answer(self._null_step(bucket, capturing=False))
+            return self._answer(self._empty_step(bucket, capturing=False))
 
     def build_profile(self, query_lens: Iterable[int]) -> CommonAttentionMetadata:
         """Metadata of a profiling run, before there is a cache: requests of ``query_lens`` tokens without blocks.
@@ -281,10 +283,10 @@ class MetadataBuilder:
         built = CommonMetadataBuilder(self.batch.groups[0].tokens_per_column, layout, backend=backend)
         return built.build([SequenceGroup(True, prompts)])
 
-    def _null_step(self, bucket: int, *, capturing: bool) -> StepMetadata:
+    def _empty_step(self, bucket: int, *, capturing: bool) -> StepMetadata:
         size = self._buckets.find(bucket)
         self._acquire()
-        metadata: StepMetadata = self._kernel.null_step(size, self.batch.max_model_len if capturing else 0)
+        metadata: StepMetadata = self._kernel.empty_step(size, self.batch.max_model_len if capturing else 0)
         self._plan_and_send(size, metadata, self.batch.num_rows, waits=not capturing)
         return metadata
 
@@ -454,19 +456,19 @@ class MetadataBuilder:
         batch, kernel = self.batch, self._kernel
         if not isinstance(scheduled, Mapping):
             raise TypeError(f"scheduled: {scheduled!r} is not a mapping of request to tokens")
-        slots._integer("query_len", query_len, 1)
+        arguments.integer("query_len", query_len, 1)
         kernel.schedule_all(query_len)
         self._schedule(scheduled)
         code, row, token, group = kernel.check()
-        if code != slots.OK:
-            raise problems.refused_step(
+        if code != codes.OK:
+            raise refusals.refused_step(
                 batch, code, row, token, group, self._query_lens, self.max_num_batched_tokens,
                 self.max_num_encoder_tokens,
             )  # fmt: skip
         if bucket is not None:
             code, row, count = kernel.check_bucket(bucket)
-            if code != slots.OK:
-                raise problems.refused_bucket(batch, code, row, count, self._query_lens, bucket)
+            if code != codes.OK:
+                raise refusals.refused_bucket(batch, code, row, count, self._query_lens, bucket)
 
         num_swaps, num_decodes, num_reqs = kernel.arrange()
         moves = tuple(map(tuple, self._swaps[:num_swaps].tolist())) if num_swaps else ()
@@ -499,6 +501,6 @@ class MetadataBuilder:
                 raise ValueError(f"scheduled: {req_id!r} is not in the batch")
             if isinstance(num_tokens, bool) or not hasattr(num_tokens, "__index__"):
                 raise TypeError(f"scheduled: {num_tokens!r} tokens of {req_id!r} is not an integer")
-            if not 0 <= num_tokens <= slots.INT32_MAX:
-                raise ValueError(f"scheduled: {num_tokens} tokens of {req_id!r} is outside 0..{slots.INT32_MAX}")
+            if not 0 <= num_tokens <= INT32_MAX:
+                raise ValueError(f"scheduled: {num_tokens} tokens of {req_id!r} is outside 0..{INT32_MAX}")
             query_lens[row] = num_tokens

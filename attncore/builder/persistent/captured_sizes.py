@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attncore import slots
-from attncore.builder.device.arena import Capacity, StagingRing, Views
+from attncore import arguments
+from attncore.builder.device.arena import ArenaRing, Capacity, Views
 from attncore.builder.persistent.backends import Backends
 from attncore.builder.persistent.step_metadata import Owner, StepMetadata, step_metadata
 from attncore.errors import CaptureError
@@ -50,7 +50,7 @@ class Buckets:
     """
 
     def __init__(
-        self, batch: InputBatch, ring: StagingRing, backends: Backends, side: DeviceSide | None, owner: Owner
+        self, batch: InputBatch, ring: ArenaRing, backends: Backends, side: DeviceSide | None, owner: Owner
     ) -> None:
         self._owner = owner
         self._batch, self._ring, self._backends, self._side = batch, ring, backends, side
@@ -92,7 +92,7 @@ class Buckets:
 
     def find(self, num_reqs: int) -> Any:
         """The kernels' StepShape of a captured size."""
-        num_reqs = slots._integer("bucket", num_reqs, 1)
+        num_reqs = arguments.integer("bucket", num_reqs, 1)
         bucket = self._captured.get(num_reqs)
         if bucket is None:
             known = ", ".join(map(str, sorted(self._captured))) or "none"

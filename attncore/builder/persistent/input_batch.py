@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attncore import slots
+from attncore import arguments
 from attncore.builder.persistent.block_table import BlockTable
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup, checked_groups
 from attncore.errors import ConcurrentUseError
+from attncore.kernels import KernelsName, load_kernels
 
 NULL_BLOCK_ID = 0
 ONLY_GROUP = "decoder"
@@ -53,23 +54,23 @@ class InputBatch:
         num_blocks: int | None = None,
         groups: Iterable[KVCacheGroup] | None = None,
         max_encoder_len: int | None = None,
-        kernels: slots.KernelsName | None = None,
+        kernels: KernelsName | None = None,
     ) -> None:
-        slots._integer("max_num_reqs", max_num_reqs, 1)
-        slots._integer("max_model_len", max_model_len, 1)
+        arguments.integer("max_num_reqs", max_num_reqs, 1)
+        arguments.integer("max_model_len", max_model_len, 1)
         self.groups = _groups(groups, block_size, num_blocks)
         decoders = [group for group in self.groups if not group.cross]
         has_cross = len(decoders) < len(self.groups)
         if has_cross:
             if max_encoder_len is None:
                 raise ValueError(f"max_encoder_len: missing; cross group {self.groups[-1].name!r} needs it")
-            slots._integer("max_encoder_len", max_encoder_len, 1)
+            arguments.integer("max_encoder_len", max_encoder_len, 1)
         elif max_encoder_len is not None:
             raise ValueError(f"max_encoder_len: {max_encoder_len} given, but no group is cross")
         self.max_num_reqs, self.max_model_len = max_num_reqs, max_model_len
         self.max_encoder_len = max_encoder_len or 0
         self.block_size = self.groups[0].block_size
-        self.kernels = slots.load_kernels(kernels)
+        self.kernels = load_kernels(kernels)
         self._one_group = groups is None
         self._tables = {
             group.name: BlockTable(
@@ -230,7 +231,7 @@ class InputBatch:
             row, table = self._row(req_id), self._table(group)
             computed, encoder_tokens, encoded = map(int, self._state[:, row])
             tokens = encoder_tokens * encoded if table.group.cross else computed
-            slots._integer("num_blocks", num_blocks, 0)
+            arguments.integer("num_blocks", num_blocks, 0)
             held, needed = table.held(row), -(-tokens // table.group.block_size)
             if not needed <= num_blocks <= len(held):
                 what = "encoder tokens cached" if table.group.cross else "computed tokens"
@@ -250,7 +251,7 @@ class InputBatch:
         it between steps: the last step's page indices cannot be asked for afterwards.
         """
         with self._entered:
-            slots._integer("num_rollback", num_rollback, 0)
+            arguments.integer("num_rollback", num_rollback, 0)
             released: dict[Hashable, dict[str, list[int]]] = {}
             for table in self._decoders:
                 for row, passed in table.pass_windows(len(self._ids), num_rollback):
@@ -301,7 +302,7 @@ class InputBatch:
             new: list[tuple[int, int]] = []
             for req_id, count in num_tokens.items():
                 row = self._row(req_id)
-                slots._integer("num_tokens", count, 0)
+                arguments.integer("num_tokens", count, 0)
                 computed = int(computed_of[row])
                 if count > computed:
                     raise ValueError(
@@ -322,7 +323,7 @@ class InputBatch:
         """
         with self._entered:
             for name, row in (("i", i), ("j", j)):
-                slots._integer(name, row, 0)
+                arguments.integer(name, row, 0)
                 if row >= len(self._ids):
                     raise ValueError(f"{name}: row {row} is not in use; the batch has {len(self._ids)} rows")
             if i != j:
@@ -407,13 +408,13 @@ class InputBatch:
             raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
         if req_id in self._row_of:
             raise ValueError(f"req_id: {req_id!r} is in the batch already; remove it first")
-        slots._integer("num_computed_tokens", num_computed_tokens, 0)
+        arguments.integer("num_computed_tokens", num_computed_tokens, 0)
         if num_computed_tokens > self.max_model_len:
             raise ValueError(
                 f"num_computed_tokens: {num_computed_tokens} of request {req_id!r} exceed "
                 f"max_model_len {self.max_model_len}"
             )
-        slots._integer("encoder_seq_len", encoder_seq_len, 0)
+        arguments.integer("encoder_seq_len", encoder_seq_len, 0)
         if encoder_seq_len > self.max_encoder_len:
             if self._cross is None:
                 raise ValueError(f"encoder_seq_len: {encoder_seq_len} of request {req_id!r}, but no group is cross")
@@ -474,7 +475,7 @@ def _groups(
         return checked_groups(groups)
     if block_size is None:
         raise ValueError("block_size: missing; give it, or groups that state their own")
-    slots._integer("block_size", block_size, 1)
+    arguments.integer("block_size", block_size, 1)
     if num_blocks is not None:
-        slots._integer("num_blocks", num_blocks, 1)
+        arguments.integer("num_blocks", num_blocks, 1)
     return (KVCacheGroup(ONLY_GROUP, block_size, num_blocks=num_blocks),)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from attncore import slots
+from attncore import arguments
 
 MAX_GROUPS = 64
 
@@ -53,9 +53,9 @@ def checked_groups(groups: Iterable[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
         if group.name in names:
             raise ValueError(f"{path}.name: {group.name!r} stands twice; name each group differently")
         names.add(group.name)
-        slots._integer(f"{path}.block_size", group.block_size, 1)
+        arguments.integer(f"{path}.block_size", group.block_size, 1)
         if group.kernel_block_size is not None:
-            slots._integer(f"{path}.kernel_block_size", group.kernel_block_size, 1)
+            arguments.integer(f"{path}.kernel_block_size", group.kernel_block_size, 1)
             if group.block_size % group.kernel_block_size:
                 raise ValueError(
                     f"{path}.kernel_block_size: {group.kernel_block_size} does not divide its block_size "
@@ -63,7 +63,7 @@ def checked_groups(groups: Iterable[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
                 )
         for field in ("sliding_window", "num_blocks"):
             if getattr(group, field) is not None:
-                slots._integer(f"{path}.{field}", getattr(group, field), 1)
+                arguments.integer(f"{path}.{field}", getattr(group, field), 1)
         if not isinstance(group.cross, bool):
             raise TypeError(f"{path}.cross: {group.cross!r} is not true or false")
         if group.cross and group.sliding_window is not None:

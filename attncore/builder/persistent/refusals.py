@@ -1,10 +1,10 @@
-"""What the kernels' codes and refusals mean, in sentences. The slow way, taken only when something is wrong."""
+"""What the kernels' codes for a step mean, in sentences. Called only when something is wrong."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attncore import slots
+from attncore.kernels import codes
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.input_batch import InputBatch
@@ -22,22 +22,22 @@ def refused_step(
 ) -> ValueError:
     """The error of a step that StepKernel.check refused; ``query_lens`` are those of the batch's rows."""
     lens = query_lens[: batch.num_rows]
-    if code == slots.TOO_MANY_TOKENS:
+    if code == codes.TOO_MANY_TOKENS:
         return ValueError(
             f"scheduled: {int(lens.sum())} tokens in this step exceed max_num_batched_tokens {max_tokens}; "
             "schedule fewer or build the builder for more"
         )
-    if code == slots.TOO_MANY_SEQ_TOKENS:
+    if code == codes.TOO_MANY_SEQ_TOKENS:
         what = "their sum" if batch._cross is None else "their sum, or that of encoder_seq_lens,"
         return ValueError(f"seq_lens: {what} over this step does not fit int32; schedule fewer requests")
-    if code == slots.TOO_MANY_ENCODER_TOKENS:
+    if code == codes.TOO_MANY_ENCODER_TOKENS:
         return ValueError(
             f"scheduled: {token} encoder tokens in this step exceed max_num_encoder_tokens {max_encoder_tokens}; "
             "let fewer new requests run or build the builder for more"
         )
     req_id, computed = batch._req_id_of(row), batch._computed_of(row)
     who = f"row {row} (request {req_id!r})"
-    if code == slots.TOO_LONG:
+    if code == codes.TOO_LONG:
         return ValueError(
             f"scheduled: {who} has {computed} computed tokens and {int(lens[row])} more exceed "
             f"max_model_len {batch.max_model_len}"
@@ -47,7 +47,7 @@ def refused_step(
     what = "encoder token" if table.group.cross else "token"
     if len(batch.groups) > 1:
         who += f" in group {table.group.name!r}"
-    if code == slots.NULL_BLOCK:
+    if code == codes.NULL_BLOCK:
         return ValueError(
             f"block_table: {who} would write {what} {token} to block 0, the null block "
             f"(index {index}, block_size {block_size})"
@@ -61,129 +61,12 @@ def refused_step(
 def refused_bucket(batch: InputBatch, code: int, row: int, count: int, query_lens: Any, bucket: Any) -> ValueError:
     """The error of a step that does not fit the captured size it was to be padded to."""
     name, each = f"bucket: {bucket.num_reqs}", bucket.query_len
-    if code == slots.TOO_MANY_ROWS:
+    if code == codes.TOO_MANY_ROWS:
         return ValueError(f"{name} rows were captured, but this step has {count} requests; choose a larger one")
     who = f"row {row} (request {batch._req_id_of(row)!r})"
-    if code == slots.ENCODER_NOT_CAPTURED:
+    if code == codes.ENCODER_NOT_CAPTURED:
         return ValueError(f"{name}: {who} runs its encoder tokens in this step; run it without a graph")
     return ValueError(
         f"{name} rows were captured with {each} tokens each, but {who} runs {int(query_lens[row])}; "
         f"schedule {each} of every request, or build without a bucket and run the step without a graph"
     )
-
-
-def refused_groups(
-    groups: Any, code: int, row: int, token: int, block_size: int, window: int | None, layout: str
-) -> ValueError:
-    """The error of groups that GroupReader.measure refused, at its ``row``."""
-    if code == slots.TOO_MANY_SEQ_TOKENS:
-        return ValueError("groups: tokens, lengths or pages of this step do not fit int32 in all")
-    i, j = _places(groups)[row]
-    path, hit = f"groups[{i}].sequences[{j}]", f"groups[{i}].prefix_cache_hit"
-    seq_id, query_len, context_len, table = groups[i][1][j][:4]
-    match code:
-        case slots.TOO_FEW_BLOCKS:
-            return ValueError(
-                f"{path}.block_table: sequence {seq_id} holds {len(table)} blocks but token {token} "
-                f"needs block {token // block_size} (block_size {block_size})"
-            )
-        case slots.HIT_ON_DECODE:
-            return ValueError(f"{hit}: true on a decode; only a prompt can hit the prefix cache")
-        case slots.HIT_WITH_WINDOW:
-            return ValueError(f"{hit}: true with sliding_window {window}; a prefix-cache hit excludes a window")
-        case slots.CONTEXT_WITHOUT_CHUNKS:
-            return ValueError(
-                f"chunked_prefill: false, but {path} is a prompt with context_len {context_len} and no prefix_cache_hit"
-            )
-    return ValueError(
-        f"{path}.query_len: {query_len} on a decode; layout {layout} runs one token a decode (flash runs more)"
-    )
-
-
-def beyond_capture(groups: Any, block_size: int, window: int | None, capture: int, layout: str) -> ValueError:
-    """The error of decodes that a captured graph cannot hold: the first too long, or too wide for this layout."""
-    width = -(-capture // block_size)
-    for i, j in _places(groups):
-        path, (_, query_len, context_len, table) = f"groups[{i}].sequences[{j}]", groups[i][1][j][:4]
-        length, blocks = int(query_len) + int(context_len), 0 if table is None else len(table)
-        if window is not None:
-            whole = -(-window // block_size)
-            length = min(length, whole * block_size + length % block_size)
-            blocks = min(blocks, -(-length // block_size))
-        if length > capture:
-            return ValueError(f"max_seq_len_to_capture: {capture} is below the length {length} of {path}")
-        if blocks > width:
-            break
-    return ValueError(
-        f"{path}.block_table: {blocks} blocks exceed the {width} columns of max_seq_len_to_capture {capture} "
-        f"(layout {layout} cuts no lookahead)"
-    )
-
-
-def _places(groups: Any) -> list[tuple[int, int]]:
-    """(group, sequence) of every row."""
-    return [(i, j) for i, group in enumerate(groups) for j in range(len(group[1]))]
-
-
-def malformed_groups(groups: Any) -> ValueError | TypeError:
-    """The error of groups that GroupReader.read refused: the first field that is wrong, with its path."""
-    try:
-        groups = list(groups)
-    except TypeError:
-        return TypeError(f"groups: {groups!r} is not a list of SequenceGroup")
-    if not groups:
-        return ValueError("groups: empty; a step needs at least one group")
-    after_decode = False
-    for index, group in enumerate(groups):
-        problem = _malformed_group(f"groups[{index}]", group)
-        if problem:
-            return problem
-        if group[0] and after_decode:
-            return ValueError(f"groups[{index}].is_prompt: a prompt after a decode; prompts come first")
-        after_decode = after_decode or not group[0]
-    return ValueError("groups: refused by the kernels for a reason that no check names; please report it")
-
-
-def _malformed_group(path: str, group: Any) -> ValueError | TypeError | None:
-    if not isinstance(group, tuple) or len(group) < 3:
-        return TypeError(f"{path}: {type(group).__name__} is not a SequenceGroup")
-    is_prompt, sequences, hit = group[:3]
-    for name, value in (("is_prompt", is_prompt), ("prefix_cache_hit", hit)):
-        if not isinstance(value, bool):
-            return TypeError(f"{path}.{name}: {value!r} is not true or false")
-    if not isinstance(sequences, (list, tuple)):
-        return TypeError(f"{path}.sequences: {type(sequences).__name__} is not a list")
-    if not sequences:
-        return ValueError(f"{path}.sequences: empty; a group needs at least one sequence")
-    seen: set[int] = set()
-    for index, sequence in enumerate(sequences):
-        where = f"{path}.sequences[{index}]"
-        problem = _malformed_sequence(where, sequence)
-        if problem:
-            return problem
-        if sequence[0] in seen:
-            return ValueError(f"{where}.seq_id: {sequence[0]} stands twice in its group")
-        seen.add(sequence[0])
-        if (sequence[3] is None) != (sequences[0][3] is None):
-            return ValueError(f"{where}.block_table: null and non-null tables in one group")
-    return None
-
-
-def _malformed_sequence(path: str, sequence: Any) -> ValueError | TypeError | None:
-    if not isinstance(sequence, tuple) or len(sequence) < 4:
-        return TypeError(f"{path}: {type(sequence).__name__} is not a Sequence")
-    for name, value, least in zip(("seq_id", "query_len", "context_len"), sequence[:3], (None, 1, 0), strict=True):
-        number = slots._int_or_none(value)
-        if number is None:
-            return TypeError(f"{path}.{name}: {value!r} is not an integer")
-        if least is None and not -(2**63) <= number < 2**63:
-            return ValueError(f"{path}.{name}: {number} does not fit 64 bits")
-        if least is not None and not least <= number <= slots.INT32_MAX:
-            return ValueError(f"{path}.{name}: {number} is outside {least}..{slots.INT32_MAX}")
-    if int(sequence[1]) + int(sequence[2]) > slots.INT32_MAX:
-        return ValueError(f"{path}.query_len: {sequence[1]} on top of context_len {sequence[2]} does not fit int32")
-    bad = None if sequence[3] is None else slots._bad_ids(sequence[3], slots.INT32_MAX + 1)
-    if bad is None:
-        return None
-    kind, text = bad
-    return kind(f"{path}.block_table: {text}")

@@ -23,12 +23,12 @@ _LOCS = frozenset(
     ("query_start_loc", "seq_start_loc", "paged_kv_indptr", "encoder_seq_start_loc", "encoder_query_start_loc")
 )
 _REQUESTS = frozenset(
-    ("seq_lens", "context_lens", "query_lens", "logits_indices", "last_blocks", "paged_kv_last_page_len",
+    ("seq_lens", "context_lens", "query_lens", "logits_indices", "paged_kv_last_page_len",
      "encoder_seq_lens", "encoder_query_lens")
 )  # fmt: skip
 _TABLES = frozenset(("block_table", "cross_block_table"))
 _FIELDS = _TOKENS | _LOCS | _REQUESTS | _TABLES | {"cross_slot_mapping"}
-_OF_ONE_STEP = frozenset(("_indices", "_decode", "_prefill"))
+_OF_ONE_STEP = frozenset(("_indices", "_decode", "_prefill", "_kept"))
 FIELD_NAMES = _FIELDS | {"paged_kv_indices", "prefill_query_start_loc", "prefill_seq_start_loc"}
 _LENGTHS_OF_CROSS = {"seq_lens": "encoder_seq_lens", "seq_start_loc": "encoder_seq_start_loc"}
 

@@ -53,7 +53,6 @@ INT32_FIELDS = (
     "context_lens",
     "query_lens",
     "logits_indices",
-    "last_blocks",
     "paged_kv_indptr",
     "paged_kv_indices",
     "paged_kv_last_page_len",
@@ -82,7 +81,7 @@ def expected(rows: Sequence[Row], block_size: int, threshold: int = 1, shard: Sh
     whole, tokens_per_id = shard.world_size == 1, block_size * shard.world_size
     slots, positions, owners = [], [], []
     pages: list[int] = []
-    page_counts, seq_lens, context_lens, last_blocks = [], [], [], []
+    page_counts, seq_lens, context_lens = [], [], []
     for index, row in enumerate(rows):
         length = row.context_len + row.query_len
         for position in range(row.context_len, length):
@@ -95,7 +94,6 @@ def expected(rows: Sequence[Row], block_size: int, threshold: int = 1, shard: Sh
         seq_lens.append(context_lens[-1] + sum(slot >= 0 for slot in slots[len(slots) - row.query_len :]))
         page_counts.append(-(-seq_lens[-1] // block_size))
         pages += row.blocks[: page_counts[-1]]
-        last_blocks.append(row.blocks[_blocks(row, block_size, shard) - 1])
     query_lens = [row.query_len for row in rows]
     query_start_loc = [0, *accumulate(query_lens)]
     decodes = [index for index, count in enumerate(query_lens) if count <= threshold]
@@ -110,7 +108,6 @@ def expected(rows: Sequence[Row], block_size: int, threshold: int = 1, shard: Sh
         "context_lens": context_lens,
         "query_lens": query_lens,
         "logits_indices": [start - 1 for start in query_start_loc[1:]],
-        "last_blocks": last_blocks,
         "paged_kv_indptr": [0, *accumulate(page_counts)],
         "paged_kv_indices": pages,
         "paged_kv_last_page_len": [(length - 1) % block_size + 1 if length else 0 for length in seq_lens],

@@ -109,7 +109,7 @@ class CapturedEngine(Engine):
         if draw() < 0.1:
             size = int(self.random.choice(SIZES))
             before = self.pages.snapshot()
-            self.builder.build_null(size).replay(self.graphs[size][0])
+            self.builder.build_empty(size).replay(self.graphs[size][0])
             compare_cache(self.pages, before, np.empty(0, np.int64))
 
     def replayed(self) -> None:

@@ -40,7 +40,7 @@ SHORT = 64  # larger blocks take a backend that only decodes, token by token, to
 FEW = 16  # blocks of a cache whose blocks may be large
 _LIGHT = """
 import sys
-from attncore.registry import discover, load
+from attncore.registry.plugins import discover, load
 records = [record for record in discover.find() if record.name == {name!r} and record.state == "found"]
 heavy = {heavy!r}
 print(",".join(name for name in heavy if name in sys.modules), end=";")

@@ -157,7 +157,7 @@ def test_a_step_built_overlapped_has_no_cascade(generation: str) -> None:
     batch = InputBatch(max_num_reqs=4, max_model_len=4 * size, block_size=size)
     rejected = torch.full((4,), 2, dtype=torch.int32)
     builder = MetadataBuilder(
-        batch, backend, max_num_batched_tokens=64, decode_threshold=3, staging="copy", num_rejected=rejected
+        batch, backend, max_num_batched_tokens=64, decode_threshold=3, transport="copy", num_rejected=rejected
     )
     for index in range(3):
         batch.add_request(index, [1, 2 + index], num_computed_tokens=size)

@@ -97,7 +97,7 @@ def test_a_plan_is_made_of_the_steps_own_arrays() -> None:
 
 
 def test_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_captured, "MetadataBuilder", partial(MetadataBuilder, staging="copy"))
+    monkeypatch.setattr(check_captured, "MetadataBuilder", partial(MetadataBuilder, transport="copy"))
     for tokens in (1, 3):  # of one token, and with drafts
         recorder = standin.Recorder()
         engine = CapturedEngine(standin.backend(recorder), tokens, junk=math.nan)
@@ -117,7 +117,7 @@ def test_a_captured_size_reads_pages_where_every_step_has_them() -> None:
     backend = standin.backend(recorder)
     backend.impl("layers.0", scale=0.5)
     batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4)
-    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=64, staging="copy")
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=64, transport="copy")
     metadata = builder.capture(2)
     (plan,) = recorder.of("fast_decode_plan")
     indptr, indices, last = plan["wrapper"].buffers
@@ -174,7 +174,7 @@ def test_cuda_core_decodes_and_xqa() -> None:
 
 
 def test_xqa_in_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_captured, "MetadataBuilder", partial(MetadataBuilder, staging="copy"))
+    monkeypatch.setattr(check_captured, "MetadataBuilder", partial(MetadataBuilder, transport="copy"))
     recorder = standin.Recorder()
     engine = CapturedEngine(standin.backend(recorder, block_size=16, options={"decode": "xqa"}), 1)
     for _ in range(8):
@@ -205,7 +205,7 @@ def test_drafts_in_captured_sizes_beside_xqa() -> None:
     impl = backend.impl("layers.0", scale=0.5)
     cache = backend.allocate_kv_cache(4)
     batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=16)
-    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=16, decode_threshold=3, staging="copy")
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=16, decode_threshold=3, transport="copy")
     for metadata in [builder.capture(size, 3) for size in (4, 2)]:
         tensors = [torch.randn(metadata.num_tokens, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
         assert impl.forward(*tensors, cache, metadata).shape == (metadata.num_tokens, 4, 64)
@@ -305,7 +305,7 @@ def test_sizes_captured_in_inference_mode_are_planned_outside_of_it() -> None:
     tensors = [torch.randn(6, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
     with torch.inference_mode():
         batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=4)
-        builder = MetadataBuilder(batch, backend, max_num_batched_tokens=16, decode_threshold=3, staging="copy")
+        builder = MetadataBuilder(batch, backend, max_num_batched_tokens=16, decode_threshold=3, transport="copy")
         builder.capture(2, 3)
     batch.add_request("a", [1, 2], 3)
     assert impl.forward(*tensors, cache, builder.build({"a": 3}, bucket=2)).shape == (6, 4, 64)
@@ -325,7 +325,7 @@ def _two_requests(**pool: int) -> tuple[Any, Any]:
     batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=16, **pool)
     for name, blocks in (("a", [1, 2]), ("b", [3, 9])):
         batch.add_request(name, blocks, 20)
-    return backend, MetadataBuilder(batch, backend, max_num_batched_tokens=8, staging="copy")
+    return backend, MetadataBuilder(batch, backend, max_num_batched_tokens=8, transport="copy")
 
 
 def test_a_block_beyond_the_cache_is_an_error_before_anything_runs() -> None:
@@ -389,7 +389,7 @@ def test_a_builder_that_is_dropped_is_gone() -> None:
         batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=16)
         batch.add_request("a", [1, 2])
         tensors = [torch.randn(1, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
-        builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8, staging="copy")
+        builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8, transport="copy")
         impl.forward(*tensors, cache, builder.build())
         impl.forward(*tensors, cache, builder.capture(1))
         impl.forward(*tensors, cache, builder.build(bucket=1))
@@ -400,7 +400,7 @@ def test_a_builder_that_is_dropped_is_gone() -> None:
         gc.collect()
         assert gone() is None
         assert not captured
-        builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8, staging="copy")
+        builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8, transport="copy")
         impl.forward(*tensors, cache, builder.build())
 
 

@@ -14,7 +14,6 @@ from attn_flashinfer.impl import FlashInferImpl
 from attn_flashinfer.library import Library, flashinfer
 from attn_flashinfer.pages import check_table, pages_of, pool_of
 from attn_flashinfer.plans import KeyPlans, Tools
-from attn_flashinfer.state import FlashInferState
 from attn_flashinfer.workspace import Workspace
 from attn_flashinfer.wrappers import Kind, Shape
 from attncore import AttentionBackend, BackendConfig
@@ -38,7 +37,6 @@ class FlashInferBackend(AttentionBackend):
 
     name = "flashinfer"
     impl_class = FlashInferImpl
-    state_class = FlashInferState
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
@@ -111,10 +109,10 @@ class FlashInferBackend(AttentionBackend):
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def capture_list_door(self, metadata: Any, builder: Any) -> None:
-        """Takes what a captured size of the list door needs, for every key; ``builder`` makes its steps."""
+    def prepare_capture(self, metadata: Any, builder: Any) -> None:
+        """Makes the wrappers that a captured size of the list builder needs, for every key."""
         for key in self._plan_keys:
-            self.plans_of(key).capture_list_door(metadata, builder)
+            self.plans_of(key).capture_of_list_builder(metadata, builder)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """Blocks first, then keys and values: a block is one piece of memory."""

@@ -111,7 +111,7 @@ class KeyPlans:
             "layers of a step before the next is built (or plan it again: backend.plan(metadata))"
         )
 
-    def capture_list_door(self, metadata: Any, builder: Any) -> None:
+    def capture_of_list_builder(self, metadata: Any, builder: Any) -> None:
         """Takes what a captured size of the list door needs, before its first plan."""
         if not self._plans_no_decode:
             captured = self._capture(metadata, 1, metadata.paged_kv_indices)
@@ -126,8 +126,8 @@ class KeyPlans:
         """
         if "paged_kv_indptr" in vars(metadata) and (found := self._captured.get(_place(metadata))):
             return found
-        source = metadata._source
-        sizes = self._newest_sizes() if source is None else self._list_door.get(source[0], {})
+        source = metadata.source
+        sizes = self._newest_sizes() if source is None else self._list_door.get(source.builder, {})
         return sizes.get(metadata.num_reqs)
 
     def _newest_sizes(self) -> dict[int, CapturedDecode]:

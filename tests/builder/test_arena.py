@@ -92,7 +92,7 @@ def overlapping_run(side_class, monkeypatch, depth, steps=120, seed=0):
     rng = np.random.default_rng(seed)
     sides = []
 
-    def late(staging, device, tables, page_lists):
+    def late(transport, device, tables, page_lists):
         sides.append(side_class(device, tables, page_lists))
         return sides[-1]
 
@@ -107,7 +107,7 @@ def overlapping_run(side_class, monkeypatch, depth, steps=120, seed=0):
             sides[0]._issue(lambda: planned.append(lens.tolist()))
 
     batch = InputBatch(max_num_reqs=6, max_model_len=64, block_size=4)
-    made = MetadataBuilder(batch, Planning(CONFIG), max_num_batched_tokens=64, depth=depth, staging="copy")
+    made = MetadataBuilder(batch, Planning(CONFIG), max_num_batched_tokens=64, depth=depth, transport="copy")
     side, next_block = sides[0], 1
     captured = [made.capture(size).num_reqs for size in (2, 6)]
     for step in range(steps):
@@ -163,7 +163,7 @@ class Mirrored(batches.Batches):
     """After each step the device's table, which is made of copied bytes alone, is compared with the host's."""
 
     kernels = "numba"
-    stagings = ("copy", "copy")
+    transports = ("copy", "copy")
 
 
 def keeps_synced(method, rows_of=lambda self: [self]):
@@ -212,15 +212,15 @@ def batch(kernels):
     return batch
 
 
-@pytest.mark.parametrize("staging", ["auto", "copy"])
-def test_poison_makes_late_access_raise(monkeypatch, batch, staging):
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+def test_poison_makes_late_access_raise(monkeypatch, batch, transport):
     monkeypatch.setenv("ATTNCORE_POISON", "1")
-    made = MetadataBuilder(batch, max_num_batched_tokens=32, depth=2, staging=staging)
+    made = MetadataBuilder(batch, max_num_batched_tokens=32, depth=2, transport=transport)
     first, kept = made.build(), []
     assert first.seq_lens.tolist() == [4, 7]
     kept.append(first.host.slot_mapping)
     made.build({"a": 5})
-    if staging == "auto":  # a device has one arena: its fields are the next step's once that was sent
+    if transport == "auto":  # a device has one arena: its fields are the next step's once that was sent
         assert first.groups["decoder"].seq_lens.tolist() == [4, 7]
     else:
         assert first.groups["decoder"].host.seq_lens.tolist() == [4, 7]
@@ -233,9 +233,9 @@ def test_poison_makes_late_access_raise(monkeypatch, batch, staging):
     assert [made.build().seq_lens.tolist() for _ in range(3)] == [[10, 11], [11, 12], [12, 13]]
 
 
-@pytest.mark.parametrize("staging", ["auto", "copy"])
-def test_fields_of_an_engines_own_ride_along(batch, staging):
-    made = MetadataBuilder(batch, max_num_batched_tokens=32, staging=staging)
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+def test_fields_of_an_engines_own_ride_along(batch, transport):
+    made = MetadataBuilder(batch, max_num_batched_tokens=32, transport=transport)
     tokens = {"a": list(range(100, 164)), "b": list(range(200, 264))}
 
     def ids(metadata, out):
@@ -284,14 +284,14 @@ def test_fields_are_checked(batch, name, dtype, per, message):
     assert made.build().seq_lens.tolist() == [4, 7]
 
 
-@pytest.mark.parametrize("staging", ["auto", "copy"])
-def test_a_closed_builder_builds_nothing(batch, staging):
-    made = MetadataBuilder(batch, max_num_batched_tokens=32, staging=staging)
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+def test_a_closed_builder_builds_nothing(batch, transport):
+    made = MetadataBuilder(batch, max_num_batched_tokens=32, transport=transport)
     made.capture(2)
     made.build()
     made.close()
     made.close()
-    for call in (made.build, lambda: made.build(bucket=2), lambda: made.build({"a": 2}), lambda: made.build_null(2)):
+    for call in (made.build, lambda: made.build(bucket=2), lambda: made.build({"a": 2}), lambda: made.build_empty(2)):
         with pytest.raises(AttncoreError, match="builder: closed"):
             call()
     assert batch.num_computed_tokens("a") == 4
@@ -307,13 +307,13 @@ def test_a_released_size_may_be_captured_again(batch):
 
 
 def test_a_second_builder_starts_from_nothing(batch):
-    first = MetadataBuilder(batch, max_num_batched_tokens=32, staging="copy")
+    first = MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy")
     assert first.build().block_table[0, :3].tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="batch: another builder's tables on a device follow it"):
-        MetadataBuilder(batch, max_num_batched_tokens=32, staging="copy")
+        MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy")
     MetadataBuilder(batch, max_num_batched_tokens=32)  # on the CPU nothing follows
     first.close()
-    assert MetadataBuilder(batch, max_num_batched_tokens=32, staging="copy").build().block_table[1, :2].tolist() == [
+    assert MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy").build().block_table[1, :2].tolist() == [
         9,
         10,
     ]
@@ -329,13 +329,15 @@ def test_no_pinned_memory_is_an_error_that_names_it(monkeypatch, batch):
         patch.setattr(DeviceSide, "attach", lambda self, ring: None)
         side = DeviceSide("cpu", list(batch._tables.values()))
         patch.setattr(torch, "zeros", exhausted)
-        with pytest.raises(MemoryError, match=r"staging: no 4096 bytes of pinned host memory .* lower max_num_batched"):
+        with pytest.raises(
+            MemoryError, match=r"transport: no 4096 bytes of pinned host memory .* lower max_num_batched"
+        ):
             side.pinned(4096)
-    assert MetadataBuilder(batch, max_num_batched_tokens=32, staging="copy").build().seq_lens.tolist() == [4, 7]
+    assert MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy").build().seq_lens.tolist() == [4, 7]
 
 
 def test_steps_of_another_device_are_refused(batch):
-    made = MetadataBuilder(batch, max_num_batched_tokens=32, staging="copy")
+    made = MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy")
     made.build()
     made._side._cuda, made._side._current = True, lambda: 1
     with pytest.raises(RuntimeError, match=r"cuda:1 is the current device, but this builder's steps go to cuda:0"):
@@ -350,11 +352,11 @@ def test_metadata_can_be_copied(batch):
     assert copy.copy(metadata.host).positions.tolist() == [3, 6]
 
 
-def _steps_of_a_thread(seed, staging):
+def _steps_of_a_thread(seed, transport):
     """Forty steps of a batch of its own: prompts, decodes, arrivals; every field that a kernel reads."""
     random, found = np.random.default_rng(seed), []
     batch = InputBatch(max_num_reqs=8, max_model_len=256, block_size=4)
-    builder = MetadataBuilder(batch, max_num_batched_tokens=256, staging=staging)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=256, transport=transport)
     fresh = iter(range(1, 10**6))
     for step in range(40):
         arrived = {}
@@ -373,14 +375,14 @@ def _steps_of_a_thread(seed, staging):
     return found
 
 
-@pytest.mark.parametrize("staging", ["auto", "copy"])
-def test_two_builders_run_in_two_threads(staging):
-    expected = [_steps_of_a_thread(seed, staging) for seed in range(2)]
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+def test_two_builders_run_in_two_threads(transport):
+    expected = [_steps_of_a_thread(seed, transport) for seed in range(2)]
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(lambda seed: [_steps_of_a_thread(seed, staging) for _ in range(5)], range(2)))
+            found = list(pool.map(lambda seed: [_steps_of_a_thread(seed, transport) for _ in range(5)], range(2)))
     finally:
         sys.setswitchinterval(before)
     assert found == [[one] * 5 for one in expected]
@@ -395,7 +397,7 @@ def test_a_builder_works_in_inference_mode_and_outside_of_it(made_inside):
     inside, outside = torch.inference_mode(made_inside), torch.inference_mode(not made_inside)
     with inside:
         batch = InputBatch(max_num_reqs=2, max_model_len=32, block_size=4)
-        builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8, staging="copy")
+        builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8, transport="copy")
         batch.add_request("a", [3, 5], 4)
         assert builder.build().paged_kv_indices.tolist() == [3, 5]
     with outside:
@@ -405,7 +407,7 @@ def test_a_builder_works_in_inference_mode_and_outside_of_it(made_inside):
 
 
 def test_a_plan_finds_its_builder_and_where_page_indices_will_be(batch):
-    made = MetadataBuilder(batch, max_num_batched_tokens=32, staging="copy")
+    made = MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy")
     step = made.build()
     pages, buffer = step.paged_kv_indices.tolist(), step.page_buffer
     assert step.builder is made

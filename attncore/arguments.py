@@ -1,0 +1,32 @@
+"""Checks of scalar arguments. Errors begin with the argument's name: what was asked, what was found, what to do.
+
+Light: imports nothing. Checks of arrays are in ``array_arguments``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+INT32_MAX = 2**31 - 1
+
+
+def integer_or_none(value: Any) -> int | None:
+    """``value`` as int where it is an integer, of whatever library; None for a bool and for anything else."""
+    if isinstance(value, bool) or getattr(getattr(value, "dtype", None), "kind", "") == "b":
+        return None
+    try:
+        return int(value.__index__())
+    except Exception:  # the caller's own code; whatever it raises, this is no int
+        return None
+
+
+def integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> int:
+    """Checks an argument: ``value`` as int, where it is one between the two."""
+    number = integer_or_none(value)
+    if number is None:
+        raise TypeError(f"{name}: {value!r} is not an integer")
+    if number < least:
+        raise ValueError(f"{name}: {number} is below {least}")
+    if number > most:
+        raise ValueError(f"{name}: {number} " + ("does not fit int32" if most == INT32_MAX else f"exceeds {most}"))
+    return number

@@ -1,0 +1,131 @@
+"""Checks of arrays that callers hand over: lengths, block tables, block ids, and arrays to write to.
+
+Errors begin with the argument's name. What is right already is not copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore.arguments import INT32_MAX, integer_or_none
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+_INT32 = np.dtype(np.int32)
+
+
+def lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
+    """``values`` as int32[n], each ``least`` or more; an int32 array is looked at once and not copied."""
+    if (
+        isinstance(values, np.ndarray)
+        and values.dtype is _INT32
+        and values.ndim == 1
+        and (not values.size or np.minimum.reduce(values) >= least)
+    ):
+        return values
+    return _checked_lengths(name, values, least)
+
+
+def _checked_lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name}: {array.dtype}{list(array.shape)}; it must be a list of integers")
+    wrong = np.flatnonzero((array < least) | (array > INT32_MAX))
+    if len(wrong):
+        raise ValueError(f"{name}: {array[wrong[0]]} at index {wrong[0]} is outside {least}..{INT32_MAX}")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def same_length(name: str, values: npt.NDArray[Any], num_reqs: int) -> None:
+    """Raises where a list of lengths is not one a request."""
+    if len(values) != num_reqs:
+        raise ValueError(f"{name}: {len(values)} lengths for {num_reqs} requests; give one each")
+
+
+def contexts(query_lens: Int32Array, seq_lens: Int32Array) -> Int32Array:
+    """Context lengths; raises where a request is shorter than its tokens of this step."""
+    same_length("seq_lens", seq_lens, len(query_lens))
+    context = seq_lens - query_lens
+    if len(context) and context.min() < 0:
+        row = int(np.argmax(context < 0))
+        raise ValueError(
+            f"seq_lens: row {row} has {seq_lens[row]} tokens, fewer than its {query_lens[row]} of this step"
+        )
+    return context
+
+
+def context_and_query(
+    context_lens: npt.ArrayLike, query_lens: npt.ArrayLike, rows: int | None
+) -> tuple[Int32Array, Int32Array]:
+    context, query = lengths("context_lens", context_lens, 0), lengths("query_lens", query_lens, 0)
+    if len(context) != len(query) or (rows is not None and rows != len(query)):
+        raise ValueError(
+            f"query_lens: {len(query)} lengths for {len(context)} context_lens"
+            + (f" and {rows} rows of block_table" if rows is not None else "")
+        )
+    wrong = np.flatnonzero(context.astype(np.int64) + query > INT32_MAX)
+    if len(wrong):
+        raise ValueError(
+            f"context_lens: row {wrong[0]} ends at token {int(context[wrong[0]]) + int(query[wrong[0]])}, "
+            f"beyond {INT32_MAX}"
+        )
+    return context, query
+
+
+def block_table(values: npt.ArrayLike, num_rows: int | None = None) -> Int32Array:
+    """``block_table`` as int32[n, width]: integers >= 0 that fit; one row a request where ``num_rows`` is given."""
+    array = np.asarray(values)
+    if array.ndim != 2 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"block_table: {array.dtype}{list(array.shape)}; it must be a rectangle (n, width) of integers"
+        )
+    if array.size and array.dtype != np.int32:
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high > INT32_MAX:
+            raise ValueError(f"block_table: block id {low if low < 0 else high} is outside 0..{INT32_MAX}")
+    if array.size and int(array.min()) < 0:
+        raise ValueError(f"block_table: block id {int(array.min())} is outside 0..{INT32_MAX}")
+    if num_rows is not None and len(array) != num_rows:
+        raise ValueError(f"block_table: {len(array)} rows for {num_rows} requests; give each its row")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def check_block_ids_fit(name: str, ids: npt.NDArray[Any]) -> None:
+    """Raises where a block id is negative or no int32."""
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high > INT32_MAX:
+        raise ValueError(f"{name}: block id {low if low < 0 else high} is outside 0..{INT32_MAX}")
+
+
+def bad_block_ids(ids: Any, limit: int) -> tuple[type[ValueError] | type[TypeError], str] | None:
+    """What is wrong with block ids that the kernels refused (the slow way); None where nothing is, except for room."""
+    if not hasattr(ids, "__len__"):
+        return TypeError, f"{ids!r} is not a sequence of block ids"
+    try:
+        items = list(ids)
+    except (TypeError, MemoryError, OverflowError):
+        return TypeError, f"{type(ids).__name__} is not a sequence of block ids that can be read"
+    for index, item in enumerate(items):
+        value = integer_or_none(item)
+        if value is None:
+            shown = item.item() if isinstance(item, np.generic) else item
+            return TypeError, f"block id {shown!r} at index {index} is not an integer"
+        if not 0 <= value < limit:
+            return ValueError, f"block id {value} at index {index} is outside 0..{limit - 1}"
+    return None
+
+
+def output(name: str, out: Any, shape: int | tuple[int, ...], dtype: type[np.generic]) -> Any:
+    shape = shape if isinstance(shape, tuple) else (shape,)
+    if out is None:
+        return np.empty(shape, dtype)
+    wanted = f"it must be {np.dtype(dtype)}{list(shape)}, contiguous and writable"
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"{name}: {type(out).__name__} is no array; {wanted}")
+    if out.shape != shape or out.dtype != dtype or not out.flags.carray:
+        raise ValueError(f"{name}: {out.dtype}{list(out.shape)}; {wanted}")
+    return out

@@ -1,0 +1,33 @@
+"""Whether a step holds whole requests: what chunks, ranks and cuts of a request need."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from attncore.builder.metadata import CommonAttentionMetadata
+
+
+def check_whole_requests(metadata: CommonAttentionMetadata, why: str) -> None:
+    """Raises unless each request's keys are its tokens up to its last, all of them: ``why`` that is needed.
+
+    So not a step padded for a graph, of a cross group, of one rank, or with lengths that a window has capped.
+    """
+    host = metadata.host
+    if metadata.use_cuda_graph or len(host.seq_lens) != len(host.query_lens):
+        raise ValueError(f"metadata: padded for a graph; take its batch without padding ({why})")
+    if not hasattr(host, "slot_mapping"):
+        raise ValueError(f"metadata: of a cross group, whose keys are an encoder's; take a decoder group's ({why})")
+    row = first_partial(metadata)
+    if row >= 0:
+        raise ValueError(
+            f"metadata: row {row} has a length capped by a sliding window, or that of one rank of several; {why}"
+        )
+
+
+def first_partial(metadata: CommonAttentionMetadata) -> int:
+    """The first row whose ``seq_lens`` does not say how far its last token has come; -1: none."""
+    host = metadata.host
+    running = np.flatnonzero(host.query_lens)
+    reached = host.positions[host.logits_indices[running]] + 1
+    partial = running[reached != host.seq_lens[running]]
+    return int(partial[0]) if len(partial) else -1

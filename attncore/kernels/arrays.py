@@ -1,0 +1,181 @@
+"""Functions on host arrays, one field each, checked: for callers that hold their own state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableSequence, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore import array_arguments
+from attncore.arguments import INT32_MAX, integer
+from attncore.array_arguments import Int32Array, Int64Array, bad_block_ids, context_and_query, output
+from attncore.kernels import load_kernels
+from attncore.kernels.codes import PAD_SLOT_ID
+
+
+def is_block_tables_empty(block_tables: Mapping[int, Sequence[int] | None] | None) -> bool:
+    """Whether a group has no block tables, as in a profiling run: None, or a mapping whose every value is None."""
+    return block_tables is None or all(table is None for table in block_tables.values())
+
+
+def compute_slot_mapping_start_idx(
+    is_prompt: bool, query_len: int, context_len: int, sliding_window: int | None
+) -> int:
+    """The first token index whose slot is written: earlier prompt tokens have left the window already.
+
+    Compared with the token's absolute index (context included), as the first generation did.
+    """
+    integer("query_len", query_len, 1)
+    integer("context_len", context_len, 0)
+    if sliding_window is None:
+        return 0
+    integer("sliding_window", sliding_window, 1)
+    return max(0, query_len - sliding_window) if is_prompt else 0
+
+
+def compute_slot_mapping(
+    is_profile_run: bool,
+    slot_mapping: MutableSequence[int],
+    seq_id: int,
+    seq_len: int,
+    context_len: int,
+    start_idx: int,
+    block_size: int,
+    block_tables: Mapping[int, Sequence[int] | npt.NDArray[Any]],
+) -> None:
+    """Appends the slots of one sequence's tokens ``context_len..seq_len`` to ``slot_mapping``.
+
+    Tokens before ``start_idx`` and every token of a profiling run get ``PAD_SLOT_ID``; the others
+    ``block_tables[seq_id][i // block_size] * block_size + i % block_size``. Raises ValueError, and appends nothing,
+    where the table is too short.
+    """
+    integer("context_len", context_len, 0)
+    integer("seq_len", seq_len, context_len + 1)
+    integer("start_idx", start_idx, 0)
+    integer("block_size", block_size, 1)
+    if is_profile_run:
+        slot_mapping.extend([PAD_SLOT_ID] * (seq_len - context_len))
+        return
+    if block_tables.get(seq_id) is None:
+        raise ValueError(f"block_tables: no table for sequence {seq_id}; it has {sorted(block_tables)}")
+    table = pad_block_table([block_tables[seq_id]])
+    written = min(max(start_idx, context_len), seq_len)
+    if seq_len > written and (seq_len - 1) // block_size >= table.shape[1]:
+        token = max(written, table.shape[1] * block_size)
+        raise ValueError(
+            f"block_tables: sequence {seq_id} holds {table.shape[1]} blocks but token {token} "
+            f"needs block {token // block_size} (block_size {block_size})"
+        )
+    slots = build_slot_mapping(table, [written], [seq_len - written], block_size)
+    slot_mapping.extend([PAD_SLOT_ID] * (written - context_len) + slots.tolist())
+
+
+def build_query_start_loc(query_lens: npt.ArrayLike, out: Int32Array | None = None) -> Int32Array:
+    """Exclusive prefix sums, int32[n + 1], of lengths int[n] (also seq_start_loc, of seq_lens)."""
+    lengths = array_arguments.lengths("query_lens", query_lens, 0)
+    out = output("out", out, len(lengths) + 1, np.int32)
+    total = np.cumsum(lengths, dtype=np.int64)
+    if len(total) and total[-1] > INT32_MAX:
+        raise ValueError(f"query_lens: the sum {total[-1]} does not fit int32")
+    out[0] = 0
+    out[1:] = total
+    return out
+
+
+def build_slot_mapping(
+    block_table: npt.ArrayLike,
+    context_lens: npt.ArrayLike,
+    query_lens: npt.ArrayLike,
+    block_size: int,
+    out: Int64Array | None = None,
+) -> Int64Array:
+    """Slots, int64[num_tokens], of a batch: ``block_table`` int32[n, width], lengths int[n], all on the host.
+
+    Raises ValueError, naming the row, where a token's block lies beyond the table's width.
+    """
+    integer("block_size", block_size, 1)
+    table = array_arguments.block_table(block_table)
+    context, query = context_and_query(context_lens, query_lens, len(table))
+    last = context.astype(np.int64) + query - 1
+    short = np.flatnonzero((query > 0) & (last // block_size >= table.shape[1]))
+    if len(short):
+        row = int(short[0])
+        raise ValueError(
+            f"block_table: row {row} holds {table.shape[1]} blocks but token {last[row]} "
+            f"needs block {last[row] // block_size} (block_size {block_size})"
+        )
+    out = output("out", out, int(query.sum(dtype=np.int64)), np.int64)
+    if len(out):
+        load_kernels().fill_slot_mapping(table, context, query, block_size, out)
+    return out
+
+
+def build_positions(context_lens: npt.ArrayLike, query_lens: npt.ArrayLike) -> tuple[Int64Array, Int32Array]:
+    """``positions`` int64[num_tokens] and ``token_to_req_indices`` int32[num_tokens] of a batch of lengths int[n]."""
+    context, query = context_and_query(context_lens, query_lens, None)
+    total = int(query.sum(dtype=np.int64))
+    positions, rows = np.empty(total, np.int64), np.empty(total, np.int32)
+    if total:
+        load_kernels().fill_positions(context, query, positions, rows)
+    return positions, rows
+
+
+def build_logits_indices(query_start_loc: npt.ArrayLike) -> Int32Array:
+    """Index of the last token of each request, int32[n], from ``query_start_loc`` int32[n + 1]."""
+    starts = array_arguments.lengths("query_start_loc", query_start_loc, 0)
+    if not len(starts) or starts[0] or (np.diff(starts) < 0).any():
+        raise ValueError("query_start_loc: these are no prefix sums: they start with 0 and never fall")
+    return starts[1:] - np.int32(1)
+
+
+def build_page_lists(
+    block_table: npt.ArrayLike, seq_lens: npt.ArrayLike, block_size: int
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """``paged_kv_indptr`` int32[n + 1], ``paged_kv_indices`` int32[indptr[-1]], ``paged_kv_last_page_len`` int32[n].
+
+    From the rectangle int32[n, width] and lengths int[n]; an empty request has no pages and a last length of 0.
+    """
+    integer("block_size", block_size, 1)
+    table = array_arguments.block_table(block_table)
+    lengths = array_arguments.lengths("seq_lens", seq_lens, 0)
+    if len(lengths) != len(table):
+        raise ValueError(f"seq_lens: {len(lengths)} lengths for the {len(table)} rows of block_table")
+    pages = (lengths.astype(np.int64) + block_size - 1) // block_size
+    short = np.flatnonzero(pages > table.shape[1])
+    if len(short):
+        row = int(short[0])
+        raise ValueError(f"block_table: row {row} has {table.shape[1]} columns but {pages[row]} pages are needed")
+    indptr = build_query_start_loc(pages)
+    indices = np.empty(int(indptr[-1]), np.int32)
+    if len(indices):
+        load_kernels().fill_page_indices(table, indptr, indices)
+    last_page_len = np.where(lengths > 0, (lengths - 1) % block_size + 1, 0).astype(np.int32)
+    return indptr, indices, last_page_len
+
+
+def pad_block_table(
+    rows: Sequence[Sequence[int] | npt.NDArray[Any]], width: int | None = None, out: Int32Array | None = None
+) -> Int32Array:
+    """Pads rows of block ids with 0 to a rectangle int32[n, width]; width defaults to the longest row.
+
+    Raises ValueError, naming the row, for an id that is no int32 >= 0 and for a row longer than the width.
+    """
+    for index, row in enumerate(rows):
+        if not hasattr(row, "__len__"):
+            raise TypeError(f"rows: row {index}: {row!r} is not a sequence of block ids")
+    columns = max((len(row) for row in rows), default=0) if width is None else integer("width", width, 0)
+    table = np.empty((len(rows), columns), np.int32)
+    bad = load_kernels().fill_block_table(list(rows), table) if len(rows) else -1
+    if bad >= 0:
+        kind, text = bad_block_ids(rows[bad], INT32_MAX + 1) or (
+            ValueError,
+            f"{len(rows[bad])} block ids but room for {columns}",
+        )
+        raise kind(f"rows: row {bad}: {text}")
+    if out is None:
+        return table
+    # Filled apart first: a refused row must leave the caller's array as it was.
+    np.copyto(output("out", out, table.shape, np.int32), table)
+    return out
