@@ -9,14 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore import arguments
+from attncore.builder.persistent.batch_arguments import ONLY_GROUP, check_new_request, groups_of, ids_by_group
 from attncore.builder.persistent.batch_core import BatchCore
 from attncore.builder.persistent.block_table import BlockTable
-from attncore.builder.persistent.kv_cache_group import KVCacheGroup, checked_groups
+from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.kernels import KernelsName
-
-NULL_BLOCK_ID = 0
-ONLY_GROUP = "decoder"
-"""The name of a batch's group where it was made with ``block_size`` and not with groups."""
 
 
 class InputBatch:
@@ -44,7 +41,7 @@ class InputBatch:
     ) -> None:
         arguments.integer("max_num_reqs", max_num_reqs, 1)
         arguments.integer("max_model_len", max_model_len, 1)
-        self.groups = _groups(groups, block_size, num_blocks)
+        self.groups = groups_of(groups, block_size, num_blocks)
         decoders = [group for group in self.groups if not group.cross]
         has_cross = len(decoders) < len(self.groups)
         if has_cross:
@@ -124,7 +121,7 @@ class InputBatch:
         block id is bad, a group has no blocks given or the blocks do not hold the tokens.
         """
         with self.core.entered:
-            self._check_new(req_id, num_computed_tokens, encoder_seq_len, encoder_computed)
+            check_new_request(self, req_id, num_computed_tokens, encoder_seq_len, encoder_computed)
             given = self._by_group(req_id, block_ids, all_groups=True)
             changes = self.core.state.changes
             row = self.core.order.free_row()
@@ -307,73 +304,11 @@ class InputBatch:
             raise ValueError(f"group: {group!r} is not one of {', '.join(self.core.tables)}")
         return self.core.tables[group]
 
-    def _answer(self, by_group: dict[str, list[int]]) -> Any:
-        return by_group[ONLY_GROUP] if self._one_group else by_group
-
     def _by_group(self, req_id: Hashable, block_ids: Any, *, all_groups: bool = False) -> Mapping[str, Any]:
         """Block ids by the name of their group; with ``all_groups``, every group's."""
         if self._one_group:
             return {ONLY_GROUP: block_ids}
-        if not isinstance(block_ids, Mapping):
-            raise TypeError(
-                f"block_ids: {block_ids!r} of request {req_id!r} is not a mapping; "
-                f"give ids by group: {', '.join(self.core.tables)}"
-            )
-        for name in block_ids:
-            if name not in self.core.tables:
-                raise ValueError(
-                    f"block_ids: request {req_id!r} names group {name!r}; known: {', '.join(self.core.tables)}"
-                )
-        if all_groups:
-            for name in self.core.tables:
-                if name not in block_ids:
-                    raise ValueError(
-                        f"block_ids: request {req_id!r} has none for group {name!r}; give a list, if empty"
-                    )
-        return block_ids
+        return ids_by_group(self.core.tables, req_id, block_ids, all_groups=all_groups)
 
-    def _check_new(
-        self, req_id: Hashable, num_computed_tokens: int, encoder_seq_len: int, encoder_computed: bool
-    ) -> None:
-        if req_id is None:
-            raise ValueError("req_id: None cannot name a request")
-        try:
-            hash(req_id)
-        except TypeError as error:
-            raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
-        if req_id in self.core.order.row_of:
-            raise ValueError(f"req_id: {req_id!r} is in the batch already; remove it first")
-        arguments.integer("num_computed_tokens", num_computed_tokens, 0)
-        if num_computed_tokens > self.max_model_len:
-            raise ValueError(
-                f"num_computed_tokens: {num_computed_tokens} of request {req_id!r} exceed "
-                f"max_model_len {self.max_model_len}"
-            )
-        arguments.integer("encoder_seq_len", encoder_seq_len, 0)
-        if encoder_seq_len > self.max_encoder_len:
-            if self.core.cross is None:
-                raise ValueError(f"encoder_seq_len: {encoder_seq_len} of request {req_id!r}, but no group is cross")
-            raise ValueError(
-                f"encoder_seq_len: {encoder_seq_len} of request {req_id!r} exceed "
-                f"max_encoder_len {self.max_encoder_len}"
-            )
-        if encoder_computed and self.core.cross is None:
-            raise ValueError(f"encoder_computed: true for request {req_id!r}, but no group is cross")
-        if len(self.core.order.row_of) == self.max_num_reqs:
-            raise ValueError(f"req_id: no row for {req_id!r}; the batch holds max_num_reqs {self.max_num_reqs}")
-
-
-def _groups(
-    groups: Iterable[KVCacheGroup] | None, block_size: int | None, num_blocks: int | None
-) -> tuple[KVCacheGroup, ...]:
-    if groups is not None:
-        for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
-            if value is not None:
-                raise ValueError(f"{name}: {value} given beside groups, which state their own; give one of the two")
-        return checked_groups(groups)
-    if block_size is None:
-        raise ValueError("block_size: missing; give it, or groups that state their own")
-    arguments.integer("block_size", block_size, 1)
-    if num_blocks is not None:
-        arguments.integer("num_blocks", num_blocks, 1)
-    return (KVCacheGroup(ONLY_GROUP, block_size, num_blocks=num_blocks),)
+    def _answer(self, by_group: dict[str, list[int]]) -> Any:
+        return by_group[ONLY_GROUP] if self._one_group else by_group
