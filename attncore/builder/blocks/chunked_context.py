@@ -7,7 +7,6 @@ gathered, projected up and attended to without a mask, with log-sum-exp; the ste
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from attncore import arguments, array_arguments
 from attncore.array_arguments import Int32Array, Int64Array
 from attncore.builder.fields import ARRAYS, COUNTS, ENCODER_ARRAYS
 from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.slices import HostArrays
 from attncore.kernels import arrays, codes
 
 
@@ -166,7 +166,7 @@ def _made(
     whole = {name: getattr(metadata, name) for name in COUNTS if hasattr(metadata, name)}
     none = {"num_encoder_tokens": 0, "max_encoder_seq_len": 0}
     return CommonAttentionMetadata(
-        SimpleNamespace(**fields),
+        HostArrays(**fields),
         metadata._wrap if backend is None else backend.from_host,
         **(whole | none | counts),
         req_ids=metadata.req_ids,

@@ -8,7 +8,6 @@ in its own block of that id. Runs of ``interleave`` tokens go to the ranks in tu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from attncore.array_arguments import Int32Array, Int64Array
 from attncore.builder.blocks.whole_requests import check_whole_requests
 from attncore.builder.fields import COUNTS
 from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.slices import HostArrays
 from attncore.kernels import arrays, codes
 
 
@@ -151,7 +151,7 @@ class ContextParallel:
         host = metadata.host
         check_whole_requests(metadata, "a rank takes its share of all keys")
         lens = host.seq_lens
-        fields = SimpleNamespace(
+        fields = HostArrays(
             slot_mapping=self.local_slots(host.slot_mapping),
             positions=host.positions,
             token_to_req_indices=host.token_to_req_indices,

@@ -7,7 +7,6 @@ attention, and the blocks of that chunk alone.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from attncore.array_arguments import Int32Array
 from attncore.builder.blocks.whole_requests import check_whole_requests
 from attncore.builder.fields import COUNTS
 from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.slices import HostArrays
 from attncore.kernels import arrays
 
 
@@ -86,7 +86,7 @@ def local_attention_metadata(
     check_whole_requests(metadata, "chunks are of whole requests")
     virtual = local_attention_batches(host.query_lens, host.seq_lens, host.block_table, chunk_size, block_size)
     rows, count = virtual.request_indices, len(virtual.request_indices)
-    fields = SimpleNamespace(
+    fields = HostArrays(
         slot_mapping=host.slot_mapping,
         positions=host.positions,
         token_to_req_indices=np.repeat(np.arange(count, dtype=np.int32), virtual.query_lens),

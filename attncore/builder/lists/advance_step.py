@@ -11,6 +11,7 @@ import numpy.typing as npt
 from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array
+from attncore.builder.fields import DERIVED
 from attncore.graphs import refuse_while_capturing
 
 if TYPE_CHECKING:
@@ -272,8 +273,9 @@ def _add_pages(host: Any, builder: CommonMetadataBuilder, rows: npt.NDArray[np.i
 def _follow(metadata: CommonAttentionMetadata, table_changed: bool) -> None:
     """Brings what was made of the host arrays up to date: tensors at the addresses that they have, views anew."""
     wrapped = vars(metadata)
-    for name in ("_prefill", "_decode", "_bound", "_kept"):
+    for name in ("_prefill", "_decode", "_bound", "_kept", *DERIVED):
         wrapped.pop(name, None)
+        vars(metadata.host).pop(name, None)
     for name in _FIELDS:
         value = wrapped.get(name)
         if value is None or (name == "block_table" and not table_changed):

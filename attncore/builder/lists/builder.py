@@ -15,6 +15,7 @@ from attncore.builder.lists.dialects import DIALECTS
 from attncore.builder.lists.encoders import encoder_fields
 from attncore.builder.lists.sequence_group import SequenceGroup
 from attncore.builder.metadata import CommonAttentionMetadata, Source, identity
+from attncore.builder.slices import HostArrays
 from attncore.errors import ConcurrentUseError
 from attncore.graphs import refuse_while_capturing
 from attncore.kernels import KernelsName, codes, load_kernels
@@ -44,7 +45,7 @@ Room = Callable[[int, int, int, int, int], SimpleNamespace]
 
 
 def _fresh(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages: int) -> SimpleNamespace:
-    host = SimpleNamespace(
+    host = HostArrays(
         slot_mapping=np.empty(num_tokens, np.int64),
         positions=np.empty(num_tokens, np.int64),
         token_to_req_indices=np.empty(num_tokens, np.int32),
