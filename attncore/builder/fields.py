@@ -151,6 +151,10 @@ _FIELDS = (
     Field(
         "paged_kv_indices", np.int32, Length.PAGE, Owner.GROUP, builders=Builders("gathered on demand", "`flashinfer`")
     ),
+    Field(
+        "paged_kv_num_pages", np.int32, Length.REQUEST, Owner.BLOCK_SIZE, builders=_PAGED,
+        derive=lambda step: step.paged_kv_indptr[1:] - step.paged_kv_indptr[:-1],
+    ),
     Field("encoder_seq_lens", np.int32, Length.REQUEST, Owner.ENCODER, Pad.SEQ_LEN, builders=_CROSS),
     Field("encoder_query_lens", np.int32, Length.REQUEST, Owner.ENCODER, 0, builders=_CROSS),
     Field("encoder_seq_start_loc", np.int32, Length.START, Owner.ENCODER, Pad.GROW, Rebase.FIRST_VALUE, _CROSS),

@@ -65,6 +65,8 @@ class CommonAttentionMetadata:
     """int32[n + 1]: where the request's pages start in paged_kv_indices."""
     paged_kv_indices: Any
     """int32[paged_kv_indptr[-1]]: the block ids of every request in turn."""
+    paged_kv_num_pages: Any
+    """int32[n]: the request's pages; derived from ``paged_kv_indptr`` when it is asked for."""
     paged_kv_last_page_len: Any
     """int32[n]: tokens in the request's last page; 0 for an empty request."""
     # encoders and cross attention; E encoder tokens run in this step, row after row
