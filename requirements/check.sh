@@ -14,13 +14,13 @@ say() { # set, words of the resolver, exit code
   if [ "$3" = 0 ]; then
     echo "$1: resolves"
   else
-    echo "$1: DOES NOT RESOLVE"; sed 's/^/    /' <<<"$2"; failed=1
+    echo "$1: DOES NOT RESOLVE"; sed -n '/ERROR/,$ s/^/    /p' <<<"$2"; failed=1
   fi
 }
 
 resolve() { # set, options of pip
   local name=$1 words; shift
-  words=$("$venv/bin/pip" install -qq --dry-run --ignore-installed --use-feature=fast-deps "$@" -r "$name.txt" 2>&1)
+  words=$("$venv/bin/pip" install --dry-run --ignore-installed --use-feature=fast-deps "$@" -r "$name.txt" 2>&1)
   say "$name" "$words" $?
 }
 
@@ -30,7 +30,7 @@ there() { # set, package
   pin=$(sed -n "s/^$2==//p" "$1.txt")
   words=$("$venv/bin/pip" index versions --pre "$2" 2>&1)
   grep -qE "(: |, )${pin//./\\.}(,|$)" <<<"$words"
-  say "$1, $2" "no $2==$pin: ${words:0:300}" $?
+  say "$1, $2" "ERROR: $2==$pin is not there: ${words:0:300}" $?
 }
 
 for name in demo bench test history peers; do resolve $name; done
