@@ -89,14 +89,17 @@ test-all: $(VENV)/.plugins $(VENV)/.sources lint types
 
 # -P: the attncore that is installed there, not the source tree, which has no compiled extension.
 test-gpu:
+	@$(PYTHON) -P benchmarks/gpu_here.py
 	$(PYTHON) -P -m pytest -m gpu
 
-# Compares with the last saved run of this kind of machine where there is one, then checks the goals.
+# Compares with the last saved run of this kind of machine where there is one, then checks the goals. Words for pytest in
+# BENCH, such as BENCH="-k TestDecode", run a part: it is compared, and neither saved nor judged.
+BENCH ?=
 bench: $(VENV)/.built $(VENV)/.bench
-	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable --benchmark-only --benchmark-autosave \
+	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable --benchmark-only $(if $(BENCH),$(BENCH),--benchmark-autosave) \
 		--benchmark-storage=file://benchmarks/results --benchmark-compare --benchmark-columns=median,min,iqr,rounds \
 		--benchmark-group-by=group --benchmark-sort=min -W "default::pytest_benchmark.logger.PytestBenchmarkWarning"
-	$(BIN)/python benchmarks/reach.py "$$(ls -t benchmarks/results/*/[0-9]*.json | head -1)"
+	$(if $(BENCH),,$(BIN)/python benchmarks/reach.py "$$(ls -t benchmarks/results/*/[0-9]*.json | head -1)")
 
 # More words for it in COMPARE, such as COMPARE="-k TestDecode --rounds 6".
 bench-compare: $(VENV)/.built $(VENV)/.bench
@@ -126,10 +129,12 @@ bench-peers: $(VENV)/.built $(PEERS)/.deps
 # The installed attncore, as in test-gpu: of a script, only its own folder is on the path.
 RACE ?= 20000
 bench-gpu:
+	@$(PYTHON) -P benchmarks/gpu_here.py
 	$(PYTHON) benchmarks/gpu.py --race $(RACE) $(if $(wildcard $(TRACE)),--trace $(TRACE)) \
 		--save benchmarks/results/gpu/gpu_$$(date +%Y%m%d).json
 
 bench-replay: $(VENV)/.built
+	@test -f "$(TRACE)" || { echo "bench-replay: no trace at $(TRACE); make bench-replay TRACE=FILE"; exit 2; }
 	$(BIN)/python benchmarks/replay_builds.py $(TRACE)
 
 # What CI runs first: requirements that have come to contradict each other, or that an index has lost.
