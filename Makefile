@@ -9,7 +9,7 @@ PEER_WHEELS := vllm_lists vllm_step
 PLUGINS := $(wildcard plugins/attn-*)
 SOURCES := $(CURDIR)/$(VENV)/sources
 # Another build of the pinned torch, such as a wheel's path, and an extra index that has one. A plain torch brings CUDA's
-# libraries along, several GB; nothing but test-gpu and bench-gpu uses them.
+# libraries along, several GB, which nothing that runs in .venv uses.
 TORCH ?= torch
 TORCH_INDEX ?=
 INSTALL_TORCH = install -q -c requirements/shared.txt $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") "$(TORCH)"
@@ -18,7 +18,8 @@ TRACE ?= ../shared/traces/azure_llm_2023_conv.csv.gz
 # The first test run compiles numba's functions; both cores then share the rest.
 JOBS ?= 2
 
-.PHONY: help demo test test-all test-gpu lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay resolve clean
+.PHONY: help demo test test-all test-gpu lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay \
+	resolve clean
 
 help:
 	@echo "make demo           replay a request trace through metadata and attention (under two minutes after set-up)"
@@ -142,4 +143,4 @@ resolve:
 	PYTHON=$(PYTHON) requirements/check.sh
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info attncore/_slots.c attncore/*.so .benchmarks .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info attncore/_slots.c attncore/*.so .benchmarks .mypy_cache .ruff_cache .pytest_cache benchmarks/history

@@ -1,6 +1,7 @@
-"""Says in one line why nothing can be run on a CUDA device here; exit code 1. ``make test-gpu`` and ``bench-gpu`` ask it.
+"""Says in one line why nothing can be run on a CUDA device here; exit code 1.
 
-It reads the active Python with -P: attncore has to be installed, the source tree alone has no compiled extension.
+``make test-gpu`` and ``make bench-gpu`` ask it, with -P: attncore has to be installed, because the source tree alone
+has no compiled extension.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Resolves the requirements of every target of the Makefile afresh, as from an ordinary package index: pip's configuration
-# and folders of wheels on this machine are left out, because they can hide a contradiction. One line a set; fails with
-# the resolver's words. pip reads metadata alone (where an index serves neither metadata nor ranges of a file, whole wheels).
+# Resolves the requirements of every target of the Makefile afresh, as from an ordinary package index: pip's settings and
+# folders of wheels on this machine are left out, because they can hide a contradiction. One line a set; fails with the
+# resolver's words. pip reads metadata alone, or whole wheels where an index serves neither metadata nor parts of a file.
 set -uo pipefail
 cd "$(dirname "$0")"
 export PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS="" PIP_EXTRA_INDEX_URL="" PIP_CONSTRAINT="" PIP_DISABLE_PIP_VERSION_CHECK=1
