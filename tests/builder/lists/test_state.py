@@ -615,7 +615,7 @@ def test_staging_blocks_take_turns_and_are_waited_for():
 
 # ---- the documents
 
-DOCS = pathlib.Path(__file__).parents[2] / "docs"
+DOCS = pathlib.Path(__file__).parents[3] / "docs"
 
 
 def test_the_snippets_of_the_page_run():
