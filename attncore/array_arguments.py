@@ -27,10 +27,10 @@ def lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
         and (not values.size or np.minimum.reduce(values) >= least)
     ):
         return values
-    return _checked_lengths(name, values, least)
+    return _check_lengths(name, values, least)
 
 
-def _checked_lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
+def _check_lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name}: {array.dtype}{list(array.shape)}; it must be a list of integers")

@@ -169,11 +169,11 @@ def pad_block_table(
     table = np.empty((len(rows), columns), np.int32)
     bad = load_kernels().fill_block_table(list(rows), table) if len(rows) else -1
     if bad >= 0:
-        kind, text = bad_block_ids(rows[bad], INT32_MAX + 1) or (
+        error, text = bad_block_ids(rows[bad], INT32_MAX + 1) or (
             ValueError,
             f"{len(rows[bad])} block ids but room for {columns}",
         )
-        raise kind(f"rows: row {bad}: {text}")
+        raise error(f"rows: row {bad}: {text}")
     if out is None:
         return table
     # Filled apart first: a refused row must leave the caller's array as it was.

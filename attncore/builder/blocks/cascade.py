@@ -74,7 +74,7 @@ def count_common_blocks(
     Only blocks full of context count, since every query must come after all of them; ``null_block``, where given (0
     behind the persistent door), is nobody's and ends a prefix. 0 for an empty batch.
     """
-    table, usable = _usable(block_table, context_lens, block_size, null_block)
+    table, usable = _count_usable_blocks(block_table, context_lens, block_size, null_block)
     if not len(table):
         return 0
     width = int(usable.min())
@@ -95,14 +95,14 @@ def find_shared_prefix(
     m requests that share p tokens save ``(m - 1) * p`` keys. Of groups that save the same, the one of more requests.
     Arguments as for ``count_common_blocks``; ``rule`` None is ``CascadeRule()``.
     """
-    rule = _checked(CascadeRule() if rule is None else rule)
-    table, usable = _usable(block_table, context_lens, block_size, null_block)
+    rule = _check_rule(CascadeRule() if rule is None else rule)
+    table, usable = _count_usable_blocks(block_table, context_lens, block_size, null_block)
     if len(table) < rule.min_requests:
         return None
-    order, common = _common_with_next(table, usable)
+    order, common = _order_by_prefix(table, usable)
     min_blocks = max(1, -(-rule.min_prefix_tokens // block_size))
     best, start, stop, depth = 0, 0, 0, 0
-    for first, last, blocks in _plateaus(common):
+    for first, last, blocks in _find_plateaus(common):
         requests, saved = last - first + 1, (last - first) * blocks
         if requests >= rule.min_requests and blocks >= min_blocks and (saved, requests) > (best, stop - start + 1):
             best, start, stop, depth = saved, first, last, blocks
@@ -149,7 +149,7 @@ def plan_cascade(
     return Cascade(prefix, suffix, token_indices.astype(np.int64))
 
 
-def _usable(
+def _count_usable_blocks(
     block_table: npt.ArrayLike, context_lens: npt.ArrayLike, block_size: int, null_block: int | None
 ) -> tuple[Int32Array, npt.NDArray[np.int64]]:
     """The table, and how many leading blocks of each row are full of context and somebody's."""
@@ -171,7 +171,7 @@ def _usable(
     return table, full
 
 
-def _common_with_next(table: Int32Array, usable: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], list[int]]:
+def _order_by_prefix(table: Int32Array, usable: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], list[int]]:
     """Rows ordered by their usable blocks, and how many leading blocks each shares with the next one.
 
     In that order any set of rows that share a prefix stands together.
@@ -188,22 +188,22 @@ def _common_with_next(table: Int32Array, usable: npt.NDArray[np.int64]) -> tuple
     return order, common
 
 
-def _plateaus(common: list[int]) -> list[tuple[int, int, int]]:
+def _find_plateaus(common: list[int]) -> list[tuple[int, int, int]]:
     """Each (first, last, depth): as many ordered rows as share ``depth`` blocks, for every depth there is."""
-    found: list[tuple[int, int, int]] = []
+    plateaus: list[tuple[int, int, int]] = []
     open_runs: list[tuple[int, int]] = []
     for index, depth in enumerate([*common, 0]):
         first = index
         while open_runs and open_runs[-1][1] >= depth:
             first, blocks = open_runs.pop()
             if blocks > depth:
-                found.append((first, index, blocks))
+                plateaus.append((first, index, blocks))
         if depth:
             open_runs.append((first, depth))
-    return found
+    return plateaus
 
 
-def _checked(rule: CascadeRule) -> CascadeRule:
+def _check_rule(rule: CascadeRule) -> CascadeRule:
     arguments.integer("rule.min_requests", rule.min_requests, 2)
     arguments.integer("rule.min_prefix_tokens", rule.min_prefix_tokens, 1)
     if not 0 <= rule.min_saving <= 1:

@@ -71,7 +71,7 @@ def context_chunks(
     starts, lens, places = [], [], []
     start, left = np.zeros_like(contexts), contexts.copy()
     while left.any():
-        taken = _shared(left, workspace_tokens, block_size)
+        taken = _share_workspace(left, workspace_tokens, block_size)
         places.append(arrays.build_slot_mapping(table, start, taken, block_size))
         starts.append(start)
         lens.append(taken)
@@ -102,7 +102,7 @@ def context_chunk_metadata(
     lens, starts = chunks.chunk_seq_lens[index], chunks.chunk_start_loc[index]
     if len(lens) != metadata.num_reqs:
         raise ValueError(f"chunks: made of {len(lens)} prefills, but the metadata has {metadata.num_reqs} requests")
-    fields = _own_fields(metadata) | {
+    fields = _decoder_fields(metadata) | {
         "encoder_seq_lens": lens,
         "encoder_query_lens": lens,
         "encoder_seq_start_loc": starts,
@@ -111,7 +111,7 @@ def context_chunk_metadata(
         "cross_block_table": np.zeros((len(lens), 0), np.int32),
     }
     counts = {"num_encoder_tokens": int(starts[-1]), "max_encoder_seq_len": int(lens.max(initial=0))}
-    return _made(metadata, fields, counts, backend)
+    return _new_metadata(metadata, fields, counts, backend)
 
 
 def new_tokens_metadata(metadata: CommonAttentionMetadata, backend: Any = None) -> CommonAttentionMetadata:
@@ -121,23 +121,23 @@ def new_tokens_metadata(metadata: CommonAttentionMetadata, backend: Any = None) 
     arrays (None: as the batch's).
     """
     host = metadata.host
-    queries, rows = host.query_lens, len(host.query_lens)
-    fields = _own_fields(metadata) | {
+    queries, num_reqs = host.query_lens, len(host.query_lens)
+    fields = _decoder_fields(metadata) | {
         "slot_mapping": np.full(len(host.slot_mapping), codes.PAD_SLOT_ID, np.int64),
         "positions": arrays.build_positions(np.zeros_like(queries), queries)[0],
         "seq_lens": queries,
         "context_lens": np.zeros_like(queries),
         "seq_start_loc": host.query_start_loc,
-        "block_table": np.zeros((rows, 0), np.int32),
-        "paged_kv_indptr": np.zeros(rows + 1, np.int32),
+        "block_table": np.zeros((num_reqs, 0), np.int32),
+        "paged_kv_indptr": np.zeros(num_reqs + 1, np.int32),
         "paged_kv_indices": np.zeros(0, np.int32),
         "paged_kv_last_page_len": np.zeros(rows, np.int32),
     }
     longest = dict.fromkeys(("max_seq_len", "max_prefill_seq_len"), metadata.max_query_len)
-    return _made(metadata, fields, longest, backend)
+    return _new_metadata(metadata, fields, longest, backend)
 
 
-def _shared(left: Int32Array, workspace_tokens: int, block_size: int) -> Int32Array:
+def _share_workspace(left: Int32Array, workspace_tokens: int, block_size: int) -> Int32Array:
     """What each of ``left`` may have of the workspace: all, where an even share is as much, else a share of blocks."""
     waiting = np.sort(left[left > 0]).astype(np.int64)
     before = np.cumsum(waiting) - waiting
@@ -149,7 +149,7 @@ def _shared(left: Int32Array, workspace_tokens: int, block_size: int) -> Int32Ar
     return np.where(left <= share, left, np.int32(share // block_size * block_size))
 
 
-def _own_fields(metadata: CommonAttentionMetadata) -> dict[str, Any]:
+def _decoder_fields(metadata: CommonAttentionMetadata) -> dict[str, Any]:
     """The host arrays of a step of prefills, but for an encoder's."""
     if metadata.num_prefills != metadata.num_reqs:
         raise ValueError(
@@ -160,7 +160,7 @@ def _own_fields(metadata: CommonAttentionMetadata) -> dict[str, Any]:
     return {name: getattr(metadata.host, name) for name in names if hasattr(metadata.host, name)}
 
 
-def _made(
+def _new_metadata(
     metadata: CommonAttentionMetadata, fields: dict[str, Any], counts: dict[str, int], backend: Any
 ) -> CommonAttentionMetadata:
     whole = {name: getattr(metadata, name) for name in COUNTS if hasattr(metadata, name)}

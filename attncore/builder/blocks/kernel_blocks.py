@@ -35,7 +35,7 @@ def expand_blocks(
     ids = np.asarray(block_ids)
     if ids.ndim not in (1, 2) or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"block_ids: {ids.dtype}{list(ids.shape)}; it must be a row or a rectangle of integers")
-    held = None if num_blocks is None else _held(num_blocks, ids)
+    held = None if num_blocks is None else _check_num_blocks(num_blocks, ids)
     if ids.size:
         array_arguments.check_block_ids_fit("block_ids", ids)
         highest = int(ids.max())
@@ -51,7 +51,7 @@ def expand_blocks(
     return expanded
 
 
-def _held(num_blocks: npt.ArrayLike, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+def _check_num_blocks(num_blocks: npt.ArrayLike, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
     if ids.ndim != 2:
         raise ValueError("num_blocks: given for a single row; cut the row instead")
     held = array_arguments.lengths("num_blocks", num_blocks, 0)

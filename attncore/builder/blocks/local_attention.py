@@ -67,7 +67,7 @@ def local_attention_batches(
         virtual_lens.astype(np.int32),
         arrays.build_query_start_loc(virtual_queries),
         arrays.build_query_start_loc(virtual_lens),
-        _chunk_tables(table, rows, chunks, virtual_lens, virtual_queries, chunk_size // block_size, block_size),
+        _build_chunk_tables(table, rows, chunks, virtual_lens, virtual_queries, chunk_size // block_size, block_size),
         rows.astype(np.int32),
         chunks.astype(np.int32),
     )
@@ -102,7 +102,7 @@ def local_attention_metadata(
         pages = arrays.build_page_lists(virtual.block_table, virtual.seq_lens, block_size)
         fields.paged_kv_indptr, fields.paged_kv_indices, fields.paged_kv_last_page_len = pages
     is_decode = rows < metadata.num_decodes if metadata.decodes_first else rows >= metadata.num_prefills
-    longest = [int(virtual.seq_lens[some].max(initial=0)) for some in (is_decode, ~is_decode)]
+    longest = [int(virtual.seq_lens[mask].max(initial=0)) for mask in (is_decode, ~is_decode)]
     num_decodes = int(is_decode.sum())
     counts = {name: getattr(metadata, name) for name in COUNTS} | {
         "num_reqs": count,
@@ -132,7 +132,7 @@ def _check_sizes(chunk_size: int, block_size: int) -> None:
         raise ValueError(f"chunk_size: {chunk_size} is no multiple of block_size {block_size}; a chunk is whole blocks")
 
 
-def _chunk_tables(
+def _build_chunk_tables(
     table: Int32Array,
     rows: npt.NDArray[np.intp],
     chunks: npt.NDArray[np.int64],

@@ -75,16 +75,16 @@ def placeholder_map(
     runs: list[PlaceholderRun] = []
     first_token = 0
     for row, (ranges, context, query) in enumerate(zip(placeholders, contexts.tolist(), queries.tolist(), strict=True)):
-        for item, offset, length, embedding_start in _in_order(row, ranges):
+        for item, offset, length, embedding_start in _sort_ranges(row, ranges):
             start, stop = max(offset, context), min(offset + length, context + query)
             if start < stop:
                 token = first_token + start - context
                 runs.append(PlaceholderRun(row, item, token, token + stop - start, embedding_start + start - offset))
         first_token += query
-    return _as_arrays(runs)
+    return _to_arrays(runs)
 
 
-def _as_arrays(runs: list[PlaceholderRun]) -> PlaceholderMap:
+def _to_arrays(runs: list[PlaceholderRun]) -> PlaceholderMap:
     columns = np.array(runs, np.int64).reshape(-1, 5).T
     rows, items, starts, stops, embedding_starts = columns
     lengths = stops - starts
@@ -98,7 +98,7 @@ def _as_arrays(runs: list[PlaceholderRun]) -> PlaceholderMap:
     )
 
 
-def _in_order(row: int, ranges: Sequence[Placeholder]) -> list[Placeholder]:
+def _sort_ranges(row: int, ranges: Sequence[Placeholder]) -> list[Placeholder]:
     """A request's placeholders by offset, each checked."""
     if not isinstance(ranges, (list, tuple)) or isinstance(ranges, Placeholder):
         raise TypeError(f"placeholders[{row}]: {ranges!r} is not a list of Placeholder")
@@ -110,11 +110,11 @@ def _in_order(row: int, ranges: Sequence[Placeholder]) -> list[Placeholder]:
             arguments.integer(f"{path}.{name}", value, least)
             if value > INT32_MAX:
                 raise ValueError(f"{path}.{name}: {value} does not fit int32")
-    found = sorted(ranges, key=lambda placeholder: placeholder.offset)
-    for before, after in pairwise(found):
+    in_order = sorted(ranges, key=lambda placeholder: placeholder.offset)
+    for before, after in pairwise(in_order):
         if after.offset < before.offset + before.length:
             raise ValueError(
                 f"placeholders[{row}]: items {before.item} and {after.item} both take token {after.offset}; "
                 "ranges of a request may not overlap"
             )
-    return found
+    return in_order

@@ -55,11 +55,11 @@ def split_decodes_and_prefills(
     arguments.integer("decode_threshold", decode_threshold, 1)
     lens = array_arguments.lengths("query_lens", query_lens, 0)
     long = lens > decode_threshold
-    num_decodes = _leading(long)
+    num_decodes = _count_leading(long)
     if num_decodes < len(lens):
         _check_order(lens, num_decodes, decode_threshold)
     if require_uniform and num_decodes:
-        num_decodes = _leading((lens[:num_decodes] != lens[0]) & (lens[:num_decodes] > 0))
+        num_decodes = _count_leading((lens[:num_decodes] != lens[0]) & (lens[:num_decodes] > 0))
     num_decode_tokens = int(lens[:num_decodes].sum(dtype=np.int64))
     num_prefill_tokens = int(lens[num_decodes:].sum(dtype=np.int64))
     return DecodePrefillSplit(num_decodes, num_decode_tokens, len(lens) - num_decodes, num_prefill_tokens)
@@ -76,7 +76,7 @@ def split_three_ways(
     The kinds are those of ``classify_requests``. Raises ValueError where a row stands behind one of a later part.
     """
     lens = array_arguments.lengths("query_lens", query_lens, 1)
-    kinds, split = _kinds(lens, context_lens, decode_threshold, extend_threshold)
+    kinds, split = _classify(lens, context_lens, decode_threshold, extend_threshold)
     wrong = np.flatnonzero(kinds[1:] < kinds[:-1])
     if len(wrong):
         row, names = int(wrong[0]) + 1, ("decode", "short extend", "prefill")
@@ -100,7 +100,7 @@ def classify_requests(
     extends. The rest are prefills. Every request runs at least one token: one that runs none has no row.
     """
     lens = array_arguments.lengths("query_lens", query_lens, 1)
-    return _kinds(lens, context_lens, decode_threshold, extend_threshold)[0]
+    return _classify(lens, context_lens, decode_threshold, extend_threshold)[0]
 
 
 def plan_reorder(kinds: npt.ArrayLike) -> Int32Array:
@@ -109,13 +109,13 @@ def plan_reorder(kinds: npt.ArrayLike) -> Int32Array:
     Each swap exchanges two whole rows. Rows of one kind keep no particular order among themselves. ``rows_after`` turns
     the swaps into a permutation.
     """
-    found = np.asarray(kinds)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise ValueError(f"kinds: {found.dtype}{list(found.shape)}; it must be a list of 0, 1 and 2")
-    if found.size and not 0 <= int(found.min()) <= int(found.max()) <= PREFILL:
-        wrong = int(np.flatnonzero((found < 0) | (found > PREFILL))[0])
-        raise ValueError(f"kinds: {found[wrong]} at index {wrong} is outside 0..{PREFILL}")
-    return _fewest_swaps(found.astype(np.int8))
+    array = np.asarray(kinds)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"kinds: {array.dtype}{list(array.shape)}; it must be a list of 0, 1 and 2")
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) <= PREFILL:
+        wrong = int(np.flatnonzero((array < 0) | (array > PREFILL))[0])
+        raise ValueError(f"kinds: {array[wrong]} at index {wrong} is outside 0..{PREFILL}")
+    return _find_swaps(array.astype(np.int8))
 
 
 def reorder_batch(
@@ -129,8 +129,8 @@ def reorder_batch(
     Arguments are those of ``classify_requests``; without ``context_lens`` there are no extends.
     """
     lens = array_arguments.lengths("query_lens", query_lens, 1)
-    kinds, split = _kinds(lens, context_lens, decode_threshold, extend_threshold)
-    return _fewest_swaps(kinds), split
+    kinds, split = _classify(lens, context_lens, decode_threshold, extend_threshold)
+    return _find_swaps(kinds), split
 
 
 def rows_after(swaps: npt.ArrayLike, num_rows: int) -> Int32Array:
@@ -150,7 +150,7 @@ def rows_after(swaps: npt.ArrayLike, num_rows: int) -> Int32Array:
     return np.array(rows, np.int32)
 
 
-def _kinds(
+def _classify(
     lens: Int32Array, context_lens: npt.ArrayLike | None, decode_threshold: int, extend_threshold: int | None
 ) -> tuple[npt.NDArray[np.int8], ThreeWaySplit]:
     """The kind of each row, and rows and tokens by kind, whatever the order of rows."""
@@ -172,13 +172,13 @@ def _kinds(
     return kinds, ThreeWaySplit(rows[0], tokens[0], rows[1], tokens[1], rows[2], tokens[2])
 
 
-def _fewest_swaps(kinds: npt.NDArray[np.int8]) -> Int32Array:
+def _find_swaps(kinds: npt.NDArray[np.int8]) -> Int32Array:
     """Of rows of these kinds, which are in order afterwards."""
     swaps = np.empty((len(kinds), 2), np.int32)
     return swaps[: load_kernels().order_kinds(kinds, swaps)]
 
 
-def _leading(flags: npt.NDArray[np.bool_]) -> int:
+def _count_leading(flags: npt.NDArray[np.bool_]) -> int:
     """How many rows stand before the first that is flagged."""
     first = int(flags.argmax()) if len(flags) else 0
     return first if len(flags) and flags[first] else len(flags)

@@ -105,12 +105,12 @@ class ArenaRing:
     def slots_range(self, capacity: Capacity) -> tuple[int, int]:
         """Where the slots of all decoder groups begin and end, bytes."""
         placed = self._layout(capacity)[0]
-        slots = [one for one in placed if one.field.name == "slot_mapping" and one.field.length is Length.TOKEN]
+        slots = [place for place in placed if place.field.name == "slot_mapping" and place.field.length is Length.TOKEN]
         return slots[0].offset, slots[-1].offset + 8 * slots[-1].length
 
     def places(self, capacity: Capacity) -> dict[tuple[int, str], int]:
         """Where each array of a step of ``capacity`` begins, in int32 words, by group (or STEPS_OWN) and name."""
-        return {(one.group, one.field.name): one.offset // 4 for one in self._layout(capacity)[0]}
+        return {(place.group, place.field.name): place.offset // 4 for place in self._layout(capacity)[0]}
 
     @property
     def page_owners(self) -> list[int]:
@@ -131,7 +131,7 @@ class ArenaRing:
             )
         for group, block_size in enumerate(self._block_sizes):
             owner = views.groups[self._block_sizes.index(block_size)]
-            for field in _of(Owner.BLOCK_SIZE):
+            for field in _fields_of(Owner.BLOCK_SIZE):
                 views.groups[group][field.name] = owner[field.name]
         return views
 
@@ -145,7 +145,9 @@ class ArenaRing:
         if capacity not in self._layouts:
             placed, end = [], HEADER_NBYTES
             # Slots stand together behind the other per-token fields, so that one stretch of -1 clears them.
-            order = sorted(self._fields(), key=lambda one: (one[1].length is not Length.TOKEN, one[0] != STEPS_OWN))
+            order = sorted(
+                self._fields(), key=lambda entry: (entry[1].length is not Length.TOKEN, entry[0] != STEPS_OWN)
+            )
             for group, field in order:
                 length = field.num_elements(*capacity)
                 placed.append(_Placed(group, field, end, length))
@@ -154,20 +156,20 @@ class ArenaRing:
         return self._layouts[capacity]
 
     def _fields(self) -> list[tuple[int, Field]]:
-        fields = [(STEPS_OWN, field) for field in (*_of(Owner.STEP), *self.extra)]
+        fields = [(STEPS_OWN, field) for field in (*_fields_of(Owner.STEP), *self.extra)]
         if self._has_cross:
-            fields += [(STEPS_OWN, field) for field in _of(Owner.ENCODER)]
+            fields += [(STEPS_OWN, field) for field in _fields_of(Owner.ENCODER)]
         for group, block_size in enumerate(self._block_sizes):
-            fields += [(group, field) for field in _of(Owner.GROUP)]
+            fields += [(group, field) for field in _fields_of(Owner.GROUP)]
             if self._block_sizes.index(block_size) == group:
-                fields += [(group, field) for field in _of(Owner.BLOCK_SIZE)]
+                fields += [(group, field) for field in _fields_of(Owner.BLOCK_SIZE)]
         if self._has_cross:  # kernels fill every group's slots under one name
             slots = FIELDS["cross_slot_mapping"]._replace(name="slot_mapping")
-            fields += [(len(self._block_sizes), field) for field in (slots, *_of(Owner.BLOCK_SIZE))]
+            fields += [(len(self._block_sizes), field) for field in (slots, *_fields_of(Owner.BLOCK_SIZE))]
         return fields
 
 
-def _of(owner: Owner) -> list[Field]:
+def _fields_of(owner: Owner) -> list[Field]:
     """The fields of an owner that lie in an arena: tables do not, and page indices are gathered from them."""
     elsewhere = (Length.TABLE, Length.PAGE)
     return [

@@ -89,7 +89,7 @@ class GraphTransport(CopyTransport):
 
     def _keep_watermarks(self, step: int) -> None:
         """A step that is never replayed takes its journal along: what unread steps had to send goes out again."""
-        self._unread = [(one, before) for one, before in self._unread if not self._sender.seen(one)]
+        self._unread = [(unread, before) for unread, before in self._unread if not self._sender.seen(unread)]
         synced = [table.synced for table in self.tables.host]
         for _, before in self._unread:
             for now, then in zip(synced, before, strict=True):
@@ -98,10 +98,10 @@ class GraphTransport(CopyTransport):
 
     def prepare(self, capacity: Capacity) -> Any:
         if capacity not in self._small:
-            self._small[capacity] = self._captured(capacity)
+            self._small[capacity] = self._capture_nodes(capacity)
         return self._small[capacity].replay
 
-    def _captured(self, capacity: Capacity, *, corrects: bool = True) -> Any:
+    def _capture_nodes(self, capacity: Capacity, *, corrects: bool = True) -> Any:
         """A graph of a capacity's nodes alone."""
         self._nodes(
             capacity, corrects=corrects
@@ -138,7 +138,7 @@ class GraphTransport(CopyTransport):
 
     def release(self, shape: Any) -> None:
         shape.recorded = False
-        self._recorded_shapes = [one for one in self._recorded_shapes if one is not shape]
+        self._recorded_shapes = [other for other in self._recorded_shapes if other is not shape]
 
     def recorded(self) -> list[int]:
         return sorted(shape.num_reqs for shape in self._recorded_shapes)
@@ -185,7 +185,7 @@ class GraphTransport(CopyTransport):
         ring = self._ring
         capacity = ring.capacity
         try:
-            graph = self._captured(capacity, corrects=False)
+            graph = self._capture_nodes(capacity, corrects=False)
             nbytes = ring.journal_offset(capacity)
             for step in range(3):
                 arena = step % ring.depth

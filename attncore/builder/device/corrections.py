@@ -27,7 +27,9 @@ class Corrections:
         """On CUDA: over the device's ``arena``, whose header says how many rows and tokens there are."""
         from attncore.builder.device import kernels
 
-        kernels.correct_lengths(arena, self.num_rejected, *self._of(capacity), capacity.num_reqs, capacity.num_tokens)
+        kernels.correct_lengths(
+            arena, self.num_rejected, *self._pointers_of(capacity), capacity.num_reqs, capacity.num_tokens
+        )
 
     def compute(self, views: Views, num_rows: int, num_tokens: int) -> None:
         """The same in torch, for a device without kernels."""
@@ -56,24 +58,24 @@ class Corrections:
             last = fields["seq_lens"] - (pages - 1) * block_size
             views.groups[group]["paged_kv_last_page_len"][:num_rows].copy_(torch.where(pages > 0, last, 0))
 
-    def _of(self, capacity: Capacity) -> tuple[Any, Any, Any]:
+    def _pointers_of(self, capacity: Capacity) -> tuple[Any, Any, Any]:
         """What the kernel must know of a capacity: made once, kept on the device."""
-        found = self._places.get(capacity)
-        if found is None:
-            at = self._ring.places(capacity)
+        pointers = self._places.get(capacity)
+        if pointers is None:
+            places = self._ring.places(capacity)
             groups, pages = [], []
             for index, (host, table) in enumerate(zip(self._tables.host, self._tables.tensors, strict=True)):
                 if host.group.cross:
                     continue
                 tokens = host.group.tokens_per_column
-                groups.append([at[index, "slot_mapping"], table.data_ptr(), table.stride(0), tokens])
+                groups.append([places[index, "slot_mapping"], table.data_ptr(), table.stride(0), tokens])
                 if index in self._ring.page_owners:
-                    pages.append([at[index, "paged_kv_indptr"], at[index, "paged_kv_last_page_len"], tokens])
-            steps_own = [at[STEPS_OWN, name] for name in _STEP_FIELDS]
+                    pages.append([places[index, "paged_kv_indptr"], places[index, "paged_kv_last_page_len"], tokens])
+            steps_own = [places[STEPS_OWN, name] for name in _STEP_FIELDS]
             device = self._tables.device
-            found = self._places[capacity] = (
+            pointers = self._places[capacity] = (
                 torch.tensor(steps_own, dtype=torch.int64, device=device),
                 torch.tensor(groups, dtype=torch.int64, device=device),
                 torch.tensor(pages, dtype=torch.int64, device=device),
             )
-        return found
+        return pointers

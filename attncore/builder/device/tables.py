@@ -59,8 +59,8 @@ class DeviceTables:
     @property
     def nbytes(self) -> int:
         """Device memory of tables and page indices."""
-        tensors = [*self.tensors, *(one for one in self._page_indices if one is not None)]
-        return sum(one.numel() * one.element_size() for one in tensors)
+        tensors = [*self.tensors, *(buffer for buffer in self._page_indices if buffer is not None)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def apply(self, index: int, entries: Any) -> None:
         """Writes journal entries int64 (flat index in the low half, block id in the high half) to table ``index``."""

@@ -63,13 +63,13 @@ def advance_step(
     and changes nothing, for a step with prompts, a decode of several tokens, a token without a block, and a step that a
     captured graph cannot hold any more; CaptureError while a stream is capturing.
     """
-    builder = _checked_builder(metadata)
+    builder = _check_builder(metadata)
     n = len(metadata.host.query_lens)
     if num_queries is not None and arguments.integer("num_queries", num_queries, 1) != n:
         raise ValueError(f"num_queries: {num_queries}, but the step has {n} decodes without padding; build it anew")
-    tokens = _checked_tokens(metadata, n, input_tokens, sampled_token_ids)
+    tokens = _check_tokens(metadata, n, input_tokens, sampled_token_ids)
     refuse_while_capturing("cpu" if builder.backend is None else builder.backend.config.device, "advance_step")
-    step = _next_step(metadata, builder, n)
+    step = _plan_next(metadata, builder, n)
     if builder._plan is None:
         _write(metadata, step, builder)
     else:
@@ -79,7 +79,7 @@ def advance_step(
         input_tokens[n : metadata.num_reqs] = 0
 
 
-def _checked_builder(metadata: CommonAttentionMetadata) -> CommonMetadataBuilder:
+def _check_builder(metadata: CommonAttentionMetadata) -> CommonMetadataBuilder:
     """The builder of a step that can advance."""
     if metadata.source is None:
         raise ValueError(
@@ -98,7 +98,7 @@ def _checked_builder(metadata: CommonAttentionMetadata) -> CommonMetadataBuilder
     return builder
 
 
-def _checked_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any, sampled: Any) -> Any:
+def _check_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any, sampled: Any) -> Any:
     """The n sampled tokens as one row, None where the engine gave none."""
     if input_tokens is None and sampled is None:
         return None
@@ -119,12 +119,12 @@ def _checked_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any
     return tokens
 
 
-def _next_step(metadata: CommonAttentionMetadata, builder: CommonMetadataBuilder, n: int) -> _Next:
+def _plan_next(metadata: CommonAttentionMetadata, builder: CommonMetadataBuilder, n: int) -> _Next:
     """The next step, checked; nothing is written yet."""
-    host, size, window = metadata.host, builder.block_size, builder.sliding_window
+    host, block_size, window = metadata.host, builder.block_size, builder.sliding_window
     tables = vars(metadata).get("_row_tables")
     if tables is None:
-        tables = vars(metadata)["_row_tables"] = _row_tables(metadata, n)
+        tables = vars(metadata)["_row_tables"] = _read_row_tables(metadata, n)
     contexts = host.context_lens + np.int32(1)  # where the new tokens stand
     longest = int(contexts.max()) + 1
     if longest > INT32_MAX:
@@ -133,8 +133,8 @@ def _next_step(metadata: CommonAttentionMetadata, builder: CommonMetadataBuilder
     total = int(host.seq_start_loc[-1]) + n
     if window is not None:
         lengths = contexts + np.int32(1)
-        most = -(-window // size) * size
-        lengths = np.minimum(lengths, most + lengths.astype(np.int64) % size).astype(np.int32)
+        most = -(-window // block_size) * block_size
+        lengths = np.minimum(lengths, most + lengths.astype(np.int64) % block_size).astype(np.int32)
         longest, total = int(lengths.max()), int(lengths.sum(dtype=np.int64)) + metadata.num_reqs - n
     if metadata.use_cuda_graph and longest > (builder.max_seq_len_to_capture or 0):
         row = int((contexts if lengths is None else lengths).argmax())
@@ -142,17 +142,17 @@ def _next_step(metadata: CommonAttentionMetadata, builder: CommonMetadataBuilder
             f"max_seq_len_to_capture: {builder.max_seq_len_to_capture} is below the length {longest} of row {row}; "
             "build the step anew, without a graph"
         )
-    started = _started_blocks(host, builder, contexts, tables)
+    started = _find_started_blocks(host, builder, contexts, tables)
     if builder.dialect.page_lists:
         total = max(total, int(host.paged_kv_indptr[-1]) + len(started.rows))
     if total > INT32_MAX:
         raise ValueError(f"metadata: lengths or pages of this step, {total} in all, do not fit int32")
     if lengths is None:
-        return _Next(started, _longer_rows(metadata, contexts // size, started), None, longest)
-    return _Next(started, _trimmed_rows(metadata, size, contexts, lengths, started), lengths, longest)
+        return _Next(started, _lengthen_rows(metadata, contexts // block_size, started), None, longest)
+    return _Next(started, _trim_rows(metadata, block_size, contexts, lengths, started), lengths, longest)
 
 
-def _row_tables(metadata: CommonAttentionMetadata, n: int) -> list[Any]:
+def _read_row_tables(metadata: CommonAttentionMetadata, n: int) -> list[Any]:
     """Every row's table, in the groups that the step was built from."""
     slot_mapping = metadata.host.slot_mapping[:n]
     if slot_mapping.min() < 0:
@@ -164,19 +164,19 @@ def _row_tables(metadata: CommonAttentionMetadata, n: int) -> list[Any]:
     return tables
 
 
-def _started_blocks(host: Any, builder: CommonMetadataBuilder, contexts: Int32Array, tables: list[Any]) -> _Rows:
+def _find_started_blocks(host: Any, builder: CommonMetadataBuilder, contexts: Int32Array, tables: list[Any]) -> _Rows:
     """The rows whose tokens at ``contexts`` start a block, each with its id: with blocks of 16, about one in 16."""
-    size = builder.block_size
-    rows = np.flatnonzero(contexts % size == 0)
-    found = _Rows(rows, np.empty(len(rows), np.int32))
-    columns, last_blocks = (contexts[rows] // size).tolist(), (host.slot_mapping[rows] // size).tolist()
+    block_size = builder.block_size
+    rows = np.flatnonzero(contexts % block_size == 0)
+    started = _Rows(rows, np.empty(len(rows), np.int32))
+    columns, last_blocks = (contexts[rows] // block_size).tolist(), (host.slot_mapping[rows] // block_size).tolist()
     ids: list[Any] = []
     for row, column, last in zip(rows.tolist(), columns, last_blocks, strict=True):
         table = tables[row]
         if len(table) <= column:
             raise ValueError(
-                f"metadata: row {row} holds {len(table)} blocks but token {column * size} needs block {column} "
-                f"(block_size {size})"
+                f"metadata: row {row} holds {len(table)} blocks but token {column * block_size} needs block {column} "
+                f"(block_size {block_size})"
             )
         if operator.index(table[column - 1]) != last:
             raise ValueError(
@@ -184,13 +184,15 @@ def _started_blocks(host: Any, builder: CommonMetadataBuilder, contexts: Int32Ar
                 "build the step anew"
             )
         ids.append(table[column])
-    if ids and builder._kernels.fill_block_table([ids], found.ids[np.newaxis]) >= 0:
-        at = next(at for at, one in enumerate(ids) if array_arguments.bad_block_ids([one], INT32_MAX + 1))
-        raise ValueError(f"metadata: row {rows[at]}: block id {ids[at]!r} is no integer of 0..{INT32_MAX}")
-    return found
+    if ids and builder._kernels.fill_block_table([ids], started.ids[np.newaxis]) >= 0:
+        index = next(
+            index for index, block_id in enumerate(ids) if array_arguments.bad_block_ids([block_id], INT32_MAX + 1)
+        )
+        raise ValueError(f"metadata: row {rows[index]}: block id {ids[index]!r} is no integer of 0..{INT32_MAX}")
+    return started
 
 
-def _longer_rows(metadata: CommonAttentionMetadata, columns: Int32Array, started: _Rows) -> _Rows:
+def _lengthen_rows(metadata: CommonAttentionMetadata, columns: Int32Array, started: _Rows) -> _Rows:
     """Whole rows that get a block which they did not have yet: those appended to a table since the build."""
     rows, table = started.rows, metadata.host.block_table
     columns, ids = columns[rows], started.ids
@@ -204,17 +206,17 @@ def _longer_rows(metadata: CommonAttentionMetadata, columns: Int32Array, started
     return _Rows(rows, longer)
 
 
-def _trimmed_rows(
+def _trim_rows(
     metadata: CommonAttentionMetadata,
-    size: int,
+    block_size: int,
     contexts: Int32Array,
     lengths: Int32Array,
     started: _Rows,
 ) -> _Rows:
     """Rows trimmed by a window that change: they get a block, or the window leaves one behind, or both."""
     table, n = metadata.host.block_table, len(contexts)
-    counts, held = -(-lengths // size), -(-metadata.host.seq_lens[:n] // size)
-    drops = contexts // size + 1 - counts > -(-contexts // size) - held
+    counts, held = -(-lengths // block_size), -(-metadata.host.seq_lens[:n] // block_size)
+    drops = contexts // block_size + 1 - counts > -(-contexts // block_size) - held
     changes = drops.copy()
     changes[started.rows] = True
     rows = np.flatnonzero(changes)
@@ -253,7 +255,7 @@ def _write(metadata: CommonAttentionMetadata, step: _Next, builder: CommonMetada
             _add_pages(host, builder, rows, ids)
     metadata.max_seq_len = metadata.max_decode_seq_len = step.max_seq_len
     metadata.advanced += 1
-    _follow(metadata, table_changed=len(changed.rows) > 0)
+    _update_views(metadata, table_changed=len(changed.rows) > 0)
 
 
 def _add_pages(host: Any, builder: CommonMetadataBuilder, rows: npt.NDArray[np.intp], ids: Int32Array) -> None:
@@ -270,7 +272,7 @@ def _add_pages(host: Any, builder: CommonMetadataBuilder, rows: npt.NDArray[np.i
     builder._kernels.fill_page_indices(host.block_table[:n], indptr[: n + 1], host.paged_kv_indices)
 
 
-def _follow(metadata: CommonAttentionMetadata, table_changed: bool) -> None:
+def _update_views(metadata: CommonAttentionMetadata, table_changed: bool) -> None:
     """Brings what was made of the host arrays up to date: tensors at the addresses that they have, views anew."""
     wrapped = vars(metadata)
     for name in ("_prefill", "_decode", "_bound", "_kept", *DERIVED):
@@ -305,5 +307,5 @@ def _write_planned(metadata: CommonAttentionMetadata, step: _Next, builder: Comm
             array[...] = values
             setattr(host, name, array)
         vars(metadata).update(counts)
-        _follow(metadata, table_changed=True)
+        _update_views(metadata, table_changed=True)
         raise

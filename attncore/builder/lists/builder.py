@@ -41,10 +41,10 @@ class _Measures(NamedTuple):
 
 
 # Arrays for so many sequences, requests, tokens, columns and pages (-1: no page lists); their contents do not matter.
-Room = Callable[[int, int, int, int, int], SimpleNamespace]
+Allocate = Callable[[int, int, int, int, int], SimpleNamespace]
 
 
-def _fresh(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages: int) -> SimpleNamespace:
+def _new_arrays(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages: int) -> SimpleNamespace:
     host = HostArrays(
         slot_mapping=np.empty(num_tokens, np.int64),
         positions=np.empty(num_tokens, np.int64),
@@ -64,15 +64,15 @@ def _fresh(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages:
     return host
 
 
-def _planner(backend: Any) -> Callable[[CommonAttentionMetadata], None]:
+def _guard_plan(backend: Any) -> Callable[[CommonAttentionMetadata], None]:
     """The backend's plan, refused while a stream is capturing: only a step that is planned pays for the question."""
     plan, device = backend.plan, backend.config.device
 
-    def planned(metadata: CommonAttentionMetadata) -> None:
+    def guarded_plan(metadata: CommonAttentionMetadata) -> None:
         refuse_while_capturing(device, "plan")
         plan(metadata)
 
-    return planned
+    return guarded_plan
 
 
 class CommonMetadataBuilder:
@@ -115,7 +115,7 @@ class CommonMetadataBuilder:
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: {flag!r} is not true or false")
         if encoder_decoder and not DIALECTS[layout].encoder_decoder:
-            able = ", ".join(name for name, one in DIALECTS.items() if one.encoder_decoder)
+            able = ", ".join(name for name, dialect in DIALECTS.items() if dialect.encoder_decoder)
             raise ValueError(f"layout: {layout} has no encoder/decoder attention; {able} have")
         if max_encoder_seq_len_to_capture is not None and not encoder_decoder:
             raise ValueError("max_encoder_seq_len_to_capture: given, but encoder_decoder is false")
@@ -128,7 +128,7 @@ class CommonMetadataBuilder:
         self._max_numbers: int | None = None  # a stream of strangers' batches sets a limit (batch_file.py)
         self.backend = backend
         self._wrap = identity if backend is None else backend.from_host
-        self._plan: Any = _planner(backend) if backend is not None and backend.has_plan else None
+        self._plan: Any = _guard_plan(backend) if backend is not None and backend.has_plan else None
 
     def build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int = -1) -> CommonAttentionMetadata:
         """The metadata of one step: prompts, then decodes.
@@ -136,7 +136,7 @@ class CommonMetadataBuilder:
         ``cuda_graph_pad_size`` -1: no graph; else the number of padded requests behind the decodes. Raises ValueError
         or TypeError that names the group, sequence and field, and builds nothing.
         """
-        return self._build(groups, cuda_graph_pad_size, _fresh)
+        return self._build(groups, cuda_graph_pad_size, _new_arrays)
 
     def advance_step(
         self,
@@ -150,7 +150,9 @@ class CommonMetadataBuilder:
 
         advance_step(metadata, input_tokens, sampled_token_ids, num_queries)
 
-    def _build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int, room: Room) -> CommonAttentionMetadata:
+    def _build(
+        self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int, allocate: Allocate
+    ) -> CommonAttentionMetadata:
         arguments.integer("cuda_graph_pad_size", cuda_graph_pad_size, -1)
         if not isinstance(groups, (list, tuple)):
             if not isinstance(groups, Iterable):
@@ -159,11 +161,11 @@ class CommonMetadataBuilder:
         if not self._reader.enter():
             raise ConcurrentUseError("builder: another caller is inside it; give each thread a builder of its own")
         try:
-            return self._built(groups, cuda_graph_pad_size, room)
+            return self._build_step(groups, cuda_graph_pad_size, allocate)
         finally:
             self._reader.leave()
 
-    def _built(self, groups: Any, cuda_graph_pad_size: int, room: Room) -> CommonAttentionMetadata:
+    def _build_step(self, groups: Any, cuda_graph_pad_size: int, allocate: Allocate) -> CommonAttentionMetadata:
         reader = self._reader
         if not reader.read(groups):
             raise refusals.malformed_groups(groups)
@@ -198,7 +200,7 @@ class CommonMetadataBuilder:
                 f"{self._max_numbers} numbers allowed here"
             )
         num_pages = measures.num_pages if self.dialect.page_lists else -1
-        host = room(num_seqs, num_reqs, num_tokens, width, num_pages)
+        host = allocate(num_seqs, num_reqs, num_tokens, width, num_pages)
         reader.fill(
             self.block_size, window, pad, host.slot_mapping, host.positions, host.token_to_req_indices, host.seq_lens,
             host.context_lens, host.query_lens, host.query_start_loc, host.seq_start_loc, host.logits_indices,

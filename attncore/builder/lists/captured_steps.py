@@ -101,18 +101,18 @@ class CapturedSteps:
         num_pages = len(host.paged_kv_indices) if buffers.has_pages else 0
         self.check_counts(metadata.num_reqs, metadata.num_tokens, num_pages)
 
-    def new_metadata(self, builder: CommonMetadataBuilder, size: int) -> CommonAttentionMetadata:
-        """Metadata of ``size`` decodes over the buffers, with the largest lengths; its host arrays are to follow."""
+    def new_metadata(self, builder: CommonMetadataBuilder, bucket: int) -> CommonAttentionMetadata:
+        """Metadata of ``bucket`` decodes over the buffers, with the largest lengths; its host arrays are to follow."""
         longest = builder.max_seq_len_to_capture
         metadata = CommonAttentionMetadata(
             None,
             identity if builder.backend is None else builder.backend.from_host,
-            num_reqs=size,
-            num_tokens=size,
+            num_reqs=bucket,
+            num_tokens=bucket,
             num_prefills=0,
             num_prefill_tokens=0,
-            num_decodes=size,
-            num_decode_tokens=size,
+            num_decodes=bucket,
+            num_decode_tokens=bucket,
             max_query_len=1,
             max_seq_len=longest,
             max_prefill_seq_len=0,
@@ -120,11 +120,11 @@ class CapturedSteps:
             use_cuda_graph=True,
             max_decode_query_len=1,
             from_groups=True,
-            **self.buffers.views(size),
+            **self.buffers.views(bucket),
         )
         if builder.encoder_decoder:
             metadata.max_encoder_seq_len = builder.max_encoder_seq_len_to_capture or metadata.max_seq_len
-            metadata.num_encoder_tokens = size * metadata.max_encoder_seq_len
+            metadata.num_encoder_tokens = bucket * metadata.max_encoder_seq_len
         # A backend reads the views inside a capture, where no other arrays may be made: the decodes are the whole step.
         vars(metadata).update(_prefill=None, _decode=metadata)
         return metadata

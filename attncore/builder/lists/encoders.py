@@ -30,18 +30,18 @@ def token_counts(metadata: CommonAttentionMetadata, attn_type: AttentionType | s
     runs.) Raises ValueError for another type, and where the step has no encoder input but the type needs it.
     """
     try:
-        kind = AttentionType(attn_type)
+        attention_type = AttentionType(attn_type)
     except ValueError:
         raise ValueError(f"attn_type: {attn_type!r} is not one of {', '.join(AttentionType)}") from None
     prefill, decode = metadata.num_prefill_tokens, metadata.num_decode_tokens
-    if kind in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
+    if attention_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
         return prefill, prefill, decode
     if not hasattr(metadata, "encoder_seq_lens"):
         raise ValueError(
-            f"metadata: attention of type {kind} needs encoder_seq_lens, which this step, without encoder input, lacks"
+            f"metadata: attention of type {attention_type} needs encoder_seq_lens, which this step, without encoder input, lacks"
         )
     encoder = metadata.num_encoder_tokens
-    return (encoder, encoder, 0) if kind is AttentionType.ENCODER else (prefill, encoder, decode)
+    return (encoder, encoder, 0) if attention_type is AttentionType.ENCODER else (prefill, encoder, decode)
 
 
 def encoder_fields(
@@ -73,9 +73,9 @@ def encoder_fields(
     fields: Fields = {
         "encoder_seq_lens": seq_lens,
         "encoder_query_lens": query_lens,
-        "encoder_seq_start_loc": _sums(seq_lens),
-        "encoder_query_start_loc": _sums(query_lens),
-        "cross_slot_mapping": _slots(builder, groups, query_lens[:num_prefills], tables[:num_prefills]),
+        "encoder_seq_start_loc": _prefix_sums(seq_lens),
+        "encoder_query_start_loc": _prefix_sums(query_lens),
+        "cross_slot_mapping": _build_slots(builder, groups, query_lens[:num_prefills], tables[:num_prefills]),
         "cross_block_table": np.zeros((num_reqs, width), np.int32),
     }
     _fill_table(builder, groups, tables, num_prefills, fields["cross_block_table"][num_prefills:num_seqs])
@@ -90,12 +90,12 @@ def _read(groups: Any, block_size: int) -> tuple[list[int], list[Any]]:
         length, table = group[3:5] if len(group) > 4 else (None, None)
         sequences = group[1]
         if type(length) is not int or not 0 <= length <= INT32_MAX:
-            length = _checked_length(index, length, table)
+            length = _check_length(index, length, table)
         if table is None or sequences[0][3] is None:
             _check_missing(index, group, length, table)
             table = ()
-        elif _count(index, table) * block_size < length:
-            raise _short(index, group, length, len(table), block_size)
+        elif _count_blocks(index, table) * block_size < length:
+            raise _too_few_blocks(index, group, length, len(table), block_size)
         if len(sequences) == 1:
             lens.append(length)
             tables.append(table)
@@ -105,7 +105,7 @@ def _read(groups: Any, block_size: int) -> tuple[list[int], list[Any]]:
     return lens, tables
 
 
-def _slots(builder: CommonMetadataBuilder, groups: Any, query_lens: Int32Array, tables: list[Any]) -> Int64Array:
+def _build_slots(builder: CommonMetadataBuilder, groups: Any, query_lens: Int32Array, tables: list[Any]) -> Int64Array:
     """Slots of the prompts' encoder tokens; -1 for all of a profiled prompt."""
     held = np.where([len(row) > 0 for row in tables], query_lens, np.int32(0)).astype(np.int32, copy=False)
     needed = -(-int(held.max(initial=0)) // builder.block_size)  # and not less, should a caller's list shrink meanwhile
@@ -130,8 +130,8 @@ def _fill_table(builder: CommonMetadataBuilder, groups: Any, tables: list[Any], 
     row = builder._kernels.fill_block_table(tables[first : first + len(out)], out)
     if row >= 0:
         bad = array_arguments.bad_block_ids(tables[first + row], INT32_MAX + 1)
-        kind, text = bad or (ValueError, "changed while it was read")
-        raise kind(f"groups[{_group_of(groups, first + row)}].cross_block_table: {text}")
+        error, text = bad or (ValueError, "changed while it was read")
+        raise error(f"groups[{_group_of(groups, first + row)}].cross_block_table: {text}")
 
 
 def _graph_width(builder: CommonMetadataBuilder, groups: Any, lens: list[int], tables: list[Any]) -> int:
@@ -154,7 +154,7 @@ def _graph_width(builder: CommonMetadataBuilder, groups: Any, lens: list[int], t
     return width
 
 
-def _sums(lens: Int32Array) -> Int32Array:
+def _prefix_sums(lens: Int32Array) -> Int32Array:
     sums = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=sums[1:])
     return sums
@@ -166,7 +166,7 @@ def _group_of(groups: Any, row: int) -> int:
     return next(index for at, index in enumerate(indices) if at == row)
 
 
-def _checked_length(index: int, length: Any, table: Any) -> int:
+def _check_length(index: int, length: Any, table: Any) -> int:
     """``length`` as int, where it is one in range."""
     path = f"groups[{index}].encoder_seq_len"
     if length is None:
@@ -193,14 +193,14 @@ def _check_missing(index: int, group: Any, length: int, table: Any) -> None:
         raise ValueError(f"{path}: missing; the {length} encoder tokens need blocks (null: profiling, as block tables)")
 
 
-def _count(index: int, table: Any) -> int:
+def _count_blocks(index: int, table: Any) -> int:
     try:
         return len(table)
     except TypeError:
         raise TypeError(f"groups[{index}].cross_block_table: {table!r} is not a sequence of block ids") from None
 
 
-def _short(index: int, group: Any, length: int, num_blocks: int, block_size: int) -> ValueError:
+def _too_few_blocks(index: int, group: Any, length: int, num_blocks: int, block_size: int) -> ValueError:
     return ValueError(
         f"groups[{index}].cross_block_table: sequence {group[1][0][0]} holds {num_blocks} blocks but encoder token "
         f"{num_blocks * block_size} of {length} needs block {num_blocks} (block_size {block_size})"

@@ -122,5 +122,5 @@ def _malformed_sequence(path: str, sequence: Any) -> ValueError | TypeError | No
     bad = None if sequence[3] is None else array_arguments.bad_block_ids(sequence[3], INT32_MAX + 1)
     if bad is None:
         return None
-    kind, text = bad
-    return kind(f"{path}.block_table: {text}")
+    error, text = bad
+    return error(f"{path}.block_table: {text}")

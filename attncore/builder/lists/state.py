@@ -80,7 +80,7 @@ class CommonAttentionState(FirstGenerationStateNames):
     def graph_clone(self, batch_size: int) -> Self:
         """A state for the graph of one size, which shares the buffers."""
         if batch_size not in self.captured:
-            self._capturable(batch_size, "graph_clone")
+            self._check_capturable(batch_size, "graph_clone")
         clone = copy.copy(self)
         clone._only = batch_size
         return clone
@@ -94,7 +94,7 @@ class CommonAttentionState(FirstGenerationStateNames):
         before is padding again.
         """
         refuse_while_capturing(self._device, "metadata_for_capture")
-        builder, steps = self._capturable(batch_size, "metadata_for_capture"), self._steps
+        builder, steps = self._check_capturable(batch_size, "metadata_for_capture"), self._steps
         metadata = steps.metadata.get(batch_size)
         if metadata is None:
             metadata = steps.new_metadata(builder, batch_size)
@@ -107,7 +107,7 @@ class CommonAttentionState(FirstGenerationStateNames):
         steps.metadata[batch_size] = metadata
         return metadata
 
-    def _capturable(self, batch_size: int, what: str) -> CommonMetadataBuilder:
+    def _check_capturable(self, batch_size: int, what: str) -> CommonMetadataBuilder:
         """The builder, where ``batch_size`` may be captured now."""
         arguments.integer("batch_size", batch_size, 1)
         limit = self._steps.limit
@@ -129,7 +129,7 @@ class CommonAttentionState(FirstGenerationStateNames):
     def pad_size(self, num_reqs: int) -> int:
         """The ``cuda_graph_pad_size`` to build ``num_reqs`` decodes with: to the next captured size, -1 beyond all."""
         arguments.integer("num_reqs", num_reqs, 1)
-        return min((size - num_reqs for size in self.captured if size >= num_reqs), default=-1)
+        return min((bucket - num_reqs for bucket in self.captured if bucket >= num_reqs), default=-1)
 
     def prepare(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Brings a step, built with ``pad_size``, to the buffers, for the replay of its size's graph.
@@ -141,12 +141,12 @@ class CommonAttentionState(FirstGenerationStateNames):
         """
         refuse_while_capturing(self._device, "prepare")
         steps = self._steps
-        size = steps.size_of(metadata, self._only)
+        bucket = steps.size_of(metadata, self._only)
         assert self.builder is not None
         steps.check_fits(metadata, self.builder)
-        captured, steps.prepared = steps.metadata[size], NOTHING
+        captured, steps.prepared = steps.metadata[bucket], NOTHING
         if captured is not metadata:
-            captured.host = steps.buffers.write(metadata.host, size)
+            captured.host = steps.buffers.write(metadata.host, bucket)
         steps.prepared = metadata, metadata.advanced
         return captured
 
@@ -167,17 +167,17 @@ class CommonAttentionState(FirstGenerationStateNames):
                 self.prepare(metadata)
             return metadata
         refuse_while_capturing(self._device, "build")
-        shape = 0, 0, 0
+        counts = 0, 0, 0
 
-        def room(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages: int) -> SimpleNamespace:
-            nonlocal shape
+        def allocate(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages: int) -> SimpleNamespace:
+            nonlocal counts
             steps.check_size(num_reqs, self._only)
             steps.check_counts(num_reqs, num_tokens, num_pages)
-            shape, steps.prepared = (num_seqs, num_reqs, num_pages), NOTHING
-            return steps.buffers.room(num_seqs, num_reqs, num_pages)
+            counts, steps.prepared = (num_seqs, num_reqs, num_pages), NOTHING
+            return steps.buffers.reserve(num_seqs, num_reqs, num_pages)
 
-        metadata = builder._build(groups, cuda_graph_pad_size, room)
-        steps.metadata[metadata.num_reqs].host = steps.buffers.written(*shape)
+        metadata = builder._build(groups, cuda_graph_pad_size, allocate)
+        steps.metadata[metadata.num_reqs].host = steps.buffers.commit(*counts)
         metadata.source = None
         steps.prepared = metadata, 0
         return metadata
