@@ -1,6 +1,6 @@
-"""Which requests of a step are decodes, short extends or prefills, and the fewest swaps that put them in that order.
+"""Classifies requests as decodes, short extends or prefills, and finds the fewest swaps for that order of rows.
 
-Host arithmetic on NumPy arrays; nothing here keeps state.
+Host arithmetic on NumPy arrays, without state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NONE = np.empty(0, np.int32)
 
 
 class DecodePrefillSplit(NamedTuple):
-    """Requests and tokens of a batch in two parts; the decodes are its first rows."""
+    """Requests and tokens of a batch in two parts: first decodes, then prefills."""
 
     num_decodes: int
     num_decode_tokens: int
@@ -47,9 +47,9 @@ def split_decodes_and_prefills(
     """Splits a batch of ``query_lens`` int[n] that is in order: requests of up to ``decode_threshold`` tokens, then
     longer ones.
 
-    Speculative queries count as decodes where the threshold lets them. ``require_uniform``: a kernel that takes one
-    query length only gets the leading rows that have the first row's length; the rows behind them count as prefills.
-    Rows of no tokens (padding) count with the part that they follow. Raises ValueError where a decode stands behind a
+    Speculative queries up to the threshold count as decodes. ``require_uniform``, for a kernel that takes a single
+    query length: only the leading rows with the first row's length are decodes; the rows after them are prefills.
+    Rows without tokens (padding) count with the part that they follow. Raises ValueError where a decode follows a
     prefill: put the batch in order first.
     """
     arguments.integer("decode_threshold", decode_threshold, 1)
@@ -73,7 +73,7 @@ def split_three_ways(
 ) -> ThreeWaySplit:
     """Splits a batch of lengths int[n] that is in order: decodes, short extends, prefills.
 
-    The kinds are those of ``classify_requests``. Raises ValueError where a row stands behind one of a later part.
+    The kinds are those of ``classify_requests``. Raises ValueError where a row follows one of a later part.
     """
     lens = array_arguments.lengths("query_lens", query_lens, 1)
     kinds, split = _classify(lens, context_lens, decode_threshold, extend_threshold)
@@ -134,9 +134,9 @@ def reorder_batch(
 
 
 def rows_after(swaps: npt.ArrayLike, num_rows: int) -> Int32Array:
-    """Which old row stands in each row after ``swaps`` int[k, 2]: int32[num_rows]; ``new = old[rows]`` follows them.
+    """The old row of each row after ``swaps`` int[k, 2]: int32[num_rows], so that ``new = old[rows]``.
 
-    For an engine's own tensors of one row a request. ``metadata.moves`` are swaps too.
+    For an engine's own tensors of one row per request. ``metadata.moves`` are swaps too.
     """
     arguments.integer("num_rows", num_rows, 0)
     pairs = np.asarray(swaps)
@@ -153,7 +153,7 @@ def rows_after(swaps: npt.ArrayLike, num_rows: int) -> Int32Array:
 def _classify(
     lens: Int32Array, context_lens: npt.ArrayLike | None, decode_threshold: int, extend_threshold: int | None
 ) -> tuple[npt.NDArray[np.int8], ThreeWaySplit]:
-    """The kind of each row, and rows and tokens by kind, whatever the order of rows."""
+    """The kind of each row, and the numbers of rows and tokens by kind, for any order of rows."""
     arguments.integer("decode_threshold", decode_threshold, 1)
     if extend_threshold is None:
         extend_threshold = INT32_MAX
@@ -173,13 +173,13 @@ def _classify(
 
 
 def _find_swaps(kinds: npt.NDArray[np.int8]) -> Int32Array:
-    """Of rows of these kinds, which are in order afterwards."""
+    """The fewest swaps that sort rows of these kinds; ``kinds`` is sorted afterwards."""
     swaps = np.empty((len(kinds), 2), np.int32)
     return swaps[: load_kernels().order_kinds(kinds, swaps)]
 
 
 def _count_leading(flags: npt.NDArray[np.bool_]) -> int:
-    """How many rows stand before the first that is flagged."""
+    """The number of rows before the first flagged one."""
     first = int(flags.argmax()) if len(flags) else 0
     return first if len(flags) and flags[first] else len(flags)
 

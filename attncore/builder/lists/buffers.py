@@ -1,7 +1,7 @@
-"""Where captured graphs of the list builder read a step: arrays at fixed addresses, and the way there.
+"""The arrays at fixed addresses that captured graphs of the list builder read, and how a step is written to them.
 
-One block of memory holds them all. On a CPU a step is written to it; for another device it is written to a staging
-block, pinned on CUDA, and sent in two or three copies that wait for nothing.
+One block of memory holds all of them. On a CPU a step is written to it; for another device a step is written to a
+staging block, pinned on CUDA, and sent in two or three asynchronous copies.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ STAGING_DEPTH = 2
 
 _STEP = frozenset((Owner.STEP, Owner.GROUP))
 _SMALL = (Length.TOKEN, Length.REQUEST, Length.START)
-"""Arrays of a decode of one token a row: an element a row, and one more."""
+"""Lengths of arrays that have an element per row, or one more, in a step of decodes of one token."""
 _FIXED = "token_to_req_indices"
-"""Written once: row i is token i."""
+"""Written once: token i is of row i."""
 
 
 def _arrays(owners: frozenset[Owner], *, padded: bool) -> tuple[str, ...]:
-    """What a padded step has for every row that the graph was captured with, or for its own rows alone."""
+    """Arrays that a step has for every row of the graph (``padded``), or for its own rows only."""
     return tuple(name for name in named(*_SMALL, owners=owners) if FIELDS[name].list_pads is padded and name != _FIXED)
 
 
@@ -38,11 +38,11 @@ _UNPADDED_ROWS = tuple(name for name in _UNPADDED if FIELDS[name].length is Leng
 _PADDED_PAGES = _arrays(frozenset((Owner.BLOCK_SIZE,)), padded=True)
 _ENCODER = _arrays(frozenset((Owner.ENCODER,)), padded=True)
 _PADDED_ENCODER = tuple(name for name in _ENCODER if "query" not in name)
-"""Decodes run no encoder tokens: the others stay 0."""
+"""The others stay 0: decodes run no encoder tokens."""
 
 
 class _Place(NamedTuple):
-    """Where one array lies, in bytes, and what it is."""
+    """The offset of an array, in bytes, its dtype and shape."""
 
     offset: int
     dtype: type[np.generic]
@@ -58,26 +58,28 @@ class _Place(NamedTuple):
 
 
 class _Arena:
-    """One block of memory with a step in it."""
+    """One block of memory that holds a step."""
 
     def __init__(self, memory: npt.NDArray[np.uint8], index: int) -> None:
         self.memory, self.index = memory, index
         self.tensor: Any = None
-        """The same memory as a tensor, where it is copied from."""
+        """The same memory as a tensor, for copies to a device."""
         self.hosts: dict[int, SimpleNamespace] = {}
         self.reserved: dict[tuple[int, int], SimpleNamespace] = {}
         self.num_pages = 0
-        """Entries of the page indices that may be other than 0."""
+        """Leading page indices that may differ from 0."""
 
 
 class GraphBuffers:
-    """Fixed-address arrays for padded steps of up to ``max_batch_size`` decodes, as ``builder`` pads them.
+    """Arrays at fixed addresses for steps of up to ``max_batch_size`` decodes, padded as ``builder`` pads them.
 
-    ``device`` is a torch device, or None for NumPy arrays. Arrays of a smaller bucket are views of the largest one's.
+    ``device`` is a torch device, or None for NumPy arrays. The arrays of a smaller bucket are views of those of the
+    largest. Raises ValueError where ``builder`` has no ``max_seq_len_to_capture``.
     """
 
     def __init__(self, builder: CommonMetadataBuilder, device: str | None, max_batch_size: int) -> None:
-        assert builder.max_seq_len_to_capture is not None
+        if builder.max_seq_len_to_capture is None:
+            raise ValueError("builder: made without max_seq_len_to_capture, which says how long captured sequences get")
         most, block_size = max_batch_size, builder.block_size
         self.max_batch_size = most
         self.has_pages, self.has_encoder = builder.dialect.page_lists, builder.encoder_decoder
@@ -128,10 +130,9 @@ class GraphBuffers:
         return views
 
     def write(self, step: Any, bucket: int) -> SimpleNamespace:
-        """Brings the host arrays of a step that was padded to ``bucket`` here: whole rows, whole tails, padded rows too.
+        """Writes the host arrays of a step that was padded to ``bucket``, padded rows included, and sends them.
 
-        Answers the same on the host. On CUDA nothing is waited for but an earlier copy out of the staging block that is
-        written to.
+        Returns the same arrays on the host. On CUDA it waits only for an earlier copy out of the same staging block.
         """
         arena = self._acquire()
         out, num_reqs = vars(self._host(arena, bucket)), len(step.query_lens)
@@ -153,7 +154,7 @@ class GraphBuffers:
         return self._finish(arena, bucket, num_reqs, num_pages)
 
     def reserve(self, num_reqs: int, bucket: int, num_pages: int) -> SimpleNamespace:
-        """Where a builder may write a step of ``num_reqs`` rows padded to ``bucket``; ``commit`` is to follow."""
+        """Host arrays for a builder to write a step of ``num_reqs`` rows padded to ``bucket`` to, before ``commit``."""
         arena = self._acquire()
         arrays = arena.reserved.get((bucket, num_reqs))
         if arrays is None:
@@ -168,11 +169,11 @@ class GraphBuffers:
         return arrays
 
     def commit(self, num_reqs: int, bucket: int, num_pages: int) -> SimpleNamespace:
-        """Brings what was written to what ``reserve`` gave where graphs read; answers as ``write``."""
+        """Sends what was written to the arrays of ``reserve``; returns the host arrays, as ``write`` does."""
         return self._finish(self._acquire(), bucket, num_reqs, max(num_pages, 0))
 
     def _finish(self, arena: _Arena, bucket: int, num_reqs: int, num_pages: int) -> SimpleNamespace:
-        """Resets what the step's rows do not reach, and sends it all; the next step has the next staging block."""
+        """Resets what the step's rows leave, and sends the block; the next step takes the next staging block."""
         host = self._host(arena, bucket)
         self._next = (self._next + 1) % len(self._arenas)
         if num_reqs < bucket:
@@ -188,7 +189,7 @@ class GraphBuffers:
         return host
 
     def write_empty(self, bucket: int) -> SimpleNamespace:
-        """A step of padding alone."""
+        """Writes an empty step: padded rows only."""
         none, zeros = np.zeros(0, np.int32), np.zeros(bucket, np.int32)
         ones, sums = np.ones(bucket, np.int32), np.arange(bucket + 1, dtype=np.int32)
         step = SimpleNamespace(
@@ -221,7 +222,7 @@ class GraphBuffers:
             arenas = [_Arena(pinned_bytes(self.nbytes, device), index) for index in range(depth)]
             for arena in arenas:
                 arena.tensor = torch.from_numpy(arena.memory)
-        for arena in arenas:  # a decode of one token a row: this never changes
+        for arena in arenas:  # constant, since every row is a decode of one token
             vars(self._host(arena, self.max_batch_size))[_FIXED][...] = np.arange(self.max_batch_size)
         return arenas
 
@@ -241,7 +242,7 @@ class GraphBuffers:
         return array if length is Length.PAGE else array[: bucket + (length is Length.START)]
 
     def _acquire(self) -> _Arena:
-        """The staging block that is next; on CUDA its last copy has been made."""
+        """The next staging block; on CUDA, after its last copy is complete."""
         arena = self._arenas[self._next]
         self._wait_for(arena)
         return arena
@@ -250,11 +251,9 @@ class GraphBuffers:
         self._readers.wait(arena.index)
 
     def _send(self, arena: _Arena, bucket: int, num_pages: int) -> None:
-        """Copies a step to the device, in the order of its current stream."""
-        table, cross, pages = (
-            self._places.get(name) for name in ("block_table", "cross_block_table", "paged_kv_indices")
-        )
-        assert table is not None
+        """Copies a step to the device, on its current stream."""
+        table = self._places["block_table"]
+        cross, pages = self._places.get("cross_block_table"), self._places.get("paged_kv_indices")
         spans = [(0, table.offset + bucket * table.row_nbytes)]
         if cross is not None:
             spans.append((cross.offset, cross.offset + bucket * cross.row_nbytes))
@@ -267,7 +266,7 @@ class GraphBuffers:
             self._record(arena)
 
     def _record(self, arena: _Arena) -> None:
-        """Marks the end of the copies out of a staging block, on the stream that they were made on."""
+        """Marks the end of the copies out of a staging block, on the stream of these copies."""
         if self._device_name is not None and self._device_name.startswith("cuda"):
             import torch
 

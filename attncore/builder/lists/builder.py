@@ -1,4 +1,4 @@
-"""The list door: metadata from groups of sequences, one step at a time."""
+"""CommonMetadataBuilder, the list builder: metadata from groups of sequences, one step at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attncore.kernels import KernelsName, codes, load_kernels
 
 
 class _Measures(NamedTuple):
-    """What GroupReader.measure answers."""
+    """The result of GroupReader.measure."""
 
     code: int
     row: int
@@ -40,7 +40,7 @@ class _Measures(NamedTuple):
     longest: int
 
 
-# Arrays for so many sequences, requests, tokens, columns and pages (-1: no page lists); their contents do not matter.
+# Returns uninitialised arrays for these numbers of sequences, requests, tokens, columns and pages (-1: no page lists).
 Allocate = Callable[[int, int, int, int, int], SimpleNamespace]
 
 
@@ -65,7 +65,7 @@ def _new_arrays(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_p
 
 
 def _guard_plan(backend: Any) -> Callable[[CommonAttentionMetadata], None]:
-    """The backend's plan, refused while a stream is capturing: only a step that is planned pays for the question."""
+    """The backend's plan, with a CaptureError while a stream is capturing; steps without a plan need no such check."""
     plan, device = backend.plan, backend.config.device
 
     def guarded_plan(metadata: CommonAttentionMetadata) -> None:
@@ -78,14 +78,15 @@ def _guard_plan(backend: Any) -> Callable[[CommonAttentionMetadata], None]:
 class CommonMetadataBuilder:
     """Builds metadata from lists of SequenceGroup, by the rules of the first generation (docs/list-door.md).
 
-    ``layout``: ``common``, ``flash``, ``flashinfer`` or ``rocm``. ``sliding_window``: tokens a query may see, itself
-    included. ``max_seq_len_to_capture`` is read only where a build pads for a CUDA graph: the table is then
-    ``ceil(max_seq_len_to_capture / block_size)`` wide. ``backend`` None gives NumPy arrays. Answers are fresh arrays,
-    the caller's to keep.
+    ``layout`` names the dialect: ``common``, ``flash``, ``flashinfer`` or ``rocm``. ``block_size`` is in tokens.
+    ``sliding_window`` is the number of tokens that a query sees, itself included (None: all).
+    ``max_seq_len_to_capture``, in tokens, is read only where a build pads for a CUDA graph: the table is then
+    ``ceil(max_seq_len_to_capture / block_size)`` columns wide. ``backend`` None gives NumPy arrays; with a backend,
+    metadata holds tensors on its device. Each build makes new arrays, which belong to the caller.
 
-    ``encoder_decoder``: every group has ``encoder_seq_len`` and a ``cross_block_table``, and metadata the fields of
-    encoders and of cross attention. ``max_encoder_seq_len_to_capture``: as the other, for the cross table (None: the
-    same length).
+    ``encoder_decoder``: every group has an ``encoder_seq_len`` and a ``cross_block_table``, and metadata has the fields
+    of encoders and of cross attention. ``max_encoder_seq_len_to_capture`` is the length for the cross table (None:
+    ``max_seq_len_to_capture``). Raises ValueError or TypeError that names the argument.
     """
 
     def __init__(
@@ -125,16 +126,16 @@ class CommonMetadataBuilder:
         self.encoder_decoder, self.max_encoder_seq_len_to_capture = encoder_decoder, max_encoder_seq_len_to_capture
         self._kernels = load_kernels(kernels)
         self._reader = self._kernels.GroupReader()
-        self._max_numbers: int | None = None  # a stream of strangers' batches sets a limit (batch_file.py)
+        self._max_numbers: int | None = None  # a limit for batches from untrusted input (attncore.lines)
         self.backend = backend
         self._wrap = identity if backend is None else backend.from_host
         self._plan: Any = _guard_plan(backend) if backend is not None and backend.has_plan else None
 
     def build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int = -1) -> CommonAttentionMetadata:
-        """The metadata of one step: prompts, then decodes.
+        """Builds the metadata of one step of ``groups``, prompts before decodes.
 
-        ``cuda_graph_pad_size`` -1: no graph; else the number of padded requests behind the decodes. Raises ValueError
-        or TypeError that names the group, sequence and field, and builds nothing.
+        ``cuda_graph_pad_size`` is the number of padded requests behind the decodes, or -1 without a graph. Raises
+        ValueError or TypeError that names the group, sequence and field.
         """
         return self._build(groups, cuda_graph_pad_size, _new_arrays)
 
@@ -145,7 +146,7 @@ class CommonMetadataBuilder:
         sampled_token_ids: Any = None,
         num_queries: int | None = None,
     ) -> None:
-        """Moves a step that this builder made on by one token: ``attncore.builder.advance_step``."""
+        """Moves a step that this builder built on by one token: see ``attncore.builder.advance_step``."""
         from attncore.builder.lists.advance_step import advance_step
 
         advance_step(metadata, input_tokens, sampled_token_ids, num_queries)
@@ -240,7 +241,7 @@ class CommonMetadataBuilder:
         return metadata
 
     def _graph_width(self, groups: Any, measures: _Measures) -> int:
-        """The fixed width of a captured table, and whether this step may replay a graph at all."""
+        """The fixed width of a captured table; ValueError where a graph cannot run this step."""
         capture = self.max_seq_len_to_capture
         if capture is None:
             raise ValueError("max_seq_len_to_capture: needed by a build that pads for a CUDA graph")

@@ -1,4 +1,4 @@
-"""Encoders and cross attention: the encoder's part of a list-door step, and what each type of attention runs."""
+"""Encoders and cross attention: the encoder fields of the list builder's steps, and the tokens of each type."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def token_counts(metadata: CommonAttentionMetadata, attn_type: AttentionType | s
     """(query tokens of prefills, key tokens of prefills, query tokens of decodes) of attention of ``attn_type``.
 
     By the rules of the first generation, whose steps are all prompts or all decodes: encoder tokens count as
-    ``num_encoder_tokens``, also those of decodes, of which no key runs. (``len(metadata.cross_slot_mapping)`` is what
-    runs.) Raises ValueError for another type, and where the step has no encoder input but the type needs it.
+    ``num_encoder_tokens``, including those of decodes, which do not run (``len(metadata.cross_slot_mapping)`` run).
+    Raises ValueError for an unknown type, and where the type needs encoder input that the step does not have.
     """
     try:
         attention_type = AttentionType(attn_type)
@@ -38,7 +38,8 @@ def token_counts(metadata: CommonAttentionMetadata, attn_type: AttentionType | s
         return prefill, prefill, decode
     if not hasattr(metadata, "encoder_seq_lens"):
         raise ValueError(
-            f"metadata: attention of type {attention_type} needs encoder_seq_lens, which this step, without encoder input, lacks"
+            f"metadata: attention of type {attention_type} needs encoder_seq_lens, which this step, without encoder "
+            "input, lacks"
         )
     encoder = metadata.num_encoder_tokens
     return (encoder, encoder, 0) if attention_type is AttentionType.ENCODER else (prefill, encoder, decode)
@@ -47,7 +48,7 @@ def token_counts(metadata: CommonAttentionMetadata, attn_type: AttentionType | s
 def encoder_fields(
     builder: CommonMetadataBuilder, groups: Any, num_prefills: int, num_reqs: int, use_graph: bool
 ) -> tuple[Fields, Counts]:
-    """The encoder fields of a step of ``groups``, which the builder has read, and their counts.
+    """The encoder fields, and their counts, of a step of ``groups`` that the builder has read.
 
     Prompts run all their encoder tokens and read no table; decodes run none and read ``cross_block_table``. Raises
     ValueError or TypeError that names the group and the field.
@@ -83,7 +84,7 @@ def encoder_fields(
 
 
 def _read(groups: Any, block_size: int) -> tuple[list[int], list[Any]]:
-    """The encoder length of every row, and its table: empty where there is none."""
+    """The encoder length and the cross table of every row; the table is empty where there is none."""
     lens: list[int] = []
     tables: list[Any] = []
     for index, group in enumerate(groups):
@@ -106,9 +107,11 @@ def _read(groups: Any, block_size: int) -> tuple[list[int], list[Any]]:
 
 
 def _build_slots(builder: CommonMetadataBuilder, groups: Any, query_lens: Int32Array, tables: list[Any]) -> Int64Array:
-    """Slots of the prompts' encoder tokens; -1 for all of a profiled prompt."""
+    """Slots of the prompts' encoder tokens; -1 for all tokens of a profiled prompt."""
     held = np.where([len(row) > 0 for row in tables], query_lens, np.int32(0)).astype(np.int32, copy=False)
-    needed = -(-int(held.max(initial=0)) // builder.block_size)  # and not less, should a caller's list shrink meanwhile
+    needed = -(
+        -int(held.max(initial=0)) // builder.block_size
+    )  # a lower bound, in case a caller's list shrinks meanwhile
     table = np.empty((len(tables), max([needed, *map(len, tables)])), np.int32)
     _fill_table(builder, groups, tables, 0, table)
     num_held = int(held.sum())
@@ -124,7 +127,7 @@ def _build_slots(builder: CommonMetadataBuilder, groups: Any, query_lens: Int32A
 
 
 def _fill_table(builder: CommonMetadataBuilder, groups: Any, tables: list[Any], first: int, out: Int32Array) -> None:
-    """Rows ``first`` and on of ``tables`` into ``out``, padded with 0."""
+    """Writes ``tables`` from row ``first`` on to ``out``, padded with 0."""
     if not len(out):
         return
     row = builder._kernels.fill_block_table(tables[first : first + len(out)], out)
@@ -135,7 +138,7 @@ def _fill_table(builder: CommonMetadataBuilder, groups: Any, tables: list[Any], 
 
 
 def _graph_width(builder: CommonMetadataBuilder, groups: Any, lens: list[int], tables: list[Any]) -> int:
-    """The fixed width of a captured cross table; rows of ``tables`` that are wider lose their blocks beyond it."""
+    """The fixed width of a captured cross table; wider rows of ``tables`` are cut to it, or a ValueError."""
     name, capture = "max_encoder_seq_len_to_capture", builder.max_encoder_seq_len_to_capture
     if capture is None:
         name, capture = "max_seq_len_to_capture", builder.max_seq_len_to_capture or 0
@@ -161,13 +164,13 @@ def _prefix_sums(lens: Int32Array) -> Int32Array:
 
 
 def _group_of(groups: Any, row: int) -> int:
-    """The group that has ``row``."""
+    """The index of the group that has ``row``."""
     indices: Iterator[int] = (index for index, group in enumerate(groups) for _ in group[1])
     return next(index for at, index in enumerate(indices) if at == row)
 
 
 def _check_length(index: int, length: Any, table: Any) -> int:
-    """``length`` as int, where it is one in range."""
+    """``length`` as int; ValueError or TypeError where it is missing or not an int in range."""
     path = f"groups[{index}].encoder_seq_len"
     if length is None:
         raise ValueError(
@@ -184,7 +187,7 @@ def _check_length(index: int, length: Any, table: Any) -> int:
 
 
 def _check_missing(index: int, group: Any, length: int, table: Any) -> None:
-    """Raises unless the group is profiled, with neither table, or has no encoder tokens to keep."""
+    """ValueError unless the group is profiled, with neither table, or has no encoder tokens to keep."""
     profiled = group[1][0][3] is None
     path = f"groups[{index}].cross_block_table"
     if profiled and table is not None:

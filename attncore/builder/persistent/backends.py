@@ -49,7 +49,7 @@ class Backends:
             plan(metadata.groups[name])
 
     def graph_level(self) -> tuple[str, str]:
-        """The lowest ``cuda_graph`` level of the backends and the name of that backend; ``("always", "")`` without one."""
+        """The lowest ``cuda_graph`` level of the backends, and that backend's name; ``("always", "")`` without one."""
         from attncore.vocabulary import GRAPH_LEVELS
 
         levels = [

@@ -108,7 +108,7 @@ class BlockTable:
         return max(0, num_computed + 1 - (self.group.sliding_window or num_computed + 1))
 
     def pass_windows(self, num_rows: int, num_rollback: int) -> list[tuple[int, list[int]]]:
-        """Releases the blocks before what the next queries see; each row that had any, with the ids of manager blocks."""
+        """Releases the blocks before what the next queries see; each row that had any, with manager block ids."""
         if self.group.sliding_window is None:
             return []
         passed: list[tuple[int, list[int]]] = self.state.pass_windows(num_rows, self.group.sliding_window, num_rollback)

@@ -92,7 +92,7 @@ class MetadataBuilder:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Takes all memory, and chooses the path of a step: directly through the kernel, or planned and sent."""
+        """Takes all memory, and chooses a step's path: directly through the kernel, or planned and sent."""
         self._assembly = Assembly(
             self._core, self._backends, self._settings, self._engine_fields, self._overlap, self, self._poison
         )

@@ -20,7 +20,7 @@ class KVCacheGroup(NamedTuple):
     kernel_block_size: int | None = None
     """Tokens of a kernel block, a divisor of ``block_size`` (None: the same). Tables hold kernel blocks."""
     sliding_window: int | None = None
-    """Tokens that a query of these layers sees, itself included; blocks before the window may be released. None: all."""
+    """Tokens that a query of these layers sees, itself included; earlier blocks may be released. None: all tokens."""
     cross: bool = False
     """Whether the group holds an encoder's keys and values, for cross attention."""
     num_blocks: int | None = None

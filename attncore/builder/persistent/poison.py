@@ -15,7 +15,7 @@ POISON = 0xA5
 
 
 class _Expiring:
-    """Metadata of one step that raises once its arena is used again, and for device fields once the next step is sent."""
+    """Metadata of one step that raises once its arena is used again; device fields raise once the next step is sent."""
 
     def __init__(self, metadata: StepMetadata) -> None:
         self.__dict__.update(_metadata=metadata, _step=metadata.step)

@@ -73,7 +73,7 @@ class StepMetadata(CommonAttentionMetadata):
 
     @property
     def paged_kv_indices(self) -> Any:
-        """int32[paged_kv_indptr[-1]]: the pages of each request in turn; on a GPU gathered there, from the device table."""
+        """int32[paged_kv_indptr[-1]]: the pages of each request in turn; on a GPU, gathered there."""
         if self._pages is not None:
             return self._pages(self)
         return self.once_a_step("_indices", lambda: self._wrap(self.host.paged_kv_indices))
@@ -106,7 +106,10 @@ class StepMetadata(CommonAttentionMetadata):
         self._owner.replay_step(self, graph)
 
     def abandon(self) -> None:
-        """Takes back the last step, which will not be replayed, as if it had not been built; CaptureError for another."""
+        """Takes back the last step, which will not be replayed, as if it had not been built.
+
+        Raises CaptureError for any other step.
+        """
         self._owner.abandon_step(self)
 
     def forget_views(self) -> None:
