@@ -113,10 +113,10 @@ class CommonAttentionMetadata:
     advanced: int = 0
     """The number of ``advance_step`` calls since the build."""
     builder: Any = None
-    """The MetadataBuilder that built the step (persistent builder): a key for what a library keeps for each builder."""
+    """The MetadataBuilder that built the step (persistent builder): a key for what a library keeps per builder."""
     page_buffer: Any = None
-    """int32[max_num_reqs * width] on the device: the buffer that the builder writes page indices to, the same tensor
-    in every step. A plan may point a kernel to it before the indices are written (persistent builder, with a
+    """The buffer that the builder writes page indices to, int32[max_num_reqs * width] on the device: the same tensor
+    in every step, to which a plan may point a kernel before the indices are written (persistent builder with a
     transport)."""
     source: Source | None = None
     """What a step of the list builder was built from; None for views, captured sizes and the persistent builder."""

@@ -2,8 +2,8 @@
 
 Two implementations have the same classes and functions: ``attncore._slots`` (Cython, compiled into wheels) and
 ``attncore._slots_numba`` (numba, for a platform without a compiler). :func:`load_kernels` chooses one and
-:func:`why_kernels` says why. ``codes`` declares the numbers that they share with Python; ``arrays`` has functions on host
-arrays.
+:func:`why_kernels` says why. ``codes`` declares the numbers that they share with Python; ``arrays`` has functions on
+host arrays.
 """
 
 from __future__ import annotations

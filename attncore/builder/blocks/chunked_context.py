@@ -117,8 +117,8 @@ def context_chunk_metadata(
 def new_tokens_metadata(metadata: CommonAttentionMetadata, backend: Any = None) -> CommonAttentionMetadata:
     """The step's own tokens as a causal batch without context: the part beside the chunks.
 
-    Slots are -1 and tables empty: the cache is neither written nor read, and ``kv_cache`` may be None. ``backend`` wraps the
-    arrays (None: as the batch's).
+    Slots are -1 and tables empty: the cache is neither written nor read, and ``kv_cache`` may be None. ``backend``
+    wraps the arrays (None: as the batch's).
     """
     host = metadata.host
     queries, num_reqs = host.query_lens, len(host.query_lens)

@@ -1,7 +1,8 @@
 """The arenas that steps are written to: one block of memory each, used in turn, laid out by ``fields.FIELDS``.
 
-On a CPU device arenas rotate and nothing is copied, except for padded steps, which go to the fixed place where a captured
-graph reads. On a GPU the arenas are pinned, and a transport (``by_copy``, ``by_graph``) sends them to the device.
+On a CPU device arenas rotate and nothing is copied, except for padded steps, which go to the fixed place where
+captured graphs read. On a GPU the arenas are pinned, and a transport (``by_copy``, ``by_graph``) sends them to the
+device.
 """
 
 from __future__ import annotations

@@ -39,16 +39,14 @@ class GraphTransport(CopyTransport):
         self._small: dict[Capacity, Any] = {}
         self._recorded_shapes: list[Any] = []
         self._pending = -1  # the step that waits for its replay
-        self._unread: list[
-            tuple[int, list[Any]]
-        ] = []  # with tickets: steps without a receipt, and the tables' ``synced`` before each
+        # With tickets: steps without a receipt, and the tables' ``synced`` before each.
+        self._unread: list[tuple[int, list[Any]]] = []
 
     def attach(self, ring: ArenaRing) -> None:
         super().attach(ring)
         self.why = "three steps arrived as they were sent"
-        self._state = torch.full(
-            (3,), -1, dtype=torch.int64, device=self.device
-        )  # the last step read, the current step, the ticket
+        # The last step read, the current step, the ticket.
+        self._state = torch.full((3,), -1, dtype=torch.int64, device=self.device)
         self._seen = self._receipt.numpy()
         self._headers = [ring.header(k) for k in range(ring.depth)]
         for header in self._headers:
@@ -67,9 +65,7 @@ class GraphTransport(CopyTransport):
             time.sleep(0)
             if time.monotonic() > deadline:
                 torch.cuda.synchronize()
-                if (
-                    self.ticket
-                ):  # the engine may have dropped the build: after a synchronisation nothing reads its arena
+                if self.ticket:  # the engine may have dropped the build: nothing reads its arena any more
                     return
                 if not self._sender.seen(step):
                     raise CaptureError(
@@ -197,9 +193,7 @@ class GraphTransport(CopyTransport):
                 self.wait(step - ring.depth)
                 memory = ring.memory[arena][:nbytes]
                 memory[:] = np.random.default_rng(step).integers(0, 256, nbytes, np.uint8)
-                for group in ring.views(capacity)[
-                    arena
-                ].groups:  # the nodes read these as indices, so they must be valid
+                for group in ring.views(capacity)[arena].groups:  # the nodes read these as indices
                     group["paged_kv_indptr"][:] = np.arange(len(group["paged_kv_indptr"]))
                 header = self._headers[arena]
                 header[:] = 0

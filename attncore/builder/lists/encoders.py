@@ -109,9 +109,8 @@ def _read(groups: Any, block_size: int) -> tuple[list[int], list[Any]]:
 def _build_slots(builder: CommonMetadataBuilder, groups: Any, query_lens: Int32Array, tables: list[Any]) -> Int64Array:
     """Slots of the prompts' encoder tokens; -1 for all tokens of a profiled prompt."""
     held = np.where([len(row) > 0 for row in tables], query_lens, np.int32(0)).astype(np.int32, copy=False)
-    needed = -(
-        -int(held.max(initial=0)) // builder.block_size
-    )  # a lower bound, in case a caller's list shrinks meanwhile
+    # The columns that are read: a lower bound, in case a caller's list shrinks meanwhile.
+    needed = -(-int(held.max(initial=0)) // builder.block_size)
     table = np.empty((len(tables), max([needed, *map(len, tables)])), np.int32)
     _fill_table(builder, groups, tables, 0, table)
     num_held = int(held.sum())

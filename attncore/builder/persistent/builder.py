@@ -92,7 +92,7 @@ class MetadataBuilder:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Takes all memory, and chooses a step's path: directly through the kernel, or planned and sent."""
+        """Takes all memory, and chooses a step's path: the kernel's direct calls, or the longer one."""
         self._assembly = Assembly(
             self._core, self._backends, self._settings, self._engine_fields, self._overlap, self, self._poison
         )
@@ -106,7 +106,7 @@ class MetadataBuilder:
         self._padded_step = _no_short_way if self._longer else kernel.padded_step
 
     def _follow(self) -> None:
-        """Makes this builder's device tables follow the batch's, from nothing; ValueError where another builder's do."""
+        """Makes this builder's device tables follow the batch's, from nothing; ValueError where another's do."""
         other = self._core.follower() if self._core.follower else None
         if other is not None and other is not self and not other._assembly.closed:
             raise ValueError("batch: another builder's tables on a device follow it; close that builder first")

@@ -101,7 +101,8 @@ class StepMetadata(CommonAttentionMetadata):
     def replay(self, graph: Any) -> None:
         """Replays ``graph``, which was captured over this step's bucket, for this step. Once for each build.
 
-        Raises CaptureError where the step was built without a bucket, was replayed already, or its graph lacks ``record``.
+        Raises CaptureError where the step was built without a bucket, was replayed already, or its graph was captured
+        without ``record``.
         """
         self._owner.replay_step(self, graph)
 

@@ -1,4 +1,4 @@
-"""The state of the list door: what graphs replay over it, stand-ins here, is right; every wrong moment is told."""
+"""CommonAttentionState: stand-ins for graphs replay steps over its buffers correctly; calls at a wrong time raise."""
 
 import pathlib
 import re
