@@ -8,8 +8,8 @@ from gpu_work import FIELDS, Backend, Shape, Stopwatch, Work, calls, roads, step
 
 SHAPE = Shape("decode 256", "8k", 256)
 # Methods that a step passes through, outer ones first; those that a version does not have are left out.
-BUILDER = ("_refuse_while_capturing", "_answer", "replay_step")
-ASSEMBLY = ("build", "acquire", "arrange", "plan_and_send")
+BUILDER = ("_answer",)
+ASSEMBLY = ("refuse_while_capturing", "build", "acquire", "arrange", "plan_and_send", "replay")
 SIDE = ("check_ready", "wait", "send", "replay")
 SHAPES = ("eager", "find")
 
