@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from attncore.builder.device.by_copy import CopyTransport
     from attncore.builder.persistent.backends import Backends
     from attncore.builder.persistent.batch_core import BatchCore
-    from attncore.builder.persistent.builder import MetadataBuilder
     from attncore.builder.persistent.engine_fields import EngineFields
     from attncore.builder.persistent.overlap import Overlap
     from attncore.builder.persistent.settings import Settings
@@ -40,12 +39,12 @@ class Assembly:
         settings: Settings,
         engine_fields: EngineFields,
         overlap: Overlap | None,
-        builder: MetadataBuilder,
+        builder: object,
         poison: bool,
     ) -> None:
         self._core, self._backends, self._settings = core, backends, settings
         self._engine_fields, self._overlap, self._poison = engine_fields, overlap, poison
-        self.builder, self.closed = builder, False
+        self.builder, self.closed = builder, False  # whose metadata this is, for backends that ask
         has_cross, max_num_reqs = core.cross is not None, core.lengths.shape[1]
         max_encoder = settings.max_num_encoder_tokens if has_cross else 0
         side = new_transport(settings.transport, backends.device, list(core.tables.values()), backends.page_lists)
