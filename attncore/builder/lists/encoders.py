@@ -108,9 +108,8 @@ def _read(groups: Any, block_size: int) -> tuple[list[int], list[Any]]:
 def _slots(settings: ListSettings, groups: Any, query_lens: Int32Array, tables: list[Any]) -> Int64Array:
     """Slots of the prompts' encoder tokens; -1 for all of a profiled prompt."""
     held = np.where([len(row) > 0 for row in tables], query_lens, np.int32(0)).astype(np.int32, copy=False)
-    needed = -(
-        -int(held.max(initial=0)) // settings.block_size
-    )  # and not less, should a caller's list shrink meanwhile
+    # The columns that are read, and not fewer, should a caller's list shrink meanwhile.
+    needed = -(-int(held.max(initial=0)) // settings.block_size)
     table = np.empty((len(tables), max([needed, *map(len, tables)])), np.int32)
     _fill_table(settings, groups, tables, 0, table)
     num_held = int(held.sum())
