@@ -18,7 +18,8 @@ from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array, Int64Array
 from attncore.builder.blocks.whole_requests import check_whole_requests
-from attncore.builder.metadata import COUNT_FIELDS, CommonAttentionMetadata
+from attncore.builder.fields import COUNTS
+from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.kernels import arrays, codes
 
 
@@ -166,7 +167,7 @@ class ContextParallel:
         fields.paged_kv_indptr, fields.paged_kv_indices, fields.paged_kv_last_page_len = pages
         first, last = (0, metadata.num_decodes) if metadata.decodes_first else (metadata.num_prefills, len(lens))
         decodes, others = fields.seq_lens[first:last], np.delete(fields.seq_lens, slice(first, last))
-        counts = {name: getattr(metadata, name) for name in COUNT_FIELDS} | {
+        counts = {name: getattr(metadata, name) for name in COUNTS} | {
             "max_seq_len": int(fields.seq_lens.max(initial=0)),
             "max_decode_seq_len": int(decodes.max(initial=0)),
             "max_prefill_seq_len": int(others.max(initial=0)),

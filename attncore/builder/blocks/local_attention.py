@@ -16,7 +16,8 @@ import numpy.typing as npt
 from attncore import arguments, array_arguments
 from attncore.array_arguments import Int32Array
 from attncore.builder.blocks.whole_requests import check_whole_requests
-from attncore.builder.metadata import COUNT_FIELDS, CommonAttentionMetadata
+from attncore.builder.fields import COUNTS
+from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.kernels import arrays
 
 
@@ -103,7 +104,7 @@ def local_attention_metadata(
     is_decode = rows < metadata.num_decodes if metadata.decodes_first else rows >= metadata.num_prefills
     longest = [int(virtual.seq_lens[some].max(initial=0)) for some in (is_decode, ~is_decode)]
     num_decodes = int(is_decode.sum())
-    counts = {name: getattr(metadata, name) for name in COUNT_FIELDS} | {
+    counts = {name: getattr(metadata, name) for name in COUNTS} | {
         "num_reqs": count,
         "num_decodes": num_decodes,
         "num_prefills": count - num_decodes,

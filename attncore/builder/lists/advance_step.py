@@ -142,7 +142,7 @@ def _next_step(metadata: CommonAttentionMetadata, builder: CommonMetadataBuilder
             "build the step anew, without a graph"
         )
     started = _started_blocks(host, builder, contexts, tables)
-    if builder.layout.page_lists:
+    if builder.dialect.page_lists:
         total = max(total, int(host.paged_kv_indptr[-1]) + len(started.rows))
     if total > INT32_MAX:
         raise ValueError(f"metadata: lengths or pages of this step, {total} in all, do not fit int32")
@@ -245,7 +245,7 @@ def _write(metadata: CommonAttentionMetadata, step: _Next, builder: CommonMetada
         host.block_table[:, : table.shape[1]] = table[:, : changed.ids.shape[1]]
     if len(changed.rows):
         host.block_table[changed.rows] = changed.ids
-    if builder.layout.page_lists:
+    if builder.dialect.page_lists:
         host.paged_kv_last_page_len[:n] += 1
         host.paged_kv_last_page_len[rows] = 1
         if len(rows):
