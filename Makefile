@@ -47,7 +47,7 @@ $(VENV)/.libraries: $(VENV)/.deps
 	$(PIP) install -q -c constraints.txt --no-deps $(KERNELS)
 	touch $@
 
-$(VENV)/.built: $(VENV)/.deps setup.py attncore/_slots.pyx attncore/_slots.pxd attncore/_typedefs.pxd
+$(VENV)/.built: $(VENV)/.deps setup.py attncore/_slots.pyx $(wildcard attncore/kernels/cython/*)
 	ATTNCORE_REQUIRE_EXT=1 $(PIP) install -q --no-build-isolation --no-deps -e .
 	touch $@
 

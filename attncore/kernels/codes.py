@@ -7,6 +7,9 @@ from __future__ import annotations
 PAD_SLOT_ID = -1
 """The slot of a token that is not written to the cache."""
 
+NO_COLUMN = -1
+"""The cached column of a row whose current block is not cached."""
+
 # What a kernel's check may answer.
 OK, TOO_FEW_BLOCKS, NULL_BLOCK, TOO_LONG, TOO_MANY_TOKENS, TOO_MANY_SEQ_TOKENS = range(6)
 HIT_ON_DECODE, HIT_WITH_WINDOW, CONTEXT_WITHOUT_CHUNKS, QUERY_TOO_LONG = range(6, 10)
@@ -23,7 +26,10 @@ JOURNAL_ENTRY_WORDS = 2
 COMPUTED, ENCODER_LENS, ENCODER_DONE = range(3)
 """Tokens computed, encoder tokens, whether those are in the cache."""
 NUM_BLOCKS, CACHED_COLUMN, CACHED_BLOCK, SYNCED = range(4)
-"""Blocks held, column and id of the block in use (-1: none), leading columns that a device's table has."""
+"""Blocks held, column (or NO_COLUMN) and id of the block in use, leading columns that a device's table has."""
 
 # Kinds of a request in a step, in the order of rows.
 DECODE, PREFILL, REST = range(3)
+
+# Kinds of a request in a batch that is split in three: short extends have a part of their own.
+SPLIT_DECODE, SPLIT_EXTEND, SPLIT_PREFILL = range(3)
