@@ -223,7 +223,7 @@ class Assembly:
                 settings.max_num_encoder_tokens,
             )  # fmt: skip
         if shape is not None:
-            code, row, count = self.kernel.check_bucket(shape)
+            code, row, count = self.kernel.check_shape(shape)
             if code != codes.OK:
                 raise refusals.refused_bucket(self._core, code, row, count, self._query_lens, shape)
 

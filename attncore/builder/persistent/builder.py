@@ -192,7 +192,7 @@ class MetadataBuilder:
         assembly = self._assembly
         with self._core.entered:
             known = num_reqs in self.captured
-            assembly.kernel.add_bucket(assembly.shapes.capture(num_reqs, query_len))
+            assembly.kernel.add_shape(assembly.shapes.capture(num_reqs, query_len))
             try:
                 metadata = assembly.build_empty(num_reqs, capturing=True)
                 on_cpu = self._backends.device.startswith("cpu")
@@ -200,7 +200,7 @@ class MetadataBuilder:
             except BaseException:
                 if not known:
                     assembly.shapes.captured.pop(num_reqs)
-                    assembly.kernel.drop_bucket(num_reqs)
+                    assembly.kernel.drop_shape(num_reqs)
                 raise
 
     def _check_capacity(self, num_reqs: int, query_len: int) -> None:
@@ -262,7 +262,7 @@ class MetadataBuilder:
         shape = assembly.shapes.find(num_reqs)
         with self._core.entered:
             assembly.shapes.captured.pop(num_reqs)
-            assembly.kernel.drop_bucket(num_reqs)
+            assembly.kernel.drop_shape(num_reqs)
             if assembly.side is not None:
                 assembly.side.release(shape)
 

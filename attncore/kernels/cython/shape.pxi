@@ -20,7 +20,7 @@ cdef class StepShape:
     cdef list sources
     cdef char* device           # where a captured graph reads, or NULL
     cdef Py_ssize_t nbytes
-    cdef public object size, replay   # of the device's side: the Capacity, and what replays the step
+    cdef public object capacity, replay   # of the device's side: the Capacity, and what replays the step
     cdef public bint recorded
     cdef public Py_ssize_t tail       # where the journal begins in an arena, bytes
 

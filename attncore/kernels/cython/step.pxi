@@ -25,7 +25,7 @@ cdef class StepKernel:
     cdef Ranks ranks
     cdef list last              # by arena of the ring: the StepArena whose step it holds
     cdef readonly slot_t next_step
-    cdef dict shapes            # by num_reqs, those of add_bucket
+    cdef dict shapes            # by num_reqs, those of add_shape
 
     def __init__(self, BatchState batch, StepShape eager, query_lens, swaps, kinds, length_t max_model_len,
                  length_t max_num_tokens, length_t max_num_encoder_tokens, length_t decode_threshold,
@@ -48,11 +48,11 @@ cdef class StepKernel:
         """Runs one token of every row: the metadata, or None where rows must be arranged or a check fails."""
         return None if self.batch.busy else self.decode_step_inside(self.eager)
 
-    def add_bucket(self, StepShape shape):
+    def add_shape(self, StepShape shape):
         """Adds a shape that ``padded_step`` finds by its num_reqs."""
         self.shapes[shape.num_reqs] = shape
 
-    def drop_bucket(self, num_reqs):
+    def drop_shape(self, num_reqs):
         del self.shapes[num_reqs]
 
     def padded_step(self, num_reqs):
@@ -93,7 +93,7 @@ cdef class StepKernel:
                                         self.max_num_encoder_tokens, &failure)
         return code, failure.row, failure.token, failure.group
 
-    def check_bucket(self, StepShape shape):
+    def check_shape(self, StepShape shape):
         """Whether the checked step fits a shape that pads: (code, row, number of rows that run)."""
         cdef Failure failure = Failure(0, 0, 0)
         cdef length_t code = check_shape(self.batch, self.query_lens, shape, &failure)

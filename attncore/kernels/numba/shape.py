@@ -14,7 +14,7 @@ class StepShape:
     ) -> None:  # fmt: skip
         self.arenas, self.metadata = arenas, metadata
         self.sources, self.device = sources or [], device
-        self.size: Any = None
+        self.capacity: Any = None
         self.replay: Any = None
         self.recorded, self.tail = False, 0
         self.pads, self.num_reqs, self.num_tokens = pads, num_reqs, num_reqs * query_len

@@ -47,10 +47,10 @@ class StepKernel:
     def decode_step(self) -> Any | None:
         return None if self.batch.busy else self.decode_step_inside(self.eager)
 
-    def add_bucket(self, shape: StepShape) -> None:
+    def add_shape(self, shape: StepShape) -> None:
         self.shapes[shape.num_reqs] = shape
 
-    def drop_bucket(self, num_reqs: int) -> None:
+    def drop_shape(self, num_reqs: int) -> None:
         del self.shapes[num_reqs]
 
     def padded_step(self, num_reqs: Any) -> Any | None:
@@ -82,7 +82,7 @@ class StepKernel:
             self.batch, self.query_lens, self.max_model_len, self.max_num_tokens, self.max_num_encoder_tokens
         )
 
-    def check_bucket(self, shape: StepShape) -> tuple[int, int, int]:
+    def check_shape(self, shape: StepShape) -> tuple[int, int, int]:
         batch = self.batch
         code, row, count = check_shape(
             batch.state, self.query_lens, batch.num_rows, batch.cross is not None, shape.query_len, shape.uniform,
