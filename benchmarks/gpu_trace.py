@@ -12,7 +12,7 @@ from attncore.builder.device.arena import COUNTS
 from attncore.replay.runner import Settings, _apply, _batch
 from attncore.replay.scheduling.cache_blocks import CacheBlocks
 from attncore.replay.scheduling.scheduler import Scheduler
-from attncore.replay.traces.read import read_trace
+from attncore.replay.traces.read_trace import read_trace
 
 HEADER, LINE = 640, 128
 A_TOKEN = (8, 8, 4)  # slot_mapping, positions, token_to_req_indices

@@ -63,7 +63,7 @@ def model_of(args):
 
 def prompts_of(args, vocab_size):
     from attncore.replay.traces import synthetic
-    from attncore.replay.traces.read import read_trace
+    from attncore.replay.traces.read_trace import read_trace
 
     trace = read_trace(args.trace, args.requests) if args.trace else synthetic.synthetic_trace(args.requests, 0)
     longest = 200 if args.tiny else 8192

@@ -10,21 +10,21 @@ from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.persistent.builder import MetadataBuilder
 from attncore.builder.persistent.input_batch import ONLY_GROUP, InputBatch
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
+from attncore.replay.checks.metadata_check import OracleCheck
 from attncore.replay.checks.oracle import WHOLE, Shard
-from attncore.replay.checks.oracle_check import OracleCheck
 from attncore.replay.results.measurements import Outcome, Steps, Verification
 from attncore.replay.scheduling.cache_blocks import CacheBlocks, Tables
 from attncore.replay.scheduling.clock import CostModel
-from attncore.replay.scheduling.draft import DraftModel, Speculation
+from attncore.replay.scheduling.draft_model import DraftModel, Speculation
 from attncore.replay.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from attncore.replay.layers.attention import AttentionLayers
-    from attncore.replay.layers.model_layers import ModelLayers
+    from attncore.replay.layers.attention_layers import AttentionLayers
+    from attncore.replay.layers.whole_model import ModelLayers
     from attncore.replay.scheduling.scheduler import Step
-    from attncore.replay.traces.request import Request
+    from attncore.replay.traces.trace import Request
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ import torch
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder
 from attncore.lines.list_builder import Batch, parse_batch
 from attncore.registry.spec.backend_spec import BackendSpec
-from attncore.testing.engines import steps
-from attncore.testing.kit.errors import UnsupportedError
-from attncore.testing.kit.subject import Subject
+from attncore.testing.engines import planned_steps as steps
+from attncore.testing.harness.errors import UnsupportedError
+from attncore.testing.harness.subject import Subject
 
 __all__ = ["attncore_timed", "pytest_plugins", "test_build", "test_commit", "test_forward", "test_plan"]
-pytest_plugins = ("attncore.testing.kit.plugin",)
+pytest_plugins = ("attncore.testing.harness.pytest_plugin",)
 
 SHAPES: Mapping[str, list[tuple[int, int]]] = {
     "decode of 1": [(1000, 1)],

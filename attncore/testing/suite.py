@@ -6,21 +6,21 @@ BACKEND = "acme"
 
 from __future__ import annotations
 
-from attncore.testing.checks import cache as check_cache
-from attncore.testing.checks import canary as check_canary
-from attncore.testing.checks import captured as check_captured
-from attncore.testing.checks import device as check_device
-from attncore.testing.checks import encoder as check_encoder
+from attncore.testing.checks import captured_graph as check_device
+from attncore.testing.checks import captured_sizes as check_captured
+from attncore.testing.checks import encoders as check_encoder
 from attncore.testing.checks import features as check_features
-from attncore.testing.checks import latent as check_latent
+from attncore.testing.checks import kv_cache as check_cache
+from attncore.testing.checks import latent_attention as check_latent
 from attncore.testing.checks import list_builder as check_list_door
-from attncore.testing.checks import lse as check_lse
+from attncore.testing.checks import log_sum_exp as check_lse
+from attncore.testing.checks import nan_canary as check_canary
 from attncore.testing.checks import numerics as check_numerics
-from attncore.testing.checks import operator as check_operator
 from attncore.testing.checks import spec as check_spec
-from attncore.testing.checks import state as check_state
-from attncore.testing.checks import strides as check_strides
-from attncore.testing.kit.fixtures import attncore_captured_steps, attncore_examples, attncore_subject
+from attncore.testing.checks import step_to_step as check_state
+from attncore.testing.checks import strided_tensors as check_strides
+from attncore.testing.checks import torch_operator as check_operator
+from attncore.testing.harness.fixtures import attncore_captured_steps, attncore_examples, attncore_subject
 
 CHECKS = (
     check_spec,
@@ -39,7 +39,7 @@ CHECKS = (
     check_device,
 )
 
-pytest_plugins = ("attncore.testing.kit.plugin",)
+pytest_plugins = ("attncore.testing.harness.pytest_plugin",)
 """pytest registers these when it imports the adopter's file: no entry point, no conftest."""
 
 __all__ = ["attncore_captured_steps", "attncore_examples", "attncore_subject", "pytest_plugins"]

@@ -49,7 +49,7 @@ def compared(backend: AttentionBackend, asked: dict[str, Any]) -> dict[str, Any]
 
     from attncore.testing.engines.compare import close, differs
     from attncore.testing.engines.engine import Engine
-    from attncore.testing.kit.errors import ConformanceError
+    from attncore.testing.harness.errors import ConformanceError
 
     torch.set_num_threads(1)  # the steps are small; threads that wait for each other cost more than they compute
     names = ("sliding_window", "logits_soft_cap")

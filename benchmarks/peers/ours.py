@@ -1,6 +1,6 @@
 """attncore's ways over the same rows, and the plain-Python and NumPy baselines: in every peer's process."""
 
-import doors
+import builders
 from baselines import Vectorised, plain_python
 from shapes import BLOCK_SIZE, Row
 from timing import Way
@@ -46,7 +46,7 @@ def persistent_way(rows, then=None, **options):
 
 
 def list_way(rows, layout="flash"):
-    return Way(doors.list_door(rows, layout), 4)
+    return Way(builders.list_builder(rows, layout), 4)
 
 
 def baselines(rows):

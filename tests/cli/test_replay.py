@@ -12,7 +12,7 @@ import pytest
 
 from attncore.cli import main
 from attncore.replay import runner
-from attncore.replay.layers.attention import AttentionLayers
+from attncore.replay.layers.attention_layers import AttentionLayers
 from attncore.replay.scheduling.clock import CostModel
 from attncore.replay.traces import synthetic
 

@@ -95,7 +95,7 @@ def test_a_run_that_outgrows_memory_is_one_line(where, config, trace, capsys, mo
     import torch
 
     from attncore.reference import ReferenceImpl
-    from attncore.replay.layers.model_layers import _eager
+    from attncore.replay.layers.whole_model import _eager
 
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24.00 GiB\nof 1")

@@ -5,13 +5,13 @@ import pytest
 
 from attncore.builder import KVCacheGroup
 from attncore.replay import runner
-from attncore.replay.layers.attention import AttentionLayers
-from attncore.replay.layers.content import Content
+from attncore.replay.layers.attention_layers import AttentionLayers
+from attncore.replay.layers.token_content import Content
 from attncore.replay.results.measurements import total
 from attncore.replay.runner import Settings, replay
 from attncore.replay.scheduling.clock import CostModel
-from attncore.replay.scheduling.draft import Speculation
-from attncore.replay.traces.request import Request
+from attncore.replay.scheduling.draft_model import Speculation
+from attncore.replay.traces.trace import Request
 
 # Chunks, mixed steps, prefix hits (rows 3 and 4), preemption.
 REQUESTS = [
@@ -46,7 +46,7 @@ def layers(of, num_layers=3):
     pytest.importorskip("torch")
     from attncore import BackendConfig
     from attncore.reference import ReferenceBackend
-    from attncore.replay.layers.sharded_attention import ShardedLayers
+    from attncore.replay.layers.sharded_layers import ShardedLayers
 
     backends = {
         group.name: ReferenceBackend(BackendConfig(4, 2, 8, "float32", group.block_size)) for group in of.groups_of_rank

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from attncore.replay import runner
-from attncore.replay.checks.dense_check import parts
-from attncore.replay.layers.attention import AttentionLayers
-from attncore.replay.layers.content import Content
+from attncore.replay.checks.attention_check import parts
+from attncore.replay.layers.attention_layers import AttentionLayers
+from attncore.replay.layers.token_content import Content
 from attncore.replay.results.measurements import total
 from attncore.replay.runner import Settings, replay
 from attncore.replay.scheduling.clock import CostModel
 from attncore.replay.scheduling.scheduler import Scheduler
-from attncore.replay.traces.request import Request
+from attncore.replay.traces.trace import Request
 
 torch = pytest.importorskip("torch")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attncore.testing.engines.compare import Row, compare
-from attncore.testing.kit.errors import ConformanceError
+from attncore.testing.harness.errors import ConformanceError
 
 CONFIG = SimpleNamespace(
     num_heads=1, num_kv_heads=1, head_size=2, block_size=4, dtype="bfloat16", kv_cache_dtype="fp8_e4m3"

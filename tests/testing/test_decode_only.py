@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attncore.testing.kit.run import conformance
+from attncore.testing.harness.run_suite import conformance
 
 QUIET = ("-p", "no:terminal")
 LIGHT = """

@@ -6,7 +6,7 @@ import pytest
 
 from attncore.cli import main
 from attncore.testing import latency
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.subject import Subject
 
 # Some releases of pytest-benchmark leave the file of --benchmark-json to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")

@@ -6,7 +6,7 @@ from testing.faults import HEAVY, LIGHT
 
 from attncore.errors import NoBackendError
 from attncore.registry.choice.select import select
-from attncore.testing.kit.run import conformance
+from attncore.testing.harness.run_suite import conformance
 from attncore.testing.verify_child import compared
 
 QUIET = ("-p", "no:terminal")

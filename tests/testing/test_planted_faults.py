@@ -11,7 +11,7 @@ from testing.encoder_faults import ENCODER_FAULTS
 from testing.faults import FAULTS, HEAVY, LIGHT
 
 from attncore.registry.plugins import load
-from attncore.testing.kit.run import FILE, _Catcher, conformance
+from attncore.testing.harness.run_suite import FILE, _Catcher, conformance
 
 QUIET = ("-p", "no:terminal")
 EVERY_FAULT = (*FAULTS, *ENCODER_FAULTS)

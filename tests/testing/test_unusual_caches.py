@@ -2,7 +2,7 @@
 
 import pytest
 
-from attncore.testing.kit.run import conformance
+from attncore.testing.harness.run_suite import conformance
 
 QUIET = ("-p", "no:terminal")
 LIGHT = """

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from attncore.registry.choice.select import select
 from attncore.registry.plugins.load import registry
-from attncore.replay.layers.attention import AttentionLayers
+from attncore.replay.layers.attention_layers import AttentionLayers
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
-    from attncore.replay.layers.content import Content
+    from attncore.replay.layers.token_content import Content
     from attncore.replay.runner import Settings
 
 
@@ -41,7 +41,7 @@ def make_layers(
     windows = {group.name: group.sliding_window for group in settings.groups_of_rank}
     if settings.world_size == 1:
         return AttentionLayers(given, content, num_layers, settings.num_blocks, windows), why
-    from attncore.replay.layers.sharded_attention import ShardedLayers
+    from attncore.replay.layers.sharded_layers import ShardedLayers
 
     return ShardedLayers(
         given, content, num_layers, settings.num_blocks, windows,

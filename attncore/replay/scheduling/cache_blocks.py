@@ -6,13 +6,13 @@ import math
 from typing import TYPE_CHECKING
 
 from attncore.replay.scheduling.block_pool import NULL_BLOCK, BlockPool
-from attncore.replay.traces.request import HASH_BLOCK
+from attncore.replay.traces.trace import HASH_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from attncore.builder.persistent.kv_cache_group import KVCacheGroup
-    from attncore.replay.traces.request import Request
+    from attncore.replay.traces.trace import Request
 
 Tables = list[list[int]]
 """Blocks, one list a group."""

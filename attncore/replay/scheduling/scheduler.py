@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from attncore.replay.scheduling.cache_blocks import CacheBlocks, Tables, check_pools
-from attncore.replay.scheduling.draft import NO_DRAFT, Draft, DraftModel
+from attncore.replay.scheduling.draft_model import NO_DRAFT, Draft, DraftModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attncore.replay.scheduling.cache_blocks import RunningRequest
-    from attncore.replay.traces.request import Request
+    from attncore.replay.traces.trace import Request
 
 
 @dataclass(slots=True)

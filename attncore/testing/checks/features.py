@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from attncore.registry.spec.sizes import MultipleOf
 from attncore.testing.engines.engine import Engine, run_rows
-from attncore.testing.kit.capability import covers, explore, rows
-from attncore.testing.kit.errors import ConformanceError, UnsupportedError
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.covers import covers, explore, rows
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError
+from attncore.testing.harness.subject import Subject
 from attncore.vocabulary import DTYPES, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS
 
 __all__ = [

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import strategies as st
 
 from attncore.testing.engines.engine import Engine
-from attncore.testing.kit.capability import covers, explore, lengths
-from attncore.testing.kit.errors import UnsupportedError
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.covers import covers, explore, lengths
+from attncore.testing.harness.errors import UnsupportedError
+from attncore.testing.harness.subject import Subject
 
 __all__ = [
     "test_a_profiling_run_of_the_list_door",

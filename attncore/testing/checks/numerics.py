@@ -8,9 +8,9 @@ import pytest
 from hypothesis import strategies as st
 
 from attncore.testing.engines.engine import Engine, run_rows
-from attncore.testing.kit.capability import covers, explore, rows
-from attncore.testing.kit.errors import ConformanceError
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.covers import covers, explore, rows
+from attncore.testing.harness.errors import ConformanceError
+from attncore.testing.harness.subject import Subject
 
 __all__ = [
     "test_a_prefix_shared_by_two_requests",

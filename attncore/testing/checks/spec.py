@@ -14,9 +14,9 @@ from attncore.registry.plugins.load import HEAVY_MODULES
 from attncore.registry.spec.sizes import MultipleOf
 from attncore.testing.checks.features import edges
 from attncore.testing.engines.engine import Engine, run_rows
-from attncore.testing.kit.capability import covers
-from attncore.testing.kit.errors import ConformanceError, UnsupportedError, told
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
+from attncore.testing.harness.subject import Subject
 
 __all__ = [
     "test_largest_declared_group",

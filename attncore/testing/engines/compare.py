@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attncore.testing.kit.errors import ConformanceError
+from attncore.testing.harness.errors import ConformanceError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from attncore.testing.engines.cache_view import Pages
     from attncore.testing.engines.engine import Engine
-    from attncore.testing.engines.pages import Pages
 
 
 class Row(NamedTuple):

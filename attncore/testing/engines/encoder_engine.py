@@ -11,10 +11,10 @@ from torch import Tensor
 from attncore.abstract import AttentionType
 from attncore.builder import CommonMetadataBuilder, InputBatch, KVCacheGroup, MetadataBuilder, SequenceGroup
 from attncore.builder import Sequence as OneSequence
-from attncore.testing.engines import steps
+from attncore.testing.engines import planned_steps as steps
 from attncore.testing.engines.compare import Row
 from attncore.testing.engines.engine import Engine
-from attncore.testing.kit.errors import ConformanceError
+from attncore.testing.harness.errors import ConformanceError
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend

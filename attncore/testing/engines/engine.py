@@ -14,11 +14,11 @@ from torch import Tensor
 
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
 from attncore.dense import dense_attention
-from attncore.testing.engines import steps
+from attncore.testing.engines import planned_steps as steps
+from attncore.testing.engines.cache_view import Pages
 from attncore.testing.engines.compare import Row, compare, compare_cache, compare_lse, differs
-from attncore.testing.engines.pages import Pages
 from attncore.testing.engines.tolerances import tolerance
-from attncore.testing.kit.errors import ConformanceError
+from attncore.testing.harness.errors import ConformanceError
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend

@@ -16,7 +16,7 @@ import attncore
 from attncore import NoBackendError
 from attncore.abstract import AttentionBackend
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
-from attncore.testing.checks.captured import CapturedEngine
+from attncore.testing.checks.captured_sizes import CapturedEngine
 from attncore.testing.engines.engine import Engine, run_rows
 
 pytestmark = [

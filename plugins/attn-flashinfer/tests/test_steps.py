@@ -22,8 +22,8 @@ from attncore.builder import (
     Sequence,
     SequenceGroup,
 )
-from attncore.testing.checks import captured as check_captured
-from attncore.testing.checks.captured import CapturedEngine
+from attncore.testing.checks import captured_sizes as check_captured
+from attncore.testing.checks.captured_sizes import CapturedEngine
 from attncore.testing.engines.engine import Engine, run_rows
 
 MIXED = [(0, 9), (3, 3), (4, 1), (7, 1), (13, 1), (0, 1)]

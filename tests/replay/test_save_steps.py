@@ -7,9 +7,9 @@ import pytest
 
 from attncore.cli import main
 from attncore.replay.checks.oracle import Row, expected
-from attncore.replay.results.steps_file import StepsFile
+from attncore.replay.results.save_steps import StepsFile
 from attncore.replay.runner import Settings, replay
-from attncore.replay.traces.request import Request
+from attncore.replay.traces.trace import Request
 
 # Chunks, prefix hits (row 3) and, with 9 blocks to hand out, preemption.
 REQUESTS = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from attncore.replay.traces.request import HASH_BLOCK, Request
+from attncore.replay.traces.trace import HASH_BLOCK, Request
 
 _ROWS = 1024  # a table; two tables make a million different tokens a layer
 _ODD = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # spread ids, positions and layers over 64 bits

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from attncore.testing.engines import steps
+from attncore.testing.engines import planned_steps as steps
 from attncore.testing.engines.compare import Row, compare
 from attncore.testing.engines.engine import Engine
-from attncore.testing.kit.capability import covers
-from attncore.testing.kit.errors import ConformanceError, UnsupportedError
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError
+from attncore.testing.harness.subject import Subject
 
 __all__ = ["test_a_captured_graph_replays_with_new_lengths", "test_forward_does_not_wait_for_the_device"]
 

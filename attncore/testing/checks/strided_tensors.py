@@ -11,9 +11,9 @@ from torch import Tensor
 
 from attncore.testing.engines.compare import differs
 from attncore.testing.engines.engine import Engine, run_rows
-from attncore.testing.kit.capability import covers
-from attncore.testing.kit.errors import ConformanceError
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.errors import ConformanceError
+from attncore.testing.harness.subject import Subject
 
 __all__ = ["test_strided_tensors"]
 GAP = 16  # elements between heads: as wide as the loads that a kernel may align to

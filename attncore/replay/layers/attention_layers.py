@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attncore.replay.layers.content import content_ids, own_content, rejected_content
+from attncore.replay.layers.token_content import content_ids, own_content, rejected_content
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
-    from attncore.replay.checks.dense_check import DenseCheck
-    from attncore.replay.layers.content import Content
+    from attncore.replay.checks.attention_check import DenseCheck
+    from attncore.replay.layers.token_content import Content
     from attncore.replay.results.measurements import Verification
     from attncore.replay.runner import Settings
     from attncore.replay.scheduling.scheduler import Step
-    from attncore.replay.traces.request import Request
+    from attncore.replay.traces.trace import Request
 
 
 class AttentionLayers:
@@ -75,7 +75,7 @@ class AttentionLayers:
 
     def check(self, requests: Sequence[Request], settings: Settings, result: Verification) -> DenseCheck:
         """What compares a sample of requests with dense attention."""
-        from attncore.replay.checks.dense_check import DenseCheck
+        from attncore.replay.checks.attention_check import DenseCheck
 
         return DenseCheck(self, requests, settings.verify_every, settings.seed, result)
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from attncore.replay.layers.content import Content, content_ids, own_content
-from attncore.replay.traces.request import Request
+from attncore.replay.layers.token_content import Content, content_ids, own_content
+from attncore.replay.traces.trace import Request
 
 
 @pytest.fixture(scope="module")

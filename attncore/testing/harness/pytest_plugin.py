@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from attncore.testing.kit.errors import UnsupportedError, told
-from attncore.testing.kit.report import Report, Result
+from attncore.testing.harness.errors import UnsupportedError, told
+from attncore.testing.harness.support_table import Report, Result
 
 _REPORTS = pytest.StashKey[dict[str, Report]]()
 _ROW = pytest.StashKey[tuple[str, str]]()

@@ -12,9 +12,9 @@ import torch
 
 from attncore.abstract import AttentionType
 from attncore.integrations.transformers import attention_layers, attncore_context, paged_caches, select_for_model
-from attncore.replay.checks.dense_check import chosen_rows
-from attncore.replay.layers.attention import step_content
-from attncore.replay.layers.content import content_ids, token_ids
+from attncore.replay.checks.attention_check import chosen_rows
+from attncore.replay.layers.attention_layers import step_content
+from attncore.replay.layers.token_content import content_ids, token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attncore.replay.results.measurements import Verification
     from attncore.replay.runner import Settings
     from attncore.replay.scheduling.scheduler import Step
-    from attncore.replay.traces.request import Request
+    from attncore.replay.traces.trace import Request
 
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 """Of the largest logit: how far a logit may be from the model's own."""

@@ -17,9 +17,9 @@ from attncore.builder import MetadataBuilder
 from attncore.graphs import capturing, launch, new_graph
 from attncore.testing.engines.compare import Row, compare_cache
 from attncore.testing.engines.engine import PADDING, Engine
-from attncore.testing.kit.capability import covers
-from attncore.testing.kit.errors import UnsupportedError
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.errors import UnsupportedError
+from attncore.testing.harness.subject import Subject
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend

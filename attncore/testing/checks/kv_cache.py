@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from attncore.testing.engines.cache_view import Pages, block_views
 from attncore.testing.engines.engine import Engine
-from attncore.testing.engines.pages import Pages, block_views
-from attncore.testing.kit.capability import covers
-from attncore.testing.kit.errors import ConformanceError
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.errors import ConformanceError
+from attncore.testing.harness.subject import Subject
 
 __all__ = [
     "test_a_request_reads_a_copied_block",

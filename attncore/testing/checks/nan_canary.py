@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from attncore.testing.checks.features import FEATURES
 from attncore.testing.engines.engine import Engine, run_rows
-from attncore.testing.kit.capability import covers, explore, rows
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.covers import covers, explore, rows
+from attncore.testing.harness.subject import Subject
 
 __all__ = ["test_nothing_is_read_that_no_request_owns", "test_nothing_is_read_under_a_window"]
 

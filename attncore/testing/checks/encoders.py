@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from attncore.testing.checks.features import FEATURES
 from attncore.testing.engines.encoder_engine import CrossEngine, EncoderEngine
-from attncore.testing.kit.capability import covers, explore, lengths
-from attncore.testing.kit.errors import UnsupportedError
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.covers import covers, explore, lengths
+from attncore.testing.harness.errors import UnsupportedError
+from attncore.testing.harness.subject import Subject
 
 __all__ = [
     "test_a_feature_of_an_encoder",

@@ -6,9 +6,9 @@ import pytest
 
 from attncore.testing.engines.compare import differs
 from attncore.testing.engines.engine import Engine, run_rows
-from attncore.testing.kit.capability import covers
-from attncore.testing.kit.errors import ConformanceError, UnsupportedError
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError
+from attncore.testing.harness.subject import Subject
 
 __all__ = [
     "test_a_graph_batch_of_the_list_door",

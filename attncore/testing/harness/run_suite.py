@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from attncore.testing.kit.plugin import reports
-from attncore.testing.kit.report import Report
+from attncore.testing.harness.pytest_plugin import reports
+from attncore.testing.harness.support_table import Report
 
 FILE = 'from attncore.testing.suite import *\n\nBACKEND = "{name}"\n'
 _runs = itertools.count(1)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.subject import Subject
 
 EXAMPLES = 40
 CAPTURED_STEPS = 40

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from attncore.builder import ContextParallel, InputBatch, MetadataBuilder
 from attncore.testing.checks.features import FEATURES
-from attncore.testing.engines import steps
+from attncore.testing.engines import planned_steps as steps
 from attncore.testing.engines.compare import Row
 from attncore.testing.engines.encoder_engine import CrossEngine, EncoderEngine
 from attncore.testing.engines.engine import Engine, run_rows
-from attncore.testing.kit.capability import covers, explore, rows
-from attncore.testing.kit.errors import ConformanceError
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.covers import covers, explore, rows
+from attncore.testing.harness.errors import ConformanceError
+from attncore.testing.harness.subject import Subject
 
 __all__ = [
     "test_a_rank_decodes_over_the_keys_it_keeps",

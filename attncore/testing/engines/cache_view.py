@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attncore.testing.engines.steps import prefill_once
-from attncore.testing.kit.errors import ConformanceError
+from attncore.testing.engines.planned_steps import prefill_once
+from attncore.testing.harness.errors import ConformanceError
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend

@@ -13,12 +13,12 @@ import numpy as np
 
 from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.metadata import CommonAttentionMetadata
-from attncore.replay.layers.attention import AttentionLayers
+from attncore.replay.layers.attention_layers import AttentionLayers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attncore.replay.layers.content import Content
+    from attncore.replay.layers.token_content import Content
 
 
 class ShardedLayers(AttentionLayers):

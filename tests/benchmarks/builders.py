@@ -73,7 +73,7 @@ def groups_of(rows):
     ]
 
 
-def list_door(rows, layout, kernels=None):
+def list_builder(rows, layout, kernels=None):
     builder = CommonMetadataBuilder(BLOCK_SIZE, layout, chunked_prefill=True, kernels=kernels)
     groups = groups_of(rows)
     return lambda: builder.build(groups)

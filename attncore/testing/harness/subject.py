@@ -14,7 +14,7 @@ from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.records import PluginRecord
 from attncore.registry.spec import sizes
 from attncore.registry.spec.backend_spec import BackendSpec
-from attncore.testing.kit.errors import UnsupportedError
+from attncore.testing.harness.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend, BackendConfig

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from attncore.ops.operator import attention, forward_context
-from attncore.testing.engines import steps
+from attncore.testing.engines import planned_steps as steps
 from attncore.testing.engines.compare import differs
 from attncore.testing.engines.engine import Engine
-from attncore.testing.kit.capability import covers
-from attncore.testing.kit.errors import ConformanceError
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.errors import ConformanceError
+from attncore.testing.harness.subject import Subject
 
 __all__ = ["test_the_layer_as_a_torch_operator"]
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attncore.replay.layers.content import content_ids
+from attncore.replay.layers.token_content import content_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from attncore.replay.layers.attention import AttentionLayers
+    from attncore.replay.layers.attention_layers import AttentionLayers
     from attncore.replay.results.measurements import Verification
     from attncore.replay.scheduling.cache_blocks import RunningRequest
     from attncore.replay.scheduling.scheduler import Step
-    from attncore.replay.traces.request import Request
+    from attncore.replay.traces.trace import Request
 
 DECODE_STRIDE = 8  # of a sampled request, one decode in so many
 CHUNK_PARTS, PART_TOKENS = 3, 16  # of its prompt chunks: the beginning, the middle and the end

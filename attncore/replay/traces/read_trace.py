@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attncore.replay.traces import azure, mooncake
-from attncore.replay.traces.request import Request, TraceError
+from attncore.replay.traces.trace import Request, TraceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from attncore.abstract import AttentionBackend
 from attncore.testing.checks.features import edges
+from attncore.testing.engines.cache_view import Pages
 from attncore.testing.engines.engine import Engine, run_rows
-from attncore.testing.engines.pages import Pages
-from attncore.testing.kit.capability import covers, explore, rows
-from attncore.testing.kit.errors import ConformanceError, UnsupportedError, told
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.covers import covers, explore, rows
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
+from attncore.testing.harness.subject import Subject
 
 __all__ = [
     "test_latent_attention_over_random_batches",
