@@ -98,11 +98,11 @@ def _batches(engine: Engine) -> Iterator[list[tuple[int, int]]]:
 
 
 def _run(engine: Engine, batch: list[tuple[int, int]]) -> Tensor:
-    from attncore.testing.engines.engine import run_rows
+    from attncore.testing.engines.run_batches import run_batch
 
     for name in list(engine.batch.req_ids):
         engine.remove(name)
-    return run_rows(engine, batch)
+    return run_batch(engine, batch)
 
 
 def _reference(config: BackendConfig) -> AttentionBackend:

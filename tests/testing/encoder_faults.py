@@ -74,7 +74,7 @@ return whole(query, key, value, kv_cache, metadata, output)
     ),
     Fault(
         "cross_that_forgets",
-        "test_cross_attention_of_the_persistent_door",
+        "test_cross_attention_of_the_persistent_builder",
         "wrote nothing to slot",
         forward(
             """
@@ -86,7 +86,7 @@ return whole(query, key, value, kv_cache.clone() if cross else kv_cache, metadat
     ),
     Fault(
         "cross_one_token_short",
-        "test_cross_attention_of_the_list_door",
+        "test_cross_attention_of_the_list_builder",
         "1 queries over",
         forward(
             """

@@ -438,7 +438,7 @@ Backend.swap_blocks = swap_blocks
     ),
     Fault(
         "needs_a_table",
-        "test_plain_prompts_of_the_list_door",
+        "test_plain_prompts_of_the_list_builder",
         "no columns",
         forward(
             """
@@ -450,7 +450,7 @@ return whole(query, key, value, kv_cache, metadata, output)
     ),
     Fault(
         "reads_padded_rows",
-        "test_a_graph_batch_of_the_persistent_door",
+        "test_a_graph_batch_of_the_persistent_builder",
         "",
         forward(
             """

@@ -96,5 +96,5 @@ def test_cross_attention_through_page_lists(site):
     assert (code, report.failures) == (0, [])
     assert states(report)["encoder_decoder"] == "supported"
     outcomes = {result.test: result.outcome for result in report.results}
-    assert outcomes["test_cross_attention_of_the_persistent_door"] == "passed"
-    assert outcomes["test_cross_attention_of_the_list_door"] == "skipped"
+    assert outcomes["test_cross_attention_of_the_persistent_builder"] == "passed"
+    assert outcomes["test_cross_attention_of_the_list_builder"] == "skipped"

@@ -90,7 +90,7 @@ def test_the_sound_backend_passes_every_test(plant):
     code, report = conformance("sound", settings="EXAMPLES = 10\n", options=QUIET)
     assert (code, report.failures) == (0, [])
     states = {row["capability"]: row["state"] for row in report.rows()}
-    assert states["graph padding"] == states["list door"] == states["NaN canary"] == "supported"
+    assert states["graph padding"] == states["list builder"] == states["NaN canary"] == "supported"
 
 
 def test_a_tail_that_must_be_finite_is_left_finite(plant):
@@ -100,20 +100,20 @@ def test_a_tail_that_must_be_finite_is_left_finite(plant):
     assert (code, report.failures) == (0, [])
 
 
-def test_a_list_door_that_is_refused_is_unsupported_with_the_reason(plant):
+def test_a_list_builder_that_is_refused_is_unsupported_with_the_reason(plant):
     code = """
 def forward(self, query, key, value, kv_cache, metadata, output=None):
     if metadata.from_groups:
-        raise ValueError("metadata: this backend reads the persistent door only")
+        raise ValueError("metadata: this backend reads the persistent builder only")
     return super(Impl, self).forward(query, key, value, kv_cache, metadata, output)
 Impl.forward = forward
 """
     plant("modern", code)
-    exit_code, report = run("modern", "list_door and not graph and not cross")
+    exit_code, report = run("modern", "list_builder and not graph and not cross")
     assert exit_code == 0
     (row,) = report.rows()
-    assert (row["capability"], row["state"]) == ("list door", "unsupported")
-    assert "persistent door only" in row["reason"]
+    assert (row["capability"], row["state"]) == ("list builder", "unsupported")
+    assert "persistent builder only" in row["reason"]
 
 
 def test_what_is_not_declared_is_unsupported_with_the_specs_own_reason(plant):

@@ -21,7 +21,7 @@ def attncore_backend():
 HEAVY = """
 import dataclasses
 import torch
-from attncore import AttentionBackend, AttentionImpl, kv_cache as paged
+from attncore import AttentionBackend, AttentionImpl
 from attncore.reference import ReferenceBackend
 
 class Impl(AttentionImpl):

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from attncore.testing.engines.cache_view import Pages, block_views
-from attncore.testing.engines.engine import Engine
+from attncore.abstract import AttentionBackend
+from attncore.testing.engines.block_views import block_views
+from attncore.testing.engines.cache_view import CacheView
+from attncore.testing.engines.run_batches import run_with_a_copied_block
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import ConformanceError
 from attncore.testing.harness.subject import Subject
@@ -60,8 +62,7 @@ def test_a_slot_owns_its_part_of_its_block(attncore_subject: Subject) -> None:
     """Writing one token changes elements of one block only, as many for every token, and room for a key and a value."""
     backend = attncore_subject.backend()
     config = backend.config
-    pages = Pages(backend, backend.allocate_kv_cache(2), 2)
-    elements = sum(int((owner == 0).sum()) for owner in pages.owner)
+    elements = CacheView(backend, backend.allocate_kv_cache(2), 2).elements_of_a_token
     values = 0 if config.use_mla else config.head_size_v or config.head_size  # latent ones are a part of the keys
     wanted = config.num_kv_heads * (config.head_size + values)
     if elements < wanted:
@@ -73,10 +74,10 @@ def test_blocks_are_copied_within_caches(attncore_subject: Subject) -> None:
     """``copy_blocks`` copies whole blocks in every cache given; all are read before any is written."""
     backend = attncore_subject.backend()
     caches = [backend.allocate_kv_cache(6) for _ in range(2)]
-    pages = [_numbered(backend, cache, 6) for cache in caches]
+    views = [_numbered(backend, cache, 6) for cache in caches]
     backend.copy_blocks(caches, np.array([(1, 2), (2, 3), (5, 0)]))
-    for one in pages:
-        _check_blocks(one, {2: 1, 3: 2, 0: 5, 1: 1, 4: 4, 5: 5}, "copy_blocks of (1, 2), (2, 3), (5, 0)")
+    for view in views:
+        _check_blocks(view, {2: 1, 3: 2, 0: 5, 1: 1, 4: 4, 5: 5}, "copy_blocks of (1, 2), (2, 3), (5, 0)")
 
 
 @covers("copy and swap of blocks")
@@ -84,7 +85,7 @@ def test_blocks_are_swapped_to_another_cache(attncore_subject: Subject) -> None:
     """``swap_blocks`` copies blocks to another cache and leaves the source as it was."""
     backend = attncore_subject.backend()
     source, target = backend.allocate_kv_cache(6), backend.allocate_kv_cache(4)
-    left, right = _numbered(backend, source, 6), Pages(backend, target, 4)
+    left, right = _numbered(backend, source, 6), CacheView(backend, target, 4)
     backend.swap_blocks(source, target, np.array([(5, 0), (1, 3)]))
     _check_blocks(left, {block: block for block in range(6)}, "the source after swap_blocks")
     _check_blocks(right, {0: 5, 3: 1}, "swap_blocks of (5, 0), (1, 3)")
@@ -94,27 +95,21 @@ def test_blocks_are_swapped_to_another_cache(attncore_subject: Subject) -> None:
 def test_a_request_reads_a_copied_block(attncore_subject: Subject) -> None:
     """A request whose block was copied and replaced goes on with the copy."""
     attncore_subject.require_phase("decode")
-    engine = Engine(attncore_subject.backend())
-    engine.add("a", engine.block_size + 2)
-    engine.fill({"a": engine.block_size + 1})
-    old, new = engine.batch.block_ids("a")[0], engine.free.pop()
-    engine.backend.copy_blocks([engine.kv_cache], np.array([(old, new)]))
-    engine.replace("a", 0, new)
-    engine.step({"a": 1})
+    run_with_a_copied_block(attncore_subject.backend())
 
 
-def _numbered(backend: Any, kv_cache: Any, num_blocks: int) -> Pages:
+def _numbered(backend: AttentionBackend, kv_cache: Any, num_blocks: int) -> CacheView:
     """The cache with every element of block i at i + 1."""
-    pages = Pages(backend, kv_cache, num_blocks)
+    view = CacheView(backend, kv_cache, num_blocks)
     for block in range(num_blocks):
-        where = np.zeros((num_blocks + 1, pages.block_size), dtype=np.bool_)
+        where = np.zeros((num_blocks + 1, view.block_size), dtype=np.bool_)
         where[block] = True
-        pages.fill(where, block + 1.0)
-    return pages
+        view.fill(where, block + 1.0)
+    return view
 
 
-def _check_blocks(pages: Pages, expected: dict[int, int], what: str) -> None:
-    for part, owner in zip(pages.parts, pages.owner, strict=True):
+def _check_blocks(view: CacheView, expected: dict[int, int], what: str) -> None:
+    for part, owner in zip(view.parts, view.owners, strict=True):
         for block, number in expected.items():
             found = part[block].cpu()[owner >= 0].float()
             if not bool((found == number + 1).all()):

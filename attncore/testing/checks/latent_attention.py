@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
-
-import numpy as np
-from hypothesis import strategies as st
 
 from attncore.abstract import AttentionBackend
-from attncore.testing.checks.features import edges
-from attncore.testing.engines.cache_view import Pages
-from attncore.testing.engines.engine import Engine, run_rows
-from attncore.testing.harness.covers import covers, explore, rows
+from attncore.testing.engines.cache_view import CacheView
+from attncore.testing.engines.run_batches import (
+    run_around_a_block,
+    run_drawn_batches,
+    run_with_a_copied_block,
+)
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.declared import edges
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
 from attncore.testing.harness.subject import Subject
 
@@ -32,36 +32,25 @@ def _latent(subject: Subject) -> AttentionBackend:
     return subject.backend(use_mla=True)
 
 
-def _kinds(subject: Subject) -> dict[str, Any]:
-    phases = subject.form.phases
-    return {} if len(phases) > 1 else {"contexts": True, "decode": "decode" in phases}
-
-
 @covers("latent attention")
 def test_latent_attention_over_random_batches(attncore_subject: Subject, attncore_examples: int) -> None:
     """Mixed batches: every query head reads the one latent row of a token, values are its first columns."""
-    backend = _latent(attncore_subject)
-
-    def check(batch: list[tuple[int, int]], seed: int) -> None:
-        run_rows(Engine(backend, seed=seed), batch)
-
-    batch = rows(backend.config.block_size, **_kinds(attncore_subject))
-    explore(check, attncore_examples, batch=batch, seed=st.integers(0, 999))
+    run_drawn_batches(attncore_subject, _latent(attncore_subject), attncore_examples)
 
 
 @covers("latent attention")
 def test_latent_attention_reads_only_its_own(attncore_subject: Subject) -> None:
     """NaN in all that no token owns (unused rows of last pages too, unless the spec declares ``finite_tail``)."""
     backend = _latent(attncore_subject)
-    run_rows(Engine(backend, junk=math.nan), attncore_subject.around_a_block(backend.config.block_size))
+    run_around_a_block(attncore_subject, backend, junk=math.nan)
 
 
 @covers("latent attention")
 def test_the_latent_cache_holds_a_row_a_token(attncore_subject: Subject) -> None:
     """A token owns ``head_size`` elements and no more than alignment adds: no copy of keys, none of values."""
     backend = _latent(attncore_subject)
-    pages, size = Pages(backend, backend.allocate_kv_cache(2), 2), backend.config.head_size
-    elements = sum(int((owner == 0).sum()) for owner in pages.owner)
+    size = backend.config.head_size
+    elements = CacheView(backend, backend.allocate_kv_cache(2), 2).elements_of_a_token
     if not size <= elements < 2 * size:
         raise ConformanceError(f"a token owns {elements} elements of its block; its latent row has {size}")
 
@@ -70,13 +59,7 @@ def test_the_latent_cache_holds_a_row_a_token(attncore_subject: Subject) -> None
 def test_latent_blocks_are_copied(attncore_subject: Subject) -> None:
     """A request whose block was copied and replaced goes on with the copy."""
     attncore_subject.require_phase("decode")
-    engine = Engine(_latent(attncore_subject))
-    engine.add("a", engine.block_size + 2)
-    engine.fill({"a": engine.block_size + 1})
-    old, new = engine.batch.block_ids("a")[0], engine.free.pop()
-    engine.backend.copy_blocks([engine.kv_cache], np.array([(old, new)]))
-    engine.replace("a", 0, new)
-    engine.step({"a": 1})
+    run_with_a_copied_block(_latent(attncore_subject))
 
 
 @covers("value head size")
@@ -97,7 +80,7 @@ def test_sizes_of_a_value_head(attncore_subject: Subject) -> None:
             continue
         tried += 1
         try:
-            run_rows(Engine(backend), attncore_subject.around_a_block(backend.config.block_size))
+            run_around_a_block(attncore_subject, backend)
         except Exception as error:
             raise ConformanceError(f"the spec declares head_size_v {size}, but: {told(error)}") from error
     if not tried:

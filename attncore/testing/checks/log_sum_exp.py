@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from attncore.builder import ContextParallel, InputBatch, MetadataBuilder
-from attncore.testing.checks.features import FEATURES
-from attncore.testing.engines import planned_steps as steps
-from attncore.testing.engines.compare import Row
-from attncore.testing.engines.encoder_engine import CrossEngine, EncoderEngine
-from attncore.testing.engines.engine import Engine, run_rows
-from attncore.testing.harness.covers import covers, explore, rows
+from attncore.testing.engines.compare import StepRequest
+from attncore.testing.engines.cross_engine import CrossEngine
+from attncore.testing.engines.encoder_engine import EncoderEngine
+from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.planned_steps import planned
+from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_drawn_batches
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.declared import FEATURES
 from attncore.testing.harness.errors import ConformanceError
 from attncore.testing.harness.subject import Subject
 
@@ -32,13 +33,7 @@ __all__ = [
 def test_log_sum_exp_over_random_batches(attncore_subject: Subject, attncore_examples: int) -> None:
     """Natural logarithms, float32 (tokens, heads), of every token of mixed batches."""
     attncore_subject.require("lse")
-    backend, phases = attncore_subject.backend(), attncore_subject.form.phases
-    kinds: dict[str, Any] = {} if len(phases) > 1 else {"contexts": True, "decode": "decode" in phases}
-
-    def check(batch: list[tuple[int, int]], seed: int) -> None:
-        run_rows(Engine(backend, seed=seed, with_lse=True), batch)
-
-    explore(check, attncore_examples, batch=rows(backend.config.block_size, **kinds), seed=st.integers(0, 999))
+    run_drawn_batches(attncore_subject, attncore_subject.backend(), attncore_examples, with_lse=True)
 
 
 @covers("lse")
@@ -49,8 +44,7 @@ def test_log_sum_exp_with_features(attncore_subject: Subject) -> None:
     declared = [FEATURES[name] for name in FEATURES if name in attncore_subject.form.features]
     together: dict[str, Any] = {argument: value for one in declared for argument, value in one.items()}
     for features in (*declared, together):
-        batch = attncore_subject.around_a_block(backend.config.block_size)
-        run_rows(Engine(backend, with_lse=True, **features), batch)
+        run_around_a_block(attncore_subject, backend, with_lse=True, **features)
 
 
 @covers("lse")
@@ -68,7 +62,7 @@ def test_log_sum_exp_with_the_output_where_it_is_asked(attncore_subject: Subject
         return answer
 
     engine.impl.forward_with_lse = into  # type: ignore[method-assign, assignment]
-    run_rows(engine, attncore_subject.around_a_block(backend.config.block_size))
+    run_batch(engine, attncore_subject.around_a_block(backend.config.block_size))
     if not all(seen):
         raise ConformanceError("forward_with_lse was given an output and returned another tensor")
 
@@ -116,13 +110,13 @@ def test_a_rank_decodes_over_the_keys_it_keeps(attncore_subject: Subject, rank: 
     engine.fill(kept)  # as if its own were all there are: where they lie in the cache is the same
     engine.causal = False  # the query comes after all keys
     built = MetadataBuilder(batch, max_num_batched_tokens=len(contexts)).build()
-    metadata = steps.planned(engine.backend, mine.metadata(built))
-    tensors = engine.tensors(len(contexts))
-    rows, expected = [], []
+    metadata = planned(engine.backend, mine.metadata(built))
+    tensors = engine.drawn.query_key_value(len(contexts))
+    requests, expected = [], []
     for i, name in enumerate(built.req_ids):
         is_mine = metadata.host.slot_mapping[i] >= 0
-        keys = [torch.cat((old, new[i : i + is_mine])) for old, new in zip(engine.said[name], tensors[1:], strict=True)]
-        expected.append(engine.dense(tensors[0][i : i + 1], *keys))
-        rows.append(Row(name, 1, kept[name]))
-    answer = engine.checked(tensors, metadata, metadata.host.slot_mapping)
-    engine.compare(answer, expected, rows)
+        seen = engine.history[name].extended(*(new[i : i + is_mine] for new in tensors[1:]))
+        expected.append(engine.dense(tensors[0][i : i + 1], *seen))
+        requests.append(StepRequest(name, 1, kept[name]))
+    answer = engine.checked_forward(tensors, metadata, metadata.host.slot_mapping)
+    engine.compare(answer, expected, requests)

@@ -7,9 +7,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from attncore.testing.checks.features import FEATURES
-from attncore.testing.engines.engine import Engine, run_rows
-from attncore.testing.harness.covers import covers, explore, rows
+from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.run_batches import run_batch
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.declared import FEATURES
+from attncore.testing.harness.drawn import batches, explore
 from attncore.testing.harness.subject import Subject
 
 __all__ = ["test_nothing_is_read_that_no_request_owns", "test_nothing_is_read_under_a_window"]
@@ -17,19 +19,18 @@ __all__ = ["test_nothing_is_read_that_no_request_owns", "test_nothing_is_read_un
 
 def _explore(subject: Subject, examples: int, **features: Any) -> None:
     backend = subject.backend(**({"num_heads": 4, "num_kv_heads": 2} if features else {}))
-    phases = subject.form.phases
-    kinds = {} if len(phases) > 1 else {"contexts": True, "decode": "decode" in phases}
+    decodes = "decode" in subject.form.phases
 
     def check(batch: list[tuple[int, int]], seed: int) -> None:
         engine = Engine(backend, junk=math.nan, seed=seed, **features)
-        run_rows(engine, batch)
+        run_batch(engine, batch)
         engine.remove(0)  # its blocks turn to NaN under the others
-        if engine.said and "decode" in phases:
+        if engine.history and decodes:
             for name in engine.batch.req_ids:
                 engine.grow(name)
             engine.step(dict.fromkeys(engine.batch.req_ids, 1))
 
-    explore(check, examples, batch=rows(backend.config.block_size, **kinds), seed=st.integers(0, 999))
+    explore(check, examples, batch=batches(backend.config.block_size, **subject.drawn_phases), seed=st.integers(0, 999))
 
 
 @covers("NaN canary")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-
 from attncore.testing.engines.compare import differs
-from attncore.testing.engines.engine import Engine, run_rows
+from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.run_batches import run_batch
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.errors import ConformanceError, UnsupportedError
+from attncore.testing.harness.errors import ConformanceError
 from attncore.testing.harness.subject import Subject
 
 __all__ = [
-    "test_a_graph_batch_of_the_list_door",
-    "test_a_graph_batch_of_the_persistent_door",
     "test_a_smaller_batch_after_a_larger_one",
-    "test_padded_tokens_change_no_block",
     "test_shorter_requests_after_longer_ones",
     "test_the_same_step_twice_gives_the_same",
 ]
@@ -57,53 +53,6 @@ def test_the_same_step_twice_gives_the_same(attncore_subject: Subject) -> None:
     """Two engines with the same requests, one after another, get the same numbers."""
     backend = attncore_subject.backend()
     batch = [(0, 3), (backend.config.block_size, 1)] if len(attncore_subject.form.phases) > 1 else [(0, 1)]
-    outputs = [run_rows(Engine(backend, seed=7), batch) for _ in range(2)]
+    outputs = [run_batch(Engine(backend, seed=7), batch) for _ in range(2)]
     if differs(*outputs) > Engine(backend).tolerance:
         raise ConformanceError("the same step gave other numbers the second time: something of the first was left over")
-
-
-@covers("padding")
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_padded_tokens_change_no_block(attncore_subject: Subject, tokens: int) -> None:
-    """Tokens of padding have slot -1 and garbage for keys: no block that a request may own changes."""
-    engine = Engine(attncore_subject.backend())
-    engine.add("a", 2 * engine.block_size)
-    engine.fill({"a": engine.block_size})
-    engine.step({"a": 1}, pad_tokens=tokens)
-    engine.step({"a": 1}, pad_tokens=tokens)
-
-
-def _require_graphs(subject: Subject) -> None:
-    if subject.form.cuda_graph == "never":
-        raise UnsupportedError("its spec says cuda_graph='never'")
-    subject.require_phase("decode")
-
-
-@covers("graph padding")
-@pytest.mark.parametrize("padding", [1, 3])
-def test_a_graph_batch_of_the_persistent_door(attncore_subject: Subject, padding: int) -> None:
-    """Decodes padded to a captured size: ``query_start_loc`` plateaus, lengths are ``pad_seq_len``, slots -1."""
-    _require_graphs(attncore_subject)
-    engine = Engine(attncore_subject.backend())
-    size = engine.block_size
-    for name, context in enumerate((1, size, 2 * size + 1)):
-        engine.add(name, context + 4)
-    engine.fill({0: 1, 1: size, 2: 2 * size + 1})
-    pad = {"pad_reqs": padding, "pad_tokens": padding, "pad_seq_len": attncore_subject.form.pad_seq_len}
-    engine.step(dict.fromkeys(range(3), 1), **pad)
-    engine.step({1: 1}, **{**pad, "pad_reqs": padding + 2, "pad_tokens": padding + 2})  # the same captured size
-    engine.step(dict.fromkeys(range(3), 1), **pad)
-
-
-@covers("graph padding")
-@pytest.mark.parametrize("padding", [0, 2])
-def test_a_graph_batch_of_the_list_door(attncore_subject: Subject, padding: int) -> None:
-    """Decodes padded by the rules of the first generation: lengths 1, rows of block 0, a table of fixed width."""
-    _require_graphs(attncore_subject)
-    engine = Engine(attncore_subject.backend())
-    size = engine.block_size
-    for name, context in enumerate((1, size, 2 * size + 1)):
-        engine.add(name, context + 2)
-    engine.fill({0: 1, 1: size, 2: 2 * size + 1})
-    engine.list_step({}, dict.fromkeys(range(3), 1), pad=padding)
-    engine.list_step({}, {2: 1}, pad=padding + 2)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attncore.testing.engines.compare import differs
-from attncore.testing.engines.engine import Engine, run_rows
+from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.run_batches import run_batch
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import ConformanceError
 from attncore.testing.harness.subject import Subject
@@ -51,7 +52,7 @@ def test_strided_tensors(attncore_subject: Subject, layout: str) -> None:
 
     engine.impl.forward = strided  # type: ignore[method-assign, assignment]
     try:
-        run_rows(engine, attncore_subject.around_a_block(backend.config.block_size))
+        run_batch(engine, attncore_subject.around_a_block(backend.config.block_size))
     except ConformanceError as error:
         raise ConformanceError(
             f"with strided tensors ({layout}; contiguous in the last dimension only): {error}"

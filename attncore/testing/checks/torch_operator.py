@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attncore.ops.operator import attention, forward_context
-from attncore.testing.engines import planned_steps as steps
 from attncore.testing.engines.compare import differs
 from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.planned_steps import planned
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import ConformanceError
 from attncore.testing.harness.subject import Subject
@@ -27,25 +27,23 @@ def test_the_layer_as_a_torch_operator(attncore_subject: Subject, compiled: bool
     for name, context in names.items():
         engine.add(name, context + 1)
     engine.fill(names)
-    metadata = steps.planned(engine.backend, engine.builder.build(dict.fromkeys(names, 1)))
+    metadata = planned(engine.backend, engine.builder.build(dict.fromkeys(names, 1)))
     config = engine.config
-    query, key, value = (
-        tensor.to(config.device, getattr(torch, config.dtype)) for tensor in engine.tensors(metadata.num_tokens)
-    )
+    query, key, value = engine.on_device(engine.drawn.query_key_value(metadata.num_tokens))
     given: Any = None if config.use_mla else value
-    before = engine.pages.snapshot()
+    before = engine.cache_view.snapshot()
     expected = engine.impl.forward(query, key, given, engine.kv_cache, metadata)
-    wanted = engine.pages.snapshot()
+    wanted = engine.cache_view.snapshot()
 
     def model(query: Any, key: Any, value: Any, kv_cache: Any) -> Any:
         return attention(query * 1, key, value, kv_cache, layer_name="layers.0", head_size_v=config.head_size_v)
 
-    engine.pages.restore(before)
+    engine.cache_view.restore(before)
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     with torch.inference_mode(), forward_context(metadata, {"layers.0": engine.impl}):
         found = run(query, key, given, engine.kv_cache)
     if differs(found.cpu(), expected.cpu()) > engine.tolerance:
         raise ConformanceError("through the operator attncore::attention forward gave another output")
-    for new, old in zip(engine.pages.snapshot(), wanted, strict=True):
+    for new, old in zip(engine.cache_view.snapshot(), wanted, strict=True):
         if not torch.equal(new, old):
             raise ConformanceError("through the operator attncore::attention forward left another cache")

@@ -17,7 +17,7 @@ from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.testing.harness.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from attncore.abstract import AttentionBackend, BackendConfig
+    from attncore.abstract import AttentionBackend
     from attncore.registry.choice.choice import Choice
 
 
@@ -101,10 +101,8 @@ class Subject:
 
     def beyond(self, **changes: Any) -> AttentionBackend:
         """A backend for a configuration that the spec does not declare, made past the negotiation that would refuse."""
-        from attncore.registry.choice.choice import Choice
-
-        config: BackendConfig = dataclasses.replace(self.backend().config, **changes)
-        return Choice._made(self._choose(**_base(self.form)), config)
+        config = dataclasses.replace(self.backend().config, **changes)
+        return self._choose(**_base(self.form)).create_for(config)
 
     def around_a_block(self, size: int) -> list[tuple[int, int]]:
         """Requests of (context, tokens of a step), of the phases that the form runs, at the edges of blocks of
@@ -126,6 +124,12 @@ class Subject:
             raise UnsupportedError("; ".join(reasons) or found.refusal)
         return found.chosen
 
+    @property
+    def drawn_phases(self) -> dict[str, bool]:
+        """The arguments of ``drawn.batches`` for batches of the phases that the form runs."""
+        phases = self.form.phases
+        return {} if len(phases) > 1 else {"contexts": True, "decode": "decode" in phases}
+
     def require(self, feature: str) -> None:
         """UnsupportedError, with the spec's own reason where it gives one, unless the form declares ``feature``."""
         form = self.form
@@ -138,6 +142,12 @@ class Subject:
         missing = [phase for phase in phases if phase not in self.form.phases]
         if missing:
             raise UnsupportedError(f"its spec declares no phase {' and '.join(missing)}")
+
+    def require_graphs(self, *phases: str) -> None:
+        """UnsupportedError unless the form declares captured graphs, and runs every one of ``phases``."""
+        if self.form.cuda_graph == "never":
+            raise UnsupportedError("its spec says cuda_graph='never'")
+        self.require_phase(*phases)
 
 
 def _base(form: BackendSpec, **changes: Any) -> dict[str, Any]:
