@@ -9,9 +9,10 @@ from gpu_work import Backend, Shape, Work, captured, synchronize
 
 from attncore import MetadataBuilder
 from attncore.builder.device.arena import COUNTS
-from attncore.replay.runner import Settings, _apply, _batch
+from attncore.replay.ranks import apply_before, make_batch, scheduled
 from attncore.replay.scheduling.cache_blocks import CacheBlocks
 from attncore.replay.scheduling.scheduler import Scheduler
+from attncore.replay.settings import Settings
 from attncore.replay.traces.read_trace import read_trace
 
 HEADER, LINE = 640, 128
@@ -68,7 +69,7 @@ def over_trace(path, device, transport, *, graphs, max_requests=None):
         requests, CacheBlocks(settings.groups_of_batch, settings.num_blocks),
         max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens,
     )  # fmt: skip
-    batch = _batch(requests, settings)
+    batch = make_batch(requests, settings)
     builder = MetadataBuilder(
         batch, Backend(device), max_num_batched_tokens=settings.max_num_batched_tokens, transport=transport
     )
@@ -87,14 +88,14 @@ def over_trace(path, device, transport, *, graphs, max_requests=None):
         if step is None:
             now = max(now, scheduler.next_arrival or now)
             continue
-        scheduled = _apply(step, batch, settings)
+        apply_before(step, batch, settings)
         new = sum(len(running.blocks) for running in step.admitted)
         new += sum(len(blocks) for tables in step.appended.values() for blocks in tables)
         held |= {running.row: running for running in step.admitted}
         bucket = None
         if graphs and not step.prefills:
             bucket = next(size for size in buckets if size >= len(step.decodes))
-        metadata = builder.build(scheduled, bucket=bucket)
+        metadata = builder.build(scheduled(step), bucket=bucket)
         if bucket:
             metadata.replay(models[bucket])
         tokens = bucket or max(256, 1 << (step.tokens - 1).bit_length())

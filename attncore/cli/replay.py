@@ -25,10 +25,12 @@ from attncore.errors import NoBackendError
 from attncore.replay.layers.attention_layers import torch_threads
 from attncore.replay.results import report
 from attncore.replay.results.save_steps import StepsFile, batch_line, persistent_line
-from attncore.replay.runner import Settings, replay
+from attncore.replay.runner import replay
 from attncore.replay.scheduling.cache_blocks import check_pools
+from attncore.replay.settings import Settings
 from attncore.replay.traces import synthetic
-from attncore.replay.traces.read_trace import Trace, read_trace
+from attncore.replay.traces.read_trace import read_trace
+from attncore.replay.traces.trace import Trace
 
 if TYPE_CHECKING:
     from attncore.replay.layers.attention_layers import AttentionLayers
@@ -230,7 +232,7 @@ def _layers(
     if args.model:
         return _model(args.model, args.backend, settings, trace)
     from attncore.replay.layers.make_layers import make_layers
-    from attncore.replay.layers.token_content import Content
+    from attncore.replay.token_content import Content
 
     content = Content(args.num_heads, args.num_kv_heads, args.head_size, args.seed)
     with stdout_to_stderr():
@@ -240,7 +242,8 @@ def _layers(
 def _model(path: str, backend: str | None, settings: Settings, trace: Trace) -> tuple[ModelLayers, str]:
     if importlib.util.find_spec("transformers") is None:
         raise NoBackendError("transformers is not installed and --model needs it: pip install attncore[transformers]")
-    from attncore.replay.layers.whole_model import ModelError, ModelLayers
+    from attncore.replay.errors import ModelError
+    from attncore.replay.layers.whole_model import ModelLayers
 
     with stdout_to_stderr():
         try:

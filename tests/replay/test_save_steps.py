@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from attncore.cli import main
-from attncore.replay.checks.oracle import Row, expected
+from attncore.replay.checks.oracle import PlannedRow, expected
 from attncore.replay.results.save_steps import StepsFile
-from attncore.replay.runner import Settings, replay
+from attncore.replay.runner import replay
+from attncore.replay.settings import Settings
 from attncore.replay.traces.trace import Request
 
 # Chunks, prefix hits (row 3) and, with 9 blocks to hand out, preemption.
@@ -60,7 +61,7 @@ def test_attncore_build_accepts_every_line_and_finds_the_same_slots(tmp_path, ca
     assert len(answers) == len(lines)
     for line, answer in zip(lines, answers, strict=True):
         sequences = [sequence for group in line["groups"] for sequence in group["sequences"]]
-        rows = [Row(one["context_len"], one["query_len"], one["block_table"]) for one in sequences]
+        rows = [PlannedRow(one["context_len"], one["query_len"], one["block_table"]) for one in sequences]
         wanted = expected(rows, 4)
         for name in ("slot_mapping", "seq_lens", "context_lens", "query_start_loc", "seq_start_loc", "max_query_len"):
             assert answer[name] == wanted[name], name

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from attncore.replay.layers.token_content import Content, content_ids, own_content
+from attncore.replay.token_content import Content, content_ids, own_content
 from attncore.replay.traces.trace import Request
 
 

@@ -1,4 +1,4 @@
-"""The model of a replay: nothing but its attention layers, each with a paged cache of its own."""
+"""The attention layers of a replay, each with a paged cache of its own."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from attncore.replay.layers.token_content import content_ids, own_content, rejected_content
+from attncore.replay.checks.attention_check import AttentionCheck
+from attncore.replay.token_content import Content, step_content
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import numpy.typing as npt
+    from torch import Tensor
 
-    from attncore.replay.checks.attention_check import DenseCheck
-    from attncore.replay.layers.token_content import Content
+    from attncore.abstract import AttentionBackend
+    from attncore.builder.persistent.step_metadata import StepMetadata
     from attncore.replay.results.measurements import Verification
-    from attncore.replay.runner import Settings
-    from attncore.replay.scheduling.scheduler import Step
+    from attncore.replay.scheduling.step import Step
+    from attncore.replay.settings import Settings
     from attncore.replay.traces.trace import Request
 
 
@@ -38,7 +37,7 @@ class AttentionLayers:
 
     def __init__(
         self,
-        backend: Any,
+        backend: AttentionBackend | Mapping[str, AttentionBackend],
         content: Content,
         num_layers: int,
         num_blocks: int,
@@ -48,13 +47,16 @@ class AttentionLayers:
 
         self.backend = backend
         self.content = content
-        self.scale = content.head_size**-0.5
-        by_group = list(backend.items()) if isinstance(backend, Mapping) else [(None, backend)]
-        self.of_layer: list[tuple[str | None, Any]] = [by_group[i % len(by_group)] for i in range(num_layers)]
+        by_group: list[tuple[str | None, AttentionBackend]] = (
+            list(backend.items()) if isinstance(backend, Mapping) else [(None, backend)]
+        )
+        self.of_layer: list[tuple[str | None, AttentionBackend]] = [
+            by_group[i % len(by_group)] for i in range(num_layers)
+        ]
         self.windows = [windows.get(name) if windows and name else None for name, _ in self.of_layer]
         self.name, self.dtype = by_group[0][1].name, by_group[0][1].config.dtype
         self.impls = [
-            one.impl(f"layers.{layer}", scale=self.scale, sliding_window=window, attn_type=self.attn_type)
+            one.impl(f"layers.{layer}", scale=content.scale, sliding_window=window, attn_type=self.attn_type)
             for layer, ((_, one), window) in enumerate(zip(self.of_layer, self.windows, strict=True))
         ]
         try:
@@ -73,13 +75,11 @@ class AttentionLayers:
     def num_layers(self) -> int:
         return len(self.impls)
 
-    def check(self, requests: Sequence[Request], settings: Settings, result: Verification) -> DenseCheck:
+    def check(self, requests: Sequence[Request], settings: Settings, result: Verification) -> AttentionCheck:
         """What compares a sample of requests with dense attention."""
-        from attncore.replay.checks.attention_check import DenseCheck
+        return AttentionCheck(self.content, self.windows, self.dtype, requests, settings, result)
 
-        return DenseCheck(self, requests, settings.verify_every, settings.seed, result)
-
-    def forward(self, step: Step, *ranks: Any) -> tuple[list[Any], int]:
+    def forward(self, step: Step, *ranks: StepMetadata) -> tuple[list[Tensor], int]:
         """Each layer's output ``(num_tokens, num_heads, head_size)``, and the nanoseconds that all layers took.
 
         ``ranks`` is the metadata, one for each rank. Positions are the first's, as in an engine: where they are wrong,
@@ -95,13 +95,14 @@ class AttentionLayers:
                 ]
                 of_group = [metadata if group is None else metadata.groups[group] for metadata in ranks]
                 start = perf_counter_ns()
-                outputs.append(self._attend(layer, tokens, of_group))
+                outputs.append(self.attend(layer, tokens, of_group))
                 elapsed += perf_counter_ns() - start
         return outputs, elapsed
 
-    def _attend(self, layer: int, tokens: list[Any], ranks: list[Any]) -> Any:
+    def attend(self, layer: int, tokens: list[Tensor], ranks: list[StepMetadata]) -> Tensor:
         """One layer's output for query, key and value ``tokens``; ``ranks`` is the metadata of the layer's group."""
-        return self.impls[layer].forward(*tokens, self.kv_caches[layer], *ranks)
+        (query, key, value), [metadata] = tokens, ranks
+        return self.impls[layer].forward(query, key, value, self.kv_caches[layer], metadata)
 
 
 @contextmanager
@@ -119,22 +120,3 @@ def torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def step_content(step: Step, metadata: Any) -> npt.NDArray[np.int64]:
-    """The content id of each of the step's tokens, int64, in the order of ``metadata``."""
-    host = metadata.host
-    own = np.array([own_content(row) for row in metadata.req_ids], dtype=np.int64)
-    ids: npt.NDArray[np.int64] = own[host.token_to_req_indices]
-    for running in step.decodes if step.drafts else ():
-        draft = step.draft(running)
-        if draft.rejected:
-            end = int(host.query_start_loc[metadata.req_ids.index(running.row) + 1])
-            ids[end - draft.rejected : end] = rejected_content(running.row)
-    shared = [(running, count) for running, count in step.prefills if running.request.hash_ids is not None]
-    if shared:
-        index_of = {row: index for index, row in enumerate(metadata.req_ids)}
-        for running, count in shared:
-            start = int(host.query_start_loc[index_of[running.row]])
-            ids[start : start + count] = content_ids(running.request, running.computed, running.computed + count)
-    return ids

@@ -16,9 +16,14 @@ from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.replay.layers.attention_layers import AttentionLayers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from attncore.replay.layers.token_content import Content
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from attncore.abstract import AttentionBackend
+    from attncore.builder.persistent.step_metadata import StepMetadata
+    from attncore.replay.token_content import Content
 
 
 class ShardedLayers(AttentionLayers):
@@ -29,7 +34,7 @@ class ShardedLayers(AttentionLayers):
 
     def __init__(
         self,
-        backend: Any,
+        backend: AttentionBackend | Mapping[str, AttentionBackend],
         content: Content,
         num_layers: int,
         num_blocks: int,
@@ -43,20 +48,26 @@ class ShardedLayers(AttentionLayers):
         block_size = self.of_layer[0][1].config.block_size
         self.ranks = [ContextParallel(world_size, rank, block_size, interleave) for rank in range(world_size)]
 
-    def _attend(self, layer: int, tokens: list[Any], ranks: list[Any]) -> Any:
+    def attend(self, layer: int, tokens: list[Tensor], ranks: list[StepMetadata]) -> Tensor:
+        """Each rank's output over its own cache, merged."""
         from attncore import merge
         from attncore.reference import cache as kv_cache
 
         query, key, value = tokens
-        impl, parts = self.impls[layer], []
+        impl, from_host, parts = self.impls[layer], self.of_layer[layer][1].from_host, []
         for mine, metadata, cache in zip(self.ranks, ranks, self.kv_caches[layer], strict=True):
             kv_cache.write(key, value, cache, metadata.slot_mapping)
-            parts.append(impl.forward_with_lse(query, None, None, cache, over_shard(metadata, mine)))
+            parts.append(impl.forward_with_lse(query, None, None, cache, over_shard(metadata, mine, from_host)))
         return merge.merge_attention(*zip(*parts, strict=True))[0]
 
 
-def over_shard(metadata: Any, mine: ContextParallel) -> CommonAttentionMetadata:
-    """``metadata`` of rank ``mine``, its keys as those of an encoder that every query sees whole."""
+def over_shard(
+    metadata: StepMetadata, mine: ContextParallel, from_host: Callable[[npt.NDArray[Any]], Tensor]
+) -> CommonAttentionMetadata:
+    """``metadata`` of rank ``mine``, its keys as those of an encoder that every query sees whole.
+
+    ``from_host`` is the backend's: it takes host arrays to the device.
+    """
     host = metadata.host
     owners, visible = host.token_to_req_indices, mine.seq_lens(host.positions + 1)
     differs = (owners[1:] != owners[:-1]) | (visible[1:] != visible[:-1])
@@ -70,4 +81,4 @@ def over_shard(metadata: Any, mine: ContextParallel) -> CommonAttentionMetadata:
         cross_slot_mapping=np.zeros(0, np.int64),
         cross_block_table=host.block_table[owners[starts]],
     )
-    return CommonAttentionMetadata(fields, metadata._wrap, num_reqs=rows)
+    return CommonAttentionMetadata(fields, from_host, num_reqs=rows)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from attncore.builder.persistent.kv_cache_group import KVCacheGroup
-    from attncore.replay.scheduling.cache_blocks import RunningRequest
-    from attncore.replay.scheduling.scheduler import Step
+    from attncore.replay.scheduling.running_request import RunningRequest
+    from attncore.replay.scheduling.step import Step
 
 
 class StepsFile:

@@ -6,12 +6,11 @@ import gzip
 import io
 import math
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attncore.replay.traces import azure, mooncake
-from attncore.replay.traces.trace import Request, TraceError
+from attncore.replay.traces.trace import Request, Trace, TraceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,15 +18,6 @@ if TYPE_CHECKING:
 
 _GZIP = b"\x1f\x8b"
 _FORMATS: dict[str, ModuleType] = {"azure": azure, "mooncake": mooncake}
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Requests in order of arrival, with where they come from (``source``: a file name or a workload's name)."""
-
-    source: str
-    format: str
-    requests: tuple[Request, ...]
 
 
 def read_trace(path: str | Path, max_requests: int | None = None, max_seconds: float = math.inf) -> Trace:

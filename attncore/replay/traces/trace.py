@@ -1,4 +1,4 @@
-"""What a trace says about one request, and how a reader complains."""
+"""A trace and its requests, the limits of their numbers, and the error of a trace that cannot be read."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ class Request:
     prompt_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in order of arrival, with where they come from (``source``: a file name or a workload's name)."""
+
+    source: str
+    format: str
+    requests: tuple[Request, ...]
 
 
 def checked_length(name: str, value: int) -> int:

@@ -2,15 +2,21 @@
 
 A real model's keys of a shared prefix are equal for all who share it. Here they are by construction: a row is the sum
 of two table rows, which a hash of (content id, position, layer) picks. So any part of any request can be computed
-again, by whoever checks, without the cache and without a model.
+again for a check, without the cache and without a model.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from attncore.replay.traces.trace import HASH_BLOCK, Request
+
+if TYPE_CHECKING:
+    from attncore.builder.persistent.step_metadata import StepMetadata
+    from attncore.replay.scheduling.step import Step
 
 _ROWS = 1024  # a table; two tables make a million different tokens a layer
 _ODD = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # spread ids, positions and layers over 64 bits
@@ -26,6 +32,7 @@ class Content:
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
+        self.scale = head_size**-0.5
         width = (num_heads + 2 * num_kv_heads) * head_size
         tables = np.random.default_rng(seed).standard_normal((2, _ROWS, width), dtype=np.float32)
         self._first, self._second = tables * np.float32(0.5**0.5)
@@ -83,4 +90,23 @@ def content_ids(request: Request, start: int, stop: int) -> Int64:
     if request.hash_ids is not None and shared > 0:
         hash_ids = np.array(request.hash_ids, dtype=np.int64)
         ids[:shared] = 2 * hash_ids[np.arange(start, start + shared) // HASH_BLOCK]
+    return ids
+
+
+def step_content(step: Step, metadata: StepMetadata) -> Int64:
+    """The content id of each of the step's tokens, int64, in the order of ``metadata``."""
+    host = metadata.host
+    own = np.array([own_content(row) for row in metadata.req_ids], dtype=np.int64)
+    ids: Int64 = own[host.token_to_req_indices]
+    for running in step.decodes if step.drafts else ():
+        draft = step.draft(running)
+        if draft.rejected:
+            end = int(host.query_start_loc[metadata.req_ids.index(running.row) + 1])
+            ids[end - draft.rejected : end] = rejected_content(running.row)
+    shared = [(running, count) for running, count in step.prefills if running.request.hash_ids is not None]
+    if shared:
+        index_of = {row: index for index, row in enumerate(metadata.req_ids)}
+        for running, count in shared:
+            start = int(host.query_start_loc[index_of[running.row]])
+            ids[start : start + count] = content_ids(running.request, running.computed, running.computed + count)
     return ids
