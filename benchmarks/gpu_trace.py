@@ -5,10 +5,10 @@
 
 import numpy as np
 import torch
+from builder_insides import Sent
 from gpu_work import Backend, Shape, Work, captured, synchronize
 
 from attncore import MetadataBuilder
-from attncore.builder.device.arena import COUNTS
 from attncore.replay.ranks import apply_before, make_batch, scheduled
 from attncore.replay.scheduling.cache_blocks import CacheBlocks
 from attncore.replay.scheduling.scheduler import Scheduler
@@ -27,38 +27,6 @@ def bytes_of_bucket(num_tokens, num_reqs):
     arrays = [n * num_tokens for n in A_TOKEN] + [n * num_reqs for n in A_REQUEST]
     arrays += [n * (num_reqs + 1) for n in ONE_MORE]
     return HEADER + sum(-(-n // LINE) * LINE for n in arrays)
-
-
-class Sent:
-    """Notes, beside a builder's side, what each step sends: by the header, where the device reads it."""
-
-    def __init__(self, builder):
-        self.side, self.fields, self.entries = builder._side, 0, 0
-        self.send, self.surplus, self.apply = self.side.send, self.side._send_surplus, self.side._apply
-        self.side.send, self.side._send_surplus, self.side._apply = self._send, self._send_surplus, self._apply
-        self.in_surplus, self.surpluses = False, 0
-
-    def _send(self, step, bucket, *rest):
-        self.send(step, bucket, *rest)
-        header = self.side._ring.header(step % self.side._ring.depth)
-        self.fields = bucket.tail
-        self.entries += int(header[COUNTS : COUNTS + len(self.side.tables)].sum())
-
-    def _send_surplus(self, num_rows):
-        self.in_surplus = True
-        self.surplus(num_rows)
-        self.in_surplus = False
-        self.surpluses += 1
-
-    def _apply(self, table, entries):
-        self.entries += entries.numel() * self.in_surplus
-        self.apply(table, entries)
-
-    def nbytes(self):
-        """Of the last step: the arena to the end of its fields, and the journal."""
-        nbytes = self.fields + 8 * self.entries
-        self.entries = 0
-        return nbytes
 
 
 def over_trace(path, device, transport, *, graphs, max_requests=None):
@@ -144,7 +112,7 @@ def by_context(device, transport, steps=64):
 
 
 def copied_bytes(device, steps=20):
-    """What the profiler says that copies carried, a step: (bytes, by our count). The road of the packed copy only."""
+    """What the profiler says that copies carried, a step: (bytes, by our count). Transport ``copy`` only."""
     import json
     import tempfile
     from pathlib import Path

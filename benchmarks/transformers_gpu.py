@@ -34,6 +34,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "examples"), str(Path(__file__).parent)]
 import engine as example  # noqa: E402
+from builder_insides import use_plan  # noqa: E402
 from gpu import machine  # noqa: E402
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM, logging  # noqa: E402
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor  # noqa: E402
@@ -142,7 +143,7 @@ class Timed(example.Engine):
         ):
             for name in names:
                 setattr(owner, name, clocked(getattr(owner, name), clock))
-        self.builder._backends.plans = tuple((group, self.backend.plan) for group, _ in self.builder._backends.plans)
+        use_plan(self.builder, self.backend.plan)
         self.graphs = {size: (ClockedGraph(graph, self.clocks), said) for size, (graph, said) in self.graphs.items()}
         self.clear()
 

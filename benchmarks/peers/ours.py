@@ -11,7 +11,7 @@ CALLS = 64  # steps a turn; each row's blocks have room for as many
 
 
 def with_room(rows):
-    """The rows with blocks for the steps of a turn, ids that nobody has."""
+    """The rows with blocks for the steps of a turn, ids that no request has."""
     free = max(max(row.blocks) for row in rows) + 1
     roomy = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""attncore's two doors over the shapes, ready to be timed: each function answers the callable."""
+"""attncore's two builders over the shapes, ready to be timed: each function answers the callable."""
 
 import shapes
 from shapes import BLOCK_SIZE
@@ -48,7 +48,7 @@ def in_a_bucket(rows, size):
 
 
 def captured_lists(rows, layout):
-    """A step of the list door built where a captured graph reads it, and one that is not."""
+    """A step of the list builder built where a captured graph reads it, and one that is not."""
     longest = max(len(row.blocks) for row in rows) * BLOCK_SIZE
     builder = CommonMetadataBuilder(BLOCK_SIZE, layout, chunked_prefill=True, max_seq_len_to_capture=longest)
     state, groups = CommonAttentionState(None, builder), groups_of(rows)
@@ -59,10 +59,14 @@ def captured_lists(rows, layout):
 
 def bytes_written(metadata):
     """What a persistent build writes, bytes: every host field, the rectangle and the page indices apart."""
-    arena, n = metadata._fields, metadata.num_reqs
-    per_token = ("slot_mapping", "positions", "token_to_req_indices")
-    tokens = sum(arena[name][: metadata.num_tokens].nbytes for name in per_token)
-    return tokens + sum(arena[name][:n].nbytes for name in arena if name not in per_token)
+    host, n = metadata.host, metadata.num_reqs
+    tokens = sum(getattr(host, name).nbytes for name in ("slot_mapping", "positions", "token_to_req_indices"))
+    per_request = (
+        "seq_lens", "context_lens", "query_lens", "logits_indices", "paged_kv_last_page_len",
+        "query_start_loc", "seq_start_loc", "paged_kv_indptr",
+    )  # fmt: skip
+    views = 2 * n * 4  # two of the prefix sums once more, for the view of the prefills
+    return tokens + sum(getattr(host, name)[:n].nbytes for name in per_request) + views
 
 
 def groups_of(rows):

@@ -1,4 +1,4 @@
-"""Both doors, beside the plain-Python way, the vectorised NumPy way and a memory copy of the bytes written."""
+"""Both builders, beside the plain-Python way, the vectorised NumPy way and a memory copy of the bytes written."""
 
 import threading
 import time
@@ -68,7 +68,7 @@ class TestDecode:
 
 
 class TestLongDecode:
-    """256 requests of 128k tokens: the persistent door does not see the length."""
+    """256 requests of 128k tokens: the persistent builder does not see the length."""
 
     def test_persistent(self, benchmark):
         _, builder, scheduled = builders.persistent(shapes.long_decodes(256))

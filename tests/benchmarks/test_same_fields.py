@@ -15,7 +15,7 @@ FIELDS = {
 
 @pytest.mark.parametrize("way", [baselines.Vectorised, baselines.Tuned])
 @pytest.mark.parametrize("rows", [shapes.decodes(8), shapes.prefills(8, 1024), shapes.mixed()])
-def test_numpy_builds_what_the_persistent_door_builds(way, rows):
+def test_numpy_builds_what_the_persistent_builder_builds(way, rows):
     _, builder, scheduled = builders.persistent(rows)
     numpy = way(rows, shapes.BLOCK_SIZE, sum(row.query_len for row in rows))
     for _ in range(1 if scheduled else 40):
