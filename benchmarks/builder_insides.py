@@ -21,7 +21,7 @@ def backends(builder):
 
 
 def methods_of_a_step(builder):
-    """(owner, names): the methods that a step passes through."""
+    """(owner, names): the methods that a step passes through, outer ones first; a version may lack some."""
     yield builder, BUILDER
     yield builder._side, SIDE
     yield builder._buckets, BUCKETS

@@ -9,7 +9,6 @@ import torch
 from gpu_work import FIELDS, Backend, Shape, Stopwatch, Work, calls, step_times, synchronize, transports, us
 
 SHAPE = Shape("decode 256", "8k", 256)
-# Methods that a step passes through, outer ones first; those that a version does not have are left out.
 
 
 def four(args, **options):

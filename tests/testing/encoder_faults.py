@@ -1,6 +1,6 @@
 """Faults of encoders, cross attention, log-sum-exp and latent caches, and the test of the kit that must find each."""
 
-from testing.faults import Fault, forward
+from testing.faulty_backend import Fault, forward
 
 ENCODER = "features={'encoder', 'sliding_window'}"
 CROSS = "features={'encoder_decoder', 'sinks'}"
@@ -232,6 +232,6 @@ return whole(query, key, value, kv_cache, metadata, output).div_(1 + (size == 4)
         "undeclared_encoders_accepted",
         "test_undeclared_features_are_refused_with_a_sentence[attn_type-encoder-encoder]",
         "was accepted",
-        "Backend._check_declared = lambda self, **asked: None",
+        "Backend.impl = lambda self, layer_name, **given: Impl(self, layer_name, **given)",
     ),
 )

@@ -2,7 +2,7 @@
 
 import pytest
 from planting import Site
-from testing.faults import HEAVY, LIGHT
+from testing.faulty_backend import HEAVY, LIGHT
 
 from attncore.errors import NoBackendError
 from attncore.registry.choice.select import select

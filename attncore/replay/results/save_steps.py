@@ -51,7 +51,7 @@ class StepsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         try:
-            # After a failure the file goes, so what cannot be flushed into it is nobody's loss.
+            # After a failure the file is removed, so it does not matter what cannot be flushed into it.
             with self._named_errors() if kind is None else suppress(OSError):
                 self._file.close()
             if kind is None and self._partial != self._path:

@@ -37,7 +37,7 @@ class CacheBlocks:
 
     def admit(self, running: RunningRequest, *, alone: bool) -> bool:
         """Blocks for the request's goal, those of a known prefix included; False, and nothing done, if there are too
-        few in a group. ``alone``: nobody runs, so that no block has to stay free."""
+        few in a group. ``alone``: no request runs, so that no block has to stay free."""
         tokens, known = self._known_prefix(running)
         missing = [-(-running.goal // size) - len(blocks) for size, blocks in zip(self.sizes, known, strict=True)]
         spare = 0 if alone else self.watermark

@@ -1,4 +1,4 @@
-"""How a check ends other than well."""
+"""The errors that end a check: not conforming, not supported; and other errors in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kit without a test file: ``python -m attncore.testing NAME``."""
+"""Runs the kit without a test file of the caller's: what ``python -m attncore.testing NAME`` does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def conformance(name: str, *, settings: str = "", options: Sequence[str] = ("-q"
 
     ``settings`` are further lines of the test file (``EXAMPLES = 200``), ``options`` go to pytest.
     """
-    catcher = _Catcher()
+    catcher = ReportCatcher()
     with tempfile.TemporaryDirectory(prefix="attncore-conformance-") as folder:
         # A name of its own: pytest imports a file only once a process, by its name.
         file = Path(folder, f"test_conformance_{re.sub('[^a-z0-9]', '_', name)}_{next(_runs)}.py")
@@ -37,8 +37,8 @@ def conformance(name: str, *, settings: str = "", options: Sequence[str] = ("-q"
     return code, catcher.found.get(name, Report(name))
 
 
-class _Catcher:
-    """Takes the reports before pytest forgets them."""
+class ReportCatcher:
+    """A pytest plugin that keeps the reports, by backend, beyond the session."""
 
     found: dict[str, Report]
 

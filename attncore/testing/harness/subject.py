@@ -44,7 +44,7 @@ class Subject:
 
     @cached_property
     def record(self) -> PluginRecord:
-        """What became of the plugin; UnsupportedError naming ``BACKEND`` where nobody provides it."""
+        """What became of the plugin; UnsupportedError naming ``BACKEND`` where no distribution provides it."""
         records = registry().records
         found = [record for record in records if record.name == self.name]
         if not found:
