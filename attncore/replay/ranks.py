@@ -95,7 +95,9 @@ def scheduled(step: Step) -> dict[int, int]:
     return tokens
 
 
-def _make_builder(batch: InputBatch, rank: int, settings: Settings, backend: Any) -> MetadataBuilder:
+def _make_builder(
+    batch: InputBatch, rank: int, settings: Settings, backend: AttentionBackend | Mapping[str, AttentionBackend] | None
+) -> MetadataBuilder:
     context_parallel = None
     if settings.world_size > 1:
         block_size = settings.groups_of_rank[0].block_size

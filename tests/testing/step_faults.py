@@ -1,4 +1,4 @@
-"""Faults of steps: tensors, outputs, changing batches, padding, captured sizes; each names the test that must find it."""
+"""Faults of steps: tensors, changing batches, padding, captured sizes; each names the test that must find it."""
 
 from testing.faulty_backend import Fault, forward
 

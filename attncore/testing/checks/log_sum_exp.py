@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from attncore.builder import ContextParallel, InputBatch, MetadataBuilder
+from attncore.builder import CommonAttentionMetadata, ContextParallel, InputBatch, MetadataBuilder
 from attncore.testing.engines.compare import StepRequest
 from attncore.testing.engines.cross_engine import CrossEngine
 from attncore.testing.engines.encoder_engine import EncoderEngine
@@ -55,7 +56,9 @@ def test_log_sum_exp_with_the_output_where_it_is_asked(attncore_subject: Subject
     engine = Engine(backend, with_lse=True)
     forward, seen = engine.impl.forward_with_lse, []
 
-    def into(query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any) -> Any:
+    def into(
+        query: Tensor, key: Tensor, value: Tensor | None, kv_cache: Any, metadata: CommonAttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
         output = torch.full_like(query[..., : backend.config.head_size_v], float("nan"))
         answer = forward(query, key, value, kv_cache, metadata, output)
         seen.append(answer[0].data_ptr() == output.data_ptr())

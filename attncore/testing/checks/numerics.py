@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
+from torch import Tensor
 
+from attncore.builder import CommonAttentionMetadata
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch
 from attncore.testing.harness.covers import covers
@@ -169,7 +171,9 @@ def test_output_is_written_where_it_is_asked(attncore_subject: Subject) -> None:
     engine = Engine(backend)
     forward, seen = engine.impl.forward, []
 
-    def into(query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any) -> Any:
+    def into(
+        query: Tensor, key: Tensor, value: Tensor | None, kv_cache: Any, metadata: CommonAttentionMetadata
+    ) -> Tensor:
         size = (*query.shape[:2], backend.config.head_size_v or backend.config.head_size)
         output = torch.full(size, float("nan"), dtype=query.dtype, device=query.device)
         seen.append((forward(query, key, value, kv_cache, metadata, output), output))

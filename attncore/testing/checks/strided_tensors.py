@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attncore.builder import CommonAttentionMetadata
 from attncore.testing.engines.compare import differs
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.run_batches import run_batch
@@ -31,7 +32,9 @@ def test_strided_tensors(attncore_subject: Subject, layout: str) -> None:
     engine, config = Engine(backend), backend.config
     forward = engine.impl.forward
 
-    def strided(query: Tensor, key: Tensor, value: Tensor | None, kv_cache: Any, metadata: Any) -> Tensor:
+    def strided(
+        query: Tensor, key: Tensor, value: Tensor | None, kv_cache: Any, metadata: CommonAttentionMetadata
+    ) -> Tensor:
         parts = {"query": query, "key": key, **({} if value is None else {"value": value})}
         given = fused(*parts.values()) if layout == "fused" else [gapped(part) for part in parts.values()]
         blank = query.new_full((*query.shape[:2], config.head_size_v or config.head_size), BETWEEN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from attncore.registry.spec.sizes import MultipleOf
@@ -20,18 +20,18 @@ MAX_SIZE = 512  # sizes of heads and blocks beyond it are not tried: the arithme
 WHOLE = 32  # a finite set of at most so many sizes is tried whole
 
 
-def edges(declared: object, most: int) -> list[int]:
+def edges(declared: Collection[int] | MultipleOf, most: int) -> list[int]:
     """The sizes at the edges of a set of sizes: up to six of a finite set with both ends; of multiples the first two
     and the largest, below ``most``."""
     if isinstance(declared, MultipleOf):
         found = {declared.base, 2 * declared.base, declared.maximum or 0}
         found.add(most // declared.base * declared.base)
         return sorted(size for size in found if 0 < size <= most and size in declared)
-    sizes = sorted(declared)  # type: ignore[call-overload]
+    sizes = sorted(declared)
     return sizes if len(sizes) <= 6 else [*sizes[:3], *sizes[-3:]]
 
 
-def between(declared: Any, usual: tuple[int, ...]) -> list[int]:
+def between(declared: Collection[int] | MultipleOf, usual: tuple[int, ...]) -> list[int]:
     """Declared sizes that ``edges`` leaves out: the usual ones, and all of a small set."""
     found = {size for size in usual if size in declared}
     if not isinstance(declared, MultipleOf) and len(declared) <= WHOLE:

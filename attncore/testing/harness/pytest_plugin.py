@@ -95,7 +95,7 @@ def _skip_reason(report: pytest.TestReport) -> str:
     return reason.removeprefix("Skipped: ").removeprefix("unsupported: ")
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """The support table of each backend that was tested."""
     for report in config.stash.get(_REPORTS, {}).values():
         terminalreporter.section(f"attncore conformance: {report.backend}")

@@ -7,7 +7,6 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,5 +45,5 @@ class ReportCatcher:
         self.found = {}
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: Any) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self.found = reports(session.config)

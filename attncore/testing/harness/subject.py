@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.records import PluginRecord
 from attncore.registry.spec import sizes
 from attncore.registry.spec.backend_spec import BackendSpec
+from attncore.registry.spec.sizes import MultipleOf
 from attncore.testing.harness.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -178,5 +179,7 @@ def _make_latent(form: BackendSpec, request: dict[str, Any]) -> None:
         request["head_size_v"] = next((value for value in values if value % 8 == 0), values[0] if values else None)
 
 
-def _first(wanted: Iterable[int], accepted: Any) -> int:
-    return next((size for size in wanted if size in accepted), None) or sizes.smallest(accepted)
+def _first(wanted: Iterable[int], accepted: Collection[int] | MultipleOf) -> int:
+    return next((size for size in wanted if size in accepted), None) or sizes.smallest(
+        sizes.as_sizes("accepted", accepted)
+    )
