@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from attncore.ops.operator import attention, forward_context
     from attncore.registry.choice.choice import Choice
     from attncore.registry.choice.joint import JointChoice
-    from attncore.registry.choice.request import AttentionRequest
     from attncore.registry.choice.select import select, select_joint
     from attncore.registry.host.host import Host
     from attncore.registry.plugins.hookspecs import hookimpl
     from attncore.registry.reasons import Reason
+    from attncore.registry.request import AttentionRequest
     from attncore.registry.spec.backend_spec import ATTNCORE_API, BackendSpec, Option, Variant
     from attncore.registry.spec.sizes import MultipleOf
     from attncore.slots import (
@@ -117,7 +117,7 @@ _HOMES = {
     "registry.host.host": "Host",
     "registry.choice.joint": "JointChoice",
     "registry.reasons": "Reason",
-    "registry.choice.request": "AttentionRequest",
+    "registry.request": "AttentionRequest",
     "registry.choice.select": "select select_joint",
     "registry.spec.sizes": "MultipleOf",
     "registry.spec.backend_spec": "ATTNCORE_API BackendSpec Option Variant",

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from attncore.builder.lists.dialects import LAYOUTS
-from attncore.cli import InputLineError, UsageError, persistent_options
+from attncore.cli import InputLineError, UsageError, persistent_builder_options
 from attncore.kernels import load_kernels
 from attncore.lines.list_builder import build_batch, parse_batch
 
@@ -37,16 +37,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument(
         "--groups",
-        type=persistent_options.groups,
-        metavar=persistent_options.GROUPS_METAVAR,
+        type=persistent_builder_options.groups,
+        metavar=persistent_builder_options.GROUPS_METAVAR,
         help='KV-cache groups; a sequence has "block_tables" by name (example: full:16,window:16:1024)',
     )
     parser.add_argument(
-        "--speculative", type=persistent_options.drafts, metavar="K", help="decodes run up to K drafts beside a token"
+        "--speculative",
+        type=persistent_builder_options.drafts,
+        metavar="K",
+        help="decodes run up to K drafts beside a token",
     )
     parser.add_argument(
         "--context-parallel",
-        type=persistent_options.one_rank,
+        type=persistent_builder_options.one_rank,
         metavar="WORLD:RANK[:INTERLEAVE]",
         help="answer for one of WORLD ranks that share out every sequence's tokens, INTERLEAVE (default 1) in turn; "
         "blocks hold the block size on each",
@@ -73,9 +76,9 @@ def _answerer(args: argparse.Namespace) -> Callable[[bytes], dict[str, Any]]:
             f"--layout: {args.layout} given beside --groups, --speculative or --context-parallel, whose answers have "
             "the fields of every layout"
         )
-    ranks = args.context_parallel or persistent_options.Ranks()
+    ranks = args.context_parallel or persistent_builder_options.Ranks()
     if args.context_parallel and args.groups:
-        persistent_options.check_ranks(ranks, args.groups)
+        persistent_builder_options.check_ranks(ranks, args.groups)
     options = StepOptions(args.groups, 1 + (args.speculative or 0), ranks.world_size, ranks.rank, ranks.interleave)
     return lambda line: build_step(parse_step(line, options), options, args.kernels)
 

@@ -15,9 +15,9 @@ from typing import Any
 from attncore import env
 from attncore._version import __version__
 from attncore.cli.output import print_json, print_table
+from attncore.registry.doctor.diagnose import Examination, examine
 from attncore.registry.host.host import Host
 from attncore.registry.plugins import discover
-from attncore.registry.plugins.isolate import Examination, examine
 from attncore.registry.reasons import listed, one_line
 
 HELP = "examine the installation: versions, environment, each plugin in a process of its own"

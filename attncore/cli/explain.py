@@ -13,10 +13,10 @@ from typing import Any
 from attncore.cli.output import print_json, stdout_to_stderr
 from attncore.registry.choice import explain as words
 from attncore.registry.choice.candidates import Candidate
-from attncore.registry.choice.decide import Decision, JointDecision, decide, decide_joint
-from attncore.registry.choice.model_config import read
 from attncore.registry.choice.negotiate import Outcome
+from attncore.registry.choice.negotiate_installed import Decision, JointDecision, decide, decide_joint
 from attncore.registry.host.host import Host
+from attncore.registry.request_from_config_json import read
 from attncore.vocabulary import (
     DTYPES,
     FEATURES,

@@ -11,7 +11,7 @@ from typing import Any
 
 from attncore.cli.output import print_json, print_table, stdout_to_stderr
 from attncore.registry.plugins.load import registry
-from attncore.registry.plugins.records import PluginRecord
+from attncore.registry.plugins.plugin_record import PluginRecord
 
 HELP = "list the attention backends that are installed"
 

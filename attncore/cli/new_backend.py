@@ -15,7 +15,7 @@ from pathlib import Path
 from attncore import env
 from attncore._version import __version__
 from attncore.cli.output import print_json
-from attncore.registry.plugins.known import KNOWN
+from attncore.registry.plugins.known_backends import KNOWN
 
 HELP = "start a backend of your own: a repository that works, to be changed"
 TEMPLATE = Path(__file__).parents[1] / "template"

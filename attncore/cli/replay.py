@@ -17,10 +17,10 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attncore.cli import UsageError, persistent_options
+from attncore.cli import UsageError, persistent_builder_options
 from attncore.cli.argument_types import clock, integer, integer_option, number
 from attncore.cli.output import print_json, stdout_to_stderr
-from attncore.cli.progress import progress_bar
+from attncore.cli.progress_bar import progress_bar
 from attncore.errors import NoBackendError
 from attncore.replay.layers.attention import torch_threads
 from attncore.replay.results import report
@@ -69,11 +69,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     integer_option(parser, "--num-blocks", 2, 2**31 - 1, _DEFAULTS.num_blocks, "blocks of the cache, block 0 not used")
     add(
         "--block-size",
-        type=integer(1, persistent_options.MAX_BLOCK_SIZE),
+        type=integer(1, persistent_builder_options.MAX_BLOCK_SIZE),
         metavar="N",
         help=f"tokens a block holds (default {_DEFAULTS.block_size}, or what --groups states)",
     )
-    persistent_options.add_to_replay(parser)
+    persistent_builder_options.add_to_replay(parser)
     add(
         "--max-num-seqs",
         type=integer(1, 2**20),
@@ -172,7 +172,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         args.layers = max(2, len(args.groups or ()))
     if args.block_size is None and not args.groups:
         args.block_size = _DEFAULTS.block_size
-    ranks = args.context_parallel or persistent_options.Ranks()
+    ranks = args.context_parallel or persistent_builder_options.Ranks()
     settings = Settings(
         num_blocks=args.num_blocks, block_size=args.block_size or args.groups[0].block_size,
         max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens, rate=args.rate,
@@ -180,7 +180,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         speculation=args.speculative, world_size=ranks.world_size, interleave=ranks.interleave,
     )  # fmt: skip
     if args.context_parallel:
-        persistent_options.check_ranks(ranks, settings.groups_of_rank)
+        persistent_builder_options.check_ranks(ranks, settings.groups_of_rank)
     return settings
 
 
@@ -261,7 +261,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     if args.model:
         options["model"] = args.model
     if args.groups:
-        options["groups"] = ",".join(map(persistent_options.group_text, args.groups))
+        options["groups"] = ",".join(map(persistent_builder_options.group_text, args.groups))
     if args.speculative:
         options["speculative"] = str(args.speculative)
     if args.context_parallel:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from attncore._version import __version__
+from attncore.registry import requirements
 from attncore.registry.choice.choice import Choice
-from attncore.registry.plugins.isolate import run_apart
-from attncore.registry.spec import requirements
+from attncore.registry.doctor.diagnose import run_apart
 
 STATES = ("agrees", "differs", "fails", "crashes", "hangs")
 REQUEST = (

@@ -6,9 +6,9 @@ import pytest
 from lookalikes import PACKAGES, RECORDS
 
 from attncore import AttentionRequest, Host
-from attncore.registry.choice.decide import Decision
 from attncore.registry.choice.explain import text
 from attncore.registry.choice.negotiate import negotiate
+from attncore.registry.choice.negotiate_installed import Decision
 
 FOLDER = Path(__file__).parent / "golden"
 DEVICES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx1100", "cpu")

@@ -8,9 +8,9 @@ import pytest
 from lookalikes import FLASHINFER, PACKAGES, RECORDS, record
 
 from attncore import AttentionRequest, BackendSpec, Host, MultipleOf, Reason, Variant
-from attncore.registry.choice.decide import Decision
 from attncore.registry.choice.explain import text
 from attncore.registry.choice.negotiate import negotiate
+from attncore.registry.choice.negotiate_installed import Decision
 
 H90 = Host.assume("sm_90", packages=PACKAGES)
 

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attncore.registry.choice.constraints import judge
-from attncore.registry.choice.request import AttentionRequest
+from attncore.registry import requirements
+from attncore.registry.choice.reasons_against import judge
+from attncore.registry.devices import Match, best_match
 from attncore.registry.host.host import Host
-from attncore.registry.plugins.known import KNOWN, install_line
-from attncore.registry.plugins.records import PluginRecord
+from attncore.registry.plugins.known_backends import KNOWN, install_line
+from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason, listed
-from attncore.registry.spec import requirements
+from attncore.registry.request import AttentionRequest
 from attncore.registry.spec.backend_spec import BackendSpec
-from attncore.registry.spec.device_patterns import Match, best_match
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from attncore.errors import PluginError
 from attncore.registry.choice import explain
 from attncore.registry.choice.candidates import Candidate
-from attncore.registry.choice.constraints import option_problem
 from attncore.registry.choice.negotiate import Outcome
-from attncore.registry.choice.request import AttentionRequest
+from attncore.registry.choice.reasons_against import option_problem
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import described
 from attncore.registry.reasons import Reason
+from attncore.registry.request import AttentionRequest
 from attncore.registry.spec.backend_spec import BackendSpec
 
 if TYPE_CHECKING:

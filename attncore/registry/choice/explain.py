@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from attncore.registry.choice.candidates import Candidate
 from attncore.registry.choice.negotiate import Outcome
-from attncore.registry.choice.request import AttentionRequest
+from attncore.registry.request import AttentionRequest
 
 
 def text(outcome: Outcome, request: AttentionRequest, asked_by: str = "the request") -> str:

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from attncore.registry.choice.candidates import Candidate, candidates
-from attncore.registry.choice.constraints import usable_blocks, usable_layouts
-from attncore.registry.choice.request import AttentionRequest
+from attncore.registry.choice.reasons_against import usable_blocks, usable_layouts
 from attncore.registry.host.host import Host
-from attncore.registry.plugins.records import PluginRecord
+from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
+from attncore.registry.request import AttentionRequest
 from attncore.registry.spec import sizes
 
 

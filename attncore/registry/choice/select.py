@@ -9,10 +9,10 @@ from typing import Any
 from attncore.errors import NoBackendError
 from attncore.registry.choice import explain
 from attncore.registry.choice.choice import Choice
-from attncore.registry.choice.decide import Decision, decide, decide_joint
 from attncore.registry.choice.joint import JointChoice
-from attncore.registry.choice.request import AttentionRequest
+from attncore.registry.choice.negotiate_installed import Decision, decide, decide_joint
 from attncore.registry.host.host import Host
+from attncore.registry.request import AttentionRequest
 
 logger = logging.getLogger(__name__)
 _told: set[str] = set()

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from attncore.registry.host import probe_nvidia
+from attncore.registry.host import nvidia
 from attncore.registry.host.accelerator import Device
 from attncore.registry.host.host import Host
 
@@ -25,7 +25,7 @@ def probe(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> Host:
     notes: list[str] = []
     flags = cpu_flags(root)
     for name, find, variables in (
-        ("NVIDIA", probe_nvidia.devices, ("CUDA_VISIBLE_DEVICES",)),
+        ("NVIDIA", nvidia.devices, ("CUDA_VISIBLE_DEVICES",)),
         ("AMD", amd_devices, ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")),
     ):
         try:

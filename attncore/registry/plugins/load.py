@@ -15,10 +15,10 @@ from typing import Any
 from attncore import env
 from attncore._version import __version__
 from attncore.errors import PluginError
+from attncore.registry import requirements
 from attncore.registry.plugins import discover
-from attncore.registry.plugins.records import PluginRecord
+from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason, one_line
-from attncore.registry.spec import requirements
 from attncore.registry.spec.backend_spec import ATTNCORE_API, BackendSpec, ContractVersionError
 
 HEAVY_MODULES = ("torch", "triton", "flashinfer", "flash_attn", "aiter", "jax", "tensorflow", "cupy", "numba")

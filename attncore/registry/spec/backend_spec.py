@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from attncore.registry.spec.sizes import MultipleOf
 
 if TYPE_CHECKING:
-    from attncore.registry.choice.request import AttentionRequest
     from attncore.registry.host.host import Host
     from attncore.registry.reasons import Reason
+    from attncore.registry.request import AttentionRequest
 
 ATTNCORE_API = 1
 """The version of the contract between attncore and a backend that this attncore speaks."""
@@ -206,7 +206,7 @@ class BackendSpec:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        from attncore.registry.spec.normalise import normalise
+        from attncore.registry.spec.check_fields import normalise
 
         values, problems = normalise({one.name: getattr(self, one.name) for one in fields(self)})
         if problems:

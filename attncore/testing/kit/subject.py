@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from attncore.registry.choice.decide import decide
-from attncore.registry.choice.request import AttentionRequest
+from attncore.registry.choice.negotiate_installed import decide
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
-from attncore.registry.plugins.records import PluginRecord
+from attncore.registry.plugins.plugin_record import PluginRecord
+from attncore.registry.request import AttentionRequest
 from attncore.registry.spec import sizes
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.testing.kit.errors import UnsupportedError

@@ -9,7 +9,7 @@ import pytest
 
 import attncore
 from attncore import AttentionRequest, Host, Reason
-from attncore.registry.choice.decide import decide
+from attncore.registry.choice.negotiate_installed import decide
 
 HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 

@@ -8,7 +8,7 @@ import pytest
 
 import attncore
 from attncore import AttentionRequest, Host, NoBackendError
-from attncore.registry.choice import decide as deciding
+from attncore.registry.choice import negotiate_installed as deciding
 
 PACKAGES = {"flashinfer-python": "0.7.2.post1", "apache-tvm-ffi": "0.1.15.post2", "torch": "2.11.0"}
 

@@ -11,12 +11,12 @@ from typing import Any
 from attncore import env
 from attncore.registry.choice.candidates import Candidate
 from attncore.registry.choice.choice import Choice
-from attncore.registry.choice.constraints import pick_block, usable_blocks, usable_layouts
 from attncore.registry.choice.joint import JointChoice
 from attncore.registry.choice.negotiate import JointOutcome, Outcome, negotiate, negotiate_joint
-from attncore.registry.choice.request import AttentionRequest
+from attncore.registry.choice.reasons_against import pick_block, usable_blocks, usable_layouts
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
+from attncore.registry.request import AttentionRequest
 
 _FIELDS = {one.name: one for one in fields(AttentionRequest)}
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from attncore.registry.choice.request import AttentionRequest
+from attncore.registry import requirements
+from attncore.registry.devices import best_match
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import described
 from attncore.registry.reasons import OTHER, Reason, listed
-from attncore.registry.spec import requirements, sizes
+from attncore.registry.request import AttentionRequest
+from attncore.registry.spec import sizes
 from attncore.registry.spec.backend_spec import BackendSpec
-from attncore.registry.spec.device_patterns import best_match
 from attncore.registry.spec.sizes import Sizes
 from attncore.vocabulary import GRAPH_LEVELS, PHASES
 

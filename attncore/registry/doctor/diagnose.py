@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from attncore.registry.plugins.records import PluginRecord
+from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
 
 PHASES = {
@@ -62,7 +62,7 @@ def examine(record: PluginRecord, *, timeout: float, create: bool = True) -> Exa
     with tempfile.TemporaryDirectory(prefix="attncore-doctor-") as folder:
         answers = Path(folder, "answers")
         arguments = [record.name, record.distribution, str(answers), *(["--create"] if create else [])]
-        ended = run_apart("attncore.registry.plugins.isolate_child", arguments, timeout)
+        ended = run_apart("attncore.registry.doctor.child_main", arguments, timeout)
         lines = answers.read_text().splitlines() if answers.exists() else []
     examination = _read(record, [json.loads(line) for line in lines], ended)
     return replace(examination, seconds=time.perf_counter() - started)

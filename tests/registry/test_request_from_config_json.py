@@ -5,7 +5,7 @@ import json
 import pytest
 
 from attncore import AttentionRequest
-from attncore.registry.choice.model_config import read, request_fields
+from attncore.registry.request_from_config_json import read, request_fields
 
 LLAMA = {
     "num_attention_heads": 32,

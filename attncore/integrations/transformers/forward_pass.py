@@ -24,8 +24,8 @@ from transformers import AttentionInterface
 from attncore.abstract import AttentionType
 from attncore.errors import NoBackendError
 from attncore.ops.operator import ForwardContext
-from attncore.registry.choice.request import AttentionRequest
 from attncore.registry.choice.select import select
+from attncore.registry.request import AttentionRequest
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend, AttentionImpl

@@ -8,8 +8,8 @@ from typing import Any
 
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
-from attncore.registry.spec import requirements
-from attncore.registry.spec.device_patterns import FORMS, is_pattern
+from attncore.registry import requirements
+from attncore.registry.devices import FORMS, is_pattern
 from attncore.registry.spec.sizes import as_sizes
 from attncore.vocabulary import (
     DTYPES,

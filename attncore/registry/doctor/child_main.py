@@ -1,4 +1,4 @@
-"""The child process of ``isolate``: ``python -m attncore.registry.plugins.isolate_child``.
+"""The child process of ``isolate``: ``python -m attncore.registry.doctor.child_main``.
 
 Arguments: NAME DISTRIBUTION FILE [--create].
 
@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from attncore.registry.host.host import Host
 from attncore.registry.plugins import discover, load
-from attncore.registry.plugins.records import PluginRecord
+from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.sizes import smallest
@@ -63,10 +63,10 @@ def _doctor(record: PluginRecord) -> dict[str, Any]:
 
 def _create(record: PluginRecord, spec: BackendSpec) -> dict[str, Any]:
     """Make a small backend where this host can; why not otherwise."""
-    from attncore.registry.choice.decide import Decision
+    from attncore.registry import requirements
     from attncore.registry.choice.negotiate import negotiate
-    from attncore.registry.choice.request import AttentionRequest
-    from attncore.registry.spec import requirements
+    from attncore.registry.choice.negotiate_installed import Decision
+    from attncore.registry.request import AttentionRequest
 
     form = spec.forms[0][1]
     heads: Any = form.head_sizes
