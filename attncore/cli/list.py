@@ -44,7 +44,7 @@ def as_json(record: PluginRecord) -> dict[str, Any]:
         "state": record.state,
         "factory": record.spec.factory if record.spec else None,
         "devices": dict(record.spec.devices) if record.spec else {},
-        "variants": [name for name, _ in record.spec.forms if name] if record.spec else [],
+        "variants": [name for name, _ in record.spec.by_variant if name] if record.spec else [],
         "requires": list(record.spec.all_requires) if record.spec else [],
         "reasons": [reason.as_json() for reason in record.reasons],
     }

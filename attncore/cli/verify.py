@@ -97,7 +97,7 @@ def _fields(spec: BackendSpec | None) -> dict[str, Any]:
     fields: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
     if spec is None:
         return fields
-    form = spec.forms[0][1]
+    form = spec.by_variant[0][1]
     if form.max_group_size is not None and form.max_group_size < 4:
         fields["num_kv_heads"] = 32
     if 128 not in form.head_sizes:

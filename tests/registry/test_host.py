@@ -6,7 +6,9 @@ import pytest
 
 from attncore import Host
 from attncore.registry.host import nvidia, probe
-from attncore.registry.host.accelerator import Device
+from attncore.registry.host.accelerator import Accelerator
+from attncore.registry.host.amd import gfx_name
+from attncore.registry.host.visible_devices import visible_devices
 
 CPUINFO = "processor\t: 0\nmodel name\t: A Processor\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\nflags\t\t: other\n"
 
@@ -99,25 +101,27 @@ def test_amd_without_the_device_node_is_noted(tmp_path, no_nvidia):
     ],
 )
 def test_gfx_names(version, name):
-    assert probe.gfx_name(version) == name
+    assert gfx_name(version) == name
 
 
 def test_nvidia_comes_first(tmp_path, monkeypatch):
     kfd(tmp_path, 90402)
-    nvidia_machine(monkeypatch, Device("cuda:sm_90", "H200", "GPU-a"), Device("cuda:sm_90", "H200", "GPU-b"))
+    nvidia_machine(monkeypatch, Accelerator("cuda:sm_90", "H200", "GPU-a"), Accelerator("cuda:sm_90", "H200", "GPU-b"))
     host = probe.probe(tmp_path, {})
     assert (host.device, host.device_name, host.device_count, host.driver) == ("cuda:sm_90", "H200", 2, "580.82.07")
 
 
 def test_devices_of_several_kinds_are_noted(tmp_path, monkeypatch):
-    nvidia_machine(monkeypatch, Device("cuda:sm_90", "x"), Device("cuda:sm_120", "y"), Device("cuda:sm_120", "y"))
+    nvidia_machine(
+        monkeypatch, Accelerator("cuda:sm_90", "x"), Accelerator("cuda:sm_120", "y"), Accelerator("cuda:sm_120", "y")
+    )
     host = probe.probe(tmp_path, {"CUDA_VISIBLE_DEVICES": "2,0"})
     assert (host.device, host.device_count) == ("cuda:sm_120", 1)
     assert "several kinds" in host.notes[0]
 
 
 def test_hidden_devices_leave_the_cpu(tmp_path, monkeypatch):
-    nvidia_machine(monkeypatch, Device("cuda:sm_90", "x"))
+    nvidia_machine(monkeypatch, Accelerator("cuda:sm_90", "x"))
     host = probe.probe(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     assert (host.device, host.notes) == ("cpu", ("1 NVIDIA device(s) hidden by CUDA_VISIBLE_DEVICES",))
 
@@ -137,8 +141,8 @@ def test_hidden_devices_leave_the_cpu(tmp_path, monkeypatch):
     ],
 )
 def test_visible_devices(entries, chosen):
-    devices = [Device("cuda:sm_90", letter, f"GPU-{letter}{letter}") for letter in "abc"]
-    found = probe.visible(devices, ("V",), {"V": entries})
+    devices = [Accelerator("cuda:sm_90", letter, f"GPU-{letter}{letter}") for letter in "abc"]
+    found = visible_devices(devices, ("V",), {"V": entries})
     assert "".join(device.name for device in found) == chosen
 
 

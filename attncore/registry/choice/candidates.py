@@ -116,7 +116,7 @@ def _fitting_form(
 ) -> tuple[str, BackendSpec, tuple[Reason, ...], tuple[tuple[str, tuple[Reason, ...]], ...]]:
     """The first form that fits, and those before it with their reasons; or the first one with the reasons of all."""
     judged: list[tuple[str, BackendSpec, list[Reason]]] = []
-    for variant, form in spec.forms:
+    for variant, form in spec.by_variant:
         source = _library(form, host) if variant else plugin
         reasons = judge(form, request, host, source, plugin)
         if not reasons:

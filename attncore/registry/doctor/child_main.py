@@ -68,7 +68,7 @@ def _create(record: PluginRecord, spec: BackendSpec) -> dict[str, Any]:
     from attncore.registry.choice.negotiate_installed import Decision
     from attncore.registry.request import AttentionRequest
 
-    form = spec.forms[0][1]
+    form = spec.by_variant[0][1]
     heads: Any = form.head_sizes
     dtype = next(name for name in ("bfloat16", "float16", "float32") if name in form.dtypes)
     head_size = next((size for size in (128, 64) if size in heads), smallest(heads))

@@ -65,7 +65,7 @@ class Subject:
     @cached_property
     def _usable(self) -> tuple[BackendSpec | None, str]:
         refusals = []
-        for _, form in self.spec.forms:
+        for _, form in self.spec.by_variant:
             try:
                 return self._choose(**_base(form)).spec, ""
             except UnsupportedError as error:
