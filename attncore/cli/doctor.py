@@ -15,10 +15,10 @@ from typing import Any
 from attncore import env
 from attncore._version import __version__
 from attncore.cli.output import print_json, print_table
-from attncore.registry.doctor.diagnose import Examination, examine
+from attncore.registry.doctor.diagnose import Diagnosis, diagnose
 from attncore.registry.host.host import Host
 from attncore.registry.plugins import discover
-from attncore.registry.reasons import listed, one_line
+from attncore.registry.printable import listed, one_line
 
 HELP = "examine the installation: versions, environment, each plugin in a process of its own"
 PACKAGES = ("numpy", "pluggy", "rich", "torch", "numba", "triton", "transformers")
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     plugins, rows = "", []
     try:
         records = discover.find()
-        rows = [examine(record, timeout=args.timeout, create=not args.no_create) for record in records]
+        rows = [diagnose(record, timeout=args.timeout, create=not args.no_create) for record in records]
     except ValueError as error:  # a variable that says what may load cannot be read: then nothing may
         plugins = f"no plugin is examined: {error}"
     kernels, kernels_fine = _kernels()
@@ -82,7 +82,7 @@ def _kernels() -> tuple[str, bool]:
         return str(error), False
 
 
-def _unmatched(rows: list[Examination]) -> list[str]:
+def _unmatched(rows: list[Diagnosis]) -> list[str]:
     """Names in the two lists of plugins that no plugin has: a list that pins what may load must not hold a typing
     error.
     """
@@ -98,7 +98,7 @@ def _unmatched(rows: list[Examination]) -> list[str]:
     ]
 
 
-def _broken(rows: list[Examination]) -> list[str]:
+def _broken(rows: list[Diagnosis]) -> list[str]:
     return [
         f"{row.record.name} ({row.record.label}): {reason}"
         for row in rows
@@ -107,7 +107,7 @@ def _broken(rows: list[Examination]) -> list[str]:
     ]
 
 
-def _print(report: dict[str, Any], rows: list[Examination], plugins: str) -> None:
+def _print(report: dict[str, Any], rows: list[Diagnosis], plugins: str) -> None:
     host = report["host"]
     facts = [
         ("attncore", report["attncore"]),
@@ -138,7 +138,7 @@ def _print(report: dict[str, Any], rows: list[Examination], plugins: str) -> Non
         print("no findings")
 
 
-def _row(row: Examination) -> tuple[str, ...]:
+def _row(row: Diagnosis) -> tuple[str, ...]:
     record = row.record
     words = " | ".join(part for part in (row.created, *map(str, record.reasons)) if part)
     return (record.name, record.distribution, record.version, record.state, f"{row.seconds:.1f}", words)

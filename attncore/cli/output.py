@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from attncore.registry.reasons import one_line
+from attncore.registry.printable import one_line
 
 
 def print_json(value: Any) -> None:

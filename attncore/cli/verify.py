@@ -15,7 +15,7 @@ from attncore.errors import NoBackendError
 from attncore.registry.choice.select import select
 from attncore.registry.plugins.load import registry
 from attncore.registry.spec.backend_spec import BackendSpec
-from attncore.registry.spec.sizes import smallest
+from attncore.registry.spec.fitting_request import fitting_fields
 from attncore.vocabulary import DTYPES, KV_CACHE_DTYPES
 
 if TYPE_CHECKING:
@@ -97,14 +97,7 @@ def _fields(spec: BackendSpec | None) -> dict[str, Any]:
     fields: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
     if spec is None:
         return fields
-    form = spec.by_variant[0][1]
-    if form.max_group_size is not None and form.max_group_size < 4:
+    most = spec.by_variant[0][1].max_group_size
+    if most is not None and most < 4:
         fields["num_kv_heads"] = 32
-    if 128 not in form.head_sizes:
-        fields["head_size"] = smallest(form.head_sizes)  # type: ignore[arg-type]
-    fields["dtype"] = next(name for name in ("bfloat16", "float16", "float32") if name in form.dtypes)
-    if "auto" not in form.kv_cache_dtypes:
-        fields["kv_cache_dtype"] = min(form.kv_cache_dtypes)
-    if len(form.phases) == 1:
-        fields["phase"] = next(iter(form.phases))
-    return fields
+    return fields | fitting_fields(spec)

@@ -12,7 +12,7 @@ from attncore import env, vocabulary
 from attncore.first_generation import FirstGenerationNames
 from attncore.registry.plugins import known_backends
 from attncore.registry.plugins.hookspecs import Hooks
-from attncore.registry.spec.backend_spec import VariantFacts
+from attncore.registry.spec.variant import VariantFacts
 
 DOCS = Path(__file__).parents[2] / "docs"
 CONTRACT = (DOCS / "contract.md").read_text()

@@ -1,4 +1,4 @@
-"""Backends that attncore knows of although they may not be installed, each with the distribution that provides it."""
+"""Backends that attncore knows by name, installed or not, each with the distribution that provides it."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from attncore.registry.host.host import Host
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """A backend's distribution, and the platform it is for (empty: any)."""
+class KnownBackend:
+    """A backend's distribution, its platform (empty: any), and the hardware that it needs, in words."""
 
     distribution: str
     platform: str
     hardware: str
 
 
-KNOWN: Mapping[str, Known] = {
-    "flash": Known("attn-flash", "cuda", "an NVIDIA GPU"),
-    "flashinfer": Known("attn-flashinfer", "cuda", "an NVIDIA GPU"),
-    "reference": Known("attncore", "", ""),
-    "rocm": Known("attn-rocm", "rocm", "an AMD GPU"),
+KNOWN: Mapping[str, KnownBackend] = {
+    "flash": KnownBackend("attn-flash", "cuda", "an NVIDIA GPU"),
+    "flashinfer": KnownBackend("attn-flashinfer", "cuda", "an NVIDIA GPU"),
+    "reference": KnownBackend("attncore", "", ""),
+    "rocm": KnownBackend("attn-rocm", "rocm", "an AMD GPU"),
 }
-"""Name -> who provides it. These names belong to these distributions: another one that claims such a name is refused.
-"""
+"""Name -> the backend. Each name belongs to its distribution: another that claims it is refused."""
 
 
 def install_line(name: str, host: Host) -> str:
-    """What to do to have the backend ``name``, and whether it would be of use on ``host``."""
+    """The command that installs the backend ``name``, with the hardware it needs where ``host`` lacks it."""
     known = KNOWN[name]
     line = f"pip install {known.distribution}"
     if known.platform and known.platform != host.platform:

@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from attncore.arguments import integer_or_none
+from attncore.arguments import integer_or_none, positive_integer
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
 from attncore.registry import requirements
 from attncore.registry.devices import PATTERNS, is_pattern
 from attncore.registry.spec.option import Option
-from attncore.registry.spec.sizes import as_sizes, positive_integer
+from attncore.registry.spec.sizes import as_sizes
 from attncore.registry.spec.variant import Variant
 from attncore.vocabulary import (
     DTYPES,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isqrt, lcm
 from typing import Any
 
-from attncore.arguments import integer_or_none
+from attncore.arguments import positive_integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,6 @@ def as_sizes(name: str, value: object) -> Sizes:
     if not sizes:
         raise ValueError(f"{name}: no size is declared")
     return sizes
-
-
-def positive_integer(name: str, value: object) -> int:
-    """``value`` as int; ValueError beginning with ``name`` where it is no integer, or below 1."""
-    number = integer_or_none(value)
-    if number is None or number < 1:
-        raise ValueError(f"{name}: {value!r} is not a positive integer")
-    return number
 
 
 def describe(sizes: Sizes) -> str:

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from attncore.registry.choice.negotiate_installed import decide
+from attncore.registry.choice.choice import choose
+from attncore.registry.choice.create_backend import create_backend
+from attncore.registry.choice.negotiate_installed import negotiate_installed
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.plugin_record import PluginRecord
@@ -101,10 +103,9 @@ class Subject:
 
     def beyond(self, **changes: Any) -> AttentionBackend:
         """A backend for a configuration that the spec does not declare, made past the negotiation that would refuse."""
-        from attncore.registry.choice.choice import Choice
-
         config: BackendConfig = dataclasses.replace(self.backend().config, **changes)
-        return Choice._made(self._choose(**_base(self.form)), config)
+        choice = self._choose(**_base(self.form))
+        return create_backend(choice.spec, config, choice.candidate.label)
 
     def around_a_block(self, size: int) -> list[tuple[int, int]]:
         """Requests of (context, tokens of a step), of the phases that the form runs, at the edges of blocks of
@@ -119,12 +120,13 @@ class Subject:
 
     def _choose(self, **fields: Any) -> Choice:
         request = AttentionRequest(**{"backend": self.name, **fields})
-        found = decide(request, host=self.host)
-        if found.chosen is None:
-            mine = [one for one in found.outcome.rest if one.name == self.name]
+        negotiation = negotiate_installed(request, host=self.host)
+        choice = choose(negotiation)
+        if choice is None:
+            mine = [one for one in negotiation.rejected if one.name == self.name]
             reasons = [str(reason) for one in mine for reason in one.reasons]
-            raise UnsupportedError("; ".join(reasons) or found.refusal)
-        return found.chosen
+            raise UnsupportedError("; ".join(reasons) or negotiation.refusal)
+        return choice
 
     def require(self, feature: str) -> None:
         """UnsupportedError, with the spec's own reason where it gives one, unless the form declares ``feature``."""
