@@ -1,7 +1,7 @@
-"""Examine the installation: versions, the compiled kernels, environment variables, the host, and every plugin.
+"""Check the installation: versions, the compiled kernels, environment variables, the host, and every plugin.
 
-Each plugin is loaded, asked and (unless --no-create) made in a process of its own with a time limit, so that one that
-hangs or crashes is a row. Exits with 1 where there is a finding.
+Each plugin is loaded, its doctor hook called and (unless --no-create) its backend created in a child process with a
+time limit, so that one that hangs or crashes is a row. Exits with 1 where there is a finding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from attncore.registry.host.host import Host
 from attncore.registry.plugins import discover
 from attncore.registry.printable import listed, one_line
 
-HELP = "examine the installation: versions, environment, each plugin in a process of its own"
 PACKAGES = ("numpy", "pluggy", "rich", "torch", "numba", "triton", "transformers")
 
 
@@ -32,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found; 1 where something is wrong."""
+    """Print the report; 1 where there is a finding."""
     if not 0 < args.timeout < float("inf"):
         raise ValueError(f"--timeout: {args.timeout:g} is not a positive number of seconds")
     problems = env.problems()
@@ -40,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         records = discover.find()
         rows = [diagnose(record, timeout=args.timeout, create=not args.no_create) for record in records]
-    except ValueError as error:  # a variable that says what may load cannot be read: then nothing may
-        plugins = f"no plugin is examined: {error}"
+    except ValueError as error:  # a bad value of a variable that says what may load: then nothing may
+        plugins = f"no plugin is loaded: {error}"
     kernels, kernels_fine = _kernels()
     findings = [*problems.values(), *_unmatched(rows), *_broken(rows)]
     if not kernels_fine:
@@ -83,9 +82,7 @@ def _kernels() -> tuple[str, bool]:
 
 
 def _unmatched(rows: list[Diagnosis]) -> list[str]:
-    """Names in the two lists of plugins that no plugin has: a list that pins what may load must not hold a typing
-    error.
-    """
+    """Names in ATTNCORE_PLUGINS and ATTNCORE_DISABLE_PLUGINS that no plugin has, such as a typing error."""
     try:
         lists = {"ATTNCORE_PLUGINS": env.plugins() or frozenset(), "ATTNCORE_DISABLE_PLUGINS": env.disabled_plugins()}
     except ValueError:

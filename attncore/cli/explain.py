@@ -1,7 +1,7 @@
 """Explain which backend would be chosen for a model on a machine, and give every reason against the others.
 
-The model comes from flags or from a Hugging Face config.json (flags win); without either a common one is taken, and
-told. The machine is this one, or any that --assume names; --assume-package states what is installed there.
+The model comes from options or from a Hugging Face config.json (options win); without either a common one is taken and
+printed. The machine is this one, or any that --assume names; --assume-package states what is installed there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from attncore.vocabulary import (
     POLICIES,
 )
 
-HELP = "say which backend would be chosen, on this machine or another, and why not the others"
 _COUNTS = (
     ("num_heads", "query heads of one rank"),
     ("num_kv_heads", "key/value heads of one rank"),
@@ -72,10 +71,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--use-mla", action="store_true", default=None, help="latent attention")
     model.add_argument("--feature", dest="features", action="append", choices=tuple(FEATURES), metavar="NAME")
     model.add_argument("--no-compile", dest="allow_compile", action="store_false", default=None)
-    model.add_argument("--backend", metavar="NAME", help="the one to use")
-    model.add_argument("--prefer", type=_names, metavar="A,B", help="those to use where they can be")
-    model.add_argument("--exclude", type=_names, metavar="A,B", help="those not to use")
-    parser.add_argument("--joint", action="store_true", help="choose for prefill and for decode, together")
+    model.add_argument("--backend", metavar="NAME", help="the backend to use")
+    model.add_argument("--prefer", type=_names, metavar="A,B", help="backends to use where they can be, in this order")
+    model.add_argument("--exclude", type=_names, metavar="A,B", help="backends not to use")
+    parser.add_argument("--joint", action="store_true", help="choose for prefill and for decode together")
     parser.add_argument("--assume", metavar="DEVICE", help="cuda:sm_90, sm_90, gfx942, cpu: the machine to choose for")
     parser.add_argument("--assume-package", action="append", default=[], metavar="NAME==VERSION")
     parser.add_argument("--json", action="store_true", help="print the request, the host and every candidate as JSON")
