@@ -1,4 +1,4 @@
-"""The exceptions that are attncore's own. A user's mistake is a ValueError or TypeError that names the argument."""
+"""attncore's own exceptions. A mistake in an argument is a ValueError or TypeError that begins with its name instead."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def number(low: float, high: float) -> Callable[[str], float]:
 
 
 def parse_integer(text: str, low: int, high: int, name: str = "") -> int:
-    """``text`` as an integer from ``low`` to ``high``; ArgumentTypeError, which begins with ``name`` where it is given."""
+    """``text`` as an integer from ``low`` to ``high``; the ArgumentTypeError begins with ``name`` where it is given."""
     subject = f"{name} " if name else ""
     try:
         value = int(text)

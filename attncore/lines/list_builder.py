@@ -138,8 +138,8 @@ def _builder(
 def _groups(records: Any) -> tuple[list[SequenceGroup], bool]:
     """The groups, and whether they are of an encoder/decoder model. Their values are not checked.
 
-    The builder checks each value in any case, so ``build_batch`` looks for a bad one only where the build fails. Where a
-    field is missing or unknown, the groups are read again to find its path.
+    The builder checks each value in any case, so ``build_batch`` looks for a bad one only where the build fails. Where
+    a field is missing or unknown, the groups are read again to find its path.
     """
     groups, encoder_decoder = [], False
     try:
