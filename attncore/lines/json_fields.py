@@ -41,7 +41,7 @@ def refuse_duplicates(text: str) -> None:
 
 
 def fields_of(prefix: str, whole: str, record: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an object, with defaults. An error puts ``prefix`` before a field, and calls the object ``whole``."""
+    """The fields of an object, with defaults. Errors put ``prefix`` before a field and name the object ``whole``."""
     if not isinstance(record, dict):
         raise TypeError(f"{whole}: {shown(record)} is not an object")
     unknown = record.keys() - known.keys()

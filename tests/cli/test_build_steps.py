@@ -201,7 +201,7 @@ def test_the_first_bad_line_ends_the_run(build, line, message):
     assert err.count("\n") == 1
 
 
-def test_lines_of_the_other_door_are_told_how_they_are_read(build):
+def test_lines_of_the_other_builder_are_refused_with_the_options_that_read_them(build):
     step, of_one_group = json.dumps(EXAMPLE), json.dumps(one_group(EXAMPLE))
     batch = json.dumps({"block_size": 4, "groups": []})
     for line in (step, of_one_group):

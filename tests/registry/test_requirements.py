@@ -60,5 +60,5 @@ def test_what_is_no_requirement(text):
 
 
 def test_installed_knows_what_is_here_only():
-    found = installed(("numpy", "a-distribution-that-nobody-wrote"))
+    found = installed(("numpy", "a-distribution-that-does-not-exist"))
     assert set(found) == {"numpy"}

@@ -17,8 +17,9 @@ def select_for_model(
 ) -> Choice:
     """The backend for all attention layers of a model.
 
-    ``fields`` are further fields of an AttentionRequest, such as ``block_size``; the dtype is the model's. Raises NoBackendError that names the first layer that no backend can run, with every
-    backend's reasons, and ValueError where layers need caches of different shapes.
+    ``fields`` are further fields of an AttentionRequest, such as ``block_size``; the dtype is the model's. Raises
+    NoBackendError that names the first layer that no backend can run, with every backend's reasons, and ValueError
+    where layers need caches of different shapes.
     """
     layers = attention_layers(model) if layers is None else layers
     fields = {"dtype": str(model.dtype).removeprefix("torch."), **fields}
