@@ -23,9 +23,9 @@ LAYERS = {
         "arguments vocabulary env errors frozen_map _version",
     ),
     "builder": (
-        "persistent lists broadcast",
+        "persistent lists",
         "device blocks",
-        "metadata",
+        "metadata slices device_view",
         "fields",
     ),
     "registry": (
