@@ -17,7 +17,7 @@ from attncore.registry.request import AttentionRequest
 from attncore.registry.spec.backend_spec import BackendSpec
 
 if TYPE_CHECKING:
-    from attncore.abstract import AttentionBackend
+    from attncore.abstract import AttentionBackend, BackendConfig
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,6 @@ class Choice:
         PluginError, with the cause chained, where the library cannot be imported or asks the process to end.
         """
         from attncore.abstract import BackendConfig
-        from attncore.registry.choice.create_backend import create_backend
 
         request = self.request
         given = {**request.options.get(self.name, {}), **(options or {})}
@@ -114,6 +113,12 @@ class Choice:
             options={**defaults, **given},
             spec=self.spec,
         )
+        return self.create_for(config)
+
+    def create_for(self, config: BackendConfig) -> AttentionBackend:
+        """The backend for a configuration of the caller's own, which is not checked. Raises as ``create`` does."""
+        from attncore.registry.choice.create_backend import create_backend
+
         return create_backend(self.spec, config, self.candidate.label)
 
 

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from attncore.registry.choice.choice import choose
-from attncore.registry.choice.create_backend import create_backend
 from attncore.registry.choice.negotiate_installed import negotiate_installed
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
@@ -104,8 +103,7 @@ class Subject:
     def beyond(self, **changes: Any) -> AttentionBackend:
         """A backend for a configuration that the spec does not declare, made past the negotiation that would refuse."""
         config: BackendConfig = dataclasses.replace(self.backend().config, **changes)
-        choice = self._choose(**_base(self.form))
-        return create_backend(choice.spec, config, choice.candidate.label)
+        return self._choose(**_base(self.form)).create_for(config)
 
     def around_a_block(self, size: int) -> list[tuple[int, int]]:
         """Requests of (context, tokens of a step), of the phases that the form runs, at the edges of blocks of
