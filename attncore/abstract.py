@@ -274,6 +274,10 @@ class AttentionBackend(FirstGenerationNames, ABC):
         """The distinct keys of the layers made so far, in the order of their first layer."""
         return tuple(self._plan_keys)
 
+    def forget_layers(self) -> None:
+        """Forget the layers made so far: ``plan`` is called for those alone that ``impl`` makes from now on."""
+        self._plan_keys.clear()
+
     def impl(
         self,
         layer_name: str,

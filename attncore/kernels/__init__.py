@@ -1,9 +1,9 @@
 """The kernels of the hot path: which implementation is used, and why.
 
-Two implementations have the same classes and functions: ``attncore._slots`` (Cython, compiled into wheels) and
-``attncore._slots_numba`` (numba, for a platform without a compiler). :func:`load_kernels` chooses one and
-:func:`why_kernels` says why. ``codes`` declares the numbers that they share with Python; ``arrays`` has functions on
-host arrays.
+Two implementations have the same topics, classes and functions: ``attncore._slots`` (Cython, compiled into wheels from
+``kernels/cython``) and ``attncore.kernels.numba`` (for a platform without a compiler). :func:`load_kernels` chooses one
+and :func:`why_kernels` says why. ``codes`` declares the numbers that they share with Python; ``arrays`` has functions
+on host arrays.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attncore import env
 
 KernelsName = Literal["cython", "numba"]
 
-_MODULES: dict[KernelsName, str] = {"cython": "attncore._slots", "numba": "attncore._slots_numba"}
+_MODULES: dict[KernelsName, str] = {"cython": "attncore._slots", "numba": "attncore.kernels.numba"}
 
 
 def load_kernels(name: KernelsName | None = None) -> Any:

@@ -294,7 +294,7 @@ def test_a_graph_without_a_length_to_capture(build):
     [
         (["--layot", "flash"], "unrecognized arguments: --layot; did you mean --layout?"),
         (["--spekulative=3"], "unrecognized arguments: --spekulative=3; did you mean --speculative?"),
-        (["-", "--verbose"], "unrecognized arguments: --verbose; attncore build --help tells what there is"),
+        (["-", "--verbose"], "unrecognized arguments: --verbose; attncore build --help lists the options"),
         (["--layout", "flsh"], "argument --layout: invalid choice: 'flsh'"),
         (["--kernels", "c"], "argument --kernels: invalid choice: 'c'"),
         (["-", "--kernels"], "argument --kernels: expected one argument"),
@@ -325,7 +325,7 @@ def test_a_bad_choice_of_kernels_is_no_fault_of_a_line(build, monkeypatch):
 
 
 def test_kernels_that_are_not_installed_are_one_line(build, monkeypatch):
-    monkeypatch.setitem(sys.modules, "attncore._slots_numba", None)
+    monkeypatch.setitem(sys.modules, "attncore.kernels.numba", None)
     code, _, err = build(json.dumps(EXAMPLE), "--kernels", "numba")
     assert code == 2
     assert err.startswith("attncore: error: kernels: numba was asked for and cannot be imported")

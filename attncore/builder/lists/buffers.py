@@ -17,7 +17,7 @@ from attncore.builder.fields import FIELDS, Length, Owner, named
 from attncore.kernels.codes import PAD_SLOT_ID
 
 if TYPE_CHECKING:
-    from attncore.builder.lists.builder import CommonMetadataBuilder
+    from attncore.builder.lists.settings import ListSettings
 
 STAGING_DEPTH = 2
 
@@ -71,20 +71,20 @@ class _Arena:
 
 
 class GraphBuffers:
-    """Arrays at fixed addresses for steps of up to ``max_batch_size`` decodes, padded as ``builder`` pads them.
+    """Arrays at fixed addresses for steps of up to ``max_batch_size`` decodes, padded as ``settings`` says.
 
     ``device`` is a torch device, or None for NumPy arrays. The arrays of a smaller bucket are views of those of the
-    largest. Raises ValueError where ``builder`` has no ``max_seq_len_to_capture``.
+    largest. Raises ValueError where ``settings`` has no ``max_seq_len_to_capture``.
     """
 
-    def __init__(self, builder: CommonMetadataBuilder, device: str | None, max_batch_size: int) -> None:
-        if builder.max_seq_len_to_capture is None:
+    def __init__(self, settings: ListSettings, device: str | None, max_batch_size: int) -> None:
+        if settings.max_seq_len_to_capture is None:
             raise ValueError("builder: made without max_seq_len_to_capture, which says how long captured sequences get")
-        most, block_size = max_batch_size, builder.block_size
+        most, block_size = max_batch_size, settings.block_size
         self.max_batch_size = most
-        self.has_pages, self.has_encoder = builder.dialect.page_lists, builder.encoder_decoder
-        self.width = -(-builder.max_seq_len_to_capture // block_size)
-        longest_encoder = builder.max_encoder_seq_len_to_capture or builder.max_seq_len_to_capture
+        self.has_pages, self.has_encoder = settings.dialect.page_lists, settings.encoder_decoder
+        self.width = -(-settings.max_seq_len_to_capture // block_size)
+        longest_encoder = settings.max_encoder_seq_len_to_capture or settings.max_seq_len_to_capture
         self.cross_width = -(-longest_encoder // block_size) if self.has_encoder else 0
         self.max_pages = most * self.width if self.has_pages else 0
         names = [*_PADDED, _FIXED, *_UNPADDED]

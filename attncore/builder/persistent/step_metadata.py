@@ -81,7 +81,7 @@ class StepMetadata(CommonAttentionMetadata):
     @property
     def builder(self) -> Any:
         """The MetadataBuilder whose step this is."""
-        return self._owner
+        return self._owner.builder
 
     @property
     def page_buffer(self) -> Any:
@@ -96,7 +96,7 @@ class StepMetadata(CommonAttentionMetadata):
 
         With the transport ``graph`` it records the nodes that fetch each step; otherwise it does nothing.
         """
-        self._owner.record_step(self)
+        self._owner.record(self)
 
     def replay(self, graph: Any) -> None:
         """Replays ``graph``, which was captured over this step's bucket, for this step. Once for each build.
@@ -104,14 +104,14 @@ class StepMetadata(CommonAttentionMetadata):
         Raises CaptureError where the step was built without a bucket, was replayed already, or its graph was captured
         without ``record``.
         """
-        self._owner.replay_step(self, graph)
+        self._owner.replay(self, graph)
 
     def abandon(self) -> None:
         """Takes back the last step, which will not be replayed, as if it had not been built.
 
         Raises CaptureError for any other step.
         """
-        self._owner.abandon_step(self)
+        self._owner.abandon(self)
 
     def forget_views(self) -> None:
         """Called by the kernel when the number of tokens or requests differs from the arena's last step."""
@@ -172,10 +172,12 @@ class CrossStepMetadata(StepMetadata):
 
 
 class Owner(Protocol):
-    """What metadata asks of the builder that made it."""
+    """What metadata asks of the assembly that it belongs to."""
 
     @property
+    def builder(self) -> Any: ...
+    @property
     def last_step(self) -> int: ...
-    def record_step(self, metadata: StepMetadata) -> None: ...
-    def replay_step(self, metadata: StepMetadata, graph: Any) -> None: ...
-    def abandon_step(self, metadata: StepMetadata) -> None: ...
+    def record(self, metadata: StepMetadata) -> None: ...
+    def replay(self, metadata: StepMetadata, graph: Any) -> None: ...
+    def abandon(self, metadata: StepMetadata) -> None: ...

@@ -137,7 +137,7 @@ class StepShapes:
 
         Its ``host`` arrays, too, are the fixed ones that every later step is copied to, and not those of an arena.
         """
-        capacity, side = self.of(metadata).size, self._side
+        capacity, side = self.of(metadata).capacity, self._side
         device: Any = side.views(capacity) if side is not None else self._ring.fixed_views(capacity)
         fields, *groups = (
             {name: np.asarray(array) for name, array in views.items()} for views in (device.fields, *device.groups)
@@ -171,7 +171,7 @@ class StepShapes:
                 )
             )
         shape = core.kernels.StepShape(arenas, metadata, pads, *padding, *memory)
-        shape.size, shape.tail = capacity, ring.journal_offset(capacity)
+        shape.capacity, shape.tail = capacity, ring.journal_offset(capacity)
         if side is not None:
             shape.replay = side.prepare(capacity)
         return shape

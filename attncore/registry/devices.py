@@ -1,0 +1,72 @@
+"""Devices and patterns of devices: ``cuda:sm_90`` is one, ``cuda:sm_80+`` a pattern of many.
+
+A host's device is ``cpu``, ``cuda:sm_<n>`` or ``rocm:gfx<id>``. A pattern is a device, a device followed by ``+``
+(CUDA: this compute capability and later), a prefix followed by ``*`` (ROCm: ``rocm:gfx11*``), a platform (``cuda``), or
+``any``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+_DEVICE = re.compile(r"cpu|cuda:sm_[0-9]{2,3}|rocm:gfx[0-9]{1,3}[0-9a-f]{2}")
+_PATTERN = re.compile(
+    r"any|cpu|cuda|rocm|cuda:sm_[0-9]{2,3}\+?|rocm:gfx[0-9]{1,3}[0-9a-f]{2}|rocm:gfx[0-9]{1,3}[0-9a-f]{0,2}\*"
+)
+PATTERNS = "any, cpu, cuda, cuda:sm_90, cuda:sm_80+, rocm, rocm:gfx942, rocm:gfx11*"
+
+
+class Match(NamedTuple):
+    """The entry of a spec's ``devices`` for a device: its priority, its pattern, and how specific the pattern is."""
+
+    priority: int
+    pattern: str
+    specificity: tuple[int, int]
+
+
+def canonical(device: str) -> str:
+    """The full name of a device given in full or bare (``sm_90``, ``gfx942``); else ValueError naming ``device``."""
+    name = device.strip().lower() if isinstance(device, str) else ""
+    if name.startswith("sm_"):
+        name = f"cuda:{name}"
+    elif name.startswith("gfx"):
+        name = f"rocm:{name}"
+    if not _DEVICE.fullmatch(name):
+        raise ValueError(f"device: {device!r} is not a device; write cuda:sm_90, sm_90, rocm:gfx942, gfx942 or cpu")
+    return name
+
+
+def is_pattern(pattern: object) -> bool:
+    """Whether a spec may name ``pattern`` among its devices."""
+    return isinstance(pattern, str) and _PATTERN.fullmatch(pattern) is not None
+
+
+@lru_cache(maxsize=4096)
+def specificity(pattern: str, device: str) -> tuple[int, int] | None:
+    """How closely ``pattern`` describes ``device`` (a larger tuple is closer); None where it does not match."""
+    if pattern == device:
+        return (3, 0)
+    if pattern == "any":
+        return (0, 0)
+    platform, _, arch = device.partition(":")
+    if pattern == platform:
+        return (1, 0)
+    if pattern.endswith("+") and platform == "cuda" and pattern.startswith("cuda:"):
+        floor = int(pattern[len("cuda:sm_") : -1])
+        return (2, floor) if int(arch[len("sm_") :]) >= floor else None
+    if pattern.endswith("*") and device.startswith(pattern[:-1]):
+        return (2, len(pattern))
+    return None
+
+
+def best_match(devices: Mapping[str, int], device: str) -> Match | None:
+    """The entry of a spec's ``devices`` that describes ``device`` most closely; None where none does."""
+    best = None
+    for pattern, priority in devices.items():
+        close = specificity(pattern, device)
+        if close is not None and (best is None or close > best.specificity):
+            best = Match(priority, pattern, close)
+    return best

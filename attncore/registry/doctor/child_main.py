@@ -1,0 +1,88 @@
+"""The child process of ``diagnose``, started with the arguments NAME DISTRIBUTION FILE [--create].
+
+Writes JSON Lines to FILE. A phase is written before it begins, so that the last line tells where the process stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+import pluggy
+
+from attncore.registry import requirements
+from attncore.registry.choice.choice import choose
+from attncore.registry.choice.negotiate import negotiate
+from attncore.registry.host.host import Host
+from attncore.registry.plugins import discover, load
+from attncore.registry.plugins.hookspecs import PROJECT, Hooks
+from attncore.registry.plugins.plugin_record import PluginRecord
+from attncore.registry.printable import describe_error
+from attncore.registry.reasons import Reason
+from attncore.registry.request import AttentionRequest
+from attncore.registry.spec.backend_spec import BackendSpec
+from attncore.registry.spec.fitting_request import fitting_fields
+
+
+def main(name: str, distribution: str, path: str, *options: str) -> None:
+    """Diagnose the entry point ``name`` of ``distribution``; the lines are written to ``path``."""
+    with Path(path).open("w", encoding="utf-8") as file:
+        record = next(
+            one for one in discover.find() if (one.name, one.distribution, one.state) == (name, distribution, "found")
+        )
+        _tell(file, phase="spec")
+        record = load.load(record)
+        _tell(file, state=record.state, reasons=[reason.as_json() for reason in record.reasons])
+        if record.spec is not None:
+            _tell(file, phase="doctor")
+            _tell(file, **_doctor(record))
+            if "--create" in options:
+                _tell(file, phase="create")
+                _tell(file, **_create(record, record.spec))
+        _tell(file, phase="done")
+
+
+def _tell(file: IO[str], **answer: Any) -> None:
+    file.write(json.dumps(answer, default=str) + "\n")
+    file.flush()
+
+
+def _doctor(record: PluginRecord) -> dict[str, Any]:
+    if record.entry_point is None:
+        return {}
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(Hooks)
+    manager.register(record.entry_point.load())
+    try:
+        answers = manager.hook.attncore_doctor(host=Host.probe())
+        return {"facts": {str(key): str(value) for answer in answers for key, value in answer.items()}}
+    except (Exception, SystemExit) as error:
+        return _broken(record, f"attncore_doctor failed: {describe_error(error)}")
+
+
+def _create(record: PluginRecord, spec: BackendSpec) -> dict[str, Any]:
+    """Create a small backend where this host can; elsewhere the reasons why it cannot."""
+    names = tuple(sorted({requirements.parse(text).name for text in spec.all_requires}))
+    host = Host.probe().with_packages(requirements.installed(names))
+    request = AttentionRequest(num_heads=1, num_kv_heads=1, backend=spec.name, **fitting_fields(spec))
+    negotiation = negotiate(request, host, [record], "the doctor")
+    choice = choose(negotiation)
+    if choice is None:
+        mine = next(one for one in negotiation.rejected if one.name == spec.name)
+        return {"created": f"not tried: {' | '.join(map(str, mine.reasons))}"}
+    try:
+        backend = choice.create()
+    except (Exception, SystemExit) as error:
+        return _broken(record, f"creating it failed: {describe_error(error)}")
+    return {"created": f"{type(backend).__name__} on {backend.config.device}"}
+
+
+def _broken(record: PluginRecord, message: str) -> dict[str, Any]:
+    fix = f"update {record.distribution}, or report it to its authors"
+    return {"state": "broken", "reasons": [Reason("broken", message, source=record.label, fix=fix).as_json()]}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

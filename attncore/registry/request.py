@@ -1,0 +1,178 @@
+"""AttentionRequest: what a model and an engine ask of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from attncore.abstract import check_value_size
+from attncore.arguments import integer
+from attncore.env import NAME
+from attncore.frozen_map import FrozenMap
+from attncore.vocabulary import (
+    DTYPES,
+    FEATURES,
+    GRAPH_LEVELS,
+    KV_CACHE_DTYPES,
+    KV_CACHE_LAYOUTS,
+    PHASES,
+    POLICIES,
+)
+
+_COUNTS = ("num_heads", "num_kv_heads", "head_size")
+_OPTIONAL_COUNTS = (
+    "head_size_v",
+    "block_size",
+    "manager_block_size",
+    "max_model_len",
+    "sliding_window",
+    "num_blocks",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRequest:
+    """What is asked. Raises ValueError or TypeError that begins with the field's name.
+
+    Numbers of heads are those of one rank. ``None`` leaves a field open, or states that the model lacks the feature.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    """Of DTYPES."""
+    head_size_v: int | None = None
+    """Size of a value head where it differs."""
+    kv_cache_dtype: str = "auto"
+    """Of KV_CACHE_DTYPES; ``fp8`` is fp8_e4m3."""
+    block_size: int | None = None
+    """Tokens per block of the kernel, exactly; None: the backend chooses, and ``Choice.block_size`` gives it."""
+    manager_block_size: int | None = None
+    """Tokens per block of the engine's allocator; the kernel's block must divide it."""
+    kv_cache_layout: str | None = None
+    """Of KV_CACHE_LAYOUTS; None: the backend chooses, and ``Choice.kv_cache_layout`` gives it."""
+    max_model_len: int | None = None
+    """Tokens of the longest sequence."""
+    num_blocks: int | None = None
+    """Blocks in the cache, the null block included."""
+    sliding_window: int | None = None
+    """Tokens a query may see, itself included."""
+    logits_soft_cap: float | None = None
+    """Scores become ``cap * tanh(score / cap)``."""
+    alibi: bool | Literal["standard"] = False
+    """True: slopes of any value; ``standard``: the standard slopes of ``num_heads`` heads."""
+    sinks: bool = False
+    """Whether a learnt logit per head joins the softmax."""
+    use_mla: bool = False
+    """Whether the cache holds one latent row of ``head_size`` per token, the values being its first ``head_size_v``."""
+    features: Iterable[str] = ()
+    """Of FEATURES: what is needed beyond what the fields above imply."""
+    cuda_graph: str = "never"
+    """Of GRAPH_LEVELS: the steps that the engine captures."""
+    phase: Literal["prefill", "decode"] | None = None
+    """Of PHASES, where another backend runs the other phase; None: both."""
+    allow_compile: bool = True
+    """Whether a library may compile kernels at run time."""
+    backend: str | None = None
+    """Name of the backend to use."""
+    prefer: Iterable[str] = ()
+    """Names of backends to use where they can be, in this order."""
+    exclude: Iterable[str] = ()
+    """Names of backends not to use."""
+    policy: Literal["strict", "fallback"] = "strict"
+    """Of POLICIES: where the backend named by ``backend`` or ATTNCORE_BACKEND cannot be used, ``strict`` raises and
+    ``fallback`` takes the next one.
+    """
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Name of a backend -> its options; a backend whose spec does not declare them is not chosen."""
+
+    def __post_init__(self) -> None:
+        for name in (*_COUNTS, *_OPTIONAL_COUNTS):
+            if (value := getattr(self, name)) is not None or name in _COUNTS:
+                object.__setattr__(self, name, integer(name, value, 1))
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+        check_value_size(self.head_size, self.head_size_v, self.num_kv_heads, self.use_mla is True)
+        if self.kv_cache_dtype == "fp8":
+            object.__setattr__(self, "kv_cache_dtype", "fp8_e4m3")
+        for name, words in _WORDS.items():
+            value = getattr(self, name)
+            if value not in words and not (value is None and name in ("kv_cache_layout", "phase")):
+                raise ValueError(f"{name}: {value!r} is not one of {', '.join(words)}")
+        for name in ("sinks", "use_mla", "allow_compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: {getattr(self, name)!r} is neither True nor False")
+        if self.alibi not in (True, False, "standard"):
+            raise ValueError(f"alibi: {self.alibi!r} is not True, False or 'standard'")
+        cap = self.logits_soft_cap
+        if cap is not None and (
+            isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < float("inf")
+        ):
+            raise ValueError(f"logits_soft_cap: {cap!r} is not a positive number")
+        if self.block_size and self.manager_block_size and self.manager_block_size % self.block_size:
+            raise ValueError(
+                f"manager_block_size: {self.manager_block_size} is not a multiple of block_size {self.block_size}"
+            )
+        object.__setattr__(self, "features", frozenset(_names("features", self.features, FEATURES)))
+        object.__setattr__(self, "prefer", _names("prefer", self.prefer))
+        object.__setattr__(self, "exclude", frozenset(_names("exclude", self.exclude)))
+        if self.backend is not None:
+            _names("backend", (self.backend,))
+        object.__setattr__(self, "options", _check_options(self.options))
+
+    @property
+    def asked_features(self) -> tuple[str, ...]:
+        """Every feature that the request needs, sorted: those listed, and those that other fields imply."""
+        implied = {
+            "sliding_window": self.sliding_window is not None,
+            "logits_soft_cap": self.logits_soft_cap is not None,
+            "alibi": self.alibi is True,
+            "alibi_standard": self.alibi == "standard",
+            "sinks": self.sinks,
+        }
+        return tuple(sorted({name for name, asked in implied.items() if asked}.union(self.features)))
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields that are not at their defaults, as JSON types."""
+        stated = {}
+        for declared in fields(self):
+            value = getattr(self, declared.name)
+            if value == declared.default or (not value and not isinstance(value, bool)):
+                continue
+            if isinstance(value, frozenset | tuple):
+                value = sorted(value) if isinstance(value, frozenset) else list(value)
+            elif isinstance(value, Mapping):
+                value = {name: dict(options) for name, options in value.items()}
+            stated[declared.name] = value
+        return stated
+
+
+_WORDS = {
+    "dtype": DTYPES,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+    "kv_cache_layout": KV_CACHE_LAYOUTS,
+    "cuda_graph": GRAPH_LEVELS,
+    "phase": PHASES,
+    "policy": POLICIES,
+}
+
+
+def _names(field: str, value: object, known: Iterable[str] | None = None) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{field}: {value!r} is not a collection of names")
+    names = tuple(value)
+    for name in names:
+        if known is not None and name not in known:
+            raise ValueError(f"{field}: {name!r} is not one of {', '.join(known)}")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise ValueError(f"{field}: {name!r} is not a backend's name")
+    return names
+
+
+def _check_options(value: object) -> Mapping[str, Mapping[str, Any]]:
+    if not isinstance(value, Mapping) or not all(isinstance(one, Mapping) for one in value.values()):
+        raise TypeError(f"options: {value!r} is not a mapping of backends to mappings of options")
+    _names("options", tuple(value))
+    return FrozenMap({name: FrozenMap(dict(one)) for name, one in value.items()})

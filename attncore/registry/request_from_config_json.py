@@ -1,0 +1,106 @@
+"""The fields of an AttentionRequest from a Hugging Face ``config.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attncore.arguments import integer, positive_integer
+
+_ALIBI_MODELS = ("bloom",)
+_SINK_MODELS = ("gpt_oss",)
+
+
+def read(path: str | Path, *, tensor_parallel: int = 1) -> dict[str, Any]:
+    """The fields from a file, or from the ``config.json`` of a folder; errors begin with ``config``."""
+    place = Path(path)
+    place = place / "config.json" if place.is_dir() else place
+    try:
+        config = json.loads(place.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"config: {place} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ValueError(f"config: {place} is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"config: {place} is nested too deeply to be read") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"config: {place} holds a {type(config).__name__}, not an object")
+    return request_fields(config, tensor_parallel=tensor_parallel)
+
+
+def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> dict[str, Any]:
+    """The fields of a request for one of ``tensor_parallel`` ranks; ValueError naming the missing or odd entry.
+
+    A model of several parts (text and vision) is described by its ``text_config``. Key/value heads are split among the
+    ranks, and repeated where there are fewer of them than ranks.
+    """
+    tensor_parallel = integer("tensor_parallel", tensor_parallel, 1)
+    if isinstance(config.get("text_config"), Mapping):
+        outer, config = config, config["text_config"]
+        config = {**{key: outer[key] for key in ("dtype", "torch_dtype") if key in outer}, **config}
+    heads = _count(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
+    if heads % tensor_parallel:
+        raise ValueError(f"tensor_parallel: {tensor_parallel} does not divide the {heads} heads of the model")
+    fields: dict[str, Any] = {
+        "num_heads": heads // tensor_parallel,
+        "num_kv_heads": max(1, _kv_heads(config, heads) // tensor_parallel),
+        "head_size": _head_size(config, heads),
+        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+        "max_model_len": _optional(config, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+        "sliding_window": _window(config),
+        "logits_soft_cap": config.get("attn_logit_softcapping"),
+        "alibi": _alibi(config),
+        "sinks": config.get("model_type") in _SINK_MODELS,
+    }
+    if latent := _optional(config, "kv_lora_rank"):  # one latent head holds keys and, as a part of them, values
+        rope = _optional(config, "qk_rope_head_dim") or 0
+        fields.update(use_mla=True, num_kv_heads=1, head_size=latent + rope, head_size_v=latent)
+    if config.get("is_encoder_decoder"):
+        fields["features"] = ("encoder", "encoder_decoder")
+    return {name: value for name, value in fields.items() if value not in (None, False)}
+
+
+def _optional(config: Mapping[str, Any], *names: str) -> int | None:
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        return positive_integer(f"config: {name}", value)
+    return None
+
+
+def _count(config: Mapping[str, Any], *names: str) -> int:
+    if (value := _optional(config, *names)) is None:
+        raise ValueError(f"config: {names[0]} is missing")
+    return value
+
+
+def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
+    if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
+        return 1
+    attention = config.get("attn_config")
+    nested = _optional(attention, "kv_n_heads") if isinstance(attention, Mapping) else None
+    return nested or _optional(config, "num_key_value_heads", "num_kv_heads", "n_head_kv") or heads
+
+
+def _head_size(config: Mapping[str, Any], heads: int) -> int:
+    if stated := _optional(config, "head_dim"):
+        return stated
+    return _count(config, "hidden_size", "n_embd", "d_model") // heads
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    if config.get("use_sliding_window") is False:
+        return None
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and not any("sliding" in str(kind) for kind in kinds):
+        return None
+    return _optional(config, "sliding_window")
+
+
+def _alibi(config: Mapping[str, Any]) -> bool | str:
+    attention = config.get("attn_config")
+    stated = config.get("alibi") is True or (isinstance(attention, Mapping) and attention.get("alibi") is True)
+    return "standard" if stated or config.get("model_type") in _ALIBI_MODELS else False

@@ -1,0 +1,95 @@
+"""Requests from a Hugging Face config.json."""
+
+import json
+
+import pytest
+
+from attncore import AttentionRequest
+from attncore.registry.request_from_config_json import read, request_fields
+
+LLAMA = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 8192,
+}
+
+
+def fields(**more):
+    found = request_fields({**LLAMA, **more})
+    AttentionRequest(**found)
+    return found
+
+
+def test_a_common_model():
+    assert fields() == {
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_size": 128,
+        "dtype": "bfloat16",
+        "max_model_len": 8192,
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "value"),
+    [
+        ({"head_dim": 64}, "head_size", 64),
+        ({"dtype": "float16"}, "dtype", "float16"),
+        ({"torch_dtype": "torch.float32"}, "dtype", "float32"),
+        ({"sliding_window": 4096}, "sliding_window", 4096),
+        ({"sliding_window": 4096, "use_sliding_window": False}, "sliding_window", None),
+        ({"sliding_window": 4096, "layer_types": ["full_attention"]}, "sliding_window", None),
+        ({"sliding_window": 4096, "layer_types": ["full_attention", "sliding_attention"]}, "sliding_window", 4096),
+        ({"attn_logit_softcapping": 50.0}, "logits_soft_cap", 50.0),
+        ({"model_type": "bloom"}, "alibi", "standard"),
+        ({"alibi": True}, "alibi", "standard"),
+        ({"attn_config": {"alibi": True, "kv_n_heads": 4}}, "num_kv_heads", 4),
+        ({"model_type": "gpt_oss"}, "sinks", True),
+        ({"multi_query": True}, "num_kv_heads", 1),
+        ({"num_key_value_heads": None}, "num_kv_heads", 32),
+        ({"is_encoder_decoder": True}, "features", ("encoder", "encoder_decoder")),
+        ({"text_config": {**LLAMA, "num_attention_heads": 16, "head_dim": 96}}, "head_size", 96),
+    ],
+)
+def test_what_configs_say_in_their_ways(more, name, value):
+    assert fields(**more).get(name) == value
+
+
+def test_latent_attention():
+    found = fields(kv_lora_rank=512, qk_rope_head_dim=64)
+    assert (found["use_mla"], found["num_kv_heads"], found["head_size"], found["head_size_v"]) == (True, 1, 576, 512)
+
+
+def test_heads_are_shared_among_ranks():
+    found = request_fields(LLAMA, tensor_parallel=16)
+    assert (found["num_heads"], found["num_kv_heads"]) == (2, 1)
+    with pytest.raises(ValueError, match="tensor_parallel: 3 does not divide the 32 heads"):
+        request_fields(LLAMA, tensor_parallel=3)
+
+
+def test_mistakes_name_the_entry(tmp_path):
+    with pytest.raises(ValueError, match="config: num_attention_heads is missing"):
+        request_fields({})
+    with pytest.raises(ValueError, match="config: head_dim: 'x' is not a positive integer"):
+        fields(head_dim="x")
+    with pytest.raises(ValueError, match=r"config: .*nowhere.* cannot be read: No such file"):
+        read(tmp_path / "nowhere")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config: .*bad.json is not JSON"):
+        read(tmp_path / "bad.json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds a list, not an object"):
+        read(tmp_path / "list.json")
+
+
+def test_a_folder_stands_for_its_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert read(tmp_path) == read(tmp_path / "config.json")
+
+
+def test_a_file_nested_too_deeply_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"^config: .* is nested too deeply"):
+        read(tmp_path)
