@@ -141,6 +141,10 @@ class CommonAttentionMetadata:
     page_buffer: Any = None
     """int32 on the device, all that page indices are ever written to by this builder: the same tensor in every step,
     where a plan may point a kernel before the indices are there (persistent door, steps that are sent to a device)."""
+    step: int = 0
+    """The step's number, ascending with each build (persistent builder); 0 elsewhere."""
+    group: str = ""
+    """The KV-cache group whose slots and table these are (persistent builder)."""
     source: Source | None = None
     """What a step of the list builder was built from; None for views, captured sizes and steps of the other builder."""
 

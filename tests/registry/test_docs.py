@@ -9,7 +9,7 @@ import pytest
 
 import attncore
 from attncore import env, vocabulary
-from attncore.first_generation import FirstGenerationNames
+from attncore.abstract.first_generation import FirstGenerationNames
 from attncore.registry.plugins import known
 from attncore.registry.plugins.hookspecs import Hooks
 from attncore.registry.spec.backend_spec import VariantFacts

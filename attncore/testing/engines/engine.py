@@ -55,7 +55,7 @@ class Engine:
         config = backend.config
         self.backend, self.config = backend, config
         self.features: dict[str, Any] = {"scale": config.head_size**-0.5, **features}
-        backend._plan_keys.clear()  # the layers of another test's engine are gone
+        backend.forget_layers()  # the layers of another test's engine are gone
         self.impl = backend.impl("layers.0", **self.features)
         num_blocks = num_blocks or max(NUM_BLOCKS, NUM_TOKENS // config.block_size)
         self.num_blocks, self.block_size = num_blocks, config.block_size

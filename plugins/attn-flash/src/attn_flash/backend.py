@@ -67,7 +67,7 @@ class FlashBackend(AttentionBackend):
         if len(found) != 2 or any(tuple(part.shape[1:]) != wanted for part in found):
             shape = tuple(kv_cache.shape) if isinstance(kv_cache, Tensor) else [tuple(part.shape) for part in kv_cache]
             raise ValueError(
-                f"kv_cache: shape {shape} found; allocate_kv_cache makes {self._shape(1)} with more blocks "
+                f"kv_cache: shape {shape} found; allocate_kv_cache makes {self.kv_cache_shape(1, *wanted)} with more blocks "
                 f"(layout {config.kv_cache_layout})"
             )
         return found[0], found[1]
