@@ -3,7 +3,7 @@
 No module of this package imports torch or NumPy before a tensor is made. Plugins import these names from ``attncore``.
 """
 
-from attncore.abstract.attention_metadata import AttentionMetadata, AttentionMetadataBuilder, HostArrays
+from attncore.abstract.attention_metadata import AttentionMetadata, AttentionMetadataBuilder, HostArrays, StepBuilder
 from attncore.abstract.backend import AttentionBackend
 from attncore.abstract.backend_config import BackendConfig, check_value_size
 from attncore.abstract.layer import AttentionImpl, AttentionLayer, LayerFeatures, PlanKey
@@ -23,5 +23,6 @@ __all__ = [
     "OptionFacts",
     "PlanKey",
     "SpecFacts",
+    "StepBuilder",
     "check_value_size",
 ]

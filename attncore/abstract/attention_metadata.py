@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from attncore.builder import MetadataBuilder
+    from attncore.builder import InputBatch
     from attncore.builder.metadata import Source
 
     Int32s = npt.NDArray[np.int32]
@@ -41,6 +41,17 @@ class HostArrays(Protocol):
     encoder_query_start_loc: Int32s
     cross_slot_mapping: Int64s
     cross_block_table: Int32s
+
+
+class StepBuilder(Protocol):
+    """What a backend asks of the persistent builder whose step it plans or runs. Builders hash by identity."""
+
+    @property
+    def batch(self) -> InputBatch:
+        """The batch that it builds steps of; ``batch.groups`` says how many blocks a KV-cache group has."""
+
+    def host_lengths(self, metadata: Any) -> str:
+        """``exact``, or ``bounded`` for a step built overlapped, whose lengths on the host are upper bounds."""
 
 
 class AttentionMetadata(Protocol):
@@ -124,7 +135,7 @@ class AttentionMetadata(Protocol):
     """The list builder and the groups that it made the step from; None for views, captured sizes, and elsewhere."""
 
     @property
-    def builder(self) -> MetadataBuilder | None:
+    def builder(self) -> StepBuilder | None:
         """The persistent builder whose step this is; None elsewhere. It tells builders apart."""
 
     @property
