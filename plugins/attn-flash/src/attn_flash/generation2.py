@@ -83,11 +83,13 @@ class Layer:
         It takes the step's query, and for ``packed`` this step's keys and values, and gives as many tokens, of which
         the segment's are written; for ``decode`` it takes and gives the segment's tokens alone.
         """
-        call = self._call(segment, arguments, caches)
-        if segment.entry == "packed":
-            return call
-        if segment.entry == "paged" or self._synchronises:
-            return lambda query, key, value: call(query)
+        entry, fixed, varlen = segment.entry, self._fixed, self._varlen
+        if entry == "packed":
+            return partial(varlen, **arguments, **fixed)
+        keys, values = given_caches(caches)
+        if entry == "paged" or self._synchronises:  # made once, most of them: merging arguments ahead would cost more
+            return lambda query, key, value: varlen(query, keys, values, **arguments, **fixed)
+        call = partial(self._with_kvcache, k_cache=keys, v_cache=values, **arguments, **fixed)
         if segment.query_len == 1:
             return lambda query, key, value: call(query.unsqueeze(1)).view_as(query)
         rows = segment.last - segment.first, segment.query_len

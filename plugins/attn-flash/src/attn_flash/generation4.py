@@ -68,11 +68,13 @@ class Layer:
         """The call of a segment. Decodes are given as (rows, tokens of a row, heads, head size): the faster form, by a
         fifth for 256 requests. The output comes in a tuple, though no log-sum-exp is asked for.
         """
-        call = self._call(segment, arguments, caches)
-        if segment.entry == "packed":
-            return lambda query, key, value: call(query, key, value)[0]
-        if segment.entry == "paged":
-            return lambda query, key, value: call(query)[0]
+        entry, fixed, varlen = segment.entry, self._fixed, self._varlen
+        if entry == "packed":
+            return lambda query, key, value: varlen(query, key, value, **arguments, **fixed)[0]
+        keys, values = given_caches(caches)
+        if entry == "paged":
+            return lambda query, key, value: varlen(query, keys, values, **arguments, **fixed)[0]
+        call = partial(varlen, k=keys, v=values, **arguments, **fixed)
         if segment.query_len == 1:
             return lambda query, key, value: call(query.unsqueeze(1))[0].view_as(query)
         rows = segment.last - segment.first, segment.query_len

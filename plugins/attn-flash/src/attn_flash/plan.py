@@ -31,7 +31,7 @@ class StepPlan:
     nothing of theirs.
     """
 
-    __slots__ = ("_arguments", "num_tokens", "segments", "single")
+    __slots__ = ("_arguments", "_tokens", "num_tokens", "segments", "single")
 
     lasts = False
     """Whether it may be good for a later step."""
@@ -41,13 +41,16 @@ class StepPlan:
         self.single = len(segments) == 1
         self.num_tokens = max(segment.stop for segment in segments)
         self._arguments: list[dict[str, Any]] = []
+        self._tokens = [(segment.entry == "decode", segment.tokens) for segment in segments]
 
     def bound(self, layer: Layer, caches: Caches) -> tuple[Call, ...]:
         """The calls of a layer, one a segment: what ``attend`` takes."""
         if not self._arguments:  # all layers share them
             self._arguments = [layer.arguments(segment) for segment in self.segments]
+        if self.single:
+            return (layer.bound(self.segments[0], self._arguments[0], caches),)
         pairs = zip(self.segments, self._arguments, strict=True)
-        return tuple(layer.bound(segment, arguments, caches) for segment, arguments in pairs)
+        return tuple([layer.bound(segment, arguments, caches) for segment, arguments in pairs])
 
     def attend(self, calls: Sequence[Call], query: Tensor, key: Any, value: Any) -> Tensor:
         """The output of all segments, (tokens of ``query``, heads, head size): the library's own tensor where there is
@@ -57,18 +60,18 @@ class StepPlan:
         if self.single:
             return calls[0](query, key, value)
         output: Tensor | None = None
-        for call, segment in zip(calls, self.segments, strict=True):
-            if segment.entry == "decode":
-                found = call(query[segment.tokens], key, value)
+        for call, (decode, tokens) in zip(calls, self._tokens, strict=True):
+            if decode:
+                found = call(query[tokens], key, value)
             else:
                 found = call(query, key, value)
                 if output is None:  # filled up with the other segments
                     output = found
                     continue
-                found = found[segment.tokens]
+                found = found[tokens]
             if output is None:
                 output = query.new_empty(query.shape)
-            output[segment.tokens] = found
+            output[tokens] = found
         if output is None:
             raise ValueError("metadata: a step of no rows")
         return output
