@@ -5,18 +5,21 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 PEERS := .venv-peers
 PEERS_PIP := $(PEERS)/bin/pip --disable-pip-version-check
-PEER_VERSIONS := 0.8.5.post1 0.18.1
+PEER_WHEELS := vllm_lists vllm_step
 PLUGINS := $(wildcard plugins/attn-*)
-# Kernel libraries as far as they go without a GPU: without their own requirements, which are CUDA's and several GB.
-KERNELS := triton flashinfer-python apache-tvm-ffi
 SOURCES := $(CURDIR)/$(VENV)/sources
-KERNEL_NEEDS := click filelock jinja2 nvidia-ml-py packaging requests tqdm
-TRACE := ../shared/traces/azure_llm_2023_conv.csv.gz
+# Another build of the pinned torch, such as a wheel's path, and an extra index that has one. A plain torch brings CUDA's
+# libraries along, several GB, which nothing that runs in .venv uses.
+TORCH ?= torch
+TORCH_INDEX ?=
+INSTALL_TORCH = install -q -c requirements/shared.txt $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") "$(TORCH)"
+TRACE ?= ../shared/traces/azure_llm_2023_conv.csv.gz
 
 # The first test run compiles numba's functions; both cores then share the rest.
 JOBS ?= 2
 
-.PHONY: help demo test test-all test-gpu lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay clean
+.PHONY: help demo test test-all test-gpu lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay \
+	resolve clean
 
 help:
 	@echo "make demo           replay a request trace through metadata and attention (under two minutes after set-up)"
@@ -29,39 +32,41 @@ help:
 	@echo "make bench-peers    the same steps by vLLM's own builders, in an environment of their own (.venv-peers)"
 	@echo "make bench-gpu      on a CUDA device, in the active Python: until a step is there, calls, bytes, a race (RACE=100000)"
 	@echo "make bench-replay   builds of a whole trace that take over 50 us"
+	@echo "make resolve        resolve each target's requirements (requirements/) as from an ordinary package index"
 	@echo "make clean          remove the environments and everything that was built"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# torch comes first, pinned: a plain `pip install torch` would bring CUDA's libraries along.
-$(VENV)/.deps: constraints.txt pyproject.toml | $(BIN)/python
-	$(PIP) install -q -c constraints.txt torch setuptools wheel cython
-	$(PIP) install -q -c constraints.txt numpy pluggy rich numba hypothesis pytest pytest-benchmark pytest-xdist \
-		build cython-lint editables hatchling mypy pre-commit ruff
+# A stamp for each set of requirements/; a set includes those that it is built on. torch comes first, as TORCH says.
+$(VENV)/.demo: requirements/demo.txt requirements/shared.txt | $(BIN)/python
+	$(PIP) $(INSTALL_TORCH)
+	$(PIP) install -q -r requirements/demo.txt
 	touch $@
 
-# What the plugins and the integrations are tested with; the demo does without.
-$(VENV)/.libraries: $(VENV)/.deps
-	$(PIP) install -q -c constraints.txt transformers psutil $(KERNEL_NEEDS)
-	$(PIP) install -q -c constraints.txt --no-deps $(KERNELS)
+$(VENV)/.bench $(VENV)/.history $(VENV)/.test: $(VENV)/.%: requirements/%.txt requirements/bench.txt $(VENV)/.demo
+	$(PIP) install -q -r $<
 	touch $@
 
-$(VENV)/.built: $(VENV)/.deps setup.py attncore/_slots.pyx attncore/_slots.pxd attncore/_typedefs.pxd
+$(VENV)/.kernels: requirements/kernels.txt $(VENV)/.test
+	$(PIP) install -q --no-deps -r $<
+	touch $@
+
+$(VENV)/.built: $(VENV)/.demo pyproject.toml setup.py attncore/_slots.pyx attncore/_slots.pxd attncore/_typedefs.pxd
 	ATTNCORE_REQUIRE_EXT=1 $(PIP) install -q --no-build-isolation --no-deps -e .
 	touch $@
 
-$(VENV)/.plugins: $(VENV)/.built $(VENV)/.libraries $(wildcard plugins/*/pyproject.toml)
+$(VENV)/.plugins: $(VENV)/.built $(VENV)/.kernels $(wildcard plugins/*/pyproject.toml)
 	$(PIP) install -q --no-build-isolation --no-deps $(patsubst %,-e %,$(PLUGINS))
 	touch $@
 
 # Read, not imported: tests compare the signatures of attn-flash's stand-ins with them.
-$(VENV)/.sources: $(VENV)/.deps
+$(VENV)/.sources: requirements/sources.txt $(VENV)/.test
 	rm -rf $(SOURCES) && mkdir -p $(SOURCES)/2 $(SOURCES)/4
-	$(PIP) install -q --no-deps --no-compile --target $(SOURCES)/4 -c constraints.txt --pre flash-attn-4 \
+	$(PIP) install -q --no-deps --no-compile --target $(SOURCES)/4 -c requirements/sources.txt --pre flash-attn-4 \
 		|| echo "no source of flash-attn-4 here: its signature test is skipped"
 	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(PIP) download -q --no-deps --no-binary=flash-attn --no-build-isolation \
-		-c constraints.txt -d $(SOURCES) flash-attn \
+		-c requirements/sources.txt -d $(SOURCES) flash-attn \
 		&& tar -C $(SOURCES)/2 --strip-components=1 -xzf $(SOURCES)/flash_attn-*.tar.gz --wildcards '*/flash_attn/*.py' \
 		|| echo "no source of flash-attn here: its signature tests are skipped"
 	touch $@
@@ -69,7 +74,7 @@ $(VENV)/.sources: $(VENV)/.deps
 demo: $(VENV)/.built
 	@if [ -f $(TRACE) ]; then $(BIN)/attncore replay $(TRACE) --requests 300; else $(BIN)/attncore replay; fi
 
-lint: $(VENV)/.deps
+lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PATH="$(CURDIR)/$(BIN):$$PATH" cython-lint attncore
@@ -85,34 +90,36 @@ test-all: $(VENV)/.plugins $(VENV)/.sources lint types
 
 # -P: the attncore that is installed there, not the source tree, which has no compiled extension.
 test-gpu:
+	@$(PYTHON) -P benchmarks/gpu_here.py
 	$(PYTHON) -P -m pytest -m gpu
 
-# Compares with the last saved run of this kind of machine where there is one, then checks the goals.
-bench: $(VENV)/.built
-	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable --benchmark-only --benchmark-autosave \
+# Compares with the last saved run of this kind of machine where there is one, then checks the goals. Words for pytest in
+# BENCH, such as BENCH="-k TestDecode", run a part: it is compared, and neither saved nor judged.
+BENCH ?=
+bench: $(VENV)/.built $(VENV)/.bench
+	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable --benchmark-only $(if $(BENCH),$(BENCH),--benchmark-autosave) \
 		--benchmark-storage=file://benchmarks/results --benchmark-compare --benchmark-columns=median,min,iqr,rounds \
 		--benchmark-group-by=group --benchmark-sort=min -W "default::pytest_benchmark.logger.PytestBenchmarkWarning"
-	$(BIN)/python benchmarks/reach.py "$$(ls -t benchmarks/results/*/[0-9]*.json | head -1)"
+	$(if $(BENCH),,$(BIN)/python benchmarks/reach.py "$$(ls -t benchmarks/results/*/[0-9]*.json | head -1)")
 
 # More words for it in COMPARE, such as COMPARE="-k TestDecode --rounds 6".
-bench-compare: $(VENV)/.built
+bench-compare: $(VENV)/.built $(VENV)/.bench
 	@test -n "$(REV)" || { echo "bench-compare: say with what: make bench-compare REV=main"; exit 2; }
 	$(BIN)/python benchmarks/compare.py run $(REV) $(COMPARE)
 
-bench-history: $(VENV)/.built
-	$(PIP) install -q -c constraints.txt pygal pygaljs
+bench-history: $(VENV)/.built $(VENV)/.history
 	$(BIN)/python -m pytest_benchmark --storage=file://benchmarks/results compare --sort=name --group-by=fullname \
 		--columns=median,iqr --histogram=benchmarks/history/run
 
 # vLLM's wheels without their requirements (CUDA is several GB) and their compiled code, which nothing timed uses; a
 # folder each, because two versions have no room in one environment. The same Python as .venv, whose extension it uses.
-$(PEERS)/.deps: constraints.txt benchmarks/peers/requirements.txt | $(VENV)/.built
+$(PEERS)/.deps: requirements/peers.txt requirements/shared.txt $(PEER_WHEELS:%=requirements/%.txt) | $(VENV)/.built
 	$(BIN)/python -m venv --clear $(PEERS)
-	$(PEERS_PIP) install -q -c constraints.txt torch
-	$(PEERS_PIP) install -q -c constraints.txt numpy numba -r benchmarks/peers/requirements.txt
-	for version in $(PEER_VERSIONS); do \
-		$(PEERS_PIP) install -q --no-deps --target $(PEERS)/vllm-$$version vllm==$$version || exit 1; \
-		find $(PEERS)/vllm-$$version -name "*.so" -delete; \
+	$(PEERS_PIP) $(INSTALL_TORCH)
+	$(PEERS_PIP) install -q -r requirements/peers.txt
+	for peer in $(PEER_WHEELS); do \
+		$(PEERS_PIP) install -q --no-deps --target $(PEERS)/$$peer -r requirements/$$peer.txt || exit 1; \
+		find $(PEERS)/$$peer -name "*.so" -delete; \
 	done
 	touch $@
 
@@ -123,11 +130,17 @@ bench-peers: $(VENV)/.built $(PEERS)/.deps
 # The installed attncore, as in test-gpu: of a script, only its own folder is on the path.
 RACE ?= 20000
 bench-gpu:
+	@$(PYTHON) -P benchmarks/gpu_here.py
 	$(PYTHON) benchmarks/gpu.py --race $(RACE) $(if $(wildcard $(TRACE)),--trace $(TRACE)) \
 		--save benchmarks/results/gpu/gpu_$$(date +%Y%m%d).json
 
 bench-replay: $(VENV)/.built
+	@test -f "$(TRACE)" || { echo "bench-replay: no trace at $(TRACE); make bench-replay TRACE=FILE"; exit 2; }
 	$(BIN)/python benchmarks/replay_builds.py $(TRACE)
 
+# What CI runs first: requirements that have come to contradict each other, or that an index has lost.
+resolve:
+	PYTHON=$(PYTHON) requirements/check.sh
+
 clean:
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info attncore/_slots.c attncore/*.so .benchmarks .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info attncore/_slots.c attncore/*.so .benchmarks .mypy_cache .ruff_cache .pytest_cache benchmarks/history

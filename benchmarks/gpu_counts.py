@@ -8,9 +8,10 @@ from gpu_work import FIELDS, Backend, Shape, Stopwatch, Work, calls, roads, step
 
 SHAPE = Shape("decode 256", "8k", 256)
 # Methods that a step passes through, outer ones first; those that a version does not have are left out.
-BUILDER = ("_refuse_while_capturing", "_built", "_acquire", "_plan_and_send", "_answer", "_replay")
-SIDE = ("check_ready", "wait", "send", "_write_journal", "replay")
-BUCKETS = ("eager", "find", "size_of")
+BUILDER = ("_refuse_while_capturing", "_answer", "replay_step")
+ASSEMBLY = ("build", "acquire", "arrange", "plan_and_send")
+SIDE = ("check_ready", "wait", "send", "replay")
+SHAPES = ("eager", "find")
 
 
 def four(args, **options):
@@ -60,13 +61,17 @@ def pieces(args):
     for what, work in four(args):
         builder, watches = work.builder, {}
         row = {"what": what, "whole step": us(step_times(work, 300))}
-        row["receipt check, arena free"] = calls(lambda side=builder._side, step=work.metadata.step: side.wait(step))
-        owners = (builder, BUILDER), (builder._side, SIDE), (builder._buckets, BUCKETS), (builder._backends, ("plan",))
+        assembly = builder._assembly
+        row["receipt check, arena free"] = calls(lambda side=assembly.side, step=work.metadata.step: side.wait(step))
+        owners = (
+            (builder, BUILDER), (assembly, ASSEMBLY), (assembly.side, SIDE), (assembly.shapes, SHAPES),
+            (builder._backends, ("plan",)),
+        )  # fmt: skip
         for owner, names in owners:
             for name in names:
                 if hasattr(owner, name):
                     watches[f"{type(owner).__name__}.{name}"] = Stopwatch(owner, name)
-        graphs = [work.model] if work.model else list(getattr(builder._side, "_small", {}).values())
+        graphs = [work.model] if work.model else list(getattr(builder._assembly.side, "_small", {}).values())
         for number, graph in enumerate(graphs):
             watches[f"graph {number}.replay"] = Stopwatch(graph, "replay")
         row["whole step with clocks"] = us(step_times(work, 300))

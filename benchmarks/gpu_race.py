@@ -126,7 +126,7 @@ def race(steps, depth, transport, device, seed, plan_staging="per_slot", receipt
     )
     if builder.transport != transport:
         raise SystemExit(f"transport: {builder.transport}, not {transport}: {builder.why_transport}")
-    side, models = builder._side, {}
+    side, models = builder._assembly.side, {}
     pages = side.page_buffer(0)
     for size in BUCKETS:
         models[size] = model_of(builder.capture(size), pages, device, batch)

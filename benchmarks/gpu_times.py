@@ -61,7 +61,7 @@ def host_times(make, hot, cold, flush):
     times = step_times(work, hot)
     row |= {"hot": us(times), "p99": p99(times), "cold": us(step_times(work, cold, flush))}
     if work.transport != "none":
-        send, plan = Stopwatch(work.builder._side, "send"), Stopwatch(work.builder._backends, "plan")
+        send, plan = Stopwatch(work.builder._assembly.side, "send"), Stopwatch(work.builder._backends, "plan")
         replay = Stopwatch(work.builder, "_replay")
         step_times(work, hot)
         row |= {"send": us(send.taken), "plan": us(plan.taken), "replay": us(replay.taken)}
@@ -98,7 +98,7 @@ def ready(args):
             rounds.sort(key=lambda row: row["issued"])
             timed[f"commit, {road}"] = rounds[1] | {"rounds": [row["issued"] for row in rounds]}
         page_ids, width = int(work.metadata.host.paged_kv_indptr[-1]), work.batch.block_table.shape[1]
-        ours = work.builder._eager.tail + 8 * 16
+        ours = work.builder._assembly.eager.tail + 8 * 16
         arrays = [8 * n, 4 * n, 4 * (n + 1), 8 * n, 16 * 4 * width, 4 * (n + 1), 4 * page_ids, 4 * n]
         on_host = Work(shape, device, "none")
 
@@ -145,7 +145,7 @@ def ready_times(before, call, count, device):
 def commit_times(work, count, device):
     """The same of the way to the device alone, within builds: page indices are made there on either road."""
     builder, issued, done, on_device = work.builder, [], [], []
-    inner, busy = builder._plan_and_send, False
+    inner, busy = builder._assembly.plan_and_send, False
     stream = None if device == "cpu" else torch.cuda.current_stream()
 
     def timed(*given, **named):
@@ -159,7 +159,7 @@ def commit_times(work, count, device):
             stream.synchronize()
         done.append(time.perf_counter_ns() - start)
 
-    builder._plan_and_send = timed
+    builder._assembly.plan_and_send = timed
     step_times(work, count)
     busy = stream is not None
     step_times(work, count // 4 if busy else 0)

@@ -8,7 +8,7 @@ import torch
 from gpu_work import Backend, Shape, Work, captured, synchronize
 
 from attncore import MetadataBuilder
-from attncore.builder.device.arena import COUNTS
+from attncore.kernels.codes import HEADER_COUNTS
 from attncore.replay.runner import Settings, _apply, _batch
 from attncore.replay.scheduling.cache_blocks import CacheBlocks
 from attncore.replay.scheduling.scheduler import Scheduler
@@ -32,16 +32,17 @@ class Sent:
     """Notes, beside a builder's side, what each step sends: by the header, where the device reads it."""
 
     def __init__(self, builder):
-        self.side, self.fields, self.entries = builder._side, 0, 0
-        self.send, self.surplus, self.apply = self.side.send, self.side._send_surplus, self.side._apply
-        self.side.send, self.side._send_surplus, self.side._apply = self._send, self._send_surplus, self._apply
+        self.side, self.fields, self.entries = builder._assembly.side, 0, 0
+        tables = self.side.tables
+        self.send, self.surplus, self.apply = self.side.send, tables.send_surplus, tables.apply
+        self.side.send, tables.send_surplus, tables.apply = self._send, self._send_surplus, self._apply
         self.in_surplus, self.surpluses = False, 0
 
-    def _send(self, step, bucket, *rest):
-        self.send(step, bucket, *rest)
+    def _send(self, step, shape, *rest):
+        self.send(step, shape, *rest)
         header = self.side._ring.header(step % self.side._ring.depth)
-        self.fields = bucket.tail
-        self.entries += int(header[COUNTS : COUNTS + len(self.side.tables)].sum())
+        self.fields = shape.tail
+        self.entries += int(header[HEADER_COUNTS : HEADER_COUNTS + len(self.side.tables)].sum())
 
     def _send_surplus(self, num_rows):
         self.in_surplus = True
@@ -49,9 +50,9 @@ class Sent:
         self.in_surplus = False
         self.surpluses += 1
 
-    def _apply(self, table, entries):
+    def _apply(self, index, entries):
         self.entries += entries.numel() * self.in_surplus
-        self.apply(table, entries)
+        self.apply(index, entries)
 
     def nbytes(self):
         """Of the last step: the arena to the end of its fields, and the journal."""

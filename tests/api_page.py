@@ -7,16 +7,33 @@ import re
 import sys
 import typing
 
+import numpy as np
+
 import attncore
 from attncore import slots
+from attncore.builder.fields import FIELDS
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "api.md"
 BLOCK = re.compile(r"(<!-- api: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
+FIELD_TABLE = re.compile(r"(<!-- fields -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
 def rendered(text):
-    """The page's text with every block of signatures as the code has them."""
+    """The page's text with every block of signatures, and the table of fields, as the code has them."""
+    text = FIELD_TABLE.sub(lambda match: f"{match[1]}{field_table()}\n{match[2]}", text)
     return BLOCK.sub(lambda match: f"{match[1]}```python\n{block(match[2].split())}\n```\n{match[3]}", text)
+
+
+def field_table():
+    """Every array of metadata: dtype and length, and what each builder makes of it."""
+    rows = ["| field | dtype, length | persistent builder | list builder |", "|---|---|---|---|"]
+    for name, field in FIELDS.items():
+        if not field.internal:
+            kind, (persistent, lists) = np.dtype(field.dtype).name, field.builders
+            rows.append(f"| `{name}` | {kind}[{field.length.value}] | {persistent} | {lists or 'no'} |")
+    return "\n".join(rows)
 
 
 def names(text):

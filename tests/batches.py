@@ -9,15 +9,16 @@ call must leave every byte as it was.
 import numpy as np
 import oracles
 import pytest
+from core_state import core_state
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from attncore.builder import ContextParallel, InputBatch, KVCacheGroup, MetadataBuilder
-from attncore.builder.device import by_copy as device_side
+from attncore.builder.device import by_copy, tables
 from attncore.errors import CaptureError
 
 MAX_REQS, MAX_LEN, MAX_TOKENS, MAX_ENCODER = 6, 46, 64, 20
-ENTRIES = {"JOURNAL_ENTRIES": 5, "SURPLUS_ENTRIES": 3}
+ENTRIES = ((by_copy, "JOURNAL_ENTRIES", 5), (tables, "SURPLUS_ENTRIES", 3))
 """So that steps often have more to send than fits; other tests have the usual room."""
 
 GROUPS = {
@@ -49,8 +50,9 @@ class Batches(RuleBasedStateMachine):
         road=st.integers(0, 1), pad_seq_len=st.integers(0, 1),
     )  # fmt: skip
     def start(self, kind, block_size, depth, planned, threshold, world, road, pad_seq_len, data):
-        self.usual = {name: getattr(device_side, name) for name in ENTRIES}
-        vars(device_side).update(ENTRIES)
+        self.usual = [(module, name, getattr(module, name)) for module, name, _ in ENTRIES]
+        for module, name, few in ENTRIES:
+            setattr(module, name, few)
         if kind == "one":
             own = {"block_size": block_size * world}
             self.groups = [KVCacheGroup("decoder", block_size * world)]
@@ -91,7 +93,8 @@ class Batches(RuleBasedStateMachine):
             self.add(data, data.draw(st.integers(0, MAX_LEN - 8)), 1, data.draw(st.integers(0, 20)))
 
     def teardown(self):
-        vars(device_side).update(getattr(self, "usual", {}))
+        for module, name, usual in getattr(self, "usual", ()):
+            setattr(module, name, usual)
 
     def backend(self):
         """What the builder builds for; None: NumPy arrays."""
@@ -136,21 +139,11 @@ class Batches(RuleBasedStateMachine):
         return not request.paused and (request.encoded or not cross or cross[0] >= request.encoder)
 
     def frozen(self):
-        tables = self.batch._tables.values()
-        return (
-            self.batch._state.tobytes(), [(table._state.tobytes(), table.array.tobytes()) for table in tables],
-            tuple(self.batch._ids), sorted(self.batch._holes), sorted(self.batch._paused), dict(self.batch._row_of),
-            [memory.tobytes() for memory in self.builder._ring.memory],
-        )  # fmt: skip
+        return core_state(self.batch), [memory.tobytes() for memory in self.builder._assembly.ring.memory]
 
     def batch_bytes(self):
         """What a caller can tell of the batch: the cached block of a row is not among it."""
-        tables = self.batch._tables.values()
-        return (
-            self.batch._state.tobytes(), [(table._state[0].tobytes(), table.array.tobytes()) for table in tables],
-            tuple(self.batch._ids), sorted(self.batch._holes), sorted(self.batch._paused), dict(self.batch._row_of),
-            self.batch.num_rows,
-        )  # fmt: skip
+        return core_state(self.batch, blocks_in_use=False)
 
     # ---- requests come, go and change --------------------------------------------------------------------------------
 
@@ -539,6 +532,6 @@ class Batches(RuleBasedStateMachine):
                     needy.add(name)
         assert set(self.batch.needs_block()) == needy
         held = {row for row, name in enumerate(self.rows) if name is not None}
-        for table in self.batch._tables.values():
+        for table in self.batch.core.tables.values():
             for row in set(range(MAX_REQS)) - held:
                 assert not table.array[row].any()

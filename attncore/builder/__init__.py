@@ -34,13 +34,12 @@ from attncore.builder.blocks.splitting import (
     split_decodes_and_prefills,
     split_three_ways,
 )
-from attncore.builder.broadcast import metadata_from_fields
 from attncore.builder.lists.advance_step import advance_step
 from attncore.builder.lists.builder import CommonMetadataBuilder
 from attncore.builder.lists.encoders import token_counts
 from attncore.builder.lists.sequence_group import Sequence, SequenceGroup
 from attncore.builder.lists.state import CommonAttentionState
-from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.metadata import CommonAttentionMetadata, metadata_from_fields
 from attncore.builder.persistent.builder import MetadataBuilder
 from attncore.builder.persistent.input_batch import InputBatch
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup

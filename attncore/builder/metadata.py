@@ -1,34 +1,21 @@
-"""What a step's attention must know: every field, with dtype, shape and residence."""
+"""What a step's attention must know: every field, with dtype, shape and residence.
+
+``fields.FIELDS`` declares the arrays; here they have their docstrings, and a step has views of its parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from types import SimpleNamespace
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from attncore.builder.lists.encoders import ENCODER_FIELDS, encoder_rows
+from attncore.builder import slices
+from attncore.builder.fields import ARRAYS, BROADCAST, COUNTS, DERIVED, FIELDS
+from attncore.first_generation import FirstGenerationMetadataNames
 
 Wrap = Callable[[npt.NDArray[Any]], Any]
-
-TOKEN_FIELDS = ("slot_mapping", "positions", "token_to_req_indices")
-REQUEST_FIELDS = (
-    "seq_lens", "context_lens", "query_lens", "logits_indices", "paged_kv_last_page_len"
-)  # fmt: skip
-LOC_FIELDS = ("query_start_loc", "seq_start_loc", "paged_kv_indptr")
-TABLE_FIELDS = ("block_table", "paged_kv_indices")
-ARRAY_FIELDS = frozenset(TOKEN_FIELDS + REQUEST_FIELDS + LOC_FIELDS + TABLE_FIELDS + ENCODER_FIELDS)
-COUNT_FIELDS = (
-    "num_reqs", "num_tokens", "num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens",
-    "max_query_len", "max_seq_len", "max_prefill_seq_len", "max_decode_seq_len", "max_decode_query_len",
-    "use_cuda_graph", "num_encoder_tokens", "max_encoder_seq_len",
-)  # fmt: skip
-
-ORDER_FIELDS = (  # which door's order and rules: views need them; and what of a padded step is real
-    "decodes_first", "from_groups", "num_actual_reqs", "num_actual_tokens"
-)  # fmt: skip
 
 
 def identity(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -45,22 +32,11 @@ class Source(NamedTuple):
     """The groups that it was given."""
 
 
-class _ViewOfHost(SimpleNamespace):
-    """A view's host arrays. Page indices are cut out when asked for: gathering them is dear, and most never ask."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "paged_kv_indices" and "pages_of_whole" in self.__dict__:
-            whole, start, stop = self.pages_of_whole
-            self.paged_kv_indices = whole.paged_kv_indices[start:stop]
-            return self.paged_kv_indices
-        raise AttributeError(f"metadata.host has no field {name!r}")
-
-
-class CommonAttentionMetadata:
+class CommonAttentionMetadata(FirstGenerationMetadataNames):
     """One step's metadata. T tokens, n requests (padded ones included, where a graph pads).
 
     Arrays lie on the backend's device (torch tensors; NumPy arrays where there is no backend); ``host`` has the same
-    fields as NumPy arrays, without a copy. A field that its door does not build is an AttributeError; so are those of
+    fields as NumPy arrays, without a copy. A field that its builder does not make is an AttributeError; so are those of
     encoders and of cross attention in a step without encoder input.
     """
 
@@ -73,7 +49,7 @@ class CommonAttentionMetadata:
     """int32[T]: the token's row."""
     # one a request
     seq_lens: Any
-    """int32[n]: context + query, tokens (list door: capped for windowed decodes)."""
+    """int32[n]: context + query, tokens (list builder: capped for windowed decodes)."""
     context_lens: Any
     """int32[n]: tokens already in the cache before this step."""
     query_lens: Any
@@ -85,18 +61,20 @@ class CommonAttentionMetadata:
     seq_start_loc: Any
     """int32[n + 1]: prefix sums of seq_lens."""
     block_table: Any
-    """int32[n, width], padded with 0. Persistent door: the live table, stride fixed, valid until the batch changes."""
+    """int32[n, width], padded with 0. Persistent builder: the live table, of fixed stride."""
     paged_kv_indptr: Any
     """int32[n + 1]: where the request's pages start in paged_kv_indices."""
     paged_kv_indices: Any
     """int32[paged_kv_indptr[-1]]: the block ids of every request in turn."""
+    paged_kv_num_pages: Any
+    """int32[n]: the request's pages; derived from ``paged_kv_indptr`` when it is asked for."""
     paged_kv_last_page_len: Any
     """int32[n]: tokens in the request's last page; 0 for an empty request."""
     # encoders and cross attention; E encoder tokens run in this step, row after row
     encoder_seq_lens: Any
-    """int32[n]: encoder tokens of the request; 0: it has no encoder input. (List door: padded with 1.)"""
+    """int32[n]: encoder tokens of the request; 0: it has no encoder input. (List builder: padded with 1.)"""
     encoder_query_lens: Any
-    """int32[n]: encoder tokens that run in this step. List door: all of a prompt's, none of a decode's."""
+    """int32[n]: encoder tokens that run in this step. List builder: all of a prompt's, none of a decode's."""
     encoder_seq_start_loc: Any
     """int32[n + 1]: prefix sums of encoder_seq_lens."""
     encoder_query_start_loc: Any
@@ -104,7 +82,7 @@ class CommonAttentionMetadata:
     cross_slot_mapping: Any
     """int64[E]: where the encoder token's key and value go in the cross cache; -1: nowhere."""
     cross_block_table: Any
-    """int32[n, width], padded with 0: the blocks of the request's encoder tokens (list door: of decodes alone)."""
+    """int32[n, width], padded with 0: the blocks of the request's encoder tokens (list builder: of decodes alone)."""
 
     # counts: plain ints
     num_reqs: int
@@ -120,27 +98,27 @@ class CommonAttentionMetadata:
     max_decode_query_len: int
     """1 where there is no decode."""
     use_cuda_graph: bool
-    """Whether the step was padded for a captured graph (list door)."""
+    """Whether the step was padded for a captured graph (list builder)."""
     num_encoder_tokens: int = 0
     """Sum of encoder_seq_lens, padded rows left out."""
     max_encoder_seq_len: int = 0
 
     req_ids: tuple[Any, ...] = ()
-    """The requests, in the order of rows (persistent door)."""
+    """The requests, in the order of rows (persistent builder)."""
     moves: tuple[tuple[int, int], ...] = ()
-    """Swaps of rows that the build made, in order (persistent door)."""
+    """Swaps of rows that the build made, in order (persistent builder)."""
     decodes_first: bool = False
-    """The order of rows: decodes before prefills (persistent door) or after prompts (list door)."""
+    """The order of rows: decodes before prefills (persistent builder) or after prompts (list builder)."""
     from_groups: bool = False
-    """Whether the list door built it: capped windows, plain prompts without a table."""
+    """Whether the list builder built it: capped windows, plain prompts without a table."""
     advanced: int = 0
     """How often ``advance_step`` moved it on."""
     builder: Any = None
-    """The MetadataBuilder whose step this is (persistent door): a library that keeps something for each of its builders
-    tells them apart by it."""
+    """The MetadataBuilder whose step this is (persistent builder): a library that keeps something for each of its
+    builders tells them apart by it."""
     page_buffer: Any = None
     """int32 on the device, all that page indices are ever written to by this builder: the same tensor in every step,
-    where a plan may point a kernel before the indices are there (persistent door, steps that are sent to a device)."""
+    where a plan may point a kernel before the indices are there (persistent builder, with a transport)."""
     step: int = 0
     """The step's number, ascending with each build (persistent builder); 0 elsewhere."""
     group: str = ""
@@ -155,11 +133,8 @@ class CommonAttentionMetadata:
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for what is not there yet: wraps an array on first use and keeps it.
-        if name in ARRAY_FIELDS:
-            array = getattr(self.host, name, None)
-            if array is None:
-                raise AttributeError(f"{type(self).__name__} of this door and layout has no field {name!r}")
-            value = self._wrap(array)
+        if name in ARRAYS:
+            value = FIELDS[name].derive(self) if name in DERIVED else self._wrapped(name)  # type: ignore[misc]
             self.__dict__[name] = value
             return value
         raise AttributeError(f"{type(self).__name__} has no field {name!r}")
@@ -174,27 +149,17 @@ class CommonAttentionMetadata:
         return kept
 
     @property
-    def block_tables(self) -> Any:
-        """The first generation's name of ``block_table``."""
-        return self.block_table
-
-    @property
-    def cross_block_tables(self) -> Any:
-        """The first generation's name of ``cross_block_table``."""
-        return self.cross_block_table
-
-    @property
     def block_table_bound(self) -> Any:
-        """int32[n]: pages in use of each request's table; 0 until ``advance_step`` (list door, with page lists)."""
+        """int32[n]: pages in use of each request's table; 0 until ``advance_step`` (list builder, with page lists)."""
         if not self.from_groups:
-            raise AttributeError("block_table_bound: a field of the list door")
+            raise AttributeError("block_table_bound: a field of the list builder")
         indptr = self.host.paged_kv_indptr
         return self._cached("_bound", lambda: self._wrap(np.diff(indptr) if self.advanced else 0 * indptr[1:]))
 
     def advance_step(
         self, input_tokens: Any = None, sampled_token_ids: Any = None, num_queries: int | None = None
     ) -> None:
-        """The next step of the same decodes, in place: ``attncore.builder.advance_step`` (list door)."""
+        """The next step of the same decodes, in place: ``attncore.builder.advance_step`` (list builder)."""
         if self.source is None:
             raise ValueError(
                 "metadata: not as CommonMetadataBuilder.build gave it (a view, a captured size, or of the persistent "
@@ -220,8 +185,14 @@ class CommonAttentionMetadata:
         ``metadata_from_fields`` makes metadata of them again.
         """
         skip = frozenset(skip_fields or ())
-        names = [name for name in (*COUNT_FIELDS, *ORDER_FIELDS, *sorted(ARRAY_FIELDS)) if name not in skip]
+        names = [name for name in (*BROADCAST, *sorted(ARRAYS - DERIVED)) if name not in skip]
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+    def _wrapped(self, name: str) -> Any:
+        array = getattr(self.host, name, None)
+        if array is None:
+            raise AttributeError(f"{type(self).__name__} of this builder and layout has no field {name!r}")
+        return self._wrap(array)
 
     def _cached(self, key: str, make: Callable[[], Any]) -> Any:
         if key not in self.__dict__:
@@ -260,34 +231,9 @@ class CommonAttentionMetadata:
 
         ``whole_encoder``: the encoder fields are those of all rows, as views of the first generation have them.
         """
-        whole, host = self.host, _ViewOfHost()
-        for name in TOKEN_FIELDS:
-            if hasattr(whole, name):  # a cross group's tokens have no slots
-                setattr(host, name, getattr(whole, name)[start:stop])
-        for name in REQUEST_FIELDS:
-            if hasattr(whole, name):
-                setattr(host, name, getattr(whole, name)[first:last])
-        for name in LOC_FIELDS:
-            if hasattr(whole, name):
-                sums = getattr(whole, name)  # the list door's end before the rows that a graph pads
-                setattr(host, name, sums[min(first, len(sums) - 1) : last + 1])
-        host.block_table = whole.block_table[first:last]
-        if first:
-            host.token_to_req_indices = host.token_to_req_indices - np.int32(first)
-            host.logits_indices = host.logits_indices - np.int32(start)
-        for name in LOC_FIELDS:
-            values = getattr(host, name, None)
-            if values is not None and values[0]:
-                setattr(host, name, values - values[0])
-        if hasattr(whole, "paged_kv_indptr"):
-            host.pages_of_whole = whole, whole.paged_kv_indptr[first], whole.paged_kv_indptr[last]
-        if hasattr(whole, "encoder_seq_lens"):
-            rows = (0, self.num_reqs) if whole_encoder else (first, last)
-            fields, encoder_counts = encoder_rows(whole, *rows)
-            vars(host).update(fields)
-            counts |= encoder_counts
-        none = dict.fromkeys(COUNT_FIELDS, 0) | {"max_decode_query_len": 1, "use_cuda_graph": False}
-        values_of_view = none | counts | {
+        host, encoder_counts = slices.slice_host(self.host, first, last, start, stop, whole_encoder)
+        none = dict.fromkeys(COUNTS, 0) | {"max_decode_query_len": 1, "use_cuda_graph": False}
+        values_of_view = none | counts | encoder_counts | {
             "num_reqs": last - first,
             "num_tokens": stop - start,
             "max_query_len": int(host.query_lens.max(initial=0)),
@@ -296,3 +242,24 @@ class CommonAttentionMetadata:
             "from_groups": self.from_groups,
         }  # fmt: skip
         return CommonAttentionMetadata(host, self._wrap, **values_of_view)
+
+
+def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> CommonAttentionMetadata:
+    """The inverse of ``asdict_zerocopy``: metadata of fields that arrived from another rank.
+
+    Arrays are NumPy arrays or torch tensors, which are brought to the host where they lie elsewhere; ``backend`` wraps
+    them for its device (None: NumPy). A field that was skipped is an AttributeError of the result. Raises ValueError
+    for a field that metadata does not have, and for a count that is missing.
+    """
+    unknown = sorted(set(fields) - ARRAYS - set(BROADCAST))
+    if unknown:
+        raise ValueError(f"fields: {unknown[0]!r} is no field of metadata")
+    missing = [name for name in COUNTS if name not in fields]
+    if missing:
+        raise ValueError(f"fields: {missing[0]!r} is missing; only arrays may be skipped")
+    host = slices.HostArrays()
+    for name in ARRAYS & fields.keys():
+        array = fields[name]
+        setattr(host, name, np.asarray(array.cpu() if hasattr(array, "cpu") else array))
+    values = {name: fields[name] for name in BROADCAST if name in fields}
+    return CommonAttentionMetadata(host, identity if backend is None else backend.from_host, **values)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
-from attncore.builder.lists.dialects import LAYOUTS
+from attncore.builder.lists.dialects import DIALECTS
 from attncore.cli import InputLineError, UsageError, persistent_options
 from attncore.kernels import load_kernels
 from attncore.lines.list_builder import build_batch, parse_batch
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "file", nargs="?", default="-", metavar="FILE", help="batches to read (default -: standard input)"
     )
     parser.add_argument(
-        "--layout", choices=sorted(LAYOUTS), default="common", help="whose fields to write (default %(default)s)"
+        "--layout", choices=sorted(DIALECTS), default="common", help="whose fields to write (default %(default)s)"
     )
     parser.add_argument(
         "--kernels", choices=("cython", "numba"), help="implementation to use (default: cython where it is compiled)"

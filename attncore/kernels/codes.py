@@ -7,6 +7,9 @@ from __future__ import annotations
 PAD_SLOT_ID = -1
 """The slot of a token that is not written to the cache."""
 
+NULL_BLOCK_ID = 0
+"""The block that a table of the persistent builder holds where a window has passed; no token is written to it."""
+
 # What a kernel's check may answer.
 OK, TOO_FEW_BLOCKS, NULL_BLOCK, TOO_LONG, TOO_MANY_TOKENS, TOO_MANY_SEQ_TOKENS = range(6)
 HIT_ON_DECODE, HIT_WITH_WINDOW, CONTEXT_WITHOUT_CHUNKS, QUERY_TOO_LONG = range(6, 10)

@@ -7,8 +7,9 @@ from time import perf_counter, perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from attncore.builder.blocks.context_parallel import ContextParallel
+from attncore.builder.persistent.batch_arguments import ONLY_GROUP
 from attncore.builder.persistent.builder import MetadataBuilder
-from attncore.builder.persistent.input_batch import ONLY_GROUP, InputBatch
+from attncore.builder.persistent.input_batch import InputBatch
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.replay.checks.oracle import WHOLE, Shard
 from attncore.replay.checks.oracle_check import OracleCheck

@@ -9,6 +9,7 @@ import importlib
 import json
 import logging
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ def main(peer, folder, rounds=41):
     stubs.open_package(folder, whole=peer != "vllm_lists")
     logging.disable(logging.WARNING)
     peer = importlib.import_module(peer)
-    result = {"peer": f"vLLM {peer.VERSION}", "batches": {}}
+    result = {"peer": f"vLLM {version('vllm')}", "batches": {}}
     for name, rows in batches().items():
         us = interleaved(peer.ways(rows), int(rounds))
         ratios = {}

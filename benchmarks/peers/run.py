@@ -3,7 +3,8 @@
     python benchmarks/peers/run.py FOLDER [--rounds 41] [--save RUN.json]
     python benchmarks/peers/run.py --show RUN.json
 
-FOLDER holds a folder a wheel, as ``make bench-peers`` lays them out. Exit code 1 where a goal is missed.
+FOLDER holds a folder a peer, its wheel unpacked, as ``make bench-peers`` lays them out. Exit code 1 where a goal is
+missed.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PEERS = {"vllm_lists": "vllm-0.8.5.post1", "vllm_step": "vllm-0.18.1"}
+PEERS = ("vllm_lists", "vllm_step")
 
 
 def machine():
@@ -33,8 +34,8 @@ def machine():
 
 def measured(folder, rounds):
     peers = []
-    for peer, wheel in PEERS.items():
-        words = [sys.executable, str(HERE / "measure.py"), peer, str(folder / wheel), str(rounds)]
+    for peer in PEERS:
+        words = [sys.executable, str(HERE / "measure.py"), peer, str(folder / peer), str(rounds)]
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
         peers.append(json.loads(done.stdout.splitlines()[-1]))
     return {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "rounds": rounds, "peers": peers}

@@ -7,7 +7,6 @@ import torch
 from shapes import BLOCK_SIZE
 from timing import Way
 
-VERSION = "0.8.5.post1"
 FIELDS = ("slot_mapping", "seq_lens", "context_lens", "query_start_loc", "seq_start_loc")
 THEIR_NAMES = {"seq_lens": "seq_lens_tensor", "context_lens": "context_lens_tensor"}
 

@@ -11,7 +11,6 @@ from timing import Way, without
 from attncore.abstract import BackendConfig
 from attncore.reference import ReferenceBackend
 
-VERSION = "0.18.1"
 CPU = torch.device("cpu")
 # Statements left out of theirs: what is no metadata (token ids, sampling, LoRA) and their logits_indices,
 NO_METADATA = (

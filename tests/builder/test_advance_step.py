@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attncore import BackendConfig
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
-from attncore.builder.metadata import ARRAY_FIELDS, COUNT_FIELDS
+from attncore.builder.fields import ARRAYS, COUNTS
 from attncore.errors import CaptureError
 from attncore.graphs import StandInGraph, capturing
 from attncore.reference import ReferenceBackend
@@ -26,7 +26,7 @@ def plain(value):
 
 def fields(metadata):
     """Every field that metadata has."""
-    names = [*sorted(ARRAY_FIELDS), *COUNT_FIELDS]
+    names = [*sorted(ARRAYS), *COUNTS]
     return {name: plain(getattr(metadata, name)) for name in names if hasattr(metadata, name)}
 
 

@@ -14,8 +14,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from attncore import AttentionBackend, AttentionImpl, BackendConfig, _slots_numba
 from attncore.builder import InputBatch, MetadataBuilder
-from attncore.builder.device.by_copy import DeviceSide
-from attncore.builder.persistent import builder
+from attncore.builder.device.by_copy import CopyTransport
+from attncore.builder.persistent import assembly
 from attncore.errors import AttncoreError, CaptureError
 
 CONFIG = BackendConfig(num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", block_size=4)
@@ -35,7 +35,7 @@ class Backend(AttentionBackend):
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
 
-class LateSide(DeviceSide):
+class LateTransport(CopyTransport):
     """A device that does what it was told as late as it may: when somebody waits for it, or by chance before."""
 
     chance = random.Random(0)
@@ -64,10 +64,16 @@ class LateSide(DeviceSide):
         self.run(self.marks[arena])
 
 
-class Faulty(LateSide):
-    def _apply(self, table, entries):
-        with contextlib.suppress(IndexError):  # a journal of poison names columns that no table has
-            super()._apply(table, entries)
+class Faulty(LateTransport):
+    def attach(self, ring):
+        super().attach(ring)
+        apply = self.tables._apply
+
+        def forgiving(table, entries):
+            with contextlib.suppress(IndexError):  # a journal of poison names columns that no table has
+                apply(table, entries)
+
+        self.tables._apply = forgiving
 
 
 class NobodyWaits(Faulty):
@@ -88,7 +94,7 @@ class ReceiptBeforeThePlan(Faulty):
 
 def overlapping_run(side_class, monkeypatch, depth, steps=120, seed=0):
     """How many steps the device, and a library's plan, saw otherwise than they were built."""
-    LateSide.chance = random.Random(seed)
+    LateTransport.chance = random.Random(seed)
     rng = np.random.default_rng(seed)
     sides = []
 
@@ -97,7 +103,7 @@ def overlapping_run(side_class, monkeypatch, depth, steps=120, seed=0):
         return sides[-1]
 
     monkeypatch.setenv("ATTNCORE_POISON", "1")
-    monkeypatch.setattr(builder, "new_side", late)
+    monkeypatch.setattr(assembly, "new_transport", late)
     planned, expected_plans, seen, expected = [], [], [], []
 
     class Planning(Backend):
@@ -141,7 +147,7 @@ def overlapping_run(side_class, monkeypatch, depth, steps=120, seed=0):
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_copies_that_run_late_carry_their_own_step(monkeypatch, depth):
     for seed in range(3):
-        assert overlapping_run(LateSide, monkeypatch, depth, seed=seed) == (0, 0)
+        assert overlapping_run(LateTransport, monkeypatch, depth, seed=seed) == (0, 0)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -326,12 +332,10 @@ def test_no_pinned_memory_is_an_error_that_names_it(monkeypatch, batch):
         raise RuntimeError("CUDA error: out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(DeviceSide, "attach", lambda self, ring: None)
-        side = DeviceSide("cpu", list(batch._tables.values()))
+        patch.setattr(CopyTransport, "attach", lambda self, ring: None)
+        side = CopyTransport("cpu", list(batch.core.tables.values()))
         patch.setattr(torch, "zeros", exhausted)
-        with pytest.raises(
-            MemoryError, match=r"transport: no 4096 bytes of pinned host memory .* lower max_num_batched"
-        ):
+        with pytest.raises(MemoryError, match=r"arenas: no 4096 bytes of pinned host memory .* lower max_num_batched"):
             side.pinned(4096)
     assert MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy").build().seq_lens.tolist() == [4, 7]
 
@@ -339,10 +343,10 @@ def test_no_pinned_memory_is_an_error_that_names_it(monkeypatch, batch):
 def test_steps_of_another_device_are_refused(batch):
     made = MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy")
     made.build()
-    made._side._cuda, made._side._current = True, lambda: 1
+    made._assembly.side._cuda, made._assembly.side._current = True, lambda: 1
     with pytest.raises(RuntimeError, match=r"cuda:1 is the current device, but this builder's steps go to cuda:0"):
         made.build({"a": 2})
-    made._side._cuda = False
+    made._assembly.side._cuda = False
     assert made.build({"a": 2}).seq_lens.tolist() == [8, 6]
 
 

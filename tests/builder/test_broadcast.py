@@ -6,7 +6,7 @@ import torch
 
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
 from attncore.builder import metadata_from_fields as received
-from attncore.builder.metadata import ARRAY_FIELDS, COUNT_FIELDS
+from attncore.builder.fields import ARRAYS, COUNTS
 
 
 def persistent():
@@ -29,15 +29,15 @@ def list_door():
 def test_fields_there_and_back(build, send):
     metadata = build()
     fields = metadata.asdict_zerocopy()
-    copy = received({name: send(value) if name in ARRAY_FIELDS else value for name, value in fields.items()})
+    copy = received({name: send(value) if name in ARRAYS else value for name, value in fields.items()})
     for mine, its in (
         (metadata, copy),
         (metadata.prefill_metadata, copy.prefill_metadata),
         (metadata.decode_metadata, copy.decode_metadata),
     ):
-        for name in COUNT_FIELDS:
+        for name in COUNTS:
             assert getattr(mine, name) == getattr(its, name), name
-        for name in ARRAY_FIELDS:
+        for name in ARRAYS:
             assert hasattr(mine, name) == hasattr(its, name)
             if hasattr(mine, name):
                 assert np.array_equal(getattr(mine, name), getattr(its, name)), name

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from core_state import core_state
 
 from attncore import AttentionBackend, AttentionImpl, BackendConfig, BackendSpec, MultipleOf, graphs
 from attncore.builder import InputBatch, KVCacheGroup, MetadataBuilder
@@ -25,12 +26,8 @@ def door(kernels, *, backend=None, threshold=3, groups=None, max_encoder_len=Non
 
 
 def state_of(batch, builder):
-    tables = [(table._state.tobytes(), table.array.tobytes()) for table in batch._tables.values()]
-    rows = batch._rows
-    return (
-        batch._state.tobytes(), tables, tuple(batch._ids), dict(batch._row_of), rows.num_rows, rows.changes,
-        [memory.tobytes() for memory in builder._ring.memory], builder.captured, builder.nbytes,
-    )  # fmt: skip
+    memories = [memory.tobytes() for memory in builder._assembly.ring.memory]
+    return core_state(batch), memories, builder.captured, builder.nbytes
 
 
 # ---- worked numbers --------------------------------------------------------------------------------------------------
@@ -116,7 +113,7 @@ def test_memory_of_captured_sizes(kernels):
     assert builder.nbytes == eager // 3 * 4  # one more arena, on the device
     builder.capture(2)
     assert builder.nbytes == eager // 3 * 4  # which every size shares
-    memories = (*builder._ring.memory, builder._ring._fixed)
+    memories = (*builder._assembly.ring.memory, builder._assembly.ring._fixed)
     assert builder.nbytes == sum(memory.nbytes for memory in memories)
 
 

@@ -22,13 +22,13 @@ from attncore.builder import (
     slice_metadata,
     token_counts,
 )
-from attncore.builder.lists.encoders import ENCODER_FIELDS
+from attncore.builder.fields import ENCODER_ARRAYS
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.dense import dense_attention
 from attncore.reference import ReferenceBackend
 
 LAYOUTS = ("common", "flash", "rocm")
-NAMES = (*ENCODER_FIELDS, "num_encoder_tokens", "max_encoder_seq_len")
+NAMES = (*ENCODER_ARRAYS, "num_encoder_tokens", "max_encoder_seq_len")
 quick = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -92,7 +92,7 @@ def test_every_field_is_the_oracles(kernels, step, layout, kind):
 
 def test_dtypes_and_shapes(kernels):
     metadata = CommonMetadataBuilder(4, encoder_decoder=True, kernels=kernels).build([prompt(), decode()])
-    for name in ENCODER_FIELDS:
+    for name in ENCODER_ARRAYS:
         field = getattr(metadata, name)
         assert field.dtype == (np.int64 if name == "cross_slot_mapping" else np.int32), name
         assert field.flags.c_contiguous, name
@@ -240,7 +240,7 @@ def test_a_builder_of_decoders_refuses_encoders(kernels):
 
 def test_a_step_without_encoder_input_has_no_encoder_fields(kernels):
     metadata = CommonMetadataBuilder(4, kernels=kernels).build([decode(None, None)])
-    for name in (*ENCODER_FIELDS, "cross_block_tables"):
+    for name in (*ENCODER_ARRAYS, "cross_block_tables"):
         with pytest.raises(AttributeError, match=name.removesuffix("s")):
             getattr(metadata, name)
     assert (metadata.num_encoder_tokens, metadata.max_encoder_seq_len) == (0, 0)

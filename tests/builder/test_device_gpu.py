@@ -170,7 +170,7 @@ def test_page_indices_are_there_in_a_graph(transport):
     batch.add_request("b", [600, 601], 17)
     graph = torch.cuda.CUDAGraph()
     metadata = builder.capture(3)
-    buffer = builder._side.page_buffer(0)
+    buffer = builder._assembly.side.page_buffer(0)
     out = torch.zeros(600, dtype=torch.int32, device="cuda")
     with torch.cuda.graph(graph):
         metadata.record()

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import oracles
 import pytest
+from core_state import core_state
 
 from attncore import AttentionBackend, AttentionImpl, BackendConfig
 from attncore.builder import ContextParallel, InputBatch, KVCacheGroup, MetadataBuilder
@@ -16,13 +17,6 @@ CROSS = KVCacheGroup("encoder", 4, cross=True)
 
 def batch_of(kernels, *groups, max_num_reqs=4, max_model_len=40, **options):
     return InputBatch(max_num_reqs=max_num_reqs, max_model_len=max_model_len, groups=groups, kernels=kernels, **options)
-
-
-def state_of(batch):
-    """Every byte that the batch keeps, and what its metadata goes by."""
-    tables = [(table._state.tobytes(), table.array.tobytes()) for table in batch._tables.values()]
-    rows = batch._rows
-    return batch._state.tobytes(), tables, tuple(batch._ids), dict(batch._row_of), rows.num_rows, rows.changes
 
 
 # ---- worked numbers --------------------------------------------------------------------------------------------------
@@ -114,11 +108,11 @@ def test_any_row_may_lack_a_block(kernels, row, size):
         batch.add_request(name, {"full": [1, 2], "other": [3] * (1 if name == row else 3)}, size - 1)
     builder = MetadataBuilder(batch, max_num_batched_tokens=64)
     builder.build()
-    before = state_of(batch)
+    before = core_state(batch)
     for _ in range(2):
         with pytest.raises(ValueError, match=rf"row {row} \(request {row}\) in group 'other' holds 1 blocks but token"):
             builder.build()
-        assert state_of(batch) == before
+        assert core_state(batch) == before
 
 
 # ---- windows ---------------------------------------------------------------------------------------------------------
@@ -143,7 +137,7 @@ def test_half_a_block_of_the_managers_is_not_given_up(kernels):
     assert batch.release_passed_blocks() == {}
     MetadataBuilder(batch, max_num_batched_tokens=8).build()
     assert batch.release_passed_blocks() == {"a": {"window": [1]}}
-    assert batch._tables["window"].array[0, :4].tolist() == [0, 1, 4, 5]
+    assert batch.core.tables["window"].array[0, :4].tolist() == [0, 1, 4, 5]
 
 
 @pytest.mark.parametrize(("group", "count", "block"), [(WINDOW, 6, 1), (EXPANDED, 12, 0)])
@@ -152,11 +146,11 @@ def test_nobody_rolls_back_to_what_a_window_has_passed(kernels, group, count, bl
     batch.add_request("a", {"window": [1, 2, 3, 4, 5][: 20 // group.block_size + 1]}, 18)
     batch.add_request("b", {"window": [11]}, 2)
     assert batch.release_passed_blocks()["a"]["window"][0] == 1
-    before = state_of(batch)
+    before = core_state(batch)
     message = rf"num_tokens: request 'a' rolled back to {18 - count} tokens would see block {block} of group 'window'"
     with pytest.raises(ValueError, match=message):
         batch.rollback_many({"b": 1, "a": count})
-    assert state_of(batch) == before
+    assert core_state(batch) == before
 
 
 def test_nobody_starts_again_in_a_block_that_was_given_up(kernels):
@@ -225,10 +219,10 @@ def test_encoder_tokens_beyond_the_builder_are_refused(kernels):
     for name in "ab":
         batch.add_request(name, {"full": [1], "encoder": [2, 3, 4]}, encoder_seq_len=12)
     builder = MetadataBuilder(batch, max_num_batched_tokens=8, max_num_encoder_tokens=12)
-    before = state_of(batch)
+    before = core_state(batch)
     with pytest.raises(ValueError, match="scheduled: 24 encoder tokens in this step exceed max_num_encoder_tokens"):
         builder.build()
-    assert state_of(batch) == before
+    assert core_state(batch) == before
     assert builder.build({"b": 0}).cross_slot_mapping.shape == (12,)
     assert builder.build().encoder_query_lens.tolist() == [0, 12]
 
@@ -321,10 +315,10 @@ BAD_CALLS = [
 def test_a_refused_call_changes_nothing(kernels, call, message):
     batch = cross_batch(kernels)
     metadata = MetadataBuilder(batch, max_num_batched_tokens=8).build()
-    before = state_of(batch)
+    before = core_state(batch)
     with pytest.raises((ValueError, TypeError), match=message):
         call(batch)
-    assert state_of(batch) == before
+    assert core_state(batch) == before
     assert metadata.paged_kv_indices.tolist() == [1, 5]  # nothing has moved
 
 
@@ -342,7 +336,7 @@ def test_the_group_of_a_missing_block_is_named(kernels):
     batch = batch_of(kernels, FULL, KVCacheGroup("small", 8, kernel_block_size=2))
     batch.add_request("a", {"full": [1, 2, 3], "small": [4]}, 6)
     builder = MetadataBuilder(batch, max_num_batched_tokens=8)
-    before = state_of(batch)
+    before = core_state(batch)
     message = r"row 0 \(request 'a'\) in group 'small' holds 1 blocks but token 8 needs block 1 \(block_size 8\)"
     with pytest.raises(ValueError, match=message):
         builder.build({"a": 3})
@@ -352,7 +346,7 @@ def test_the_group_of_a_missing_block_is_named(kernels):
         with pytest.raises(ValueError, match=message):
             builder.build(scheduled)
     batch.replace_block("a", 0, 4, "small")
-    assert state_of(batch)[:-1] == before[:-1]
+    assert core_state(batch)[:-1] == before[:-1]
 
 
 # ---- backends and ranks ----------------------------------------------------------------------------------------------
@@ -476,8 +470,8 @@ def test_needs_block_asks_one_group_or_all(kernels):
 def test_memory_is_that_of_every_groups_table(kernels):
     one = batch_of(kernels, FULL)
     two = batch_of(kernels, FULL, KVCacheGroup("large", 16, kernel_block_size=2))
-    assert two.nbytes - one.nbytes == two._tables["large"].nbytes
-    assert two._tables["large"].nbytes >= 4 * 4 * (24 + 4)
-    owners = (two, *two._tables.values())
+    assert two.nbytes - one.nbytes == two.core.tables["large"].nbytes
+    assert two.core.tables["large"].nbytes >= 4 * 4 * (24 + 4)
+    owners = (two.core, *two.core.tables.values())
     owned = {id(a): a.nbytes for owner in owners for a in vars(owner).values() if isinstance(a, np.ndarray)}
     assert two.nbytes == sum(owned.values())

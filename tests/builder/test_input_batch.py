@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from core_state import core_state
 
 from attncore.builder import InputBatch, MetadataBuilder
 from attncore.errors import ConcurrentUseError
@@ -17,11 +18,6 @@ def batch(kernels):
 @pytest.fixture
 def builder(batch):
     return MetadataBuilder(batch, max_num_batched_tokens=20)
-
-
-def state_of(batch):
-    states = tuple(table._state.tobytes() for table in batch._tables.values())
-    return batch._state.tobytes(), states, batch.block_table.tobytes(), tuple(batch._ids), dict(batch._row_of)
 
 
 BAD_CALLS = [
@@ -54,10 +50,10 @@ BAD_CALLS = [
 def test_a_refused_call_changes_nothing(batch, call, message):
     batch.add_request("a", [1, 2])
     batch.add_request("b", [3, 4], 5)
-    before = state_of(batch)
+    before = core_state(batch)
     with pytest.raises((ValueError, TypeError), match=message):
         call(batch)
-    assert state_of(batch) == before
+    assert core_state(batch) == before
 
 
 BAD_STEPS = [
@@ -80,12 +76,12 @@ def test_a_refused_step_changes_nothing(batch, builder, scheduled, message):
     batch.add_request("b", [3, 4], 5)
     batch.add_request("c", range(10, 18), 22)
     batch.add_request("d", [20, 21, 22, 0, 0])
-    before = state_of(batch)
-    arenas = [array.tobytes() for m in builder._eager.metadata for array in m._fields.values()]
+    before = core_state(batch)
+    arenas = [array.tobytes() for m in builder._assembly.eager.metadata for array in m._arrays.values()]
     with pytest.raises((ValueError, TypeError), match=message):
         builder.build(scheduled)
-    assert state_of(batch) == before
-    assert arenas == [array.tobytes() for m in builder._eager.metadata for array in m._fields.values()]
+    assert core_state(batch) == before
+    assert arenas == [array.tobytes() for m in builder._assembly.eager.metadata for array in m._arrays.values()]
     assert builder.build({"a": 8, "c": 0, "d": 2}).num_tokens == 11
 
 
@@ -95,7 +91,7 @@ def test_a_decode_into_the_null_block_is_refused(batch, builder):
     for _ in range(2):  # by the fast path and by the arranged one
         with pytest.raises(ValueError, match=r"row 0 \(request 'a'\) would write token 4 to block 0"):
             builder.build()
-        batch._rows.dirty = True
+        batch.core.state.dirty = True
 
 
 def test_a_chunk_that_starts_in_the_cached_block_still_meets_the_null_block(batch, builder):

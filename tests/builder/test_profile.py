@@ -35,7 +35,7 @@ def test_a_model_runs_without_a_cache(batch):
         ([1, 1, 1, 1], "query_lens: 4 requests exceed max_num_reqs 3"),
         ([9, 8], "query_lens: 17 tokens exceed max_num_batched_tokens 16"),
         ([3, 0], "query_len"),
-        ([], "sequences: empty"),
+        ([], "query_lens: empty"),
     ],
 )
 def test_what_does_not_fit_is_refused(batch, query_lens, message):

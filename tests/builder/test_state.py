@@ -21,7 +21,8 @@ from attncore.builder import (
     SequenceGroup,
     metadata_from_fields,
 )
-from attncore.builder.lists.buffers import GraphBuffers, _aligned, _Arena
+from attncore.builder.device.memory import aligned_bytes
+from attncore.builder.lists.buffers import GraphBuffers, _Arena
 from attncore.builder.lists.state import CommonAttentionState
 from attncore.errors import CaptureError
 from attncore.first_generation import FirstGenerationStateNames
@@ -564,9 +565,6 @@ class Event:
     def __init__(self):
         self.waited = 0
 
-    def query(self):
-        return False
-
     def synchronize(self):
         self.waited += 1
 
@@ -574,20 +572,24 @@ class Event:
 class Staged(GraphBuffers):
     """Two staging blocks before one 'device' block, all in host memory; copies arrive when ``arrive`` is called."""
 
-    def _allocated(self, device):
-        self._device, self.sent = torch.zeros(self.nbytes, dtype=torch.uint8), []
+    def _allocate(self, device):
+        self._device, self.sent, self.events = torch.zeros(self.nbytes, dtype=torch.uint8), [], {}
         arenas = []
-        for _ in range(2):
-            memory = _aligned(self.nbytes)
-            arenas.append(_Arena(memory, torch.from_numpy(memory)))
+        for index in range(2):
+            arenas.append(_Arena(aligned_bytes(self.nbytes), index))
+            arenas[-1].tensor = torch.from_numpy(arenas[-1].memory)
             vars(self._host(arenas[-1], self.max_batch_size))["token_to_req_indices"][:] = np.arange(
                 self.max_batch_size
             )
         return arenas
 
     def _record(self, arena):
-        arena.event = arena.event or Event()
+        self.events.setdefault(arena.index, Event())
         self.sent.append(arena)
+
+    def _wait_for(self, arena):
+        if arena.index in self.events:
+            self.events[arena.index].synchronize()
 
 
 def test_staging_blocks_take_turns_and_are_waited_for():
@@ -605,7 +607,7 @@ def test_staging_blocks_take_turns_and_are_waited_for():
         assert {name: views[name].tolist() for name in buffers.names} == expected
         assert {name: getattr(host, name).tolist() for name in buffers.names} == expected
         assert buffers.sent[-1] is buffers._arenas[step % 2]
-        assert sum(arena.event.waited for arena in buffers._arenas if arena.event) == max(0, step - 1)
+        assert sum(event.waited for event in buffers.events.values()) == max(0, step - 1)
 
 
 # ---- the documents

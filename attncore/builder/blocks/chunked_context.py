@@ -7,7 +7,6 @@ gathered, projected up and attended to without a mask, with log-sum-exp; the ste
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +14,9 @@ import numpy.typing as npt
 
 from attncore import arguments, array_arguments
 from attncore.array_arguments import Int32Array, Int64Array
-from attncore.builder.lists.encoders import ENCODER_FIELDS
-from attncore.builder.metadata import ARRAY_FIELDS, COUNT_FIELDS, CommonAttentionMetadata
+from attncore.builder.fields import ARRAYS, COUNTS, ENCODER_ARRAYS
+from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.slices import HostArrays
 from attncore.kernels import arrays, codes
 
 
@@ -156,17 +156,17 @@ def _own_fields(metadata: CommonAttentionMetadata) -> dict[str, Any]:
             f"metadata: {metadata.num_reqs - metadata.num_prefills} of its {metadata.num_reqs} requests are no "
             "prefills; take its prefill_metadata"
         )
-    names = ARRAY_FIELDS.difference(ENCODER_FIELDS, ("paged_kv_indices",))
+    names = ARRAYS.difference(ENCODER_ARRAYS, ("paged_kv_indices",))
     return {name: getattr(metadata.host, name) for name in names if hasattr(metadata.host, name)}
 
 
 def _made(
     metadata: CommonAttentionMetadata, fields: dict[str, Any], counts: dict[str, int], backend: Any
 ) -> CommonAttentionMetadata:
-    whole = {name: getattr(metadata, name) for name in COUNT_FIELDS if hasattr(metadata, name)}
+    whole = {name: getattr(metadata, name) for name in COUNTS if hasattr(metadata, name)}
     none = {"num_encoder_tokens": 0, "max_encoder_seq_len": 0}
     return CommonAttentionMetadata(
-        SimpleNamespace(**fields),
+        HostArrays(**fields),
         metadata._wrap if backend is None else backend.from_host,
         **(whole | none | counts),
         req_ids=metadata.req_ids,

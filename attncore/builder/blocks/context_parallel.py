@@ -8,7 +8,6 @@ in its own block of that id. Runs of ``interleave`` tokens go to the ranks in tu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,9 @@ from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array, Int64Array
 from attncore.builder.blocks.whole_requests import check_whole_requests
-from attncore.builder.metadata import COUNT_FIELDS, CommonAttentionMetadata
+from attncore.builder.fields import COUNTS
+from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.slices import HostArrays
 from attncore.kernels import arrays, codes
 
 
@@ -150,7 +151,7 @@ class ContextParallel:
         host = metadata.host
         check_whole_requests(metadata, "a rank takes its share of all keys")
         lens = host.seq_lens
-        fields = SimpleNamespace(
+        fields = HostArrays(
             slot_mapping=self.local_slots(host.slot_mapping),
             positions=host.positions,
             token_to_req_indices=host.token_to_req_indices,
@@ -166,7 +167,7 @@ class ContextParallel:
         fields.paged_kv_indptr, fields.paged_kv_indices, fields.paged_kv_last_page_len = pages
         first, last = (0, metadata.num_decodes) if metadata.decodes_first else (metadata.num_prefills, len(lens))
         decodes, others = fields.seq_lens[first:last], np.delete(fields.seq_lens, slice(first, last))
-        counts = {name: getattr(metadata, name) for name in COUNT_FIELDS} | {
+        counts = {name: getattr(metadata, name) for name in COUNTS} | {
             "max_seq_len": int(fields.seq_lens.max(initial=0)),
             "max_decode_seq_len": int(decodes.max(initial=0)),
             "max_prefill_seq_len": int(others.max(initial=0)),

@@ -7,7 +7,6 @@ attention, and the blocks of that chunk alone.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,9 @@ import numpy.typing as npt
 from attncore import arguments, array_arguments
 from attncore.array_arguments import Int32Array
 from attncore.builder.blocks.whole_requests import check_whole_requests
-from attncore.builder.metadata import COUNT_FIELDS, CommonAttentionMetadata
+from attncore.builder.fields import COUNTS
+from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.slices import HostArrays
 from attncore.kernels import arrays
 
 
@@ -85,7 +86,7 @@ def local_attention_metadata(
     check_whole_requests(metadata, "chunks are of whole requests")
     virtual = local_attention_batches(host.query_lens, host.seq_lens, host.block_table, chunk_size, block_size)
     rows, count = virtual.request_indices, len(virtual.request_indices)
-    fields = SimpleNamespace(
+    fields = HostArrays(
         slot_mapping=host.slot_mapping,
         positions=host.positions,
         token_to_req_indices=np.repeat(np.arange(count, dtype=np.int32), virtual.query_lens),
@@ -103,7 +104,7 @@ def local_attention_metadata(
     is_decode = rows < metadata.num_decodes if metadata.decodes_first else rows >= metadata.num_prefills
     longest = [int(virtual.seq_lens[some].max(initial=0)) for some in (is_decode, ~is_decode)]
     num_decodes = int(is_decode.sum())
-    counts = {name: getattr(metadata, name) for name in COUNT_FIELDS} | {
+    counts = {name: getattr(metadata, name) for name in COUNTS} | {
         "num_reqs": count,
         "num_decodes": num_decodes,
         "num_prefills": count - num_decodes,

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from attncore import arguments, array_arguments
 from attncore.builder.blocks.whole_requests import first_partial
+from attncore.builder.device_view import DeviceView
 from attncore.builder.metadata import CommonAttentionMetadata
-from attncore.builder.persistent.step_metadata import DeviceView
 from attncore.kernels import arrays
 
 

@@ -1,4 +1,4 @@
-"""The device's side without a copy, an event or a launch of its own: nodes of captured graphs fetch each step.
+"""The transport ``graph``: nodes of captured graphs fetch each step, without a copy, an event or a launch of its own.
 
 A graph that was captured over a step's metadata begins with two nodes. The first checks the header of the arena whose
 turn it is, reads the pinned arena over the bus into the device's, and brings the tables up to date by the journal. The
@@ -13,43 +13,44 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from attncore.builder.device import kernels
-from attncore.builder.device.arena import COUNTS, ROWS, STEP
-from attncore.builder.device.by_copy import DeviceSide
+from attncore.builder.device.by_copy import CopyTransport
 from attncore.errors import CaptureError
 from attncore.graphs import uncollected
+from attncore.kernels.codes import HEADER_COUNTS, HEADER_ROWS, HEADER_STEP
 
 if TYPE_CHECKING:
     from attncore.builder.device.arena import ArenaRing, Capacity
-    from attncore.builder.persistent.block_table import BlockTable
+    from attncore.builder.device.tables import HostTable
 
 DEADLINE, TICKET_DEADLINE = 2.0, 0.05
 """Seconds to look for a receipt before the device is synchronised with."""
 
 
-class GraphSide(DeviceSide):
-    """A DeviceSide whose arenas are read by nodes of graphs."""
+class GraphTransport(CopyTransport):
+    """As CopyTransport, but arenas are read by nodes of graphs."""
 
-    road = "graph"
+    name = "graph"
 
-    def __init__(self, device: str, tables: Sequence[BlockTable], page_lists: Sequence[int] = ()) -> None:
-        super().__init__(device, tables, page_lists)
+    def __init__(self, device: str, host_tables: Sequence[HostTable], page_lists: Sequence[int] = ()) -> None:
+        super().__init__(device, host_tables, page_lists)
         self._small: dict[Capacity, Any] = {}
-        self._recorded_buckets: list[Any] = []
+        self._recorded_shapes: list[Any] = []
         self._pending = -1  # the step that waits for its replay
         self._unread: list[tuple[int, list[Any]]] = []  # with tickets: steps without a receipt, watermarks before each
 
     def attach(self, ring: ArenaRing) -> None:
         super().attach(ring)
-        torch, self.why = self._torch, "three steps arrived as they were sent"
+        self.why = "three steps arrived as they were sent"
         self._state = torch.full((3,), -1, dtype=torch.int64, device=self.device)  # last step read, this one, ticket
         self._seen = self._receipt.numpy()
         self._headers = [ring.header(k) for k in range(ring.depth)]
         for header in self._headers:
-            header[STEP] = -1
+            header[HEADER_STEP] = -1
         self._base = self._pinned[0]  # the arenas stand one behind another
-        self._tables_of = torch.tensor([table.data_ptr() for table in self.tables], device=self.device)
+        self._tables_of = torch.tensor([table.data_ptr() for table in self.tables.tensors], device=self.device)
         for index in self.page_lists:
             self.page_buffer(index)
 
@@ -61,7 +62,7 @@ class GraphSide(DeviceSide):
         while not self._sender.seen(step):
             time.sleep(0)
             if time.monotonic() > deadline:
-                self._torch.cuda.synchronize()
+                torch.cuda.synchronize()
                 if self.ticket:  # an engine may drop a build: nothing on the device will read its arena any more
                     return
                 if not self._sender.seen(step):
@@ -70,76 +71,77 @@ class GraphSide(DeviceSide):
                         "captured without metadata.record(), or replayed by itself and not by metadata.replay(graph)?"
                     )
 
-    def send(self, step: int, bucket: Any, out: Any, num_rows: int, waits: bool) -> None:
-        """Writes the journal; then the small graph of this size fetches the step, or a replay will (``waits``)."""
+    def send(self, step: int, shape: Any, out: Any, num_rows: int, waits: bool) -> None:
+        """Writes the journal; then the small graph of this capacity fetches the step, or a replay will (``waits``)."""
         if self.ticket:
             self._keep_watermarks(step)
-        if self._sender.write(step, bucket, out, num_rows) == self.journal_entries:
-            self._send_surplus(num_rows)
+        if self._sender.write(step, shape, out, num_rows) == self.journal_entries:
+            self.tables.send_surplus(num_rows)
         if waits and not self.ticket:
-            self._pending, self._pending_bucket = step, bucket
+            self._pending, self._pending_shape = step, shape
             return
         self._sender.publish(step)
         if self.ticket:
             self._state[2:].fill_(step)
         if not waits:
-            bucket.replay()
+            shape.replay()
         self.sent = step
 
     def _keep_watermarks(self, step: int) -> None:
         """A step that is never replayed takes its journal along: what unread steps had to send goes out again."""
         self._unread = [(one, before) for one, before in self._unread if not self._sender.seen(one)]
-        synced = [table.synced for table in self.host_tables]
+        synced = [table.synced for table in self.tables.host]
         for _, before in self._unread:
             for now, then in zip(synced, before, strict=True):
                 np.minimum(now, then, out=now)
         self._unread.append((step, [now.copy() for now in synced]))
 
-    def prepare(self, size: Capacity) -> Any:
-        if size not in self._small:
-            self._small[size] = self._captured(size)
-        return self._small[size].replay
+    def prepare(self, capacity: Capacity) -> Any:
+        if capacity not in self._small:
+            self._small[capacity] = self._captured(capacity)
+        return self._small[capacity].replay
 
-    def _captured(self, size: Capacity, *, corrects: bool = True) -> Any:
-        """A graph of a size's nodes alone."""
-        torch = self._torch
-        self._nodes(size, corrects=corrects)  # compiles, and reads no arena: no header has the step that would be next
+    def _captured(self, capacity: Capacity, *, corrects: bool = True) -> Any:
+        """A graph of a capacity's nodes alone."""
+        self._nodes(
+            capacity, corrects=corrects
+        )  # compiles, and reads no arena: no header has the step that would be next
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Not ``graphs.capturing``, which collects first: that takes longer than the steps between which this comes.
         with uncollected(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._nodes(size, corrects=corrects)
+            self._nodes(capacity, corrects=corrects)
         return graph
 
-    def record(self, bucket: Any) -> None:
+    def record(self, shape: Any) -> None:
         """Called inside a capture, first: the nodes that fetch each step."""
-        self._nodes(bucket.size)
-        if not bucket.recorded:
-            bucket.recorded = True
-            self._recorded_buckets.append(bucket)
+        self._nodes(shape.size)
+        if not shape.recorded:
+            shape.recorded = True
+            self._recorded_shapes.append(shape)
 
     def replay(self, step: int, graph: Any) -> None:
-        """Publishes the header of ``step`` and replays the graph that was captured over its size."""
+        """Publishes the header of ``step`` and replays the graph that was captured over its capacity."""
         if self.ticket:
             graph.replay()
             return
         if step != self._pending:
             raise CaptureError(f"replay: step {step} is not waiting for a replay; each build is replayed once")
-        if not self._pending_bucket.recorded:
+        if not self._pending_shape.recorded:
             raise CaptureError(
-                f"replay: the graph of {self._pending_bucket.num_reqs} requests does not fetch its metadata; call "
+                f"replay: the graph of {self._pending_shape.num_reqs} requests does not fetch its metadata; call "
                 "metadata.record() first inside its capture"
             )
         self._sender.publish(step)
         graph.replay()
         self.sent, self._pending = step, -1
 
-    def release(self, bucket: Any) -> None:
-        bucket.recorded = False
-        self._recorded_buckets = [one for one in self._recorded_buckets if one is not bucket]
+    def release(self, shape: Any) -> None:
+        shape.recorded = False
+        self._recorded_shapes = [one for one in self._recorded_shapes if one is not shape]
 
     def recorded(self) -> list[int]:
-        return sorted(bucket.num_reqs for bucket in self._recorded_buckets)
+        return sorted(shape.num_reqs for shape in self._recorded_shapes)
 
     def abandon(self, step: int) -> bool:
         waited, self._pending = self._pending == step, -1 if self._pending == step else self._pending
@@ -150,7 +152,7 @@ class GraphSide(DeviceSide):
         super().check_ready()
         if self._pending >= 0:
             raise CaptureError(
-                f"build: step {self._pending} was built for a graph of {self._pending_bucket.num_reqs} requests and "
+                f"build: step {self._pending} was built for a graph of {self._pending_shape.num_reqs} requests and "
                 "not replayed; call metadata.replay(graph), or metadata.abandon() where it will not run"
             )
 
@@ -159,20 +161,20 @@ class GraphSide(DeviceSide):
             return super().pages_of(index, metadata)
         return self.page_buffer(index)[: int(metadata.host.paged_kv_indptr[-1])]
 
-    def _nodes(self, size: Capacity, *, corrects: bool = True) -> None:
+    def _nodes(self, capacity: Capacity, *, corrects: bool = True) -> None:
         ring = self._ring
-        nbytes = ring.journal_offset(size)
+        nbytes = ring.journal_offset(capacity)
         kernels.read_arena(
-            self._base, self._state, self._arena, self._tables_of, nbytes, ring.slots_range(size), ring.depth,
-            ring.arena_nbytes, len(self.tables), COUNTS, self.ticket,
+            self._base, self._state, self._arena, self._tables_of, nbytes, ring.slots_range(capacity), ring.depth,
+            ring.arena_nbytes, len(self.tables), HEADER_COUNTS, self.ticket,
         )  # fmt: skip
-        if corrects and self.num_rejected is not None:
-            self._correct(size, size.num_reqs, size.num_tokens)
-        views = self.views(size)
+        if corrects and self.corrections is not None:
+            self._correct(capacity, capacity.num_reqs, capacity.num_tokens)
+        views = self.views(capacity)
         indptrs = [views.groups[index]["paged_kv_indptr"] for index in self.page_lists]
         for index, indptr in zip(self.page_lists, indptrs, strict=True):
             kernels.gather_all_pages(
-                self._arena, self.tables[index], indptr, self.page_buffer(index), self._state, self._receipt,
+                self._arena, self.tables.tensors[index], indptr, self.page_buffer(index), self._state, self._receipt,
                 last=index == self.page_lists[-1],
             )  # fmt: skip
         if not self.page_lists:
@@ -180,21 +182,21 @@ class GraphSide(DeviceSide):
 
     def problem(self) -> str:
         """Sends three steps of made-up bytes through a small graph."""
-        torch, ring = self._torch, self._ring
-        size = ring.size
+        ring = self._ring
+        capacity = ring.capacity
         try:
-            graph = self._captured(size, corrects=False)
-            nbytes = ring.journal_offset(size)
+            graph = self._captured(capacity, corrects=False)
+            nbytes = ring.journal_offset(capacity)
             for step in range(3):
                 arena = step % ring.depth
                 self.wait(step - ring.depth)
                 memory = ring.memory[arena][:nbytes]
                 memory[:] = np.random.default_rng(step).integers(0, 256, nbytes, np.uint8)
-                for group in ring.views(size)[arena].groups:  # page lists are followed, so they have to make sense
+                for group in ring.views(capacity)[arena].groups:  # page lists are followed, so they have to make sense
                     group["paged_kv_indptr"][:] = np.arange(len(group["paged_kv_indptr"]))
                 header = self._headers[arena]
                 header[:] = 0
-                header[STEP], header[ROWS] = step, size.num_reqs
+                header[HEADER_STEP], header[HEADER_ROWS] = step, capacity.num_reqs
                 self._state[2:].fill_(step)
                 graph.replay()
                 torch.cuda.synchronize()
@@ -202,21 +204,19 @@ class GraphSide(DeviceSide):
                     return f"no receipt of step {step}"
                 if not np.array_equal(self._arena[:nbytes].cpu().numpy(), memory):
                     return f"step {step} arrived otherwise than it was sent"
-        except Exception as error:  # whatever the driver or the compiler says: the other road is there
+        except Exception as error:  # whatever the driver or the compiler says: the transport copy is there
             return f"{type(error).__name__}: {error}".splitlines()[0]
         finally:
             self._reset()
         return ""
 
     def _reset(self) -> None:
-        torch = self._torch
         torch.cuda.synchronize()
         self._state.fill_(-1)
         self._arena.zero_()
-        for table in self.tables:
-            table.zero_()
+        self.tables.clear()
         self._seen[0] = -1
         for memory, header in zip(self._ring.memory, self._headers, strict=True):
             memory[:] = 0
-            header[STEP] = -1
+            header[HEADER_STEP] = -1
         torch.cuda.synchronize()

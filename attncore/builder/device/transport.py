@@ -1,4 +1,6 @@
-"""Which road a builder's steps take to the device: nodes of graphs where these prove to work, else one packed copy."""
+"""Which transport brings a builder's steps to its device: nodes of graphs where these prove to work, else one packed
+copy.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +9,40 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attncore.builder.device.arena import ArenaRing
-    from attncore.builder.device.by_copy import DeviceSide
-    from attncore.builder.persistent.block_table import BlockTable
+    from attncore.builder.device.by_copy import CopyTransport
+    from attncore.builder.device.tables import HostTable
 
 TRANSPORTS = ("auto", "graph", "copy")
 
 
-def new_side(transport: str, device: str, tables: Sequence[BlockTable], page_lists: Sequence[int]) -> DeviceSide | None:
-    """The device's side to begin with, or None where steps are read where they are built."""
+def new_transport(
+    transport: str, device: str, tables: Sequence[HostTable], page_lists: Sequence[int]
+) -> CopyTransport | None:
+    """The transport to begin with, or None where steps are read where they are built."""
     if transport not in TRANSPORTS:
         raise ValueError(f"transport: {transport!r} is not one of {', '.join(TRANSPORTS)}")
     if device == "cpu" and transport == "auto":
         return None
-    from attncore.builder.device.by_copy import DeviceSide
+    from attncore.builder.device.by_copy import CopyTransport
 
     if transport == "copy":
-        return DeviceSide(device, tables, page_lists)
+        return CopyTransport(device, tables, page_lists)
     if not device.startswith("cuda"):
         raise ValueError(f"transport: graph, but {device} has no graphs; leave it at auto")
     try:
-        from attncore.builder.device.by_graph import GraphSide
+        from attncore.builder.device.by_graph import GraphTransport
     except ImportError as error:
         if transport == "graph":
             raise
-        side = DeviceSide(device, tables, page_lists)
+        side = CopyTransport(device, tables, page_lists)
         side.why = f"no triton here for the nodes of graphs ({error})"
         return side
-    return GraphSide(device, tables, page_lists)
+    return GraphTransport(device, tables, page_lists)
 
 
-def attached(side: DeviceSide, ring: ArenaRing, transport: str) -> DeviceSide:
-    """The side over the ring's arenas; another one, by copies, where the nodes of graphs fail their test."""
-    from attncore.builder.device.by_copy import DeviceSide
+def attach_transport(side: CopyTransport, ring: ArenaRing, transport: str) -> CopyTransport:
+    """``side`` over the ring's arenas; the transport ``copy`` instead where the nodes of graphs fail their test."""
+    from attncore.builder.device.by_copy import CopyTransport
 
     side.attach(ring)
     problem = side.problem()
@@ -46,7 +50,7 @@ def attached(side: DeviceSide, ring: ArenaRing, transport: str) -> DeviceSide:
         return side
     if transport == "graph":
         raise RuntimeError(f"transport: graph does not work on {side.device}: {problem}; leave it at auto")
-    other = DeviceSide(side.device, side.host_tables, side.page_lists)
+    other = CopyTransport(side.device, side.tables.host, side.page_lists)
     other.why = f"nodes of graphs failed their test ({problem})"
     other.attach(ring)
     return other

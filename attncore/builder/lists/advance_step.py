@@ -11,6 +11,7 @@ import numpy.typing as npt
 from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array
+from attncore.builder.fields import DERIVED
 from attncore.graphs import refuse_while_capturing
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def _next_step(metadata: CommonAttentionMetadata, builder: CommonMetadataBuilder
             "build the step anew, without a graph"
         )
     started = _started_blocks(host, builder, contexts, tables)
-    if builder.layout.page_lists:
+    if builder.dialect.page_lists:
         total = max(total, int(host.paged_kv_indptr[-1]) + len(started.rows))
     if total > INT32_MAX:
         raise ValueError(f"metadata: lengths or pages of this step, {total} in all, do not fit int32")
@@ -245,7 +246,7 @@ def _write(metadata: CommonAttentionMetadata, step: _Next, builder: CommonMetada
         host.block_table[:, : table.shape[1]] = table[:, : changed.ids.shape[1]]
     if len(changed.rows):
         host.block_table[changed.rows] = changed.ids
-    if builder.layout.page_lists:
+    if builder.dialect.page_lists:
         host.paged_kv_last_page_len[:n] += 1
         host.paged_kv_last_page_len[rows] = 1
         if len(rows):
@@ -272,8 +273,9 @@ def _add_pages(host: Any, builder: CommonMetadataBuilder, rows: npt.NDArray[np.i
 def _follow(metadata: CommonAttentionMetadata, table_changed: bool) -> None:
     """Brings what was made of the host arrays up to date: tensors at the addresses that they have, views anew."""
     wrapped = vars(metadata)
-    for name in ("_prefill", "_decode", "_bound", "_kept"):
+    for name in ("_prefill", "_decode", "_bound", "_kept", *DERIVED):
         wrapped.pop(name, None)
+        vars(metadata.host).pop(name, None)
     for name in _FIELDS:
         value = wrapped.get(name)
         if value is None or (name == "block_table" and not table_changed):

@@ -1,4 +1,4 @@
-"""Where captured graphs of the list door read a step: arrays at fixed addresses, and the way there.
+"""Where captured graphs of the list builder read a step: arrays at fixed addresses, and the way there.
 
 One block of memory holds them all. On a CPU a step is written to it; for another device it is written to a staging
 block, pinned on CUDA, and sent in two or three copies that wait for nothing.
@@ -12,24 +12,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from attncore.builder.metadata import LOC_FIELDS
+from attncore.builder.device.memory import Readers, aligned_bytes, aligned_up, device_bytes, pinned_bytes
+from attncore.builder.fields import FIELDS, Length, Owner, named
 from attncore.kernels.codes import PAD_SLOT_ID
 
 if TYPE_CHECKING:
     from attncore.builder.lists.builder import CommonMetadataBuilder
 
-Arrays = dict[str, npt.NDArray[Any]]
-
-ALIGNMENT = 128  # bytes: a cache line of the widest device
 STAGING_DEPTH = 2
 
-# What a padded step has for every row that the graph was captured with, and what it has for its own rows alone.
-_PADDED = ("slot_mapping", "positions", "seq_lens", "seq_start_loc")
-_UNPADDED = ("context_lens", "query_lens", "logits_indices")
-_PADDED_PAGES = ("paged_kv_indptr", "paged_kv_last_page_len")
-_PADDED_ENCODER = ("encoder_seq_lens", "encoder_seq_start_loc")
-_LOCS = frozenset((*LOC_FIELDS, "encoder_seq_start_loc", "encoder_query_start_loc"))
-_INT64 = frozenset(("slot_mapping", "positions"))
+_STEP = frozenset((Owner.STEP, Owner.GROUP))
+_SMALL = (Length.TOKEN, Length.REQUEST, Length.START)
+"""Arrays of a decode of one token a row: an element a row, and one more."""
+_FIXED = "token_to_req_indices"
+"""Written once: row i is token i."""
+
+
+def _arrays(owners: frozenset[Owner], *, padded: bool) -> tuple[str, ...]:
+    """What a padded step has for every row that the graph was captured with, or for its own rows alone."""
+    return tuple(name for name in named(*_SMALL, owners=owners) if FIELDS[name].list_pads is padded and name != _FIXED)
+
+
+_PADDED, _UNPADDED = _arrays(_STEP, padded=True), _arrays(_STEP, padded=False)
+_UNPADDED_ROWS = tuple(name for name in _UNPADDED if FIELDS[name].length is Length.REQUEST)
+_PADDED_PAGES = _arrays(frozenset((Owner.BLOCK_SIZE,)), padded=True)
+_ENCODER = _arrays(frozenset((Owner.ENCODER,)), padded=True)
+_PADDED_ENCODER = tuple(name for name in _ENCODER if "query" not in name)
+"""Decodes run no encoder tokens: the others stay 0."""
 
 
 class _Place(NamedTuple):
@@ -51,9 +60,10 @@ class _Place(NamedTuple):
 class _Arena:
     """One block of memory with a step in it."""
 
-    def __init__(self, memory: npt.NDArray[np.uint8], tensor: Any = None) -> None:
-        self.memory, self.tensor = memory, tensor
-        self.event: Any = None
+    def __init__(self, memory: npt.NDArray[np.uint8], index: int) -> None:
+        self.memory, self.index = memory, index
+        self.tensor: Any = None
+        """The same memory as a tensor, where it is copied from."""
         self.hosts: dict[int, SimpleNamespace] = {}
         self.rooms: dict[tuple[int, int], SimpleNamespace] = {}
         self.num_pages = 0
@@ -70,15 +80,15 @@ class GraphBuffers:
         assert builder.max_seq_len_to_capture is not None
         size, block = max_batch_size, builder.block_size
         self.max_batch_size = size
-        self.has_pages, self.has_encoder = builder.layout.page_lists, builder.encoder_decoder
+        self.has_pages, self.has_encoder = builder.dialect.page_lists, builder.encoder_decoder
         self.width = -(-builder.max_seq_len_to_capture // block)
         longest_encoder = builder.max_encoder_seq_len_to_capture or builder.max_seq_len_to_capture
         self.cross_width = -(-longest_encoder // block) if self.has_encoder else 0
         self.max_pages = size * self.width if self.has_pages else 0
-        names = [*_PADDED, "token_to_req_indices", *_UNPADDED, "query_start_loc"]
+        names = [*_PADDED, _FIXED, *_UNPADDED]
         names += _PADDED_PAGES if self.has_pages else ()
-        names += (*_PADDED_ENCODER, "encoder_query_lens", "encoder_query_start_loc") if self.has_encoder else ()
-        shapes: dict[str, tuple[int, ...]] = {name: (size + (name in _LOCS),) for name in names}
+        names += _ENCODER if self.has_encoder else ()
+        shapes: dict[str, tuple[int, ...]] = {name: (FIELDS[name].num_elements(size, size, 0),) for name in names}
         shapes["block_table"] = (size, self.width)  # behind the small fields: one copy takes both
         if self.has_encoder:
             shapes["cross_block_table"] = (size, self.cross_width)
@@ -87,13 +97,14 @@ class GraphBuffers:
         self._places: dict[str, _Place] = {}
         self.nbytes = 0
         for name, shape in shapes.items():
-            place = self._places[name] = _Place(self.nbytes, np.int64 if name in _INT64 else np.int32, shape)
-            self.nbytes = -(-place.end // ALIGNMENT) * ALIGNMENT
+            place = self._places[name] = _Place(self.nbytes, FIELDS[name].dtype, shape)
+            self.nbytes = aligned_up(place.end)
         self._device_name = device
         self._device: Any = None
         self._device_pages = 0
         self._next = 0
-        self._arenas = self._allocated(device)
+        self._arenas = self._allocate(device)
+        self._readers = Readers(device or "cpu", len(self._arenas))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -126,7 +137,7 @@ class GraphBuffers:
         out, num_reqs = vars(self._host(arena, size)), len(step.query_lens)
         for name in _PADDED:
             out[name][...] = getattr(step, name)
-        for name in _UNPADDED:
+        for name in _UNPADDED_ROWS:
             out[name][:num_reqs] = getattr(step, name)
         out["query_start_loc"][: num_reqs + 1] = step.query_start_loc
         out["block_table"][...] = step.block_table
@@ -148,7 +159,7 @@ class GraphBuffers:
         if room is None:
             whole = vars(self._host(arena, size))
             room = arena.rooms[size, num_reqs] = SimpleNamespace(**whole)
-            for name in _UNPADDED:
+            for name in _UNPADDED_ROWS:
                 setattr(room, name, whole[name][:num_reqs])
             room.query_start_loc = whole["query_start_loc"][: num_reqs + 1]
         room = SimpleNamespace(**vars(room))
@@ -165,7 +176,7 @@ class GraphBuffers:
         host = self._host(arena, size)
         self._next = (self._next + 1) % len(self._arenas)
         if num_reqs < size:
-            for name in _UNPADDED:
+            for name in _UNPADDED_ROWS:
                 getattr(host, name)[num_reqs:] = 0
             host.query_start_loc[num_reqs + 1 :] = num_reqs
         if num_pages < arena.num_pages:
@@ -199,22 +210,19 @@ class GraphBuffers:
         )
         return self.write(step, size)
 
-    def _allocated(self, device: str | None) -> list[_Arena]:
+    def _allocate(self, device: str | None) -> list[_Arena]:
         if device is None or device.startswith("cpu"):
-            arenas = [_Arena(_aligned(self.nbytes))]
+            arenas = [_Arena(aligned_bytes(self.nbytes), 0)]
         else:
             import torch
 
-            pinned = device.startswith("cuda")
-            with torch.inference_mode(False):  # steps are written in that mode and outside of it
-                self._device = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
-            arenas = []
-            for _ in range(STAGING_DEPTH if pinned else 1):
-                tensor = torch.zeros(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
-                arenas.append(_Arena(tensor.numpy(), tensor))
+            self._device = device_bytes(self.nbytes, device)
+            depth = STAGING_DEPTH if device.startswith("cuda") else 1
+            arenas = [_Arena(pinned_bytes(self.nbytes, device), index) for index in range(depth)]
+            for arena in arenas:
+                arena.tensor = torch.from_numpy(arena.memory)
         for arena in arenas:  # a decode of one token a row: this never changes
-            whole = vars(self._host(arena, self.max_batch_size))
-            whole["token_to_req_indices"][...] = np.arange(self.max_batch_size)
+            vars(self._host(arena, self.max_batch_size))[_FIXED][...] = np.arange(self.max_batch_size)
         return arenas
 
     def _host(self, arena: _Arena, size: int) -> SimpleNamespace:
@@ -229,14 +237,17 @@ class GraphBuffers:
         return found
 
     def _cut(self, name: str, array: Any, size: int) -> Any:
-        return array if name == "paged_kv_indices" else array[: size + (name in _LOCS)]
+        length = FIELDS[name].length
+        return array if length is Length.PAGE else array[: size + (length is Length.START)]
 
     def _acquired(self) -> _Arena:
         """The staging block that is next; on CUDA its last copy has been made."""
         arena = self._arenas[self._next]
-        if arena.event is not None and not arena.event.query():
-            arena.event.synchronize()
+        self._wait_for(arena)
         return arena
+
+    def _wait_for(self, arena: _Arena) -> None:
+        self._readers.wait(arena.index)
 
     def _send(self, arena: _Arena, size: int, num_pages: int) -> None:
         """Copies a step to the device, in the order of its current stream."""
@@ -256,15 +267,8 @@ class GraphBuffers:
             self._record(arena)
 
     def _record(self, arena: _Arena) -> None:
-        """Marks the end of the copies out of a staging block."""
-        import torch
+        """Marks the end of the copies out of a staging block, on the stream that they were made on."""
+        if self._device_name is not None and self._device_name.startswith("cuda"):
+            import torch
 
-        if arena.event is None:
-            arena.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arena.event.record(torch.cuda.current_stream(self._device_name))
-
-
-def _aligned(nbytes: int) -> npt.NDArray[np.uint8]:
-    memory = np.zeros(nbytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + nbytes]
+            self._readers.record(arena.index, torch.cuda.current_stream(self._device_name))

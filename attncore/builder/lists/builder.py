@@ -11,10 +11,11 @@ import numpy as np
 from attncore import arguments
 from attncore.arguments import INT32_MAX
 from attncore.builder.lists import refusals
-from attncore.builder.lists.dialects import LAYOUTS
+from attncore.builder.lists.dialects import DIALECTS
 from attncore.builder.lists.encoders import encoder_fields
 from attncore.builder.lists.sequence_group import SequenceGroup
 from attncore.builder.metadata import CommonAttentionMetadata, Source, identity
+from attncore.builder.slices import HostArrays
 from attncore.errors import ConcurrentUseError
 from attncore.graphs import refuse_while_capturing
 from attncore.kernels import KernelsName, codes, load_kernels
@@ -44,7 +45,7 @@ Room = Callable[[int, int, int, int, int], SimpleNamespace]
 
 
 def _fresh(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages: int) -> SimpleNamespace:
-    host = SimpleNamespace(
+    host = HostArrays(
         slot_mapping=np.empty(num_tokens, np.int64),
         positions=np.empty(num_tokens, np.int64),
         token_to_req_indices=np.empty(num_tokens, np.int32),
@@ -108,17 +109,17 @@ class CommonMetadataBuilder:
         ):
             if value is not None:
                 arguments.integer(name, value, 1)
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout: {layout!r} is not one of {', '.join(LAYOUTS)}")
+        if layout not in DIALECTS:
+            raise ValueError(f"layout: {layout!r} is not one of {', '.join(DIALECTS)}")
         for name, flag in (("chunked_prefill", chunked_prefill), ("encoder_decoder", encoder_decoder)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: {flag!r} is not true or false")
-        if encoder_decoder and not LAYOUTS[layout].encoder_decoder:
-            able = ", ".join(name for name, one in LAYOUTS.items() if one.encoder_decoder)
+        if encoder_decoder and not DIALECTS[layout].encoder_decoder:
+            able = ", ".join(name for name, one in DIALECTS.items() if one.encoder_decoder)
             raise ValueError(f"layout: {layout} has no encoder/decoder attention; {able} have")
         if max_encoder_seq_len_to_capture is not None and not encoder_decoder:
             raise ValueError("max_encoder_seq_len_to_capture: given, but encoder_decoder is false")
-        self.block_size, self.layout = block_size, LAYOUTS[layout]
+        self.block_size, self.dialect = block_size, DIALECTS[layout]
         self.sliding_window, self.chunked_prefill = sliding_window, chunked_prefill
         self.max_seq_len_to_capture = max_seq_len_to_capture
         self.encoder_decoder, self.max_encoder_seq_len_to_capture = encoder_decoder, max_encoder_seq_len_to_capture
@@ -169,8 +170,8 @@ class CommonMetadataBuilder:
         window = self.sliding_window or 0
         measures = _Measures(
             *reader.measure(
-                self.block_size, window, self.chunked_prefill, self.layout.whole_batch_hit,
-                self.layout.multi_token_decode,
+                self.block_size, window, self.chunked_prefill, self.dialect.whole_batch_hit,
+                self.dialect.multi_token_decode,
             )
         )  # fmt: skip
         if measures.code != codes.OK:
@@ -181,7 +182,7 @@ class CommonMetadataBuilder:
                 measures.token,
                 self.block_size,
                 self.sliding_window,
-                self.layout.name,
+                self.dialect.name,
             )
         use_graph = cuda_graph_pad_size >= 0
         pad = max(cuda_graph_pad_size, 0)
@@ -196,7 +197,7 @@ class CommonMetadataBuilder:
                 f"groups: an answer of {num_tokens} tokens and a table of {num_reqs} x {width} is more than the "
                 f"{self._max_numbers} numbers allowed here"
             )
-        num_pages = measures.num_pages if self.layout.page_lists else -1
+        num_pages = measures.num_pages if self.dialect.page_lists else -1
         host = room(num_seqs, num_reqs, num_tokens, width, num_pages)
         reader.fill(
             self.block_size, window, pad, host.slot_mapping, host.positions, host.token_to_req_indices, host.seq_lens,
@@ -244,6 +245,6 @@ class CommonMetadataBuilder:
         if measures.num_prefills:
             raise ValueError("graph_batch_size: a graph batch holds decodes only; groups[0].is_prompt is true")
         width = -(-capture // self.block_size)
-        if measures.longest > capture or (measures.widest_row > width and not self.layout.cuts_lookahead):
-            raise refusals.beyond_capture(groups, self.block_size, self.sliding_window, capture, self.layout.name)
+        if measures.longest > capture or (measures.widest_row > width and not self.dialect.cuts_lookahead):
+            raise refusals.beyond_capture(groups, self.block_size, self.sliding_window, capture, self.dialect.name)
         return width

@@ -1,12 +1,12 @@
-"""How kernel libraries differ in what the list door hands them."""
+"""How kernel libraries differ in what the list builder hands them: its ``layout=``, inside a *dialect*."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
-class Layout(NamedTuple):
-    """One layout of list-door metadata."""
+class Dialect(NamedTuple):
+    """One layout of the list builder's metadata."""
 
     name: str
     whole_batch_hit: bool = False
@@ -21,12 +21,12 @@ class Layout(NamedTuple):
     """Has encoder and cross attention."""
 
 
-LAYOUTS = {
-    layout.name: layout
-    for layout in (
-        Layout("common"),
-        Layout("flash", whole_batch_hit=True, multi_token_decode=True, cuts_lookahead=True),
-        Layout("flashinfer", cuts_lookahead=True, page_lists=True, encoder_decoder=False),
-        Layout("rocm"),
+DIALECTS = {
+    dialect.name: dialect
+    for dialect in (
+        Dialect("common"),
+        Dialect("flash", whole_batch_hit=True, multi_token_decode=True, cuts_lookahead=True),
+        Dialect("flashinfer", cuts_lookahead=True, page_lists=True, encoder_decoder=False),
+        Dialect("rocm"),
     )
 }

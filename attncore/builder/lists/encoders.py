@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 Fields = dict[str, npt.NDArray[Any]]
 Counts = dict[str, int]
 
-#: Fields of metadata that a step without encoder input does not have.
-ENCODER_FIELDS = (
-    "encoder_seq_lens", "encoder_query_lens", "encoder_seq_start_loc", "encoder_query_start_loc", "cross_slot_mapping",
-    "cross_block_table",
-)  # fmt: skip
-
 
 def token_counts(metadata: CommonAttentionMetadata, attn_type: AttentionType | str) -> tuple[int, int, int]:
     """(query tokens of prefills, key tokens of prefills, query tokens of decodes) of attention of ``attn_type``.
@@ -48,20 +42,6 @@ def token_counts(metadata: CommonAttentionMetadata, attn_type: AttentionType | s
         )
     encoder = metadata.num_encoder_tokens
     return (encoder, encoder, 0) if kind is AttentionType.ENCODER else (prefill, encoder, decode)
-
-
-def encoder_rows(host: Any, first: int, last: int) -> tuple[Fields, Counts]:
-    """The encoder fields of rows first..last of ``host`` as a batch of their own, and their counts."""
-    fields = {name: getattr(host, name)[first:last] for name in ("encoder_seq_lens", "encoder_query_lens")}
-    fields["cross_block_table"] = host.cross_block_table[first:last]
-    starts = host.encoder_query_start_loc
-    fields["cross_slot_mapping"] = host.cross_slot_mapping[starts[first] : starts[last]]
-    for name in ("encoder_seq_start_loc", "encoder_query_start_loc"):
-        sums = getattr(host, name)[first : last + 1]
-        fields[name] = sums - sums[0] if sums[0] else sums
-    lens = fields["encoder_seq_lens"]
-    unpadded = lens[: max(0, len(host.query_lens) - first)]  # a list-door graph pads with 1
-    return fields, {"num_encoder_tokens": int(unpadded.sum()), "max_encoder_seq_len": int(lens.max(initial=0))}
 
 
 def encoder_fields(
@@ -165,10 +145,10 @@ def _graph_width(builder: CommonMetadataBuilder, groups: Any, lens: list[int], t
     width = -(-capture // builder.block_size)
     for row, table in enumerate(tables):
         if len(table) > width:
-            if not builder.layout.cuts_lookahead:
+            if not builder.dialect.cuts_lookahead:
                 raise ValueError(
                     f"groups[{_group_of(groups, row)}].cross_block_table: {len(table)} blocks exceed the {width} "
-                    f"columns of {name} {capture} (layout {builder.layout.name} cuts no lookahead)"
+                    f"columns of {name} {capture} (layout {builder.dialect.name} cuts no lookahead)"
                 )
             tables[row] = list(table)[:width]
     return width

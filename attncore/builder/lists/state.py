@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 from attncore import arguments
-from attncore.builder.lists.captured_sizes import NOTHING, CapturedSteps
+from attncore.builder.lists.captured_steps import NOTHING, CapturedSteps
 from attncore.errors import CaptureError
 from attncore.first_generation import FirstGenerationStateNames
 from attncore.graphs import refuse_while_capturing
@@ -45,7 +45,7 @@ class CommonAttentionState(FirstGenerationStateNames):
     @property
     def captured(self) -> tuple[int, ...]:
         """The sizes that metadata was captured for, ascending: requests of a padded step."""
-        return self._steps.sizes(self._only)
+        return self._steps.metadata.sizes(self._only)
 
     def graph_capture(self, max_batch_size: int) -> AbstractContextManager[None]:
         """Entered by the engine around the capture of graphs of at most ``max_batch_size`` requests.

@@ -9,7 +9,7 @@ from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.metadata import Wrap, identity
 
 if TYPE_CHECKING:
-    from attncore.builder.persistent.input_batch import InputBatch
+    from attncore.builder.persistent.batch_core import BatchCore
     from attncore.builder.persistent.step_metadata import StepMetadata
 
 
@@ -56,10 +56,10 @@ class Backends:
         return min(levels, key=lambda level: GRAPH_LEVELS.index(level[0]), default=("always", ""))
 
 
-def backends_of(batch: InputBatch, backend: Any, ranks: ContextParallel | None) -> Backends:
+def backends_of(core: BatchCore, backend: Any, ranks: ContextParallel | None) -> Backends:
     """One backend a group, checked against the group's block size; ValueError or TypeError that says what is wrong."""
-    world = _world_size(batch, ranks)
-    names = [group.name for group in batch.groups]
+    world = _world_size(core, ranks)
+    names = [group.name for group in core.groups]
     if isinstance(backend, Mapping):
         for name in backend:
             if name not in names:
@@ -70,7 +70,7 @@ def backends_of(batch: InputBatch, backend: Any, ranks: ContextParallel | None) 
         by_group = {name: backend[name] for name in names}
     else:
         by_group = dict.fromkeys(names, backend)
-    for group in batch.groups:
+    for group in core.groups:
         if by_group[group.name] is not None:
             _check_backend(by_group[group.name], group.name, group.tokens_per_column, world, len(names) > 1)
     planning = [one for one in by_group.values() if one is not None and one.has_plan]
@@ -95,12 +95,12 @@ def _check_backend(backend: Any, group: str, block_size: int, world: int, severa
         )
 
 
-def _world_size(batch: InputBatch, ranks: ContextParallel | None) -> int:
+def _world_size(core: BatchCore, ranks: ContextParallel | None) -> int:
     if ranks is None:
         return 1
     if not isinstance(ranks, ContextParallel):
         raise TypeError(f"context_parallel: {ranks!r} is not a ContextParallel")
-    for group in batch.groups:
+    for group in core.groups:
         if group.cross or group.sliding_window is not None:
             what = "cross" if group.cross else "windowed"
             raise ValueError(f"context_parallel: group {group.name!r} is {what}; ranks share out whole contexts only")

@@ -11,10 +11,11 @@ import numpy.typing as npt
 from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
+from attncore.kernels import codes
 
 
 class BlockTable:
-    """``array`` int32[max_num_reqs, width]: each row's kernel blocks, zero beyond. ``rows`` is the kernels' part."""
+    """``array`` int32[max_num_reqs, width]: each row's kernel blocks, 0 beyond; ``state``, the kernels' TableState."""
 
     def __init__(self, group: KVCacheGroup, max_num_reqs: int, max_len: int, kernels: Any) -> None:
         self.group, self.kernels = group, kernels
@@ -30,25 +31,25 @@ class BlockTable:
             raise ValueError(f"num_blocks: {group.num_blocks} of {each} kernel blocks each do not fit int32")
         self.max_len, self.limit = max_len, most if group.num_blocks is None else group.num_blocks
         self.array: npt.NDArray[np.int32] = np.zeros((max_num_reqs, width), np.int32)
-        self._state = np.zeros((4, max_num_reqs), np.int32)
-        self._state[1] = -1  # no block cached, as in a row that was cleared
+        self._lengths = np.zeros((4, max_num_reqs), np.int32)
+        self._lengths[codes.CACHED_COLUMN] = -1  # no block cached, as in a row that was cleared
         self._scratch = np.zeros(max_num_reqs, np.int32)
-        self.rows = kernels.TableState(
-            self._state, self._scratch, self.array, group.tokens_per_column, self.limit, each
+        self.state = kernels.TableState(
+            self._lengths, self._scratch, self.array, group.tokens_per_column, self.limit, each
         )
 
     @property
     def nbytes(self) -> int:
-        return int(self.array.nbytes + self._state.nbytes + self._scratch.nbytes)
+        return int(self.array.nbytes + self._lengths.nbytes + self._scratch.nbytes)
 
     @property
     def synced(self) -> npt.NDArray[np.int32]:
         """int32[max_num_reqs]: leading columns of each row that a device has."""
-        return self._state[3]  # type: ignore[no-any-return]
+        return self._lengths[codes.SYNCED]  # type: ignore[no-any-return]
 
     def num_columns(self, row: int) -> int:
         """Kernel blocks that the row holds."""
-        return int(self._state[0, row])
+        return int(self._lengths[codes.NUM_BLOCKS, row])
 
     def held(self, row: int) -> list[int]:
         """The manager's blocks that the row holds, in order."""
@@ -59,7 +60,7 @@ class BlockTable:
 
     def append(self, row: int, req_id: Hashable, block_ids: Any) -> None:
         """ValueError or TypeError, and nothing changed, where an id is bad or the row too short."""
-        if self.rows.append(row, block_ids) < 0:
+        if self.state.append(row, block_ids) < 0:
             room = (self.array.shape[1] - self.num_columns(row)) // self.group.kernel_blocks
             kind, text = array_arguments.bad_block_ids(block_ids, self.limit) or (
                 ValueError,
@@ -81,8 +82,8 @@ class BlockTable:
     def clear(self, row: int) -> list[int]:
         """The row loses its blocks; which they were."""
         held = self.held(row)
-        self.rows.truncate(row, 0)
-        self.rows.start(row)
+        self.state.truncate(row, 0)
+        self.state.start(row)
         return held
 
     def replace(self, row: int, req_id: Hashable, index: int, block_id: int) -> int:
@@ -94,7 +95,7 @@ class BlockTable:
         if block_id >= self.limit:
             raise ValueError(f"block_id: {block_id} is outside 0..{self.limit - 1}")
         for extra in range(each):
-            self.rows.replace(row, index * each + extra, block_id * each + extra)
+            self.state.replace(row, index * each + extra, block_id * each + extra)
         return held[index]
 
     def first_seen(self, num_computed: int) -> int:
@@ -105,7 +106,7 @@ class BlockTable:
         """Gives up blocks before what the next queries see; each row that had any, and the manager's ids."""
         if self.group.sliding_window is None:
             return []
-        passed: list[tuple[int, list[int]]] = self.rows.pass_windows(num_rows, self.group.sliding_window, num_rollback)
+        passed: list[tuple[int, list[int]]] = self.state.pass_windows(num_rows, self.group.sliding_window, num_rollback)
         return passed
 
     def check_sees(self, row: int, req_id: Hashable, num_computed: int) -> None:

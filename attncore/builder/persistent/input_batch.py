@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from attncore import arguments
+from attncore.builder.persistent.batch_arguments import ONLY_GROUP, check_new_request, groups_of, ids_by_group
+from attncore.builder.persistent.batch_core import BatchCore
 from attncore.builder.persistent.block_table import BlockTable
-from attncore.builder.persistent.kv_cache_group import KVCacheGroup, checked_groups
-from attncore.errors import ConcurrentUseError
-from attncore.kernels import KernelsName, load_kernels
-
-NULL_BLOCK_ID = 0
-ONLY_GROUP = "decoder"
-"""The name of a batch's group where it was made with ``block_size`` and not with groups."""
-
-
-class _Entered:
-    """``with`` it: the batch is one caller's. A plain class, since a generator's would cost a build a microsecond."""
-
-    def __init__(self, rows: Any) -> None:
-        self._enter, self._leave = rows.enter, rows.leave
-
-    def __enter__(self) -> None:
-        if not self._enter():
-            raise ConcurrentUseError("batch: another thread is inside it or its builder; one at a time")
-
-    def __exit__(self, *_: object) -> None:
-        self._leave()
+from attncore.builder.persistent.kv_cache_group import KVCacheGroup
+from attncore.kernels import KernelsName
 
 
 class InputBatch:
@@ -58,7 +41,7 @@ class InputBatch:
     ) -> None:
         arguments.integer("max_num_reqs", max_num_reqs, 1)
         arguments.integer("max_model_len", max_model_len, 1)
-        self.groups = _groups(groups, block_size, num_blocks)
+        self.groups = groups_of(groups, block_size, num_blocks)
         decoders = [group for group in self.groups if not group.cross]
         has_cross = len(decoders) < len(self.groups)
         if has_cross:
@@ -70,70 +53,56 @@ class InputBatch:
         self.max_num_reqs, self.max_model_len = max_num_reqs, max_model_len
         self.max_encoder_len = max_encoder_len or 0
         self.block_size = self.groups[0].block_size
-        self.kernels = load_kernels(kernels)
         self._one_group = groups is None
-        self._tables = {
-            group.name: BlockTable(
-                group, max_num_reqs, self.max_encoder_len if group.cross else max_model_len, self.kernels
-            )
-            for group in self.groups
-        }
-        tables = list(self._tables.values())
-        self._decoders, self._cross = tables[: len(decoders)], tables[-1] if has_cross else None
-        self.block_table: npt.NDArray[np.int32] = tables[0].array
-        self._state = np.zeros((3, max_num_reqs), np.int32)  # tokens computed, encoder tokens, whether those are cached
-        self._scratch = np.zeros(max_num_reqs, np.int32)
-        self._rows = self.kernels.BatchState(
-            self._state, [table.rows for table in self._decoders], self._cross.rows if self._cross else None
-        )
-        self._rows.max_encoder_len = self.max_encoder_len
-        self._entered = _Entered(self._rows)
-        self._ids: list[Any] = []  # by row; None: an empty row
-        self._row_of: dict[Hashable, int] = {}
-        self._holes: set[int] = set()
-        self._paused: set[int] = set()
-        self._follower: Callable[[], Any] | None = None  # the builder whose tables on a device follow these
+        self.core = BatchCore(self.groups, max_num_reqs, max_model_len, self.max_encoder_len, kernels)
+        """What the batch keeps: for the builder over it. An engine uses the methods of the batch."""
+        self.block_table: npt.NDArray[np.int32] = self.core.tables[self.groups[0].name].array
 
     @property
     def nbytes(self) -> int:
         """Host memory of the tables and the rows, bytes."""
-        return int(sum(table.nbytes for table in self._tables.values()) + self._state.nbytes + self._scratch.nbytes)
+        return self.core.nbytes
+
+    @property
+    def kernels(self) -> str:
+        """``"cython"`` or ``"numba"``."""
+        return str(self.core.kernels.IMPLEMENTATION)
 
     @property
     def num_reqs(self) -> int:
-        return len(self._row_of)
+        return len(self.core.order.row_of)
 
     @property
     def num_rows(self) -> int:
         """The high-water mark of rows in use; rows of removed requests below it are filled by the next build."""
-        return len(self._ids)
+        return len(self.core.order)
 
     @property
     def req_ids(self) -> tuple[Hashable, ...]:
         """Every request, in the order of rows."""
-        return tuple(req_id for req_id in self._ids if req_id is not None)
+        return tuple(req_id for req_id in self.core.order.req_ids if req_id is not None)
 
     def __contains__(self, req_id: object) -> bool:
-        return req_id in self._row_of
+        return req_id in self.core.order.row_of
 
     def __len__(self) -> int:
-        return len(self._row_of)
+        return len(self.core.order.row_of)
 
     def num_computed_tokens(self, req_id: Hashable) -> int:
         """Tokens of the request that are in the cache."""
-        return self._computed_of(self._row(req_id))
+        return self.core.num_computed(self.core.order.row(req_id))
 
     def encoder_seq_len(self, req_id: Hashable) -> int:
         """Encoder tokens of the request; 0: it has no encoder input."""
-        return int(self._state[1, self._row(req_id)])
+        return self.core.encoder_len(self.core.order.row(req_id))
 
     def block_ids(self, req_id: Hashable) -> Any:
         """The blocks that the request holds, in order: list[int], or with groups a dict of such lists by group name.
 
         The block manager's blocks; 0 where a window has passed.
         """
-        row = self._row(req_id)
-        return self._answer({name: table.held(row) for name, table in self._tables.items()})
+        row = self.core.order.row(req_id)
+        return self._answer({name: table.held(row) for name, table in self.core.tables.items()})
 
     def add_request(
         self,
@@ -151,16 +120,16 @@ class InputBatch:
         until a build moves it. Raises ValueError, and changes nothing, where the batch is full, the name is taken, a
         block id is bad, a group has no blocks given or the blocks do not hold the tokens.
         """
-        with self._entered:
-            self._check_new(req_id, num_computed_tokens, encoder_seq_len, encoder_computed)
+        with self.core.entered:
+            check_new_request(self, req_id, num_computed_tokens, encoder_seq_len, encoder_computed)
             given = self._by_group(req_id, block_ids, all_groups=True)
-            changes = self._rows.changes
-            row = min(self._holes) if self._holes else len(self._ids)
-            self._rows.start(row, num_computed_tokens, encoder_seq_len, bool(encoder_computed))
+            changes = self.core.state.changes
+            row = self.core.order.free_row()
+            self.core.state.start(row, num_computed_tokens, encoder_seq_len, bool(encoder_computed))
             try:
                 for name, ids in given.items():
-                    table = self._tables[name]
-                    table.rows.start(row)
+                    table = self.core.tables[name]
+                    table.state.start(row)
                     table.append(row, req_id, ids)
                     table.check_holds(row, req_id, encoder_seq_len if table.group.cross else num_computed_tokens)
                     if table.group.cross and not encoder_seq_len and table.num_columns(row):
@@ -169,17 +138,10 @@ class InputBatch:
                             "say how many encoder tokens they are for, or give none"
                         )
             except BaseException:
-                self._clear(row)
-                self._rows.changes = changes
+                self.core.clear(row)
+                self.core.state.changes = changes
                 raise
-            if row == len(self._ids):
-                self._ids.append(req_id)
-                self._rows.num_rows = len(self._ids)
-            else:
-                self._holes.discard(row)
-                self._ids[row] = req_id
-            self._row_of[req_id] = row
-            self._rows.dirty = True
+            self.core.add(req_id, row)
             return row
 
     def append_blocks(self, req_id: Hashable, block_ids: Any) -> None:
@@ -190,25 +152,25 @@ class InputBatch:
         """Blocks for several requests in one call: all of them, or, where one is wrong, none."""
         if not isinstance(block_ids, Mapping):
             raise TypeError(f"block_ids: {block_ids!r} is not a mapping of request to block ids")
-        with self._entered:
+        with self.core.entered:
             done: list[tuple[BlockTable, int, int]] = []
             try:
                 for req_id, ids in block_ids.items():
-                    row = self._row(req_id)
+                    row = self.core.order.row(req_id)
                     for name, ids_of_group in self._by_group(req_id, ids).items():
-                        table = self._tables[name]
+                        table = self.core.tables[name]
                         held = table.num_columns(row)
                         table.append(row, req_id, ids_of_group)
                         done.append((table, row, held))
             except BaseException:
                 for table, row, held in reversed(done):
-                    table.rows.truncate(row, held)
+                    table.state.truncate(row, held)
                 raise
-            if self._paused:
-                for _, row, _ in done:
-                    if row in self._paused and any(table.num_columns(row) for table in self._decoders):
-                        self._paused.discard(row)
-                        self._rows.dirty = True
+            paused = self.core.order.paused
+            for _, row, _ in done if paused else ():
+                if row in paused and any(table.num_columns(row) for table in self.core.decoders):
+                    paused.discard(row)
+                    self.core.state.dirty = True
 
     def replace_block(self, req_id: Hashable, index: int, block_id: int, group: str | None = None) -> int:
         """Another block in place of the request's block number ``index`` (copy on write); the one it had.
@@ -216,10 +178,10 @@ class InputBatch:
         0 makes it null; what stands before it then counts as passed by ``release_passed_blocks``. ``group`` names the
         KV-cache group, where there are several.
         """
-        with self._entered:
-            row, table = self._row(req_id), self._table(group)
+        with self.core.entered:
+            row, table = self.core.order.row(req_id), self._table(group)
             was = table.replace(row, req_id, index, block_id)
-            self._rows.changes += 1
+            self.core.state.changes += 1
             return was
 
     def truncate_blocks(self, req_id: Hashable, num_blocks: int, group: str | None = None) -> list[int]:
@@ -227,10 +189,9 @@ class InputBatch:
 
         ``group`` names the KV-cache group, where there are several.
         """
-        with self._entered:
-            row, table = self._row(req_id), self._table(group)
-            computed, encoder_tokens, encoded = map(int, self._state[:, row])
-            tokens = encoder_tokens * encoded if table.group.cross else computed
+        with self.core.entered:
+            row, table = self.core.order.row(req_id), self._table(group)
+            tokens = self.core.num_encoded(row) if table.group.cross else self.core.num_computed(row)
             arguments.integer("num_blocks", num_blocks, 0)
             held, needed = table.held(row), -(-tokens // table.group.block_size)
             if not needed <= num_blocks <= len(held):
@@ -239,8 +200,8 @@ class InputBatch:
                     f"num_blocks: {num_blocks} is outside {needed}..{len(held)} "
                     f"(request {req_id!r} has {tokens} {what} and {len(held)} blocks)"
                 )
-            table.rows.truncate(row, num_blocks * table.group.kernel_blocks)
-            self._rows.changes += num_blocks < len(held)
+            table.state.truncate(row, num_blocks * table.group.kernel_blocks)
+            self.core.state.changes += num_blocks < len(held)
             return held[num_blocks:]
 
     def release_passed_blocks(self, num_rollback: int = 0) -> dict[Hashable, Any]:
@@ -250,13 +211,13 @@ class InputBatch:
         tokens. Answers ids as ``block_ids`` does (with groups: by group name), only for requests that gave up any. Call
         it between steps: the last step's page indices cannot be asked for afterwards.
         """
-        with self._entered:
+        with self.core.entered:
             arguments.integer("num_rollback", num_rollback, 0)
             released: dict[Hashable, dict[str, list[int]]] = {}
-            for table in self._decoders:
-                for row, passed in table.pass_windows(len(self._ids), num_rollback):
-                    released.setdefault(self._ids[row], {})[table.group.name] = passed
-            self._rows.changes += bool(released)
+            for table in self.core.decoders:
+                for row, passed in table.pass_windows(len(self.core.order), num_rollback):
+                    released.setdefault(self.core.order.req_ids[row], {})[table.group.name] = passed
+            self.core.state.changes += bool(released)
             return {req_id: self._answer(by_group) for req_id, by_group in released.items()}
 
     def remove_request(self, req_id: Hashable) -> Any:
@@ -264,30 +225,22 @@ class InputBatch:
 
         Its row stays empty until a build.
         """
-        with self._entered:
-            row = self._row(req_id)
-            held = self._clear(row)
-            del self._row_of[req_id]
-            self._ids[row] = None
-            self._holes.add(row)
-            self._paused.discard(row)
-            self._drop_last_holes()
-            self._rows.dirty = True
-            return held
+        with self.core.entered:
+            return self._answer(self.core.remove(req_id))
 
     def preempt(self, req_id: Hashable) -> Any:
         """The request loses its blocks and its progress, to be computed again; the blocks it held.
 
         It keeps its row and sits out until ``append_blocks`` gives it blocks. Its encoder tokens run again, too.
         """
-        with self._entered:
-            row = self._row(req_id)
-            encoder_seq_len = int(self._state[1, row])
-            held = self._clear(row)
-            self._rows.start(row, 0, encoder_seq_len, False)
-            self._paused.add(row)
-            self._rows.dirty = True
-            return held
+        with self.core.entered:
+            row = self.core.order.row(req_id)
+            encoder_seq_len = self.core.encoder_len(row)
+            held = self.core.clear(row)
+            self.core.state.start(row, 0, encoder_seq_len, False)
+            self.core.order.paused.add(row)
+            self.core.state.dirty = True
+            return self._answer(held)
 
     def rollback(self, req_id: Hashable, num_tokens: int) -> None:
         """Takes back the request's last ``num_tokens`` computed tokens (rejected drafts); its blocks stay."""
@@ -297,185 +250,65 @@ class InputBatch:
         """``rollback`` for several requests in one call: all of them, or, where one goes too far, none."""
         if not isinstance(num_tokens, Mapping):
             raise TypeError(f"num_tokens: {num_tokens!r} is not a mapping of request to tokens")
-        with self._entered:
-            computed_of = self._state[0]
+        with self.core.entered:
             new: list[tuple[int, int]] = []
             for req_id, count in num_tokens.items():
-                row = self._row(req_id)
+                row = self.core.order.row(req_id)
                 arguments.integer("num_tokens", count, 0)
-                computed = int(computed_of[row])
+                computed = self.core.num_computed(row)
                 if count > computed:
                     raise ValueError(
                         f"num_tokens: {count} goes past the start of request {req_id!r}, "
                         f"which has {computed} computed tokens"
                     )
-                for table in self._decoders:
+                for table in self.core.decoders:
                     if count and table.group.sliding_window is not None:
                         table.check_sees(row, req_id, computed - count)
                 new.append((row, computed - count))
             for row, computed in new:
-                self._rows.set_computed(row, computed)
+                self.core.state.set_computed(row, computed)
 
     def swap_rows(self, i: int, j: int) -> None:
         """The requests in rows ``i`` and ``j`` change places, for an engine that orders its rows itself.
 
         The next build orders decodes and prefills as ever.
         """
-        with self._entered:
+        with self.core.entered:
             for name, row in (("i", i), ("j", j)):
                 arguments.integer(name, row, 0)
-                if row >= len(self._ids):
-                    raise ValueError(f"{name}: row {row} is not in use; the batch has {len(self._ids)} rows")
+                if row >= len(self.core.order):
+                    raise ValueError(f"{name}: row {row} is not in use; the batch has {len(self.core.order)} rows")
             if i != j:
-                self._rows.swap(i, j)
-                self._exchange([(i, j)])
-                self._drop_last_holes()
-                self._rows.dirty = True
-                self._rows.changes += 1
+                self.core.swap(i, j)
 
     def needs_block(self, group: str | None = None) -> list[Hashable]:
         """Requests whose next token has no block yet in ``group`` (None: in any), in the order of rows.
 
         Not those preempted. A cross group needs none: its blocks come with the request.
         """
-        with self._entered:
-            tables = self._decoders if group is None else [self._table(group)]
+        with self.core.entered:
+            tables = self.core.decoders if group is None else [self._table(group)]
             found: set[int] = set()
             for table in tables:
                 if not table.group.cross:
-                    count = table.rows.needs_block(len(self._ids), self._scratch)
-                    found.update(self._scratch[:count].tolist())
-            return [self._ids[row] for row in sorted(found) if row not in self._paused and row not in self._holes]
-
-    # What builders and error texts need; by row.
-
-    def _req_id_of(self, row: int) -> Hashable:
-        return self._ids[row]  # type: ignore[no-any-return]
-
-    def _computed_of(self, row: int) -> int:
-        return int(self._state[0, row])
-
-    def _row(self, req_id: Hashable) -> int:
-        try:
-            return self._row_of[req_id]
-        except KeyError:
-            raise ValueError(f"req_id: {req_id!r} is not in the batch") from None
-        except TypeError as error:
-            raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
+                    found.update(self.core.rows_without_block(table))
+            order = self.core.order
+            return [order.req_ids[row] for row in sorted(found - order.paused - order.holes)]
 
     def _table(self, group: str | None) -> BlockTable:
         if group is None:
-            if len(self._tables) > 1:
-                raise ValueError(f"group: name one of {', '.join(self._tables)}")
-            return self._decoders[0]
-        if not isinstance(group, str) or group not in self._tables:
-            raise ValueError(f"group: {group!r} is not one of {', '.join(self._tables)}")
-        return self._tables[group]
-
-    def _answer(self, by_group: dict[str, list[int]]) -> Any:
-        return by_group[ONLY_GROUP] if self._one_group else by_group
+            if len(self.core.tables) > 1:
+                raise ValueError(f"group: name one of {', '.join(self.core.tables)}")
+            return self.core.decoders[0]
+        if not isinstance(group, str) or group not in self.core.tables:
+            raise ValueError(f"group: {group!r} is not one of {', '.join(self.core.tables)}")
+        return self.core.tables[group]
 
     def _by_group(self, req_id: Hashable, block_ids: Any, *, all_groups: bool = False) -> Mapping[str, Any]:
         """Block ids by the name of their group; with ``all_groups``, every group's."""
         if self._one_group:
             return {ONLY_GROUP: block_ids}
-        if not isinstance(block_ids, Mapping):
-            raise TypeError(
-                f"block_ids: {block_ids!r} of request {req_id!r} is not a mapping; "
-                f"give ids by group: {', '.join(self._tables)}"
-            )
-        for name in block_ids:
-            if name not in self._tables:
-                raise ValueError(
-                    f"block_ids: request {req_id!r} names group {name!r}; known: {', '.join(self._tables)}"
-                )
-        if all_groups:
-            for name in self._tables:
-                if name not in block_ids:
-                    raise ValueError(
-                        f"block_ids: request {req_id!r} has none for group {name!r}; give a list, if empty"
-                    )
-        return block_ids
+        return ids_by_group(self.core.tables, req_id, block_ids, all_groups=all_groups)
 
-    def _check_new(
-        self, req_id: Hashable, num_computed_tokens: int, encoder_seq_len: int, encoder_computed: bool
-    ) -> None:
-        if req_id is None:
-            raise ValueError("req_id: None cannot name a request")
-        try:
-            hash(req_id)
-        except TypeError as error:
-            raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
-        if req_id in self._row_of:
-            raise ValueError(f"req_id: {req_id!r} is in the batch already; remove it first")
-        arguments.integer("num_computed_tokens", num_computed_tokens, 0)
-        if num_computed_tokens > self.max_model_len:
-            raise ValueError(
-                f"num_computed_tokens: {num_computed_tokens} of request {req_id!r} exceed "
-                f"max_model_len {self.max_model_len}"
-            )
-        arguments.integer("encoder_seq_len", encoder_seq_len, 0)
-        if encoder_seq_len > self.max_encoder_len:
-            if self._cross is None:
-                raise ValueError(f"encoder_seq_len: {encoder_seq_len} of request {req_id!r}, but no group is cross")
-            raise ValueError(
-                f"encoder_seq_len: {encoder_seq_len} of request {req_id!r} exceed "
-                f"max_encoder_len {self.max_encoder_len}"
-            )
-        if encoder_computed and self._cross is None:
-            raise ValueError(f"encoder_computed: true for request {req_id!r}, but no group is cross")
-        if len(self._row_of) == self.max_num_reqs:
-            raise ValueError(f"req_id: no row for {req_id!r}; the batch holds max_num_reqs {self.max_num_reqs}")
-
-    def _clear(self, row: int) -> Any:
-        held = {name: table.clear(row) for name, table in self._tables.items()}
-        self._rows.start(row, 0, 0, False)
-        self._rows.changes += 1
-        return self._answer(held)
-
-    def _drop_last_holes(self) -> None:
-        while self._ids and self._ids[-1] is None:
-            self._ids.pop()
-            self._holes.discard(len(self._ids))
-        self._rows.num_rows = len(self._ids)
-
-    # What a build does to the order of rows.
-
-    def _take_moves(self, moves: Iterable[tuple[int, int]]) -> None:
-        self._exchange(moves)
-        self._drop_last_holes()
-
-    def _take_back(self, moves: tuple[tuple[int, int], ...], num_rows: int) -> None:
-        """Undoes ``_take_moves`` of a batch that had ``num_rows`` rows."""
-        self._holes.update(range(len(self._ids), num_rows))
-        self._ids.extend([None] * (num_rows - len(self._ids)))
-        self._exchange(reversed(moves))
-        self._rows.num_rows = num_rows
-        self._rows.dirty = True
-
-    def _exchange(self, moves: Iterable[tuple[int, int]]) -> None:
-        ids = self._ids
-        for i, j in moves:
-            ids[i], ids[j] = ids[j], ids[i]
-            for rows in (self._holes, self._paused):
-                if (i in rows) != (j in rows):
-                    rows.symmetric_difference_update((i, j))
-            for row in (i, j):
-                if ids[row] is not None:
-                    self._row_of[ids[row]] = row
-
-
-def _groups(
-    groups: Iterable[KVCacheGroup] | None, block_size: int | None, num_blocks: int | None
-) -> tuple[KVCacheGroup, ...]:
-    if groups is not None:
-        for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
-            if value is not None:
-                raise ValueError(f"{name}: {value} given beside groups, which state their own; give one of the two")
-        return checked_groups(groups)
-    if block_size is None:
-        raise ValueError("block_size: missing; give it, or groups that state their own")
-    arguments.integer("block_size", block_size, 1)
-    if num_blocks is not None:
-        arguments.integer("num_blocks", num_blocks, 1)
-    return (KVCacheGroup(ONLY_GROUP, block_size, num_blocks=num_blocks),)
+    def _answer(self, by_group: dict[str, list[int]]) -> Any:
+        return by_group[ONLY_GROUP] if self._one_group else by_group

@@ -2,7 +2,7 @@
 
 The host counts every token of the last step as computed, so its lengths, positions and slots are upper bounds. The
 device knows better by the time the step begins there: the engine's sampler has left in ``num_rejected``, by row of the
-last step, how many tokens were rejected. Each row travels with the row that its request had in that step, and the
+last step, how many tokens were num_rejected. Each row travels with the row that its request had in that step, and the
 device takes back what that row lost.
 """
 
@@ -17,20 +17,23 @@ from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.persistent.backends import Backends
 
 if TYPE_CHECKING:
-    from attncore.builder.persistent.input_batch import InputBatch
     from attncore.builder.persistent.step_metadata import StepMetadata
+
+PREVIOUS_ROWS = "previous_rows"
+"""The field that travels with an overlapped step: int32[n], each row's row in the last step."""
 
 
 class Overlap:
     """Which row each request had in the last step; checks of what overlapping steps need."""
 
-    def __init__(self, backends: Backends, batch: InputBatch, rejected: Any, ranks: ContextParallel | None) -> None:
-        _check(backends, batch, rejected, ranks)
+    def __init__(self, backends: Backends, max_num_reqs: int, num_rejected: Any, ranks: ContextParallel | None) -> None:
+        _check(backends, max_num_reqs, num_rejected, ranks)
+        self.num_rejected = num_rejected
         self.overlapped = False
         self._last: tuple[Any, ...] = ()
         self._rows: dict[Any, int] = {}
         self._bounded: dict[int, bool] = {}
-        self._all = np.arange(batch.max_num_reqs, dtype=np.int32)
+        self._all = np.arange(max_num_reqs, dtype=np.int32)
 
     def fill(self, metadata: StepMetadata, out: npt.NDArray[np.int32]) -> None:
         """previous_rows int32[n]: the row in the last step, -1 where its length is exact."""
@@ -55,14 +58,14 @@ class Overlap:
         return "bounded" if self._bounded.get(metadata.step) else "exact"
 
 
-def _check(backends: Backends, batch: InputBatch, rejected: Any, ranks: ContextParallel | None) -> None:
-    kind, length = str(getattr(rejected, "dtype", type(rejected).__name__)), getattr(rejected, "shape", ())
-    if kind != "torch.int32" or tuple(length) != (batch.max_num_reqs,):
+def _check(backends: Backends, max_num_reqs: int, num_rejected: Any, ranks: ContextParallel | None) -> None:
+    kind, length = str(getattr(num_rejected, "dtype", type(num_rejected).__name__)), getattr(num_rejected, "shape", ())
+    if kind != "torch.int32" or tuple(length) != (max_num_reqs,):
         raise ValueError(
-            f"num_rejected: {kind}{list(length)} found; give a torch int32 tensor of max_num_reqs {batch.max_num_reqs}"
+            f"num_rejected: {kind}{list(length)} found; give a torch int32 tensor of max_num_reqs {max_num_reqs}"
         )
-    if not str(rejected.device).startswith(backends.device.split(":")[0]):
-        raise ValueError(f"num_rejected: on {rejected.device}, but the steps go to {backends.device}")
+    if not str(num_rejected.device).startswith(backends.device.split(":")[0]):
+        raise ValueError(f"num_rejected: on {num_rejected.device}, but the steps go to {backends.device}")
     if ranks is not None:
         raise ValueError("num_rejected: not with context_parallel; which rank keeps a token depends on exact lengths")
     for backend in backends.by_group.values():

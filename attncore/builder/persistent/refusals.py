@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from attncore.kernels import codes
 
 if TYPE_CHECKING:
-    from attncore.builder.persistent.input_batch import InputBatch
+    from attncore.builder.persistent.batch_core import BatchCore
 
 
 def refused_step(
-    batch: InputBatch,
+    core: BatchCore,
     code: int,
     row: int,
     token: int,
@@ -21,31 +21,31 @@ def refused_step(
     max_encoder_tokens: int,
 ) -> ValueError:
     """The error of a step that StepKernel.check refused; ``query_lens`` are those of the batch's rows."""
-    lens = query_lens[: batch.num_rows]
+    lens = query_lens[: len(core.order)]
     if code == codes.TOO_MANY_TOKENS:
         return ValueError(
             f"scheduled: {int(lens.sum())} tokens in this step exceed max_num_batched_tokens {max_tokens}; "
             "schedule fewer or build the builder for more"
         )
     if code == codes.TOO_MANY_SEQ_TOKENS:
-        what = "their sum" if batch._cross is None else "their sum, or that of encoder_seq_lens,"
+        what = "their sum" if core.cross is None else "their sum, or that of encoder_seq_lens,"
         return ValueError(f"seq_lens: {what} over this step does not fit int32; schedule fewer requests")
     if code == codes.TOO_MANY_ENCODER_TOKENS:
         return ValueError(
             f"scheduled: {token} encoder tokens in this step exceed max_num_encoder_tokens {max_encoder_tokens}; "
             "let fewer new requests run or build the builder for more"
         )
-    req_id, computed = batch._req_id_of(row), batch._computed_of(row)
+    req_id, computed = core.order.req_ids[row], core.num_computed(row)
     who = f"row {row} (request {req_id!r})"
     if code == codes.TOO_LONG:
         return ValueError(
             f"scheduled: {who} has {computed} computed tokens and {int(lens[row])} more exceed "
-            f"max_model_len {batch.max_model_len}"
+            f"max_model_len {core.max_model_len}"
         )
-    table = batch._tables[batch.groups[group].name]
+    table = core.tables[core.groups[group].name]
     block_size, index = table.group.block_size, token // table.group.block_size
     what = "encoder token" if table.group.cross else "token"
-    if len(batch.groups) > 1:
+    if len(core.groups) > 1:
         who += f" in group {table.group.name!r}"
     if code == codes.NULL_BLOCK:
         return ValueError(
@@ -58,12 +58,12 @@ def refused_step(
     )
 
 
-def refused_bucket(batch: InputBatch, code: int, row: int, count: int, query_lens: Any, bucket: Any) -> ValueError:
+def refused_bucket(core: BatchCore, code: int, row: int, count: int, query_lens: Any, shape: Any) -> ValueError:
     """The error of a step that does not fit the captured size it was to be padded to."""
-    name, each = f"bucket: {bucket.num_reqs}", bucket.query_len
+    name, each = f"bucket: {shape.num_reqs}", shape.query_len
     if code == codes.TOO_MANY_ROWS:
         return ValueError(f"{name} rows were captured, but this step has {count} requests; choose a larger one")
-    who = f"row {row} (request {batch._req_id_of(row)!r})"
+    who = f"row {row} (request {core.order.req_ids[row]!r})"
     if code == codes.ENCODER_NOT_CAPTURED:
         return ValueError(f"{name}: {who} runs its encoder tokens in this step; run it without a graph")
     return ValueError(

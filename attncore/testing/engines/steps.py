@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attncore.builder import CommonAttentionMetadata, InputBatch, MetadataBuilder
-from attncore.builder.metadata import ARRAY_FIELDS, COUNT_FIELDS
+from attncore.builder.fields import ARRAYS, COUNTS
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
@@ -20,10 +20,8 @@ OTHERS = ("moves", "req_ids", "decodes_first", "from_groups", "use_cuda_graph", 
 
 def planned(backend: AttentionBackend, step: Any) -> CommonAttentionMetadata:
     """A host step as the backend gets it: arrays on its device, ``plan`` called. Keeps nothing of the step's memory."""
-    host = SimpleNamespace(
-        **{name: np.array(getattr(step.host, name)) for name in ARRAY_FIELDS if hasattr(step.host, name)}
-    )
-    values = {name: getattr(step, name) for name in (*COUNT_FIELDS, *OTHERS) if hasattr(step, name)}
+    host = SimpleNamespace(**{name: np.array(getattr(step.host, name)) for name in ARRAYS if hasattr(step.host, name)})
+    values = {name: getattr(step, name) for name in (*COUNTS, *OTHERS) if hasattr(step, name)}
     metadata = CommonAttentionMetadata(host, backend.from_host, **values)
     backend.plan(metadata)
     return metadata
@@ -35,7 +33,7 @@ def padded(step: Any, num_reqs: int, num_tokens: int, pad_seq_len: int) -> Commo
     rows, tokens = num_reqs - step.num_reqs, num_tokens - step.num_tokens
     fills = {"slot_mapping": -1, "seq_lens": pad_seq_len, "logits_indices": 0}
     host = SimpleNamespace()
-    for name in ARRAY_FIELDS:
+    for name in ARRAYS:
         if not hasattr(step.host, name):
             continue
         array = np.array(getattr(step.host, name))
@@ -50,7 +48,7 @@ def padded(step: Any, num_reqs: int, num_tokens: int, pad_seq_len: int) -> Commo
         elif name != "paged_kv_indices":
             array = np.concatenate((array, np.full(rows, fills.get(name, 0), array.dtype)))
         setattr(host, name, array.astype(getattr(step.host, name).dtype))
-    values = {name: getattr(step, name) for name in (*COUNT_FIELDS, *OTHERS) if hasattr(step, name)}
+    values = {name: getattr(step, name) for name in (*COUNTS, *OTHERS) if hasattr(step, name)}
     decode = {"num_decodes": step.num_decodes + rows, "num_decode_tokens": step.num_decode_tokens + tokens}
     counts = {"num_reqs": num_reqs, "num_tokens": num_tokens, **(decode if not step.num_prefills else {})}
     return CommonAttentionMetadata(host, **{**values, **counts})

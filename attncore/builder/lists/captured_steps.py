@@ -1,9 +1,10 @@
-"""The sizes that graphs of the list door were captured for: their metadata, their buffers, and what fits them."""
+"""The steps that graphs of the list builder were captured over: their metadata, their buffers, and what fits them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attncore.builder.device.captured_sizes import CapturedSizes
 from attncore.builder.lists.buffers import GraphBuffers
 from attncore.builder.metadata import CommonAttentionMetadata, identity
 from attncore.errors import CaptureError
@@ -21,19 +22,16 @@ class CapturedSteps:
         self.limit = 0
         """Largest size that may be captured now; 0 outside ``graph_capture``."""
         self.held: GraphBuffers | None = None
-        self.metadata: dict[int, CommonAttentionMetadata] = {}
+        self.metadata: CapturedSizes[CommonAttentionMetadata] = CapturedSizes()
+        """What each size was captured over."""
         self.prepared = NOTHING
         """The step that the buffers hold, and how often it had been advanced then."""
 
     @property
     def buffers(self) -> GraphBuffers:
         """Those of the captured sizes, of which there are some."""
-        assert self.held is not None
+        assert self.held is not None  # allocated before the first size
         return self.held
-
-    def sizes(self, only: int | None) -> tuple[int, ...]:
-        """Captured sizes, ascending; ``only`` that one where it is not None."""
-        return tuple(size for size in sorted(self.metadata) if only in (None, size))
 
     def allocate(self, builder: CommonMetadataBuilder, device: str | None, max_batch_size: int) -> None:
         """Buffers for so many requests; CaptureError where graphs read smaller ones."""
@@ -49,7 +47,7 @@ class CapturedSteps:
     def size_of(self, metadata: CommonAttentionMetadata, only: int | None) -> int:
         """The captured size that a step was padded to."""
         if not getattr(metadata, "from_groups", False):
-            raise ValueError("metadata: not of CommonMetadataBuilder; MetadataBuilder.capture is for the other door")
+            raise ValueError("metadata: not of CommonMetadataBuilder; MetadataBuilder captures its own steps")
         if not metadata.use_cuda_graph:
             raise ValueError(
                 "metadata: not padded for a graph; build it with cuda_graph_pad_size=state.pad_size(number of decodes)"
@@ -60,10 +58,11 @@ class CapturedSteps:
     def check_size(self, num_reqs: int, only: int | None) -> None:
         """CaptureError unless ``num_reqs`` is a captured size."""
         if num_reqs not in self.metadata or only not in (None, num_reqs):
-            sizes = ", ".join(map(str, self.sizes(only))) or "none"
-            raise CaptureError(
-                f"metadata: padded to {num_reqs} requests, which was not captured (captured: {sizes}); build with "
-                "cuda_graph_pad_size=state.pad_size(number of decodes), which is -1 where the step runs without a graph"
+            self.metadata.refuse(
+                f"metadata: padded to {num_reqs} requests, which",
+                "build with cuda_graph_pad_size=state.pad_size(number of decodes), which is -1 where the step runs "
+                "without a graph",
+                only,
             )
 
     def check_counts(self, num_reqs: int, num_tokens: int, num_pages: int) -> None:

@@ -1,0 +1,79 @@
+"""Exact lengths on the device for steps that overlap, where the host had upper bounds: positions, slots, pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attncore.builder.device.arena import STEPS_OWN, ArenaRing, Capacity, Views
+from attncore.builder.device.tables import DeviceTables
+
+_STEP_FIELDS = ("previous_rows", "context_lens", "seq_lens", "seq_start_loc", "token_to_req_indices", "positions")
+"""In the order in which the kernel takes them (``device.kernels.correct_lengths``)."""
+
+
+class Corrections:
+    """Takes what was rejected of the last step from the lengths of this one.
+
+    ``num_rejected`` int32[max_num_reqs] on the device, by row of the last step.
+    """
+
+    def __init__(self, ring: ArenaRing, tables: DeviceTables, num_rejected: Any) -> None:
+        self._ring, self._tables, self.num_rejected = ring, tables, num_rejected
+        self._places: dict[Capacity, tuple[Any, Any, Any]] = {}
+
+    def launch(self, arena: Any, capacity: Capacity) -> None:
+        """On CUDA: over the device's ``arena``, whose header says how many rows and tokens there are."""
+        from attncore.builder.device import kernels
+
+        kernels.correct_lengths(arena, self.num_rejected, *self._of(capacity), capacity.num_reqs, capacity.num_tokens)
+
+    def compute(self, views: Views, num_rows: int, num_tokens: int) -> None:
+        """The same in torch, for a device without kernels."""
+        fields = {name: field[:num_rows] for name, field in views.fields.items()}
+        fields |= {name: views.fields[name][:num_tokens] for name in ("positions", "token_to_req_indices")}
+        previous = fields["previous_rows"].long()
+        fewer = torch.where(previous >= 0, self.num_rejected[previous.clamp(min=0)], 0).clamp(min=0)
+        fewer = torch.minimum(fewer, fields["context_lens"])
+        for name in ("context_lens", "seq_lens"):
+            fields[name] -= fewer
+        views.fields["seq_start_loc"][1 : num_rows + 1] = fields["seq_lens"].cumsum(0)
+        rows = fields["token_to_req_indices"].long()
+        changed = fewer[rows] > 0
+        fields["positions"] -= fewer[rows]
+        fields["positions"].clamp_(min=0)
+        for group, (host, table) in enumerate(zip(self._tables.host, self._tables.tensors, strict=True)):
+            if host.group.cross:
+                continue
+            slots = views.groups[group]["slot_mapping"][:num_tokens]
+            block_size = host.group.tokens_per_column
+            columns = (fields["positions"] // block_size).clamp(max=table.shape[1] - 1)
+            exact = table[rows, columns].long() * block_size + fields["positions"] % block_size
+            slots.copy_(torch.where(changed & (slots >= 0), exact, slots))
+            pages = (fields["seq_lens"] + block_size - 1) // block_size
+            views.groups[group]["paged_kv_indptr"][1 : num_rows + 1] = pages.cumsum(0)
+            last = fields["seq_lens"] - (pages - 1) * block_size
+            views.groups[group]["paged_kv_last_page_len"][:num_rows].copy_(torch.where(pages > 0, last, 0))
+
+    def _of(self, capacity: Capacity) -> tuple[Any, Any, Any]:
+        """What the kernel must know of a capacity: made once, kept on the device."""
+        found = self._places.get(capacity)
+        if found is None:
+            at = self._ring.places(capacity)
+            groups, pages = [], []
+            for index, (host, table) in enumerate(zip(self._tables.host, self._tables.tensors, strict=True)):
+                if host.group.cross:
+                    continue
+                tokens = host.group.tokens_per_column
+                groups.append([at[index, "slot_mapping"], table.data_ptr(), table.stride(0), tokens])
+                if index in self._ring.page_owners:
+                    pages.append([at[index, "paged_kv_indptr"], at[index, "paged_kv_last_page_len"], tokens])
+            steps_own = [at[STEPS_OWN, name] for name in _STEP_FIELDS]
+            device = self._tables.device
+            found = self._places[capacity] = (
+                torch.tensor(steps_own, dtype=torch.int64, device=device),
+                torch.tensor(groups, dtype=torch.int64, device=device),
+                torch.tensor(pages, dtype=torch.int64, device=device),
+            )
+        return found

@@ -1,0 +1,86 @@
+"""Host memory that steps are written to: aligned, pinned where a device copies from it, and when it has been read.
+
+Both builders take their memory here: the arenas of the persistent builder and the staging blocks of the list builder.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+ALIGNMENT = 128
+"""Bytes: a cache line of the widest device; no two fields share one."""
+
+
+def aligned_up(nbytes: int) -> int:
+    """``nbytes``, rounded up to the alignment."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def aligned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
+    """uint8[nbytes] of zeros in host memory, aligned."""
+    memory = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + nbytes]
+
+
+def pinned_bytes(nbytes: int, device: str) -> npt.NDArray[np.uint8]:
+    """uint8[nbytes] of zeros that ``device`` copies from without a stop, aligned: pinned for CUDA, plain elsewhere.
+
+    MemoryError where there is none.
+    """
+    import torch
+
+    try:
+        memory = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=device.startswith("cuda"))
+    except RuntimeError as error:
+        raise MemoryError(
+            f"arenas: no {nbytes} bytes of pinned host memory ({error}); lower max_num_batched_tokens, max_num_reqs or "
+            "depth"
+        ) from error
+    array: npt.NDArray[np.uint8] = memory.numpy()
+    start = -memory.data_ptr() % ALIGNMENT
+    return array[start : start + nbytes]  # a view: it keeps the pinned memory
+
+
+def device_bytes(nbytes: int, device: str) -> Any:
+    """uint8[nbytes] of zeros on ``device``: a plain tensor, in and outside of inference mode."""
+    import torch
+
+    with torch.inference_mode(False):  # steps are written in that mode and outside of it
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+
+class Readers:
+    """Whether the device has read each of ``count`` blocks of host memory: an event a block, recorded behind its copy.
+
+    Elsewhere than on CUDA a copy is done when it returns, and nothing is waited for.
+    """
+
+    def __init__(self, device: str, count: int) -> None:
+        self._torch: Any = None
+        if device.startswith("cuda"):
+            import torch
+
+            self._torch = torch
+        self._events: list[Any] = [None] * count
+
+    def record(self, block: int, stream: Any = None) -> None:
+        """Marks the end of the copies out of a block, on ``stream`` (None: the current one)."""
+        if self._torch is None:
+            return
+        event = self._events[block]
+        if event is None:
+            event = self._events[block] = self._torch.cuda.Event()
+        if stream is None:
+            event.record()
+        else:
+            event.record(stream)
+
+    def wait(self, block: int) -> None:
+        """Until the copies out of a block have been made; at once where there were none."""
+        event = self._events[block]
+        if event is not None and not event.query():
+            event.synchronize()

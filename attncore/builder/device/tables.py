@@ -1,0 +1,123 @@
+"""Block tables on a device: they follow the batch's by a journal of new columns, and page indices are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+SURPLUS_ENTRIES = 1 << 16
+"""Journal entries of one copy of those that an arena has no room for."""
+
+
+class TableGroup(Protocol):
+    """What a device table reads of the KV-cache group whose table it follows."""
+
+    @property
+    def cross(self) -> bool: ...
+    @property
+    def tokens_per_column(self) -> int: ...
+
+
+class HostTable(Protocol):
+    """The batch's table on the host: int32[rows, width], and the kernels' TableState, which writes the journal."""
+
+    array: npt.NDArray[np.int32]
+    state: Any
+    kernels: Any
+
+    @property
+    def group(self) -> TableGroup: ...
+    @property
+    def synced(self) -> npt.NDArray[np.int32]: ...
+
+
+class DeviceTables:
+    """A table int32[rows, width] on ``device`` for each of the batch's, of fixed stride and address.
+
+    ``issue(function, *args)`` runs what the device does, in the order of its stream.
+    """
+
+    def __init__(self, device: str, host: Sequence[HostTable], issue: Callable[..., None]) -> None:
+        self.device, self.host, self._issue = device, list(host), issue
+        self._cuda = device.startswith("cuda")
+        with torch.inference_mode(False):  # steps are sent in that mode and outside of it
+            self.tensors = [torch.zeros(table.array.shape, dtype=torch.int32, device=device) for table in host]
+        self._page_indices: list[Any] = [None] * len(self.tensors)
+        self._kernels: Any = None
+        if self._cuda:
+            from attncore.builder.device import kernels
+
+            self._kernels = kernels
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of tables and page indices."""
+        tensors = [*self.tensors, *(one for one in self._page_indices if one is not None)]
+        return sum(one.numel() * one.element_size() for one in tensors)
+
+    def apply(self, index: int, entries: Any) -> None:
+        """Writes journal entries int64 (flat index in the low half, block id in the high half) to table ``index``."""
+        self._issue(self._apply, self.tensors[index], entries)
+
+    def send_surplus(self, num_rows: int) -> None:
+        """Sends what the arena's journal has no room for (long prompts that join at once), in copies of their own.
+
+        torch keeps the pinned memory of such a copy until it is done.
+        """
+        for index, host in enumerate(self.host):
+            while True:
+                entries = torch.empty(2 * SURPLUS_ENTRIES, dtype=torch.int32, pin_memory=self._cuda)
+                count = host.state.journal(num_rows, entries.numpy())
+                if count == 0:
+                    break
+                self.apply(index, entries[: 2 * count].view(torch.int64).to(self.device, non_blocking=True))
+
+    def forget(self) -> None:
+        """After a failure it is not known what arrived: the next step sends every block again."""
+        for table in self.host:
+            table.state.forget_synced()
+
+    def clear(self) -> None:
+        for table in self.tensors:
+            table.zero_()
+
+    def page_buffer(self, index: int) -> Any:
+        """The whole buffer that page indices are written to: int32[rows * width], at a fixed address."""
+        if self._page_indices[index] is None:
+            with torch.inference_mode(False):
+                self._page_indices[index] = torch.zeros(
+                    self.tensors[index].numel(), dtype=torch.int32, device=self.device
+                )
+        return self._page_indices[index]
+
+    def gather_pages(self, index: int, metadata: Any) -> Any:
+        """int32[indptr[-1]]: the pages of a step's requests, from table ``index``, in the page buffer."""
+        table, buffer = self.tensors[index], self.page_buffer(index)
+        indptr = metadata.host.paged_kv_indptr
+        num_pages = int(indptr[-1])
+        if num_pages == 0:
+            return buffer[:0]
+        if self._kernels is not None:
+            longest = int(np.diff(indptr).max())
+            self._kernels.gather_pages(table, metadata.paged_kv_indptr, buffer, longest)
+            return buffer[:num_pages]
+        device_indptr = metadata.paged_kv_indptr
+        rows = torch.repeat_interleave(
+            torch.arange(len(indptr) - 1, device=self.device), device_indptr.diff(), output_size=num_pages
+        )
+        columns = torch.arange(num_pages, device=self.device) - device_indptr[rows]
+        buffer[:num_pages] = table[rows, columns]
+        return buffer[:num_pages]
+
+    def _apply(self, table: Any, entries: Any) -> None:
+        if self._kernels is not None:
+            self._kernels.apply_journal(table, entries)
+            return
+        table.view(-1).index_copy_(0, entries & 0xFFFFFFFF, (entries >> 32).to(torch.int32))

@@ -1,0 +1,51 @@
+"""Rows of a step on a device as a batch of their own: slices of its tensors, rebased when they are asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attncore.builder.fields import ARRAYS, DERIVED, FIELDS, Length
+from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.slices import rebased
+
+
+class DeviceView(CommonAttentionMetadata):
+    """Rows first..last, tokens start..stop of ``whole``, whose host arrays and counts are those of ``view``."""
+
+    def __init__(
+        self,
+        view: CommonAttentionMetadata,
+        whole: CommonAttentionMetadata,
+        first: int,
+        last: int,
+        start: int,
+        stop: int,
+    ) -> None:
+        values = dict(vars(view))
+        super().__init__(values.pop("host"), values.pop("_wrap"), **values)
+        self._whole, self._rows, self._tokens = whole, slice(first, last), slice(start, stop)
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for what is not there yet.
+        if name in ARRAYS and name not in DERIVED:
+            value = self.__dict__[name] = self._slice(name)
+            return value
+        return super().__getattr__(name)
+
+    def _slice(self, name: str) -> Any:
+        whole, host, rows = getattr(self._whole, name), self._whole.host, self._rows
+        match FIELDS[name].length:
+            case Length.PAGE:
+                return whole[int(host.paged_kv_indptr[rows.start]) : int(host.paged_kv_indptr[rows.stop])]
+            case Length.ENCODER_TOKEN:
+                starts = host.encoder_query_start_loc
+                return whole[int(starts[rows.start]) : int(starts[rows.stop])]
+            case Length.START:
+                first = int(getattr(host, name)[rows.start])  # the host knows it without waiting for the device
+                part = whole[rows.start : rows.stop + 1]
+                return part - first if first else part
+            case Length.TOKEN:
+                part = whole[self._tokens]
+            case _:
+                part = whole[rows]
+        return rebased(part, FIELDS[name].rebase, rows.start, self._tokens.start)

@@ -1,0 +1,215 @@
+"""The fields of metadata, each declared once: name, dtype, length, padding, rebasing, and who builds it.
+
+Everything that handles fields by name reads this table: the layout of arenas, views and slices, padded rows of the list
+builder's buffers, broadcasting, the replay's oracle, the table in docs/api.md. What cannot be derived, such as the
+kernels that fill the arrays and the attributes of ``CommonAttentionMetadata``, is compared with it by
+tests/builder/test_fields.py.
+
+A new field is an entry here and an attribute with a docstring in ``metadata.py``. It is filled by its ``derive``, or by
+the kernels (kernels/cython and kernels/numba).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attncore.kernels.codes import PAD_SLOT_ID
+
+
+class Length(enum.Enum):
+    """How many elements a field has; the value is what docs/api.md prints."""
+
+    TOKEN = "T"
+    REQUEST = "n"
+    START = "n + 1"
+    """Where each request begins, and the end of the last."""
+    ENCODER_TOKEN = "E"
+    PAGE = "P"
+    """One a page: ``paged_kv_indptr[-1]``."""
+    TABLE = "n, width"
+
+
+class Owner(enum.Enum):
+    """Whose field it is in a step of several KV-cache groups."""
+
+    STEP = "step"
+    GROUP = "group"
+    BLOCK_SIZE = "block size"
+    """Groups of one block size share it."""
+    ENCODER = "encoder"
+    """The step's, where the batch has a cross group."""
+    CROSS = "cross"
+    """The cross group's."""
+
+
+class Pad(enum.Enum):
+    """What padded rows hold, where it is not a number."""
+
+    SEQ_LEN = "pad_seq_len"
+    """The backend's ``pad_seq_len`` (list builder: 1)."""
+    REPEAT = "the last value again"
+    GROW = "the last value and pad_seq_len more a row"
+    LAST_ROW = "the last row (list builder: its own row)"
+    NONE = "no padded rows"
+
+
+class Rebase(enum.Enum):
+    """What a slice of a batch takes off, so that it counts from its own start."""
+
+    NOTHING = "nothing"
+    FIRST_ROW = "the first row's index"
+    FIRST_TOKEN = "the first token's index"
+    FIRST_VALUE = "its own first value"
+
+
+class Builders(NamedTuple):
+    """What docs/api.md says of a field for each of the two builders; empty: it does not build the field."""
+
+    persistent: str
+    lists: str
+
+
+class Field(NamedTuple):
+    """One array of metadata. ``derive`` makes it of other fields, host or device arrays alike, when it is asked for."""
+
+    name: str
+    dtype: type[np.generic]
+    length: Length
+    owner: Owner = Owner.STEP
+    pad: int | Pad = Pad.NONE
+    rebase: Rebase = Rebase.NOTHING
+    builders: Builders = Builders("yes", "yes")
+    list_pads: bool = True
+    """Whether the list builder's arrays have padded rows too."""
+    derive: Callable[[Any], Any] | None = None
+    internal: bool = False
+    """Whether only views of the persistent builder read it."""
+
+    def num_elements(self, num_tokens: int, num_reqs: int, num_encoder_tokens: int) -> int:
+        """Elements of an array for a step of so many tokens, requests and encoder tokens that run."""
+        match self.length:
+            case Length.TOKEN:
+                return num_tokens
+            case Length.REQUEST:
+                return num_reqs
+            case Length.START:
+                return num_reqs + 1
+            case Length.ENCODER_TOKEN:
+                return num_encoder_tokens
+        raise ValueError(f"{self.name}: its length does not follow from tokens and requests")
+
+
+_CROSS = Builders("cross group", "encoder/decoder")
+_PAGED = Builders("yes", "`flashinfer`")
+_OF_VIEWS = Builders("views", "")
+
+_FIELDS = (
+    Field("slot_mapping", np.int64, Length.TOKEN, Owner.GROUP, PAD_SLOT_ID, builders=Builders("yes", "yes, padded")),
+    Field("positions", np.int64, Length.TOKEN, pad=0, builders=Builders("yes", "yes, padded")),
+    Field(
+        "token_to_req_indices", np.int32, Length.TOKEN, pad=Pad.LAST_ROW, rebase=Rebase.FIRST_ROW,
+        builders=Builders("yes", "yes, padded"),
+    ),
+    Field(
+        "seq_lens", np.int32, Length.REQUEST, pad=Pad.SEQ_LEN,
+        builders=Builders("yes", "yes, padded with 1; capped for windowed decodes"),
+    ),
+    Field(
+        "context_lens", np.int32, Length.REQUEST, pad=0, builders=Builders("yes", "yes, unpadded"), list_pads=False
+    ),
+    Field("query_lens", np.int32, Length.REQUEST, pad=0, builders=Builders("yes", "yes, unpadded"), list_pads=False),
+    Field(
+        "logits_indices", np.int32, Length.REQUEST, pad=0, rebase=Rebase.FIRST_TOKEN,
+        builders=Builders("yes", "yes, unpadded"), list_pads=False,
+    ),
+    Field(
+        "query_start_loc", np.int32, Length.START, pad=Pad.REPEAT, rebase=Rebase.FIRST_VALUE,
+        builders=Builders("yes", "yes, unpadded"), list_pads=False,
+    ),
+    Field(
+        "seq_start_loc", np.int32, Length.START, pad=Pad.GROW, rebase=Rebase.FIRST_VALUE,
+        builders=Builders("yes", "yes, padded"),
+    ),
+    Field(
+        "prefill_query_start_loc", np.int32, Length.START, rebase=Rebase.FIRST_VALUE, builders=_OF_VIEWS, internal=True
+    ),
+    Field(
+        "prefill_seq_start_loc", np.int32, Length.START, rebase=Rebase.FIRST_VALUE, builders=_OF_VIEWS, internal=True
+    ),
+    Field(
+        "block_table", np.int32, Length.TABLE, Owner.GROUP, 0,
+        builders=Builders("live, fixed stride", "fresh; empty for plain prompts"),
+    ),
+    Field(
+        "paged_kv_indptr", np.int32, Length.START, Owner.BLOCK_SIZE, Pad.REPEAT, Rebase.FIRST_VALUE, _PAGED
+    ),
+    Field("paged_kv_last_page_len", np.int32, Length.REQUEST, Owner.BLOCK_SIZE, 0, builders=_PAGED),
+    Field(
+        "paged_kv_indices", np.int32, Length.PAGE, Owner.GROUP, builders=Builders("gathered on demand", "`flashinfer`")
+    ),
+    Field(
+        "paged_kv_num_pages", np.int32, Length.REQUEST, Owner.BLOCK_SIZE, builders=_PAGED,
+        derive=lambda step: step.paged_kv_indptr[1:] - step.paged_kv_indptr[:-1],
+    ),
+    Field("encoder_seq_lens", np.int32, Length.REQUEST, Owner.ENCODER, Pad.SEQ_LEN, builders=_CROSS),
+    Field("encoder_query_lens", np.int32, Length.REQUEST, Owner.ENCODER, 0, builders=_CROSS),
+    Field("encoder_seq_start_loc", np.int32, Length.START, Owner.ENCODER, Pad.GROW, Rebase.FIRST_VALUE, _CROSS),
+    Field("encoder_query_start_loc", np.int32, Length.START, Owner.ENCODER, Pad.REPEAT, Rebase.FIRST_VALUE, _CROSS),
+    Field("cross_slot_mapping", np.int64, Length.ENCODER_TOKEN, Owner.CROSS, builders=_CROSS),
+    Field(
+        "cross_block_table", np.int32, Length.TABLE, Owner.CROSS, 0,
+        builders=Builders("live, fixed stride", "fresh; prompts' rows are zeros"),
+    ),
+)  # fmt: skip
+
+FIELDS = {field.name: field for field in _FIELDS}
+"""Every array of metadata, by name."""
+
+ARRAYS = frozenset(name for name, field in FIELDS.items() if not field.internal)
+"""The arrays that metadata may have."""
+
+ENCODER_ARRAYS = frozenset(name for name, field in FIELDS.items() if field.owner in (Owner.ENCODER, Owner.CROSS))
+"""Those that a step without encoder input does not have."""
+
+DERIVED = frozenset(name for name, field in FIELDS.items() if field.derive is not None)
+
+
+def named(*lengths: Length, owners: frozenset[Owner] | None = None) -> tuple[str, ...]:
+    """The names of the arrays of these lengths (and owners), in the order of the table; no internal or derived ones."""
+    return tuple(
+        name
+        for name, field in FIELDS.items()
+        if field.length in lengths
+        and not field.internal
+        and field.derive is None
+        and (owners is None or field.owner in owners)
+    )
+
+
+OWN = frozenset((Owner.STEP, Owner.GROUP, Owner.BLOCK_SIZE))
+"""Owners of what every step has, with or without an encoder."""
+
+COUNTS = (
+    "num_reqs", "num_tokens", "num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens",
+    "max_query_len", "max_seq_len", "max_prefill_seq_len", "max_decode_seq_len", "max_decode_query_len",
+    "use_cuda_graph", "num_encoder_tokens", "max_encoder_seq_len",
+)  # fmt: skip
+"""The integers of every step, of both builders; ``use_cuda_graph`` is a bool."""
+
+ACTUAL_COUNTS = ("num_actual_reqs", "num_actual_tokens")
+"""What of a padded step is real; the persistent builder's."""
+
+ORDER = ("decodes_first", "from_groups")
+"""Which builder's order of rows and rules: views need them."""
+
+BROADCAST = (*COUNTS, *ORDER, *ACTUAL_COUNTS)
+"""What travels to other ranks beside the arrays."""
+
+
+def engine_field(name: str, dtype: type[np.generic], length: Length) -> Field:
+    """A field of an engine's own (``MetadataBuilder.register_field``): an element a token or a request, padded by 0."""
+    return Field(name, dtype, length, pad=0)

@@ -1,0 +1,227 @@
+"""One step from the batch to the device: arranged, filled, planned, sent. Where one of these fails, none happened."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attncore import arguments
+from attncore.arguments import INT32_MAX
+from attncore.builder.device.arena import ArenaRing, Capacity
+from attncore.builder.device.transport import attach_transport, new_transport
+from attncore.builder.persistent import refusals
+from attncore.builder.persistent.poison import POISON
+from attncore.builder.persistent.step_shapes import StepShapes
+from attncore.errors import AttncoreError, CaptureError
+from attncore.kernels import codes
+
+if TYPE_CHECKING:
+    from attncore.builder.blocks.context_parallel import ContextParallel
+    from attncore.builder.device.by_copy import CopyTransport
+    from attncore.builder.persistent.backends import Backends
+    from attncore.builder.persistent.batch_core import BatchCore
+    from attncore.builder.persistent.engine_fields import EngineFields
+    from attncore.builder.persistent.overlap import Overlap
+    from attncore.builder.persistent.settings import Settings
+    from attncore.builder.persistent.step_metadata import Owner, StepMetadata
+
+
+class Assembly:
+    """All memory of a builder, arenas, transport and the kernel over them, and the way of a step through it."""
+
+    def __init__(
+        self,
+        core: BatchCore,
+        backends: Backends,
+        settings: Settings,
+        engine_fields: EngineFields,
+        overlap: Overlap | None,
+        owner: Owner,
+        poison: bool,
+    ) -> None:
+        self._core, self._backends, self._settings = core, backends, settings
+        self._engine_fields, self._overlap, self._poison = engine_fields, overlap, poison
+        self.closed = False
+        has_cross, max_num_reqs = core.cross is not None, core.lengths.shape[1]
+        max_encoder = settings.max_num_encoder_tokens if has_cross else 0
+        side = new_transport(settings.transport, backends.device, list(core.tables.values()), backends.page_lists)
+        self.ring = ArenaRing(
+            Capacity(settings.max_num_batched_tokens, max_num_reqs, max_encoder),
+            [table.group.tokens_per_column for table in core.decoders],
+            has_cross,
+            settings.depth,
+            extra=engine_fields.fields,
+            journal_entries=side.journal_entries if side else 0,
+            allocate=side.pinned if side else None,
+        )
+        if side is not None:
+            side.ticket = settings.ticket
+            side = attach_transport(side, self.ring, settings.transport)
+            if overlap is not None:
+                side.correct(overlap.num_rejected)
+        elif overlap is not None:
+            raise ValueError("num_rejected: steps are read where they are built; transport='copy' makes steps overlap")
+        self.side: CopyTransport | None = side
+        self.shapes = StepShapes(core, self.ring, backends, side, owner)
+        self.eager = self.shapes.eager(settings.max_num_batched_tokens, settings.max_num_encoder_tokens)
+        self.shapes.make_all()
+        self._query_lens = np.zeros(max_num_reqs, np.int32)
+        self._swaps = np.zeros((max_num_reqs, 2), np.int32)
+        self.kernel = self._new_kernel(settings.context_parallel)
+        self._rows_before = 0
+
+    def _new_kernel(self, ranks: ContextParallel | None) -> Any:
+        core, settings = self._core, self._settings
+        return core.kernels.StepKernel(
+            core.state,
+            self.eager,
+            self._query_lens,
+            self._swaps,
+            np.zeros(len(self._query_lens), np.int8),
+            core.max_model_len,
+            settings.max_num_batched_tokens,
+            settings.max_num_encoder_tokens,
+            settings.decode_threshold,
+            ranks.world_size if ranks else 1,
+            ranks.rank if ranks else 0,
+            ranks.interleave if ranks else 1,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of arenas, host and device, and of the device's tables and page indices."""
+        return self.ring.nbytes + (self.side.nbytes if self.side else 0)
+
+    def build(self, shape: Any, scheduled: Mapping[Hashable, int], query_len: int) -> StepMetadata:
+        """A step, its plan and its way to the device. ``shape`` None: an eager step's."""
+        num_rows = len(self._core.order)
+        self.acquire()
+        metadata = None
+        if not scheduled and query_len == 1:
+            step_shape = shape or self.shapes.eager(num_rows, 0)
+            metadata = self.kernel.decode_step_inside(step_shape)
+        if metadata is None:
+            step_shape, metadata = self.arrange(shape, scheduled, query_len)
+        self.plan_and_send(step_shape, metadata, num_rows)
+        return metadata
+
+    def build_empty(self, bucket: int, *, capturing: bool) -> StepMetadata:
+        """A step of no requests, padded to a captured size; for the capture itself, with the largest lengths."""
+        shape = self.shapes.find(bucket)
+        self.acquire()
+        metadata: StepMetadata = self.kernel.empty_step(shape, self._core.max_model_len if capturing else 0)
+        self.plan_and_send(shape, metadata, len(self._core.order), waits=not capturing)
+        return metadata
+
+    def acquire(self) -> None:
+        """Waits until the device has read the arena that the next step is written to."""
+        if self.closed:
+            raise AttncoreError("builder: closed; make another one")
+        step = self.kernel.next_step
+        if self.side is not None:
+            self.side.check_ready()
+            self.side.wait(step - self.ring.depth)
+            if self._backends.waits_for_last_plan:  # the library has one buffer to plan into
+                self.side.wait(step - 1)
+        if self._poison:
+            arena = step % self.ring.depth
+            self.ring.memory[arena][:] = POISON
+            self.kernel.forget_arena(arena)
+
+    def plan_and_send(self, shape: Any, metadata: StepMetadata, num_rows: int, *, waits: bool = True) -> None:
+        """The step's plan and its way to the device; ``num_rows`` were the batch's before it.
+
+        ``waits``: a padded step is for a graph, which will be replayed over it.
+        """
+        core, side = self._core, self.side
+        self._rows_before = num_rows
+        try:
+            if self._engine_fields:
+                self._engine_fields.fill(metadata)
+            if self._backends.plans:
+                self._backends.plan(metadata)
+            if side is not None:
+                arena = metadata._arena
+                side.send(arena.step, shape, arena, len(core.order), waits and shape.pads)
+                if side.name == "copy":
+                    for index in side.page_lists:
+                        _ = metadata.groups[core.groups[index].name].paged_kv_indices
+            elif shape.pads:
+                shape.commit(metadata.step)
+            if self._overlap is not None:
+                self._overlap.built(metadata)
+        except BaseException:
+            self._take_back(shape, metadata, num_rows)
+            raise
+
+    def abandon(self, metadata: StepMetadata) -> None:
+        """Takes back the last step, which waits for its replay; CaptureError for any other."""
+        step = metadata.step
+        if step != self.kernel.next_step - 1 or self.side is None or not self.side.abandon(step):
+            raise CaptureError(f"abandon: step {step} is not waiting for a replay; nothing is to be taken back")
+        self._take_back(self.shapes.of(metadata), metadata, self._rows_before)
+
+    def arrange(self, shape: Any, scheduled: Mapping[Hashable, int], query_len: int) -> tuple[Any, StepMetadata]:
+        """The scheduled step, checked, its rows in order, its arrays filled; ``shape`` None: an eager step's."""
+        core, kernel = self._core, self.kernel
+        if not isinstance(scheduled, Mapping):
+            raise TypeError(f"scheduled: {scheduled!r} is not a mapping of request to tokens")
+        kernel.schedule_all(arguments.integer("query_len", query_len, 1))
+        self._schedule(scheduled)
+        self._check(shape)
+        num_swaps, num_decodes, num_reqs = kernel.arrange()
+        moves = tuple(map(tuple, self._swaps[:num_swaps].tolist())) if num_swaps else ()
+        core.take_moves(moves)
+        core.arranged(num_reqs, num_swaps > 0)
+        if shape is None:
+            shape = self.eager if self.side is None else self.shapes.eager(*self._tokens_of_step())
+        metadata: StepMetadata = kernel.step(shape, num_decodes, num_reqs)
+        metadata._arena.moves = moves
+        return shape, metadata
+
+    def _check(self, shape: Any) -> None:
+        settings = self._settings
+        code, row, token, group = self.kernel.check()
+        if code != codes.OK:
+            raise refusals.refused_step(
+                self._core, code, row, token, group, self._query_lens, settings.max_num_batched_tokens,
+                settings.max_num_encoder_tokens,
+            )  # fmt: skip
+        if shape is not None:
+            code, row, count = self.kernel.check_bucket(shape)
+            if code != codes.OK:
+                raise refusals.refused_bucket(self._core, code, row, count, self._query_lens, shape)
+
+    def _schedule(self, scheduled: Mapping[Hashable, int]) -> None:
+        """Writes the exceptions to so many tokens a row."""
+        order, query_lens = self._core.order, self._query_lens
+        for row in order.holes:
+            query_lens[row] = 0
+        for row in order.paused:
+            query_lens[row] = 0
+        for req_id, num_tokens in scheduled.items():
+            row = order.row_of.get(req_id, -1)  # a key of a mapping: it is hashable
+            if row < 0:
+                raise ValueError(f"scheduled: {req_id!r} is not in the batch")
+            if isinstance(num_tokens, bool) or not hasattr(num_tokens, "__index__"):
+                raise TypeError(f"scheduled: {num_tokens!r} tokens of {req_id!r} is not an integer")
+            if not 0 <= num_tokens <= INT32_MAX:
+                raise ValueError(f"scheduled: {num_tokens} tokens of {req_id!r} is outside 0..{INT32_MAX}")
+            query_lens[row] = num_tokens
+
+    def _tokens_of_step(self) -> tuple[int, int]:
+        """Tokens, and encoder tokens, of the step that ``query_lens`` says."""
+        query_lens = self._query_lens[: len(self._core.order)]
+        lengths = self._core.lengths[:, : len(query_lens)]
+        fresh = (query_lens > 0) & (lengths[codes.ENCODER_DONE] == 0)
+        return int(query_lens.sum()), int(lengths[codes.ENCODER_LENS][fresh].sum())
+
+    def _take_back(self, shape: Any, metadata: StepMetadata, num_rows: int) -> None:
+        """Undoes the last step: tokens, rows and its number."""
+        if self.side is not None:
+            self.side.tables.forget()
+        moves = metadata.moves
+        self.kernel.undo(shape, len(moves))
+        self._core.take_back(moves, num_rows)

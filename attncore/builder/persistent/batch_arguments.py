@@ -1,0 +1,82 @@
+"""Checks of what an InputBatch is given: its groups, new requests, block ids by group."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from attncore import arguments
+from attncore.builder.persistent.kv_cache_group import KVCacheGroup, checked_groups
+
+if TYPE_CHECKING:
+    from attncore.builder.persistent.input_batch import InputBatch
+
+ONLY_GROUP = "decoder"
+"""The name of a batch's group where it was made with ``block_size`` and not with groups."""
+
+
+def groups_of(
+    groups: Iterable[KVCacheGroup] | None, block_size: int | None, num_blocks: int | None
+) -> tuple[KVCacheGroup, ...]:
+    if groups is not None:
+        for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
+            if value is not None:
+                raise ValueError(f"{name}: {value} given beside groups, which state their own; give one of the two")
+        return checked_groups(groups)
+    if block_size is None:
+        raise ValueError("block_size: missing; give it, or groups that state their own")
+    arguments.integer("block_size", block_size, 1)
+    if num_blocks is not None:
+        arguments.integer("num_blocks", num_blocks, 1)
+    return (KVCacheGroup(ONLY_GROUP, block_size, num_blocks=num_blocks),)
+
+
+def check_new_request(
+    batch: InputBatch, req_id: Hashable, num_computed_tokens: int, encoder_seq_len: int, encoder_computed: bool
+) -> None:
+    """ValueError or TypeError where a request cannot join the batch."""
+    if req_id is None:
+        raise ValueError("req_id: None cannot name a request")
+    try:
+        hash(req_id)
+    except TypeError as error:
+        raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
+    if req_id in batch.core.order.row_of:
+        raise ValueError(f"req_id: {req_id!r} is in the batch already; remove it first")
+    arguments.integer("num_computed_tokens", num_computed_tokens, 0)
+    if num_computed_tokens > batch.max_model_len:
+        raise ValueError(
+            f"num_computed_tokens: {num_computed_tokens} of request {req_id!r} exceed "
+            f"max_model_len {batch.max_model_len}"
+        )
+    arguments.integer("encoder_seq_len", encoder_seq_len, 0)
+    if encoder_seq_len > batch.max_encoder_len:
+        if batch.core.cross is None:
+            raise ValueError(f"encoder_seq_len: {encoder_seq_len} of request {req_id!r}, but no group is cross")
+        raise ValueError(
+            f"encoder_seq_len: {encoder_seq_len} of request {req_id!r} exceed max_encoder_len {batch.max_encoder_len}"
+        )
+    if encoder_computed and batch.core.cross is None:
+        raise ValueError(f"encoder_computed: true for request {req_id!r}, but no group is cross")
+    if len(batch.core.order.row_of) == batch.max_num_reqs:
+        raise ValueError(f"req_id: no row for {req_id!r}; the batch holds max_num_reqs {batch.max_num_reqs}")
+
+
+def ids_by_group(
+    tables: Mapping[str, object], req_id: Hashable, block_ids: Any, *, all_groups: bool = False
+) -> Mapping[str, Any]:
+    """Block ids by the name of their group, as given; ValueError or TypeError where one is unknown or, with
+    ``all_groups``, missing.
+    """
+    if not isinstance(block_ids, Mapping):
+        raise TypeError(
+            f"block_ids: {block_ids!r} of request {req_id!r} is not a mapping; give ids by group: {', '.join(tables)}"
+        )
+    for name in block_ids:
+        if name not in tables:
+            raise ValueError(f"block_ids: request {req_id!r} names group {name!r}; known: {', '.join(tables)}")
+    if all_groups:
+        for name in tables:
+            if name not in block_ids:
+                raise ValueError(f"block_ids: request {req_id!r} has none for group {name!r}; give a list, if empty")
+    return block_ids

@@ -1,0 +1,53 @@
+"""Fields of an engine's own that ride along with a step: ``MetadataBuilder.register_field``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore.builder.fields import FIELDS, Field, Length, engine_field
+from attncore.builder.persistent.step_metadata import StepMetadata
+
+FillField = Callable[[StepMetadata, npt.NDArray[Any]], None]
+
+
+class EngineFields:
+    """Registered fields and what fills them, in the order in which they were registered."""
+
+    def __init__(self) -> None:
+        self._fills: dict[str, tuple[Field, FillField]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._fills)
+
+    @property
+    def fields(self) -> list[Field]:
+        return [field for field, _ in self._fills.values()]
+
+    def add(self, field: Field, fill: FillField) -> None:
+        self._fills[field.name] = field, fill
+
+    def register(self, name: Any, dtype: Any, per: str, fill: Any) -> None:
+        """Adds a field; ValueError or TypeError that names the argument where one is wrong."""
+        if not isinstance(name, str) or not name.isidentifier() or hasattr(StepMetadata, name) or name in FIELDS:
+            raise ValueError(f"name: {name!r} is not a free name for a field of metadata")
+        if name in self._fills:
+            raise ValueError(f"name: {name!r} is registered already")
+        if per not in ("token", "request"):
+            raise ValueError(f"per: {per!r} is neither token nor request")
+        if not callable(fill):
+            raise TypeError(f"fill: {fill!r} is not a function of metadata and the array to fill")
+        kind = np.dtype(dtype)
+        if kind.kind not in "iufb":
+            raise TypeError(f"dtype: {kind} is not one of numbers")
+        self.add(engine_field(name, kind.type, Length.TOKEN if per == "token" else Length.REQUEST), fill)
+
+    def fill(self, metadata: StepMetadata) -> None:
+        """Writes a step's values, zeros where ``fill`` writes none."""
+        for name, (_, fill) in self._fills.items():
+            out = getattr(metadata.host, name)
+            out[:] = 0
+            fill(metadata, out)

@@ -1,0 +1,71 @@
+"""The host arrays of a step of the persistent builder: NumPy views of an arena, cut to the step's own lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore.builder.device.arena import Arrays
+from attncore.builder.fields import DERIVED, FIELDS, Field, Length, named
+from attncore.errors import AttncoreError
+
+if TYPE_CHECKING:
+    from attncore.builder.persistent.block_table import BlockTable
+
+BY_TOKEN = frozenset(named(Length.TOKEN))
+BY_REQUEST = frozenset(named(Length.REQUEST, Length.TABLE))
+BY_START = frozenset(named(Length.START))
+STEP_ARRAYS = BY_TOKEN | BY_REQUEST | BY_START | {"cross_slot_mapping"}
+"""What a step has without gathering or deriving it."""
+
+
+class HostFields:
+    """NumPy views of an arena, sized to its step: made on first use, forgotten when a step has another size."""
+
+    def __init__(
+        self, arena: Any, arrays: Arrays, tables: Mapping[str, BlockTable], state: Any, extra: Mapping[str, Field]
+    ) -> None:
+        self._arena, self._arrays, self._tables, self._state, self._extra = arena, arrays, tables, state, extra
+
+    def __getattr__(self, name: str) -> npt.NDArray[Any]:
+        if name in DERIVED:  # of this step: not kept, since the next one has other numbers
+            derived: npt.NDArray[Any] = FIELDS[name].derive(self)  # type: ignore[misc]
+            return derived
+        if name not in STEP_ARRAYS and (name.startswith("_") or name not in self._extra):
+            raise AttributeError(f"metadata.host has no field {name!r}")
+        view: npt.NDArray[Any] = cut(self._array(name), name, self._arena, self._extra)
+        self.__dict__[name] = view
+        return view
+
+    def _array(self, name: str) -> npt.NDArray[Any]:
+        if name in self._tables:
+            return self._tables[name].array
+        if name not in self._arrays:
+            raise AttributeError(f"metadata.host of this batch and group has no field {name!r}")
+        return self._arrays[name]
+
+    @property
+    def paged_kv_indices(self) -> npt.NDArray[np.int32]:
+        """Gathered from the live table when asked for: a step that needs none pays nothing."""
+        if self._arena.changes != self._state.changes:
+            raise AttncoreError(
+                "paged_kv_indices: blocks have moved or left since this step was built; ask for them before the batch "
+                "changes"
+            )
+        return self._tables["block_table"].page_indices(self.paged_kv_indptr)
+
+    def forget(self) -> None:
+        for name in (STEP_ARRAYS | self._extra.keys()) & self.__dict__.keys():
+            del self.__dict__[name]
+
+
+def cut(array: Any, name: str, arena: Any, extra: Mapping[str, Field]) -> Any:
+    """The part of an array that a step in ``arena`` fills."""
+    if name in BY_TOKEN or (name in extra and extra[name].length is Length.TOKEN):
+        return array[: arena.num_tokens]
+    if name == "cross_slot_mapping":
+        return array[: arena.num_cross_slots]
+    return array[: arena.num_reqs + (name in BY_START)]

@@ -1,0 +1,48 @@
+"""What a MetadataBuilder is made for: limits, transport, depth; checked once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from attncore import arguments
+from attncore.builder.blocks.context_parallel import ContextParallel
+
+
+class Settings(NamedTuple):
+    """The arguments of MetadataBuilder, as it documents them."""
+
+    max_num_batched_tokens: int
+    max_num_encoder_tokens: int
+    decode_threshold: int
+    context_parallel: ContextParallel | None
+    transport: str
+    ticket: bool
+    depth: int
+
+
+def checked_settings(
+    max_num_batched_tokens: int,
+    max_num_encoder_tokens: int | None,
+    decode_threshold: int,
+    context_parallel: ContextParallel | None,
+    transport: str,
+    ticket: bool,
+    depth: int,
+    max_encoder_len: int,
+) -> Settings:
+    """The settings as plain ints; ValueError or TypeError that names the argument."""
+    max_num_batched_tokens = arguments.integer("max_num_batched_tokens", max_num_batched_tokens, 1)
+    decode_threshold = arguments.integer("decode_threshold", decode_threshold, 1)
+    depth = arguments.integer("depth", depth, 1)
+    if max_num_encoder_tokens is None:
+        max_num_encoder_tokens = max(max_num_batched_tokens, max_encoder_len)
+    max_num_encoder_tokens = arguments.integer("max_num_encoder_tokens", max_num_encoder_tokens, 1)
+    return Settings(
+        max_num_batched_tokens,
+        max_num_encoder_tokens,
+        decode_threshold,
+        context_parallel,
+        transport,
+        bool(ticket),
+        depth,
+    )

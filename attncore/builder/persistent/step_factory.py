@@ -1,0 +1,64 @@
+"""Makes the metadata of a StepShape: an object for each KV-cache group over one arena, and its arrays on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from attncore.builder.device.arena import Views
+from attncore.builder.fields import Field
+from attncore.builder.metadata import Wrap
+from attncore.builder.persistent.step_metadata import CrossStepMetadata, Owner, StepMetadata
+
+if TYPE_CHECKING:
+    from attncore.builder.device.by_copy import CopyTransport
+    from attncore.builder.persistent.batch_core import BatchCore
+
+_LENGTHS_OF_CROSS = {"seq_lens": "encoder_seq_lens", "seq_start_loc": "encoder_seq_start_loc"}
+
+
+def step_metadata(
+    arena: Any, views: Views, core: BatchCore, wraps: Mapping[str, Wrap], owner: Owner, extra: Mapping[str, Field],
+    device: Views | None = None, side: CopyTransport | None = None, *, padded: bool = False,
+) -> StepMetadata:  # fmt: skip
+    """The metadata of steps in ``arena``, whose arrays are ``views``; ``wraps`` by group name.
+
+    ``device``: the arrays at fixed addresses that its fields are then made of, for a captured graph (``padded``) and on
+    a device with its own memory, whose tables are those of ``side``.
+    """
+    groups: dict[str, StepMetadata] = {}
+    for index, group in enumerate(core.groups):
+        wrap, tables = wraps[group.name], {"block_table": core.tables[group.name]}
+        if core.cross is not None:
+            tables["cross_block_table"] = core.cross
+        arrays = _arrays_of(views, index, group.cross, core.cross is not None)
+        on_device = pages = buffer = None
+        if device is not None:
+            on_device = _arrays_of(device, index, group.cross, core.cross is not None)
+            if side is None:
+                on_device = {name: wrap(array) for name, array in on_device.items()}
+        if side is not None and on_device is not None:
+            on_device["block_table"], pages = side.tables.tensors[index], partial(side.pages_of, index)
+            buffer = partial(side.page_buffer, index)
+            if core.cross is not None:
+                on_device["cross_block_table"] = side.tables.tensors[-1]
+        kind = CrossStepMetadata if group.cross else StepMetadata
+        groups[group.name] = kind(
+            arena, group.name, arrays, tables, core.state, wrap, on_device, pages, buffer, owner, extra, padded=padded
+        )
+    first = groups[core.groups[0].name]
+    for metadata in groups.values():
+        metadata.groups = groups
+    return first
+
+
+def _arrays_of(views: Views, index: int, cross: bool, has_cross: bool) -> dict[str, Any]:
+    arrays = views.fields | views.groups[index]
+    if has_cross:
+        arrays["cross_slot_mapping"] = views.groups[-1]["slot_mapping"]
+    if cross:  # the keys of a cross group are the encoder's, and its slots those of the encoder tokens
+        for name in ("slot_mapping", "prefill_seq_start_loc"):
+            del arrays[name]
+        arrays |= {name: views.fields[encoder] for name, encoder in _LENGTHS_OF_CROSS.items()}
+    return arrays

@@ -1,0 +1,174 @@
+"""The shapes of step that arenas are laid out for: eager steps by their tokens, captured sizes by their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attncore import arguments
+from attncore.builder.device.arena import ArenaRing, Capacity, Views
+from attncore.builder.device.captured_sizes import CapturedSizes
+from attncore.builder.fields import ACTUAL_COUNTS, COUNTS, Field
+from attncore.builder.persistent.backends import Backends
+from attncore.builder.persistent.step_factory import step_metadata
+from attncore.builder.persistent.step_metadata import Owner, StepMetadata
+
+if TYPE_CHECKING:
+    from attncore.builder.device.by_copy import CopyTransport
+    from attncore.builder.persistent.batch_core import BatchCore
+
+
+SMALLEST = 256
+"""Tokens that the smallest shape of an eager step holds on a device."""
+
+_KEPT_BY_CAPTURE = (
+    *(name for name in COUNTS if name != "use_cuda_graph"),
+    *ACTUAL_COUNTS,
+    "num_cross_slots",
+    "req_ids",
+    "moves",
+)
+
+
+class _CapturedArena:
+    """What an arena is to metadata, for what a graph was captured over: counts of the capture, arrays of any step."""
+
+    def __init__(self, arena: Any, state: Any, owner: Owner) -> None:
+        self.__dict__.update({name: getattr(arena, name) for name in _KEPT_BY_CAPTURE})
+        self._state, self._owner = state, owner
+
+    @property
+    def step(self) -> int:
+        return self._owner.last_step
+
+    @property
+    def changes(self) -> int:
+        return int(self._state.changes)
+
+
+class StepShapes:
+    """The kernels' StepShapes of one builder, each with an arena and metadata for every place in the ring.
+
+    On a device with its own memory, eager steps are sorted into a few shapes, so that little is copied; a step padded
+    to a captured size is brought to the one place where its graph reads.
+    """
+
+    def __init__(
+        self, core: BatchCore, ring: ArenaRing, backends: Backends, side: CopyTransport | None, owner: Owner
+    ) -> None:
+        self._core, self._ring, self._backends, self._side, self._owner = core, ring, backends, side, owner
+        self.captured: CapturedSizes[Any] = CapturedSizes()
+        self._eager: dict[Capacity, Any] = {}
+        self._by_bits: list[Any] = []  # on a device: eager shapes without an encoder, by bits of their tokens less one
+
+    def eager(self, num_tokens: int, num_encoder_tokens: int) -> Any:
+        """The StepShape of an eager step of so many tokens."""
+        capacity = self._ring.capacity
+        if self._side is not None:
+            bits = (num_tokens - 1).bit_length() if num_tokens > 1 else 0
+            if not num_encoder_tokens and bits < len(self._by_bits):
+                return self._by_bits[bits]
+            at_least = max(SMALLEST, 1 << max(num_tokens - 1, 0).bit_length())
+            capacity = Capacity(
+                min(at_least, capacity.num_tokens),
+                capacity.num_reqs,
+                capacity.num_encoder_tokens if num_encoder_tokens else 0,
+            )
+        shape = self._eager.get(capacity)
+        if shape is None:
+            shape = self._eager[capacity] = self._make(capacity)
+        return shape
+
+    def make_all(self) -> None:
+        """Lays out every shape of eager steps, so that no step has to."""
+        most, num_tokens = self._ring.capacity, SMALLEST
+        while True:
+            for num_encoder_tokens in {0, most.num_encoder_tokens}:
+                self.eager(min(num_tokens, most.num_tokens), num_encoder_tokens)
+            if num_tokens >= most.num_tokens:
+                break
+            num_tokens *= 2
+        if self._side is not None:
+            bits = (most.num_tokens - 1).bit_length()
+            self._by_bits = [self.eager(min(1 << k, most.num_tokens), 0) for k in range(bits + 1)]
+
+    def find(self, bucket: int) -> Any:
+        """The StepShape of a captured size."""
+        bucket = arguments.integer("bucket", bucket, 1)
+        shape = self.captured.get(bucket)
+        if shape is None:
+            self.captured.refuse(
+                f"bucket: {bucket}",
+                f"call builder.capture({bucket}) at start-up, or build without a bucket and run the step without a "
+                "graph",
+            )
+        return shape
+
+    def capture(self, num_reqs: int, query_len: int) -> Any:
+        """The StepShape of a size to capture; ValueError where the backend captures no such steps."""
+        known = self.captured.get(num_reqs)
+        if known is not None:
+            if known.query_len != query_len:
+                raise ValueError(
+                    f"query_len: {num_reqs} requests were captured with {known.query_len} tokens each, not "
+                    f"{query_len}; call builder.release({num_reqs}) when that graph is gone"
+                )
+            return known
+        level, name = self._backends.graph_level()
+        if level == "never":
+            raise ValueError(f"num_reqs: backend {name!r} cannot be captured in a graph; run its steps without")
+        if query_len > 1 and level == "uniform_decode":
+            raise ValueError(f"query_len: {query_len}, but backend {name!r} captures decodes of one token only")
+        capacity = Capacity(num_reqs * query_len, num_reqs, 0)
+        shape = self._make(capacity, True, num_reqs, query_len, self._backends.pad_seq_len, level != "always")
+        self.captured[num_reqs] = shape
+        return shape
+
+    def of(self, metadata: StepMetadata) -> Any:
+        """The StepShape of a step that was padded."""
+        return self.captured[metadata.num_reqs]
+
+    def at_capture(self, metadata: StepMetadata) -> StepMetadata:
+        """A captured size's ``metadata`` as a stand-in for a graph, on the CPU, replays it: counts of the capture.
+
+        Its ``host``, too, lies where every later step comes to, and not in one of the arenas.
+        """
+        capacity, side = self.of(metadata).size, self._side
+        device: Any = side.views(capacity) if side is not None else self._ring.fixed_views(capacity)
+        fields, *groups = (
+            {name: np.asarray(array) for name, array in views.items()} for views in (device.fields, *device.groups)
+        )
+        arena = _CapturedArena(metadata._arena, self._core.state, self._owner)
+        return step_metadata(
+            arena, Views(fields, groups), self._core, self._backends.wraps, self._owner, self._extra(), device, side,
+            padded=True,
+        )  # fmt: skip
+
+    def _make(self, capacity: Capacity, pads: bool = False, *padding: Any) -> Any:
+        """A StepShape; ``padding``: rows, tokens of each, their seq_lens, whether all run so many."""
+        core, ring, side = self._core, self._ring, self._side
+        has_cross, extra = core.cross is not None, self._extra()
+        device: Any = None
+        memory: tuple[Any, ...] = ()
+        if side is not None:
+            device = side.views(capacity)
+        elif pads:
+            device, memory = ring.fixed_views(capacity), ring.bytes_of(capacity)
+        arenas, metadata = [], []
+        for views in ring.views(capacity):
+            arenas.append(core.kernels.StepArena(views.fields, views.groups, has_cross))
+            metadata.append(
+                step_metadata(
+                    arenas[-1], views, core, self._backends.wraps, self._owner, extra, device, side, padded=pads
+                )
+            )
+        shape = core.kernels.StepShape(arenas, metadata, pads, *padding, *memory)
+        shape.size, shape.tail = capacity, ring.journal_offset(capacity)
+        if side is not None:
+            shape.replay = side.prepare(capacity)
+        return shape
+
+    def _extra(self) -> Mapping[str, Field]:
+        return {field.name: field for field in self._ring.extra}

@@ -1,0 +1,85 @@
+"""Slices of a step's arrays, rebased as ``fields.FIELDS`` says: rows and tokens of a batch as a batch of their own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from attncore.builder.fields import ENCODER_ARRAYS, FIELDS, Length, Rebase
+
+_SLICED = tuple(
+    (name, field.length, field.rebase, name in ENCODER_ARRAYS)
+    for name, field in FIELDS.items()
+    if field.length is not Length.PAGE and not field.internal and field.derive is None
+)
+
+
+class HostArrays(SimpleNamespace):
+    """Host arrays by name. A view's page indices are cut out when they are asked for: gathering them costs, and most
+    views never need them.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "paged_kv_indices" and "pages_of_whole" in self.__dict__:
+            whole, start, stop = self.pages_of_whole
+            self.paged_kv_indices = whole.paged_kv_indices[start:stop]
+            return self.paged_kv_indices
+        field = FIELDS.get(name)
+        if field is not None and field.derive is not None:
+            value = self.__dict__[name] = field.derive(self)
+            return value
+        raise AttributeError(f"metadata.host has no field {name!r}")
+
+
+def slice_host(
+    whole: Any, first: int, last: int, start: int, stop: int, whole_encoder: bool = False
+) -> tuple[HostArrays, dict[str, int]]:
+    """Rows first..last and tokens start..stop of a step's host arrays, and the counts of its encoder tokens.
+
+    ``whole_encoder``: the encoder's arrays are those of all rows, as views of the first generation have them.
+    """
+    host = HostArrays()
+    for name, length, rebase, of_encoder in _SLICED:
+        array = getattr(whole, name, None)
+        if array is None:  # a cross group's tokens have no slots; most steps have no encoder
+            continue
+        rows = (0, len(whole.encoder_seq_lens)) if of_encoder and whole_encoder else (first, last)
+        setattr(host, name, rebased(_cut(array, length, rows, (start, stop), whole), rebase, rows[0], start))
+    if hasattr(whole, "paged_kv_indptr"):
+        host.pages_of_whole = whole, whole.paged_kv_indptr[first], whole.paged_kv_indptr[last]
+    return host, _encoder_counts(host, whole, 0 if whole_encoder else first)
+
+
+def rebased(part: Any, rebase: Rebase, first_row: int, first_token: int) -> Any:
+    """A slice (NumPy array or tensor) that counts from its own start."""
+    match rebase:
+        case Rebase.FIRST_ROW if first_row:
+            return part - np.int32(first_row) if isinstance(part, np.ndarray) else part - first_row
+        case Rebase.FIRST_TOKEN if first_token:
+            return part - np.int32(first_token) if isinstance(part, np.ndarray) else part - first_token
+        case Rebase.FIRST_VALUE if part[0]:
+            return part - part[0]
+    return part
+
+
+def _cut(array: Any, length: Length, rows: tuple[int, int], tokens: tuple[int, int], whole: Any) -> Any:
+    first, last = rows
+    match length:
+        case Length.TOKEN:
+            return array[tokens[0] : tokens[1]]
+        case Length.START:  # the list builder's end before the rows that a graph pads
+            return array[min(first, len(array) - 1) : last + 1]
+        case Length.ENCODER_TOKEN:
+            starts = whole.encoder_query_start_loc
+            return array[starts[first] : starts[last]]
+    return array[first:last]
+
+
+def _encoder_counts(host: Any, whole: Any, first: int) -> dict[str, int]:
+    if not hasattr(host, "encoder_seq_lens"):
+        return {}
+    lens = host.encoder_seq_lens
+    unpadded = lens[: max(0, len(whole.query_lens) - first)]  # a padded step of the list builder has lengths of 1 there
+    return {"num_encoder_tokens": int(unpadded.sum()), "max_encoder_seq_len": int(lens.max(initial=0))}
