@@ -103,8 +103,8 @@ def make_case(
     """``rows`` are Row or (context, query_len). Blocks are dealt in random order from a pool with none to spare.
 
     ``dead`` fills every slot that no live token owns, block 0 and the sink too. ``null_passed`` puts block 0 where a
-    window has passed. Padding is that of the door: query_start_loc plateaus, or (list builder) leaves the padded rows
-    out. ``beyond`` is the number of tokens that the tensors have and the metadata does not know.
+    window has passed. Padding is that of the builder: query_start_loc plateaus, or (list builder) leaves the padded
+    rows out. ``beyond`` is the number of tokens that the tensors have and the metadata does not know.
     """
     rows = [row if isinstance(row, Row) else Row(*row) for row in rows]
     random = np.random.default_rng(seed)

@@ -109,7 +109,7 @@ def test_a_mixed_step(backend: Any, generation: str) -> None:
         assert calls[1][1]["cache_seqlens"].tolist() == [5]
 
 
-def test_plain_prompts_beside_decodes_of_the_list_door(backend: Any) -> None:
+def test_plain_prompts_beside_decodes_of_the_list_builder(backend: Any) -> None:
     engine = Engine(backend)
     for name, tokens in (("a", 6), ("b", 9)):
         engine.add(name, tokens)
@@ -121,7 +121,7 @@ def test_plain_prompts_beside_decodes_of_the_list_door(backend: Any) -> None:
     assert decodes["q"].shape == (1, 1, 4, 16)
 
 
-def test_prompts_with_and_without_a_table_in_one_step_of_the_list_door(backend: Any) -> None:
+def test_prompts_with_and_without_a_table_in_one_step_of_the_list_builder(backend: Any) -> None:
     """A prefix hit has its whole table, a prompt beside it an empty row, which nobody may read."""
     size = backend.config.block_size
     groups = [

@@ -417,7 +417,7 @@ def test_steps_of_the_list_builder() -> None:
     engine.list_step({}, {"d": 1}, pad=2)
 
 
-def test_windowed_prompts_of_the_list_door_are_refused() -> None:
+def test_windowed_prompts_of_the_list_builder_are_refused() -> None:
     engine = Engine(standin.backend(), sliding_window=5)
     engine.add("a", 12)
     with pytest.raises(ValueError, match="metadata: the list builder gives the early tokens of a windowed prompt no"):
@@ -460,7 +460,7 @@ def test_captured_sizes_of_the_list_builder() -> None:
     assert len(recorder.of("fast_decode_plan")) == 3
 
 
-def test_builders_of_the_list_door_have_their_own_captured_sizes() -> None:
+def test_builders_of_the_list_builder_have_their_own_captured_sizes() -> None:
     """Such as those of two pipeline stages in one process."""
     backend = standin.backend()
     backend.impl("layers.0", scale=64**-0.5)

@@ -124,7 +124,7 @@ def test_profiling_run_of_the_list_builder():
     model.run([(2, 5, 9), (3, 6, 10)], metadata)
 
 
-def test_a_view_of_a_mixed_step_of_the_list_door_is_refused():
+def test_a_view_of_a_mixed_step_of_the_list_builder_is_refused():
     model = Model()
     builder = CommonMetadataBuilder(BLOCK, backend=model.backend, encoder_decoder=True)
     groups = [
