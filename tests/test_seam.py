@@ -56,8 +56,11 @@ def by_name(call):
     name = call.args[1]
     if isinstance(name, ast.JoinedStr) and name.values:
         name = name.values[0]
-    if isinstance(name, ast.Constant) and is_private(str(name.value)):
-        yield call.lineno, f"{ast.unparse(call)}: a private name of another object"
+    if isinstance(name, ast.Constant):
+        if is_private(str(name.value)):
+            yield call.lineno, f"{ast.unparse(call)}: a private name of another object"
+    elif call.func.id in ("setattr", "delattr"):
+        yield call.lineno, f"{ast.unparse(call)}: a name that cannot be read here; metadata.kept takes what a step keeps"
 
 
 def of_vars(value):
@@ -104,6 +107,7 @@ def test_every_plugin_and_the_template_are_read():
         "keys = self.backend._plan_keys",
         'setattr(metadata, "_flash2_plan", plan)',
         'setattr(metadata, f"_flash{generation}_plan", plan)',
+        "setattr(metadata, self._plan_name, plan)",
         'plan = getattr(metadata, "_plan", None)',
         'plan = vars(metadata)["_plan"]',
         'metadata.__dict__["_plan"] = plan',
