@@ -52,7 +52,7 @@ $(VENV)/.kernels: requirements/kernels.txt $(VENV)/.test
 	$(PIP) install -q --no-deps -r $<
 	touch $@
 
-$(VENV)/.built: $(VENV)/.demo pyproject.toml setup.py attncore/_slots.pyx attncore/_slots.pxd attncore/_typedefs.pxd
+$(VENV)/.built: $(VENV)/.demo pyproject.toml setup.py attncore/_slots.pyx $(wildcard attncore/kernels/cython/*)
 	ATTNCORE_REQUIRE_EXT=1 $(PIP) install -q --no-build-isolation --no-deps -e .
 	touch $@
 

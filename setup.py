@@ -7,6 +7,7 @@ ATTNCORE_REQUIRE_EXT=1     fails where the extension cannot be compiled; without
 
 import os
 import sys
+from glob import glob
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
@@ -23,6 +24,8 @@ debug = switch("ATTNCORE_DEBUG_EXT")
 extension = Extension(
     "attncore._slots",
     ["attncore/_slots.pyx"],
+    # The topics that _slots.pyx includes, and their C helpers.
+    depends=sorted(glob("attncore/kernels/cython/*")),
     # The baseline instruction set of the platform (x86-64-v1 on x86-64): a wheel must run wherever it installs.
     extra_compile_args=["/O2"] if sys.platform == "win32" else ["-O3", "-g0", "-fvisibility=hidden"],
     define_macros=[("ATTNCORE_PUBLIC_C_API", "1")] if switch("ATTNCORE_PUBLIC_C_API") else [],

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from gpu_counts import counts, pieces, steady
 from gpu_times import host, ready
-from gpu_work import roads
+from gpu_work import transports
 
 from attncore import slots
 
@@ -43,13 +43,15 @@ def machine():
 
 def trace_bytes(args):
     """Bytes to the device a step: by context, as the profiler counts copies, and over a trace."""
-    road = roads(args.device)[0]
-    found = {"by_context": gpu_trace.by_context(args.device, road), "trace": []}
+    transport = transports(args.device)[0]
+    found = {"by_context": gpu_trace.by_context(args.device, transport), "trace": []}
     if args.device != "cpu":
         found["by_profiler"] = gpu_trace.copied_bytes(args.device)
     for graph in (True, False) if args.trace else ():
         requests = 200 if args.quick else args.requests
-        found["trace"].append(gpu_trace.over_trace(args.trace, args.device, road, graphs=graph, max_requests=requests))
+        found["trace"].append(
+            gpu_trace.over_trace(args.trace, args.device, transport, graphs=graph, max_requests=requests)
+        )
     print(json.dumps(found, indent=1, default=float), flush=True)
     return found
 
@@ -57,21 +59,21 @@ def trace_bytes(args):
 def race(args):
     """Steps at random; nine tenths by graphs, at depths 1 to 3. A control without receipts must go wrong."""
     rows, plans = [], ("per_slot", "shared")
-    for road in roads(args.device):
-        steps = args.race if args.device == "cpu" else args.race * 9 // 10 if road == "graph" else args.race // 10
+    for transport in transports(args.device):
+        steps = args.race if args.device == "cpu" else args.race * 9 // 10 if transport == "graph" else args.race // 10
         for depth in (1, 2, 3):
             for seed, plan in enumerate(plans):
                 started = time.perf_counter()
                 each = -(-steps // (3 * len(plans)))
-                row = gpu_race.race(each, depth, road, args.device, 100 * depth + seed, plan)
+                row = gpu_race.race(each, depth, transport, args.device, 100 * depth + seed, plan)
                 rows.append(row | {"seconds": round(time.perf_counter() - started, 1)})
                 print(rows[-1], flush=True)
-        if road == "graph":
+        if transport == "graph":
             for drops in (0.0, 0.01):
-                rows.append(gpu_race.race(-(-args.race // 20), 2, road, args.device, 8, ticket=True, drops=drops))
+                rows.append(gpu_race.race(-(-args.race // 20), 2, transport, args.device, 8, ticket=True, drops=drops))
                 print(rows[-1], flush=True)
         if args.device != "cpu":
-            rows.append(gpu_race.race(300, 2, road, args.device, 7, receipts=False))
+            rows.append(gpu_race.race(300, 2, transport, args.device, 7, receipts=False))
             print(rows[-1], flush=True)
     return rows
 

@@ -2,24 +2,21 @@
 
 import re
 from collections import Counter
+from functools import partial
 
+import builder_insides
 import torch
-from gpu_work import FIELDS, Backend, Shape, Stopwatch, Work, calls, roads, step_times, synchronize, us
+from gpu_work import FIELDS, Backend, Shape, Stopwatch, Work, calls, step_times, synchronize, transports, us
 
 SHAPE = Shape("decode 256", "8k", 256)
-# Methods that a step passes through, outer ones first; those that a version does not have are left out.
-BUILDER = ("_refuse_while_capturing", "_answer", "replay_step")
-ASSEMBLY = ("build", "acquire", "arrange", "plan_and_send")
-SIDE = ("check_ready", "wait", "send", "replay")
-SHAPES = ("eager", "find")
 
 
 def four(args, **options):
-    """(what, Work): both roads, eager and captured."""
-    for road in roads(args.device):
+    """(what, Work): both transports, eager and captured."""
+    for transport in transports(args.device):
         for graph in (False, True):
-            work = Work(SHAPE, args.device, road, Backend(args.device), graph=graph, **options)
-            yield f"{road}, {'captured' if graph else 'eager'}", work
+            work = Work(SHAPE, args.device, transport, Backend(args.device), graph=graph, **options)
+            yield f"{transport}, {'captured' if graph else 'eager'}", work
 
 
 def profiled(work, steps):
@@ -59,19 +56,14 @@ def pieces(args):
     """Microseconds of the methods that a step passes through, inner ones included; each clock itself adds 0.2."""
     rows = []
     for what, work in four(args):
-        builder, watches = work.builder, {}
+        builder, side, watches = work.builder, builder_insides.side(work.builder), {}
         row = {"what": what, "whole step": us(step_times(work, 300))}
-        assembly = builder._assembly
-        row["receipt check, arena free"] = calls(lambda side=assembly.side, step=work.metadata.step: side.wait(step))
-        owners = (
-            (builder, BUILDER), (assembly, ASSEMBLY), (assembly.side, SIDE), (assembly.shapes, SHAPES),
-            (builder._backends, ("plan",)),
-        )  # fmt: skip
-        for owner, names in owners:
+        row["receipt check, arena free"] = calls(partial(side.wait, work.metadata.step))
+        for owner, names in builder_insides.methods_of_a_step(builder):
             for name in names:
                 if hasattr(owner, name):
                     watches[f"{type(owner).__name__}.{name}"] = Stopwatch(owner, name)
-        graphs = [work.model] if work.model else list(getattr(builder._assembly.side, "_small", {}).values())
+        graphs = [work.model] if work.model else builder_insides.graphs_of_the_transport(builder)
         for number, graph in enumerate(graphs):
             watches[f"graph {number}.replay"] = Stopwatch(graph, "replay")
         row["whole step with clocks"] = us(step_times(work, 300))

@@ -1,10 +1,11 @@
 """The longer race: steps at random, compared in stream order with what plain host lists say.
 
-The device falls behind by random delays; graphs and eager steps, null steps and steps taken back are mixed; a plan
+The device falls behind by random delays; graphs and eager steps, empty steps and steps taken back are mixed; a plan
 copies from the step's own host views, later than it returns. What a step saw is compared on the device, so that no look
 at it slows the host down; ``wrong`` steps are counted there.
 """
 
+import builder_insides
 import numpy as np
 import torch
 from gpu_work import BLOCK_SIZE, Backend, captured
@@ -15,7 +16,7 @@ ROWS, MAX_LEN, MAX_TOKENS = 64, 1024, 512
 WIDTH = MAX_LEN // BLOCK_SIZE
 BUCKETS = (1, 4, 16, 48, 64)
 NUM_BLOCKS = 8192
-KINDS = ("graph", "eager", "prefill", "null", "abandoned", "dropped", "plan failed")
+KINDS = ("graph", "eager", "prefill", "empty", "abandoned", "dropped", "plan failed")
 NAMES = ("seq_lens", "paged_kv_indptr", "paged_kv_last_page_len", "query_start_loc")
 
 
@@ -105,7 +106,7 @@ class Requests:
             np.pad(starts, (0, pad), "edge"), flat,
         ]  # fmt: skip
         self.computed[places] += query
-        # Positions of padded tokens are nobody's: they are not compared.
+        # Positions of padded tokens belong to no request: they are not compared.
         return np.concatenate([np.pad(slots, (0, more), constant_values=-1), positions, *words]), len(positions)
 
 
@@ -126,7 +127,7 @@ def race(steps, depth, transport, device, seed, plan_staging="per_slot", receipt
     )
     if builder.transport != transport:
         raise SystemExit(f"transport: {builder.transport}, not {transport}: {builder.why_transport}")
-    side, models = builder._assembly.side, {}
+    side, models = builder_insides.side(builder), {}
     pages = side.page_buffer(0)
     for size in BUCKETS:
         models[size] = model_of(builder.capture(size), pages, device, batch)
@@ -148,7 +149,7 @@ def race(steps, depth, transport, device, seed, plan_staging="per_slot", receipt
             metadata = models[size][3] if ticket else builder.build_empty(size)
             replay(metadata, models[size][0], ticket)
             expected, num_positions = requests.expected((), {}, size, size)
-            kinds["null"] += 1
+            kinds["empty"] += 1
         else:
             prefill = kind < 0.15 and requests.place
             if prefill:

@@ -3,6 +3,7 @@
 import time
 
 import torch
+from builder_insides import backends, bytes_of_an_eager_step, side, wrap_plan_and_send
 from gpu_work import (
     Backend,
     DummyPlan,
@@ -12,10 +13,10 @@ from gpu_work import (
     Stopwatch,
     Work,
     p99,
-    roads,
     shapes,
     step_times,
     synchronize,
+    transports,
     us,
 )
 
@@ -36,16 +37,18 @@ def ways(shape, args):
     """(what, a function that makes the Work) of everything a shape is timed with."""
     device = args.device
     yield "build", lambda: Work(shape, device, "none")
-    for road in roads(device):
+    for transport in transports(device):
         plans = {"": Backend, " + plan": DummyPlan}
         if args.flashinfer and shape.decodes in (64, 256):
             plans[" + FlashInfer's plan"] = lambda _: FlashInferPlan(device, shape.decodes, 1 << 21)
         for plan, make in plans.items():
             for graph in (False,) if shape.prefills else (False, True):
-                what = f"build + commit{plan}, {road}, {'captured' if graph else 'eager'}"
+                what = f"build + commit{plan}, {transport}, {'captured' if graph else 'eager'}"
                 yield (
                     what,
-                    lambda make=make, road=road, graph=graph: Work(shape, device, road, make(device), graph=graph),
+                    lambda make=make, transport=transport, graph=graph: Work(
+                        shape, device, transport, make(device), graph=graph
+                    ),
                 )
 
 
@@ -61,7 +64,7 @@ def host_times(make, hot, cold, flush):
     times = step_times(work, hot)
     row |= {"hot": us(times), "p99": p99(times), "cold": us(step_times(work, cold, flush))}
     if work.transport != "none":
-        send, plan = Stopwatch(work.builder._assembly.side, "send"), Stopwatch(work.builder._backends, "plan")
+        send, plan = Stopwatch(side(work.builder), "send"), Stopwatch(backends(work.builder), "plan")
         replay = Stopwatch(work.builder, "_replay")
         step_times(work, hot)
         row |= {"send": us(send.taken), "plan": us(plan.taken), "replay": us(replay.taken)}
@@ -91,14 +94,14 @@ def ready(args):
     n, count, rows, device = 256, 20 if args.quick else 400, [], args.device
     for context in ("8k", "128k"):
         shape, timed = Shape(f"decode {n}", context, n), {}
-        for road in roads(device):
-            work = Work(shape, device, road, Backend(device))
-            timed[f"build + commit, {road}"] = ready_times(work.prepare, work.step, count, device)
-            rounds = [commit_times(Work(shape, device, road, Backend(device)), count, device) for _ in range(3)]
+        for transport in transports(device):
+            work = Work(shape, device, transport, Backend(device))
+            timed[f"build + commit, {transport}"] = ready_times(work.prepare, work.step, count, device)
+            rounds = [commit_times(Work(shape, device, transport, Backend(device)), count, device) for _ in range(3)]
             rounds.sort(key=lambda row: row["issued"])
-            timed[f"commit, {road}"] = rounds[1] | {"rounds": [row["issued"] for row in rounds]}
+            timed[f"commit, {transport}"] = rounds[1] | {"rounds": [row["issued"] for row in rounds]}
         page_ids, width = int(work.metadata.host.paged_kv_indptr[-1]), work.batch.block_table.shape[1]
-        ours = work.builder._assembly.eager.tail + 8 * 16
+        ours = bytes_of_an_eager_step(work.builder) + 8 * 16
         arrays = [8 * n, 4 * n, 4 * (n + 1), 8 * n, 16 * 4 * width, 4 * (n + 1), 4 * page_ids, 4 * n]
         on_host = Work(shape, device, "none")
 
@@ -143,12 +146,12 @@ def ready_times(before, call, count, device):
 
 
 def commit_times(work, count, device):
-    """The same of the way to the device alone, within builds: page indices are made there on either road."""
+    """The same of the way to the device alone, within builds: page indices are made there on either transport."""
     builder, issued, done, on_device = work.builder, [], [], []
-    inner, busy = builder._assembly.plan_and_send, False
+    busy = False
     stream = None if device == "cpu" else torch.cuda.current_stream()
 
-    def timed(*given, **named):
+    def timed(inner, *given, **named):
         if busy:
             on_device.append(device_time(lambda: inner(*given, **named)))
             return
@@ -159,7 +162,7 @@ def commit_times(work, count, device):
             stream.synchronize()
         done.append(time.perf_counter_ns() - start)
 
-    builder._assembly.plan_and_send = timed
+    wrap_plan_and_send(builder, timed)
     step_times(work, count)
     busy = stream is not None
     step_times(work, count // 4 if busy else 0)

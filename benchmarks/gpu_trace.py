@@ -5,14 +5,15 @@
 
 import numpy as np
 import torch
+from builder_insides import Sent
 from gpu_work import Backend, Shape, Work, captured, synchronize
 
 from attncore import MetadataBuilder
-from attncore.kernels.codes import HEADER_COUNTS
-from attncore.replay.runner import Settings, _apply, _batch
+from attncore.replay.ranks import apply_before, make_batch, scheduled
 from attncore.replay.scheduling.cache_blocks import CacheBlocks
 from attncore.replay.scheduling.scheduler import Scheduler
-from attncore.replay.traces.read import read_trace
+from attncore.replay.settings import Settings
+from attncore.replay.traces.read_trace import read_trace
 
 HEADER, LINE = 640, 128
 A_TOKEN = (8, 8, 4)  # slot_mapping, positions, token_to_req_indices
@@ -28,39 +29,6 @@ def bytes_of_bucket(num_tokens, num_reqs):
     return HEADER + sum(-(-n // LINE) * LINE for n in arrays)
 
 
-class Sent:
-    """Notes, beside a builder's side, what each step sends: by the header, where the device reads it."""
-
-    def __init__(self, builder):
-        self.side, self.fields, self.entries = builder._assembly.side, 0, 0
-        tables = self.side.tables
-        self.send, self.surplus, self.apply = self.side.send, tables.send_surplus, tables.apply
-        self.side.send, tables.send_surplus, tables.apply = self._send, self._send_surplus, self._apply
-        self.in_surplus, self.surpluses = False, 0
-
-    def _send(self, step, shape, *rest):
-        self.send(step, shape, *rest)
-        header = self.side._ring.header(step % self.side._ring.depth)
-        self.fields = shape.tail
-        self.entries += int(header[HEADER_COUNTS : HEADER_COUNTS + len(self.side.tables)].sum())
-
-    def _send_surplus(self, num_rows):
-        self.in_surplus = True
-        self.surplus(num_rows)
-        self.in_surplus = False
-        self.surpluses += 1
-
-    def _apply(self, index, entries):
-        self.entries += entries.numel() * self.in_surplus
-        self.apply(index, entries)
-
-    def nbytes(self):
-        """Of the last step: the arena to the end of its fields, and the journal."""
-        nbytes = self.fields + 8 * self.entries
-        self.entries = 0
-        return nbytes
-
-
 def over_trace(path, device, transport, *, graphs, max_requests=None):
     """Every step of the trace: bytes sent, and what the formula says; with ``graphs`` decodes run in captured sizes."""
     settings = Settings()
@@ -69,7 +37,7 @@ def over_trace(path, device, transport, *, graphs, max_requests=None):
         requests, CacheBlocks(settings.groups_of_batch, settings.num_blocks),
         max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens,
     )  # fmt: skip
-    batch = _batch(requests, settings)
+    batch = make_batch(requests, settings)
     builder = MetadataBuilder(
         batch, Backend(device), max_num_batched_tokens=settings.max_num_batched_tokens, transport=transport
     )
@@ -88,14 +56,14 @@ def over_trace(path, device, transport, *, graphs, max_requests=None):
         if step is None:
             now = max(now, scheduler.next_arrival or now)
             continue
-        scheduled = _apply(step, batch, settings)
+        apply_before(step, batch, settings)
         new = sum(len(running.blocks) for running in step.admitted)
         new += sum(len(blocks) for tables in step.appended.values() for blocks in tables)
         held |= {running.row: running for running in step.admitted}
         bucket = None
         if graphs and not step.prefills:
             bucket = next(size for size in buckets if size >= len(step.decodes))
-        metadata = builder.build(scheduled, bucket=bucket)
+        metadata = builder.build(scheduled(step), bucket=bucket)
         if bucket:
             metadata.replay(models[bucket])
         tokens = bucket or max(256, 1 << (step.tokens - 1).bit_length())
@@ -144,7 +112,7 @@ def by_context(device, transport, steps=64):
 
 
 def copied_bytes(device, steps=20):
-    """What the profiler says that copies carried, a step: (bytes, by our count). The road of the packed copy only."""
+    """What the profiler says that copies carried, a step: (bytes, by our count). Transport ``copy`` only."""
     import json
     import tempfile
     from pathlib import Path

@@ -110,7 +110,7 @@ def captured(function, device):
     return graph
 
 
-def roads(device):
+def transports(device):
     """The transports that a device has."""
     return ("copy",) if device == "cpu" else ("graph", "copy")
 

@@ -37,14 +37,14 @@ def rows(run):
     us = medians(run)
     public_api = run["machine_info"].get("reads_ints") == "public C API"
     ratio = us["decode 256", "numpy"] / us["decode 256", "persistent"]
-    yield "persistent door, decode 256, against NumPy", f"{ratio:.1f}x", ">= 20x", ratio >= 20
+    yield "persistent builder, decode 256, against NumPy", f"{ratio:.1f}x", ">= 20x", ratio >= 20
     for n, goal in ((256, 1.5), (1, 0.3)):
         value = us[f"decode {n}", "persistent"]
-        yield f"persistent door, decode {n}", f"{value:.2f} us", f"< {goal} us", value < goal
+        yield f"persistent builder, decode {n}", f"{value:.2f} us", f"< {goal} us", value < goal
     yield from engine_rows(run, us)
     ratio = us["decode 256 lists", "plain python"] / us["decode 256 lists", "lists common"]
     goal = 4 if public_api else 8
-    yield "list door, decode 256, against plain Python", f"{ratio:.1f}x", f">= {goal}x", ratio >= goal
+    yield "list builder, decode 256, against plain Python", f"{ratio:.1f}x", f">= {goal}x", ratio >= goal
     ratio = us["prefill 1x8192", "persistent"] / us["prefill 1x8192", "copy"]
     yield "prefill 1x8192, against a copy of the bytes", f"{ratio:.2f}x", "<= 3x", ratio <= 3
     slowest = max(value for (group, _), value in us.items() if group.startswith("attncore build"))

@@ -9,8 +9,9 @@ import statistics
 
 import numpy as np
 
-from attncore.replay.runner import Settings, replay
-from attncore.replay.traces.read import read_trace
+from attncore.replay.runner import replay
+from attncore.replay.settings import Settings
+from attncore.replay.traces.read_trace import read_trace
 
 LONG_US, GOAL = 50, 0.001
 

@@ -34,11 +34,11 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "examples"), str(Path(__file__).parent)]
 import engine as example  # noqa: E402
+from builder_insides import use_plan  # noqa: E402
+from clocks import ClockedContext, ClockedGraph, Clocks  # noqa: E402
 from gpu import machine  # noqa: E402
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM, logging  # noqa: E402
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor  # noqa: E402
-
-from attncore.integrations.transformers import attncore_context  # noqa: E402
 
 OF_ATTNCORE = ("commit", "replay", "batch", "context")
 WARM_UP = 8
@@ -63,7 +63,7 @@ def model_of(args):
 
 def prompts_of(args, vocab_size):
     from attncore.replay.traces import synthetic
-    from attncore.replay.traces.read import read_trace
+    from attncore.replay.traces.read_trace import read_trace
 
     trace = read_trace(args.trace, args.requests) if args.trace else synthetic.synthetic_trace(args.requests, 0)
     longest = 200 if args.tiny else 8192
@@ -78,50 +78,6 @@ def drawn(lengths, vocab_size, seed):
 def warm_up_of(prompts, vocab_size):
     """Prompts as long as the first few, of other tokens: nothing of theirs is found in a prefix cache afterwards."""
     return drawn([len(prompt) for prompt in prompts[:WARM_UP]], vocab_size, seed=1)
-
-
-class Clocks:
-    """Seconds spent in calls, by name."""
-
-    def __init__(self):
-        self.seconds = {}
-
-    def __getitem__(self, name):
-        return self.seconds.get(name, 0.0)
-
-    def add(self, name, start):
-        self.seconds[name] = self[name] + time.perf_counter() - start
-
-    def around(self, call, name):
-        @functools.wraps(call)
-        def timed(*args, **options):
-            start = time.perf_counter()
-            try:
-                return call(*args, **options)
-            finally:
-                self.add(name, start)
-
-        return timed
-
-
-class ClockedContext:
-    """``attncore_context`` with a clock around its beginning and its end."""
-
-    def __init__(self, clocks, *args):
-        start = time.perf_counter()
-        self.clocks, self.inner = clocks, attncore_context(*args)
-        clocks.add("context", start)
-
-    def __enter__(self):
-        self.clocks.around(self.inner.__enter__, "context")()
-
-    def __exit__(self, *error):
-        return self.clocks.around(self.inner.__exit__, "context")(*error)
-
-
-class ClockedGraph:
-    def __init__(self, graph, clocks):
-        self.replay = clocks.around(graph.replay, "launch")
 
 
 class Timed(example.Engine):
@@ -142,7 +98,7 @@ class Timed(example.Engine):
         ):
             for name in names:
                 setattr(owner, name, clocked(getattr(owner, name), clock))
-        self.builder._backends.plans = tuple((group, self.backend.plan) for group, _ in self.builder._backends.plans)
+        use_plan(self.builder, self.backend.plan)
         self.graphs = {size: (ClockedGraph(graph, self.clocks), said) for size, (graph, said) in self.graphs.items()}
         self.clear()
 

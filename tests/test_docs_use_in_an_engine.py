@@ -1,4 +1,4 @@
-"""docs/use-in-an-engine.md: its snippets run, and its links lead somewhere."""
+"""docs/use-in-an-engine.md: its snippets run."""
 
 import pathlib
 import re
@@ -7,8 +7,7 @@ import pytest
 
 import attncore
 
-DOCS = pathlib.Path(__file__).parent.parent / "docs"
-PAGE = (DOCS / "use-in-an-engine.md").read_text()
+PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "use-in-an-engine.md").read_text()
 
 
 def run(page):
@@ -55,11 +54,3 @@ def test_the_snippets_run_on_a_gpu(name, monkeypatch):
     names = run(PAGE.replace(asked, f'dtype="bfloat16", max_model_len=512, backend={name!r}'))
     assert sorted(names["graphs"]) == ([1, 2, 4] if choice.spec.cuda_graph != "never" else [])
     assert names["logits"].shape == (1, 100)
-
-
-def test_links_lead_somewhere():
-    for target, _, anchor in re.findall(r"\]\(([^)#]+)(#([^)]+))?\)", PAGE):
-        page = (DOCS / target).read_text()
-        if anchor:
-            headings = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
-            assert anchor in [re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings], anchor

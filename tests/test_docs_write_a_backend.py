@@ -13,8 +13,8 @@ from attncore.cli import main
 from attncore.testing import __main__ as kit
 from attncore.testing import latency
 from attncore.testing.engines.tolerances import TOLERANCES
-from attncore.testing.kit.fixtures import EXAMPLES
-from attncore.testing.kit.run import conformance
+from attncore.testing.harness.fixtures import EXAMPLES
+from attncore.testing.harness.run_suite import conformance
 from attncore.testing.suite import CHECKS
 
 __all__ = ["site"]

@@ -60,7 +60,10 @@ def by_name(call):
         if is_private(str(name.value)):
             yield call.lineno, f"{ast.unparse(call)}: a private name of another object"
     elif call.func.id in ("setattr", "delattr"):
-        yield call.lineno, f"{ast.unparse(call)}: a name that cannot be read here; metadata.kept takes what a step keeps"
+        yield (
+            call.lineno,
+            f"{ast.unparse(call)}: a name that is not plain; use metadata.kept",
+        )
 
 
 def of_vars(value):

@@ -12,7 +12,7 @@ from planting import Site, site
 
 from attncore.cli import main
 from attncore.cli.new_backend import TEMPLATE
-from attncore.testing.kit.run import conformance
+from attncore.testing.harness.run_suite import conformance
 
 __all__ = ["site"]
 ROOT = Path(__file__).parents[1]

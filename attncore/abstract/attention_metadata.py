@@ -87,8 +87,6 @@ class AttentionMetadata(Protocol):
     """int32[n, width], padded with 0: the blocks of the request's keys."""
     paged_kv_indptr: Tensor
     """int32[n + 1]: where the request's pages start in paged_kv_indices."""
-    paged_kv_indices: Tensor
-    """int32[paged_kv_indptr[-1]]: the block ids of every request in turn."""
     paged_kv_last_page_len: Tensor
     """int32[n]: tokens in the request's last page; 0 for an empty request."""
     # encoders and cross attention, in steps with encoder input: E encoder tokens run in this step, row after row
@@ -137,6 +135,10 @@ class AttentionMetadata(Protocol):
     @property
     def builder(self) -> StepBuilder | None:
         """The persistent builder whose step this is; None elsewhere. It tells builders apart."""
+
+    @property
+    def paged_kv_indices(self) -> Tensor:
+        """int32[paged_kv_indptr[-1]]: the block ids of every request in turn."""
 
     @property
     def page_buffer(self) -> Tensor | None:

@@ -55,7 +55,7 @@ class AttentionBackend(FirstGenerationNames, ABC):
         return self._plan_keys
 
     def forget_layers(self) -> None:
-        """Forget the plan keys of the layers made so far: for a backend whose layers are made anew."""
+        """Forget the layers made so far: ``plan`` is called for those alone that ``impl`` makes from now on."""
         self._plan_keys = ()
 
     def impl(

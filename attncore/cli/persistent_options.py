@@ -8,7 +8,7 @@ from typing import NamedTuple
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup, checked_groups
 from attncore.cli import UsageError
 from attncore.cli.argument_types import number
-from attncore.replay.scheduling.draft import DEFAULT_ACCEPTANCE, Speculation
+from attncore.replay.scheduling.draft_model import DEFAULT_ACCEPTANCE, Speculation
 
 MAX_BLOCK_SIZE, MAX_WINDOW, MAX_DRAFTS, MAX_RANKS = 2**20, 2**31 - 1, 1023, 1024
 GROUPS_METAVAR = "NAME:BLOCK_SIZE[:WINDOW],..."

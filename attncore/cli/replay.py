@@ -22,17 +22,19 @@ from attncore.cli.argument_types import clock, integer, integer_option, number
 from attncore.cli.output import print_json, stdout_to_stderr
 from attncore.cli.progress import progress_bar
 from attncore.errors import NoBackendError
-from attncore.replay.layers.attention import torch_threads
+from attncore.replay.layers.attention_layers import torch_threads
 from attncore.replay.results import report
-from attncore.replay.results.steps_file import StepsFile, batch_line, persistent_line
-from attncore.replay.runner import Settings, replay
+from attncore.replay.results.save_steps import StepsFile, batch_line, persistent_line
+from attncore.replay.runner import replay
 from attncore.replay.scheduling.cache_blocks import check_pools
+from attncore.replay.settings import Settings
 from attncore.replay.traces import synthetic
-from attncore.replay.traces.read import Trace, read_trace
+from attncore.replay.traces.read_trace import read_trace
+from attncore.replay.traces.trace import Trace
 
 if TYPE_CHECKING:
-    from attncore.replay.layers.attention import AttentionLayers
-    from attncore.replay.layers.model_layers import ModelLayers
+    from attncore.replay.layers.attention_layers import AttentionLayers
+    from attncore.replay.layers.whole_model import ModelLayers
 
 HELP = "replay a request trace: scheduler, paged cache, metadata and attention, verified"
 
@@ -229,8 +231,8 @@ def _layers(
         )
     if args.model:
         return _model(args.model, args.backend, settings, trace)
-    from attncore.replay.layers.content import Content
     from attncore.replay.layers.make_layers import make_layers
+    from attncore.replay.token_content import Content
 
     content = Content(args.num_heads, args.num_kv_heads, args.head_size, args.seed)
     with stdout_to_stderr():
@@ -240,7 +242,8 @@ def _layers(
 def _model(path: str, backend: str | None, settings: Settings, trace: Trace) -> tuple[ModelLayers, str]:
     if importlib.util.find_spec("transformers") is None:
         raise NoBackendError("transformers is not installed and --model needs it: pip install attncore[transformers]")
-    from attncore.replay.layers.model_layers import ModelError, ModelLayers
+    from attncore.replay.errors import ModelError
+    from attncore.replay.layers.whole_model import ModelLayers
 
     with stdout_to_stderr():
         try:

@@ -7,8 +7,8 @@ from __future__ import annotations
 PAD_SLOT_ID = -1
 """The slot of a token that is not written to the cache."""
 
-NULL_BLOCK_ID = 0
-"""The block that a table of the persistent builder holds where a window has passed; no token is written to it."""
+NO_COLUMN = -1
+"""The cached column of a row whose current block is not cached."""
 
 # What a kernel's check may answer.
 OK, TOO_FEW_BLOCKS, NULL_BLOCK, TOO_LONG, TOO_MANY_TOKENS, TOO_MANY_SEQ_TOKENS = range(6)
@@ -20,13 +20,17 @@ HEADER_WORDS = 80
 HEADER_STEP, HEADER_ROWS, HEADER_TOKENS, HEADER_COUNTS = range(4)
 """The step's number, its rows, its tokens; from the last on the journal entries of each group."""
 JOURNAL_ENTRY_WORDS = 2
+JOURNAL_INDEX, JOURNAL_BLOCK = range(JOURNAL_ENTRY_WORDS)
 """int32 words of a journal entry: a flat index of the table and a block id."""
 
 # Rows of a batch's state int32[3, n], and of a table's int32[4, n].
 COMPUTED, ENCODER_LENS, ENCODER_DONE = range(3)
 """Tokens computed, encoder tokens, whether those are in the cache."""
 NUM_BLOCKS, CACHED_COLUMN, CACHED_BLOCK, SYNCED = range(4)
-"""Blocks held, column and id of the block in use (-1: none), leading columns that a device's table has."""
+"""Blocks held, column (or NO_COLUMN) and id of the block in use, leading columns that a device's table has."""
 
 # Kinds of a request in a step, in the order of rows.
 DECODE, PREFILL, REST = range(3)
+
+# Kinds of a request in a batch that is split in three: short extends have a part of their own.
+SPLIT_DECODE, SPLIT_EXTEND, SPLIT_PREFILL = range(3)

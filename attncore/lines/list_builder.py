@@ -135,7 +135,7 @@ def _builder(
         encoder_decoder=encoder_decoder,
         kernels=kernels,
     )
-    builder._max_numbers = MAX_NUMBERS
+    builder.max_numbers = MAX_NUMBERS
     return builder
 
 

@@ -14,10 +14,9 @@ from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.persistent.batch_arguments import ONLY_GROUP
 from attncore.builder.persistent.builder import MetadataBuilder
 from attncore.builder.persistent.input_batch import InputBatch
-from attncore.builder.persistent.kv_cache_group import KVCacheGroup
+from attncore.builder.persistent.kv_cache_group import NULL_BLOCK_ID, KVCacheGroup
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.kernels import KernelsName
-from attncore.kernels.codes import NULL_BLOCK_ID
 from attncore.lines.json_fields import REQUIRED, fields_of, integer, list_of, read_record, refuse_duplicates, shown
 from attncore.lines.list_builder import MAX_NUMBERS
 

@@ -1,6 +1,9 @@
-"""The main job: requests of a trace through scheduler, paged cache, compiled metadata and attention, verified.
+"""Serves the requests of a trace as an engine would, over metadata of the persistent builder, and verifies the result.
 
-A request travels ``traces`` -> ``scheduler`` (over ``block_pool``, in the time of ``clock``) -> ``runner``, which
-builds the metadata of every step and runs a backend's attention on keys and values from ``content``; ``dense_check``
-and ``oracle`` verify, ``report`` tells. Nothing here imports torch before a backend has been chosen.
+A trace (``traces``) gives requests; ``scheduling`` plans steps of them, over pools of blocks and in virtual time;
+``ranks`` tells the batches and has the metadata built; ``layers`` run attention or a model over it, with queries, keys
+and values that ``token_content`` makes from what each token is; ``checks`` compare the metadata or the outputs with
+what they should be; ``results`` count, report and record. ``runner`` is the loop over the steps, ``settings`` the
+options of a run, ``errors`` those of whole models. Imports go in this order, ``runner`` last. Nothing imports torch
+before layers are made.
 """

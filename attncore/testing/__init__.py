@@ -1,4 +1,4 @@
-"""What a third party's tests are made of: the conformance kit, the latency suite, and ``verify``'s comparison.
+"""Tests for authors of backends: the conformance kit, the latency suite, and ``attncore verify``'s comparison.
 
 A backend's test file is two lines::
 
@@ -6,4 +6,8 @@ A backend's test file is two lines::
     BACKEND = "acme"
 
 ``python -m attncore.testing acme`` runs the same without a file. docs/conformance.md says what is checked.
+
+``suite`` collects the tests of ``checks``, by rows of the support table; they run steps through the small ``engines``,
+and stand on the ``harness``: the backend under test, pytest's fixtures and plugin, the support table. ``latency`` times
+a backend's steps. ``verify`` asks ``verify_child``, in another process, whether a backend agrees with ``reference``.
 """

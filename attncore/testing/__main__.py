@@ -11,7 +11,7 @@ import contextlib
 import json
 import sys
 
-from attncore.testing.kit.errors import UnsupportedError
+from attncore.testing.harness.errors import UnsupportedError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,8 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-k", metavar="EXPRESSION", help="only tests whose names match, as in pytest")
     args = parser.parse_args(argv)
     try:
-        from attncore.testing.kit.run import conformance
-        from attncore.testing.kit.subject import Subject
+        from attncore.testing.harness.run_suite import conformance
+        from attncore.testing.harness.subject import Subject
 
         subject = Subject(args.name, device=args.device)
         if subject.record.spec is not None and subject.refusal:

@@ -6,40 +6,55 @@ BACKEND = "acme"
 
 from __future__ import annotations
 
-from attncore.testing.checks import cache as check_cache
-from attncore.testing.checks import canary as check_canary
-from attncore.testing.checks import captured as check_captured
-from attncore.testing.checks import device as check_device
-from attncore.testing.checks import encoder as check_encoder
-from attncore.testing.checks import features as check_features
-from attncore.testing.checks import latent as check_latent
-from attncore.testing.checks import list_builder as check_list_door
-from attncore.testing.checks import lse as check_lse
-from attncore.testing.checks import numerics as check_numerics
-from attncore.testing.checks import operator as check_operator
-from attncore.testing.checks import spec as check_spec
-from attncore.testing.checks import state as check_state
-from attncore.testing.checks import strides as check_strides
-from attncore.testing.kit.fixtures import attncore_captured_steps, attncore_examples, attncore_subject
+from attncore.testing.checks import (
+    captured_graph,
+    captured_sizes,
+    cross_attention,
+    declared_sizes,
+    dtypes_and_layouts,
+    encoders,
+    features,
+    kv_cache,
+    latent_attention,
+    list_builder,
+    log_sum_exp,
+    nan_canary,
+    numerics,
+    padding,
+    refusals,
+    spec,
+    step_to_step,
+    strided_tensors,
+    synchronisation,
+    torch_operator,
+)
+from attncore.testing.harness.fixtures import attncore_captured_steps, attncore_examples, attncore_subject
 
 CHECKS = (
-    check_spec,
-    check_cache,
-    check_numerics,
-    check_strides,
-    check_features,
-    check_latent,
-    check_encoder,
-    check_lse,
-    check_canary,
-    check_state,
-    check_list_door,
-    check_operator,
-    check_captured,
-    check_device,
+    spec,
+    declared_sizes,
+    refusals,
+    kv_cache,
+    numerics,
+    strided_tensors,
+    features,
+    dtypes_and_layouts,
+    latent_attention,
+    encoders,
+    cross_attention,
+    log_sum_exp,
+    nan_canary,
+    step_to_step,
+    padding,
+    list_builder,
+    torch_operator,
+    captured_sizes,
+    synchronisation,
+    captured_graph,
 )
+"""The modules whose tests are the kit's."""
 
-pytest_plugins = ("attncore.testing.kit.plugin",)
+pytest_plugins = ("attncore.testing.harness.pytest_plugin",)
 """pytest registers these when it imports the adopter's file: no entry point, no conftest."""
 
 __all__ = ["attncore_captured_steps", "attncore_examples", "attncore_subject", "pytest_plugins"]

@@ -49,7 +49,7 @@ def compared(backend: AttentionBackend, asked: dict[str, Any]) -> dict[str, Any]
 
     from attncore.testing.engines.compare import close, differs
     from attncore.testing.engines.engine import Engine
-    from attncore.testing.kit.errors import ConformanceError
+    from attncore.testing.harness.errors import ConformanceError
 
     torch.set_num_threads(1)  # the steps are small; threads that wait for each other cost more than they compute
     names = ("sliding_window", "logits_soft_cap")
@@ -98,11 +98,11 @@ def _batches(engine: Engine) -> Iterator[list[tuple[int, int]]]:
 
 
 def _run(engine: Engine, batch: list[tuple[int, int]]) -> Tensor:
-    from attncore.testing.engines.engine import run_rows
+    from attncore.testing.engines.run_batches import run_batch
 
     for name in list(engine.batch.req_ids):
         engine.remove(name)
-    return run_rows(engine, batch)
+    return run_batch(engine, batch)
 
 
 def _reference(config: BackendConfig) -> AttentionBackend:

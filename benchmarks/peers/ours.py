@@ -1,6 +1,6 @@
 """attncore's ways over the same rows, and the plain-Python and NumPy baselines: in every peer's process."""
 
-import doors
+import builders
 from baselines import Vectorised, plain_python
 from shapes import BLOCK_SIZE, Row
 from timing import Way
@@ -11,7 +11,7 @@ CALLS = 64  # steps a turn; each row's blocks have room for as many
 
 
 def with_room(rows):
-    """The rows with blocks for the steps of a turn, ids that nobody has."""
+    """The rows with blocks for the steps of a turn, ids that no request has."""
     free = max(max(row.blocks) for row in rows) + 1
     roomy = []
     for row in rows:
@@ -46,7 +46,7 @@ def persistent_way(rows, then=None, **options):
 
 
 def list_way(rows, layout="flash"):
-    return Way(doors.list_door(rows, layout), 4)
+    return Way(builders.list_builder(rows, layout), 4)
 
 
 def baselines(rows):

@@ -57,7 +57,7 @@ def step_of(kind, rows):
 
 
 def check(rows, steps):
-    """Their fields and those of attncore's list door are the same, and so are the persistent door's slots."""
+    """Their fields and those of attncore's list builder are the same, and so are the persistent builder's slots."""
     for layout, step in steps.items():
         theirs, mine = step(), ours.list_way(rows, layout).call()
         for name in FIELDS:
@@ -67,7 +67,7 @@ def check(rows, steps):
         assert theirs.block_tables.tolist() == mine.block_table[:, :width].tolist(), layout
         assert (theirs.num_prefills, theirs.num_decode_tokens) == (mine.num_prefills, mine.num_decode_tokens)
     builder, scheduled, _ = ours.persistent(rows)
-    if not scheduled:  # a mixed batch has its decodes first behind that door
+    if not scheduled:  # a mixed batch has its decodes first in that builder
         assert builder.build().slot_mapping.tolist() == theirs.slot_mapping.tolist()
 
 
@@ -78,17 +78,22 @@ def ways(rows):
     return {
         "vLLM, FlashAttention builder": Way(steps["flash"], calls),
         "vLLM, common builder": Way(steps["common"], calls),
-        "attncore, list door, flash": ours.list_way(rows, "flash"),
-        "attncore, list door, common": ours.list_way(rows, "common"),
-        "attncore, persistent door": ours.persistent_way(rows),
+        "attncore, list builder, flash": ours.list_way(rows, "flash"),
+        "attncore, list builder, common": ours.list_way(rows, "common"),
+        "attncore, persistent builder": ours.persistent_way(rows),
         **ours.baselines(rows),
     }
 
 
 RATIOS = [
     # what, theirs, ours, goal (for decodes)
-    ("FlashAttention builder / list door", "vLLM, FlashAttention builder", "attncore, list door, flash", 8),
-    ("common builder / list door", "vLLM, common builder", "attncore, list door, common", 8),
-    ("FlashAttention builder / persistent door", "vLLM, FlashAttention builder", "attncore, persistent door", 500),
-    ("common builder / persistent door", "vLLM, common builder", "attncore, persistent door", 500),
+    ("FlashAttention builder / list builder", "vLLM, FlashAttention builder", "attncore, list builder, flash", 8),
+    ("common builder / list builder", "vLLM, common builder", "attncore, list builder, common", 8),
+    (
+        "FlashAttention builder / persistent builder",
+        "vLLM, FlashAttention builder",
+        "attncore, persistent builder",
+        500,
+    ),
+    ("common builder / persistent builder", "vLLM, common builder", "attncore, persistent builder", 500),
 ]

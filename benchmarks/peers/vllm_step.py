@@ -195,14 +195,14 @@ def ways(rows):
             found[f"vLLM, {name}, {what}"] = Way(step, 8)
     reference = ReferenceBackend(BackendConfig(32, 8, 128, "bfloat16", BLOCK_SIZE))
     return found | {
-        "attncore, persistent door": ours.persistent_way(rows),
-        "attncore, persistent door, read as tensors": ours.persistent_way(rows, read_as_tensors, backend=reference),
-        "attncore, persistent door and copy": ours.persistent_way(rows, transport="copy"),
+        "attncore, persistent builder": ours.persistent_way(rows),
+        "attncore, persistent builder, read as tensors": ours.persistent_way(rows, read_as_tensors, backend=reference),
+        "attncore, persistent builder and copy": ours.persistent_way(rows, transport="copy"),
         **ours.baselines(rows),
     }
 
 
-PERSISTENT, COPIED = "attncore, persistent door", "attncore, persistent door and copy"
+PERSISTENT, COPIED = "attncore, persistent builder", "attncore, persistent builder and copy"
 RATIOS = [
     ("flash layout: metadata", "vLLM, FlashAttention, metadata", PERSISTENT, 30),
     ("page lists: metadata", "vLLM, FlashInfer, metadata", PERSISTENT, 30),

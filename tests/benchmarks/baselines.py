@@ -6,7 +6,7 @@ import numpy as np
 def plain_python(rows, block_size):
     """The list way: slots appended token by token, rows written one by one into a rectangle.
 
-    ``rows``: (block ids, computed, query_len). The list door's fields for decodes.
+    ``rows``: (block ids, computed, query_len). The list builder's fields for decodes.
     """
     slot_mapping, seq_lens, context_lens, query_lens = [], [], [], []
     query_start_loc, seq_start_loc, positions, token_to_req, logits_indices = [0], [0], [], [], []
@@ -43,7 +43,7 @@ def plain_python(rows, block_size):
 class Vectorised:
     """The NumPy way: state and buffers kept, any query lengths in one pass (repeat, divmod, one fancy index).
 
-    Every host field that the persistent door builds, the rectangle and the page indices apart.
+    Every host field that the persistent builder builds, the rectangle and the page indices apart.
     """
 
     def __init__(self, rows, block_size, max_tokens):

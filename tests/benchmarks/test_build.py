@@ -1,10 +1,10 @@
-"""Both doors, beside the plain-Python way, the vectorised NumPy way and a memory copy of the bytes written."""
+"""Both builders, beside the plain-Python way, the vectorised NumPy way and a memory copy of the bytes written."""
 
 import threading
 import time
 
 import baselines
-import doors
+import builders
 import numpy as np
 import pytest
 import shapes
@@ -29,7 +29,7 @@ def named(benchmark, group, way, floor_bytes=None):
 @pytest.mark.parametrize("n", shapes.DECODES)
 class TestDecode:
     def test_persistent(self, benchmark, n):
-        _, builder, scheduled = doors.persistent(shapes.decodes(n))
+        _, builder, scheduled = builders.persistent(shapes.decodes(n))
         named(benchmark, f"decode {n}", "persistent")
         time_steps(benchmark, builder.build, scheduled)
 
@@ -44,14 +44,14 @@ class TestDecode:
         time_steps(benchmark, way.step)
 
     def test_copy(self, benchmark, n):
-        _, builder, scheduled = doors.persistent(shapes.decodes(n))
-        size = doors.bytes_written(builder.build(scheduled))
+        _, builder, scheduled = builders.persistent(shapes.decodes(n))
+        size = builders.bytes_written(builder.build(scheduled))
         named(benchmark, f"decode {n}", "copy", size)
         time_steps(benchmark, baselines.copy_of(size))
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_lists(self, benchmark, n, layout):
-        build = doors.list_door(shapes.decodes(n, headroom=0), layout)
+        build = builders.list_builder(shapes.decodes(n, headroom=0), layout)
         named(benchmark, f"decode {n} lists", f"lists {layout}")
         benchmark.pedantic(build, rounds=100, warmup_rounds=5)
 
@@ -61,17 +61,17 @@ class TestDecode:
         benchmark.pedantic(baselines.plain_python, (rows, BLOCK_SIZE), rounds=40, warmup_rounds=2)
 
     def test_page_indices(self, benchmark, n):
-        _, builder, scheduled = doors.persistent(shapes.decodes(n))
+        _, builder, scheduled = builders.persistent(shapes.decodes(n))
         host = builder.build(scheduled).host
         named(benchmark, f"decode {n} page indices", "persistent")
         benchmark.pedantic(lambda: host.paged_kv_indices, rounds=100, warmup_rounds=5)
 
 
 class TestLongDecode:
-    """256 requests of 128k tokens: the persistent door does not see the length."""
+    """256 requests of 128k tokens: the persistent builder does not see the length."""
 
     def test_persistent(self, benchmark):
-        _, builder, scheduled = doors.persistent(shapes.long_decodes(256))
+        _, builder, scheduled = builders.persistent(shapes.long_decodes(256))
         named(benchmark, "decode 256 x 128k", "persistent")
         time_steps(benchmark, builder.build, scheduled)
 
@@ -82,7 +82,7 @@ class TestLongDecode:
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_lists(self, benchmark, layout):
-        build = doors.list_door(shapes.long_decodes(256, 0), layout)
+        build = builders.list_builder(shapes.long_decodes(256, 0), layout)
         named(benchmark, "decode 256 x 128k lists", f"lists {layout}")
         benchmark.pedantic(build, rounds=10, warmup_rounds=1)
 
@@ -100,7 +100,7 @@ SHAPES["mixed 128 + 2048"] = shapes.mixed()
 class TestPrefillAndMixed:
     def test_persistent(self, benchmark, shape):
         rows = SHAPES[shape]
-        batch, builder, scheduled = doors.persistent(rows)
+        batch, builder, scheduled = builders.persistent(rows)
 
         def again():
             for i, row in enumerate(rows):
@@ -117,14 +117,14 @@ class TestPrefillAndMixed:
         benchmark.pedantic(way.step, setup=lambda: np.copyto(way.computed, start), rounds=300, warmup_rounds=5)
 
     def test_copy(self, benchmark, shape):
-        _, builder, scheduled = doors.persistent(SHAPES[shape])
-        size = doors.bytes_written(builder.build(scheduled))
+        _, builder, scheduled = builders.persistent(SHAPES[shape])
+        size = builders.bytes_written(builder.build(scheduled))
         named(benchmark, shape, "copy", size)
         benchmark.pedantic(baselines.copy_of(size), rounds=2000, warmup_rounds=20)
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_lists(self, benchmark, shape, layout):
-        build = doors.list_door(SHAPES[shape], layout)
+        build = builders.list_builder(SHAPES[shape], layout)
         named(benchmark, f"{shape} lists", f"lists {layout}")
         benchmark.pedantic(build, rounds=100, warmup_rounds=5)
 
@@ -136,7 +136,7 @@ class TestPrefillAndMixed:
 @pytest.mark.parametrize("n", shapes.DECODES)
 def test_cold(benchmark, n):
     """64 MB are touched between steps, as a model's own work on the host would."""
-    _, builder, scheduled = doors.persistent(shapes.decodes(n))
+    _, builder, scheduled = builders.persistent(shapes.decodes(n))
     other = np.zeros(64 << 20, np.uint8)
 
     def touch():
@@ -148,7 +148,7 @@ def test_cold(benchmark, n):
 
 def test_busy_thread(benchmark):
     """Another Python thread never rests: percentiles of single builds, microseconds, in extra_info."""
-    _, builder, scheduled = doors.persistent(shapes.decodes(256, headroom=20_000))
+    _, builder, scheduled = builders.persistent(shapes.decodes(256, headroom=20_000))
     stop = threading.Event()
 
     def spin():

@@ -4,7 +4,7 @@ import statistics
 import time
 
 import baselines
-import doors
+import builders
 import numpy as np
 import pytest
 import shapes
@@ -48,7 +48,7 @@ def added(benchmark, longer, shorter, rounds, iterations):
 @pytest.mark.parametrize("what", BLOCK_SIZES)
 class TestGroups:
     def test_persistent(self, benchmark, what):
-        builder = doors.in_groups(shapes.decodes(256), BLOCK_SIZES[what])
+        builder = builders.in_groups(shapes.decodes(256), BLOCK_SIZES[what])
         named(benchmark, f"decode 256 in {what}", "persistent")
         benchmark.pedantic(builder.build, rounds=ROUNDS, iterations=ITERATIONS, warmup_rounds=5)
 
@@ -63,7 +63,7 @@ class TestGroups:
 @pytest.mark.parametrize(("size", "num_reqs"), [(1, 1), (64, 64), (64, 32), (256, 256), (256, 128)])
 def test_graph_preparation(benchmark, size, num_reqs):
     """A padded build, and what it takes beyond a plain one."""
-    padded, plain = doors.in_a_bucket(shapes.decodes(num_reqs), size)
+    padded, plain = builders.in_a_bucket(shapes.decodes(num_reqs), size)
     named(benchmark, f"graph of {size} with {num_reqs}", "persistent")
     added(benchmark, lambda: padded.build(bucket=size), plain.build, ROUNDS, ITERATIONS)
 
@@ -71,7 +71,7 @@ def test_graph_preparation(benchmark, size, num_reqs):
 @pytest.mark.parametrize("layout", ["common", "flash", "flashinfer", "rocm"])
 def test_graph_preparation_of_lists(benchmark, layout):
     named(benchmark, f"graph of 256 lists {layout}", f"lists {layout}")
-    added(benchmark, *doors.captured_lists(shapes.decodes(256, headroom=0), layout), 200, 1)
+    added(benchmark, *builders.captured_lists(shapes.decodes(256, headroom=0), layout), 200, 1)
 
 
 def test_reorder_batch(benchmark):

@@ -1,7 +1,7 @@
 """The ways that are timed against each other give the same fields."""
 
 import baselines
-import doors
+import builders
 import pytest
 import shapes
 
@@ -15,8 +15,8 @@ FIELDS = {
 
 @pytest.mark.parametrize("way", [baselines.Vectorised, baselines.Tuned])
 @pytest.mark.parametrize("rows", [shapes.decodes(8), shapes.prefills(8, 1024), shapes.mixed()])
-def test_numpy_builds_what_the_persistent_door_builds(way, rows):
-    _, builder, scheduled = doors.persistent(rows)
+def test_numpy_builds_what_the_persistent_builder_builds(way, rows):
+    _, builder, scheduled = builders.persistent(rows)
     numpy = way(rows, shapes.BLOCK_SIZE, sum(row.query_len for row in rows))
     for _ in range(1 if scheduled else 40):
         metadata = builder.build(scheduled)
@@ -32,7 +32,7 @@ def test_numpy_builds_what_the_persistent_door_builds(way, rows):
 @pytest.mark.parametrize("step", ["step", "step_sharing"])
 def test_numpy_builds_what_the_groups_have(block_sizes, step):
     rows = shapes.decodes(8, headroom=0)
-    builder = doors.in_groups(rows, block_sizes)
+    builder = builders.in_groups(rows, block_sizes)
     numpy = baselines.VectorisedGroups(rows, shapes.in_groups(rows, block_sizes), block_sizes)
     for _ in range(40):
         metadata = builder.build()

@@ -6,7 +6,7 @@ On the CPU, where the copy is a copy within memory; ``make bench-gpu`` has a dev
 import statistics
 import time
 
-import doors
+import builders
 import numpy as np
 import pytest
 import shapes
@@ -93,7 +93,7 @@ class TestDecode:
 def test_commit_of_a_mixed_batch(benchmark):
     rows = shapes.mixed()
     builder = builder_of(rows, transport="copy")
-    scheduled = doors.persistent(rows)[2]
+    scheduled = builders.persistent(rows)[2]
 
     def again():
         builder.batch.rollback_many(

@@ -617,8 +617,8 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 def test_the_snippets_of_the_page_run():
     names = {}
-    for snippet in re.findall(r"```python\n(.*?)```", (DOCS / "graphs.md").read_text(), re.DOTALL):
-        exec(compile(snippet, "docs/graphs.md", "exec"), names)
+    for snippet in re.findall(r"```python\n(.*?)```", (DOCS / "list-builder-graphs.md").read_text(), re.DOTALL):
+        exec(compile(snippet, "docs/list-builder-graphs.md", "exec"), names)
     assert names["state"].captured == (1, 2, 4, 8)
 
 

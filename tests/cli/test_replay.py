@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from attncore.cli import main
-from attncore.replay import runner
-from attncore.replay.layers.attention import AttentionLayers
+from attncore.replay import ranks
+from attncore.replay.layers.attention_layers import AttentionLayers
 from attncore.replay.scheduling.clock import CostModel
 from attncore.replay.traces import synthetic
 
@@ -149,13 +149,13 @@ def test_the_table_ends_with_a_sentence(capsys, trace):
 
 
 def test_a_failed_check_ends_with_1_and_names_the_field(capsys, trace, monkeypatch):
-    class Faulty(runner.MetadataBuilder):
+    class Faulty(ranks.MetadataBuilder):
         def build(self, scheduled):
             metadata = super().build(scheduled)
             metadata.host.logits_indices[0] += 1
             return metadata
 
-    monkeypatch.setattr(runner, "MetadataBuilder", Faulty)
+    monkeypatch.setattr(ranks, "MetadataBuilder", Faulty)
     code, out, _ = ran(capsys, trace, "--metadata-only", "--verify-every", "1")
     assert code == 1
     assert "failed: step 0: logits_indices: [0] is" in out

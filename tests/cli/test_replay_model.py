@@ -95,12 +95,12 @@ def test_a_run_that_outgrows_memory_is_one_line(where, config, trace, capsys, mo
     import torch
 
     from attncore.reference import ReferenceImpl
-    from attncore.replay.layers.model_layers import _eager
+    from attncore.replay.checks.model_check import EagerAttention
 
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24.00 GiB\nof 1")
 
-    owner, name = (ReferenceImpl, "forward") if where == "step" else (_eager, "__enter__")
+    owner, name = (ReferenceImpl, "forward") if where == "step" else (EagerAttention, "__enter__")
     monkeypatch.setattr(owner, name, full)
     assert main(["replay", trace, "--model", config(LLAMA)]) == 2
     captured = capsys.readouterr()

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from attncore.builder import ContextParallel, InputBatch, MetadataBuilder
-from attncore.replay.checks import oracle
-from attncore.replay.checks.oracle import Row, Shard, differences, expected
+from attncore.replay.checks.metadata_check import differences
+from attncore.replay.checks.oracle import COUNTS, FIELDS, PlannedRow, Shard, expected
 
 # A decode (its 9th token) and a prompt chunk (tokens 3 .. 7), blocks of 4.
-ROWS = [Row(8, 1, [9, 2, 7]), Row(3, 5, [4, 6])]
+ROWS = [PlannedRow(8, 1, [9, 2, 7]), PlannedRow(3, 5, [4, 6])]
 
 
 def test_expected_by_hand():
@@ -47,9 +47,9 @@ def built():
     batch.add_request("prompt", [4, 6], num_computed_tokens=3)
     batch.add_request("decode", [9, 2, 7], num_computed_tokens=8)
     metadata = MetadataBuilder(batch, max_num_batched_tokens=16).build({"prompt": 5})
-    fields = (*oracle.INT64_FIELDS, *oracle.INT32_FIELDS, "block_table")
+    fields = (*FIELDS, "block_table")
     host = SimpleNamespace(**{name: getattr(metadata.host, name).copy() for name in fields})
-    counts = {name: getattr(metadata, name) for name in oracle.COUNTS}
+    counts = {name: getattr(metadata, name) for name in COUNTS}
     return SimpleNamespace(host=host, req_ids=metadata.req_ids, **counts)
 
 
@@ -60,7 +60,7 @@ def test_the_builder_agrees():
     assert differences(built(), PLANNED, 4) == []
 
 
-@pytest.mark.parametrize("name", [*oracle.INT64_FIELDS, *oracle.INT32_FIELDS])
+@pytest.mark.parametrize("name", FIELDS)
 def test_a_wrong_number_in_any_field_is_named(name):
     metadata = built()
     getattr(metadata.host, name)[-1] += 1
@@ -69,7 +69,7 @@ def test_a_wrong_number_in_any_field_is_named(name):
     assert "1 of" in sentence
 
 
-@pytest.mark.parametrize("name", oracle.COUNTS)
+@pytest.mark.parametrize("name", COUNTS)
 def test_a_wrong_count_is_named(name):
     metadata = built()
     setattr(metadata, name, getattr(metadata, name) + 1)
@@ -77,7 +77,7 @@ def test_a_wrong_count_is_named(name):
     assert sentence.startswith(f"{name}: ")
 
 
-@pytest.mark.parametrize("name", [*oracle.INT64_FIELDS, *oracle.INT32_FIELDS, "block_table"])
+@pytest.mark.parametrize("name", [*FIELDS, "block_table"])
 def test_another_dtype_or_shape_is_named(name):
     metadata = built()
     setattr(metadata.host, name, getattr(metadata.host, name).astype(np.int16))
@@ -96,7 +96,7 @@ def test_a_wrong_block_in_the_table_is_named(row, column, block):
 
 
 def test_a_table_may_hold_the_blocks_that_come_next():
-    assert differences(built(), {**PLANNED, "decode": Row(8, 1, [9, 2, 7, 5])}, 4) == []
+    assert differences(built(), {**PLANNED, "decode": PlannedRow(8, 1, [9, 2, 7, 5])}, 4) == []
 
 
 def test_other_requests_and_another_order_are_named():
@@ -107,13 +107,13 @@ def test_other_requests_and_another_order_are_named():
 
 
 def test_more_tokens_are_a_decode_with_drafts():
-    found = expected([Row(8, 3, [9, 2, 7]), Row(3, 5, [4, 6])], 4, threshold=3)
+    found = expected([PlannedRow(8, 3, [9, 2, 7]), PlannedRow(3, 5, [4, 6])], 4, threshold=3)
     assert (found["num_decodes"], found["num_decode_tokens"], found["max_decode_query_len"]) == (1, 3, 3)
     assert (found["num_prefills"], found["num_prefill_tokens"], found["max_decode_seq_len"]) == (1, 5, 11)
 
 
 def test_a_rank_by_hand():
-    rows = [Row(0, 10, [5, 9, 2]), Row(6, 3, [7, 3, 8])]
+    rows = [PlannedRow(0, 10, [5, 9, 2]), PlannedRow(6, 3, [7, 3, 8])]
     found = expected(rows, 4, shard=Shard(2, 0, 1))
     assert found["slot_mapping"] == [20, -1, 21, -1, 22, -1, 23, -1, 36, -1, 31, -1, 12]
     assert (found["seq_lens"], found["context_lens"]) == ([5, 5], [0, 3])
@@ -126,7 +126,7 @@ def test_a_rank_that_is_another_is_named():
     batch.add_request("prompt", [4, 6], num_computed_tokens=3)
     ranks = ContextParallel(2, 1, 4)
     metadata = MetadataBuilder(batch, max_num_batched_tokens=16, context_parallel=ranks).build({"prompt": 6})
-    planned = {"prompt": Row(3, 6, [4, 6])}
+    planned = {"prompt": PlannedRow(3, 6, [4, 6])}
     assert differences(metadata, planned, 4, shard=Shard(2, 1, 1)) == []
     assert any(
         sentence.startswith("slot_mapping") for sentence in differences(metadata, planned, 4, shard=Shard(2, 0, 1))

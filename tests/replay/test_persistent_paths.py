@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 
 from attncore.builder import KVCacheGroup
-from attncore.replay import runner
-from attncore.replay.layers.attention import AttentionLayers
-from attncore.replay.layers.content import Content
+from attncore.replay import ranks
+from attncore.replay.layers.attention_layers import AttentionLayers
 from attncore.replay.results.measurements import total
-from attncore.replay.runner import Settings, replay
+from attncore.replay.runner import replay
 from attncore.replay.scheduling.clock import CostModel
-from attncore.replay.scheduling.draft import Speculation
-from attncore.replay.traces.request import Request
+from attncore.replay.scheduling.draft_model import Speculation
+from attncore.replay.settings import Settings
+from attncore.replay.token_content import Content
+from attncore.replay.traces.trace import Request
 
 # Chunks, mixed steps, prefix hits (rows 3 and 4), preemption.
 REQUESTS = [
@@ -46,7 +47,7 @@ def layers(of, num_layers=3):
     pytest.importorskip("torch")
     from attncore import BackendConfig
     from attncore.reference import ReferenceBackend
-    from attncore.replay.layers.sharded_attention import ShardedLayers
+    from attncore.replay.layers.sharded_layers import ShardedLayers
 
     backends = {
         group.name: ReferenceBackend(BackendConfig(4, 2, 8, "float32", group.block_size)) for group in of.groups_of_rank
@@ -98,7 +99,7 @@ def test_the_same_seed_draws_the_same_drafts():
     assert one.steps.decode_tokens == two.steps.decode_tokens != other.steps.decode_tokens
 
 
-class WrongSlot(runner.MetadataBuilder):
+class WrongSlot(ranks.MetadataBuilder):
     """The last token of each step goes elsewhere, in the second group alone."""
 
     def build(self, scheduled):
@@ -107,7 +108,7 @@ class WrongSlot(runner.MetadataBuilder):
         return metadata
 
 
-class WrongTable(runner.MetadataBuilder):
+class WrongTable(ranks.MetadataBuilder):
     """The second group's table names a block of somebody else."""
 
     def build(self, scheduled):
@@ -118,23 +119,23 @@ class WrongTable(runner.MetadataBuilder):
 
 def wrong_rank(batch, backend=None, *, context_parallel, **arguments):
     """The second rank builds what the first has."""
-    first = runner.ContextParallel(
+    first = ranks.ContextParallel(
         context_parallel.world_size, 0, context_parallel.block_size, context_parallel.interleave
     )
-    return runner_builder(batch, backend, context_parallel=first, **arguments)
+    return sound_builder(batch, backend, context_parallel=first, **arguments)
 
 
-runner_builder = runner.MetadataBuilder
+sound_builder = ranks.MetadataBuilder
 
 
-class WrongRollback(runner.InputBatch):
+class WrongRollback(ranks.InputBatch):
     """An accepted draft is taken back with those that were rejected."""
 
     def rollback_many(self, num_tokens):
         super().rollback_many({row: count + bool(count) for row, count in num_tokens.items()})
 
 
-class SilentWindow(runner.InputBatch):
+class SilentWindow(ranks.InputBatch):
     """Says of no block that its window has passed it."""
 
     def release_passed_blocks(self, num_rollback=0):
@@ -155,7 +156,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(monkeypatch, fault, attention):
     way, name, faulty, sentence = FAULTS[fault]
-    monkeypatch.setattr(runner, name, faulty)
+    monkeypatch.setattr(ranks, name, faulty)
     how = settings(**WAYS[way] | {"num_blocks": 40})
     requests = [Request(1, 0.0, 40, 30), Request(2, 0.0, 20, 24)]
     found = replay(requests, how, layers(how) if attention else None).verification
@@ -168,7 +169,7 @@ def test_rejected_drafts_leave_keys_of_their_own_behind():
     how = settings(speculation=Speculation(3, 0.5))
     checked = layers(how, 1)
     written = {}
-    attend = checked._attend
+    attend = checked.attend
 
     def watched(layer, tokens, ranks):
         host = ranks[0].host
@@ -178,7 +179,7 @@ def test_rejected_drafts_leave_keys_of_their_own_behind():
                 written.setdefault(place, []).append(tokens[1][token].clone())
         return attend(layer, tokens, ranks)
 
-    checked._attend = watched
+    checked.attend = watched
     outcome = replay(REQUESTS[4:], how, checked)
     assert outcome.verification.failed == 0
     again = [keys for keys in written.values() if len(keys) > 1]

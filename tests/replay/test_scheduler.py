@@ -6,9 +6,9 @@ import pytest
 
 from attncore.builder import KVCacheGroup
 from attncore.replay.scheduling.cache_blocks import CacheBlocks, prefix_keys
-from attncore.replay.scheduling.draft import Draft, DraftModel, Speculation
+from attncore.replay.scheduling.draft_model import Draft, DraftModel, Speculation
 from attncore.replay.scheduling.scheduler import Scheduler
-from attncore.replay.traces.request import Request
+from attncore.replay.traces.trace import Request
 
 ONE_GROUP = (KVCacheGroup("decoder", 4),)
 

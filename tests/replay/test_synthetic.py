@@ -4,8 +4,8 @@ import itertools
 import statistics
 
 from attncore.replay.traces import synthetic
-from attncore.replay.traces.request import HASH_BLOCK
 from attncore.replay.traces.synthetic import synthetic_trace
+from attncore.replay.traces.trace import HASH_BLOCK
 
 
 def test_the_seed_settles_it():

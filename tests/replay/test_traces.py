@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from attncore.replay.traces.read import read_trace
-from attncore.replay.traces.request import Request, TraceError
+from attncore.replay.traces.read_trace import read_trace
+from attncore.replay.traces.trace import Request, TraceError
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"

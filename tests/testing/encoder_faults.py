@@ -1,6 +1,6 @@
 """Faults of encoders, cross attention, log-sum-exp and latent caches, and the test of the kit that must find each."""
 
-from testing.faults import Fault, forward
+from testing.faulty_backend import Fault, forward
 
 ENCODER = "features={'encoder', 'sliding_window'}"
 CROSS = "features={'encoder_decoder', 'sinks'}"
@@ -74,7 +74,7 @@ return whole(query, key, value, kv_cache, metadata, output)
     ),
     Fault(
         "cross_that_forgets",
-        "test_cross_attention_of_the_persistent_door",
+        "test_cross_attention_of_the_persistent_builder",
         "wrote nothing to slot",
         forward(
             """
@@ -86,7 +86,7 @@ return whole(query, key, value, kv_cache.clone() if cross else kv_cache, metadat
     ),
     Fault(
         "cross_one_token_short",
-        "test_cross_attention_of_the_list_door",
+        "test_cross_attention_of_the_list_builder",
         "1 queries over",
         forward(
             """
@@ -232,6 +232,6 @@ return whole(query, key, value, kv_cache, metadata, output).div_(1 + (size == 4)
         "undeclared_encoders_accepted",
         "test_undeclared_features_are_refused_with_a_sentence[attn_type-encoder-encoder]",
         "was accepted",
-        "Backend._check_declared = lambda self, **asked: None",
+        "Backend.impl = lambda self, layer_name, **given: Impl(self, layer_name, **given)",
     ),
 )

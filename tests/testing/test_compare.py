@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attncore.testing.engines.compare import Row, compare
-from attncore.testing.kit.errors import ConformanceError
+from attncore.testing.engines.compare import StepRequest, compare
+from attncore.testing.harness.errors import ConformanceError
 
 CONFIG = SimpleNamespace(
     num_heads=1, num_kv_heads=1, head_size=2, block_size=4, dtype="bfloat16", kv_cache_dtype="fp8_e4m3"
@@ -17,7 +17,7 @@ def compared(found, wanted, v_scale):
     engine = SimpleNamespace(config=CONFIG, tolerance=0.08, junk=7.0, features={"scale": 1.0, "v_scale": v_scale})
     tensors = (torch.tensor(one).view(1, 1, 2) for one in (found, wanted))
     answer, expected = tensors
-    return compare(answer, [expected], [Row("a", 1, 0)], engine)
+    return compare(answer, [expected], [StepRequest("a", 1, 0)], engine)
 
 
 def test_errors_are_measured_in_units_of_the_values_scale():

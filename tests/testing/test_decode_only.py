@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attncore.testing.kit.run import conformance
+from attncore.testing.harness.run_suite import conformance
 
 QUIET = ("-p", "no:terminal")
 LIGHT = """
@@ -65,7 +65,7 @@ def test_a_backend_for_decodes_passes_and_prefill_is_unsupported(site):
     found = states(report)
     for row in ("decode", "sliding_window", "NaN canary", "graph padding", "block ids at the end of the pool"):
         assert found[row] == "supported"
-    for row in ("chunked prefill", "mixed batches", "prefix hits", "list door"):
+    for row in ("chunked prefill", "mixed batches", "prefix hits", "list builder"):
         assert found[row] == "unsupported"
 
 

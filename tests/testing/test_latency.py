@@ -5,8 +5,8 @@ import json
 import pytest
 
 from attncore.cli import main
-from attncore.testing import latency
-from attncore.testing.kit.subject import Subject
+from attncore.testing.engines import timed_steps
+from attncore.testing.harness.subject import Subject
 
 # Some releases of pytest-benchmark leave the file of --benchmark-json to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -45,7 +45,7 @@ def test_build_plan_commit_and_forward_are_timed_apart(tmp_path):
 
 
 def test_saved_steps_are_replayed(tmp_path, monkeypatch):
-    monkeypatch.setattr(latency, "MOST_STEPS", 3)
+    monkeypatch.setattr(timed_steps, "MAX_STEPS", 3)
     saved = tmp_path / "steps.jsonl"
     assert (
         main(["replay", "--metadata-only", "--save-steps", str(saved), "--requests", "3", "--num-blocks", "400"]) == 0
@@ -87,9 +87,9 @@ def test_saved_steps_with_encoders(tmp_path):
 
 
 def test_a_step_is_the_same_each_time_it_is_timed():
-    timed = latency.Timed(Subject("reference"), "chunk of 128 beside 16 decodes", latency.REQUEST, None)
+    timed = timed_steps.Timed(Subject("reference"), "chunk of 128 beside 16 decodes", timed_steps.REQUEST, None)
     for _ in range(3):
         timed.reset()
-        for step in (timed._builders[0](), timed._senders[0]()):
+        for step in (timed.builds[0](), timed.sends[0]()):
             assert (step.num_prefills, step.num_decodes, step.num_tokens) == (1, 16, 144)
             assert sorted(step.host.seq_lens.tolist()) == sorted([640, *(32 * i + 1 for i in range(1, 17))])

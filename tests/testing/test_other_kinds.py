@@ -2,11 +2,11 @@
 
 import pytest
 from planting import Site
-from testing.faults import HEAVY, LIGHT
+from testing.faulty_backend import HEAVY, LIGHT
 
 from attncore.errors import NoBackendError
 from attncore.registry.choice.select import select
-from attncore.testing.kit.run import conformance
+from attncore.testing.harness.run_suite import conformance
 from attncore.testing.verify_child import compared
 
 QUIET = ("-p", "no:terminal")
@@ -96,5 +96,5 @@ def test_cross_attention_through_page_lists(site):
     assert (code, report.failures) == (0, [])
     assert states(report)["encoder_decoder"] == "supported"
     outcomes = {result.test: result.outcome for result in report.results}
-    assert outcomes["test_cross_attention_of_the_persistent_door"] == "passed"
-    assert outcomes["test_cross_attention_of_the_list_door"] == "skipped"
+    assert outcomes["test_cross_attention_of_the_persistent_builder"] == "passed"
+    assert outcomes["test_cross_attention_of_the_list_builder"] == "skipped"

@@ -7,14 +7,18 @@ import sys
 import hypothesis
 import pytest
 from planting import Site
+from testing.cache_faults import CACHE_FAULTS
 from testing.encoder_faults import ENCODER_FAULTS
-from testing.faults import FAULTS, HEAVY, LIGHT
+from testing.faulty_backend import HEAVY, LIGHT
+from testing.feature_faults import FEATURE_FAULTS
+from testing.spec_faults import SPEC_FAULTS
+from testing.step_faults import STEP_FAULTS
 
 from attncore.registry.plugins import load
-from attncore.testing.kit.run import FILE, _Catcher, conformance
+from attncore.testing.harness.run_suite import FILE, ReportCatcher, conformance
 
 QUIET = ("-p", "no:terminal")
-EVERY_FAULT = (*FAULTS, *ENCODER_FAULTS)
+EVERY_FAULT = (*FEATURE_FAULTS, *SPEC_FAULTS, *CACHE_FAULTS, *STEP_FAULTS, *ENCODER_FAULTS)
 hypothesis.settings.register_profile("without shrinking", phases=[hypothesis.Phase.generate])
 
 
@@ -54,7 +58,7 @@ def run(name, test, settings="EXAMPLES = 15\n"):
 @pytest.fixture(scope="module")
 def all_faults(tmp_path_factory):
     """Every faulty backend planted, and the one test of each run, in one session of pytest: its exit code, reports."""
-    folder, catcher = tmp_path_factory.mktemp("faults"), _Catcher()
+    folder, catcher = tmp_path_factory.mktemp("faults"), ReportCatcher()
     (folder / "pytest.ini").write_text("[pytest]\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(folder), *sys.path])
@@ -90,30 +94,30 @@ def test_the_sound_backend_passes_every_test(plant):
     code, report = conformance("sound", settings="EXAMPLES = 10\n", options=QUIET)
     assert (code, report.failures) == (0, [])
     states = {row["capability"]: row["state"] for row in report.rows()}
-    assert states["graph padding"] == states["list door"] == states["NaN canary"] == "supported"
+    assert states["graph padding"] == states["list builder"] == states["NaN canary"] == "supported"
 
 
 def test_a_tail_that_must_be_finite_is_left_finite(plant):
-    fault = next(fault for fault in FAULTS if fault.name == "reads_unused_rows")
+    fault = next(fault for fault in EVERY_FAULT if fault.name == "reads_unused_rows")
     plant("tail", fault.code, "finite_tail=True")
     code, report = run("tail", "test_nothing_is_read")
     assert (code, report.failures) == (0, [])
 
 
-def test_a_list_door_that_is_refused_is_unsupported_with_the_reason(plant):
+def test_a_list_builder_that_is_refused_is_unsupported_with_the_reason(plant):
     code = """
 def forward(self, query, key, value, kv_cache, metadata, output=None):
     if metadata.from_groups:
-        raise ValueError("metadata: this backend reads the persistent door only")
+        raise ValueError("metadata: this backend reads the persistent builder only")
     return super(Impl, self).forward(query, key, value, kv_cache, metadata, output)
 Impl.forward = forward
 """
     plant("modern", code)
-    exit_code, report = run("modern", "list_door and not graph and not cross")
+    exit_code, report = run("modern", "list_builder and not graph and not cross")
     assert exit_code == 0
     (row,) = report.rows()
-    assert (row["capability"], row["state"]) == ("list door", "unsupported")
-    assert "persistent door only" in row["reason"]
+    assert (row["capability"], row["state"]) == ("list builder", "unsupported")
+    assert "persistent builder only" in row["reason"]
 
 
 def test_what_is_not_declared_is_unsupported_with_the_specs_own_reason(plant):
@@ -151,7 +155,7 @@ def test_a_backend_that_cannot_run_here_keeps_its_spec_tests(plant):
     assert "rocm:gfx942" in next(one.reason for one in report.results if one.test == "test_decode")
 
 
-CAPLESS = next(fault.code for fault in FAULTS if fault.name == "no_cap")
+CAPLESS = next(fault.code for fault in EVERY_FAULT if fault.name == "no_cap")
 CAP_TEST = "test_a_feature_over_random_batches[logits_soft_cap]"
 
 
@@ -178,7 +182,7 @@ def test_an_expected_failure_of_no_test_is_an_error(plant):
     assert code == 4
 
 
-def test_a_name_that_nobody_provides(site):
+def test_a_name_that_no_distribution_provides(site):
     code, report = conformance("nobody", options=(*QUIET, "-k", "loads"))
     assert code == 1
     assert "no distribution installed here provides 'nobody'" in report.failures[0].reason

@@ -2,7 +2,7 @@
 
 import pytest
 
-from attncore.testing.kit.run import conformance
+from attncore.testing.harness.run_suite import conformance
 
 QUIET = ("-p", "no:terminal")
 LIGHT = """
@@ -21,7 +21,7 @@ def attncore_backend():
 HEAVY = """
 import dataclasses
 import torch
-from attncore import AttentionBackend, AttentionImpl, kv_cache as paged
+from attncore import AttentionBackend, AttentionImpl
 from attncore.reference import ReferenceBackend
 
 class Impl(AttentionImpl):

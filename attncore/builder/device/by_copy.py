@@ -161,7 +161,7 @@ class CopyTransport:
                 self.tables.apply(index, self._arena[start:end].view(torch.int64))
                 start = end
         if self.corrections is not None:
-            self._issue(self._correct, shape.size, out.num_reqs, out.num_tokens)
+            self._issue(self._correct, shape.capacity, out.num_reqs, out.num_tokens)
         self.sent = step
 
     def pages_of(self, index: int, metadata: Any) -> Any:

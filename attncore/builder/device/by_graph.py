@@ -115,7 +115,7 @@ class GraphTransport(CopyTransport):
 
     def record(self, shape: Any) -> None:
         """Called inside a capture, first: the nodes that fetch each step."""
-        self._nodes(shape.size)
+        self._nodes(shape.capacity)
         if not shape.recorded:
             shape.recorded = True
             self._recorded_shapes.append(shape)

@@ -1,4 +1,6 @@
-"""Triton kernels of the device's side: the journal into a table, page indices out of it."""
+"""Triton kernels of both transports: an arena read over the bus, the journal into tables, page indices out of them,
+exact lengths for overlapped steps.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,31 @@ import torch
 import triton
 import triton.language as tl
 
+from attncore.kernels import codes
+
 _JOURNAL_BLOCK = 256
 _PAGES_BLOCK = 512
+_WORDS = 512  # int32 words of the arena that a program reads
+_TOKENS = 256  # that a program corrects
+
+# Kernels may read globals that are constants of the compiler alone.
+_HEADER_STEP = tl.constexpr(codes.HEADER_STEP)
+_HEADER_ROWS = tl.constexpr(codes.HEADER_ROWS)
+_HEADER_TOKENS = tl.constexpr(codes.HEADER_TOKENS)
+_PAD_SLOT_ID = tl.constexpr(codes.PAD_SLOT_ID)
+
+# int64 words of a transport's state: the last step that was read, the one read now (-1: none), and the ticket.
+_LAST_READ = tl.constexpr(0)
+_READ_NOW = tl.constexpr(1)
+_TICKET = tl.constexpr(2)
+
+# Where ``correct_lengths`` finds the words of a step's own fields.
+_PREVIOUS_ROWS = tl.constexpr(0)
+_CONTEXT_LENS = tl.constexpr(1)
+_SEQ_LENS = tl.constexpr(2)
+_SEQ_START_LOC = tl.constexpr(3)
+_TOKEN_TO_REQ_INDICES = tl.constexpr(4)
+_POSITIONS = tl.constexpr(5)
 
 
 @triton.jit
@@ -41,22 +66,19 @@ def gather_pages(table: Any, indptr: Any, out: Any, longest: int) -> None:
     _gather_pages[grid](table, indptr, out, table.stride(0), block=_PAGES_BLOCK)
 
 
-_WORDS = 512  # int32 words of the arena that a program reads
-
-
 @triton.jit
 def _read_arena(  # type: ignore[no-untyped-def]
     pinned, state, arena, tables, words, slots_start, slots_stop, journal,
     depth: tl.constexpr, stride: tl.constexpr, groups: tl.constexpr, counts: tl.constexpr, ticket: tl.constexpr,
     block: tl.constexpr,
 ):  # fmt: skip
-    step = tl.load(state + 2) if ticket else tl.load(state) + 1
+    step = tl.load(state + _TICKET) if ticket else tl.load(state + _LAST_READ) + 1
     source = pinned + (tl.maximum(step, 0) % depth) * stride
     header = source.to(tl.pointer_type(tl.int64))
-    found = (step >= 0) & (tl.load(header) == step)
+    found = (step >= 0) & (tl.load(header + _HEADER_STEP) == step)
     program = tl.program_id(0)
     if program == 0:
-        tl.store(state + 1, tl.where(found, step, -1))
+        tl.store(state + _READ_NOW, tl.where(found, step, -1))
     i = program * block + tl.arange(0, block)
     if found:
         tl.store(arena + i, tl.load(source + i, mask=i < words, other=0), mask=i < words)
@@ -71,9 +93,9 @@ def _read_arena(  # type: ignore[no-untyped-def]
                 tl.store(table + (entry & 0xFFFFFFFF), (entry >> 32).to(tl.int32), mask=k < count)
                 at += tl.num_programs(0) * block
             first += count
-    else:  # no rows, no lengths, tokens nowhere: for memory's sake only
-        nowhere = (i >= slots_start) & (i < slots_stop)
-        tl.store(arena + i, tl.where(nowhere, -1, 0), mask=i < words)
+    else:  # no such step: no rows, no lengths and padded slots, so that what follows writes to no block
+        is_slot = (i >= slots_start) & (i < slots_stop)
+        tl.store(arena + i, tl.where(is_slot, _PAD_SLOT_ID, 0), mask=i < words)  # both words of an int64 -1 are -1
 
 
 @triton.jit
@@ -86,7 +108,7 @@ def _gather_all_pages(  # type: ignore[no-untyped-def]
             _receive(state, receipt)
     start = tl.load(indptr + row)
     count = tl.load(indptr + row + 1) - start
-    num_rows = tl.load(arena.to(tl.pointer_type(tl.int64)) + 1)
+    num_rows = tl.load(arena.to(tl.pointer_type(tl.int64)) + _HEADER_ROWS)
     count = tl.where(row < num_rows, count, 0)  # behind the step's rows stand those of steps before
     at = tl.program_id(1) * block
     while at < count:
@@ -103,10 +125,10 @@ def _write_receipt(state, receipt):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _receive(state, receipt):  # type: ignore[no-untyped-def]
-    step = tl.load(state + 1)
+    step = tl.load(state + _READ_NOW)
     if step >= 0:
-        tl.store(state, step)
-        tl.store(state + 2, -1)
+        tl.store(state + _LAST_READ, step)
+        tl.store(state + _TICKET, -1)
         tl.store(receipt, step)
 
 
@@ -146,19 +168,16 @@ def write_receipt(state: Any, receipt: Any) -> None:
     _write_receipt[(1,)](state, receipt)
 
 
-_TOKENS = 256  # that a program corrects
-
-
 @triton.jit
 def _correct_tokens(  # type: ignore[no-untyped-def]
     words, rejected, where, groups, num_groups: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
-    num_tokens = tl.load(words.to(tl.pointer_type(tl.int64)) + 2)
+    num_tokens = tl.load(words.to(tl.pointer_type(tl.int64)) + _HEADER_TOKENS)
     t = tl.program_id(0) * block + tl.arange(0, block)
-    row = tl.load(words + tl.load(where + 4) + t, mask=t < num_tokens, other=0)
-    was = tl.load(words + tl.load(where) + row, mask=t < num_tokens, other=-1)
+    row = tl.load(words + tl.load(where + _TOKEN_TO_REQ_INDICES) + t, mask=t < num_tokens, other=0)
+    was = tl.load(words + tl.load(where + _PREVIOUS_ROWS) + row, mask=t < num_tokens, other=-1)
     fewer = tl.maximum(tl.load(rejected + was, mask=was >= 0, other=0), 0)
-    positions = (words + tl.load(where + 5)).to(tl.pointer_type(tl.int64)) + t
+    positions = (words + tl.load(where + _POSITIONS)).to(tl.pointer_type(tl.int64)) + t
     position = tl.maximum(tl.load(positions, mask=t < num_tokens, other=0) - fewer, 0)
     tl.store(positions, position, mask=t < num_tokens)
     for g in range(num_groups):
@@ -175,16 +194,16 @@ def _correct_tokens(  # type: ignore[no-untyped-def]
 def _correct_rows(  # type: ignore[no-untyped-def]
     words, rejected, where, pages, num_pages: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
-    num_rows = tl.load(words.to(tl.pointer_type(tl.int64)) + 1)
+    num_rows = tl.load(words.to(tl.pointer_type(tl.int64)) + _HEADER_ROWS)
     i = tl.arange(0, block)
-    was = tl.load(words + tl.load(where) + i, mask=i < num_rows, other=-1)
-    context_lens, seq_lens = words + tl.load(where + 1), words + tl.load(where + 2)
+    was = tl.load(words + tl.load(where + _PREVIOUS_ROWS) + i, mask=i < num_rows, other=-1)
+    context_lens, seq_lens = words + tl.load(where + _CONTEXT_LENS), words + tl.load(where + _SEQ_LENS)
     context = tl.load(context_lens + i, mask=i < num_rows, other=0)
     fewer = tl.minimum(tl.maximum(tl.load(rejected + was, mask=was >= 0, other=0), 0), context)
     seq_len = tl.load(seq_lens + i, mask=i < num_rows, other=0) - fewer
     tl.store(context_lens + i, context - fewer, mask=i < num_rows)
     tl.store(seq_lens + i, seq_len, mask=i < num_rows)
-    tl.store(words + tl.load(where + 3) + 1 + i, tl.cumsum(seq_len, 0), mask=i < num_rows)
+    tl.store(words + tl.load(where + _SEQ_START_LOC) + 1 + i, tl.cumsum(seq_len, 0), mask=i < num_rows)
     for p in range(num_pages):
         size = tl.load(pages + 3 * p + 2).to(tl.int32)
         count = (seq_len + size - 1) // size

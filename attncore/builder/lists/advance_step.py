@@ -15,7 +15,7 @@ from attncore.builder.fields import DERIVED
 from attncore.graphs import refuse_while_capturing
 
 if TYPE_CHECKING:
-    from attncore.builder.lists.builder import CommonMetadataBuilder
+    from attncore.builder.lists.settings import ListSettings
     from attncore.builder.metadata import CommonAttentionMetadata
 
 
@@ -63,23 +63,23 @@ def advance_step(
     and changes nothing, for a step with prompts, a decode of several tokens, a token without a block, and a step that a
     captured graph cannot hold any more; CaptureError while a stream is capturing.
     """
-    builder = _checked_builder(metadata)
+    settings = _checked_settings(metadata)
     n = len(metadata.host.query_lens)
     if num_queries is not None and arguments.integer("num_queries", num_queries, 1) != n:
         raise ValueError(f"num_queries: {num_queries}, but the step has {n} decodes without padding; build it anew")
     tokens = _checked_tokens(metadata, n, input_tokens, sampled_token_ids)
-    refuse_while_capturing("cpu" if builder.backend is None else builder.backend.config.device, "advance_step")
-    step = _next_step(metadata, builder, n)
-    if builder._plan is None:
-        _write(metadata, step, builder)
+    refuse_while_capturing("cpu" if settings.backend is None else settings.backend.config.device, "advance_step")
+    step = _next_step(metadata, settings, n)
+    if settings.plan is None:
+        _write(metadata, step, settings)
     else:
-        _write_planned(metadata, step, builder)
+        _write_planned(metadata, step, settings)
     if tokens is not None:
         input_tokens[:n] = tokens
         input_tokens[n : metadata.num_reqs] = 0
 
 
-def _checked_builder(metadata: CommonAttentionMetadata) -> CommonMetadataBuilder:
+def _checked_settings(metadata: CommonAttentionMetadata) -> ListSettings:
     """The builder of a step that can advance."""
     if metadata.source is None:
         raise ValueError(
@@ -94,8 +94,8 @@ def _checked_builder(metadata: CommonAttentionMetadata) -> CommonMetadataBuilder
             f"metadata: row {row} ran {metadata.max_query_len} tokens; decodes of one token advance, so build the step "
             "anew"
         )
-    builder: CommonMetadataBuilder = metadata.source.builder
-    return builder
+    settings: ListSettings = metadata.source.builder
+    return settings
 
 
 def _checked_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any, sampled: Any) -> Any:
@@ -119,9 +119,9 @@ def _checked_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any
     return tokens
 
 
-def _next_step(metadata: CommonAttentionMetadata, builder: CommonMetadataBuilder, n: int) -> _Next:
+def _next_step(metadata: CommonAttentionMetadata, settings: ListSettings, n: int) -> _Next:
     """The next step, checked; nothing is written yet."""
-    host, size, window = metadata.host, builder.block_size, builder.sliding_window
+    host, size, window = metadata.host, settings.block_size, settings.sliding_window
     tables = vars(metadata).get("_row_tables")
     if tables is None:
         tables = vars(metadata)["_row_tables"] = _row_tables(metadata, n)
@@ -136,14 +136,14 @@ def _next_step(metadata: CommonAttentionMetadata, builder: CommonMetadataBuilder
         most = -(-window // size) * size
         lengths = np.minimum(lengths, most + lengths.astype(np.int64) % size).astype(np.int32)
         longest, total = int(lengths.max()), int(lengths.sum(dtype=np.int64)) + metadata.num_reqs - n
-    if metadata.use_cuda_graph and longest > (builder.max_seq_len_to_capture or 0):
+    if metadata.use_cuda_graph and longest > (settings.max_seq_len_to_capture or 0):
         row = int((contexts if lengths is None else lengths).argmax())
         raise ValueError(
-            f"max_seq_len_to_capture: {builder.max_seq_len_to_capture} is below the length {longest} of row {row}; "
+            f"max_seq_len_to_capture: {settings.max_seq_len_to_capture} is below the length {longest} of row {row}; "
             "build the step anew, without a graph"
         )
-    started = _started_blocks(host, builder, contexts, tables)
-    if builder.dialect.page_lists:
+    started = _started_blocks(host, settings, contexts, tables)
+    if settings.dialect.page_lists:
         total = max(total, int(host.paged_kv_indptr[-1]) + len(started.rows))
     if total > INT32_MAX:
         raise ValueError(f"metadata: lengths or pages of this step, {total} in all, do not fit int32")
@@ -164,9 +164,9 @@ def _row_tables(metadata: CommonAttentionMetadata, n: int) -> list[Any]:
     return tables
 
 
-def _started_blocks(host: Any, builder: CommonMetadataBuilder, contexts: Int32Array, tables: list[Any]) -> _Rows:
+def _started_blocks(host: Any, settings: ListSettings, contexts: Int32Array, tables: list[Any]) -> _Rows:
     """The rows whose tokens at ``contexts`` start a block, each with its id: with blocks of 16, about one in 16."""
-    size = builder.block_size
+    size = settings.block_size
     rows = np.flatnonzero(contexts % size == 0)
     found = _Rows(rows, np.empty(len(rows), np.int32))
     columns, last_blocks = (contexts[rows] // size).tolist(), (host.slot_mapping[rows] // size).tolist()
@@ -184,7 +184,7 @@ def _started_blocks(host: Any, builder: CommonMetadataBuilder, contexts: Int32Ar
                 "build the step anew"
             )
         ids.append(table[column])
-    if ids and builder._kernels.fill_block_table([ids], found.ids[np.newaxis]) >= 0:
+    if ids and settings.kernels.fill_block_table([ids], found.ids[np.newaxis]) >= 0:
         at = next(at for at, one in enumerate(ids) if array_arguments.bad_block_ids([one], INT32_MAX + 1))
         raise ValueError(f"metadata: row {rows[at]}: block id {ids[at]!r} is no integer of 0..{INT32_MAX}")
     return found
@@ -228,13 +228,13 @@ def _trimmed_rows(
     return _Rows(rows, ids[:, :width])
 
 
-def _write(metadata: CommonAttentionMetadata, step: _Next, builder: CommonMetadataBuilder) -> None:
+def _write(metadata: CommonAttentionMetadata, step: _Next, settings: ListSettings) -> None:
     host, (rows, ids) = metadata.host, step.started
     n, num_reqs = len(host.query_lens), metadata.num_reqs
     host.context_lens += 1
     host.positions[:n] += 1
     host.slot_mapping[:n] += 1
-    host.slot_mapping[rows] = ids.astype(np.int64) * builder.block_size
+    host.slot_mapping[rows] = ids.astype(np.int64) * settings.block_size
     if step.seq_lens is None:
         host.seq_lens[:n] += 1
     else:
@@ -246,28 +246,28 @@ def _write(metadata: CommonAttentionMetadata, step: _Next, builder: CommonMetada
         host.block_table[:, : table.shape[1]] = table[:, : changed.ids.shape[1]]
     if len(changed.rows):
         host.block_table[changed.rows] = changed.ids
-    if builder.dialect.page_lists:
+    if settings.dialect.page_lists:
         host.paged_kv_last_page_len[:n] += 1
         host.paged_kv_last_page_len[rows] = 1
         if len(rows):
-            _add_pages(host, builder, rows, ids)
+            _add_pages(host, settings, rows, ids)
     metadata.max_seq_len = metadata.max_decode_seq_len = step.max_seq_len
     metadata.advanced += 1
     _follow(metadata, table_changed=len(changed.rows) > 0)
 
 
-def _add_pages(host: Any, builder: CommonMetadataBuilder, rows: npt.NDArray[np.intp], ids: Int32Array) -> None:
+def _add_pages(host: Any, settings: ListSettings, rows: npt.NDArray[np.intp], ids: Int32Array) -> None:
     """Page lists with a page more at the end of ``rows``."""
     indptr = host.paged_kv_indptr
     before, more = indptr[rows + 1], np.zeros(len(indptr), np.int32)
     more[rows + 1] = 1
     indptr += np.cumsum(more, dtype=np.int32)
-    if builder.sliding_window is not None:  # the table is trimmed, the list is not
+    if settings.sliding_window is not None:  # the table is trimmed, the list is not
         host.paged_kv_indices = np.insert(host.paged_kv_indices, before, ids)
         return
     host.paged_kv_indices = np.empty(int(indptr[-1]), np.int32)
     n = len(host.query_lens)
-    builder._kernels.fill_page_indices(host.block_table[:n], indptr[: n + 1], host.paged_kv_indices)
+    settings.kernels.fill_page_indices(host.block_table[:n], indptr[: n + 1], host.paged_kv_indices)
 
 
 def _follow(metadata: CommonAttentionMetadata, table_changed: bool) -> None:
@@ -292,14 +292,14 @@ def _follow(metadata: CommonAttentionMetadata, table_changed: bool) -> None:
             value.copy_(torch.from_numpy(array), non_blocking=True)
 
 
-def _write_planned(metadata: CommonAttentionMetadata, step: _Next, builder: CommonMetadataBuilder) -> None:
+def _write_planned(metadata: CommonAttentionMetadata, step: _Next, settings: ListSettings) -> None:
     """Writes the step and plans it; where planning fails, the step before is back."""
     host = metadata.host
     before = {name: (array, array.copy()) for name in _FIELDS if (array := getattr(host, name, None)) is not None}
     counts = {name: getattr(metadata, name) for name in ("max_seq_len", "max_decode_seq_len", "advanced")}
-    _write(metadata, step, builder)
+    _write(metadata, step, settings)
     try:
-        builder._plan(metadata)
+        settings.plan(metadata)
     except BaseException:
         for name, (array, values) in before.items():
             array[...] = values

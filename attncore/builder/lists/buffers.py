@@ -17,7 +17,7 @@ from attncore.builder.fields import FIELDS, Length, Owner, named
 from attncore.kernels.codes import PAD_SLOT_ID
 
 if TYPE_CHECKING:
-    from attncore.builder.lists.builder import CommonMetadataBuilder
+    from attncore.builder.lists.settings import ListSettings
 
 STAGING_DEPTH = 2
 
@@ -76,13 +76,13 @@ class GraphBuffers:
     ``device`` is a torch device, or None for NumPy arrays. Arrays of a smaller size are views of the largest one's.
     """
 
-    def __init__(self, builder: CommonMetadataBuilder, device: str | None, max_batch_size: int) -> None:
-        assert builder.max_seq_len_to_capture is not None
-        size, block = max_batch_size, builder.block_size
+    def __init__(self, settings: ListSettings, device: str | None, max_batch_size: int) -> None:
+        assert settings.max_seq_len_to_capture is not None
+        size, block = max_batch_size, settings.block_size
         self.max_batch_size = size
-        self.has_pages, self.has_encoder = builder.dialect.page_lists, builder.encoder_decoder
-        self.width = -(-builder.max_seq_len_to_capture // block)
-        longest_encoder = builder.max_encoder_seq_len_to_capture or builder.max_seq_len_to_capture
+        self.has_pages, self.has_encoder = settings.dialect.page_lists, settings.encoder_decoder
+        self.width = -(-settings.max_seq_len_to_capture // block)
+        longest_encoder = settings.max_encoder_seq_len_to_capture or settings.max_seq_len_to_capture
         self.cross_width = -(-longest_encoder // block) if self.has_encoder else 0
         self.max_pages = size * self.width if self.has_pages else 0
         names = [*_PADDED, _FIXED, *_UNPADDED]

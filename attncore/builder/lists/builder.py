@@ -11,14 +11,14 @@ import numpy as np
 from attncore import arguments
 from attncore.arguments import INT32_MAX
 from attncore.builder.lists import refusals
-from attncore.builder.lists.dialects import DIALECTS
+from attncore.builder.lists.advance_step import advance_step
 from attncore.builder.lists.encoders import encoder_fields
 from attncore.builder.lists.sequence_group import SequenceGroup
-from attncore.builder.metadata import CommonAttentionMetadata, Source, identity
+from attncore.builder.lists.settings import ListSettings
+from attncore.builder.metadata import CommonAttentionMetadata, Source
 from attncore.builder.slices import HostArrays
 from attncore.errors import ConcurrentUseError
-from attncore.graphs import refuse_while_capturing
-from attncore.kernels import KernelsName, codes, load_kernels
+from attncore.kernels import KernelsName, codes
 
 
 class _Measures(NamedTuple):
@@ -64,18 +64,7 @@ def _fresh(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages:
     return host
 
 
-def _planner(backend: Any) -> Callable[[CommonAttentionMetadata], None]:
-    """The backend's plan, refused while a stream is capturing: only a step that is planned pays for the question."""
-    plan, device = backend.plan, backend.config.device
-
-    def planned(metadata: CommonAttentionMetadata) -> None:
-        refuse_while_capturing(device, "plan")
-        plan(metadata)
-
-    return planned
-
-
-class CommonMetadataBuilder:
+class CommonMetadataBuilder(ListSettings):
     """Builds metadata from lists of SequenceGroup, by the rules of the first generation (docs/list-door.md).
 
     ``layout``: ``common``, ``flash``, ``flashinfer`` or ``rocm``. ``sliding_window``: tokens a query may see, itself
@@ -101,34 +90,11 @@ class CommonMetadataBuilder:
         backend: Any = None,
         kernels: KernelsName | None = None,
     ) -> None:
-        for name, value in (
-            ("block_size", block_size),
-            ("sliding_window", sliding_window),
-            ("max_seq_len_to_capture", max_seq_len_to_capture),
-            ("max_encoder_seq_len_to_capture", max_encoder_seq_len_to_capture),
-        ):
-            if value is not None:
-                arguments.integer(name, value, 1)
-        if layout not in DIALECTS:
-            raise ValueError(f"layout: {layout!r} is not one of {', '.join(DIALECTS)}")
-        for name, flag in (("chunked_prefill", chunked_prefill), ("encoder_decoder", encoder_decoder)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name}: {flag!r} is not true or false")
-        if encoder_decoder and not DIALECTS[layout].encoder_decoder:
-            able = ", ".join(name for name, one in DIALECTS.items() if one.encoder_decoder)
-            raise ValueError(f"layout: {layout} has no encoder/decoder attention; {able} have")
-        if max_encoder_seq_len_to_capture is not None and not encoder_decoder:
-            raise ValueError("max_encoder_seq_len_to_capture: given, but encoder_decoder is false")
-        self.block_size, self.dialect = block_size, DIALECTS[layout]
-        self.sliding_window, self.chunked_prefill = sliding_window, chunked_prefill
-        self.max_seq_len_to_capture = max_seq_len_to_capture
-        self.encoder_decoder, self.max_encoder_seq_len_to_capture = encoder_decoder, max_encoder_seq_len_to_capture
-        self._kernels = load_kernels(kernels)
-        self._reader = self._kernels.GroupReader()
-        self._max_numbers: int | None = None  # a stream of strangers' batches sets a limit (batch_file.py)
-        self.backend = backend
-        self._wrap = identity if backend is None else backend.from_host
-        self._plan: Any = _planner(backend) if backend is not None and backend.has_plan else None
+        super().__init__(
+            block_size, layout, sliding_window, chunked_prefill, max_seq_len_to_capture, encoder_decoder,
+            max_encoder_seq_len_to_capture, backend, kernels,
+        )  # fmt: skip
+        self._reader = self.kernels.GroupReader()
 
     def build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int = -1) -> CommonAttentionMetadata:
         """The metadata of one step: prompts, then decodes.
@@ -146,12 +112,10 @@ class CommonMetadataBuilder:
         num_queries: int | None = None,
     ) -> None:
         """Moves a step that this builder made on by one token: ``attncore.builder.advance_step``."""
-        from attncore.builder.lists.advance_step import advance_step
-
         advance_step(metadata, input_tokens, sampled_token_ids, num_queries)
 
     def _build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int, room: Room) -> CommonAttentionMetadata:
-        arguments.integer("cuda_graph_pad_size", cuda_graph_pad_size, -1)
+        cuda_graph_pad_size = arguments.integer("cuda_graph_pad_size", cuda_graph_pad_size, -1)
         if not isinstance(groups, (list, tuple)):
             if not isinstance(groups, Iterable):
                 raise refusals.malformed_groups(groups)
@@ -159,63 +123,26 @@ class CommonMetadataBuilder:
         if not self._reader.enter():
             raise ConcurrentUseError("builder: another caller is inside it; give each thread a builder of its own")
         try:
-            return self._built(groups, cuda_graph_pad_size, room)
+            return self._build_read(groups, cuda_graph_pad_size, room)
         finally:
             self._reader.leave()
 
-    def _built(self, groups: Any, cuda_graph_pad_size: int, room: Room) -> CommonAttentionMetadata:
-        reader = self._reader
-        if not reader.read(groups):
-            raise refusals.malformed_groups(groups)
-        window = self.sliding_window or 0
-        measures = _Measures(
-            *reader.measure(
-                self.block_size, window, self.chunked_prefill, self.dialect.whole_batch_hit,
-                self.dialect.multi_token_decode,
-            )
-        )  # fmt: skip
-        if measures.code != codes.OK:
-            raise refusals.refused_groups(
-                groups,
-                measures.code,
-                measures.row,
-                measures.token,
-                self.block_size,
-                self.sliding_window,
-                self.dialect.name,
-            )
-        use_graph = cuda_graph_pad_size >= 0
-        pad = max(cuda_graph_pad_size, 0)
+    def _build_read(self, groups: Any, cuda_graph_pad_size: int, room: Room) -> CommonAttentionMetadata:
+        reader, measures = self._reader, self._measure(groups)
+        use_graph, pad = cuda_graph_pad_size >= 0, max(cuda_graph_pad_size, 0)
         width = self._graph_width(groups, measures) if use_graph else measures.widest_row
-
-        num_seqs = reader.num_seqs
-        num_reqs, num_tokens = num_seqs + pad, measures.num_tokens + pad
-        if max(num_tokens, measures.num_seq_tokens + pad) > INT32_MAX:
-            raise ValueError(f"cuda_graph_pad_size: {pad} padded requests do not fit int32")
-        if self._max_numbers is not None and num_tokens + num_reqs * width > self._max_numbers:
-            raise ValueError(
-                f"groups: an answer of {num_tokens} tokens and a table of {num_reqs} x {width} is more than the "
-                f"{self._max_numbers} numbers allowed here"
-            )
-        num_pages = measures.num_pages if self.dialect.page_lists else -1
-        host = room(num_seqs, num_reqs, num_tokens, width, num_pages)
-        reader.fill(
-            self.block_size, window, pad, host.slot_mapping, host.positions, host.token_to_req_indices, host.seq_lens,
-            host.context_lens, host.query_lens, host.query_start_loc, host.seq_start_loc, host.logits_indices,
-        )  # fmt: skip
-        reader.fill_table(host.block_table)
-        if num_pages >= 0:
-            reader.fill_pages(self.block_size, host.paged_kv_indptr, host.paged_kv_indices, host.paged_kv_last_page_len)
-        num_decode_tokens = num_tokens - measures.num_prefill_tokens
+        num_reqs, num_tokens = reader.num_seqs + pad, measures.num_tokens + pad
+        self._check_capacity(num_reqs, num_tokens, measures.num_seq_tokens, pad, width)
+        host = self._fill(measures, pad, room(reader.num_seqs, num_reqs, num_tokens, width, self._num_pages(measures)))
         metadata = CommonAttentionMetadata(
             host,
-            self._wrap,
+            self.wrap,
             num_reqs=num_reqs,
             num_tokens=num_tokens,
             num_prefills=measures.num_prefills,
             num_prefill_tokens=measures.num_prefill_tokens,
-            num_decodes=num_seqs - measures.num_prefills,
-            num_decode_tokens=num_decode_tokens,
+            num_decodes=reader.num_seqs - measures.num_prefills,
+            num_decode_tokens=num_tokens - measures.num_prefill_tokens,
             max_query_len=measures.max_query_len,
             max_seq_len=max(measures.max_prefill_seq_len, measures.max_decode_seq_len),
             max_prefill_seq_len=measures.max_prefill_seq_len,
@@ -233,9 +160,52 @@ class CommonMetadataBuilder:
             raise ValueError(
                 "groups[0].encoder_seq_len: given to a builder that was not made with encoder_decoder=True"
             )
-        if self._plan is not None:
-            self._plan(metadata)
+        if self.plan is not None:
+            self.plan(metadata)
         return metadata
+
+    def _measure(self, groups: Any) -> _Measures:
+        """Reads and checks the groups; what the arrays of the step come to."""
+        if not self._reader.read(groups):
+            raise refusals.malformed_groups(groups)
+        dialect = self.dialect
+        measures = _Measures(
+            *self._reader.measure(
+                self.block_size, self.sliding_window or 0, self.chunked_prefill, dialect.whole_batch_hit,
+                dialect.multi_token_decode,
+            )
+        )  # fmt: skip
+        if measures.code != codes.OK:
+            raise refusals.refused_groups(
+                groups, measures.code, measures.row, measures.token, self.block_size, self.sliding_window, dialect.name
+            )
+        return measures
+
+    def _num_pages(self, measures: _Measures) -> int:
+        """Entries of the page indices; -1: no page lists."""
+        return measures.num_pages if self.dialect.page_lists else -1
+
+    def _check_capacity(self, num_reqs: int, num_tokens: int, num_seq_tokens: int, pad: int, width: int) -> None:
+        if max(num_tokens, num_seq_tokens + pad) > INT32_MAX:
+            raise ValueError(f"cuda_graph_pad_size: {pad} padded requests do not fit int32")
+        if self.max_numbers is not None and num_tokens + num_reqs * width > self.max_numbers:
+            raise ValueError(
+                f"groups: an answer of {num_tokens} tokens and a table of {num_reqs} x {width} is more than the "
+                f"{self.max_numbers} numbers allowed here"
+            )
+
+    def _fill(self, measures: _Measures, pad: int, host: SimpleNamespace) -> SimpleNamespace:
+        """Writes the step that was read to ``host``."""
+        reader = self._reader
+        reader.fill(
+            self.block_size, self.sliding_window or 0, pad, host.slot_mapping, host.positions,
+            host.token_to_req_indices, host.seq_lens, host.context_lens, host.query_lens, host.query_start_loc,
+            host.seq_start_loc, host.logits_indices,
+        )  # fmt: skip
+        reader.fill_table(host.block_table)
+        if self.dialect.page_lists:
+            reader.fill_pages(self.block_size, host.paged_kv_indptr, host.paged_kv_indices, host.paged_kv_last_page_len)
+        return host
 
     def _graph_width(self, groups: Any, measures: _Measures) -> int:
         """The fixed width of a captured table, and whether this step may replay a graph at all."""

@@ -10,7 +10,7 @@ from attncore.builder.metadata import CommonAttentionMetadata, identity
 from attncore.errors import CaptureError
 
 if TYPE_CHECKING:
-    from attncore.builder.lists.builder import CommonMetadataBuilder
+    from attncore.builder.lists.settings import ListSettings
 
 NOTHING: tuple[Any, int] = (None, 0)
 
@@ -33,7 +33,7 @@ class CapturedSteps:
         assert self.held is not None  # allocated before the first size
         return self.held
 
-    def allocate(self, builder: CommonMetadataBuilder, device: str | None, max_batch_size: int) -> None:
+    def allocate(self, settings: ListSettings, device: str | None, max_batch_size: int) -> None:
         """Buffers for so many requests; CaptureError where graphs read smaller ones."""
         if self.held is not None and self.held.max_batch_size >= max_batch_size:
             return
@@ -42,7 +42,7 @@ class CapturedSteps:
                 f"graph_capture: {max_batch_size} requests, but the graphs captured so far read buffers of "
                 f"{self.buffers.max_batch_size}; make a new state and capture anew"
             )
-        self.held = GraphBuffers(builder, device, max_batch_size)
+        self.held = GraphBuffers(settings, device, max_batch_size)
 
     def size_of(self, metadata: CommonAttentionMetadata, only: int | None) -> int:
         """The captured size that a step was padded to."""
@@ -78,7 +78,7 @@ class CapturedSteps:
                 "without a graph, or capture longer sequences (max_seq_len_to_capture)"
             )
 
-    def check_fits(self, metadata: CommonAttentionMetadata, builder: CommonMetadataBuilder) -> None:
+    def check_fits(self, metadata: CommonAttentionMetadata, settings: ListSettings) -> None:
         """ValueError unless the buffers can hold a step of a captured size, which another builder may have built."""
         host, buffers = metadata.host, self.buffers
         for name, held in (("paged_kv_indptr", buffers.has_pages), ("encoder_seq_lens", buffers.has_encoder)):
@@ -93,20 +93,20 @@ class CapturedSteps:
                     f"metadata: a {name} {getattr(host, name).shape[1]} wide, but the graphs read {width}; build it "
                     "with the builder of this state"
                 )
-        if metadata.max_decode_seq_len > (builder.max_seq_len_to_capture or 0):
+        if metadata.max_decode_seq_len > (settings.max_seq_len_to_capture or 0):
             raise ValueError(
                 f"metadata: a length of {metadata.max_decode_seq_len} exceeds max_seq_len_to_capture "
-                f"{builder.max_seq_len_to_capture}; run the step without a graph"
+                f"{settings.max_seq_len_to_capture}; run the step without a graph"
             )
         num_pages = len(host.paged_kv_indices) if buffers.has_pages else 0
         self.check_counts(metadata.num_reqs, metadata.num_tokens, num_pages)
 
-    def new_metadata(self, builder: CommonMetadataBuilder, size: int) -> CommonAttentionMetadata:
+    def new_metadata(self, settings: ListSettings, size: int) -> CommonAttentionMetadata:
         """Metadata of ``size`` decodes over the buffers, with the largest lengths; its host arrays are to follow."""
-        longest = builder.max_seq_len_to_capture
+        longest = settings.max_seq_len_to_capture
         metadata = CommonAttentionMetadata(
             None,
-            identity if builder.backend is None else builder.backend.from_host,
+            identity if settings.backend is None else settings.backend.from_host,
             num_reqs=size,
             num_tokens=size,
             num_prefills=0,
@@ -122,8 +122,8 @@ class CapturedSteps:
             from_groups=True,
             **self.buffers.views(size),
         )
-        if builder.encoder_decoder:
-            metadata.max_encoder_seq_len = builder.max_encoder_seq_len_to_capture or metadata.max_seq_len
+        if settings.encoder_decoder:
+            metadata.max_encoder_seq_len = settings.max_encoder_seq_len_to_capture or metadata.max_seq_len
             metadata.num_encoder_tokens = size * metadata.max_encoder_seq_len
         # A backend reads the views inside a capture, where no other arrays may be made: the decodes are the whole step.
         vars(metadata).update(_prefill=None, _decode=metadata)

@@ -15,7 +15,7 @@ from attncore.kernels import codes
 from attncore.vocabulary import AttentionType
 
 if TYPE_CHECKING:
-    from attncore.builder.lists.builder import CommonMetadataBuilder
+    from attncore.builder.lists.settings import ListSettings
     from attncore.builder.metadata import CommonAttentionMetadata
 
 Fields = dict[str, npt.NDArray[Any]]
@@ -45,27 +45,27 @@ def token_counts(metadata: CommonAttentionMetadata, attn_type: AttentionType | s
 
 
 def encoder_fields(
-    builder: CommonMetadataBuilder, groups: Any, num_prefills: int, num_reqs: int, use_graph: bool
+    settings: ListSettings, groups: Any, num_prefills: int, num_reqs: int, use_graph: bool
 ) -> tuple[Fields, Counts]:
     """The encoder fields of a step of ``groups``, which the builder has read, and their counts.
 
     Prompts run all their encoder tokens and read no table; decodes run none and read ``cross_block_table``. Raises
     ValueError or TypeError that names the group and the field.
     """
-    lens, tables = _read(groups, builder.block_size)
+    lens, tables = _read(groups, settings.block_size)
     num_seqs = len(lens)
     num_tokens = sum(lens)
     if num_tokens + num_reqs - num_seqs > INT32_MAX:
         raise ValueError(f"encoder_seq_len: the sum {num_tokens} over this step does not fit int32")
     width = max(map(len, tables[num_prefills:]), default=0)
     if use_graph:
-        width = _graph_width(builder, groups, lens, tables)
+        width = _graph_width(settings, groups, lens, tables)
     widest_prompt = max(map(len, tables[:num_prefills]), default=0)
     numbers = sum(lens[:num_prefills]) + num_prefills * widest_prompt + num_reqs * width
-    if builder._max_numbers is not None and numbers > builder._max_numbers:
+    if settings.max_numbers is not None and numbers > settings.max_numbers:
         raise ValueError(
             f"groups: {num_tokens} encoder tokens and cross tables {max(width, widest_prompt)} wide are more than the "
-            f"{builder._max_numbers} numbers allowed here"
+            f"{settings.max_numbers} numbers allowed here"
         )
     seq_lens, query_lens = np.ones(num_reqs, np.int32), np.zeros(num_reqs, np.int32)
     seq_lens[:num_seqs] = lens
@@ -75,10 +75,10 @@ def encoder_fields(
         "encoder_query_lens": query_lens,
         "encoder_seq_start_loc": _sums(seq_lens),
         "encoder_query_start_loc": _sums(query_lens),
-        "cross_slot_mapping": _slots(builder, groups, query_lens[:num_prefills], tables[:num_prefills]),
+        "cross_slot_mapping": _slots(settings, groups, query_lens[:num_prefills], tables[:num_prefills]),
         "cross_block_table": np.zeros((num_reqs, width), np.int32),
     }
-    _fill_table(builder, groups, tables, num_prefills, fields["cross_block_table"][num_prefills:num_seqs])
+    _fill_table(settings, groups, tables, num_prefills, fields["cross_block_table"][num_prefills:num_seqs])
     return fields, {"num_encoder_tokens": num_tokens, "max_encoder_seq_len": int(seq_lens.max())}
 
 
@@ -105,17 +105,18 @@ def _read(groups: Any, block_size: int) -> tuple[list[int], list[Any]]:
     return lens, tables
 
 
-def _slots(builder: CommonMetadataBuilder, groups: Any, query_lens: Int32Array, tables: list[Any]) -> Int64Array:
+def _slots(settings: ListSettings, groups: Any, query_lens: Int32Array, tables: list[Any]) -> Int64Array:
     """Slots of the prompts' encoder tokens; -1 for all of a profiled prompt."""
     held = np.where([len(row) > 0 for row in tables], query_lens, np.int32(0)).astype(np.int32, copy=False)
-    needed = -(-int(held.max(initial=0)) // builder.block_size)  # and not less, should a caller's list shrink meanwhile
+    # The columns that are read, and not fewer, should a caller's list shrink meanwhile.
+    needed = -(-int(held.max(initial=0)) // settings.block_size)
     table = np.empty((len(tables), max([needed, *map(len, tables)])), np.int32)
-    _fill_table(builder, groups, tables, 0, table)
+    _fill_table(settings, groups, tables, 0, table)
     num_held = int(held.sum())
     slot_mapping = np.empty(num_held, np.int64)
     if num_held:
         context = np.zeros(len(held), np.int32)
-        builder._kernels.fill_slot_mapping(table, context, held, builder.block_size, slot_mapping)
+        settings.kernels.fill_slot_mapping(table, context, held, settings.block_size, slot_mapping)
     if num_held == query_lens.sum():
         return slot_mapping
     whole = np.full(int(query_lens.sum()), codes.PAD_SLOT_ID, np.int64)
@@ -123,32 +124,32 @@ def _slots(builder: CommonMetadataBuilder, groups: Any, query_lens: Int32Array, 
     return whole
 
 
-def _fill_table(builder: CommonMetadataBuilder, groups: Any, tables: list[Any], first: int, out: Int32Array) -> None:
+def _fill_table(settings: ListSettings, groups: Any, tables: list[Any], first: int, out: Int32Array) -> None:
     """Rows ``first`` and on of ``tables`` into ``out``, padded with 0."""
     if not len(out):
         return
-    row = builder._kernels.fill_block_table(tables[first : first + len(out)], out)
+    row = settings.kernels.fill_block_table(tables[first : first + len(out)], out)
     if row >= 0:
         bad = array_arguments.bad_block_ids(tables[first + row], INT32_MAX + 1)
         kind, text = bad or (ValueError, "changed while it was read")
         raise kind(f"groups[{_group_of(groups, first + row)}].cross_block_table: {text}")
 
 
-def _graph_width(builder: CommonMetadataBuilder, groups: Any, lens: list[int], tables: list[Any]) -> int:
+def _graph_width(settings: ListSettings, groups: Any, lens: list[int], tables: list[Any]) -> int:
     """The fixed width of a captured cross table; rows of ``tables`` that are wider lose their blocks beyond it."""
-    name, capture = "max_encoder_seq_len_to_capture", builder.max_encoder_seq_len_to_capture
+    name, capture = "max_encoder_seq_len_to_capture", settings.max_encoder_seq_len_to_capture
     if capture is None:
-        name, capture = "max_seq_len_to_capture", builder.max_seq_len_to_capture or 0
+        name, capture = "max_seq_len_to_capture", settings.max_seq_len_to_capture or 0
     if max(lens) > capture:
         index = _group_of(groups, next(row for row, length in enumerate(lens) if length > capture))
         raise ValueError(f"{name}: {capture} is below the encoder_seq_len {groups[index][3]} of groups[{index}]")
-    width = -(-capture // builder.block_size)
+    width = -(-capture // settings.block_size)
     for row, table in enumerate(tables):
         if len(table) > width:
-            if not builder.dialect.cuts_lookahead:
+            if not settings.dialect.cuts_lookahead:
                 raise ValueError(
                     f"groups[{_group_of(groups, row)}].cross_block_table: {len(table)} blocks exceed the {width} "
-                    f"columns of {name} {capture} (layout {builder.dialect.name} cuts no lookahead)"
+                    f"columns of {name} {capture} (layout {settings.dialect.name} cuts no lookahead)"
                 )
             tables[row] = list(table)[:width]
     return width

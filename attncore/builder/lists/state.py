@@ -161,7 +161,7 @@ class CommonAttentionState(FirstGenerationStateNames):
         if builder is None:
             raise ValueError("build: this state has no builder; make it with builder=")
         metadata: CommonAttentionMetadata
-        if cuda_graph_pad_size == -1 or builder._plan is not None or builder.encoder_decoder:
+        if cuda_graph_pad_size == -1 or builder.plan is not None or builder.encoder_decoder:
             metadata = builder.build(groups, cuda_graph_pad_size)
             if metadata.use_cuda_graph:
                 self.prepare(metadata)

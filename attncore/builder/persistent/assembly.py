@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attncore import arguments
+from attncore import arguments, graphs
 from attncore.arguments import INT32_MAX
 from attncore.builder.device.arena import ArenaRing, Capacity
 from attncore.builder.device.transport import attach_transport, new_transport
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from attncore.builder.persistent.engine_fields import EngineFields
     from attncore.builder.persistent.overlap import Overlap
     from attncore.builder.persistent.settings import Settings
-    from attncore.builder.persistent.step_metadata import Owner, StepMetadata
+    from attncore.builder.persistent.step_metadata import StepMetadata
 
 
 class Assembly:
@@ -38,12 +39,12 @@ class Assembly:
         settings: Settings,
         engine_fields: EngineFields,
         overlap: Overlap | None,
-        owner: Owner,
+        builder: object,
         poison: bool,
     ) -> None:
         self._core, self._backends, self._settings = core, backends, settings
         self._engine_fields, self._overlap, self._poison = engine_fields, overlap, poison
-        self.closed = False
+        self.builder, self.closed = builder, False  # whose metadata this is, for backends that ask
         has_cross, max_num_reqs = core.cross is not None, core.lengths.shape[1]
         max_encoder = settings.max_num_encoder_tokens if has_cross else 0
         side = new_transport(settings.transport, backends.device, list(core.tables.values()), backends.page_lists)
@@ -64,12 +65,13 @@ class Assembly:
         elif overlap is not None:
             raise ValueError("num_rejected: steps are read where they are built; transport='copy' makes steps overlap")
         self.side: CopyTransport | None = side
-        self.shapes = StepShapes(core, self.ring, backends, side, owner)
+        self.shapes = StepShapes(core, self.ring, backends, side, self)
         self.eager = self.shapes.eager(settings.max_num_batched_tokens, settings.max_num_encoder_tokens)
         self.shapes.make_all()
         self._query_lens = np.zeros(max_num_reqs, np.int32)
         self._swaps = np.zeros((max_num_reqs, 2), np.int32)
         self.kernel = self._new_kernel(settings.context_parallel)
+        self._is_capturing = side.is_capturing if side else partial(graphs.is_capturing, backends.device)
         self._rows_before = 0
 
     def _new_kernel(self, ranks: ContextParallel | None) -> Any:
@@ -88,6 +90,11 @@ class Assembly:
             ranks.rank if ranks else 0,
             ranks.interleave if ranks else 1,
         )
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last step that was built; -1: none."""
+        return int(self.kernel.next_step) - 1
 
     @property
     def nbytes(self) -> int:
@@ -156,12 +163,38 @@ class Assembly:
             self._take_back(shape, metadata, num_rows)
             raise
 
+    def refuse_while_capturing(self, what: str) -> None:
+        """CaptureError that begins with ``what`` while a stream is capturing."""
+        if self._is_capturing():
+            raise CaptureError(
+                f"{what}: a stream is capturing; it plans and copies, which a graph must not record. Call it before "
+                "the capture begins, and before each replay"
+            )
+
+    def record(self, metadata: StepMetadata) -> None:
+        """``metadata.record()``: the first nodes of the graph that is captured over it."""
+        if not metadata.use_cuda_graph:
+            raise CaptureError("record: this step was built without a bucket; capture over builder.capture(num_reqs)")
+        if self.side is not None:
+            self.side.record(self.shapes.of(metadata))
+
+    def replay(self, metadata: StepMetadata, graph: Any) -> None:
+        """``metadata.replay(graph)``."""
+        if not metadata.use_cuda_graph:
+            raise CaptureError("replay: this step was built without a bucket; build(bucket=...) makes one for a graph")
+        self.refuse_while_capturing("replay")
+        if self.side is None:
+            graph.replay()
+        else:
+            self.side.replay(metadata.step, graph)
+
     def abandon(self, metadata: StepMetadata) -> None:
-        """Takes back the last step, which waits for its replay; CaptureError for any other."""
-        step = metadata.step
-        if step != self.kernel.next_step - 1 or self.side is None or not self.side.abandon(step):
-            raise CaptureError(f"abandon: step {step} is not waiting for a replay; nothing is to be taken back")
-        self._take_back(self.shapes.of(metadata), metadata, self._rows_before)
+        """``metadata.abandon()``: takes back the last step, which waits for its replay; CaptureError for any other."""
+        with self._core.entered:
+            step = metadata.step
+            if step != self.last_step or self.side is None or not self.side.abandon(step):
+                raise CaptureError(f"abandon: step {step} is not waiting for a replay; nothing is to be taken back")
+            self._take_back(self.shapes.of(metadata), metadata, self._rows_before)
 
     def arrange(self, shape: Any, scheduled: Mapping[Hashable, int], query_len: int) -> tuple[Any, StepMetadata]:
         """The scheduled step, checked, its rows in order, its arrays filled; ``shape`` None: an eager step's."""
@@ -190,7 +223,7 @@ class Assembly:
                 settings.max_num_encoder_tokens,
             )  # fmt: skip
         if shape is not None:
-            code, row, count = self.kernel.check_bucket(shape)
+            code, row, count = self.kernel.check_shape(shape)
             if code != codes.OK:
                 raise refusals.refused_bucket(self._core, code, row, count, self._query_lens, shape)
 

@@ -9,7 +9,7 @@ from attncore import arguments
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup, checked_groups
 
 if TYPE_CHECKING:
-    from attncore.builder.persistent.input_batch import InputBatch
+    from attncore.builder.persistent.batch_core import BatchCore
 
 ONLY_GROUP = "decoder"
 """The name of a batch's group where it was made with ``block_size`` and not with groups."""
@@ -32,7 +32,7 @@ def groups_of(
 
 
 def check_new_request(
-    batch: InputBatch, req_id: Hashable, num_computed_tokens: int, encoder_seq_len: int, encoder_computed: bool
+    core: BatchCore, req_id: Hashable, num_computed_tokens: int, encoder_seq_len: int, encoder_computed: bool
 ) -> None:
     """ValueError or TypeError where a request cannot join the batch."""
     if req_id is None:
@@ -41,25 +41,25 @@ def check_new_request(
         hash(req_id)
     except TypeError as error:
         raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
-    if req_id in batch.core.order.row_of:
+    if req_id in core.order.row_of:
         raise ValueError(f"req_id: {req_id!r} is in the batch already; remove it first")
     arguments.integer("num_computed_tokens", num_computed_tokens, 0)
-    if num_computed_tokens > batch.max_model_len:
+    if num_computed_tokens > core.max_model_len:
         raise ValueError(
             f"num_computed_tokens: {num_computed_tokens} of request {req_id!r} exceed "
-            f"max_model_len {batch.max_model_len}"
+            f"max_model_len {core.max_model_len}"
         )
     arguments.integer("encoder_seq_len", encoder_seq_len, 0)
-    if encoder_seq_len > batch.max_encoder_len:
-        if batch.core.cross is None:
+    if encoder_seq_len > core.max_encoder_len:
+        if core.cross is None:
             raise ValueError(f"encoder_seq_len: {encoder_seq_len} of request {req_id!r}, but no group is cross")
         raise ValueError(
-            f"encoder_seq_len: {encoder_seq_len} of request {req_id!r} exceed max_encoder_len {batch.max_encoder_len}"
+            f"encoder_seq_len: {encoder_seq_len} of request {req_id!r} exceed max_encoder_len {core.max_encoder_len}"
         )
-    if encoder_computed and batch.core.cross is None:
+    if encoder_computed and core.cross is None:
         raise ValueError(f"encoder_computed: true for request {req_id!r}, but no group is cross")
-    if len(batch.core.order.row_of) == batch.max_num_reqs:
-        raise ValueError(f"req_id: no row for {req_id!r}; the batch holds max_num_reqs {batch.max_num_reqs}")
+    if len(core.order.row_of) == core.max_num_reqs:
+        raise ValueError(f"req_id: no row for {req_id!r}; the batch holds max_num_reqs {core.max_num_reqs}")
 
 
 def ids_by_group(

@@ -40,7 +40,8 @@ class BatchCore:
         max_encoder_len: int,
         kernels: KernelsName | None,
     ) -> None:
-        self.groups, self.max_model_len = groups, max_model_len
+        self.groups, self.max_num_reqs = groups, max_num_reqs
+        self.max_model_len, self.max_encoder_len = max_model_len, max_encoder_len
         self.kernels = load_kernels(kernels)
         self.tables = {
             group.name: BlockTable(group, max_num_reqs, max_encoder_len if group.cross else max_model_len, self.kernels)

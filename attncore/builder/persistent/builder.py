@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from attncore import arguments, env, graphs
+from attncore import arguments, env
 from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.fields import Length, engine_field
 from attncore.builder.metadata import CommonAttentionMetadata
@@ -96,7 +95,7 @@ class MetadataBuilder:
         side, kernel = self._assembly.side, self._assembly.kernel
         if side is not None:
             self._follow()
-        self._is_capturing = side.is_capturing if side else partial(graphs.is_capturing, self._backends.device)
+        self._refuse_while_capturing = self._assembly.refuse_while_capturing
         # A step that is planned or sent takes the longer way, which holds the batch until both are done.
         self._longer = bool(self._backends.plans or self._engine_fields) or side is not None or self._poison
         self._decode_step = _no_short_way if self._longer else kernel.decode_step
@@ -119,7 +118,7 @@ class MetadataBuilder:
     @property
     def last_step(self) -> int:
         """The number of the last step that was built; -1: none."""
-        return int(self._assembly.kernel.next_step) - 1
+        return self._assembly.last_step
 
     @property
     def transport(self) -> str:
@@ -193,7 +192,7 @@ class MetadataBuilder:
         assembly = self._assembly
         with self._core.entered:
             known = num_reqs in self.captured
-            assembly.kernel.add_bucket(assembly.shapes.capture(num_reqs, query_len))
+            assembly.kernel.add_shape(assembly.shapes.capture(num_reqs, query_len))
             try:
                 metadata = assembly.build_empty(num_reqs, capturing=True)
                 on_cpu = self._backends.device.startswith("cpu")
@@ -201,7 +200,7 @@ class MetadataBuilder:
             except BaseException:
                 if not known:
                     assembly.shapes.captured.pop(num_reqs)
-                    assembly.kernel.drop_bucket(num_reqs)
+                    assembly.kernel.drop_shape(num_reqs)
                 raise
 
     def _check_capacity(self, num_reqs: int, query_len: int) -> None:
@@ -263,7 +262,7 @@ class MetadataBuilder:
         shape = assembly.shapes.find(num_reqs)
         with self._core.entered:
             assembly.shapes.captured.pop(num_reqs)
-            assembly.kernel.drop_bucket(num_reqs)
+            assembly.kernel.drop_shape(num_reqs)
             if assembly.side is not None:
                 assembly.side.release(shape)
 
@@ -294,34 +293,3 @@ class MetadataBuilder:
         if self._overlap is None:
             raise ValueError("overlapped: this builder was made without num_rejected, so lengths must be exact")
         self._overlap.overlapped = overlapped
-
-    def _refuse_while_capturing(self, what: str) -> None:
-        if self._is_capturing():
-            raise CaptureError(
-                f"{what}: a stream is capturing; it plans and copies, which a graph must not record. Call it before "
-                "the capture begins, and before each replay"
-            )
-
-    # What metadata asks of the builder whose step it is.
-
-    def record_step(self, metadata: StepMetadata) -> None:
-        """``metadata.record()``."""
-        if not metadata.use_cuda_graph:
-            raise CaptureError("record: this step was built without a bucket; capture over builder.capture(num_reqs)")
-        if self._assembly.side is not None:
-            self._assembly.side.record(self._assembly.shapes.of(metadata))
-
-    def replay_step(self, metadata: StepMetadata, graph: Any) -> None:
-        """``metadata.replay(graph)``."""
-        if not metadata.use_cuda_graph:
-            raise CaptureError("replay: this step was built without a bucket; build(bucket=...) makes one for a graph")
-        self._refuse_while_capturing("replay")
-        if self._assembly.side is None:
-            graph.replay()
-        else:
-            self._assembly.side.replay(metadata.step, graph)
-
-    def abandon_step(self, metadata: StepMetadata) -> None:
-        """``metadata.abandon()``."""
-        with self._core.entered:
-            self._assembly.abandon(metadata)

@@ -121,7 +121,7 @@ class InputBatch:
         block id is bad, a group has no blocks given or the blocks do not hold the tokens.
         """
         with self.core.entered:
-            check_new_request(self, req_id, num_computed_tokens, encoder_seq_len, encoder_computed)
+            check_new_request(self.core, req_id, num_computed_tokens, encoder_seq_len, encoder_computed)
             given = self._by_group(req_id, block_ids, all_groups=True)
             changes = self.core.state.changes
             row = self.core.order.free_row()

@@ -9,6 +9,9 @@ from attncore import arguments
 
 MAX_GROUPS = 64
 
+NULL_BLOCK_ID = 0
+"""The block that a table holds where a window has passed; no token is written to it."""
+
 
 class KVCacheGroup(NamedTuple):
     """One group of layers whose caches are addressed by the same block table. Checked by the batch that takes it."""

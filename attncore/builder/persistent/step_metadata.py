@@ -81,7 +81,7 @@ class StepMetadata(CommonAttentionMetadata):
     @property
     def builder(self) -> Any:
         """The MetadataBuilder whose step this is."""
-        return self._owner
+        return self._owner.builder
 
     @property
     def page_buffer(self) -> Any:
@@ -93,18 +93,18 @@ class StepMetadata(CommonAttentionMetadata):
 
         Where steps are fetched by nodes of the graph itself, these are they; elsewhere it does nothing.
         """
-        self._owner.record_step(self)
+        self._owner.record(self)
 
     def replay(self, graph: Any) -> None:
         """Replays ``graph``, which was captured over this step's size, for this step. Once a build.
 
         CaptureError where the step was built without a bucket, was replayed already, or its graph lacks ``record``.
         """
-        self._owner.replay_step(self, graph)
+        self._owner.replay(self, graph)
 
     def abandon(self) -> None:
         """Takes the step back as if it had not been built: it will not be replayed. The last step built only."""
-        self._owner.abandon_step(self)
+        self._owner.abandon(self)
 
     def forget_views(self) -> None:
         """Called by the kernel when this arena's step has another number of tokens or requests than its last."""
@@ -165,10 +165,12 @@ class CrossStepMetadata(StepMetadata):
 
 
 class Owner(Protocol):
-    """What metadata asks of the builder it belongs to."""
+    """What metadata asks of the assembly that it belongs to."""
 
     @property
+    def builder(self) -> Any: ...
+    @property
     def last_step(self) -> int: ...
-    def record_step(self, metadata: StepMetadata) -> None: ...
-    def replay_step(self, metadata: StepMetadata, graph: Any) -> None: ...
-    def abandon_step(self, metadata: StepMetadata) -> None: ...
+    def record(self, metadata: StepMetadata) -> None: ...
+    def replay(self, metadata: StepMetadata, graph: Any) -> None: ...
+    def abandon(self, metadata: StepMetadata) -> None: ...

@@ -135,7 +135,7 @@ class StepShapes:
 
         Its ``host``, too, lies where every later step comes to, and not in one of the arenas.
         """
-        capacity, side = self.of(metadata).size, self._side
+        capacity, side = self.of(metadata).capacity, self._side
         device: Any = side.views(capacity) if side is not None else self._ring.fixed_views(capacity)
         fields, *groups = (
             {name: np.asarray(array) for name, array in views.items()} for views in (device.fields, *device.groups)
@@ -165,7 +165,7 @@ class StepShapes:
                 )
             )
         shape = core.kernels.StepShape(arenas, metadata, pads, *padding, *memory)
-        shape.size, shape.tail = capacity, ring.journal_offset(capacity)
+        shape.capacity, shape.tail = capacity, ring.journal_offset(capacity)
         if side is not None:
             shape.replay = side.prepare(capacity)
         return shape

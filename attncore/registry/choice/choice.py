@@ -19,7 +19,7 @@ from attncore.registry.reasons import Reason
 from attncore.registry.spec.backend_spec import BackendSpec
 
 if TYPE_CHECKING:
-    from attncore.abstract import AttentionBackend
+    from attncore.abstract import AttentionBackend, BackendConfig
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,10 @@ class Choice:
             options={**defaults, **given},
             spec=self.spec,
         )
-        return self._made(config)
+        return self.create_for(config)
 
-    def _made(self, config: Any) -> AttentionBackend:
+    def create_for(self, config: BackendConfig) -> AttentionBackend:
+        """The backend for a configuration of the caller's own, which is not checked; raises as ``create`` does."""
         from attncore.abstract import AttentionBackend
 
         module, _, path = self.spec.factory.partition(":")

@@ -1,14 +1,17 @@
-"""The metadata of a step once more, token by token in plain Python, from what the scheduler knows.
+"""The fields of a step's metadata once more, token by token in plain Python, from what the scheduler knows.
 
 The order of rows is the builder's to choose (decodes first); everything else follows from it.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from attncore.builder import fields
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,27 +39,18 @@ class Shard(NamedTuple):
 WHOLE = Shard(1, 0, 1)
 
 
-class Row(NamedTuple):
+class PlannedRow(NamedTuple):
     """What one request does in a step: ``query_len`` tokens after ``context_len`` others, in ``blocks``."""
 
     context_len: int
     query_len: int
     blocks: Sequence[int]
 
+    def num_blocks(self, block_size: int, shard: Shard) -> int:
+        """The blocks of its tokens; a block id stands for ``block_size`` tokens on every rank."""
+        return -(-(self.context_len + self.query_len) // (block_size * shard.world_size))
 
-INT64_FIELDS = ("slot_mapping", "positions")
-INT32_FIELDS = (
-    "token_to_req_indices",
-    "query_start_loc",
-    "seq_start_loc",
-    "seq_lens",
-    "context_lens",
-    "query_lens",
-    "logits_indices",
-    "paged_kv_indptr",
-    "paged_kv_indices",
-    "paged_kv_last_page_len",
-)
+
 COUNTS = (
     "num_reqs",
     "num_tokens",
@@ -72,112 +66,152 @@ COUNTS = (
 )
 
 
-def expected(rows: Sequence[Row], block_size: int, threshold: int = 1, shard: Shard = WHOLE) -> dict[str, Any]:
-    """Every field of a step with these rows, decodes first: ints and lists of ints, without ``block_table``.
+class Oracle:
+    """The fields of a step with ``rows``, decodes first: each a list of ints or an int, under its own name.
 
     A decode runs up to ``threshold`` tokens. With a ``shard`` the fields are that rank's, whose blocks hold
     ``block_size`` tokens each.
     """
-    whole, tokens_per_id = shard.world_size == 1, block_size * shard.world_size
-    slots, positions, owners = [], [], []
-    pages: list[int] = []
-    page_counts, seq_lens, context_lens = [], [], []
-    for index, row in enumerate(rows):
-        length = row.context_len + row.query_len
-        for position in range(row.context_len, length):
-            kept, offset = (True, position % block_size) if whole else shard.place(position, block_size)
-            block = row.blocks[position // tokens_per_id]
-            slots.append(block * block_size + offset if kept else -1)
-            positions.append(position)
-            owners.append(index)
-        context_lens.append(row.context_len if whole else shard.kept(row.context_len, block_size))
-        seq_lens.append(context_lens[-1] + sum(slot >= 0 for slot in slots[len(slots) - row.query_len :]))
-        page_counts.append(-(-seq_lens[-1] // block_size))
-        pages += row.blocks[: page_counts[-1]]
-    query_lens = [row.query_len for row in rows]
-    query_start_loc = [0, *accumulate(query_lens)]
-    decodes = [index for index, count in enumerate(query_lens) if count <= threshold]
-    prefills = [index for index, count in enumerate(query_lens) if count > threshold]
-    return {
-        "slot_mapping": slots,
-        "positions": positions,
-        "token_to_req_indices": owners,
-        "query_start_loc": query_start_loc,
-        "seq_start_loc": [0, *accumulate(seq_lens)],
-        "seq_lens": seq_lens,
-        "context_lens": context_lens,
-        "query_lens": query_lens,
-        "logits_indices": [start - 1 for start in query_start_loc[1:]],
-        "paged_kv_indptr": [0, *accumulate(page_counts)],
-        "paged_kv_indices": pages,
-        "paged_kv_last_page_len": [(length - 1) % block_size + 1 if length else 0 for length in seq_lens],
-        "num_reqs": len(rows),
-        "num_tokens": len(slots),
-        "num_decodes": len(decodes),
-        "num_decode_tokens": sum(query_lens[index] for index in decodes),
-        "num_prefills": len(prefills),
-        "num_prefill_tokens": sum(query_lens[index] for index in prefills),
-        "max_query_len": max(query_lens),
-        "max_seq_len": max(seq_lens),
-        "max_prefill_seq_len": max((seq_lens[index] for index in prefills), default=0),
-        "max_decode_seq_len": max((seq_lens[index] for index in decodes), default=0),
-        "max_decode_query_len": max((query_lens[index] for index in decodes), default=1),
-    }
+
+    def __init__(self, rows: Sequence[PlannedRow], block_size: int, threshold: int = 1, shard: Shard = WHOLE) -> None:
+        self.rows, self.block_size, self.shard = rows, block_size, shard
+        self.decodes = [index for index, row in enumerate(rows) if row.query_len <= threshold]
+        self.prefills = [index for index, row in enumerate(rows) if row.query_len > threshold]
+
+    # one a token
+
+    @cached_property
+    def slots_of_rows(self) -> list[list[int]]:
+        """The slots of each row's tokens; -1 where another rank keeps the token."""
+        size, shard = self.block_size, self.shard
+        slots = []
+        for row in self.rows:
+            of_row = []
+            for position in range(row.context_len, row.context_len + row.query_len):
+                kept, offset = (True, position % size) if shard is WHOLE else shard.place(position, size)
+                block = row.blocks[position // (size * shard.world_size)]
+                of_row.append(block * size + offset if kept else -1)
+            slots.append(of_row)
+        return slots
+
+    @property
+    def slot_mapping(self) -> list[int]:
+        return [slot for of_row in self.slots_of_rows for slot in of_row]
+
+    @property
+    def positions(self) -> list[int]:
+        return [row.context_len + token for row in self.rows for token in range(row.query_len)]
+
+    @property
+    def token_to_req_indices(self) -> list[int]:
+        return [index for index, row in enumerate(self.rows) for _ in range(row.query_len)]
+
+    # one a request
+
+    @property
+    def query_lens(self) -> list[int]:
+        return [row.query_len for row in self.rows]
+
+    @cached_property
+    def context_lens(self) -> list[int]:
+        if self.shard is WHOLE:
+            return [row.context_len for row in self.rows]
+        return [self.shard.kept(row.context_len, self.block_size) for row in self.rows]
+
+    @cached_property
+    def seq_lens(self) -> list[int]:
+        new = (sum(slot >= 0 for slot in of_row) for of_row in self.slots_of_rows)
+        return [context + count for context, count in zip(self.context_lens, new, strict=True)]
+
+    @property
+    def logits_indices(self) -> list[int]:
+        return [start - 1 for start in self.query_start_loc[1:]]
+
+    # prefix sums
+
+    @property
+    def query_start_loc(self) -> list[int]:
+        return [0, *accumulate(self.query_lens)]
+
+    @property
+    def seq_start_loc(self) -> list[int]:
+        return [0, *accumulate(self.seq_lens)]
+
+    # page lists
+
+    @property
+    def page_counts(self) -> list[int]:
+        """Blocks of each row's tokens on this rank."""
+        return [-(-length // self.block_size) for length in self.seq_lens]
+
+    @property
+    def paged_kv_indptr(self) -> list[int]:
+        return [0, *accumulate(self.page_counts)]
+
+    @property
+    def paged_kv_indices(self) -> list[int]:
+        return [block for row, count in zip(self.rows, self.page_counts, strict=True) for block in row.blocks[:count]]
+
+    @property
+    def paged_kv_last_page_len(self) -> list[int]:
+        return [(length - 1) % self.block_size + 1 if length else 0 for length in self.seq_lens]
+
+    # counts
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.decodes)
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return sum(self.query_lens[index] for index in self.decodes)
+
+    @property
+    def num_prefills(self) -> int:
+        return len(self.prefills)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(self.query_lens[index] for index in self.prefills)
+
+    @property
+    def max_query_len(self) -> int:
+        return max(self.query_lens)
+
+    @property
+    def max_seq_len(self) -> int:
+        return max(self.seq_lens)
+
+    @property
+    def max_prefill_seq_len(self) -> int:
+        return max((self.seq_lens[index] for index in self.prefills), default=0)
+
+    @property
+    def max_decode_seq_len(self) -> int:
+        return max((self.seq_lens[index] for index in self.decodes), default=0)
+
+    @property
+    def max_decode_query_len(self) -> int:
+        return max((self.query_lens[index] for index in self.decodes), default=1)
 
 
-def _blocks(row: Row, block_size: int, shard: Shard) -> int:
-    """Blocks of the row's tokens, which stand for ``block_size`` tokens on every rank."""
-    return -(-(row.context_len + row.query_len) // (block_size * shard.world_size))
+FIELDS: Mapping[str, str] = {
+    name: np.dtype(field.dtype).name for name, field in fields.FIELDS.items() if hasattr(Oracle, name)
+}
+"""The fields that the oracle computes, with the dtype of the host array. (``block_table`` is compared by rows, in
+metadata_check.py.)
+"""
 
 
-def differences(
-    metadata: Any, planned: Mapping[Any, Row], block_size: int, threshold: int = 1, shard: Shard = WHOLE
-) -> list[str]:
-    """One sentence for each field of ``metadata`` (host arrays) that is not what the oracle makes of ``planned``.
-
-    ``planned`` has the rows of this step by request id, in any order.
-    """
-    req_ids = list(metadata.req_ids)
-    if len(req_ids) != len(planned) or set(req_ids) != set(planned):
-        return [f"req_ids: {len(req_ids)} rows found, the step has {len(planned)}, or others"]
-    rows = [planned[req_id] for req_id in req_ids]
-    query_lens = [row.query_len for row in rows]
-    if any(a > threshold >= b for a, b in pairwise(query_lens)):
-        return ["req_ids: a decode stands after a prefill"]
-    wanted = expected(rows, block_size, threshold, shard)
-    found = [
-        f"{name}: {getattr(metadata, name)} found, {wanted[name]} expected"
-        for name in COUNTS
-        if getattr(metadata, name) != wanted[name]
-    ]
-    for names, dtype in ((INT64_FIELDS, np.int64), (INT32_FIELDS, np.int32)):
-        for name in names:
-            found += _difference(name, getattr(metadata.host, name), np.array(wanted[name], dtype=dtype))
-    return found + _table_differences(metadata.host.block_table, rows, block_size, shard)
-
-
-def _difference(name: str, found: Any, wanted: np.ndarray[Any, Any]) -> list[str]:
-    if found.dtype != wanted.dtype or found.shape != wanted.shape:
-        return [f"{name}: {found.dtype}{list(found.shape)} found, {wanted.dtype}{list(wanted.shape)} expected"]
-    wrong = np.flatnonzero(found != wanted)
-    if not wrong.size:
-        return []
-    first = wrong[0]
-    return [f"{name}: [{first}] is {found[first]}, {wanted[first]} expected ({wrong.size} of {wanted.size} differ)"]
-
-
-def _table_differences(table: Any, rows: Sequence[Row], block_size: int, shard: Shard) -> list[str]:
-    """A row holds the blocks of its tokens, then at most blocks the request holds for later, then zeros."""
-    if table.dtype != np.int32 or table.ndim != 2 or len(table) != len(rows):
-        return [f"block_table: {table.dtype}{list(table.shape)} found, int32 with {len(rows)} rows expected"]
-    for index, row in enumerate(rows):
-        nonzero = np.flatnonzero(table[index])
-        found = table[index][: nonzero[-1] + 1 if nonzero.size else 0].tolist()
-        if len(found) < _blocks(row, block_size, shard) or found != list(row.blocks[: len(found)]):
-            return [f"block_table: row {index} is {_short(found)}, {_short(row.blocks)} expected"]
-    return []
-
-
-def _short(blocks: Sequence[int]) -> str:
-    """A row in a message: its first blocks, and how many there are."""
-    return f"{list(blocks[:6])} of {len(blocks)}"
+def expected(rows: Sequence[PlannedRow], block_size: int, threshold: int = 1, shard: Shard = WHOLE) -> dict[str, Any]:
+    """Every field of FIELDS and COUNTS, by name."""
+    oracle = Oracle(rows, block_size, threshold, shard)
+    return {name: getattr(oracle, name) for name in (*FIELDS, *COUNTS)}

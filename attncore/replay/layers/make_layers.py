@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from attncore.registry.choice.select import select
 from attncore.registry.plugins.load import registry
-from attncore.replay.layers.attention import AttentionLayers
+from attncore.replay.layers.attention_layers import AttentionLayers
+from attncore.replay.layers.sharded_layers import ShardedLayers
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
-    from attncore.replay.layers.content import Content
-    from attncore.replay.runner import Settings
+    from attncore.replay.settings import Settings
+    from attncore.replay.token_content import Content
 
 
 def make_layers(
@@ -41,8 +42,6 @@ def make_layers(
     windows = {group.name: group.sliding_window for group in settings.groups_of_rank}
     if settings.world_size == 1:
         return AttentionLayers(given, content, num_layers, settings.num_blocks, windows), why
-    from attncore.replay.layers.sharded_attention import ShardedLayers
-
     return ShardedLayers(
         given, content, num_layers, settings.num_blocks, windows,
         world_size=settings.world_size, interleave=settings.interleave,

@@ -1,4 +1,4 @@
-"""What a replay found, as JSON types and as a table for people."""
+"""The report of a replay: as JSON types, and as a table on standard output."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _spreads(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """One sentence for somebody who has not read anything else."""
+    """One sentence that sums up the report."""
     checked, failed = report["verification"]["checked"], report["verification"]["failed"]
     if failed:
         return f"FAILED: {failed:,} of {checked:,} checks did not hold; the first of them are listed above."

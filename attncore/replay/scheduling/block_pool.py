@@ -1,4 +1,4 @@
-"""Blocks of the paged cache: who holds them, which prompts they still know, which one to give up next."""
+"""Blocks of the paged cache: who holds each, which prompts are cached in them, which one is reused next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-NULL_BLOCK = 0  # never handed out: a row of zeros in a block table must point at nobody's tokens
+NULL_BLOCK = 0  # never handed out: a row of zeros in a block table must point at no request's tokens
 
 
 class BlockPool:
@@ -38,7 +38,7 @@ class BlockPool:
         return self.num_blocks - self._never_used + len(self._blank) + len(self._cached)
 
     def lookup(self, keys: Sequence[Hashable]) -> list[int]:
-        """The blocks of the longest prefix of ``keys`` that is cached; nobody holds them for it."""
+        """The blocks of the longest prefix of ``keys`` that is cached; this holds none of them."""
         blocks = []
         for key in keys:
             block = self._block_of.get(key)

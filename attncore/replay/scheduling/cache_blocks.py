@@ -1,4 +1,4 @@
-"""The KV-cache groups of a replay: a block pool each, and what a request holds in all of them."""
+"""The cache of a replay: a pool of blocks for each KV-cache group, from which requests get and lose blocks."""
 
 from __future__ import annotations
 
@@ -6,40 +6,14 @@ import math
 from typing import TYPE_CHECKING
 
 from attncore.replay.scheduling.block_pool import NULL_BLOCK, BlockPool
-from attncore.replay.traces.request import HASH_BLOCK
+from attncore.replay.scheduling.running_request import RunningRequest, Tables
+from attncore.replay.traces.trace import HASH_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from attncore.builder.persistent.kv_cache_group import KVCacheGroup
-    from attncore.replay.traces.request import Request
-
-Tables = list[list[int]]
-"""Blocks, one list a group."""
-
-
-class RunningRequest:
-    """A request under way. ``goal`` tokens are computed as a prompt before it decodes: the prompt, and after a
-    preemption also what it had generated; ``computed`` of its tokens are in the cache, and there are blocks for
-    ``room``. A block that a window has passed is 0 in its group's table."""
-
-    __slots__ = ("computed", "generated", "goal", "keys", "published", "request", "room", "row", "tables")
-
-    def __init__(self, request: Request, keys: list[list[Hashable]]) -> None:
-        self.request = request
-        self.row = request.row
-        self.keys = keys
-        self.tables: Tables = [[] for _ in keys]
-        self.published = [0] * len(keys)  # blocks, a group
-        self.generated = 0
-        self.goal = request.prompt_tokens
-        self.computed = 0
-        self.room = 0
-
-    @property
-    def blocks(self) -> list[int]:
-        """Those of the first group."""
-        return self.tables[0]
+    from attncore.replay.traces.trace import Request
 
 
 class CacheBlocks:
@@ -63,7 +37,7 @@ class CacheBlocks:
 
     def admit(self, running: RunningRequest, *, alone: bool) -> bool:
         """Blocks for the request's goal, those of a known prefix included; False, and nothing done, if there are too
-        few in a group. ``alone``: nobody runs, so that no block has to stay free."""
+        few in a group. ``alone``: no request runs, so that no block has to stay free."""
         tokens, known = self._known_prefix(running)
         missing = [-(-running.goal // size) - len(blocks) for size, blocks in zip(self.sizes, known, strict=True)]
         spare = 0 if alone else self.watermark

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
-MAX_COST = 1e9  # microseconds: a quarter of an hour for one token is nobody's model
+MAX_COST = 1e9  # microseconds: no model takes a quarter of an hour for one token
 
 
 @dataclass(frozen=True)

@@ -9,42 +9,17 @@ it had generated again.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from attncore.replay.scheduling.cache_blocks import CacheBlocks, Tables, check_pools
-from attncore.replay.scheduling.draft import NO_DRAFT, Draft, DraftModel
+from attncore.replay.scheduling.cache_blocks import CacheBlocks, check_pools
+from attncore.replay.scheduling.draft_model import DraftModel
+from attncore.replay.scheduling.step import Step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncore.replay.scheduling.cache_blocks import RunningRequest
-    from attncore.replay.traces.request import Request
-
-
-@dataclass(slots=True)
-class Step:
-    """One step, as the scheduler knows it. ``preempted``, ``admitted`` and ``appended`` (row -> new blocks) happen
-    before it, in this order; ``finished`` is known after it. ``drafts`` has, by row, those of decodes that have any."""
-
-    decodes: list[RunningRequest] = field(default_factory=list)
-    prefills: list[tuple[RunningRequest, int]] = field(default_factory=list)
-    preempted: list[RunningRequest] = field(default_factory=list)
-    admitted: list[RunningRequest] = field(default_factory=list)
-    appended: dict[int, Tables] = field(default_factory=dict)
-    drafts: dict[int, Draft] = field(default_factory=dict)
-    finished: list[RunningRequest] = field(default_factory=list)
-    decode_tokens: int = 0  # drafts included
-    prefill_tokens: int = 0
-    context_tokens: int = 0  # sum of the lengths of all requests in the step, this step's tokens included
-
-    @property
-    def tokens(self) -> int:
-        return self.decode_tokens + self.prefill_tokens
-
-    def draft(self, running: RunningRequest) -> Draft:
-        """The drafts that a decode runs."""
-        return self.drafts.get(running.row, NO_DRAFT)
+    from attncore.replay.scheduling.running_request import RunningRequest
+    from attncore.replay.traces.trace import Request
 
 
 class Scheduler:

@@ -10,7 +10,7 @@ import re
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from attncore.replay.traces.request import Request, checked_length, checked_total
+from attncore.replay.traces.trace import Request, checked_length, checked_total
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from attncore.replay.traces.request import HASH_BLOCK, MAX_HASH_ID, Request, checked_length, checked_total
+from attncore.replay.traces.trace import HASH_BLOCK, MAX_HASH_ID, Request, checked_length, checked_total
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from attncore.replay.traces.read import Trace
-from attncore.replay.traces.request import HASH_BLOCK, Request
+from attncore.replay.traces.trace import HASH_BLOCK, Request, Trace
 
 NUM_REQUESTS = 200
 ARRIVALS_PER_SECOND = 4.0

@@ -1,4 +1,4 @@
-"""Metadata of the list door (groups of sequences): plain prompts without a table, capped windows, profiling runs.
+"""Metadata of the list builder (groups of sequences): plain prompts without a table, capped windows, profiling runs.
 
 A backend that cannot read it says so by a ValueError that begins with ``metadata``, and is shown as unsupported.
 """
@@ -11,15 +11,16 @@ import pytest
 from hypothesis import strategies as st
 
 from attncore.testing.engines.engine import Engine
-from attncore.testing.kit.capability import covers, explore, lengths
-from attncore.testing.kit.errors import UnsupportedError
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.drawn import explore, lengths
+from attncore.testing.harness.errors import UnsupportedError
+from attncore.testing.harness.subject import Subject
 
 __all__ = [
-    "test_a_profiling_run_of_the_list_door",
-    "test_a_windowed_step_of_the_list_door",
-    "test_plain_prompts_of_the_list_door",
-    "test_steps_of_the_list_door",
+    "test_a_profiling_run_of_the_list_builder",
+    "test_a_windowed_step_of_the_list_builder",
+    "test_plain_prompts_of_the_list_builder",
+    "test_steps_of_the_list_builder",
 ]
 
 
@@ -32,8 +33,8 @@ def _list_step(engine: Engine, *args: Any, **kwargs: Any) -> None:
         raise
 
 
-@covers("list door")
-def test_plain_prompts_of_the_list_door(attncore_subject: Subject) -> None:
+@covers("list builder")
+def test_plain_prompts_of_the_list_builder(attncore_subject: Subject) -> None:
     """Prompts alone: the block table has no columns, and attention is over this step's keys."""
     attncore_subject.require_phase("prefill")
     engine = Engine(attncore_subject.backend())
@@ -43,9 +44,9 @@ def test_plain_prompts_of_the_list_door(attncore_subject: Subject) -> None:
     _list_step(engine, prompts, {})
 
 
-@covers("list door")
+@covers("list builder")
 @pytest.mark.parametrize("kind", ["plain prompts", "chunked prefill", "prefix hits"])
-def test_steps_of_the_list_door(attncore_subject: Subject, attncore_examples: int, kind: str) -> None:
+def test_steps_of_the_list_builder(attncore_subject: Subject, attncore_examples: int, kind: str) -> None:
     """Prompts first, then decodes; prompts with context have the whole table."""
     attncore_subject.require_phase("prefill", "decode")
     backend = attncore_subject.backend()
@@ -64,9 +65,9 @@ def test_steps_of_the_list_door(attncore_subject: Subject, attncore_examples: in
     explore(check, attncore_examples, **strategies)
 
 
-@covers("list door")
+@covers("list builder")
 @pytest.mark.parametrize("window", [1, 5, 8])
-def test_a_windowed_step_of_the_list_door(attncore_subject: Subject, window: int) -> None:
+def test_a_windowed_step_of_the_list_builder(attncore_subject: Subject, window: int) -> None:
     """Decodes have the last blocks of their table only, and a length capped to those; early prompt slots are -1."""
     attncore_subject.require("sliding_window")
     attncore_subject.require_phase("prefill", "decode")
@@ -75,8 +76,8 @@ def test_a_windowed_step_of_the_list_door(attncore_subject: Subject, window: int
     _mixed(engine, [(0, 2 * size + 3), (0, 1)], [1, size, 2 * size, 3 * size + 1], hit=False)
 
 
-@covers("list door")
-def test_a_profiling_run_of_the_list_door(attncore_subject: Subject) -> None:
+@covers("list builder")
+def test_a_profiling_run_of_the_list_builder(attncore_subject: Subject) -> None:
     """No table anywhere, every slot -1: it runs, and changes no block."""
     attncore_subject.require_phase("prefill")
     engine = Engine(attncore_subject.backend())

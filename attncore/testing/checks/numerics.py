@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
+from torch import Tensor
 
-from attncore.testing.engines.engine import Engine, run_rows
-from attncore.testing.kit.capability import covers, explore, rows
-from attncore.testing.kit.errors import ConformanceError
-from attncore.testing.kit.subject import Subject
+from attncore.builder import CommonAttentionMetadata
+from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.run_batches import run_around_a_block, run_batch
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.drawn import batches, explore
+from attncore.testing.harness.errors import ConformanceError
+from attncore.testing.harness.subject import Subject
 
 __all__ = [
     "test_a_prefix_shared_by_two_requests",
@@ -29,14 +33,13 @@ __all__ = [
 ]
 
 
-def _explore(subject: Subject, examples: int, **kinds: Any) -> None:
+def _explore(subject: Subject, examples: int, **kinds: bool) -> None:
     backend = subject.backend()
 
     def check(batch: list[tuple[int, int]], seed: int) -> None:
-        run_rows(Engine(backend, seed=seed), batch)
+        run_batch(Engine(backend, seed=seed), batch)
 
-    strategies = {"batch": rows(backend.config.block_size, **kinds), "seed": st.integers(0, 999)}
-    explore(check, examples, **strategies)
+    explore(check, examples, batch=batches(backend.config.block_size, **kinds), seed=st.integers(0, 999))
 
 
 @covers("prefill")
@@ -75,9 +78,9 @@ def test_lengths_around_a_block(attncore_subject: Subject, tokens: int) -> None:
     size = backend.config.block_size
     lengths = {1, max(1, size + tokens), max(1, 2 * size + tokens)}
     if "prefill" in attncore_subject.form.phases:
-        run_rows(Engine(backend), [(0, length) for length in lengths])
+        run_batch(Engine(backend), [(0, length) for length in lengths])
     if "decode" in attncore_subject.form.phases:
-        run_rows(Engine(backend), [(length - 1, 1) for length in lengths if length > 1] or [(1, 1)])
+        run_batch(Engine(backend), [(length - 1, 1) for length in lengths if length > 1] or [(1, 1)])
 
 
 @covers("many requests")
@@ -139,13 +142,13 @@ def test_block_ids_at_the_end_of_the_pool(attncore_subject: Subject) -> None:
 def test_grouped_heads(attncore_subject: Subject, heads: tuple[int, int]) -> None:
     """Query head h reads key/value head ``h // (num_heads // num_kv_heads)``."""
     backend = attncore_subject.backend(num_heads=heads[0], num_kv_heads=heads[1])
-    _around_a_block(attncore_subject, backend)
+    run_around_a_block(attncore_subject, backend)
 
 
 @covers("prefill")
 def test_scale(attncore_subject: Subject) -> None:
     """The scale is the layer's, not one over the root of the head size."""
-    _around_a_block(attncore_subject, attncore_subject.backend(), scale=0.7)
+    run_around_a_block(attncore_subject, attncore_subject.backend(), scale=0.7)
 
 
 @covers("prefill")
@@ -156,7 +159,7 @@ def test_layers_with_different_scales(attncore_subject: Subject) -> None:
     second = Engine(backend, scale=0.9)
     backend.impl("layers.0", scale=first.features["scale"])
     for engine in (second, first):
-        run_rows(engine, attncore_subject.around_a_block(backend.config.block_size))
+        run_batch(engine, attncore_subject.around_a_block(backend.config.block_size))
 
 
 @covers("output")
@@ -168,14 +171,16 @@ def test_output_is_written_where_it_is_asked(attncore_subject: Subject) -> None:
     engine = Engine(backend)
     forward, seen = engine.impl.forward, []
 
-    def into(query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any) -> Any:
+    def into(
+        query: Tensor, key: Tensor, value: Tensor | None, kv_cache: Any, metadata: CommonAttentionMetadata
+    ) -> Tensor:
         size = (*query.shape[:2], backend.config.head_size_v or backend.config.head_size)
         output = torch.full(size, float("nan"), dtype=query.dtype, device=query.device)
         seen.append((forward(query, key, value, kv_cache, metadata, output), output))
         return output
 
     engine.impl.forward = into  # type: ignore[method-assign, assignment]
-    run_rows(engine, attncore_subject.around_a_block(backend.config.block_size))
+    run_batch(engine, attncore_subject.around_a_block(backend.config.block_size))
     if any(given.data_ptr() != returned.data_ptr() for returned, given in seen):
         raise ConformanceError("forward was given an output and returned another tensor")
 
@@ -189,7 +194,3 @@ def test_tokens_beyond_the_metadata(attncore_subject: Subject) -> None:
         engine.add(name, context + 1)
     engine.fill({"a": 5, "b": 1})
     engine.step({"a": 1, "b": 1} if "decode" in engine.phases else {}, extra=3)
-
-
-def _around_a_block(subject: Subject, backend: Any, **features: Any) -> None:
-    run_rows(Engine(backend, **features), subject.around_a_block(backend.config.block_size))

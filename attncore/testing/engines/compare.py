@@ -1,53 +1,61 @@
-"""What a step gave against what it should have given, in sentences that say where to look."""
+"""Compares the output, log-sum-exp and cache of a step with what is expected; errors name request, token and head."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attncore.testing.kit.errors import ConformanceError
+from attncore.testing.harness.errors import ConformanceError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from attncore.testing.engines.cache_view import CacheView
     from attncore.testing.engines.engine import Engine
-    from attncore.testing.engines.pages import Pages
 
 
-class Row(NamedTuple):
+class StepRequest(NamedTuple):
     """One request of a step: its name, its tokens of the step, its tokens before the step."""
 
-    name: object
+    name: Hashable
     tokens: int
     context: int
 
     def __str__(self) -> str:
-        kind = "decode" if self.tokens == 1 and self.context else "prefill"
-        return f"{kind} of {self.tokens} after {self.context}"
+        phase = "decode" if self.tokens == 1 and self.context else "prefill"
+        return f"{phase} of {self.tokens} after {self.context}"
 
 
-def compare(answer: Tensor, expected: list[Tensor], rows: list[Row], engine: Engine) -> float:
-    """The largest error of the rows; ConformanceError naming the first request, token and head that is too far off."""
+class EncoderStepRequest(StepRequest):
+    """One request of a step that is not causal: its tokens, and as context the encoder tokens that they see."""
+
+    def __str__(self) -> str:
+        return f"{self.tokens} queries over {self.context} encoder tokens"
+
+
+def compare(answer: Tensor, expected: list[Tensor], requests: list[StepRequest], engine: Engine) -> float:
+    """The largest error of all requests; ConformanceError naming the first request, token and head beyond tolerance."""
     worst, start = 0.0, 0
     # A kernel rounds what it weighs before it multiplies by v_scale: errors are of the scale's size, as values are.
     unit = max(1.0, float(engine.features.get("v_scale", 1.0)))
-    for row, wanted in zip(rows, expected, strict=True):
-        found = answer[start : start + row.tokens].float()
-        start += row.tokens
+    for request, wanted in zip(requests, expected, strict=True):
+        found = answer[start : start + request.tokens].float()
+        start += request.tokens
         error = (found - wanted).abs()
         if not close(found / unit, wanted / unit, engine.tolerance):
-            raise ConformanceError(_sentence(found, wanted, row, rows, engine))
+            raise ConformanceError(_sentence(found, wanted, request, requests, engine))
         worst = max(worst, float(error.max())) if error.numel() else worst
     return worst
 
 
-def compare_lse(found: Tensor, expected: list[Tensor], rows: list[Row], engine: Engine) -> None:
+def compare_lse(found: Tensor, expected: list[Tensor], requests: list[StepRequest], engine: Engine) -> None:
     """ConformanceError unless ``found`` is float32 (tokens, heads), the natural logarithms that were expected, or
     infinite of either sign where a token sees no key."""
-    tokens = sum(row.tokens for row in rows)
+    tokens = sum(request.tokens for request in requests)
     if (
         found.dtype != torch.float32
         or found.dim() != 2
@@ -65,7 +73,7 @@ def compare_lse(found: Tensor, expected: list[Tensor], rows: list[Row], engine: 
         token, head = (int(i) for i in wrong.nonzero()[0])
         raise ConformanceError(
             f"forward_with_lse gave a log-sum-exp of {there[token, head]:.6g}, not {wanted[token, head]:.6g} (natural, "
-            f"a sink included), for token {token} of the step, head {head} [{'; '.join(map(str, rows))}]"
+            f"a sink included), for token {token} of the step, head {head} [{'; '.join(map(str, requests))}]"
         )
 
 
@@ -74,47 +82,48 @@ def close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     return bool(((found.float() - wanted.float()).abs() <= tolerance * (1 + wanted.float().abs())).all())
 
 
-def _sentence(found: Tensor, wanted: Tensor, row: Row, rows: list[Row], engine: Engine) -> str:
+def _sentence(found: Tensor, wanted: Tensor, request: StepRequest, requests: list[StepRequest], engine: Engine) -> str:
     config = engine.config
     what = ", ".join(f"{name} {value}" for name, value in engine.features.items() if name != "scale")
     setting = (
         f"{config.num_heads} heads over {config.num_kv_heads}, head size {config.head_size}, block size "
         f"{config.block_size}, {config.dtype}, cache {config.kv_cache_dtype}" + (f", {what}" if what else "")
     )
-    batch = "; ".join(map(str, rows))
+    batch = "; ".join(map(str, requests))
     if found.isnan().any():
         token, head = (int(i) for i in found.isnan().any(dim=2).nonzero()[0])
         why = (
             "the output holds NaN"
             if not np.isnan(engine.junk)
-            else "the output holds NaN: it read a slot that holds no token of the request (a block that nobody owns, "
+            else "the output holds NaN: it read a slot that holds no token of the request (a block without an owner, "
             "or an unused row of a last page; a kernel that multiplies the latter by 0 declares finite_tail)"
         )
     else:
         excess = (found - wanted).abs().amax(dim=2)
         token, head = (int(i) for i in (excess == excess.max()).nonzero()[0])
         why = f"the output differs from dense float32 attention by {excess.max():.3g} ({engine.tolerance:g} allowed)"
-    return f"{why} in the {row} (request {row.name}), token {row.context + token}, head {head} [{setting}] [{batch}]"
+    where = f"in the {request} (request {request.name}), token {request.context + token}, head {head}"
+    return f"{why} {where} [{setting}] [{batch}]"
 
 
-def compare_cache(pages: Pages, before: list[Tensor], slots: npt.NDArray[np.int64]) -> None:
+def compare_cache(view: CacheView, before: list[Tensor], slots: npt.NDArray[np.int64]) -> None:
     """ConformanceError unless the step changed the tokens of ``slots`` (none is -1) and, the sink apart, no other."""
-    changed, stray = pages.changed(before)
+    changed, stray = view.changed(before)
     allowed = np.zeros_like(changed)
-    allowed[slots // pages.block_size, slots % pages.block_size] = True
+    allowed[slots // view.block_size, slots % view.block_size] = True
     missed = np.argwhere(allowed & ~changed)
     if len(missed):
         block, offset = (int(i) for i in missed[0])
         raise ConformanceError(
-            f"forward wrote nothing to slot {block * pages.block_size + offset} (block {block}, offset {offset}), "
+            f"forward wrote nothing to slot {block * view.block_size + offset} (block {block}, offset {offset}), "
             "which slot_mapping names"
         )
-    allowed[pages.num_blocks] = True
+    allowed[view.num_blocks] = True
     wrong = np.argwhere(changed & ~allowed)
     if len(wrong):
         block, offset = (int(i) for i in wrong[0])
         raise ConformanceError(
-            f"forward changed block {block}, offset {offset} (slot {block * pages.block_size + offset}), which is not "
+            f"forward changed block {block}, offset {offset} (slot {block * view.block_size + offset}), which is not "
             "in slot_mapping: a slot of -1, or a token of padding, must change no block"
         )
     if stray:

@@ -10,7 +10,7 @@ from attn_flash import probe, probe_results
 
 from attncore import Host
 from attncore.registry.plugins import load
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.subject import Subject
 
 COMPILES = (
     pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),  # of generation 4 while it compiles

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attncore import Host
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.subject import Subject
 from attncore.testing.suite import *  # noqa: F403
 
 BACKEND = "flash"

@@ -6,7 +6,7 @@ import flash_gpu
 import pytest
 import torch
 
-from attncore.testing.kit.subject import Subject
+from attncore.testing.harness.subject import Subject
 from attncore.testing.suite import *  # noqa: F403
 
 pytestmark = [

@@ -13,7 +13,7 @@ import torch
 import attncore
 from attncore.builder import CascadeRule, CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
 from attncore.errors import AttncoreError
-from attncore.testing.checks.captured import CapturedEngine
+from attncore.testing.engines.captured_engine import CapturedEngine
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,8 +16,9 @@ import attncore
 from attncore import NoBackendError
 from attncore.abstract import AttentionBackend
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
-from attncore.testing.checks.captured import CapturedEngine
-from attncore.testing.engines.engine import Engine, run_rows
+from attncore.testing.engines.captured_engine import CapturedEngine
+from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.run_batches import run_batch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,35 +42,37 @@ def made(options: dict[str, Any] | None = None, **changes: Any) -> AttentionBack
 
 @pytest.mark.parametrize("features", [{}, {"sliding_window": 33}, {"logits_soft_cap": 2.0}], ids=str)
 def test_long_contexts_in_mixed_batches(features: dict[str, Any]) -> None:
-    run_rows(Engine(made(), num_blocks=160, junk=math.nan, **features), LONG)
+    run_batch(Engine(made(), num_blocks=160, junk=math.nan, **features), LONG)
 
 
 def test_hnd_and_an_fp8_cache_with_scales() -> None:
     for layout in ("NHD", "HND"):
         backend = made(kv_cache_layout=layout, kv_cache_dtype="fp8_e4m3")
         engine = Engine(backend, num_blocks=160, k_scale=2.0, v_scale=4.0, scale=64**-0.5 / 2, with_lse=True)
-        run_rows(engine, LONG)
+        run_batch(engine, LONG)
 
 
 def test_a_pair_of_caches() -> None:
     engine = Engine(made(), num_blocks=160)
     engine.kv_cache = tuple(engine.kv_cache.unbind(1))
-    run_rows(engine, LONG)
+    run_batch(engine, LONG)
 
 
 def test_decodes_on_cuda_cores() -> None:
     for features in ({}, {"sliding_window": 33}):
-        run_rows(Engine(made({"decode": "cuda_cores"}), num_blocks=160, junk=math.nan, with_lse=True, **features), LONG)
+        run_batch(
+            Engine(made({"decode": "cuda_cores"}), num_blocks=160, junk=math.nan, with_lse=True, **features), LONG
+        )
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
 def test_decodes_by_xqa(dtype: str) -> None:
     for features in ({}, {"sliding_window": 33}) if dtype == "auto" else ({},):
-        run_rows(Engine(made({"decode": "xqa"}, kv_cache_dtype=dtype), num_blocks=160, **features), LONG)
+        run_batch(Engine(made({"decode": "xqa"}, kv_cache_dtype=dtype), num_blocks=160, **features), LONG)
 
 
 def test_xqa_over_what_nobody_owns() -> None:
-    run_rows(Engine(made({"decode": "xqa"}), num_blocks=160, junk=math.nan), LONG)
+    run_batch(Engine(made({"decode": "xqa"}), num_blocks=160, junk=math.nan), LONG)
 
 
 @pytest.mark.parametrize("kernel", ["cuda_cores", "xqa"])
@@ -106,11 +109,11 @@ def test_a_shared_prefix_is_read_once() -> None:
 def test_more_workspace_is_taken_where_a_plan_asks() -> None:
     heads = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
     backend = made({"workspace_mib": 1}, **heads)
-    run_rows(Engine(backend, num_blocks=600), [(3000, 1), (900, 1)])
+    run_batch(Engine(backend, num_blocks=600), [(3000, 1), (900, 1)])
     assert backend.workspace.buffer.numel() > 1 << 20  # type: ignore[attr-defined]
     small = made({"workspace_mib": 1, "max_workspace_mib": 1}, **heads)
     with pytest.raises(ValueError, match="max_workspace_mib: the plan asks for"):
-        run_rows(Engine(small, num_blocks=600), [(3000, 1), (900, 1)])
+        run_batch(Engine(small, num_blocks=600), [(3000, 1), (900, 1)])
 
 
 def test_a_step_does_not_wait_for_the_device() -> None:

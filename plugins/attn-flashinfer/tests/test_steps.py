@@ -22,9 +22,10 @@ from attncore.builder import (
     Sequence,
     SequenceGroup,
 )
-from attncore.testing.checks import captured as check_captured
-from attncore.testing.checks.captured import CapturedEngine
-from attncore.testing.engines.engine import Engine, run_rows
+from attncore.testing.engines import captured_engine
+from attncore.testing.engines.captured_engine import CapturedEngine
+from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.run_batches import run_batch
 
 MIXED = [(0, 9), (3, 3), (4, 1), (7, 1), (13, 1), (0, 1)]
 FEATURES: list[dict[str, Any]] = [
@@ -38,21 +39,21 @@ FEATURES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_mixed_batches(layout: str, features: dict[str, Any]) -> None:
-    run_rows(Engine(standin.backend(kv_cache_layout=layout), junk=math.nan, **features), MIXED)
+    run_batch(Engine(standin.backend(kv_cache_layout=layout), junk=math.nan, **features), MIXED)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (8, 2)])
 def test_grouped_heads_and_sizes(heads: tuple[int, int]) -> None:
     for size in (64, 128, 256):
         backend = standin.backend(num_heads=heads[0], num_kv_heads=heads[1], head_size=size, dtype="float16")
-        run_rows(Engine(backend, scale=0.1), MIXED)
+        run_batch(Engine(backend, scale=0.1), MIXED)
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (1024.0, 1.0), (1.0, 1024.0)])
 def test_an_fp8_cache_with_scales(scales: tuple[float, float]) -> None:
     backend = standin.backend(kv_cache_dtype="fp8_e4m3")
     engine = Engine(backend, k_scale=scales[0], v_scale=scales[1], scale=64**-0.5 / scales[0])
-    run_rows(engine, MIXED)
+    run_batch(engine, MIXED)
 
 
 def test_layers_that_disagree_get_their_own_plan() -> None:
@@ -61,14 +62,14 @@ def test_layers_that_disagree_get_their_own_plan() -> None:
     first, second = Engine(backend), Engine(backend, sliding_window=5)
     backend.impl("layers.0", scale=64**-0.5)  # the second engine has forgotten the first one's key
     backend.impl("layers.2", scale=0.2, logits_soft_cap=3.0)
-    run_rows(second, MIXED)
-    run_rows(first, MIXED)
+    run_batch(second, MIXED)
+    run_batch(first, MIXED)
     seen = {(one["window_left"], one["logits_soft_cap"], one["sm_scale"]) for one in recorder.of("decode.plan")}
     assert seen == {(-1, None, 0.125), (4, None, 0.125), (-1, 3.0, 0.2)}
 
 
 def test_log_sum_exp() -> None:
-    run_rows(Engine(standin.backend(), with_lse=True, sliding_window=7), MIXED)
+    run_batch(Engine(standin.backend(), with_lse=True, sliding_window=7), MIXED)
 
 
 def test_a_plan_is_made_of_the_steps_own_arrays() -> None:
@@ -97,7 +98,7 @@ def test_a_plan_is_made_of_the_steps_own_arrays() -> None:
 
 
 def test_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_captured, "MetadataBuilder", partial(MetadataBuilder, transport="copy"))
+    monkeypatch.setattr(captured_engine, "MetadataBuilder", partial(MetadataBuilder, transport="copy"))
     for tokens in (1, 3):  # of one token, and with drafts
         recorder = standin.Recorder()
         engine = CapturedEngine(standin.backend(recorder), tokens, junk=math.nan)
@@ -106,10 +107,12 @@ def test_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
             engine.replayed()
         plans = recorder.of("fast_decode_plan")
         assert {one["q_len_per_req"] for one in plans} == {tokens}
-        assert len({id(one["wrapper"]) for one in plans}) == len(check_captured.SIZES), "one wrapper a captured size"
+        assert len({id(one["wrapper"]) for one in plans}) == len(captured_engine.CAPTURED_SIZES), (
+            "one wrapper a captured size"
+        )
         asked = [one for one in recorder.of("decode.plan") if one["q_len_per_req"] == tokens]
         firsts = [one for one in asked if one["indices"].numel() == 0]
-        assert len(firsts) == len(check_captured.SIZES), "a captured size is planned in full once"
+        assert len(firsts) == len(captured_engine.CAPTURED_SIZES), "a captured size is planned in full once"
 
 
 def test_a_captured_size_reads_pages_where_every_step_has_them() -> None:
@@ -168,13 +171,13 @@ def test_cuda_core_decodes_and_xqa() -> None:
         recorder = standin.Recorder()
         backend = standin.backend(recorder, block_size=size, options={"decode": kernel})
         rows = [(0, 2 * size + 1), (size - 1, 3), (size, 1), (2 * size - 1, 1)]
-        run_rows(Engine(backend, sliding_window=6), rows)
+        run_batch(Engine(backend, sliding_window=6), rows)
         assert bool(recorder.of("decode.plan")) == (kernel == "cuda_cores")
         assert len(recorder.of("prefill.plan")) > 0
 
 
 def test_xqa_in_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_captured, "MetadataBuilder", partial(MetadataBuilder, transport="copy"))
+    monkeypatch.setattr(captured_engine, "MetadataBuilder", partial(MetadataBuilder, transport="copy"))
     recorder = standin.Recorder()
     engine = CapturedEngine(standin.backend(recorder, block_size=16, options={"decode": "xqa"}), 1)
     for _ in range(8):
@@ -239,7 +242,7 @@ def test_more_workspace_is_taken_where_a_plan_asks() -> None:
     backend = standin.backend(recorder, options={"workspace_mib": 1, "max_workspace_mib": 4})
     engine = Engine(backend)
     recorder.asks = 3 << 20
-    run_rows(engine, MIXED)
+    run_batch(engine, MIXED)
     assert backend.workspace.buffer.numel() == 3 << 20
     recorder.asks = 5 << 20
     with pytest.raises(ValueError, match="max_workspace_mib: the plan asks for 5 MiB, 4 are allowed"):

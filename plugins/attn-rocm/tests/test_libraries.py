@@ -6,7 +6,8 @@ import pytest
 import rocm_standins as standins
 import torch
 
-from attncore.testing.engines.engine import Engine, run_rows
+from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.run_batches import run_batch
 
 MIXED = [(0, 20), (17, 3), (40, 1), (15, 1)]
 PROMPTS = [(0, 20), (0, 5), (40, 1), (15, 1)]
@@ -31,7 +32,7 @@ def test_steps_of_any_kind_are_right(variant, layer, layout, monkeypatch):
     library = standins.install(monkeypatch, variant)
     backend = standins.backend(variant, kv_cache_layout=layout)
     for batch in (MIXED, PROMPTS, DECODES):
-        run_rows(Engine(backend, **layer), batch)
+        run_batch(Engine(backend, **layer), batch)
     assert library.calls
 
 
@@ -53,7 +54,7 @@ def test_unified_attention_is_given_the_whole_step(monkeypatch):
     library = standins.install(monkeypatch, "aiter")
     engine = Engine(standins.backend("aiter"), sliding_window=9)
     library.calls.clear()
-    run_rows(engine, MIXED)
+    run_batch(engine, MIXED)
     call = library.calls[-1]
     assert len(library.calls) == 2  # contexts, then the step
     assert (call["max_seqlen_q"], call["max_seqlen_k"], call["window_size"]) == (20, 41, (8, 0))
@@ -77,7 +78,7 @@ def test_prompts_of_the_list_builder_do_not_go_to_aiter(monkeypatch):
 def test_aiters_paged_kernel_is_given_decodes_of_one_token(monkeypatch):
     library = standins.install(monkeypatch, "aiter_paged")
     engine = Engine(standins.backend("aiter_paged"))
-    run_rows(engine, MIXED)
+    run_batch(engine, MIXED)
     call = library.calls[-1]
     assert sorted(call["context_lens"].tolist()) == [16, 41]
     assert call["query"].shape == (2, 4, 64)
@@ -90,13 +91,13 @@ def test_aiters_paged_kernel_is_given_decodes_of_one_token(monkeypatch):
 def test_ck_is_given_whole_prompts_and_no_block_table(monkeypatch):
     library = standins.install(monkeypatch, "ck")
     engine = Engine(standins.backend("ck"), sliding_window=9)
-    run_rows(engine, PROMPTS)
+    run_batch(engine, PROMPTS)
     call = library.calls[-1]
     assert "block_table" not in call
     assert call["cu_seqlens_q"].tolist() == [0, 20, 25]
     assert call["window_size"] == (8, 0)
     before, own = len(library.calls), len(engine.backend.launcher.calls)
-    run_rows(Engine(engine.backend), MIXED)  # a chunk behind a context: the plugin's own kernels take the step
+    run_batch(Engine(engine.backend), MIXED)  # a chunk behind a context: the plugin's own kernels take the step
     assert len(library.calls) == before + 1  # its contexts were prompts
     assert len(engine.backend.launcher.calls) == own + 1
 

@@ -1,7 +1,0 @@
-# The only C type names of the hot path. Use length_t for counts and lengths of tokens, rows and blocks; block_id_t and
-# slot_t where a value addresses the cache. Sums over a batch are taken in slot_t and checked before they are narrowed.
-from libc.stdint cimport int32_t, int64_t
-
-ctypedef int32_t length_t    # tokens, requests, blocks: always below 2**31
-ctypedef int32_t block_id_t  # id of a KV-cache block
-ctypedef int64_t slot_t      # block * block_size + offset, or PAD_SLOT_ID

@@ -1,0 +1,68 @@
+"""What a CommonMetadataBuilder is made for: block size, dialect, windows, graphs, backend; checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attncore import arguments
+from attncore.builder.lists.dialects import DIALECTS
+from attncore.builder.metadata import CommonAttentionMetadata, identity
+from attncore.graphs import refuse_while_capturing
+from attncore.kernels import KernelsName, load_kernels
+
+
+class ListSettings:
+    """The arguments of CommonMetadataBuilder, as it documents them, and what follows from them."""
+
+    def __init__(
+        self,
+        block_size: int,
+        layout: str,
+        sliding_window: int | None,
+        chunked_prefill: bool,
+        max_seq_len_to_capture: int | None,
+        encoder_decoder: bool,
+        max_encoder_seq_len_to_capture: int | None,
+        backend: Any,
+        kernels: KernelsName | None,
+    ) -> None:
+        for name, value in (
+            ("block_size", block_size),
+            ("sliding_window", sliding_window),
+            ("max_seq_len_to_capture", max_seq_len_to_capture),
+            ("max_encoder_seq_len_to_capture", max_encoder_seq_len_to_capture),
+        ):
+            if value is not None:
+                arguments.integer(name, value, 1)
+        if layout not in DIALECTS:
+            raise ValueError(f"layout: {layout!r} is not one of {', '.join(DIALECTS)}")
+        for name, flag in (("chunked_prefill", chunked_prefill), ("encoder_decoder", encoder_decoder)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}: {flag!r} is not true or false")
+        if encoder_decoder and not DIALECTS[layout].encoder_decoder:
+            able = ", ".join(name for name, one in DIALECTS.items() if one.encoder_decoder)
+            raise ValueError(f"layout: {layout} has no encoder/decoder attention; {able} have")
+        if max_encoder_seq_len_to_capture is not None and not encoder_decoder:
+            raise ValueError("max_encoder_seq_len_to_capture: given, but encoder_decoder is false")
+        self.block_size, self.dialect = block_size, DIALECTS[layout]
+        self.sliding_window, self.chunked_prefill = sliding_window, chunked_prefill
+        self.max_seq_len_to_capture = max_seq_len_to_capture
+        self.encoder_decoder, self.max_encoder_seq_len_to_capture = encoder_decoder, max_encoder_seq_len_to_capture
+        self.kernels = load_kernels(kernels)
+        self.max_numbers: int | None = None
+        """The most numbers that an answer may hold; set where batches come from strangers (``attncore build``)."""
+        self.backend = backend
+        self.wrap = identity if backend is None else backend.from_host
+        self.plan: Any = _planner(backend) if backend is not None and backend.has_plan else None
+
+
+def _planner(backend: Any) -> Callable[[CommonAttentionMetadata], None]:
+    """The backend's plan, refused while a stream is capturing: only a step that is planned pays for the question."""
+    plan, device = backend.plan, backend.config.device
+
+    def planned(metadata: CommonAttentionMetadata) -> None:
+        refuse_while_capturing(device, "plan")
+        plan(metadata)
+
+    return planned

@@ -1,0 +1,88 @@
+# BatchState: the requests in flight.
+
+cimport cython
+
+
+@cython.final
+cdef class BatchState:
+    """The requests in flight: state int32[3, n], whose rows are COMPUTED, ENCODER_LENS and ENCODER_DONE (see codes).
+
+    ``decoders`` and ``cross`` (or None) are their blocks, a TableState a KV-cache group. ``num_rows`` is the high-water
+    mark (rows below it may be empty). ``dirty`` says that rows came, went or sat out since the last build, so that the
+    next one must arrange them. ``max_encoder_len`` is what a graph is captured for.
+    """
+
+    cdef object _keep
+    cdef length_t* num_computed
+    cdef length_t* encoder_lens
+    cdef length_t* encoder_done
+    cdef TableView* decoders[MAX_GROUPS]
+    cdef length_t num_decoders
+    cdef TableView* cross
+    cdef slot_t version         # how often the rows of a step were arranged
+    cdef public length_t num_rows
+    cdef public bint dirty
+    cdef public slot_t changes  # how often blocks of rows changed place or went away
+    cdef public length_t max_encoder_len
+    cdef public object req_ids
+    cdef readonly bint busy
+
+    def __init__(self, state, list decoders, TableState cross):
+        cdef length_t[:, ::1] values = state
+        cdef TableState group
+        cdef TableView* earlier
+        cdef length_t g
+        self._keep = state, decoders, cross
+        self.num_computed = &values[COMPUTED, 0]
+        self.encoder_lens, self.encoder_done = &values[ENCODER_LENS, 0], &values[ENCODER_DONE, 0]
+        self.num_decoders = 0
+        for group in decoders:
+            group.view.num_computed = self.num_computed
+            for g in range(self.num_decoders):
+                earlier = self.decoders[g]
+                if earlier.size.tokens == group.view.size.tokens and not earlier.follows:
+                    group.view.follows, group.view.column = True, earlier.column
+                    group.view.next, earlier.next = earlier.next, &group.view
+            self.decoders[self.num_decoders] = &group.view
+            self.num_decoders += 1
+        self.cross = NULL if cross is None else &cross.view
+        if self.cross != NULL:
+            self.cross.num_computed = self.encoder_lens
+        self.num_rows = 0
+        self.dirty = True
+        self.req_ids = ()
+        self.busy = False
+
+    def enter(self):
+        """Takes the batch for one caller; False where another is inside. One operation under the GIL."""
+        if self.busy:
+            return False
+        self.busy = True
+        return True
+
+    def leave(self):
+        self.busy = False
+
+    def start(self, length_t row, length_t num_computed, length_t encoder_len, bint encoder_done):
+        self.num_computed[row] = num_computed
+        self.encoder_lens[row] = encoder_len
+        self.encoder_done[row] = encoder_done
+
+    def set_computed(self, length_t row, length_t num_computed):
+        self.num_computed[row] = num_computed
+
+    def swap(self, length_t i, length_t j):
+        """Exchanges two rows."""
+        swap_rows(self, i, j)
+
+
+cdef void swap_rows(BatchState batch, length_t i, length_t j) noexcept nogil:
+    """Exchanges two rows of the batch, in every group."""
+    cdef length_t g
+    for g in range(batch.num_decoders):
+        swap_blocks(batch.decoders[g], i, j)
+    if batch.cross != NULL:
+        swap_blocks(batch.cross, i, j)
+    exchange_lengths(batch.num_computed, i, j)
+    exchange_lengths(batch.encoder_lens, i, j)
+    exchange_lengths(batch.encoder_done, i, j)

@@ -1,0 +1,170 @@
+# GroupReader: reads the sequences of a step of the list builder.
+
+cimport cython
+from cpython.list cimport PyList_GET_ITEM
+from cpython.object cimport PyObject
+from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
+from libc.stdlib cimport free, malloc, realloc
+
+
+@cython.final
+cdef class GroupReader:
+    """Reads one step of the list builder into scratch of its own, checks it, and fills the caller's arrays."""
+
+    cdef Entry* entries
+    cdef Py_ssize_t capacity
+    cdef block_id_t* ids
+    cdef slot_t ids_capacity, num_ids
+    cdef readonly length_t num_seqs
+    cdef bint busy
+
+    def __cinit__(self):
+        self.capacity, self.ids_capacity = 64, 4096
+        self.entries = <Entry*> malloc(self.capacity * sizeof(Entry))
+        self.ids = <block_id_t*> malloc(self.ids_capacity * sizeof(block_id_t))
+        if self.entries == NULL or self.ids == NULL:
+            raise MemoryError("GroupReader: no memory for its scratch")
+
+    def __dealloc__(self):
+        free(self.entries)
+        free(self.ids)
+
+    cdef int _reserve_entries(self) except -1:
+        cdef Entry* entries
+        if self.num_seqs < self.capacity:
+            return 0
+        entries = <Entry*> realloc(self.entries, 2 * self.capacity * sizeof(Entry))
+        if entries == NULL:
+            raise MemoryError(f"GroupReader: no memory for {2 * self.capacity} sequences")
+        self.entries, self.capacity = entries, 2 * self.capacity
+        return 0
+
+    cdef int _reserve_ids(self, slot_t extra) except -1:
+        cdef block_id_t* ids
+        cdef slot_t capacity = self.ids_capacity
+        if self.num_ids + extra <= capacity:
+            return 0
+        while capacity < self.num_ids + extra:
+            capacity *= 2
+        ids = <block_id_t*> realloc(self.ids, capacity * sizeof(block_id_t))
+        if ids == NULL:
+            raise MemoryError(f"GroupReader: no memory for {capacity} block ids")
+        self.ids, self.ids_capacity = ids, capacity
+        return 0
+
+    def enter(self):
+        """Takes the reader for one step; False where another caller, or this one further up, is inside."""
+        if self.busy:
+            return False
+        self.busy = True
+        return True
+
+    def leave(self):
+        self.busy = False
+
+    def read(self, groups):
+        """Reads SequenceGroups (is_prompt, sequences, prefix_cache_hit): False where something is malformed."""
+        cdef object group, sequence, sequences, is_prompt, hit
+        cdef length_t first, i
+        self.num_seqs = 0
+        self.num_ids = 0
+        for group in groups:
+            # Groups and sequences are named tuples: their items are read from the tuple, not through an attribute.
+            if not isinstance(group, tuple) or PyTuple_GET_SIZE(group) < 3:
+                return False
+            first = self.num_seqs
+            is_prompt = <object> PyTuple_GET_ITEM(group, 0)
+            sequences = <object> PyTuple_GET_ITEM(group, 1)
+            hit = <object> PyTuple_GET_ITEM(group, 2)
+            if type(is_prompt) is not bool or type(hit) is not bool:
+                return False
+            if type(sequences) is not list:
+                if not isinstance(sequences, (list, tuple)):
+                    return False
+                sequences = list(sequences)
+            for sequence in <list> sequences:
+                if self._read_sequence(sequence, is_prompt is True, hit is True) == 0:
+                    return False
+            if self.num_seqs == first:
+                return False
+            if self.num_seqs - first > 1:
+                if len({sequence[0] for sequence in sequences}) != self.num_seqs - first:
+                    return False
+                for i in range(first + 1, self.num_seqs):
+                    if (self.entries[i].num_ids < 0) != (self.entries[first].num_ids < 0):
+                        return False
+            if first and is_prompt is True and not self.entries[first - 1].is_prompt:
+                return False
+        return self.num_seqs > 0
+
+    cdef int _read_sequence(self, object sequence, bint is_prompt, bint hit) except -1:
+        cdef slot_t seq_id = 0, query_len = 0, context_len = 0, count = -1
+        cdef object ids
+        cdef Entry* entry
+        if not isinstance(sequence, tuple) or PyTuple_GET_SIZE(sequence) < 4:
+            return 0
+        if (read_int(<PyObject*> PyTuple_GET_ITEM(sequence, 0), &seq_id) == 0
+                or read_int(<PyObject*> PyTuple_GET_ITEM(sequence, 1), &query_len) == 0
+                or read_int(<PyObject*> PyTuple_GET_ITEM(sequence, 2), &context_len) == 0):
+            return 0
+        if query_len < 1 or context_len < 0 or query_len > MAX_INT32 or context_len > MAX_INT32 - query_len:
+            return 0
+        ids = <object> PyTuple_GET_ITEM(sequence, 3)
+        if ids is not None:
+            ids = readable(ids)
+            if ids is None or len(ids) > MAX_INT32:
+                return 0
+            self._reserve_ids(len(ids))
+            count = read_ids(ids, self.ids + self.num_ids, self.ids_capacity - self.num_ids, <slot_t> MAX_INT32 + 1)
+            if count < 0:
+                return 0
+        self._reserve_entries()
+        entry = self.entries + self.num_seqs
+        entry.first_id, entry.num_ids = self.num_ids, <length_t> count
+        entry.query_len, entry.context_len = <length_t> query_len, <length_t> context_len
+        entry.is_prompt, entry.hit = is_prompt, hit
+        if count > 0:
+            self.num_ids += count
+        self.num_seqs += 1
+        return 1
+
+    def measure(self, length_t block_size, length_t window, bint chunked_prefill, bint hit_anywhere,
+                bint multi_token_decode):
+        """Checks what was read and settles each sequence's kernel length and ids (window 0: none).
+
+        Returns a tuple (code, row, token, num_tokens, num_seq_tokens, num_prefills, num_prefill_tokens, widest row,
+        pages, max_query_len, max_prefill_seq_len, max_decode_seq_len, max_decode_query_len, longest kernel length);
+        row and token belong to a code that is not OK.
+        """
+        cdef Failure failure = Failure(0, 0, 0)
+        cdef GroupTotals totals
+        cdef length_t code = settle_entries(self.entries, self.num_seqs, block_size, window, chunked_prefill,
+                                            hit_anywhere, multi_token_decode, &failure)
+        if code != OK:
+            return code, failure.row, failure.token, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
+        totals = count_entries(self.entries, self.num_seqs, block_size)
+        if totals.num_tokens > MAX_INT32 or totals.num_seq_tokens > MAX_INT32 or totals.pages > MAX_INT32:
+            code = TOO_MANY_SEQ_TOKENS
+        return (code, 0, 0, totals.num_tokens, totals.num_seq_tokens, totals.num_prefills, totals.num_prefill_tokens,
+                totals.width, totals.pages, totals.max_query_len, totals.max_prefill_seq_len,
+                totals.max_decode_seq_len, totals.max_decode_query_len, totals.longest)
+
+    def fill(self, length_t block_size, length_t window, length_t pad, slot_t[::1] slot_mapping, slot_t[::1] positions,
+             length_t[::1] token_to_req_indices, length_t[::1] seq_lens, length_t[::1] context_lens,
+             length_t[::1] query_lens, length_t[::1] query_start_loc, length_t[::1] seq_start_loc,
+             length_t[::1] logits_indices):
+        """Fills the arrays that every dialect has; ``pad`` rows of one token behind them are a graph's."""
+        fill_entries(self.entries, self.num_seqs, self.ids, block_size_of(block_size), window, slot_mapping, positions,
+                     token_to_req_indices, seq_lens, context_lens, query_lens, query_start_loc, seq_start_loc,
+                     logits_indices)
+        pad_entries(self.num_seqs, pad, slot_mapping, positions, token_to_req_indices, seq_lens, query_start_loc,
+                    seq_start_loc)
+
+    def fill_table(self, block_id_t[:, :] table):
+        """Fills int32[rows, width] (rows contiguous), rows beyond the sequences and every tail with 0."""
+        fill_entry_rows(self.entries, self.num_seqs, self.ids, table)
+
+    def fill_pages(self, length_t block_size, length_t[::1] indptr, block_id_t[::1] indices,
+                   length_t[::1] last_page_len):
+        """Fills the page lists of every sequence; requests beyond them are empty."""
+        fill_entry_pages(self.entries, self.num_seqs, self.ids, block_size, indptr, indices, last_page_len)

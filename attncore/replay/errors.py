@@ -1,0 +1,31 @@
+"""Errors of a replay through a whole model, and of memory that does not suffice."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class ModelError(ValueError):
+    """The configuration file makes no model that can be replayed, or memory does not suffice for it."""
+
+
+@contextmanager
+def memory_error_as_model_error(what: str, advice: str) -> Iterator[None]:
+    """ModelError, with ``advice``, where memory does not suffice for ``what``. Imports torch."""
+    import torch
+
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # on a CPU torch raises the plain first
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error):
+            raise ModelError(f"{what} does not fit in memory ({first_line(error)}); {advice}") from error
+        raise
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, cut to 200 characters; its type where it has no text."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

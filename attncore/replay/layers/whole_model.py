@@ -1,0 +1,120 @@
+"""A replay through a whole model of transformers, with random weights, in place of attention layers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attncore.abstract import AttentionType
+from attncore.integrations.transformers import attention_layers, attncore_context, paged_caches, select_for_model
+from attncore.replay.checks.model_check import ModelCheck
+from attncore.replay.errors import ModelError, first_line, memory_error_as_model_error
+from attncore.replay.token_content import step_content, token_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from attncore.builder.persistent.step_metadata import StepMetadata
+    from attncore.replay.results.measurements import Verification
+    from attncore.replay.scheduling.step import Step
+    from attncore.replay.settings import Settings
+    from attncore.replay.traces.trace import Request
+
+
+class ModelLayers:
+    """The model of a configuration file; tokens are a function of content and position, so shared prefixes are equal.
+
+    ``device`` None: a GPU where there is one. Raises ModelError where the file makes no model, NoBackendError where no
+    backend runs its layers.
+    """
+
+    def __init__(self, path: str, settings: Settings, backend: str | None, device: str | None = None) -> None:
+        self.model = _model(path, settings.seed, device)
+        config = self.model.config.get_text_config()
+        try:
+            with memory_error_as_model_error(f"{path}: a forward pass", "take a smaller model"):
+                layers = attention_layers(self.model)
+        except ModelError:
+            raise
+        except ValueError as error:
+            raise ModelError(f"{path}: {error}") from error
+        if any(layer.attn_type is not AttentionType.DECODER for layer in layers):
+            raise ModelError(
+                f"{path}: {type(self.model).__name__} is an encoder and says no next token; take a decoder"
+            )
+        choice = select_for_model(
+            self.model, layers=layers, block_size=settings.block_size, num_blocks=settings.num_blocks, backend=backend
+        )
+        self.why = choice.explain().splitlines()[0].partition(": ")[2]
+        self.backend = choice.create(str(self.model.device))
+        try:
+            self.kv_caches = paged_caches(self.model, self.backend, settings.num_blocks, layers=layers)
+        except (RuntimeError, MemoryError) as error:  # torch raises the first
+            raise ValueError(
+                f"num_blocks: {len(layers)} caches of {settings.num_blocks} blocks of {settings.block_size} do not fit "
+                f"in memory ({first_line(error)}); pass a smaller --num-blocks"
+            ) from error
+        self.name, self.dtype = self.backend.name, self.backend.config.dtype
+        self.label = f"{type(self.model).__name__}, {len(layers)} layers"
+        self.vocab_size = int(config.vocab_size)
+        self.longest = int(getattr(config, "max_position_embeddings", 0) or 2**31 - 1)
+        self.model.set_attn_implementation("attncore")
+
+    def check_lengths(self, requests: Sequence[Request]) -> None:
+        """ModelError that names the row of a request that is longer than the model."""
+        for request in requests:
+            tokens = request.prompt_tokens + request.output_tokens
+            if tokens > self.longest:
+                raise ModelError(
+                    f"the request in row {request.row} has {tokens} tokens; the model's max_position_embeddings is "
+                    f"{self.longest}"
+                )
+
+    def forward(self, step: Step, metadata: StepMetadata) -> tuple[list[Tensor], int]:
+        """Logits of every row's last token, (n, vocab_size), in a list; and the nanoseconds that the model took."""
+        ids = token_ids(step_content(step, metadata), metadata.host.positions, self.vocab_size)
+        tokens = self.backend.from_host(ids)[None]
+        start = perf_counter_ns()
+        with (
+            memory_error_as_model_error(
+                f"model: a step of {len(ids)} tokens", "pass a smaller --max-num-batched-tokens or --num-blocks"
+            ),
+            torch.inference_mode(),
+            attncore_context(metadata, self.kv_caches),
+        ):
+            logits = self.model(
+                tokens,
+                position_ids=metadata.positions[None],
+                use_cache=False,
+                logits_to_keep=metadata.logits_indices,
+            ).logits[0]
+        if logits.is_cuda:
+            torch.cuda.synchronize()
+        return [logits], perf_counter_ns() - start
+
+    def check(self, requests: Sequence[Request], settings: Settings, result: Verification) -> ModelCheck:
+        """What compares a sample of requests with the model alone."""
+        return ModelCheck(self.model, self.backend, self.vocab_size, requests, settings, result)
+
+
+def _model(path: str, seed: int, device: str | None) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not Path(path).exists():
+        raise ModelError(f"{path}: no such file")
+    try:
+        config = AutoConfig.from_pretrained(path)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = config.dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+        torch.manual_seed(seed)
+        with memory_error_as_model_error(f"{path}: the model", "take a smaller one"), torch.device(device):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()  # type: ignore[no-untyped-call]
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ArithmeticError) as error:
+        raise ModelError(f"{path}: {first_line(error)}") from error

@@ -1,0 +1,106 @@
+"""Records the batches of a replay as a batch file: JSON Lines that ``attncore build`` reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import TracebackType
+
+    from attncore.builder.persistent.kv_cache_group import KVCacheGroup
+    from attncore.replay.scheduling.running_request import RunningRequest
+    from attncore.replay.scheduling.step import Step
+
+
+class StepsFile:
+    """``with StepsFile(path, block_size) as record: record(step)``. ``line`` makes what a line holds of a step.
+
+    The file appears under its name, and replaces one of that name, only when all is written and nothing went wrong. A
+    pipe or a device is written to directly. Raises OSError, naming the path, where it cannot be written.
+    """
+
+    def __init__(
+        self, path: str | Path, block_size: int, line: Callable[[Step, int], dict[str, Any]] | None = None
+    ) -> None:
+        self.block_size = block_size
+        self._line = line or batch_line
+        self._given = path
+        self._path = Path(path).resolve()
+        direct = self._path.exists() and not self._path.is_file() and not self._path.is_dir()
+        self._partial = self._path if direct else self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
+        if self._path.is_dir():
+            raise IsADirectoryError(f"{path}: is a directory, a file is needed")
+        with self._named_errors():
+            self._file = self._partial.open("w", encoding="utf-8")
+
+    def __call__(self, step: Step) -> None:
+        """One line for a step, whose requests stand as before it."""
+        line = json.dumps(self._line(step, self.block_size), separators=(",", ":"))
+        with self._named_errors():
+            self._file.write(line + "\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        try:
+            # After a failure the file is removed, so it does not matter what cannot be flushed into it.
+            with self._named_errors() if kind is None else suppress(OSError):
+                self._file.close()
+            if kind is None and self._partial != self._path:
+                with self._named_errors():
+                    self._partial.replace(self._path)
+        finally:
+            if self._partial != self._path:
+                with suppress(FileNotFoundError):
+                    self._partial.unlink()
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Errors of a file that is already open do not say which one: a full disk is just a full disk."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(f"{self._given}: {error.strerror or error}") from error
+
+
+def batch_line(step: Step, block_size: int) -> dict[str, Any]:
+    """A step in the words of the batch file: prompts first, one group a request."""
+    prompts = [_group(running, count, is_prompt=True) for running, count in step.prefills]
+    decodes = [_group(running, 1, is_prompt=False) for running in step.decodes]
+    chunked = any(running.computed for running, _ in step.prefills)
+    return {"block_size": block_size, "chunked_prefill": chunked, "groups": prompts + decodes}
+
+
+def _group(running: RunningRequest, query_len: int, *, is_prompt: bool) -> dict[str, Any]:
+    sequence = {
+        "seq_id": running.row,
+        "query_len": query_len,
+        "context_len": running.computed,
+        "block_table": running.blocks,
+    }
+    return {"is_prompt": is_prompt, "sequences": [sequence]}
+
+
+def persistent_line(step: Step, block_size: int, groups: Sequence[KVCacheGroup] | None = None) -> dict[str, Any]:
+    """A step in the words of the batch file of ``attncore build --groups``, ``--speculative``, ``--context-parallel``.
+
+    One sequence a request, decodes first; tables by name where there are ``groups``.
+    """
+    query_lens = [(running, 1 + step.draft(running).drafted) for running in step.decodes] + step.prefills
+    sequences = []
+    for running, query_len in query_lens:
+        sequence: dict[str, Any] = {"seq_id": running.row, "query_len": query_len, "context_len": running.computed}
+        if groups is None:
+            sequences.append(sequence | {"block_table": running.blocks})
+        else:
+            tables = {group.name: blocks for group, blocks in zip(groups, running.tables, strict=True)}
+            sequences.append(sequence | {"block_tables": tables})
+    return {"sequences": sequences} if groups else {"block_size": block_size, "sequences": sequences}

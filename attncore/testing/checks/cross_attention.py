@@ -1,0 +1,113 @@
+"""Cross attention over the cached keys of an encoder, where the spec declares ``encoder_decoder``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from attncore.testing.engines.cross_engine import CrossEngine
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.declared import FEATURES
+from attncore.testing.harness.drawn import explore, lengths
+from attncore.testing.harness.errors import UnsupportedError
+from attncore.testing.harness.subject import Subject
+
+__all__ = [
+    "test_cross_attention_of_the_list_builder",
+    "test_cross_attention_of_the_persistent_builder",
+    "test_cross_attention_reads_only_its_own",
+    "test_cross_attention_with_a_feature",
+    "test_rows_without_encoder_tokens_give_zeros",
+]
+
+
+def _cross(subject: Subject, **given: Any) -> CrossEngine:
+    subject.require("encoder_decoder")
+    return CrossEngine(subject.backend(num_heads=4, num_kv_heads=2), **given)
+
+
+@covers("encoder_decoder")
+def test_cross_attention_of_the_persistent_builder(attncore_subject: Subject, attncore_examples: int) -> None:
+    """Prompts bring their encoder's keys; later steps, beside other prompts, read them from the cache."""
+    attncore_subject.require_phase("prefill", "decode")
+    _cross(attncore_subject)
+
+    def check(encoders: list[int], queries: list[int], extra: int, seed: int) -> None:
+        engine = _cross(attncore_subject, seed=seed)
+        for name, (length, count) in enumerate(zip(encoders, queries, strict=False)):
+            engine.add(name, length)
+            engine.cross_step({**dict.fromkeys(engine.tables, 1), name: count}, extra=extra)
+        engine.remove(0)
+        if engine.tables:
+            engine.cross_step(dict.fromkeys(engine.tables, 1))
+
+    strategies: dict[str, Any] = {
+        "encoders": st.lists(lengths(attncore_subject.backend().config.block_size), min_size=1, max_size=4),
+        "queries": st.lists(st.integers(1, 9), min_size=4, max_size=4),
+        "extra": st.integers(0, 2),
+        "seed": st.integers(0, 999),
+    }
+    explore(check, attncore_examples, **strategies)
+
+
+@covers("encoder_decoder")
+def test_cross_attention_of_the_list_builder(attncore_subject: Subject) -> None:
+    """Prompts alone, whose cross table is empty; decodes, padded as for a graph too; both; and a profiling run."""
+    attncore_subject.require_phase("prefill", "decode")
+    engine = _cross(attncore_subject)
+    if "page_list" in attncore_subject.form.needs:
+        raise UnsupportedError("the list builder makes no page lists of an encoder's keys")
+    size = engine.block_size
+    for name, length in enumerate((1, size, 2 * size + 1, 5)):
+        engine.add(name, length)
+    try:
+        engine.cross_list_step({0: 3, 1: 1}, [])
+        engine.cross_list_step({2: 2}, [0, 1])
+        engine.cross_list_step({}, [2, 0, 1])
+        if attncore_subject.form.cuda_graph != "never":
+            engine.cross_list_step({}, [1, 2], pad=2)
+        engine.cross_list_step({3: 4}, [], profiling=True)
+    except ValueError as error:
+        if str(error).startswith("metadata"):
+            raise UnsupportedError(str(error)) from error
+        raise
+
+
+@covers("encoder_decoder")
+def test_cross_attention_reads_only_its_own(attncore_subject: Subject) -> None:
+    """NaN in every block that no encoder token owns, and in unused rows unless the spec declares ``finite_tail``."""
+    attncore_subject.require_phase("prefill", "decode")
+    engine = _cross(attncore_subject, junk=math.nan)
+    size = engine.block_size
+    for name, length in enumerate((1, size - 1, size, size + 1, 2 * size + 1)):
+        engine.add(name, max(1, length))
+    engine.cross_step(dict.fromkeys(range(5), 2))
+    engine.remove(1)
+    engine.cross_step({0: 1, 2: 1, 3: 3, 4: 1})
+
+
+@covers("encoder_decoder")
+def test_rows_without_encoder_tokens_give_zeros(attncore_subject: Subject) -> None:
+    """A request without encoder input, beside others with it, in its prompt and in its decodes."""
+    attncore_subject.require_phase("prefill", "decode")
+    engine = _cross(attncore_subject)
+    for name, length in enumerate((5, 0, 9)):
+        engine.add(name, length)
+    engine.cross_step({0: 2, 1: 3, 2: 1})
+    engine.cross_step({0: 1, 1: 1, 2: 1})
+
+
+@covers("encoder_decoder")
+@pytest.mark.parametrize("feature", ["logits_soft_cap", "sinks"])
+def test_cross_attention_with_a_feature(attncore_subject: Subject, feature: str) -> None:
+    """Soft caps and sinks; windows and slopes have no meaning across."""
+    attncore_subject.require(feature)
+    attncore_subject.require_phase("prefill", "decode")
+    engine = _cross(attncore_subject, **FEATURES[feature])
+    for name, length in enumerate((5, 12)):
+        engine.add(name, length)
+    engine.cross_step({0: 2, 1: 4})
+    engine.cross_step({0: 1, 1: 1})

@@ -1,0 +1,82 @@
+"""The sizes that the spec declares, at the edges of each set and between: each gives right numbers."""
+
+from __future__ import annotations
+
+from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.run_batches import run_around_a_block, run_batch
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.declared import MAX_SIZE, between, edges
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
+from attncore.testing.harness.subject import Subject
+
+__all__ = [
+    "test_largest_declared_group",
+    "test_smallest_and_largest_declared_block_sizes",
+    "test_smallest_and_largest_declared_head_sizes",
+    "test_usual_block_sizes_that_are_declared",
+    "test_usual_head_sizes_that_are_declared",
+]
+USUAL_HEAD_SIZES = (24, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 256)  # of models that are served
+USUAL_BLOCK_SIZES = (16, 24, 32, 48, 64, 128, 256)
+MAX_FILLED = 64  # filling larger blocks several times takes a backend that only decodes, token by token, too long
+NUM_BLOCKS = 16  # of a cache whose blocks may be large
+
+
+@covers("declared head sizes")
+def test_smallest_and_largest_declared_head_sizes(attncore_subject: Subject) -> None:
+    """The edges of head_sizes give right numbers."""
+    _probe(attncore_subject, "head_size", edges(attncore_subject.form.head_sizes, MAX_SIZE))
+
+
+@covers("declared block sizes")
+def test_smallest_and_largest_declared_block_sizes(attncore_subject: Subject) -> None:
+    """The edges of block_sizes, and the preferred one, give right numbers."""
+    form = attncore_subject.form
+    chosen = {*edges(form.block_sizes, MAX_SIZE), *([form.preferred_block_size] if form.preferred_block_size else [])}
+    _probe(attncore_subject, "block_size", sorted(chosen))
+
+
+@covers("declared head sizes")
+def test_usual_head_sizes_that_are_declared(attncore_subject: Subject) -> None:
+    """The head sizes of models that are served, between the edges of head_sizes; a finite set whole."""
+    chosen = between(attncore_subject.form.head_sizes, USUAL_HEAD_SIZES)
+    _probe(attncore_subject, "head_size", chosen, small=True)
+
+
+@covers("declared block sizes")
+def test_usual_block_sizes_that_are_declared(attncore_subject: Subject) -> None:
+    """The block sizes that engines use, between the edges of block_sizes; a finite set whole."""
+    chosen = between(attncore_subject.form.block_sizes, USUAL_BLOCK_SIZES)
+    _probe(attncore_subject, "block_size", chosen, small=True)
+
+
+@covers("declared groups")
+def test_largest_declared_group(attncore_subject: Subject) -> None:
+    """As many query heads per key/value head as max_group_size says; 16 where it sets no limit."""
+    group = min(attncore_subject.form.max_group_size or 16, 64)
+    backend = attncore_subject.backend(num_heads=group, num_kv_heads=1)
+    run_around_a_block(attncore_subject, backend)
+
+
+def _probe(subject: Subject, field: str, chosen: list[int], *, small: bool = False) -> None:
+    """Run a batch with each declared size; a size that a check of the plugin's own refuses is left out.
+
+    ``small``: one request a phase, over the edge of a block.
+    """
+    refused = []
+    for size in chosen:
+        try:
+            backend = subject.backend(**{field: size})
+        except UnsupportedError as error:
+            refused.append(f"{field} {size}: {error}")
+            continue
+        try:
+            block, phases = backend.config.block_size, subject.form.phases
+            batch = [(block - 1, 2)] * ("prefill" in phases) + [(block, 1)] * ("decode" in phases)
+            if not small and ("prefill" in phases or block <= MAX_FILLED):
+                batch = subject.around_a_block(block)
+            run_batch(Engine(backend, num_blocks=NUM_BLOCKS), batch)
+        except Exception as error:
+            raise ConformanceError(f"the spec declares {field} {size}, but: {told(error)}") from error
+    if len(refused) == len(chosen):
+        raise UnsupportedError("; ".join(refused))

@@ -1,0 +1,54 @@
+"""Attention that is not causal, where the spec declares ``encoder`` or ``encoder_decoder``."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import strategies as st
+
+from attncore.testing.engines.encoder_engine import EncoderEngine
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.declared import FEATURES
+from attncore.testing.harness.drawn import explore, lengths
+from attncore.testing.harness.subject import Subject
+
+__all__ = [
+    "test_a_feature_of_an_encoder",
+    "test_an_encoder_over_random_rows",
+    "test_an_encoder_writes_no_cache",
+]
+ENCODERS = ("encoder", "encoder_only")
+
+
+@covers("encoder")
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_an_encoder_over_random_rows(attncore_subject: Subject, attncore_examples: int, kind: str) -> None:
+    """Every token sees all of its row, and no other; without a cache; tensors may be longer than the metadata."""
+    attncore_subject.require("encoder")
+    backend = attncore_subject.backend()
+
+    def check(rows: list[int], extra: int, seed: int) -> None:
+        EncoderEngine(backend, kind, seed=seed).encode(rows, extra=extra)
+
+    rows = st.lists(lengths(backend.config.block_size), min_size=1, max_size=5)
+    explore(check, attncore_examples, rows=rows, extra=st.integers(0, 3), seed=st.integers(0, 999))
+
+
+@covers("encoder")
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_an_encoder_writes_no_cache(attncore_subject: Subject, kind: str) -> None:
+    """A cache that is handed over all the same stays as it is."""
+    attncore_subject.require("encoder")
+    EncoderEngine(attncore_subject.backend(), kind, junk=math.nan).encode([5, 1, 9], cached=True)
+
+
+@covers("encoder")
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_of_an_encoder(attncore_subject: Subject, feature: str) -> None:
+    """With a window, that is symmetric: fewer than so many positions away; slopes count the absolute distance."""
+    for name in ("encoder", feature):
+        attncore_subject.require(name)
+    backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
+    for kind in ENCODERS:
+        EncoderEngine(backend, kind, **FEATURES[feature]).encode([1, 9, 17, 4])

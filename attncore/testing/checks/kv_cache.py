@@ -1,0 +1,116 @@
+"""The cache: its shape, its sink, which elements a slot owns, and moving blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from attncore.abstract import AttentionBackend
+from attncore.testing.engines.block_views import block_views
+from attncore.testing.engines.cache_view import CacheView
+from attncore.testing.engines.run_batches import run_with_a_copied_block
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.errors import ConformanceError
+from attncore.testing.harness.subject import Subject
+
+__all__ = [
+    "test_a_request_reads_a_copied_block",
+    "test_a_slot_owns_its_part_of_its_block",
+    "test_blocks_are_copied_within_caches",
+    "test_blocks_are_swapped_to_another_cache",
+    "test_the_cache_is_zeroed_and_has_a_sink_block",
+    "test_the_cache_shape_grows_along_one_axis",
+]
+
+
+@covers("cache shape")
+def test_the_cache_shape_grows_along_one_axis(attncore_subject: Subject) -> None:
+    """``kv_cache_shape`` gives positive integers, one of which, and only one, is proportional to ``num_blocks``."""
+    backend = attncore_subject.backend()
+    config = backend.config
+    sizes = (config.block_size, config.num_kv_heads, config.head_size)
+    shapes = [tuple(backend.kv_cache_shape(count, *sizes)) for count in (1, 2, 7)]
+    for shape in shapes:
+        if not shape or not all(isinstance(size, int) and size > 0 for size in shape):
+            raise ConformanceError(f"kv_cache_shape gave {shape!r}, which is not a tuple of positive integers")
+    one, two, seven = shapes
+    grown = [axis for axis, size in enumerate(one) if (two[axis], seven[axis]) != (size, size)]
+    if len(one) != len(seven) or len(grown) != 1:
+        raise ConformanceError(f"kv_cache_shape gave {one}, {two}, {seven} for 1, 2 and 7 blocks: one axis must grow")
+    axis = grown[0]
+    if (two[axis], seven[axis]) != (2 * one[axis], 7 * one[axis]):
+        raise ConformanceError(f"kv_cache_shape gave {one}, {two}, {seven}: axis {axis} is no multiple of num_blocks")
+
+
+@covers("cache shape")
+def test_the_cache_is_zeroed_and_has_a_sink_block(attncore_subject: Subject) -> None:
+    """``allocate_kv_cache`` gives a block more than asked for, zeros, of the stated dtype, on the backend's device."""
+    backend = attncore_subject.backend()
+    parts = block_views(backend, backend.allocate_kv_cache(5), 5)
+    device = torch.device(backend.config.device)
+    for part in parts:
+        if bool((part.view(torch.uint8) if part.element_size() == 1 else part).count_nonzero()):
+            raise ConformanceError("allocate_kv_cache must give zeros: some kernels multiply unused rows by 0")
+        if part.device != device:
+            raise ConformanceError(f"the cache is on {part.device}, the backend was made for {device}")
+
+
+@covers("cache shape")
+def test_a_slot_owns_its_part_of_its_block(attncore_subject: Subject) -> None:
+    """Writing one token changes elements of one block only, as many for every token, and room for a key and a value."""
+    backend = attncore_subject.backend()
+    config = backend.config
+    elements = CacheView(backend, backend.allocate_kv_cache(2), 2).elements_of_a_token
+    values = 0 if config.use_mla else config.head_size_v or config.head_size  # latent ones are a part of the keys
+    wanted = config.num_kv_heads * (config.head_size + values)
+    if elements < wanted:
+        raise ConformanceError(f"a token owns {elements} elements of its block; its key and value need {wanted}")
+
+
+@covers("copy and swap of blocks")
+def test_blocks_are_copied_within_caches(attncore_subject: Subject) -> None:
+    """``copy_blocks`` copies whole blocks in every cache given; all are read before any is written."""
+    backend = attncore_subject.backend()
+    caches = [backend.allocate_kv_cache(6) for _ in range(2)]
+    views = [_numbered(backend, cache, 6) for cache in caches]
+    backend.copy_blocks(caches, np.array([(1, 2), (2, 3), (5, 0)]))
+    for view in views:
+        _check_blocks(view, {2: 1, 3: 2, 0: 5, 1: 1, 4: 4, 5: 5}, "copy_blocks of (1, 2), (2, 3), (5, 0)")
+
+
+@covers("copy and swap of blocks")
+def test_blocks_are_swapped_to_another_cache(attncore_subject: Subject) -> None:
+    """``swap_blocks`` copies blocks to another cache and leaves the source as it was."""
+    backend = attncore_subject.backend()
+    source, target = backend.allocate_kv_cache(6), backend.allocate_kv_cache(4)
+    left, right = _numbered(backend, source, 6), CacheView(backend, target, 4)
+    backend.swap_blocks(source, target, np.array([(5, 0), (1, 3)]))
+    _check_blocks(left, {block: block for block in range(6)}, "the source after swap_blocks")
+    _check_blocks(right, {0: 5, 3: 1}, "swap_blocks of (5, 0), (1, 3)")
+
+
+@covers("copy and swap of blocks")
+def test_a_request_reads_a_copied_block(attncore_subject: Subject) -> None:
+    """A request whose block was copied and replaced goes on with the copy."""
+    attncore_subject.require_phase("decode")
+    run_with_a_copied_block(attncore_subject.backend())
+
+
+def _numbered(backend: AttentionBackend, kv_cache: Any, num_blocks: int) -> CacheView:
+    """The cache with every element of block i at i + 1."""
+    view = CacheView(backend, kv_cache, num_blocks)
+    for block in range(num_blocks):
+        where = np.zeros((num_blocks + 1, view.block_size), dtype=np.bool_)
+        where[block] = True
+        view.fill(where, block + 1.0)
+    return view
+
+
+def _check_blocks(view: CacheView, expected: dict[int, int], what: str) -> None:
+    for part, owner in zip(view.parts, view.owners, strict=True):
+        for block, number in expected.items():
+            found = part[block].cpu()[owner >= 0].float()
+            if not bool((found == number + 1).all()):
+                raise ConformanceError(f"{what}: block {block} should hold what block {number} held")

@@ -1,0 +1,125 @@
+"""Log-sum-exp, where the spec declares it: what partial outputs are merged by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attncore.builder import CommonAttentionMetadata, ContextParallel, InputBatch, MetadataBuilder
+from attncore.testing.engines.compare import StepRequest
+from attncore.testing.engines.cross_engine import CrossEngine
+from attncore.testing.engines.encoder_engine import EncoderEngine
+from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.planned_steps import planned
+from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_drawn_batches
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.declared import FEATURES
+from attncore.testing.harness.errors import ConformanceError
+from attncore.testing.harness.subject import Subject
+
+__all__ = [
+    "test_a_rank_decodes_over_the_keys_it_keeps",
+    "test_log_sum_exp_of_cross_attention",
+    "test_log_sum_exp_of_encoders",
+    "test_log_sum_exp_over_random_batches",
+    "test_log_sum_exp_with_features",
+    "test_log_sum_exp_with_the_output_where_it_is_asked",
+]
+
+
+@covers("lse")
+def test_log_sum_exp_over_random_batches(attncore_subject: Subject, attncore_examples: int) -> None:
+    """Natural logarithms, float32 (tokens, heads), of every token of mixed batches."""
+    attncore_subject.require("lse")
+    run_drawn_batches(attncore_subject, attncore_subject.backend(), attncore_examples, with_lse=True)
+
+
+@covers("lse")
+def test_log_sum_exp_with_features(attncore_subject: Subject) -> None:
+    """Window, soft cap and slopes act before it; a sink is part of the sum. Each that is declared, then all."""
+    attncore_subject.require("lse")
+    backend = attncore_subject.backend(num_heads=4, num_kv_heads=2)
+    declared = [FEATURES[name] for name in FEATURES if name in attncore_subject.form.features]
+    together: dict[str, Any] = {argument: value for one in declared for argument, value in one.items()}
+    for features in (*declared, together):
+        run_around_a_block(attncore_subject, backend, with_lse=True, **features)
+
+
+@covers("lse")
+def test_log_sum_exp_with_the_output_where_it_is_asked(attncore_subject: Subject) -> None:
+    """``forward_with_lse`` fills the ``output`` that it is given, and returns that."""
+    attncore_subject.require("lse")
+    backend = attncore_subject.backend()
+    engine = Engine(backend, with_lse=True)
+    forward, seen = engine.impl.forward_with_lse, []
+
+    def into(
+        query: Tensor, key: Tensor, value: Tensor | None, kv_cache: Any, metadata: CommonAttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        output = torch.full_like(query[..., : backend.config.head_size_v], float("nan"))
+        answer = forward(query, key, value, kv_cache, metadata, output)
+        seen.append(answer[0].data_ptr() == output.data_ptr())
+        return answer
+
+    engine.impl.forward_with_lse = into  # type: ignore[method-assign, assignment]
+    run_batch(engine, attncore_subject.around_a_block(backend.config.block_size))
+    if not all(seen):
+        raise ConformanceError("forward_with_lse was given an output and returned another tensor")
+
+
+@covers("lse")
+def test_log_sum_exp_of_encoders(attncore_subject: Subject) -> None:
+    """Of layers that keep nothing."""
+    for feature in ("lse", "encoder"):
+        attncore_subject.require(feature)
+    backend = attncore_subject.backend()
+    for kind in ("encoder", "encoder_only"):
+        EncoderEngine(backend, kind, with_lse=True).encode([1, 9, backend.config.block_size])
+
+
+@covers("lse")
+def test_log_sum_exp_of_cross_attention(attncore_subject: Subject) -> None:
+    """Infinite where a request has no encoder tokens: the part has no weight then."""
+    for feature in ("lse", "encoder_decoder"):
+        attncore_subject.require(feature)
+    attncore_subject.require_phase("prefill", "decode")
+    engine = CrossEngine(attncore_subject.backend(), with_lse=True)
+    for name, length in enumerate((5, 0, 2 * engine.block_size + 1)):
+        engine.add(name, length)
+    engine.cross_step({0: 2, 1: 3, 2: 1})
+    engine.cross_step({0: 1, 1: 1, 2: 1})
+
+
+@covers("lse")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("interleave", ["1", "block"])
+def test_a_rank_decodes_over_the_keys_it_keeps(attncore_subject: Subject, rank: int, interleave: str) -> None:
+    """Two ranks share each request's keys (decode context parallelism). Where the other keeps the new token its slot is
+    -1, and the query sees the ``seq_lens`` keys in this rank's cache; there may be none."""
+    attncore_subject.require("lse")
+    attncore_subject.require_phase("decode")
+    engine = Engine(attncore_subject.backend(), with_lse=True)
+    size = engine.block_size
+    mine = ContextParallel(2, rank, size, 1 if interleave == "1" else size)
+    contexts = {"a": 1, "b": 2, "c": size, "d": 2 * size, "e": 3 * size + 1}
+    kept = {name: int(mine.seq_lens([context])[0]) for name, context in contexts.items()}
+    batch = InputBatch(max_num_reqs=len(contexts), max_model_len=8 * size, block_size=2 * size)
+    for name, context in contexts.items():
+        engine.add(name, kept[name] + size)
+        batch.add_request(name, engine.batch.block_ids(name), num_computed_tokens=context)
+    engine.fill(kept)  # as if its own were all there are: where they lie in the cache is the same
+    engine.causal = False  # the query comes after all keys
+    built = MetadataBuilder(batch, max_num_batched_tokens=len(contexts)).build()
+    metadata = planned(engine.backend, mine.metadata(built))
+    tensors = engine.drawn.query_key_value(len(contexts))
+    requests, expected = [], []
+    for i, name in enumerate(built.req_ids):
+        is_mine = metadata.host.slot_mapping[i] >= 0
+        seen = engine.history[name].extended(*(new[i : i + is_mine] for new in tensors[1:]))
+        expected.append(engine.dense(tensors[0][i : i + 1], *seen))
+        requests.append(StepRequest(name, 1, kept[name]))
+    answer = engine.checked_forward(tensors, metadata, metadata.host.slot_mapping)
+    engine.compare(answer, expected, requests)

@@ -1,0 +1,58 @@
+"""Padding, of tokens and, as captured graphs need it, of requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from attncore.testing.engines.engine import Engine
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.subject import Subject
+
+__all__ = [
+    "test_a_graph_batch_of_the_list_builder",
+    "test_a_graph_batch_of_the_persistent_builder",
+    "test_padded_tokens_change_no_block",
+]
+
+
+@covers("padding")
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_padded_tokens_change_no_block(attncore_subject: Subject, tokens: int) -> None:
+    """Tokens of padding have slot -1 and garbage for keys: no block that a request may own changes."""
+    engine = Engine(attncore_subject.backend())
+    engine.add("a", 2 * engine.block_size)
+    engine.fill({"a": engine.block_size})
+    engine.step({"a": 1}, pad_tokens=tokens)
+    engine.step({"a": 1}, pad_tokens=tokens)
+
+
+def _decoding(subject: Subject, room: int) -> Engine:
+    """An engine with three requests that decode, at the edges of blocks, and blocks for ``room`` further tokens."""
+    subject.require_graphs("decode")
+    engine = Engine(subject.backend())
+    size = engine.block_size
+    contexts = {0: 1, 1: size, 2: 2 * size + 1}
+    for name, context in contexts.items():
+        engine.add(name, context + room)
+    engine.fill(contexts)
+    return engine
+
+
+@covers("graph padding")
+@pytest.mark.parametrize("padding", [1, 3])
+def test_a_graph_batch_of_the_persistent_builder(attncore_subject: Subject, padding: int) -> None:
+    """Decodes padded to a captured size: ``query_start_loc`` plateaus, lengths are ``pad_seq_len``, slots -1."""
+    engine = _decoding(attncore_subject, room=4)
+    pad = {"pad_reqs": padding, "pad_tokens": padding, "pad_seq_len": attncore_subject.form.pad_seq_len}
+    engine.step(dict.fromkeys(range(3), 1), **pad)
+    engine.step({1: 1}, **{**pad, "pad_reqs": padding + 2, "pad_tokens": padding + 2})  # the same captured size
+    engine.step(dict.fromkeys(range(3), 1), **pad)
+
+
+@covers("graph padding")
+@pytest.mark.parametrize("padding", [0, 2])
+def test_a_graph_batch_of_the_list_builder(attncore_subject: Subject, padding: int) -> None:
+    """Decodes padded by the rules of the first generation: lengths 1, rows of block 0, a table of fixed width."""
+    engine = _decoding(attncore_subject, room=2)
+    engine.list_step({}, dict.fromkeys(range(3), 1), pad=padding)
+    engine.list_step({}, {2: 1}, pad=padding + 2)

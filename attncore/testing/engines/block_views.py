@@ -1,0 +1,47 @@
+"""The tensors of a cache with the axis that counts blocks first, and their elements as integers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attncore.testing.harness.errors import ConformanceError
+
+if TYPE_CHECKING:
+    from attncore.abstract import AttentionBackend
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def block_views(backend: AttentionBackend, kv_cache: Any, num_blocks: int) -> list[Tensor]:
+    """The cache's tensors as views whose first axis counts the ``num_blocks + 1`` blocks; ConformanceError where one
+    has no such axis.
+    """
+    if isinstance(kv_cache, Tensor):
+        return [_blocks_first(kv_cache, backend.kv_cache_block_axis(), num_blocks)]
+    parts = []
+    for tensor in kv_cache:
+        axes = [axis for axis, size in enumerate(tensor.shape) if size == num_blocks + 1]
+        if not axes:
+            raise ConformanceError(_WRONG.format(shape=tuple(tensor.shape), blocks=num_blocks, more=num_blocks + 1))
+        parts.append(_blocks_first(tensor, axes[0], num_blocks))
+    return parts
+
+
+_WRONG = (
+    "allocate_kv_cache({blocks}) gave a tensor of shape {shape}: an axis must count the {blocks} blocks and the sink, "
+    "{more} in all"
+)
+
+
+def _blocks_first(tensor: Tensor, axis: int, num_blocks: int) -> Tensor:
+    if tensor.shape[axis] != num_blocks + 1:
+        raise ConformanceError(_WRONG.format(shape=tuple(tensor.shape), blocks=num_blocks, more=num_blocks + 1))
+    return tensor.movedim(axis, 0)
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """A tensor's memory as integers of its element size."""
+    return tensor.view(_INTEGERS[tensor.element_size()])

@@ -1,0 +1,124 @@
+"""The small engine whose decodes run through captured graphs, over batches that grow, shrink and change their order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from attncore.builder import MetadataBuilder
+from attncore.graphs import capturing, launch, new_graph
+from attncore.testing.engines.compare import StepRequest, compare_cache
+from attncore.testing.engines.engine import PADDING, Engine
+
+if TYPE_CHECKING:
+    from attncore.abstract import AttentionBackend
+    from attncore.builder import CommonAttentionMetadata
+
+CAPTURED_SIZES = (1, 2, 4, 8)
+
+
+class Graph(Protocol):
+    """A captured graph: a torch.cuda.CUDAGraph, or a stand-in on other devices."""
+
+    def replay(self) -> Any:
+        """Run what was captured."""
+
+
+class CapturedEngine(Engine):
+    """Decodes of ``tokens`` each run through graphs of CAPTURED_SIZES, all other steps without a graph."""
+
+    def __init__(self, backend: AttentionBackend, tokens: int, *, seed: int = 0, **features: Any) -> None:
+        super().__init__(backend, seed=seed, **features)
+        self.tokens_each = tokens
+        self.longest = min(3 * self.block_size, self.block_size + 64)
+        self.builder = MetadataBuilder(
+            self.batch,
+            backend,
+            max_num_batched_tokens=max(CAPTURED_SIZES) * self.longest,
+            decode_threshold=tokens,
+        )
+        self.inputs = self.on_device(self.drawn.query_key_value(max(CAPTURED_SIZES) * tokens))
+        self.names = itertools.count()
+        self.graphs = {size: self._captured(size) for size in sorted(CAPTURED_SIZES, reverse=True)}
+
+    def _captured(self, size: int) -> tuple[Graph, Tensor]:
+        metadata = self.builder.capture(size, self.tokens_each)
+        launch(self._layer, size, metadata)  # a warm-up, over an empty step
+        graph = new_graph(self.config.device)
+        with capturing(graph):
+            metadata.record()
+            output: Tensor = launch(self._layer, size, metadata)
+        return graph, output
+
+    def _layer(self, size: int, metadata: CommonAttentionMetadata) -> Tensor:
+        return self.forward([tensor[: size * self.tokens_each] for tensor in self.inputs], metadata)
+
+    def step(self, scheduled: Mapping[Any, int], **_: Any) -> Tensor:
+        """A step without a graph, whose metadata goes to the device as an engine's does."""
+        metadata = self.builder.build(self.scheduled(dict(scheduled)))
+        requests = [StepRequest(name, scheduled[name], self.context(name)) for name in metadata.req_ids]
+        return self.run_step(metadata, requests)
+
+    def change(self) -> None:
+        """Remove requests, add others, run their prompts beside decodes; now and then replay an empty step."""
+        draw = self.random.random
+        for name in list(self.batch.req_ids):
+            if self._is_full(name) or draw() < 0.05:
+                self.remove(name)
+        wanted = int(self.random.integers(1, max(CAPTURED_SIZES) + 1))
+        arrived = {}
+        while len(self.batch) < wanted and (draw() < 0.5 or not len(self.batch)):
+            name, length = next(self.names), int(self.random.integers(1, self.longest - self.tokens_each))
+            self.add(name, length)
+            arrived[name] = length
+        if arrived:
+            beside = {name: 1 for name in self.batch.req_ids if name not in arrived and draw() < 0.5}
+            for name in beside:
+                self.grow(name)
+            self.step({**arrived, **beside})
+            for name in self.batch.req_ids:
+                if self._is_full(name):
+                    self.remove(name)
+        if draw() < 0.1:
+            size = int(self.random.choice(CAPTURED_SIZES))
+            before = self.cache_view.snapshot()
+            self.builder.build_empty(size).replay(self.graphs[size][0])
+            compare_cache(self.cache_view, before, np.empty(0, np.int64))
+
+    def _is_full(self, name: Any) -> bool:
+        return self.context(name) + self.tokens_each > self.longest
+
+    def replayed(self) -> None:
+        """Run a step of some of the requests in their graph; compare its output and what it wrote."""
+        chosen = [name for name in self.batch.req_ids if self.random.random() < 0.8]
+        if not chosen:
+            return
+        count = len(chosen) * self.tokens_each
+        for name in chosen:
+            self.grow(name, self.tokens_each)
+        self.fill_unowned()
+        before = self.cache_view.snapshot()
+        fresh = self.drawn.query_key_value(count)
+        for held, new in zip(self.inputs, fresh, strict=True):
+            held[:count].copy_(new)
+            held[count:] = PADDING
+        size = min(size for size in CAPTURED_SIZES if size >= len(chosen))
+        metadata = self.builder.build(self.scheduled(dict.fromkeys(chosen, self.tokens_each)), bucket=size)
+        graph, output = self.graphs[size]
+        metadata.replay(graph)
+        answer = output[:count].cpu()
+        self.check_cache(before, metadata.host.slot_mapping[:count])
+        requests = [StepRequest(name, self.tokens_each, self.context(name)) for name in metadata.req_ids]
+        self.compare(answer, self.expected(fresh, requests), requests)
+        self._reject_drafts(chosen)
+
+    def _reject_drafts(self, names: list[Any]) -> None:
+        """Take back some of the tokens of each request's last step, never the first of them."""
+        rejected = {name: int(self.random.integers(0, self.tokens_each)) for name in names}
+        self.batch.rollback_many(rejected)
+        for name, drafts in rejected.items():
+            self.history[name] = self.history[name].first(self.context(name) - drafts)

@@ -1,0 +1,65 @@
+"""Runs batches through an engine: one, one at the edges of blocks, or many that are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attncore.testing.engines.engine import Engine
+from attncore.testing.harness.drawn import batches, explore
+from attncore.testing.harness.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from attncore.abstract import AttentionBackend
+    from attncore.testing.harness.subject import Subject
+
+
+def engine_on_gpu(subject: Subject, otherwise: str) -> Engine:
+    """An engine whose backend runs on a CUDA or ROCm device; UnsupportedError elsewhere, where ``otherwise``."""
+    engine = Engine(subject.backend())
+    if torch.device(engine.config.device).type != "cuda":
+        raise UnsupportedError(f"the backend runs on {engine.config.device}, where {otherwise}")
+    return engine
+
+
+def run_batch(engine: Engine, batch: Iterable[tuple[int, int]]) -> Tensor:
+    """The output of a step of requests of (context, tokens), whose contexts are computed in steps before it.
+
+    The requests are named 0, 1, and so on.
+    """
+    pairs = list(batch)
+    for name, (context, count) in enumerate(pairs):
+        engine.add(name, context + count)
+    engine.fill({name: context for name, (context, _) in enumerate(pairs)})
+    return engine.step({name: count for name, (_, count) in enumerate(pairs)})
+
+
+def run_around_a_block(subject: Subject, backend: AttentionBackend, **given: Any) -> Tensor:
+    """The output of requests at the edges of blocks, of an Engine that is made with ``given``."""
+    return run_batch(Engine(backend, **given), subject.around_a_block(backend.config.block_size))
+
+
+def run_drawn_batches(subject: Subject, backend: AttentionBackend, examples: int, **given: Any) -> None:
+    """Run ``examples`` batches that are drawn, of the phases that the backend has, each in an Engine of its own."""
+
+    def check(batch: list[tuple[int, int]], seed: int) -> None:
+        run_batch(Engine(backend, seed=seed, **given), batch)
+
+    drawn = batches(backend.config.block_size, **subject.drawn_phases)
+    explore(check, examples, batch=drawn, seed=st.integers(0, 999))
+
+
+def run_with_a_copied_block(backend: AttentionBackend) -> None:
+    """A request whose first block was copied, and replaced by the copy, decodes on."""
+    engine = Engine(backend)
+    engine.add("a", engine.block_size + 2)
+    engine.fill({"a": engine.block_size + 1})
+    old, new = engine.batch.block_ids("a")[0], engine.free.pop()
+    backend.copy_blocks([engine.kv_cache], np.array([(old, new)]))
+    engine.replace_block("a", 0, new)
+    engine.step({"a": 1})

@@ -1,0 +1,188 @@
+"""Steps of a backend that the latency suite times: of stated shapes by the persistent builder, or of a batch file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder
+from attncore.lines.list_builder import Batch, parse_batch
+from attncore.testing.engines.planned_steps import planned
+from attncore.testing.harness.errors import UnsupportedError
+from attncore.testing.harness.subject import Subject
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attncore.abstract import AttentionBackend
+    from attncore.builder import CommonAttentionMetadata
+    from attncore.registry.spec.backend_spec import BackendSpec
+
+    Build = Callable[[], CommonAttentionMetadata]
+
+SHAPES: Mapping[str, list[tuple[int, int]]] = {
+    "decode of 1": [(1000, 1)],
+    "decode of 32": [(16 * i, 1) for i in range(1, 33)],
+    "prefill of 256": [(0, 256)],
+    "chunk of 128 beside 16 decodes": [(512, 128), *((32 * i, 1) for i in range(1, 17))],
+}
+"""Name -> requests of (context, tokens of the step)."""
+SAVED = "saved steps"
+REQUEST = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "block_size": None}
+MAX_STEPS = 32  # of a file: evenly spread over it
+READ = ("slot_mapping", "query_start_loc", "seq_lens", "block_table", "paged_kv_indptr", "paged_kv_indices")
+"""What layers read of a step of the list builder; each field goes to the device when it is first read."""
+
+
+class Timed:
+    """A backend and one or more steps: what is timed calls ``build``, ``plan``, ``commit`` or ``forward`` for each.
+
+    ``shape`` is a name of SHAPES, or SAVED for the steps of the file ``saved``. ``builds`` builds each step on the
+    host, ``sends`` builds, plans and sends it.
+    """
+
+    def __init__(self, subject: Subject, shape: str, request: Mapping[str, Any], saved: str | Path | None) -> None:
+        form = subject.form
+        heads = request["head_size"] if request["head_size"] in form.head_sizes else subject.request().head_size
+        self.backend = subject.backend(**{**request, "head_size": heads})
+        self.config = self.backend.config
+        self.impl = self.backend.impl("layers.0", scale=self.config.head_size**-0.5)
+        self.builds: list[Build] = []
+        self.sends: list[Build] = []
+        self._resets: list[Callable[[], None]] = []
+        self.transport = "none"
+        blocks = self._saved(saved, form) if shape == SAVED else self._shape(SHAPES[shape])
+        self.metadata = [planned(self.backend, build()) for build in self.builds]
+        self.kv_cache = self.backend.allocate_kv_cache(blocks)
+        self.tensors = [self._tensors(len(one.host.slot_mapping)) for one in self.metadata]
+        self.num_tokens = sum(len(one.host.slot_mapping) for one in self.metadata)
+
+    def reset(self) -> None:
+        """Before each build: the requests stand as before the step."""
+        for reset in self._resets:
+            reset()
+
+    def build(self) -> None:
+        """Build each step's host metadata."""
+        for build in self.builds:
+            build()
+
+    def commit(self) -> None:
+        """Build, plan and send each step, as an engine does; does not wait for the device."""
+        for send in self.sends:
+            send()
+
+    def plan(self) -> None:
+        """Call the backend's plan for each step."""
+        for metadata in self.metadata:
+            self.backend.plan(metadata)
+
+    def forward(self) -> None:
+        """One layer's attention of each step; waits for the device."""
+        for metadata, (query, key, value) in zip(self.metadata, self.tensors, strict=True):
+            self.impl.forward(query, key, value, self.kv_cache, metadata)
+        if torch.device(self.config.device).type == "cuda":
+            torch.cuda.synchronize()
+
+    def _shape(self, requests: list[tuple[int, int]]) -> int:
+        """Make one step of the persistent builder; return how many blocks its cache needs."""
+        end = self._persistent(requests, self.builds)
+        # On a CPU nothing is sent; a copy within its memory stands for it.
+        transport = "copy" if torch.device(self.config.device).type == "cpu" else "auto"
+        self._persistent(requests, self.sends, backend=self.backend, transport=transport)
+        return end
+
+    def _persistent(self, requests: list[tuple[int, int]], calls: list[Build], **options: Any) -> int:
+        """Add the call that builds the step to ``calls``, and what takes it back; return how many blocks it needs."""
+        size = self.config.block_size
+        longest = max(context + tokens for context, tokens in requests)
+        batch = InputBatch(max_num_reqs=len(requests), max_model_len=longest, block_size=size)
+        builder = MetadataBuilder(batch, max_num_batched_tokens=sum(tokens for _, tokens in requests), **options)
+        scheduled = {i: tokens for i, (_, tokens) in enumerate(requests) if tokens != 1}
+        end = 1
+        for i, (context, tokens) in enumerate(requests):
+            start, end = end, end - (-(context + tokens) // size)
+            batch.add_request(i, list(range(start, end)), context)
+        built = []
+
+        def build() -> CommonAttentionMetadata:
+            built.append(True)
+            return builder.build(scheduled)
+
+        def reset() -> None:
+            if built:
+                built.clear()
+                batch.rollback_many({i: tokens for i, (_, tokens) in enumerate(requests)})
+
+        calls.append(build)
+        self._resets.append(reset)
+        if options:
+            self.transport = builder.transport
+        return end
+
+    def _saved(self, path: str | Path | None, form: BackendSpec) -> int:
+        """Make steps of a batch file, of the list builder; return how many blocks their cache needs."""
+        if path is None:
+            raise UnsupportedError("the test file sets no STEPS")
+        lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not lines:
+            raise ValueError(f"STEPS: {path} is empty; expected a batch a line")
+        chosen = sorted(set(np.linspace(0, len(lines) - 1, min(MAX_STEPS, len(lines))).astype(int).tolist()))
+        blocks = 0
+        for number in chosen:
+            batch = parse_batch(lines[number])
+            if batch.block_size != self.config.block_size:
+                raise UnsupportedError(
+                    f"the steps have block_size {batch.block_size}, the backend {self.config.block_size}; set REQUEST"
+                )
+            layout = "flashinfer" if "page_list" in form.needs else "common"
+            self.builds.append(_list_build(batch, layout))
+            self.sends.append(_reading(_list_build(batch, layout, self.backend)))
+            tables = [
+                one.block_table for group in batch.groups for one in group.sequences if one.block_table is not None
+            ]
+            blocks = max(blocks, *(max(table, default=0) + 1 for table in tables), 1)
+        return blocks
+
+    def _tensors(self, tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        config, dtype = self.config, getattr(torch, self.config.dtype)
+        shapes = [
+            (tokens, heads, size)
+            for heads, size in (
+                (config.num_heads, config.head_size),
+                (config.num_kv_heads, config.head_size),
+                (config.num_kv_heads, config.head_size_v or config.head_size),
+            )
+        ]
+        made = [torch.randn(shape, dtype=torch.float32).to(config.device, dtype) for shape in shapes]
+        return made[0], made[1], None if config.use_mla else made[2]
+
+
+def _list_build(batch: Batch, layout: str, backend: AttentionBackend | None = None) -> Build:
+    builder = CommonMetadataBuilder(
+        batch.block_size,
+        layout,
+        sliding_window=batch.sliding_window,
+        chunked_prefill=batch.chunked_prefill,
+        max_seq_len_to_capture=batch.max_seq_len_to_capture,
+        encoder_decoder=batch.encoder_decoder,
+        backend=backend,
+    )
+    return lambda: builder.build(batch.groups, batch.cuda_graph_pad_size)
+
+
+def _reading(build: Build) -> Build:
+    """``build``, and all that layers read of the step on the device."""
+
+    def send() -> CommonAttentionMetadata:
+        metadata = build()
+        for name in READ:
+            if hasattr(metadata.host, name):
+                getattr(metadata, name)
+        return metadata
+
+    return send

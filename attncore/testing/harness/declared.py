@@ -1,0 +1,42 @@
+"""Samples of what a spec declares: values for its features, and sizes at the edges of its sets of sizes and between."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from attncore.registry.spec.sizes import MultipleOf
+from attncore.testing.harness.errors import UnsupportedError
+
+SLOPES = (0.5, 0.0625, 0.25, 0.125)  # of no standard order, so that slopes made from a head's number show
+FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "sliding_window": {"sliding_window": 6},
+    "logits_soft_cap": {"logits_soft_cap": 1.5},
+    "alibi": {"alibi_slopes": SLOPES},
+    "sinks": {"sinks": (0.5, -1.0, 2.0, 0.0)},
+}
+"""Feature -> arguments of ``backend.impl`` for 4 query heads."""
+MAX_SIZE = 512  # sizes of heads and blocks beyond it are not tried: the arithmetic of a kernel has changed before
+WHOLE = 32  # a finite set of at most so many sizes is tried whole
+
+
+def edges(declared: Collection[int] | MultipleOf, most: int) -> list[int]:
+    """The sizes at the edges of a set of sizes: up to six of a finite set with both ends; of multiples the first two
+    and the largest, below ``most``."""
+    if isinstance(declared, MultipleOf):
+        found = {declared.base, 2 * declared.base, declared.maximum or 0}
+        found.add(most // declared.base * declared.base)
+        return sorted(size for size in found if 0 < size <= most and size in declared)
+    sizes = sorted(declared)
+    return sizes if len(sizes) <= 6 else [*sizes[:3], *sizes[-3:]]
+
+
+def between(declared: Collection[int] | MultipleOf, usual: tuple[int, ...]) -> list[int]:
+    """Declared sizes that ``edges`` leaves out: the usual ones, and all of a small set."""
+    found = {size for size in usual if size in declared}
+    if not isinstance(declared, MultipleOf) and len(declared) <= WHOLE:
+        found = {size for size in declared if size <= MAX_SIZE}
+    found -= set(edges(declared, MAX_SIZE))
+    if not found:
+        raise UnsupportedError("its spec declares no usual size but those at the edges")
+    return sorted(found)

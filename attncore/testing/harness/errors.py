@@ -1,0 +1,33 @@
+"""The errors that end a check: not conforming, not supported; and other errors in words."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import attncore
+from attncore.errors import AttncoreError
+
+_OWN_FOLDER = Path(attncore.__file__).parent
+_LIBRARIES = {"torch", "_pytest", "pluggy", "hypothesis"}
+"""Packages whose frames lie between a check and the backend, or beneath it."""
+
+
+class ConformanceError(AssertionError):
+    """The backend does not do what the contract says; the text says what, where, and what to look at."""
+
+
+class UnsupportedError(AttncoreError):
+    """The backend says, or its spec does, that it cannot do this here; shown as unsupported, with the reason."""
+
+
+def told(error: BaseException) -> str:
+    """An error in words: its type and text, that it has none, and where in the backend's own code it was raised."""
+    words = f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} without a message"
+    if isinstance(error, ConformanceError):
+        return words
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    for file, line in reversed(frames):
+        if not file.is_relative_to(_OWN_FOLDER) and _LIBRARIES.isdisjoint(file.parts):
+            return f"{words} ({file.name}:{line})"
+    return words

@@ -1,0 +1,107 @@
+"""The kit's part of pytest: unsupported is a skip with its reason, expected failures are strict, the table is printed.
+
+The suite's star import brings it along as ``pytest_plugins``; nothing happens to tests that are not the kit's.
+
+It may be imported before pytest knows of it: PYTEST_DONT_REWRITE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from attncore.testing.harness.errors import UnsupportedError, told
+from attncore.testing.harness.support_table import Report, Result
+
+_REPORTS = pytest.StashKey[dict[str, Report]]()
+_ROW = pytest.StashKey[tuple[str, str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registered late, while a test file is collected; the marker is then known before it is used."""
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.stash[_REPORTS] = {}
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give a test of the kit its row in the table, its marker, and its expected failure."""
+    function = getattr(item, "function", None)
+    capability = getattr(function, "attncore_capability", None)
+    if capability is None:
+        return
+    backend = str(getattr(getattr(item, "module", None), "BACKEND", "?"))
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    item.stash[_ROW] = (backend, capability.format(**parameters))
+    if getattr(function, "attncore_gpu", False):
+        item.add_marker(pytest.mark.gpu)
+    for name, reason in _expected_failures(item).items():
+        if name in (item.name, item.name.partition("[")[0]):
+            item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+
+def _expected_failures(item: pytest.Item) -> dict[str, str]:
+    return dict(getattr(getattr(item, "module", None), "EXPECTED_FAILURES", {}))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """An expected failure that names no test of its file is an error: it excuses nothing."""
+    names: dict[Any, set[str]] = {}
+    for item in items:
+        if _ROW in item.stash:
+            names.setdefault(item.module, set()).update({item.name, item.name.partition("[")[0]})  # type: ignore[attr-defined]
+    for module, known in names.items():
+        everything = known | {name for name in dir(module) if name.startswith("test_")}
+        stale = sorted(set(getattr(module, "EXPECTED_FAILURES", {})) - everything)
+        stale = [name for name in stale if name.partition("[")[0] not in everything or name.partition("[")[0] in known]
+        if stale:
+            raise pytest.UsageError(f"EXPECTED_FAILURES: {stale[0]!r} is no test of {module.__name__}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """A check that finds its capability undeclared is a skip that says why."""
+    try:
+        return (yield)
+    except UnsupportedError as error:
+        if _ROW not in pyfuncitem.stash:
+            raise
+        return pytest.skip(f"unsupported: {error}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Keep what came of a test of the kit."""
+    report = yield
+    row = item.stash.get(_ROW, None)
+    if row is not None and (report.when == "call" or report.outcome != "passed"):
+        reports = item.config.stash[_REPORTS]
+        reason = ""
+        if report.outcome == "skipped":
+            expected = getattr(report, "wasxfail", None)
+            reason = expected if expected is not None else _skip_reason(report)
+        elif report.outcome == "failed":
+            reason = (str(call.excinfo.value) or told(call.excinfo.value)) if call.excinfo else str(report.longrepr)
+        outcome = "expected failure" if hasattr(report, "wasxfail") and report.outcome == "skipped" else report.outcome
+        reports.setdefault(row[0], Report(row[0])).add(Result(row[1], item.name, outcome, reason))
+    return report
+
+
+def _skip_reason(report: pytest.TestReport) -> str:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return reason.removeprefix("Skipped: ").removeprefix("unsupported: ")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The support table of each backend that was tested."""
+    for report in config.stash.get(_REPORTS, {}).values():
+        terminalreporter.section(f"attncore conformance: {report.backend}")
+        terminalreporter.write_line(report.markdown())
+
+
+def reports(config: pytest.Config) -> dict[str, Report]:
+    """What was collected in this run, by backend."""
+    return config.stash.get(_REPORTS, {})

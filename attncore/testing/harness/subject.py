@@ -1,0 +1,185 @@
+"""The backend under test: its record, its spec, and backends made of it by the same negotiation that an engine uses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from attncore.registry.choice.decide import decide
+from attncore.registry.choice.request import AttentionRequest
+from attncore.registry.host.host import Host
+from attncore.registry.plugins.load import registry
+from attncore.registry.plugins.records import PluginRecord
+from attncore.registry.spec import sizes
+from attncore.registry.spec.backend_spec import BackendSpec
+from attncore.registry.spec.sizes import MultipleOf
+from attncore.testing.harness.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from attncore.abstract import AttentionBackend
+    from attncore.registry.choice.choice import Choice
+
+
+class Subject:
+    """One backend by name, on this machine.
+
+    ``form`` is the spec of the first variant that runs here, and the facts that tests go by; ``refusal`` says why none
+    does. ``backend`` makes (and keeps) backends.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        device: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        host: Host | None = None,
+    ) -> None:
+        self.name = name
+        self.device = device
+        self.options = dict(options or {})
+        self.host = host
+        self._made: dict[tuple[Any, ...], AttentionBackend] = {}
+
+    @cached_property
+    def record(self) -> PluginRecord:
+        """What became of the plugin; UnsupportedError naming ``BACKEND`` where no distribution provides it."""
+        records = registry().records
+        found = [record for record in records if record.name == self.name]
+        if not found:
+            names = ", ".join(sorted({record.name for record in records})) or "none"
+            raise UnsupportedError(
+                f"BACKEND: no distribution installed here provides {self.name!r}; installed: {names}"
+            )
+        return min(found, key=lambda record: record.state != "loaded")
+
+    @property
+    def spec(self) -> BackendSpec:
+        """The spec; UnsupportedError with the plugin's reasons where it could not be loaded."""
+        if self.record.spec is None:
+            reasons = "; ".join(map(str, self.record.reasons))
+            raise UnsupportedError(f"BACKEND: {self.name!r} is {self.record.state}: {reasons}")
+        return self.record.spec
+
+    @cached_property
+    def _usable(self) -> tuple[BackendSpec | None, str]:
+        refusals = []
+        for _, form in self.spec.forms:
+            try:
+                return self._choose(**_base(form)).spec, ""
+            except UnsupportedError as error:
+                refusals.append(str(error))
+        return None, "; ".join(dict.fromkeys(refusals))
+
+    @property
+    def refusal(self) -> str:
+        """Why no form of the backend runs on this machine; empty where one does."""
+        return self._usable[1]
+
+    @property
+    def form(self) -> BackendSpec:
+        """The facts that tests go by; UnsupportedError where no form runs here."""
+        form = self._usable[0]
+        if form is None:
+            raise UnsupportedError(self.refusal)
+        return form
+
+    def request(self, **changes: Any) -> AttentionRequest:
+        """What the kit asks for unless a test changes it."""
+        return AttentionRequest(**{**_base(self.form, **changes), "backend": self.name})
+
+    def backend(self, **changes: Any) -> AttentionBackend:
+        """A backend for the base request with ``changes``; made once for each. UnsupportedError where it is refused.
+
+        ``use_mla=True`` asks for a latent cache, the base of a backend that has no other.
+        """
+        key = tuple(sorted(changes.items()))
+        if key not in self._made:
+            self._made[key] = self._choose(**_base(self.form, **changes)).create(self.device, self.options)
+        return self._made[key]
+
+    def beyond(self, **changes: Any) -> AttentionBackend:
+        """A backend for a configuration that the spec does not declare, made past the negotiation that would refuse."""
+        config = dataclasses.replace(self.backend().config, **changes)
+        return self._choose(**_base(self.form)).create_for(config)
+
+    def around_a_block(self, size: int) -> list[tuple[int, int]]:
+        """Requests of (context, tokens of a step), of the phases that the form runs, at the edges of blocks of
+        ``size``; at most 13 blocks in all.
+        """
+        batch = []
+        if "prefill" in self.form.phases:
+            batch += [(0, 2 * size + 1), (size - 1, 3)]
+        if "decode" in self.form.phases:
+            batch += [(size, 1), (2 * size - 1, 1), (3 * size + 1, 1)]
+        return batch
+
+    def _choose(self, **fields: Any) -> Choice:
+        request = AttentionRequest(**{"backend": self.name, **fields})
+        found = decide(request, host=self.host)
+        if found.chosen is None:
+            mine = [one for one in found.outcome.rest if one.name == self.name]
+            reasons = [str(reason) for one in mine for reason in one.reasons]
+            raise UnsupportedError("; ".join(reasons) or found.refusal)
+        return found.chosen
+
+    @property
+    def drawn_phases(self) -> dict[str, bool]:
+        """The arguments of ``drawn.batches`` for batches of the phases that the form runs."""
+        phases = self.form.phases
+        return {} if len(phases) > 1 else {"contexts": True, "decode": "decode" in phases}
+
+    def require(self, feature: str) -> None:
+        """UnsupportedError, with the spec's own reason where it gives one, unless the form declares ``feature``."""
+        form = self.form
+        if feature in form.features or (feature == "alibi_standard" and "alibi" in form.features):
+            return
+        raise UnsupportedError(form.unsupported.get(feature, "its spec does not declare it"))
+
+    def require_phase(self, *phases: str) -> None:
+        """UnsupportedError unless the form runs every one of ``phases``."""
+        missing = [phase for phase in phases if phase not in self.form.phases]
+        if missing:
+            raise UnsupportedError(f"its spec declares no phase {' and '.join(missing)}")
+
+    def require_graphs(self, *phases: str) -> None:
+        """UnsupportedError unless the form declares captured graphs, and runs every one of ``phases``."""
+        if self.form.cuda_graph == "never":
+            raise UnsupportedError("its spec says cuda_graph='never'")
+        self.require_phase(*phases)
+
+
+def _base(form: BackendSpec, **changes: Any) -> dict[str, Any]:
+    """A small request that a form accepts: few heads of a common small size, small blocks; with ``changes``."""
+    group = 2 if form.max_group_size is None else min(2, form.max_group_size)
+    found: dict[str, Any] = {
+        "num_heads": 2 * group,
+        "num_kv_heads": 2,
+        "head_size": _first((16, 32, 64, 128), form.head_sizes),
+        "dtype": next(name for name in ("float32", "bfloat16", "float16") if name in form.dtypes),
+        "block_size": _first((4, 8, 16), form.block_sizes),
+        "kv_cache_dtype": "auto" if "auto" in form.kv_cache_dtypes else min(form.kv_cache_dtypes),
+    }
+    if len(form.phases) == 1:
+        found["phase"] = next(iter(form.phases))
+    found.update(changes)
+    if form.mla_only or found.get("use_mla"):
+        _make_latent(form, found)
+    return found
+
+
+def _make_latent(form: BackendSpec, request: dict[str, Any]) -> None:
+    """One latent head, values smaller than its rows where the form has such."""
+    size, most = request["head_size"], form.max_group_size or request["num_heads"]
+    request.update(use_mla=True, num_kv_heads=1, num_heads=min(request["num_heads"], most))
+    if "head_size_v" not in request and form.head_size_v is not None:
+        values = [value for value in range(size - 1, 0, -1) if value in form.head_size_v]
+        request["head_size_v"] = next((value for value in values if value % 8 == 0), values[0] if values else None)
+
+
+def _first(wanted: Iterable[int], accepted: Collection[int] | MultipleOf) -> int:
+    return next((size for size in wanted if size in accepted), None) or sizes.smallest(
+        sizes.as_sizes("accepted", accepted)
+    )

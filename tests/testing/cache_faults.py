@@ -1,0 +1,111 @@
+"""Faults of the cache: its shape, copies, and slots written or read in error; each names the test that must find it."""
+
+from testing.faulty_backend import Fault, forward
+
+CACHE_FAULTS = (
+    Fault(
+        "writes_minus_one",
+        "test_padded_tokens_change_no_block",
+        "a slot of -1, or a token of padding, must change no block",
+        forward("return whole(query, key, value, kv_cache[:, :-1], metadata, output)"),
+    ),
+    Fault(
+        "reads_an_unowned_block",
+        "test_nothing_is_read_that_no_request_owns",
+        "the output holds NaN",
+        forward("return whole(query, key, value, kv_cache, metadata, output) + 0 * kv_cache[0, 0].sum()"),
+    ),
+    Fault(
+        "reads_unused_rows",
+        "test_nothing_is_read_that_no_request_owns",
+        "declares finite_tail",
+        forward(
+            """
+answer = whole(query, key, value, kv_cache, metadata, output)
+for row, length in enumerate(metadata.host.seq_lens):
+    size = kv_cache.shape[2]
+    page = int(metadata.host.block_table[row, (length - 1) // size])
+    answer += 0 * kv_cache[:, page].sum()
+return answer
+"""
+        ),
+    ),
+    Fault(
+        "writes_nothing",
+        "test_a_slot_owns_its_part_of_its_block",
+        "",
+        forward("return whole(query, key, value, kv_cache.clone(), metadata, output)"),
+    ),
+    Fault(
+        "writes_beside",
+        "test_prefill",
+        "changed block 0, which it does not own",
+        forward(
+            """
+answer = whole(query, key, value, kv_cache, metadata, output)
+if len(query) > 2:
+    kv_cache[0, 0, 0] = 1
+return answer
+"""
+        ),
+    ),
+    Fault(
+        "copies_in_turn",
+        "test_blocks_are_copied_within_caches",
+        "block 3 should hold what block 2 held",
+        """
+def copy_blocks(self, kv_caches, src_to_dst):
+    for cache in kv_caches:
+        for source, target in src_to_dst:
+            cache[:, target] = cache[:, source]
+Backend.copy_blocks = copy_blocks
+""",
+    ),
+    Fault(
+        "swaps_keys_only",
+        "test_blocks_are_swapped_to_another_cache",
+        "should hold what block",
+        """
+def swap_blocks(self, source, target, src_to_dst):
+    for a, b in src_to_dst:
+        target[0, b] = source[0, a]
+Backend.swap_blocks = swap_blocks
+""",
+    ),
+    Fault(
+        "no_sink",
+        "test_the_cache_is_zeroed_and_has_a_sink_block",
+        "the 5 blocks and the sink, 6 in all",
+        "Backend.allocate_kv_cache = lambda self, n: AttentionBackend.allocate_kv_cache(self, n)[:, :n].clone()",
+    ),
+    Fault(
+        "dirty_cache",
+        "test_the_cache_is_zeroed_and_has_a_sink_block",
+        "must give zeros",
+        "Backend.allocate_kv_cache = lambda self, n: AttentionBackend.allocate_kv_cache(self, n) + 1",
+    ),
+    Fault(
+        "two_axes",
+        "test_the_cache_shape_grows_along_one_axis",
+        "one axis must grow",
+        "Backend.kv_cache_shape = lambda self, n, size, heads, head_size: (n, n, size, heads, head_size)",
+    ),
+    Fault(
+        "wrong_row",
+        "test_decode",
+        "decode of 1 after",
+        forward(
+            "return whole(query, key, value, kv_cache, "
+            "changed(metadata, block_table=np.roll(metadata.host.block_table, 1, 0)), output)"
+        ),
+    ),
+    Fault(
+        "short_ids",
+        "test_block_ids_at_the_end_of_the_pool",
+        "decode of 1 after",
+        forward(
+            "return whole(query, key, value, kv_cache, "
+            "changed(metadata, block_table=metadata.host.block_table % 32), output)"
+        ),
+    ),
+)

@@ -1,0 +1,72 @@
+"""The source of a backend that is the reference but for one fault."""
+
+from typing import NamedTuple
+
+LIGHT = """
+from attncore import BackendSpec, MultipleOf, hookimpl
+
+@hookimpl
+def attncore_backend():
+    facts = dict(
+        name={name!r}, api=1, factory="attn_{name}_heavy:Backend", devices={{"any": 5}},
+        dtypes={{"float32", "bfloat16"}}, head_sizes=MultipleOf(8), block_sizes=MultipleOf(4),
+        features={{"sliding_window", "logits_soft_cap", "alibi", "sinks", "multi_token_decode"}},
+        cuda_graph="uniform_decode",
+    )
+    facts.update({facts})
+    return BackendSpec(**facts)
+"""
+HEAVY = """
+import copy
+import numpy as np
+import torch
+from attncore import AttentionBackend, AttentionImpl
+from attncore.reference import ReferenceBackend, ReferenceImpl
+
+def changed(metadata, **fields):
+    '''The metadata with host fields replaced, and the device's from them.'''
+    found = copy.copy(metadata)
+    found.host = copy.copy(metadata.host)
+    for name, value in fields.items():
+        setattr(found.host, name, value)
+        setattr(found, name, torch.from_numpy(np.ascontiguousarray(value)))
+    return found
+
+class Impl(ReferenceImpl):
+    pass
+
+class Backend(ReferenceBackend):
+    impl_class = Impl
+"""
+
+
+class Fault(NamedTuple):
+    """``code`` is appended to HEAVY, ``facts`` change the spec; ``test`` fails, and its reason holds ``says``."""
+
+    name: str
+    test: str
+    says: str
+    code: str = ""
+    facts: str = ""
+    light: str = ""
+
+
+def forward(body: str, name: str = "forward") -> str:
+    """Code that replaces a method; ``whole`` is the sound one."""
+    lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
+    return f"""
+def {name}(self, query, key, value, kv_cache, metadata, output=None):
+    whole = super(Impl, self).{name}
+{lines}
+Impl.{name} = {name}
+"""
+
+
+def init(body: str) -> str:
+    """Code that runs ``body`` before the layer's constructor."""
+    return f"""
+def init(self, backend, layer_name, **features):
+    {body}
+    super(Impl, self).__init__(backend, layer_name, **features)
+Impl.__init__ = init
+"""

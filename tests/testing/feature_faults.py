@@ -1,0 +1,73 @@
+"""Faults of a layer's features, heads and scale; each names the test that must find it."""
+
+from testing.faulty_backend import Fault, forward, init
+
+FEATURE_FAULTS = (
+    Fault("no_window", "test_window_off_by_one", "sliding_window", init("features['sliding_window'] = None")),
+    Fault(
+        "window_too_wide",
+        "test_window_off_by_one",
+        "sliding_window",
+        init("features['sliding_window'] = features['sliding_window'] and features['sliding_window'] + 1"),
+    ),
+    Fault(
+        "window_too_narrow",
+        "test_window_off_by_one",
+        "sliding_window",
+        init("features['sliding_window'] = features['sliding_window'] and max(1, features['sliding_window'] - 1)"),
+    ),
+    Fault(
+        "no_cap",
+        "test_a_feature_over_random_batches[logits_soft_cap]",
+        "logits_soft_cap 1.5",
+        init("features['logits_soft_cap'] = None"),
+    ),
+    Fault("no_sinks", "test_a_feature_over_random_batches[sinks]", "differs", init("features['sinks'] = None")),
+    Fault(
+        "own_slopes",
+        "test_alibi_slopes_in_any_order",
+        "head",
+        init(
+            "n = backend.config.num_heads; features['alibi_slopes'] = features['alibi_slopes'] and "
+            "[2.0 ** (-8 * i / n) for i in range(1, n + 1)]"
+        ),
+    ),
+    Fault("own_scale", "test_scale", "differs", init("features['scale'] = backend.config.head_size ** -0.5")),
+    Fault(
+        "interleaved_heads",
+        "test_grouped_heads[4-2]",
+        "4 heads over 2",
+        forward(
+            """
+n, kv = query.shape[1], key.shape[1]
+order = torch.arange(n).view(n // kv, kv).T.flatten()
+answer = whole(query[:, order].contiguous(), key, value, kv_cache, metadata)
+back = answer[:, torch.argsort(order)]
+return back if output is None else output.copy_(back)
+"""
+        ),
+    ),
+    Fault(
+        "wrong_with_one_head",
+        "test_grouped_heads[1-1]",
+        "1 heads over 1",
+        forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[1] == 1))"),
+    ),
+    Fault(
+        "last_plan_wins",
+        "test_layers_with_different_scales",
+        "differs",
+        """
+def plan_layers(self, metadata, key):
+    self.planned = key
+Backend.plan_layers = plan_layers
+"""
+        + forward(
+            """
+from dataclasses import replace
+self._scoring = replace(self._scoring, scale=self.backend.planned.scale)
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+)

@@ -1,0 +1,91 @@
+"""Faults of the spec: declared and undeclared sizes, features, loading; each names the test that must find it."""
+
+from testing.faulty_backend import Fault, forward, init
+
+# A backend that skips the base class's comparison of its configuration with its spec.
+UNCHECKED = """
+import dataclasses
+def unchecked(self, config):
+    ReferenceBackend.__init__(self, dataclasses.replace(config, spec=None))
+    self.config, self.name = config, config.spec.name
+Backend.__init__ = unchecked
+"""
+
+SPEC_FAULTS = (
+    Fault(
+        "head_size_that_raises",
+        "test_smallest_and_largest_declared_head_sizes",
+        "declares head_size 80",
+        init("assert backend.config.head_size != 80, 'head size'"),
+        "head_sizes={16, 32, 80}",
+    ),
+    Fault(
+        "head_size_that_is_wrong",
+        "test_smallest_and_largest_declared_head_sizes",
+        "declares head_size 80",
+        forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[2] == 80))"),
+        "head_sizes={16, 32, 80}",
+    ),
+    Fault(
+        "block_size_that_is_wrong",
+        "test_smallest_and_largest_declared_block_sizes",
+        "declares block_size 8",
+        forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (kv_cache.shape[2] == 8))"),
+    ),
+    Fault(
+        "head_size_within_that_is_wrong",
+        "test_usual_head_sizes_that_are_declared",
+        "declares head_size 96",
+        forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[2] == 96))"),
+        "head_sizes=MultipleOf(8, 256)",
+    ),
+    Fault(
+        "middle_of_a_set_that_is_wrong",
+        "test_usual_head_sizes_that_are_declared",
+        "declares head_size 56",
+        forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[2] == 56))"),
+        "head_sizes={8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88}",
+    ),
+    Fault(
+        "block_size_within_that_is_wrong",
+        "test_usual_block_sizes_that_are_declared",
+        "declares block_size 48",
+        forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (kv_cache.shape[2] == 48))"),
+    ),
+    Fault(
+        "head_size_that_raises_without_a_word",
+        "test_smallest_and_largest_declared_head_sizes",
+        "declares head_size 80, but: AssertionError without a message (attn_head_size_that_raises_without_a_word_heavy",
+        init("assert backend.config.head_size != 80"),
+        "head_sizes={16, 32, 80}",
+    ),
+    Fault(
+        "wrong_beyond",
+        "test_undeclared_sizes_are_refused_or_right[head_size]",
+        "gives wrong results instead of an error",
+        UNCHECKED
+        + forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[2] != 16))"),
+        "head_sizes={16}",
+    ),
+    Fault(
+        "mute_beyond",
+        "test_undeclared_sizes_are_refused_or_right[head_size]",
+        "a bare AssertionError",
+        UNCHECKED + init("assert backend.config.head_size == 16"),
+        "head_sizes={16}",
+    ),
+    Fault(
+        "accepts_anything",
+        "test_undeclared_features_are_refused_with_a_sentence[sliding_window-4-sliding_window]",
+        "was accepted",
+        "Backend.impl = lambda self, layer_name, **given: Impl(self, layer_name, **given)",
+        "features=()",
+    ),
+    Fault(
+        "heavy_light",
+        "test_the_spec_is_read_without_heavy_imports",
+        "reading the spec imported torch",
+        light="import torch",
+    ),
+    Fault("stuck_spec", "test_the_plugin_loads", "no licence file", light="raise RuntimeError('no licence file')"),
+)

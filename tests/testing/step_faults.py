@@ -1,0 +1,154 @@
+"""Faults of steps: tensors, changing batches, padding, captured sizes; each names the test that must find it."""
+
+from testing.faulty_backend import Fault, forward
+
+STEP_FAULTS = (
+    Fault(
+        "ignores_output",
+        "test_the_layer_as_a_torch_operator[False]",
+        "gave another output",
+        forward("return whole(query, key, value, kv_cache, metadata)"),
+    ),
+    Fault(
+        "replays_the_lengths_of_the_capture",
+        "test_captured_sizes_over_changing_batches[1]",
+        "decode of 1 after",
+        forward("""
+if not metadata.use_cuda_graph or not metadata.host.seq_lens.any():
+    return whole(query, key, value, kv_cache, metadata, output)
+kept = self.__dict__.setdefault("kept", {}).setdefault(metadata.num_reqs, metadata.host.seq_lens.copy())
+return whole(query, key, value, kv_cache, changed(metadata, seq_lens=kept), output)
+"""),
+    ),
+    Fault(
+        "writes_in_an_empty_step",
+        "test_captured_sizes_over_changing_batches[1]",
+        "must change no block",
+        forward("""
+if metadata.use_cuda_graph and not metadata.host.seq_lens.any():
+    kv_cache[:, 3] += 1
+return whole(query, key, value, kv_cache, metadata, output)
+"""),
+    ),
+    Fault(
+        "assumes_contiguous_keys",
+        "test_strided_tensors",
+        "with strided tensors",
+        forward(
+            """
+key = torch.as_strided(key, key.shape, (key.shape[1] * key.shape[2], key.shape[2], 1))
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "assumes_contiguous_heads",
+        "test_strided_tensors[gaps]",
+        "with strided tensors (gaps",
+        forward(
+            """
+query = torch.as_strided(query, query.shape, (query.stride(0), query.shape[2], 1))
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "assumes_a_contiguous_output",
+        "test_strided_tensors",
+        "wrote beside its strided output",
+        forward(
+            """
+answer = whole(query, key, value, kv_cache, metadata)
+if output is None:
+    return answer
+torch.as_strided(output, answer.shape, answer.stride()).copy_(answer)
+output.copy_(answer)
+return output
+"""
+        ),
+    ),
+    Fault(
+        "wrong_with_more_than_16_requests",
+        "test_many_requests_in_a_step",
+        "differs from dense",
+        forward(
+            "return whole(query, key, value, kv_cache, metadata, output).div_(1 + (len(metadata.host.seq_lens) > 16))"
+        ),
+    ),
+    Fault(
+        "wrong_with_more_than_16_decodes",
+        "test_many_requests_in_a_step",
+        "decode of 1 after",
+        forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (metadata.num_decodes > 16))"),
+    ),
+    Fault(
+        "keeps_lengths",
+        "test_a_smaller_batch_after_a_larger_one",
+        "differs",
+        forward(
+            """
+lengths = metadata.host.seq_lens
+if metadata.max_query_len == 1 and len(lengths) >= len(getattr(self, 'kept', [])):
+    self.kept = lengths.copy()
+if metadata.max_query_len == 1:
+    metadata = changed(metadata, seq_lens=self.kept[: len(lengths)])
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "only_fresh_keys",
+        "test_chunked_prefill",
+        "prefill of",
+        forward(
+            """
+tokens = np.diff(metadata.host.query_start_loc)
+if metadata.max_query_len > 1:
+    metadata = changed(metadata, seq_lens=tokens.astype(np.int32))
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "scales_query",
+        "test_prefill",
+        "forward changed its argument query",
+        forward("return whole(query.mul_(0.5).clone().mul_(2), key, value, kv_cache, metadata, output)"),
+    ),
+    Fault(
+        "other_output",
+        "test_output_is_written_where_it_is_asked",
+        "",
+        forward("return whole(query, key, value, kv_cache, metadata)"),
+    ),
+    Fault(
+        "float_output",
+        "test_dtype[bfloat16]",
+        "torch.float32",
+        forward("return whole(query, key, value, kv_cache, metadata, output).float()"),
+    ),
+    Fault(
+        "needs_a_table",
+        "test_plain_prompts_of_the_list_builder",
+        "no columns",
+        forward(
+            """
+if metadata.block_table.shape[1] == 0:
+    raise RuntimeError('no columns')
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "reads_padded_rows",
+        "test_a_graph_batch_of_the_persistent_builder",
+        "",
+        forward(
+            """
+if len(np.unique(metadata.host.query_start_loc)) < len(metadata.host.query_start_loc):
+    return whole(query, key, value, kv_cache, metadata, output).neg_()
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+)
