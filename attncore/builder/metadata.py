@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from attncore.builder import slices
 from attncore.builder.fields import ARRAYS, BROADCAST, COUNTS, DERIVED, FIELDS
+from attncore.first_generation import FirstGenerationMetadataNames
 
 Wrap = Callable[[npt.NDArray[Any]], Any]
 
@@ -31,7 +32,7 @@ class Source(NamedTuple):
     """The groups that it was given."""
 
 
-class CommonAttentionMetadata:
+class CommonAttentionMetadata(FirstGenerationMetadataNames):
     """One step's metadata. T tokens, n requests (padded ones included, where a graph pads).
 
     Arrays lie on the backend's device (torch tensors; NumPy arrays where there is no backend); ``host`` has the same
@@ -118,6 +119,10 @@ class CommonAttentionMetadata:
     page_buffer: Any = None
     """int32 on the device, all that page indices are ever written to by this builder: the same tensor in every step,
     where a plan may point a kernel before the indices are there (persistent builder, with a transport)."""
+    step: int = 0
+    """The step's number, ascending with each build (persistent builder); 0 elsewhere."""
+    group: str = ""
+    """The KV-cache group whose slots and table these are (persistent builder)."""
     source: Source | None = None
     """What a step of the list builder was built from; None for views, captured sizes and steps of the other builder."""
 
@@ -142,16 +147,6 @@ class CommonAttentionMetadata:
         """
         kept: dict[Any, Any] = self._cached("_kept", dict)
         return kept
-
-    @property
-    def block_tables(self) -> Any:
-        """The first generation's name of ``block_table``."""
-        return self.block_table
-
-    @property
-    def cross_block_tables(self) -> Any:
-        """The first generation's name of ``cross_block_table``."""
-        return self.cross_block_table
 
     @property
     def block_table_bound(self) -> Any:
