@@ -30,7 +30,7 @@ def test_a_bad_choice_names_the_variable(monkeypatch):
 
 def test_without_a_choice_the_compiled_one_runs(monkeypatch, kernels):
     monkeypatch.delenv("ATTNCORE_KERNELS")
-    importlib.import_module("attncore._slots" if kernels == "cython" else "attncore._slots_numba")
+    importlib.import_module("attncore._slots" if kernels == "cython" else "attncore.kernels.numba")
     assert slots.load_kernels().IMPLEMENTATION == "cython"
     assert slots.why_kernels().startswith("cython: the compiled extension is installed")
 

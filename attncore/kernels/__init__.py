@@ -1,8 +1,8 @@
 """The kernels of the hot path: which implementation runs here, and why.
 
-Two implementations have the same classes and functions: ``attncore._slots`` (Cython, what a wheel carries) and
-``attncore._slots_numba`` (numba, for a platform without a compiler). :func:`load_kernels` picks one and
-:func:`why_kernels` says why. ``codes`` declares the numbers that they share, ``arrays`` has their public functions.
+Two implementations have the same topics, classes and functions: ``attncore._slots`` (Cython, what a wheel carries, from
+``kernels/cython``) and ``attncore.kernels.numba`` (for a platform without a compiler). :func:`load_kernels` picks one
+and :func:`why_kernels` says why. ``codes`` declares the numbers that they share, ``arrays`` has their public functions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from attncore import env
 
 KernelsName = Literal["cython", "numba"]
 
-_MODULES: dict[KernelsName, str] = {"cython": "attncore._slots", "numba": "attncore._slots_numba"}
+_MODULES: dict[KernelsName, str] = {"cython": "attncore._slots", "numba": "attncore.kernels.numba"}
 
 
 def load_kernels(name: KernelsName | None = None) -> Any:

@@ -12,11 +12,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from attncore import AttentionBackend, AttentionImpl, BackendConfig, _slots_numba
+from attncore import AttentionBackend, AttentionImpl, BackendConfig
 from attncore.builder import InputBatch, MetadataBuilder
 from attncore.builder.device.by_copy import DeviceSide
 from attncore.builder.persistent import builder
 from attncore.errors import AttncoreError, CaptureError
+from attncore.kernels import codes
+from attncore.kernels import numba as numba_kernels
 
 CONFIG = BackendConfig(num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", block_size=4)
 SEEN = ("slot_mapping", "seq_lens", "query_start_loc", "paged_kv_indptr", "positions")
@@ -170,10 +172,10 @@ def keeps_synced(method, rows_of=lambda self: [self]):
     """A method of the kernels that forgets to lower watermarks."""
 
     def forgetful(self, *args):
-        kept = [rows.state[_slots_numba.SYNCED].copy() for rows in rows_of(self)]
+        kept = [rows.state[codes.SYNCED].copy() for rows in rows_of(self)]
         result = method(self, *args)
         for rows, synced in zip(rows_of(self), kept, strict=True):
-            rows.state[_slots_numba.SYNCED] = synced
+            rows.state[codes.SYNCED] = synced
         return result
 
     return forgetful
@@ -186,9 +188,9 @@ def every_group(batch_rows):
 @pytest.mark.parametrize(
     ("owner", "name", "rows_of"),
     [
-        (_slots_numba.TableState, "truncate", lambda self: [self]),
-        (_slots_numba.TableState, "replace", lambda self: [self]),
-        (_slots_numba.BatchState, "swap", every_group),
+        (numba_kernels.TableState, "truncate", lambda self: [self]),
+        (numba_kernels.TableState, "replace", lambda self: [self]),
+        (numba_kernels.BatchState, "swap", every_group),
     ],
 )
 def test_no_watermark_may_be_left_high(monkeypatch, owner, name, rows_of):

@@ -325,7 +325,7 @@ def test_a_bad_choice_of_kernels_is_no_fault_of_a_line(build, monkeypatch):
 
 
 def test_kernels_that_are_not_installed_are_one_line(build, monkeypatch):
-    monkeypatch.setitem(sys.modules, "attncore._slots_numba", None)
+    monkeypatch.setitem(sys.modules, "attncore.kernels.numba", None)
     code, _, err = build(json.dumps(EXAMPLE), "--kernels", "numba")
     assert code == 2
     assert err.startswith("attncore: error: kernels: numba was asked for and cannot be imported")

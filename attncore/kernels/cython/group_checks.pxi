@@ -66,6 +66,24 @@ cdef inline void settle_entry(Entry* entry, length_t block_size, length_t window
         entry.row_count = entry.num_ids
 
 
+cdef length_t settle_entries(Entry* entries, length_t num_seqs, length_t block_size, length_t window,
+                             bint chunked_prefill, bint hit_anywhere, bint multi_token_decode,
+                             Failure* failure) noexcept nogil:
+    """Checks and settles every sequence: a code, and where it failed (``failure.row``, ``failure.token``)."""
+    cdef length_t i, code
+    cdef bint keeps_prompts = chunked_prefill
+    for i in range(num_seqs):
+        keeps_prompts |= hit_anywhere and entries[i].hit
+    for i in range(num_seqs):
+        code = check_entry(entries + i, block_size, window, chunked_prefill, multi_token_decode)
+        if code != OK:
+            failure.row = i
+            failure.token = first_missing(entries + i, block_size, window) if code == TOO_FEW_BLOCKS else 0
+            return code
+        settle_entry(entries + i, block_size, window, keeps_prompts or entries[i].hit)
+    return OK
+
+
 cdef struct GroupTotals:
     slot_t num_tokens
     slot_t num_seq_tokens

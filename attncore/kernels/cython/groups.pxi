@@ -5,7 +5,6 @@ from cpython.list cimport PyList_GET_ITEM
 from cpython.object cimport PyObject
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.stdlib cimport free, malloc, realloc
-from libc.string cimport memcpy, memset
 
 
 @cython.final
@@ -137,17 +136,12 @@ cdef class GroupReader:
         pages, max_query_len, max_prefill_seq_len, max_decode_seq_len, max_decode_query_len, longest kernel length);
         row and token belong to a code that is not OK.
         """
-        cdef length_t i, code = OK, token
-        cdef bint keeps_prompts = chunked_prefill
+        cdef Failure failure = Failure(0, 0, 0)
         cdef GroupTotals totals
-        for i in range(self.num_seqs):
-            keeps_prompts |= hit_anywhere and self.entries[i].hit
-        for i in range(self.num_seqs):
-            code = check_entry(self.entries + i, block_size, window, chunked_prefill, multi_token_decode)
-            if code != OK:
-                token = first_missing(self.entries + i, block_size, window) if code == TOO_FEW_BLOCKS else 0
-                return code, i, token, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
-            settle_entry(self.entries + i, block_size, window, keeps_prompts or self.entries[i].hit)
+        cdef length_t code = settle_entries(self.entries, self.num_seqs, block_size, window, chunked_prefill,
+                                            hit_anywhere, multi_token_decode, &failure)
+        if code != OK:
+            return code, failure.row, failure.token, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
         totals = count_entries(self.entries, self.num_seqs, block_size)
         if totals.num_tokens > MAX_INT32 or totals.num_seq_tokens > MAX_INT32 or totals.pages > MAX_INT32:
             code = TOO_MANY_SEQ_TOKENS
@@ -160,57 +154,17 @@ cdef class GroupReader:
              length_t[::1] query_lens, length_t[::1] query_start_loc, length_t[::1] seq_start_loc,
              length_t[::1] logits_indices):
         """Fills the arrays that every dialect has; ``pad`` rows of one token behind them are a graph's."""
-        cdef BlockSize block = block_size_of(block_size)
-        cdef length_t i, token = 0, seq_start = 0, n = self.num_seqs
-        cdef Entry* entry
-        query_start_loc[0] = seq_start_loc[0] = 0
-        for i in range(n):
-            entry = self.entries + i
-            fill_entry_tokens(entry, i, self.ids, block, window, &slot_mapping[token], &positions[token],
-                              &token_to_req_indices[token])
-            token += entry.query_len
-            seq_start += entry.kernel_len
-            seq_lens[i] = entry.kernel_len
-            context_lens[i] = entry.context_len
-            query_lens[i] = entry.query_len
-            query_start_loc[i + 1] = token
-            seq_start_loc[i + 1] = seq_start
-            logits_indices[i] = token - 1
-        for i in range(pad):
-            slot_mapping[token + i] = PAD_SLOT_ID
-            positions[token + i] = 0
-            token_to_req_indices[token + i] = n + i
-            seq_lens[n + i] = 1
-            seq_start += 1
-            seq_start_loc[n + i + 1] = seq_start
+        fill_entries(self.entries, self.num_seqs, self.ids, block_size_of(block_size), window, slot_mapping, positions,
+                     token_to_req_indices, seq_lens, context_lens, query_lens, query_start_loc, seq_start_loc,
+                     logits_indices)
+        pad_entries(self.num_seqs, pad, slot_mapping, positions, token_to_req_indices, seq_lens, query_start_loc,
+                    seq_start_loc)
 
     def fill_table(self, block_id_t[:, :] table):
         """Fills int32[rows, width] (rows contiguous), rows beyond the sequences and every tail with 0."""
-        cdef length_t i, count, width = <length_t> table.shape[1]
-        cdef Entry* entry
-        if width == 0:
-            return
-        for i in range(<length_t> table.shape[0]):
-            count = 0
-            if i < self.num_seqs:
-                entry = self.entries + i
-                count = min(entry.row_count, width)
-                memcpy(&table[i, 0], self.ids + entry.first_id + entry.row_start, count * sizeof(block_id_t))
-            memset(&table[i, 0] + count, 0, (width - count) * sizeof(block_id_t))
+        fill_entry_rows(self.entries, self.num_seqs, self.ids, table)
 
     def fill_pages(self, length_t block_size, length_t[::1] indptr, block_id_t[::1] indices,
                    length_t[::1] last_page_len):
         """Fills the page lists of every sequence; requests beyond them are empty."""
-        cdef length_t i, needed, seq_len, pages = 0
-        cdef Entry* entry
-        indptr[0] = 0
-        for i in range(<length_t> last_page_len.shape[0]):
-            last_page_len[i] = 0
-            if i < self.num_seqs and self.entries[i].num_ids >= 0:
-                entry = self.entries + i
-                seq_len = entry.context_len + entry.query_len
-                needed = (seq_len - 1) // block_size + 1
-                memcpy(&indices[0] + pages, self.ids + entry.first_id, needed * sizeof(block_id_t))
-                pages += needed
-                last_page_len[i] = (seq_len - 1) % block_size + 1
-            indptr[i + 1] = pages
+        fill_entry_pages(self.entries, self.num_seqs, self.ids, block_size, indptr, indices, last_page_len)

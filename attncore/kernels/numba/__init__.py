@@ -1,0 +1,44 @@
+"""The kernels in numba, for a platform without a C compiler.
+
+They have the topics, functions and classes of ``attncore/kernels/cython``, which say what each does; a test compares
+the names. Loops are numba functions over NumPy arrays, compiled at first use and kept in numba's cache; what touches
+Python objects is plain Python. Where C takes a struct, a loop here takes its arrays, and goes over the rows itself.
+``attncore/_slots.pyi`` has the types.
+"""
+
+from attncore.kernels.numba.arena import StepArena
+from attncore.kernels.numba.arrays import (
+    classify,
+    fill_block_table,
+    fill_page_indices,
+    fill_positions,
+    fill_slot_mapping,
+    order_kinds,
+)
+from attncore.kernels.numba.batch import BatchState
+from attncore.kernels.numba.groups import GroupReader
+from attncore.kernels.numba.send import StepSender
+from attncore.kernels.numba.shape import StepShape
+from attncore.kernels.numba.step import StepKernel
+from attncore.kernels.numba.table import TableState
+
+IMPLEMENTATION = "numba"
+READS_INTS = "NumPy"
+
+__all__ = [
+    "IMPLEMENTATION",
+    "READS_INTS",
+    "BatchState",
+    "GroupReader",
+    "StepArena",
+    "StepKernel",
+    "StepSender",
+    "StepShape",
+    "TableState",
+    "classify",
+    "fill_block_table",
+    "fill_page_indices",
+    "fill_positions",
+    "fill_slot_mapping",
+    "order_kinds",
+]

@@ -1,0 +1,63 @@
+"""StepArena: the arrays and counts of one step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class GroupFields:
+    """The arrays of a step that each KV-cache group has of its own."""
+
+    def __init__(self, arrays: dict[str, Any], shares_pages: bool) -> None:
+        self.slot_mapping = arrays["slot_mapping"]
+        self.paged_kv_indptr = arrays["paged_kv_indptr"]
+        self.paged_kv_last_page_len = arrays["paged_kv_last_page_len"]
+        self.num_pages = 0
+        self.shares_pages = shares_pages
+
+
+class StepArena:
+    encoder_seq_lens: Any = None
+    encoder_query_lens: Any
+    encoder_seq_start_loc: Any
+    encoder_query_start_loc: Any
+
+    def __init__(self, fields: dict[str, Any], groups: list[dict[str, Any]], has_cross: bool) -> None:
+        self.positions = fields["positions"]
+        self.token_to_req_indices = fields["token_to_req_indices"]
+        self.query_start_loc = fields["query_start_loc"]
+        self.seq_start_loc = fields["seq_start_loc"]
+        self.seq_lens = fields["seq_lens"]
+        self.context_lens = fields["context_lens"]
+        self.query_lens = fields["query_lens"]
+        self.logits_indices = fields["logits_indices"]
+        self.prefill_query_start_loc = fields["prefill_query_start_loc"]
+        self.prefill_seq_start_loc = fields["prefill_seq_start_loc"]
+        if has_cross:
+            self.encoder_seq_lens = fields["encoder_seq_lens"]
+            self.encoder_query_lens = fields["encoder_query_lens"]
+            self.encoder_seq_start_loc = fields["encoder_seq_start_loc"]
+            self.encoder_query_start_loc = fields["encoder_query_start_loc"]
+        self.groups = [
+            GroupFields(group, any(other["paged_kv_indptr"] is group["paged_kv_indptr"] for other in groups[:g]))
+            for g, group in enumerate(groups)
+        ]
+        self.counting = self.version = self.encoder_reqs = 0
+        self.step = -1
+        self.num_reqs = self.num_tokens = self.num_actual_reqs = self.num_actual_tokens = 0
+        self.num_decodes = self.num_decode_tokens = self.num_prefills = self.num_prefill_tokens = 0
+        self.max_query_len = self.max_seq_len = self.max_prefill_seq_len = self.max_decode_seq_len = 0
+        self.max_decode_query_len = self.max_prefill_query_len = 0
+        self.num_encoder_tokens = self.max_encoder_seq_len = self.num_cross_slots = 0
+        self.num_seq_tokens = self.changes = 0
+        self.req_ids: tuple[Any, ...] = ()
+        self.moves: tuple[tuple[int, int], ...] = ()
+
+    def _forget(self) -> None:
+        self.counting = 0
+        self.version = -1
+        self.query_start_loc[0] = self.seq_start_loc[0] = 0
+        for group in self.groups:
+            group.paged_kv_indptr[0] = 0
+        if self.encoder_seq_lens is not None:
+            self.encoder_seq_start_loc[0] = self.encoder_query_start_loc[0] = 0

@@ -1,0 +1,52 @@
+"""Reading block ids of Python objects."""
+
+from __future__ import annotations
+
+from array import array as array_of_ints
+from typing import Any
+
+import numpy as np
+
+
+def read_int(value: Any) -> int | None:
+    """A Python int of 64 bits (no bool), None otherwise."""
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    try:
+        number = int(value.__index__())
+    except Exception:  # the caller's own code; whatever it raises, this is no int
+        return None
+    return number if -(2**63) <= number < 2**63 else None
+
+
+def readable(ids: Any) -> Any:
+    """What read_ids takes of a row: a list, or a one-dimensional int32 or int64 array; None where it is no row."""
+    if type(ids) is list or (isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype in (np.int32, np.int64)):
+        return ids
+    if not hasattr(ids, "__len__"):  # an iterator can be read only once, and a refusal reads it again
+        return None
+    try:
+        return list(ids)
+    except (TypeError, MemoryError, OverflowError):
+        return None
+
+
+def read_ids(row: Any, limit: int) -> Any:
+    """Block ids 0 <= id < limit of a ``readable`` row as an int32 array; None where one is bad."""
+    if row is None:
+        return None
+    if isinstance(row, np.ndarray):
+        return read_buffer(row, limit)
+    if set(map(type, row)) <= {int}:
+        try:
+            return read_buffer(np.array(array_of_ints("q", row)), limit)
+        except OverflowError:
+            return None
+    items = [read_int(item) for item in list(row)]
+    return None if None in items else read_buffer(np.array(items, np.int64), limit)
+
+
+def read_buffer(array: Any, limit: int) -> Any:
+    if len(array) and (int(array.min()) < 0 or int(array.max()) >= limit):
+        return None
+    return array.astype(np.int32)
