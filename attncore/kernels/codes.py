@@ -20,6 +20,7 @@ HEADER_WORDS = 80
 HEADER_STEP, HEADER_ROWS, HEADER_TOKENS, HEADER_COUNTS = range(4)
 """The step's number, its rows, its tokens; from the last on the journal entries of each group."""
 JOURNAL_ENTRY_WORDS = 2
+JOURNAL_INDEX, JOURNAL_BLOCK = range(JOURNAL_ENTRY_WORDS)
 """int32 words of a journal entry: a flat index of the table and a block id."""
 
 # Rows of a batch's state int32[3, n], and of a table's int32[4, n].

@@ -29,6 +29,8 @@ cdef enum:
     HEADER_TOKENS = 2
     HEADER_COUNTS = 3
     JOURNAL_ENTRY_WORDS = 2
+    JOURNAL_INDEX = 0
+    JOURNAL_BLOCK = 1
 
 # Rows of a batch's state, and of a table's.
 cdef enum:

@@ -91,8 +91,8 @@ cdef length_t write_journal(TableView* view, length_t num_rows, length_t* entrie
         if column >= view.num_blocks[i]:
             continue
         while column < view.num_blocks[i] and count < room:
-            entry[0] = i * view.width + column
-            entry[1] = view.table[<slot_t> i * view.width + column]
+            entry[JOURNAL_INDEX] = i * view.width + column
+            entry[JOURNAL_BLOCK] = view.table[<slot_t> i * view.width + column]
             entry += JOURNAL_ENTRY_WORDS
             count += 1
             column += 1

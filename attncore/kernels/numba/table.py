@@ -9,7 +9,9 @@ import numpy as np
 from attncore.kernels.codes import (
     CACHED_BLOCK,
     CACHED_COLUMN,
+    JOURNAL_BLOCK,
     JOURNAL_ENTRY_WORDS,
+    JOURNAL_INDEX,
     NO_COLUMN,
     NUM_BLOCKS,
     SYNCED,
@@ -70,8 +72,9 @@ def write_journal(state, table, num_rows, entries):
     for i in range(num_rows):
         column = state[SYNCED, i]
         while column < state[NUM_BLOCKS, i] and count < room:
-            entries[JOURNAL_ENTRY_WORDS * count] = i * table.shape[1] + column
-            entries[JOURNAL_ENTRY_WORDS * count + 1] = table[i, column]
+            entry = JOURNAL_ENTRY_WORDS * count
+            entries[entry + JOURNAL_INDEX] = i * table.shape[1] + column
+            entries[entry + JOURNAL_BLOCK] = table[i, column]
             count += 1
             column += 1
         state[SYNCED, i] = column

@@ -1,0 +1,147 @@
+"""attncore/kernels/cython and attncore/kernels/numba have the same topics, functions, classes and methods.
+
+The sources are read, not imported: a name that one side lacks fails here even where nothing calls it. EXCEPTIONS says
+what one side has alone and why; an entry that no longer is one fails too.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import attncore.kernels
+from attncore.kernels.numba import group_checks
+
+KERNELS = Path(attncore.kernels.__file__).parent
+STRUCT = "a C struct; a loop of numba's takes arrays and returns tuples"
+EXCEPTIONS = {
+    "types": "C types",
+    "codes": "attncore/kernels/codes.py for C; the numba side imports that",
+    "jit": "how numba compiles",
+    "blocks.BlockSize": STRUCT,
+    "blocks.block_size_of": "the shift of a power of two, which BlockSize holds",
+    "table.TableView": STRUCT,
+    "checks.Failure": STRUCT,
+    "checks.stale_fours": "SSE2",
+    "decodes.sum_fours": "SSE2",
+    "arena.lengths_of": "a pointer to an array",
+    "arena.slots_of": "a pointer to an array",
+    "send.store_word": "an atomic store; NumPy has none, and the numba side serves no device",
+    "send.load_word": "an atomic load, the same",
+    "send.words_at": "memory at an address, for which C has a cast",
+    "group_checks.Entry": STRUCT,
+    "group_checks.GroupTotals": STRUCT,
+    "groups.GroupReader._reserve_entries": "realloc; NumPy allocates",
+    "groups.GroupReader._reserve_ids": "realloc; NumPy allocates",
+}
+
+CYTHON_NAME = re.compile(
+    r"""
+    ^(?P<indent>\ *)(?:
+        cdef\ (?P<type>class|struct)\ (?P<type_name>\w+)
+      | (?:cdef|cpdef|def)\ (?:[\w*]+\ )*(?P<function>\w+)\(
+      | (?!cdef|def|cpdef)[\w\ *]+\ (?P<extern>\w+)\ "\w+"\(
+    )""",
+    re.MULTILINE | re.VERBOSE,
+)
+
+
+def cython_names(source):
+    """Names of a .pxi: functions, structs, classes, and methods as Class.method; without double underscores."""
+    names, owner = set(), None
+    for found in CYTHON_NAME.finditer(source):
+        if found["type_name"]:
+            owner = found["type_name"]
+            names.add(owner)
+        elif found["extern"]:
+            names.add(found["extern"])
+        elif not found["function"].startswith("__") and len(found["indent"]) in (0, 4):
+            names.add(f"{owner}.{found['function']}" if found["indent"] else found["function"])
+    return names
+
+
+def python_names(source):
+    """The same of a .py."""
+    names = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            names.add(node.name)
+            names |= {f"{node.name}.{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)}
+    return {name for name in names if "__" not in name}
+
+
+def all_names(folder, suffix, names_of):
+    """Topics, and names as topic.name."""
+    names = set()
+    for path in (KERNELS / folder).glob(f"*.{suffix}"):
+        if path.stem != "__init__":
+            names |= {path.stem, *(f"{path.stem}.{name}" for name in names_of(path.read_text()))}
+    return names
+
+
+def differences(cython, numba):
+    """Names that one side has alone without an exception (a topic covers its names), and exceptions that are none."""
+    alone = cython ^ numba
+    unexpected = {name for name in alone if name not in EXCEPTIONS and name.split(".")[0] not in EXCEPTIONS}
+    return unexpected, set(EXCEPTIONS) - alone
+
+
+def both_sides():
+    return all_names("cython", "pxi", cython_names), all_names("numba", "py", python_names)
+
+
+def test_both_sides_have_the_same_names():
+    assert differences(*both_sides()) == (set(), set())
+
+
+@pytest.mark.parametrize("name", ["padding.pad_step", "table.TableState.truncate", "ranks", "block_ids.read_int"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_name_that_one_side_lacks_is_found(name, side):
+    sides = both_sides()
+    sides[side].remove(name)
+    assert differences(*sides) == ({name}, set())
+
+
+def test_an_exception_that_is_none_any_more_is_found():
+    cython, numba = both_sides()
+    assert differences(cython, numba | {"decodes.sum_fours"}) == (set(), {"decodes.sum_fours"})
+
+
+def test_the_sources_are_understood():
+    cython, numba = both_sides()
+    assert len(cython & numba) > 100
+    assert {
+        "step.StepKernel._run",
+        "step.StepKernel.decode_step_inside",
+        "send.store_word",
+        "arrays.classify",
+    } <= cython
+    names = cython_names("cdef class A:\n    cdef inline int* f(self, int x):\n        g(x)\n\n\ncdef B* h(int a):\n")
+    assert names == {"A", "A.f", "h"}
+
+
+def test_every_topic_is_included():
+    included = re.findall(r'^include "kernels/cython/(\w+)\.pxi"$', (KERNELS.parent / "_slots.pyx").read_text(), re.M)
+    assert sorted(included) == sorted(path.stem for path in (KERNELS / "cython").glob("*.pxi"))
+
+
+def test_an_entry_has_the_columns_of_the_c_struct():
+    struct = re.search(r"cdef struct Entry:\n((?:    .*\n)+)", (KERNELS / "cython/group_checks.pxi").read_text())[1]
+    fields = re.findall(r"^    \w+ (\w+)", struct, re.M)
+    assert [getattr(group_checks, name.upper()) for name in fields] == list(range(group_checks.ENTRY_COLUMNS))
+
+
+@pytest.mark.parametrize(
+    "magic",
+    [
+        r"\b(?:state|values|header|entry)\[\d+[],]",  # a row of a state, a word of a header, a column of an entry
+        r"\bentries\[[^\]]*, *\d",
+        r"slot\w*\[[^\]]*\] = -1",  # a padded slot
+    ],
+)
+def test_no_row_or_word_is_a_bare_number(magic):
+    for path in (*KERNELS.glob("cython/*.pxi"), *KERNELS.glob("numba/*.py")):
+        assert not re.search(magic, path.read_text()), path.name
