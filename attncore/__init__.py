@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         AttentionLayer,
         AttentionMetadata,
         AttentionMetadataBuilder,
-        AttentionState,
         AttentionType,
         BackendConfig,
         LayerFeatures,
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
         Sequence,
         SequenceGroup,
     )
+    from attncore.builder import CommonAttentionState as AttentionState
     from attncore.errors import AttncoreError, CaptureError, ConcurrentUseError, NoBackendError, PluginError
     from attncore.ops.cache_writer import CacheWriter
     from attncore.ops.operator import attention, forward_context
@@ -104,13 +104,14 @@ __all__ = [
 
 _HOMES = {
     "abstract": (
-        "AttentionBackend AttentionImpl AttentionLayer AttentionMetadata AttentionMetadataBuilder AttentionState "
+        "AttentionBackend AttentionImpl AttentionLayer AttentionMetadata AttentionMetadataBuilder "
         "AttentionType BackendConfig LayerFeatures PlanKey"
     ),
     "builder": (
         "CommonAttentionMetadata CommonAttentionState CommonMetadataBuilder InputBatch KVCacheGroup MetadataBuilder "
         "Sequence SequenceGroup"
     ),
+    "builder.lists.state": "AttentionState",
     "ops.cache_writer": "CacheWriter",
     "ops.operator": "attention forward_context",
     "errors": "AttncoreError CaptureError ConcurrentUseError NoBackendError PluginError",

@@ -5,7 +5,24 @@ A word that is not here is a mistake of whoever wrote it, and refused; new words
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
+
+
+class AttentionType(enum.StrEnum):
+    """Whose tokens attend to whose."""
+
+    DECODER = "decoder"
+    """Causal, over the request's own cache."""
+    ENCODER = "encoder"
+    """Not causal; writes no cache; the encoder of an encoder/decoder model: encoder tokens by
+    ``encoder_query_start_loc``.
+    """
+    ENCODER_ONLY = "encoder_only"
+    """Not causal; writes no cache; the model has no decoder: tokens by ``query_start_loc``."""
+    ENCODER_DECODER = "encoder_decoder"
+    """Cross attention: decoder queries over encoder keys kept in the cache by ``cross_slot_mapping``."""
+
 
 DTYPES = ("float16", "bfloat16", "float32")
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8_e4m3", "fp8_e5m2")

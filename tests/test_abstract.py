@@ -11,8 +11,10 @@ from attncore import (
     BackendConfig,
     BackendSpec,
     MultipleOf,
+    Option,
+    PlanKey,
+    Variant,
 )
-from attncore.abstract import PlanKey
 
 torch = pytest.importorskip("torch")
 
@@ -42,8 +44,7 @@ def spec(**facts):
         devices={"any": 1},
         dtypes={"float32"},
         head_sizes={8},
-        block_sizes=MultipleOf(1),
-        **facts,
+        **{"block_sizes": MultipleOf(1), **facts},
     )
 
 
@@ -65,6 +66,46 @@ def test_configurations_are_checked(field, value, error):
     with pytest.raises(error) as caught:
         config(**{field: value})
     assert str(caught.value).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts", "says"),
+    [
+        ({"head_size": 16}, {}, "head_size: 16 found; acme accepts 8"),
+        ({"head_size_v": 4}, {}, "head_size_v: 4 found; acme accepts the same as head_size, 8"),
+        ({"head_size_v": 4}, {"head_size_v": {2, 6}}, "head_size_v: 4 found; acme accepts 2, 6"),
+        ({"block_size": 24}, {"block_sizes": MultipleOf(16)}, "block_size: 24 found; acme accepts multiples of 16"),
+        ({"dtype": "bfloat16"}, {}, "dtype: bfloat16 found; acme accepts float32"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, {}, "kv_cache_dtype: fp8_e4m3 found; acme accepts auto"),
+        ({"kv_cache_layout": "HND"}, {}, "kv_cache_layout: HND found; acme accepts NHD"),
+        ({"use_mla": True, "num_kv_heads": 1}, {}, "use_mla: True found; acme reads no latent cache"),
+        ({}, {"use_mla": True, "mla_only": True}, "use_mla: False found; acme reads latent caches only"),
+        ({"num_heads": 8}, {"max_group_size": 2}, "num_heads: 8 over num_kv_heads 2 found, 4 query heads"),
+        ({"max_model_len": 65}, {"max_model_len": 64}, "max_model_len: 65 found; acme accepts 64 at most"),
+        ({"options": {"fast": True}}, {}, "options: 'fast' is not declared by acme; declared: none"),
+        ({"options": {"fast": 1}}, {"options": {"fast": Option(bool, "go")}}, "options: 'fast': 1 is not a bool"),
+        ({"variant": "c"}, {"variants": (Variant("a"), Variant("b"))}, "variant: 'c' found; acme has a and b"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_configuration_is_compared_with_the_spec(changes, facts, says):
+    with pytest.raises(ValueError) as caught:
+        Backend(config(spec=spec(**facts), **changes))
+    assert str(caught.value).startswith(says)
+
+
+def test_a_configuration_that_the_spec_accepts():
+    same_dtype = {"kv_cache_dtype": "float32", "head_size_v": 8, "options": {"fast": None}}
+    Backend(config(spec=spec(options={"fast": Option(bool, "go")}), **same_dtype))
+    Backend(config(head_size=16, dtype="bfloat16"))  # made by hand, with nothing to be compared with
+
+
+def test_a_spec_with_variants_is_narrowed_to_the_one_that_the_configuration_names():
+    facts = {"variants": (Variant("a", head_sizes={16}), Variant("b"))}
+    backend = Backend(config(spec=spec(**facts), variant="a", head_size=16))
+    assert backend.spec.head_sizes == backend.config.spec.head_sizes == {16}
+    with pytest.raises(ValueError, match="head_size: 8 found; acme's variant a accepts 16"):
+        Backend(config(spec=spec(**facts), variant="a"))
 
 
 def test_a_vendor_must_write_both_methods():
@@ -145,6 +186,9 @@ def test_plan_runs_once_for_each_distinct_key():
     backend.plan("step")
     assert backend.planned == [("step", PlanKey(1.0, None, None)), ("step", PlanKey(1.0, 8, None))]
     assert backend.plan_keys == (PlanKey(1.0, None, None), PlanKey(1.0, 8, None))
+    assert backend.plan_keys is backend.plan_keys
+    backend.forget_layers()
+    assert backend.plan_keys == ()
 
 
 @pytest.mark.parametrize("kind", [Backend, BlocksFirst])

@@ -2,8 +2,7 @@
 
 import pytest
 
-from attncore import AttentionBackend, AttentionImpl, AttentionType, BackendConfig, BackendSpec, MultipleOf
-from attncore.abstract import PlanKey
+from attncore import AttentionBackend, AttentionImpl, AttentionType, BackendConfig, BackendSpec, MultipleOf, PlanKey
 
 
 class Impl(AttentionImpl):

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from attncore.builder import slices
 from attncore.builder.fields import ARRAYS, BROADCAST, COUNTS, DERIVED, FIELDS
+from attncore.first_generation import FirstGenerationMetadataNames
 
 Wrap = Callable[[npt.NDArray[Any]], Any]
 
@@ -31,7 +32,7 @@ class Source(NamedTuple):
     """The groups that it was given."""
 
 
-class CommonAttentionMetadata:
+class CommonAttentionMetadata(FirstGenerationMetadataNames):
     """The metadata of one step of T tokens and n requests, including the rows that a graph's padding adds.
 
     Arrays are torch tensors on the backend's device, or NumPy arrays without a backend; ``host`` has the same fields as
@@ -118,6 +119,10 @@ class CommonAttentionMetadata:
     """The buffer that the builder writes page indices to, int32[max_num_reqs * width] on the device: the same tensor
     in every step, to which a plan may point a kernel before the indices are written (persistent builder with a
     transport)."""
+    step: int = 0
+    """The step's number, ascending with each build (persistent builder); 0 elsewhere."""
+    group: str = ""
+    """The KV-cache group whose slots and table these are (persistent builder)."""
     source: Source | None = None
     """What a step of the list builder was built from; None for views, captured sizes and the persistent builder."""
 
@@ -142,16 +147,6 @@ class CommonAttentionMetadata:
         """
         kept: dict[Any, Any] = self._cached("_kept", dict)
         return kept
-
-    @property
-    def block_tables(self) -> Any:
-        """The first generation's name of ``block_table``."""
-        return self.block_table
-
-    @property
-    def cross_block_tables(self) -> Any:
-        """The first generation's name of ``cross_block_table``."""
-        return self.cross_block_table
 
     @property
     def block_table_bound(self) -> Any:

@@ -25,13 +25,14 @@ def _store(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_both(  # type: ignore[no-untyped-def]
+def store_both(  # type: ignore[no-untyped-def]
     key, value, key_cache, value_cache, slots, k_scale, v_scale,
     key_token, key_head, value_token, value_head, key_block, key_offset, key_cache_head,
     value_block, value_offset, value_cache_head,
     block_size: tl.constexpr, largest: tl.constexpr, heads: tl.constexpr, size: tl.constexpr, size_v: tl.constexpr,
     heads_up: tl.constexpr, size_up: tl.constexpr, size_v_up: tl.constexpr,
 ):  # fmt: skip
+    """The kernel of ``store``, a program a token. Public for those who compile it ahead; ``store`` launches it."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot >= 0:
@@ -74,6 +75,6 @@ def store(
         *value_cache.stride()[:3], block_size, largest, heads, size, size_v, triton.next_power_of_2(heads),
         triton.next_power_of_2(size), triton.next_power_of_2(size_v),
     )  # fmt: skip
-    compiled = _store_both[(num_tokens,)](key, value, key_cache, value_cache, slot_mapping, *others)
+    compiled = store_both[(num_tokens,)](key, value, key_cache, value_cache, slot_mapping, *others)
     if launches is not None and compiled is not None:  # the interpreter compiles nothing
         launches[kind] = compiled, others

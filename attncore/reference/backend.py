@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attncore.abstract import AttentionBackend, AttentionImpl, AttentionType, LayerFeatures
+from attncore.abstract import AttentionBackend, AttentionImpl, AttentionMetadata, AttentionType, LayerFeatures
 from attncore.reference import cache as paged
 from attncore.reference import checks
 from attncore.reference.causal import Answer, CausalRows, Paged
@@ -23,7 +23,7 @@ from attncore.reference.scoring import Scoring
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncore.abstract import BackendConfig
+    from attncore.abstract import HostArrays
 
 
 class ReferenceImpl(AttentionImpl):
@@ -51,14 +51,14 @@ class ReferenceImpl(AttentionImpl):
         key: Any,
         value: Any,
         kv_cache: Any,
-        metadata: Any,
+        metadata: AttentionMetadata,
         output: Tensor | None = None,
     ) -> Tensor:
         """Write this step's keys and values to the cache, and attend; returns ``(num_tokens, num_heads, head_size_v)``.
 
         ``query`` is ``(num_tokens, num_heads, head_size)``, ``key`` ``(num_tokens, num_kv_heads, head_size)`` and
         ``value`` ``(num_tokens, num_kv_heads, head_size_v)``, in the backend's dtype and on one device with
-        ``kv_cache`` and the metadata of either door; the result has the query's dtype and is stored in ``output``
+        ``kv_cache`` and the metadata of either builder; the result has the query's dtype and is stored in ``output``
         where that is given. ``kv_cache`` may be None in a profiling run, whose slots are all -1. What other types of
         attention and latent caches take is said in docs/contract.md.
 
@@ -76,7 +76,7 @@ class ReferenceImpl(AttentionImpl):
         key: Any,
         value: Any,
         kv_cache: Any,
-        metadata: Any,
+        metadata: AttentionMetadata,
         output: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``forward``, and the natural logarithm of each softmax's sum, ``(num_tokens, num_heads)`` float32.
@@ -92,31 +92,32 @@ class ReferenceImpl(AttentionImpl):
         scoring: Scoring,
         tensors: tuple[Tensor, Any, Any],
         kv_cache: Any,
-        metadata: Any,
+        metadata: AttentionMetadata,
         output: Tensor | None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        config, kind, host = self.backend.config, self.attn_type, metadata.host
-        checks.check_host(kind, host)
-        query, key, value = checks.check_tensors(config, kind, tensors, _num_tokens(kind, host), output)
-        checks.check_device(kind, metadata, query.device)
-        if kind is AttentionType.ENCODER_ONLY:
+        config, attn_type, host = self.backend.config, self.attn_type, metadata.host
+        checks.check_host(attn_type, host)
+        query, key, value = checks.check_tensors(config, attn_type, tensors, _num_tokens(attn_type, host), output)
+        checks.check_device(attn_type, metadata, query.device)
+        if attn_type is AttentionType.ENCODER_ONLY:
             checks.check_whole(host)
         if output is None:
             output = query.new_empty((*query.shape[:2], value.shape[2]))
         answer = Answer(output, lse)
         step = Paged(query, key, value, key[:0].unsqueeze(1), value[:0].unsqueeze(1), query.new_empty((0, 0)))
-        if kind in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
+        if attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
             starts = host.query_start_loc
             requests, step = self._written(step, kv_cache, metadata)
             requests.attend(step, scoring, answer)
         else:
-            starts = host.query_start_loc if kind is AttentionType.ENCODER_ONLY else host.encoder_query_start_loc
+            encoder_only = attn_type is AttentionType.ENCODER_ONLY
+            starts = host.query_start_loc if encoder_only else host.encoder_query_start_loc
             among_themselves(step, scoring, answer, np.asarray(starts, dtype=np.int64))
         answer.put_nothing(slice(int(starts[-1]), None))  # some engines feed padding to the next layer
         return output
 
-    def _written(self, step: Paged, kv_cache: Any, metadata: Any) -> tuple[CausalRows | CrossRows, Paged]:
+    def _written(self, step: Paged, kv_cache: Any, metadata: AttentionMetadata) -> tuple[CausalRows | CrossRows, Paged]:
         """The requests, and the step with the caches, to which its keys and values have been written."""
         host, crosses = metadata.host, self.attn_type is AttentionType.ENCODER_DECODER
         slots = "cross_slot_mapping" if crosses else "slot_mapping"
@@ -134,14 +135,14 @@ class ReferenceImpl(AttentionImpl):
         return requests, step._replace(key_cache=caches[0], value_cache=caches[1], block_table=table)
 
 
-def _num_tokens(kind: AttentionType, host: Any) -> tuple[int, int | None]:
+def _num_tokens(attn_type: AttentionType, host: HostArrays) -> tuple[int, int | None]:
     """Tokens that the metadata has: queries, and keys where those are others."""
-    if kind is AttentionType.DECODER:
+    if attn_type is AttentionType.DECODER:
         return len(host.slot_mapping), None
-    if kind is AttentionType.ENCODER:
+    if attn_type is AttentionType.ENCODER:
         return int(host.encoder_query_start_loc[-1]), None
     queries = int(host.query_start_loc[-1])
-    return queries, int(host.encoder_query_start_loc[-1]) if kind is AttentionType.ENCODER_DECODER else None
+    return queries, int(host.encoder_query_start_loc[-1]) if attn_type is AttentionType.ENCODER_DECODER else None
 
 
 class ReferenceBackend(AttentionBackend):
@@ -149,11 +150,6 @@ class ReferenceBackend(AttentionBackend):
 
     name = "reference"
     impl_class = ReferenceImpl
-
-    def __init__(self, config: BackendConfig) -> None:
-        super().__init__(config)
-        paged.cache_dtype(config.kv_cache_dtype, config.dtype)
-        self.kv_cache_shape(1, config.block_size, config.num_kv_heads, config.head_size)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """``(2, num_blocks, block_size, num_kv_heads, head_size)``: keys, then values.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from attncore.reference.scoring import Scoring, attend
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from attncore.abstract import AttentionMetadata
 
 #: Elements of one temporary (gathered keys, scores, mask) on a CPU: 2 MiB in float32, what its caches hold; and on
 #: other devices, where every chunk costs a launch of each operation.
@@ -99,7 +101,7 @@ class CausalRows(NamedTuple):
     """Of the step's tokens."""
 
     @classmethod
-    def of(cls, metadata: Any) -> CausalRows:
+    def of(cls, metadata: AttentionMetadata) -> CausalRows:
         """From the metadata's host arrays; ValueError where a request is shorter than its query."""
         host = metadata.host
         bounds = np.asarray(host.query_start_loc, dtype=np.int64)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from attncore.abstract import BackendConfig
+    from attncore.abstract import AttentionMetadata, BackendConfig, HostArrays
     from attncore.reference.causal import CausalRows
 
 #: What each type of attention reads: the host's arrays, and of those the ones that it reads on the device.
@@ -50,16 +50,16 @@ def per_head(name: str, values: Sequence[float] | Tensor | None, config: Backend
     return found.to(config.device).view(config.num_kv_heads, -1)
 
 
-def check_host(kind: AttentionType, host: Any) -> None:
-    """Raise ValueError where the metadata lacks a field that ``kind`` reads."""
-    for name in HOST_FIELDS[kind]:
+def check_host(attn_type: AttentionType, host: HostArrays) -> None:
+    """Raise ValueError where the metadata lacks a field that ``attn_type`` reads."""
+    for name in HOST_FIELDS[attn_type]:
         if getattr(host, name, None) is None:
-            raise ValueError(f"metadata: it has no {name}, which attention of type {kind} reads")
+            raise ValueError(f"metadata: it has no {name}, which attention of type {attn_type} reads")
 
 
-def check_device(kind: AttentionType, metadata: Any, device: torch.device) -> None:
-    """Raise ValueError where a field that ``kind`` reads on the device does not lie on the query's."""
-    for name in DEVICE_FIELDS.get(kind, ()):
+def check_device(attn_type: AttentionType, metadata: AttentionMetadata, device: torch.device) -> None:
+    """Raise ValueError where a field that ``attn_type`` reads on the device does not lie on the query's."""
+    for name in DEVICE_FIELDS.get(attn_type, ()):
         array = getattr(metadata, name, None)
         if not isinstance(array, Tensor) or array.device != device:
             where = f"on {array.device}" if isinstance(array, Tensor) else f"a {type(array).__name__}"
@@ -68,7 +68,7 @@ def check_device(kind: AttentionType, metadata: Any, device: torch.device) -> No
 
 def check_tensors(
     config: BackendConfig,
-    kind: AttentionType,
+    attn_type: AttentionType,
     tensors: tuple[Any, Any, Any],
     num_tokens: tuple[int, int | None],
     output: Tensor | None,
@@ -100,7 +100,7 @@ def check_tensors(
         expected["output"] = (output, (len(query), config.num_heads, size_v))
     for name, (tensor, shape) in expected.items():
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name}: {tensor!r} found; attention of type {kind} needs a tensor of shape {shape}")
+            raise ValueError(f"{name}: {tensor!r} found; attention of type {attn_type} needs a tensor of shape {shape}")
         if tensor.shape != shape:
             raise ValueError(
                 f"{name}: shape {tuple(tensor.shape)} found; the query's tokens and the configuration say {shape}"
@@ -177,7 +177,7 @@ def check_shared(requests: CausalRows, sliding_window: int | None, alibi_slopes:
         )
 
 
-def check_whole(host: Any) -> None:
+def check_whole(host: HostArrays) -> None:
     """Raise ValueError where a row has context: attention without a cache has seen none of it."""
     lengths, tokens = np.asarray(host.seq_lens), np.diff(host.query_start_loc)
     some = lengths[: len(tokens)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from attncore.reference.causal import Answer, Paged, over_keys
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from attncore.abstract import AttentionMetadata
     from attncore.reference.scoring import Scoring
 
 
@@ -36,7 +37,7 @@ class CrossRows(NamedTuple):
     """Whether they lie in the cache, none of them being among this step's keys."""
 
     @classmethod
-    def of(cls, metadata: Any) -> CrossRows:
+    def of(cls, metadata: AttentionMetadata) -> CrossRows:
         """From the metadata's host arrays; ValueError where they do not go together."""
         host = metadata.host
         bounds, lengths, fresh, fresh_starts = (
@@ -51,7 +52,7 @@ class CrossRows(NamedTuple):
         if len(lengths) != metadata.num_reqs or len(bounds) - 1 > len(lengths):  # fewer bounds under a graph
             raise ValueError(
                 f"metadata: encoder_seq_lens has {len(lengths)} rows for {metadata.num_reqs} requests; views of a "
-                "mixed step of the list door keep the whole step's encoder fields, so run such a step whole"
+                "mixed step of the list builder keep the whole step's encoder fields, so run such a step whole"
             )
         if len(host.cross_slot_mapping) != fresh_starts[-1]:
             raise ValueError(

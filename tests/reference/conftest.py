@@ -22,7 +22,7 @@ class Row:
 
     context: int
     query_len: int
-    prompt: bool = False  # list door: masked early slots under a window, no table when context is 0
+    prompt: bool = False  # list builder: masked early slots under a window, no table when context is 0
     profiling: bool = False
 
 
@@ -91,7 +91,7 @@ def make_case(
     sinks=None,
     dtype="float32",
     kv_cache_dtype="auto",
-    list_door=False,
+    list_builder=False,
     null_passed=False,
     padded_tokens=0,
     padded_rows=0,
@@ -103,8 +103,8 @@ def make_case(
     """``rows`` are Row or (context, query_len). Blocks are dealt in random order from a pool with none to spare.
 
     ``dead`` fills every slot that no live token owns, block 0 and the sink too. ``null_passed`` puts block 0 where a
-    window has passed. Padding is that of the door: query_start_loc plateaus, or (list door) leaves the padded rows
-    out. ``beyond`` is the number of tokens that the tensors have and the metadata does not know.
+    window has passed. Padding is that of the builder: query_start_loc plateaus, or (list builder) leaves the padded
+    rows out. ``beyond`` is the number of tokens that the tensors have and the metadata does not know.
     """
     rows = [row if isinstance(row, Row) else Row(*row) for row in rows]
     random = np.random.default_rng(seed)
@@ -160,9 +160,9 @@ def make_case(
         expected.append(dense_attention(query, answer_key, answer_value, **features))
         if null_passed:
             table = [0 if (i + 1) * block_size <= visible else block for i, block in enumerate(table)]
-        if list_door and row.prompt and row.context == 0:
+        if list_builder and row.prompt and row.context == 0:
             table = []
-        elif list_door and not row.prompt and sliding_window is not None and not row.profiling:
+        elif list_builder and not row.prompt and sliding_window is not None and not row.profiling:
             kept = -(-sliding_window // block_size) + (total % block_size != 0)
             table = table[-kept:]
             total = min(total, -(-sliding_window // block_size) * block_size + total % block_size)
@@ -172,7 +172,7 @@ def make_case(
         tables.append(table)
         lengths.append(total)
 
-    padding = padded_tokens + (padded_rows if list_door else 0)
+    padding = padded_tokens + (padded_rows if list_builder else 0)
     slots += [-1] * padding
     padding += beyond
     sizes = ((num_heads, head_size), (num_kv_heads, head_size), (num_kv_heads, size_v))
@@ -180,7 +180,7 @@ def make_case(
         group.append(torch.full((padding, *shape), dead, dtype=torch_dtype))
     expected.append(torch.zeros(padding, num_heads, size_v))
     starts = np.concatenate(([0], np.cumsum([row.query_len for row in rows])))
-    if not list_door:
+    if not list_builder:
         starts = np.concatenate((starts, [starts[-1]] * padded_rows))
     block_table = np.zeros((len(rows) + padded_rows, max(map(len, tables), default=0)), dtype=np.int32)
     for i, table in enumerate(tables):

@@ -121,7 +121,7 @@ def make_encoder(lengths, *, kind="encoder", padding=0, features=None, seed=0, d
 
 def make_cross(rows, *, padded_rows=0, padding=0, profiling=False, features=None, seed=0, device="cpu", **config):
     """Rows of (encoder tokens, whether they are computed in this step, query tokens). ``padded_rows`` as under a graph
-    of the list door. Every slot that no encoder token owns holds NaN."""
+    of the list builder. Every slot that no encoder token owns holds NaN."""
     torch.manual_seed(seed)
     random = np.random.default_rng(seed)
     backend, features = make_backend(device=device, **config), {"scale": 0.3, **(features or {})}
@@ -145,7 +145,7 @@ def make_cross(rows, *, padded_rows=0, padding=0, profiling=False, features=None
         else:
             keys, values = random_tensors(backend, 0, length, device)[1:]
             cache[0].flatten(0, 1)[places], cache[1].flatten(0, 1)[places] = keys, values
-        tables.append([] if fresh else table)  # the list door gives prompts a row of zeros
+        tables.append([] if fresh else table)  # the list builder gives prompts a row of zeros
         parts.append((tokens, query[tokens], keys, values))
     table = np.zeros((len(rows) + padded_rows, max(map(len, tables), default=0)), np.int32)
     for row, blocks in enumerate(tables):

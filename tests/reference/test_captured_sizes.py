@@ -1,4 +1,4 @@
-"""Captured sizes of the persistent door, replayed by the stand-in over `reference`, which reads host arrays, too."""
+"""Captured sizes of the persistent builder, replayed by the stand-in over `reference`, which reads host arrays, too."""
 
 import random
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from attncore.reference import ReferenceBackend
+from attncore.reference import ReferenceBackend, attncore_backend
 
 
 @pytest.fixture
@@ -108,5 +108,5 @@ def test_layers(case, argument, value):
     ],
 )
 def test_configurations(case, argument, value):
-    with pytest.raises(ValueError, match=r"^(kv_cache_)?[a-z_]+: "):
-        ReferenceBackend(dataclasses.replace(case.backend.config, **{argument: value}))
+    with pytest.raises(ValueError, match=r"^[a-z_]+: "):
+        ReferenceBackend(dataclasses.replace(case.backend.config, spec=attncore_backend(), **{argument: value}))

@@ -45,7 +45,7 @@ def test_profiling_and_plain_prompts(paged_case, row, sizes):
     case = paged_case([row(0, 9, profiling=True), row(3, 1, profiling=True)], **sizes)
     case.check()
     torch.testing.assert_close(case.forward(kv_cache=None), case.expected)
-    paged_case([row(0, 9, prompt=True), row(0, 2, prompt=True)], list_door=True, **sizes).check()
+    paged_case([row(0, 9, prompt=True), row(0, 2, prompt=True)], list_builder=True, **sizes).check()
 
 
 def test_a_short_dtype_and_a_given_output(paged_case):

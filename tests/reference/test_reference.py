@@ -81,22 +81,22 @@ def test_random_batches(paged_case, rows, block_size, window, cap, alibi, null_p
     padded_rows=st.integers(0, 2),
     seed=st.integers(0, 1000),
 )
-def test_list_door(paged_case, row, prompts, decodes, window, padded_rows, seed):
-    if window is not None:  # the trimmed table of this door is cut for one query: drafts would miss context
+def test_list_builder(paged_case, row, prompts, decodes, window, padded_rows, seed):
+    if window is not None:  # the trimmed table of this builder is cut for one query: drafts would miss context
         decodes = [(context, 1) for context, _ in decodes]
     rows = [row(*prompt, prompt=True) for prompt in prompts] + [row(*decode) for decode in decodes]
-    paged_case(rows, sliding_window=window, list_door=True, padded_rows=padded_rows, seed=seed).check()
+    paged_case(rows, sliding_window=window, list_builder=True, padded_rows=padded_rows, seed=seed).check()
 
 
-def test_the_trimmed_row_of_the_list_door_is_what_the_rules_say(paged_case):
-    case = paged_case([(13, 1)], sliding_window=8, list_door=True)
+def test_the_trimmed_row_of_the_list_builder_is_what_the_rules_say(paged_case):
+    case = paged_case([(13, 1)], sliding_window=8, list_builder=True)
     assert case.metadata.host.seq_lens.tolist() == [10]
     assert case.metadata.host.block_table.shape == (1, 3)
     case.check()
 
 
 def test_prompts_without_any_table(paged_case, row):
-    case = paged_case([row(0, 9, prompt=True), row(0, 2, prompt=True)], list_door=True)
+    case = paged_case([row(0, 9, prompt=True), row(0, 2, prompt=True)], list_builder=True)
     assert case.metadata.block_table.shape == (2, 0)
     case.check()
 

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore import arguments, array_arguments
-from attncore.abstract import AttentionType
 from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array, Int64Array
 from attncore.kernels import codes
+from attncore.vocabulary import AttentionType
 
 if TYPE_CHECKING:
     from attncore.builder.lists.settings import ListSettings

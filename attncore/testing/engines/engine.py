@@ -26,9 +26,8 @@ from attncore.testing.harness.errors import ConformanceError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from attncore.abstract import AttentionBackend
+    from attncore.abstract import AttentionBackend, SpecFacts
     from attncore.builder import CommonAttentionMetadata
-    from attncore.registry.spec.backend_spec import BackendSpec
 
 NUM_BLOCKS, NUM_TOKENS = 48, 192  # a cache has room for at least so many
 JUNK = 7.0  # a finite number that no key or value comes near: reading it shows, and no kernel fails on it
@@ -240,7 +239,7 @@ class Engine(Requests):
         self.cache_view.fill(empty & owned[:, None], 0.0)
 
 
-def _layout(spec: BackendSpec | None, decodes: Mapping[Hashable, int]) -> str:
+def _layout(spec: SpecFacts | None, decodes: Mapping[Hashable, int]) -> str:
     if any(count > 1 for count in decodes.values()):
         return "flash"
     return "flashinfer" if spec is not None and "page_list" in spec.needs else "common"

@@ -277,7 +277,7 @@ def main() -> None:
             "cores": os.cpu_count(),
             "date": date.today().isoformat(),
         },
-        "library": backend.record.library,
+        "library": backend.probed.library,
         "block_size": backend.config.block_size,
         "shape": {"heads": HEADS, "kv_heads": KV_HEADS, "head_size": SIZE, "dtype": "bfloat16", "longest": LONGEST},
         "forward": {},

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from attn_flash import probe, record
+from attn_flash import probe, probe_results
 
 from attncore import Host
 from attncore.registry.plugins import load
@@ -20,10 +20,10 @@ COMPILES = (
 
 def subject(generation: str) -> Subject:
     """The kit's subject where only ``generation`` is installed; a skip where it is not."""
-    if record.library(generation) is None:
-        pytest.skip(f"{record.DISTRIBUTIONS[generation]} is not installed")
+    if probe_results.library(generation) is None:
+        pytest.skip(f"{probe_results.DISTRIBUTIONS[generation]} is not installed")
     probe.again(generation, torch.device("cuda", 0))
     load.forget()  # the spec is made of what was found
-    (other,) = record.DISTRIBUTIONS.keys() - {generation}
-    host = dataclasses.replace(Host.probe(), packages={record.DISTRIBUTIONS[other]: ""})
+    (other,) = probe_results.DISTRIBUTIONS.keys() - {generation}
+    host = dataclasses.replace(Host.probe(), packages={probe_results.DISTRIBUTIONS[other]: ""})
     return Subject("flash", host=host)

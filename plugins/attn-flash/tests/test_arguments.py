@@ -8,6 +8,7 @@ import flash_standin as standin
 import pytest
 import torch
 from attn_flash.backend import FlashBackend
+from attn_flash.spec import make_spec
 
 import attncore
 from attncore import AttentionRequest, BackendConfig, Host
@@ -108,7 +109,7 @@ def test_a_mixed_step(backend: Any, generation: str) -> None:
         assert calls[1][1]["cache_seqlens"].tolist() == [5]
 
 
-def test_plain_prompts_beside_decodes_of_the_list_door(backend: Any) -> None:
+def test_plain_prompts_beside_decodes_of_the_list_builder(backend: Any) -> None:
     engine = Engine(backend)
     for name, tokens in (("a", 6), ("b", 9)):
         engine.add(name, tokens)
@@ -120,7 +121,7 @@ def test_plain_prompts_beside_decodes_of_the_list_door(backend: Any) -> None:
     assert decodes["q"].shape == (1, 1, 4, 16)
 
 
-def test_prompts_with_and_without_a_table_in_one_step_of_the_list_door(backend: Any) -> None:
+def test_prompts_with_and_without_a_table_in_one_step_of_the_list_builder(backend: Any) -> None:
     """A prefix hit has its whole table, a prompt beside it an empty row, which nobody may read."""
     size = backend.config.block_size
     groups = [
@@ -154,7 +155,7 @@ def test_features_are_passed_as_the_library_wants_them(backend: Any, generation:
 
 @pytest.mark.parametrize("generation", ["2"])
 def test_a_decode_function_that_waits_is_not_called(backend: Any, library: Any) -> None:
-    object.__setattr__(backend.record, "synchronises", True)
+    object.__setattr__(backend.probed, "synchronises", True)
     library.waits = True
     for with_lse in (False, True):
         [(entry, given)] = run(backend, {"a": 3, "b": 300}, {"a": 1, "b": 1}, with_lse=with_lse)
@@ -277,14 +278,34 @@ def test_tensors_shorter_than_the_metadata_reach_no_kernel(backend: Any) -> None
 
 
 def test_a_variant_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match="variant: 'fa3' found; this backend has fa2 and fa4"):
-        FlashBackend(BackendConfig(4, 2, 16, "bfloat16", 256, variant="fa3"))
+    with pytest.raises(ValueError, match="variant: 'fa3' found; flash has fa4 and fa2"):
+        FlashBackend(BackendConfig(4, 2, 16, "bfloat16", 256, variant="fa3", spec=make_spec()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"block_size": 16}, "block_size: 16 found; flash's variant fa2 accepts multiples of 256"),
+        ({"variant": "fa4", "block_size": 8}, "block_size: 8 found; flash's variant fa4 accepts multiples of 16"),
+        ({"head_size": 12}, "head_size: 12 found; flash's variant fa2 accepts multiples of 8 up to 256"),
+        ({"head_size_v": 8}, "head_size_v: 8 found; flash's variant fa2 accepts the same as head_size, 16"),
+        ({"use_mla": True, "num_kv_heads": 1}, "use_mla: True found"),
+        ({"dtype": "float32"}, "dtype: float32 found; flash's variant fa2 accepts bfloat16, float16"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype: fp8_e4m3 found; flash's variant fa2 accepts auto"),
+    ],
+    ids=str,
+)
+def test_a_configuration_past_the_negotiation_is_refused_by_name(changes: dict[str, Any], says: str) -> None:
+    fields = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": "bfloat16", "block_size": 256}
+    with pytest.raises(ValueError) as caught:
+        FlashBackend(BackendConfig(**{**fields, "variant": "fa2", "spec": make_spec(), **changes}))
+    assert str(caught.value).startswith(says)
 
 
 @pytest.mark.parametrize("generation", ["2"])
 def test_what_a_build_leaves_out_is_refused_by_name(backend: Any) -> None:
     lacks = {"logits_soft_cap": "no softcap", "alibi": "no alibi", "head_size 16": "left out"}
-    object.__setattr__(backend.record, "lacks", lacks)
+    object.__setattr__(backend.probed, "lacks", lacks)
     with pytest.raises(ValueError, match="logits_soft_cap: logits_soft_cap was left out of this build"):
         backend.impl("layers.0", scale=1.0, logits_soft_cap=5.0)
     with pytest.raises(ValueError, match="alibi_slopes: alibi was left out of this build"):

@@ -15,7 +15,7 @@ from typing import Any
 
 import flash_standin as standin
 import pytest
-from attn_flash import record
+from attn_flash import probe_results
 
 CASES = [
     ("flash_attn/flash_attn_interface.py", standin.Generation2.flash_attn_with_kvcache),
@@ -28,7 +28,7 @@ def source(path: str) -> Path | None:
     """The file, of an installed library or of a folder that the variable names."""
     places = [Path(place) for place in os.environ.get("ATTN_FLASH_SOURCES", "").split(os.pathsep) if place]
     generation = "4" if "cute" in path else "2"
-    own = record.library_file(generation)
+    own = probe_results.library_file(generation)
     if own is not None:
         places.append(own.parents[2] if generation == "4" else own.parent)
     return next((place / path for place in places if (place / path).exists()), None)

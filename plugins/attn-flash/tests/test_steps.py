@@ -109,7 +109,7 @@ def test_decodes_of_different_lengths_grow_within_a_block(generation: str, windo
             close(found[mine], dense_attention(query[mine].float(), *said[row], scale=0.25, sliding_window=window))
 
 
-def test_a_prompt_in_block_0_beside_a_prefix_hit_of_the_list_door(generation: str) -> None:
+def test_a_prompt_in_block_0_beside_a_prefix_hit_of_the_list_builder(generation: str) -> None:
     """Its row of the table is empty, which is padded with 0, too."""
     torch.manual_seed(0)
     size = standin.BLOCK[generation]
@@ -167,7 +167,7 @@ def test_a_step_built_overlapped_has_no_cascade(generation: str) -> None:
 
 @pytest.mark.parametrize("prompts", [0, 1])
 def test_cross_attention_of_requests_none_of_which_has_encoder_input(generation: str, prompts: int) -> None:
-    """Of either door: a table that may have no column, and a longest length of 0."""
+    """Of either builder: a table that may have no column, and a longest length of 0."""
     size = standin.BLOCK[generation]
     backend = standin.create(generation)
     impl, cache = backend.impl("layers.0", scale=0.25, attn_type="encoder_decoder"), backend.allocate_kv_cache(8)

@@ -468,5 +468,5 @@ def backend(recorder: Recorder | None = None, **changes: Any) -> FlashInferBacke
     if "spec" not in sizes:
         import attn_flashinfer
 
-        sizes["spec"] = attn_flashinfer.attncore_backend()
+        sizes |= {"spec": attn_flashinfer.attncore_backend(), "variant": "built"}
     return OnCpu(BackendConfig(**sizes))

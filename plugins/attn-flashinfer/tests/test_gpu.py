@@ -145,7 +145,7 @@ def test_a_step_does_not_wait_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_captured_sizes_of_the_list_door() -> None:
+def test_captured_sizes_of_the_list_builder() -> None:
     backend = made()
     impl = backend.impl("layers.0", scale=0.125)
     cache = backend.allocate_kv_cache(64)

@@ -15,12 +15,13 @@ from attncore.builder import InputBatch, MetadataBuilder
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"head_size": 96}, "head_size: 96 found; FlashInfer's kernels are for 64, 128 and 256"),
-        ({"head_size_v": 32}, "head_size_v: 32 found"),
+        ({"head_size": 96}, "head_size: 96 found; flashinfer's variant built accepts 64, 128, 256"),
+        ({"head_size_v": 32}, "head_size_v: 32 found; flashinfer's variant built accepts the same as head_size, 64"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: fp8_e5m2 found; flashinfer's variant built accepts auto"),
         ({"use_mla": True, "num_kv_heads": 1}, "use_mla: "),
         ({"dtype": "float32"}, "dtype: float32 found"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype: float16 found beside bfloat16"),
-        ({"kv_cache_layout": "HDN"}, "kv_cache_layout: 'HDN' is neither"),
+        ({"kv_cache_layout": "HDN"}, "kv_cache_layout: HDN found; flashinfer's variant built accepts HND, NHD"),
         ({"options": {"decode": "xqa"}}, "options: decode=xqa: blocks of 4 tokens"),
         ({"options": {"decode": "cuda_cores"}, "num_heads": 10}, "options: decode=cuda_cores: groups of 5 heads"),
     ],

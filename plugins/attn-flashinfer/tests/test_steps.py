@@ -407,10 +407,10 @@ def test_a_builder_that_is_dropped_is_gone() -> None:
         impl.forward(*tensors, cache, builder.build())
 
 
-# The list door.
+# The list builder.
 
 
-def test_steps_of_the_list_door() -> None:
+def test_steps_of_the_list_builder() -> None:
     engine = Engine(standin.backend())
     for name, context in (("p", 6), ("d", 5), ("e", 8)):
         engine.add(name, context + 8)
@@ -420,10 +420,10 @@ def test_steps_of_the_list_door() -> None:
     engine.list_step({}, {"d": 1}, pad=2)
 
 
-def test_windowed_prompts_of_the_list_door_are_refused() -> None:
+def test_windowed_prompts_of_the_list_builder_are_refused() -> None:
     engine = Engine(standin.backend(), sliding_window=5)
     engine.add("a", 12)
-    with pytest.raises(ValueError, match="metadata: the list door gives the early tokens of a windowed prompt no slot"):
+    with pytest.raises(ValueError, match="metadata: the list builder gives the early tokens of a windowed prompt no"):
         engine.list_step({"a": 11}, {})
 
 
@@ -436,7 +436,7 @@ def test_a_block_beyond_the_cache_is_refused() -> None:
         builder.build([SequenceGroup(False, [Sequence(0, 1, 5, [3, 8])])])
 
 
-def test_captured_sizes_of_the_list_door() -> None:
+def test_captured_sizes_of_the_list_builder() -> None:
     recorder = standin.Recorder()
     backend = standin.backend(recorder)
     impl = backend.impl("layers.0", scale=64**-0.5)
@@ -463,7 +463,7 @@ def test_captured_sizes_of_the_list_door() -> None:
     assert len(recorder.of("fast_decode_plan")) == 3
 
 
-def test_builders_of_the_list_door_have_their_own_captured_sizes() -> None:
+def test_builders_of_the_list_builder_have_their_own_captured_sizes() -> None:
     """Such as those of two pipeline stages in one process."""
     backend = standin.backend()
     backend.impl("layers.0", scale=64**-0.5)

@@ -16,7 +16,7 @@ import torch
 FOLDER = Path(__file__).parent / "under_device"
 SLOW_THERE = "usual or smallest_and_largest or many_requests or log_sum_exp_with or captured_sizes or torch_operator"
 """Tests of the kit over many sizes and steps: left to the slow tests, and to a GPU."""
-HALF = "window or log_sum or rank or cross or encoder or list_door or graph or smaller"
+HALF = "window or log_sum or rank or cross or encoder or list_ or graph or smaller"
 
 
 def run(file, device, *options, **environ):

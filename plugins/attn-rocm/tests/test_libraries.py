@@ -37,7 +37,7 @@ def test_steps_of_any_kind_are_right(variant, layer, layout, monkeypatch):
 
 
 @pytest.mark.parametrize("variant", LAYERS)
-def test_the_list_door_and_padding(variant, monkeypatch):
+def test_the_list_builder_and_padding(variant, monkeypatch):
     standins.install(monkeypatch, variant)
     engine = Engine(standins.backend(variant))
     for name, context in (("a", 3), ("b", 16), ("c", 33), ("d", 0)):
@@ -64,7 +64,7 @@ def test_unified_attention_is_given_the_whole_step(monkeypatch):
     assert not engine.backend.launcher.calls
 
 
-def test_prompts_of_the_list_door_do_not_go_to_aiter(monkeypatch):
+def test_prompts_of_the_list_builder_do_not_go_to_aiter(monkeypatch):
     """They may have no block table."""
     library = standins.install(monkeypatch, "aiter")
     engine = Engine(standins.backend("aiter"))

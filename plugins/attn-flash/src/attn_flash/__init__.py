@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def attncore_backend() -> BackendSpec:
-    """The facts of both generations, less what the library installed here was found to lack (``record``)."""
+    """The facts of both generations, less what the library installed here was found to lack (``probe_results``)."""
     from attn_flash.spec import make_spec
 
     return make_spec()

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from attn_flash import record
+from attn_flash import probe_results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser("python -m attn_flash", description=about).parse_args(arguments)
     import torch
 
-    installed = [generation for generation in ("4", "2") if record.library(generation)]
+    installed = [generation for generation in ("4", "2") if probe_results.library(generation)]
     if not installed or not torch.cuda.is_available():
         print("neither flash-attn nor flash-attn-4 is installed" if not installed else "torch finds no CUDA device")
         return 3

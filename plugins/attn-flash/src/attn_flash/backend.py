@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flash import generation2, generation4, probe, record
-from attn_flash.calls import Layer
+from attn_flash import generation2, generation4, probe, probe_results
 from attn_flash.cascade import CascadeStep, cascade_step
 from attn_flash.impl import FlashImpl
-from attncore import AttentionBackend, BackendConfig
+from attn_flash.plan import DecoderPlans, Layer
+from attncore import AttentionBackend, AttentionMetadata, BackendConfig
 from attncore.builder import CascadeRule
 
 GENERATIONS: dict[str, Any] = {"2": generation2, "4": generation4}
@@ -22,7 +22,7 @@ class FlashBackend(AttentionBackend):
     """FlashAttention 2 or 4, as the choice's variant says.
 
     The first creation on a machine calls the library (``probe``); what it lacks is kept, and negotiated around from
-    then on. ValueError where the configuration is beyond the generation, or needs what this build leaves out.
+    then on. ValueError where the configuration is beyond the spec, or needs what this build leaves out.
     """
 
     name = "flash"
@@ -31,18 +31,28 @@ class FlashBackend(AttentionBackend):
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
         self.generation = config.variant.removeprefix("fa") or "2"
-        _check(self.generation, config)
+        asked = config.options.get("generation")
+        if asked not in (None, self.generation):
+            raise ValueError(
+                f"options: generation {asked!r} is not the one that was chosen, {self.generation!r}; ask for it in the "
+                "request, options={'flash': {'generation': ...}}"
+            )
         self._module = GENERATIONS[self.generation]
         self._library = self._module.load()
-        self.record = self._found()
-        if self.record.fails:
-            raise ValueError(f"generation: {self.record.library} failed when it was called: {self.record.fails}")
-        for kind, value in (("head_size", config.head_size), ("dtype", config.dtype)):
-            self._refuse_left_out(kind, f"{kind} {value}", value)
+        self.probed = self._found()
+        if self.probed.fails:
+            raise ValueError(f"generation: {self.probed.library} failed when it was called: {self.probed.fails}")
+        for field, value in (("head_size", config.head_size), ("dtype", config.dtype)):
+            self._refuse_left_out(field, f"{field} {value}", value)
+        self._plans = {windowed: DecoderPlans(config.block_size, windowed=windowed) for windowed in (False, True)}
+
+    def plans(self, *, windowed: bool) -> DecoderPlans:
+        """The plans that causal layers with a window share, or those without."""
+        return self._plans[windowed]
 
     def layer(self, **given: Any) -> Layer:
         """A layer's calls (``generation2.Layer``, ``generation4.Layer``)."""
-        made: Layer = self._module.Layer(self._library, synchronises=self.record.synchronises, **given)
+        made: Layer = self._module.Layer(self._library, synchronises=self.probed.synchronises, **given)
         return made
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
@@ -67,8 +77,8 @@ class FlashBackend(AttentionBackend):
         if len(found) != 2 or any(tuple(part.shape[1:]) != wanted for part in found):
             shape = tuple(kv_cache.shape) if isinstance(kv_cache, Tensor) else [tuple(part.shape) for part in kv_cache]
             raise ValueError(
-                f"kv_cache: shape {shape} found; allocate_kv_cache makes {self._shape(1)} with more blocks "
-                f"(layout {config.kv_cache_layout})"
+                f"kv_cache: shape {shape} found; allocate_kv_cache makes {self.kv_cache_shape(1, *wanted)} with more "
+                f"blocks (layout {config.kv_cache_layout})"
             )
         return found[0], found[1]
 
@@ -78,7 +88,7 @@ class FlashBackend(AttentionBackend):
             return None
         return torch.as_tensor(values, dtype=torch.float32).to(self.config.device).contiguous()
 
-    def cascade(self, metadata: Any, rule: CascadeRule | None = None) -> CascadeStep | None:
+    def cascade(self, metadata: AttentionMetadata, rule: CascadeRule | None = None) -> CascadeStep | None:
         """The passes of a step whose requests share a prefix, for ``impl.forward_cascade``; None where it does not pay.
 
         Once a step, by the engine, for steps without a captured graph.
@@ -93,42 +103,17 @@ class FlashBackend(AttentionBackend):
                 self._refuse_left_out(argument, features.get(argument, argument), "")
 
     def _refuse_left_out(self, argument: str, name: str, value: object) -> None:
-        text = self.record.lacks.get(name)
+        text = self.probed.lacks.get(name)
         if text is not None:
             raise ValueError(
-                f"{argument}: {value or name} was left out of this build of {self.record.library}, as calls have shown "
+                f"{argument}: {value or name} was left out of this build of {self.probed.library}, as calls have shown "
                 f"({text}); the next choice goes around it"
             )
 
-    def _found(self) -> record.Record:
+    def _found(self) -> probe_results.ProbeResult:
         device = torch.device(self.config.device)
         if device.type != "cuda":
-            return record.Record(record.library(self.generation) or f"generation {self.generation}", str(device))
+            return probe_results.ProbeResult(
+                probe_results.library(self.generation) or f"generation {self.generation}", str(device)
+            )
         return probe.found(self.generation, device)
-
-
-def _check(generation: str, config: BackendConfig) -> None:
-    """ValueError for a configuration that the spec does not declare: one made past the negotiation."""
-    if generation not in GENERATIONS:
-        raise ValueError(f"variant: {config.variant!r} found; this backend has fa2 and fa4")
-    asked = config.options.get("generation")
-    if asked not in (None, generation):
-        raise ValueError(
-            f"options: generation {asked!r} is not the one that was chosen, {generation!r}; ask for it in the request, "
-            "options={'flash': {'generation': ...}}"
-        )
-    pages = 256 if generation == "2" else 16
-    if config.block_size % pages:
-        raise ValueError(
-            f"block_size: {config.block_size} is not a multiple of {pages}, as generation {generation} needs"
-        )
-    if config.head_size % 8 or config.head_size > 256:
-        raise ValueError(f"head_size: {config.head_size} is not a multiple of 8 up to 256")
-    if config.head_size_v not in (None, config.head_size):
-        raise ValueError(f"head_size_v: {config.head_size_v} differs from head_size {config.head_size}")
-    if config.use_mla:
-        raise ValueError("use_mla: flash reads no latent cache")
-    if config.dtype not in ("float16", "bfloat16"):
-        raise ValueError(f"dtype: {config.dtype} is neither float16 nor bfloat16")
-    if config.kv_cache_dtype not in ("auto", config.dtype):
-        raise ValueError(f"kv_cache_dtype: {config.kv_cache_dtype} is not the model's dtype {config.dtype}")

@@ -9,10 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_flash.parts import Part
-from attn_flash.rows import Rows
-from attncore.builder import CascadeRule, find_shared_prefix, plan_cascade
-from attncore.builder.blocks.cascade import CascadePass
+from attn_flash.segments import Segment
+from attncore import AttentionMetadata
+from attncore.builder import CascadePass, CascadeRule, find_shared_prefix, plan_cascade
 
 
 class CascadeStep(NamedTuple):
@@ -20,13 +19,13 @@ class CascadeStep(NamedTuple):
 
     token_indices: Tensor
     """int64: the tokens that the first pass takes."""
-    prefix: Rows
-    prefix_part: Part
-    suffix: Rows
-    suffix_part: Part
+    prefix: Segment
+    suffix: Segment
 
 
-def cascade_step(metadata: Any, block_size: int, device: str, rule: CascadeRule | None) -> CascadeStep | None:
+def cascade_step(
+    metadata: AttentionMetadata, block_size: int, device: str, rule: CascadeRule | None
+) -> CascadeStep | None:
     """The two passes where sharing pays by ``rule``, else None. Copies to ``device`` wait for nothing.
 
     None, too, for a step that was built overlapped: the host does not know its lengths.
@@ -46,11 +45,14 @@ def cascade_step(metadata: Any, block_size: int, device: str, rule: CascadeRule 
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
-    def one(name: CascadePass) -> tuple[Rows, Part]:
-        starts, lengths = name.query_start_loc, name.seq_lens
-        sums = sent(name.seq_start_loc)
-        on_device = Rows(sent(name.block_table), sent(lengths), sent(starts), sums, sums)
-        longest_query = int(np.diff(starts).max())
-        return on_device, Part("paged", 0, len(lengths), 0, int(starts[-1]), 0, longest_query, int(lengths.max()))
+    def segment(of: CascadePass) -> Segment:
+        starts, lengths = of.query_start_loc, of.seq_lens
+        sums = sent(of.seq_start_loc)
+        return Segment(
+            "paged", 0, len(lengths), 0, int(starts[-1]), 0,
+            max_query_len=int(np.diff(starts).max()), max_seq_len=int(lengths.max()),
+            block_table=sent(of.block_table), lengths=sent(lengths), query_starts=sent(starts), key_sums=sums,
+            key_starts=sums,
+        )  # fmt: skip
 
-    return CascadeStep(sent(cascade.token_indices), *one(cascade.prefix), *one(cascade.suffix))
+    return CascadeStep(sent(cascade.token_indices), segment(cascade.prefix), segment(cascade.suffix))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 
-from attn_flash import record
+from attn_flash import probe_results
 from attncore import Host
 
 
@@ -16,14 +16,14 @@ def facts(host: Host) -> dict[str, str]:
 
 def _of(generation: str, host: Host) -> Iterator[tuple[str, str]]:
     label = f"generation {generation}"
-    library, file = record.library(generation), record.library_file(generation)
+    library, file = probe_results.library(generation), probe_results.library_file(generation)
     if library is None:
-        yield label, f"{record.DISTRIBUTIONS[generation]} is not installed"
+        yield label, f"{probe_results.DISTRIBUTIONS[generation]} is not installed"
         return
     yield label, f"{library}, {file or 'without its files'}"
     if host.platform != "cuda" or file is None:
         return
-    found = record.read(generation, host.device_name)
+    found = probe_results.read(generation, host.device_name)
     if found is None:
         import torch
 
@@ -32,7 +32,7 @@ def _of(generation: str, host: Host) -> Iterator[tuple[str, str]]:
     yield f"{label} called", said(found)
 
 
-def said(found: record.Record) -> str:
+def said(found: probe_results.ProbeResult) -> str:
     """One line: what calls have shown."""
     if found.fails:
         return f"fails on {found.device}: {found.fails}"

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_flash.parts import Part
-from attn_flash.rows import Rows
+from attn_flash.segments import Segment
+
+Call = Callable[[Tensor, Any, Any], Tensor]
 
 
 def load() -> Any:
@@ -29,8 +30,6 @@ class Layer:
     """Not one call for decodes and prefills: that would read a decode's keys once for every query head, unsplit."""
     splits_by_width = True
     """A decode's keys are split among the cores as if the table were full, so it is to be no wider than needed."""
-    pairs = False
-    """Whether the output comes in a tuple though no log-sum-exp is asked for."""
     rows_without_keys = ("decode", "packed")
     """Not ``paged``: the logarithm of such a row is written outside of its tensor."""
 
@@ -49,7 +48,6 @@ class Layer:
         self._with_kvcache, self._varlen = library.flash_attn_with_kvcache, library.flash_attn_varlen_func
         left = -1 if sliding_window is None else sliding_window - 1
         self._left, self._causal, self._slopes, self._synchronises = left, causal, alibi_slopes, synchronises
-        self.by_row = not synchronises
         self._fixed: dict[str, Any] = {
             "softmax_scale": scale,
             "causal": causal,
@@ -58,56 +56,84 @@ class Layer:
             "alibi_slopes": alibi_slopes,
         }
 
-    def arguments(self, part: Part, rows: Rows, with_lse: bool = False) -> dict[str, Any]:
-        """What the call of a part is given beside the tensors of a layer and what is fixed for it: good for all layers
-        of a step.
+    def arguments(self, segment: Segment, with_lse: bool = False) -> dict[str, Any]:
+        """What the call of a segment is given beside the tensors of a layer and what is fixed for it: good for all
+        layers of a step.
         """
-        if part.entry == "decode" and not self._synchronises:
-            return {"cache_seqlens": rows.lengths, "block_table": rows.table, "return_softmax_lse": with_lse}
-        starts, longest_query = rows.starts, max(2, part.max_query_len)  # 1 means rows of exactly one token each
-        if part.entry == "decode":
-            if part.query_len == 1 and not with_lse:  # such rows are split among the cores; their logarithm is not
+        if segment.entry == "decode" and not self._synchronises:
+            return {
+                "cache_seqlens": segment.lengths, "block_table": segment.block_table, "return_softmax_lse": with_lse
+            }  # fmt: skip
+        starts, longest_query = segment.query_starts, max(2, segment.max_query_len)
+        if segment.entry == "decode":  # a longest query of 1 means rows of exactly one token each
+            if segment.query_len == 1 and not with_lse:  # such rows are split among the cores; their logarithm is not
                 longest_query = 1  # laid out by tokens
-            starts = starts - part.start if part.start else starts
+            starts = starts - segment.start if segment.start else starts
         given: dict[str, Any] = {
-            "cu_seqlens_q": starts, "max_seqlen_q": longest_query, "max_seqlen_k": part.max_seq_len,
+            "cu_seqlens_q": starts, "max_seqlen_q": longest_query, "max_seqlen_k": segment.max_seq_len,
             "return_attn_probs": with_lse,
         }  # fmt: skip
-        if part.entry == "packed":
-            return given | {"cu_seqlens_k": rows.fresh}
-        return given | {"cu_seqlens_k": rows.sums, "block_table": rows.table}
+        if segment.entry == "packed":
+            return given | {"cu_seqlens_k": segment.key_starts}
+        return given | {"cu_seqlens_k": segment.key_sums, "block_table": segment.block_table}
 
-    def bound(self, part: Part, arguments: dict[str, Any], caches: tuple[Tensor, Tensor] | None) -> Callable[..., Any]:
-        """The call of a part. It takes the step's query (tokens, heads, head size), and for ``packed`` key and value;
-        for ``decode`` the part's query, as (rows, tokens of a row, heads, head size) where ``by_row``.
+    def bound(self, segment: Segment, arguments: dict[str, Any], caches: tuple[Tensor, Tensor] | None) -> Call:
+        """The call of a segment: ``call(query, key, value)`` gives the output (tokens, heads, head size).
+
+        It takes the step's query, and for ``packed`` this step's keys and values, and gives as many tokens, of which
+        the segment's are written; for ``decode`` it takes and gives the segment's tokens alone.
         """
-        if part.entry == "packed":
-            return partial(self._varlen, **arguments, **self._fixed)
-        keys, values = _there(caches)
-        if part.entry == "decode" and not self._synchronises:
-            return partial(self._with_kvcache, k_cache=keys, v_cache=values, **arguments, **self._fixed)
-        return partial(self._varlen, k=keys, v=values, **arguments, **self._fixed)
+        entry, fixed, varlen = segment.entry, self._fixed, self._varlen
+        if entry == "packed":
+            return partial(varlen, **arguments, **fixed)
+        keys, values = given_caches(caches)
+        if entry == "paged" or self._synchronises:  # made once, most of them: merging arguments ahead would cost more
+            return lambda query, key, value: varlen(query, keys, values, **arguments, **fixed)
+        call = partial(self._with_kvcache, k_cache=keys, v_cache=values, **arguments, **fixed)
+        if segment.query_len == 1:
+            return lambda query, key, value: call(query.unsqueeze(1)).view_as(query)
+        rows = segment.last - segment.first, segment.query_len
+        return lambda query, key, value: call(query.view(*rows, *query.shape[1:])).flatten(0, 1)
 
-    def answer(self, found: Any, part: Part, capacity: int, positions: Any) -> tuple[Tensor, Tensor]:
-        """Output (tokens, heads, head size) and log-sum-exp (tokens, heads) of a call that was asked for both.
-
-        ``capacity``: tokens that the table has room for. ``positions``: the step's, read where the layer has slopes.
+    def with_lse(
+        self, segment: Segment, caches: tuple[Tensor, Tensor] | None, tensors: tuple[Tensor, Any, Any], positions: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp (tokens, heads) of a segment, for ``tensors`` (query, key, value) as
+        ``bound``'s call takes them. ``positions``: the step's, read where the layer has slopes.
         """
-        output, lse = found[0], found[1]
+        call, query = self._call(segment, self.arguments(segment, True), caches), tensors[0]
+        if segment.entry == "packed":
+            output, lse = call(*tensors)[:2]
+        elif segment.entry == "paged" or self._synchronises:
+            output, lse = call(query)[:2]
+        else:
+            output, lse = call(query.view(-1, segment.query_len, *query.shape[1:]))[:2]
         if output.dim() == 4:
             output, lse = output.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
-            room = capacity
+            room = segment.block_table.shape[1] * caches[0].shape[1] if caches is not None else 0
         else:
-            lse, room = lse.transpose(0, 1), part.max_seq_len
+            lse, room = lse.transpose(0, 1), segment.max_seq_len
         if self._slopes is not None and self._causal and not 0 <= self._left < room:
             # A causal layer's slopes count from the sequence's first token, not from the query (those of a window that
             # is narrower than ``room`` do). The output is the same; the logarithm is too large by slope x position.
-            mine = lse if len(lse) == part.stop - part.start else lse[part.start : part.stop]
-            mine -= positions[part.start : part.stop].unsqueeze(1) * self._slopes
+            mine = lse if len(lse) == segment.stop - segment.start else lse[segment.tokens]
+            mine -= positions[segment.tokens].unsqueeze(1) * self._slopes
         return output, lse
 
+    def _call(
+        self, segment: Segment, arguments: dict[str, Any], caches: tuple[Tensor, Tensor] | None
+    ) -> Callable[..., Any]:
+        """The library's function with all but the step's tensors. Rows of ``decode`` are its query's first axis."""
+        if segment.entry == "packed":
+            return partial(self._varlen, **arguments, **self._fixed)
+        keys, values = given_caches(caches)
+        if segment.entry == "decode" and not self._synchronises:
+            return partial(self._with_kvcache, k_cache=keys, v_cache=values, **arguments, **self._fixed)
+        return partial(self._varlen, k=keys, v=values, **arguments, **self._fixed)
 
-def _there(caches: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+
+def given_caches(caches: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """``caches``; ValueError naming ``kv_cache`` for None."""
     if caches is None:
         raise ValueError("kv_cache: None found; a step of requests that have context, or decodes, needs the cache")
     return caches

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_flash.parts import Part
-from attn_flash.rows import Rows
+from attn_flash.generation2 import Call, given_caches
+from attn_flash.segments import Segment
 
 
 def load() -> Any:
@@ -23,18 +23,14 @@ def load() -> Any:
 
 
 class Layer:
-    """The calls of one layer. ``arguments``, ``bound`` and ``answer`` are as in ``generation2``."""
+    """The calls of one layer. Its members are those of ``generation2.Layer``."""
 
     together = True
     """One call for decodes and prefills: the query heads of a group share their keys in every call."""
     splits_by_width = False
     """The table may be wider than needed."""
-    pairs = True
-    """The output comes in a tuple."""
     rows_without_keys = ("packed",)
     """Only there: of a page table such a row reads the column before the first, for the first row before the table."""
-    by_row = True
-    """Decodes are taken as (rows, tokens of a row, heads, head size): the faster form, by a fifth for 256 requests."""
 
     def __init__(
         self,
@@ -58,27 +54,50 @@ class Layer:
             "learnable_sink": sinks,
         }
 
-    def arguments(self, part: Part, rows: Rows, with_lse: bool = False) -> dict[str, Any]:
-        """What the call of a part is given, as far as all layers of a step share it."""
+    def arguments(self, segment: Segment, with_lse: bool = False) -> dict[str, Any]:
+        """What the call of a segment is given, as far as all layers of a step share it."""
         given: dict[str, Any] = {
-            "max_seqlen_q": part.max_query_len, "max_seqlen_k": part.max_seq_len, "return_lse": with_lse
+            "max_seqlen_q": segment.max_query_len, "max_seqlen_k": segment.max_seq_len, "return_lse": with_lse
         }  # fmt: skip
-        if part.entry == "packed":
-            return given | {"cu_seqlens_q": rows.starts, "cu_seqlens_k": rows.fresh}
-        given |= {"seqused_k": rows.lengths, "page_table": rows.table}
-        return given | {"cu_seqlens_q": rows.starts} if part.entry == "paged" else given
+        if segment.entry == "packed":
+            return given | {"cu_seqlens_q": segment.query_starts, "cu_seqlens_k": segment.key_starts}
+        given |= {"seqused_k": segment.lengths, "page_table": segment.block_table}
+        return given | {"cu_seqlens_q": segment.query_starts} if segment.entry == "paged" else given
 
-    def bound(self, part: Part, arguments: dict[str, Any], caches: tuple[Tensor, Tensor] | None) -> Callable[..., Any]:
-        """The call of a part."""
-        if part.entry == "packed":
-            return partial(self._varlen, **arguments, **self._fixed)
-        if caches is None:
-            raise ValueError("kv_cache: None found; a step of requests that have context, or decodes, needs the cache")
-        return partial(self._varlen, k=caches[0], v=caches[1], **arguments, **self._fixed)
+    def bound(self, segment: Segment, arguments: dict[str, Any], caches: tuple[Tensor, Tensor] | None) -> Call:
+        """The call of a segment. Decodes are given as (rows, tokens of a row, heads, head size): the faster form, by a
+        fifth for 256 requests. The output comes in a tuple, though no log-sum-exp is asked for.
+        """
+        entry, fixed, varlen = segment.entry, self._fixed, self._varlen
+        if entry == "packed":
+            return lambda query, key, value: varlen(query, key, value, **arguments, **fixed)[0]
+        keys, values = given_caches(caches)
+        if entry == "paged":
+            return lambda query, key, value: varlen(query, keys, values, **arguments, **fixed)[0]
+        call = partial(varlen, k=keys, v=values, **arguments, **fixed)
+        if segment.query_len == 1:
+            return lambda query, key, value: call(query.unsqueeze(1))[0].view_as(query)
+        rows = segment.last - segment.first, segment.query_len
+        return lambda query, key, value: call(query.view(*rows, *query.shape[1:]))[0].flatten(0, 1)
 
-    def answer(self, found: Any, part: Part, capacity: int, positions: Any) -> tuple[Tensor, Tensor]:
-        """Output (tokens, heads, head size) and log-sum-exp (tokens, heads) of a call that was asked for both."""
-        output, lse = found
-        if output.dim() == 4:
+    def with_lse(
+        self, segment: Segment, caches: tuple[Tensor, Tensor] | None, tensors: tuple[Tensor, Any, Any], positions: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp (tokens, heads) of a segment."""
+        call, query = self._call(segment, self.arguments(segment, True), caches), tensors[0]
+        if segment.entry == "packed":
+            output, lse = call(*tensors)
+        elif segment.entry == "paged":
+            output, lse = call(query)
+        else:
+            output, lse = call(query.view(-1, segment.query_len, *query.shape[1:]))
             return output.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
         return output, lse.transpose(0, 1)
+
+    def _call(
+        self, segment: Segment, arguments: dict[str, Any], caches: tuple[Tensor, Tensor] | None
+    ) -> Callable[..., Any]:
+        if segment.entry == "packed":
+            return partial(self._varlen, **arguments, **self._fixed)
+        keys, values = given_caches(caches)
+        return partial(self._varlen, k=keys, v=values, **arguments, **self._fixed)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from attn_flash import generation2, generation4, record
-from attn_flash.record import Record
+from attn_flash import generation2, generation4, probe_results
+from attn_flash.probe_results import ProbeResult
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 HEAD_SIZES = tuple(range(8, 257, 8))
@@ -23,29 +23,29 @@ FEATURES: dict[str, dict[str, Any]] = {
 """Feature -> what a call of generation 2 takes for it (slopes are made on the device)."""
 
 
-def found(generation: str, device: torch.device) -> Record:
+def found(generation: str, device: torch.device) -> ProbeResult:
     """The findings that are kept, or new ones, which are then kept. Waits for the device where it calls."""
-    return record.read(generation, _name(device)) or again(generation, device)
+    return probe_results.read(generation, _name(device)) or again(generation, device)
 
 
-def again(generation: str, device: torch.device) -> Record:
+def again(generation: str, device: torch.device) -> ProbeResult:
     """Call the library, and keep what comes of it. Where the device is full: torch.OutOfMemoryError, nothing kept."""
-    library, name = record.library(generation) or f"generation {generation}", _name(device)
+    library, name = probe_results.library(generation) or f"generation {generation}", _name(device)
     lasting = True
     try:
         if generation == "2":
             lacks, synchronises = generation2_lacks(generation2.load(), device)
-            made = Record(library, name, lacks=lacks, synchronises=synchronises)
+            made = ProbeResult(library, name, lacks=lacks, synchronises=synchronises)
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the compiler
                 _settled(device, partial(_decode4, generation4.load(), device))
-            made = Record(library, name)
+            made = ProbeResult(library, name)
     except torch.OutOfMemoryError:  # says nothing of the library
         raise
     except Exception as error:  # whatever a library raises when it is imported or called is the finding
-        made, lasting = Record(library, name, fails=_words(error)), _of_the_library(error)
-    record.write(generation, made, lasting=lasting)
+        made, lasting = ProbeResult(library, name, fails=_words(error)), _of_the_library(error)
+    probe_results.write(generation, made, lasting=lasting)
     return made
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from attn_flash import record
-from attn_flash.record import Record
+from attn_flash import probe_results
+from attn_flash.probe_results import ProbeResult
 from attncore import AttentionRequest, BackendSpec, Host, MultipleOf, Option, Reason, Variant
 
 Check = Callable[[AttentionRequest, Host], Iterator[Reason]]
@@ -67,7 +67,7 @@ def make_spec() -> BackendSpec:
 
 
 def _variant(generation: str) -> Variant:
-    found = record.read(generation)  # what a build leaves out it lacks on every device
+    found = probe_results.read(generation)  # what a build leaves out it lacks on every device
     facts: dict[str, Any] = {**_PAGES[generation], "features": _FEATURES[generation]}
     unsupported = dict(_UNSUPPORTED[generation])
     if found is not None and not found.fails:
@@ -82,13 +82,14 @@ def _variant(generation: str) -> Variant:
     return Variant(f"fa{generation}", requires=(_REQUIRES[generation],), check=check, **facts)
 
 
-def _left_out(found: Record, text: str) -> str:
+def _left_out(found: ProbeResult, text: str) -> str:
     return f"this build of {found.library} leaves it out, as a call on {found.device} showed ({text})"
 
 
-def _check(generation: str, known: Record | None, request: AttentionRequest, host: Host) -> Iterator[Reason]:
+def _check(generation: str, known: ProbeResult | None, request: AttentionRequest, host: Host) -> Iterator[Reason]:
     """What no field of the spec says: facts of an architecture, the generation asked for, what calls have shown."""
-    source = f"{record.DISTRIBUTIONS[generation]} {host.packages.get(record.DISTRIBUTIONS[generation], '')}".strip()
+    distribution = probe_results.DISTRIBUTIONS[generation]
+    source = f"{distribution} {host.packages.get(distribution, '')}".strip()
     asked = request.options.get("flash", {}).get("generation")
     if asked in ("2", "4") and asked != generation:
         message = f"generation {generation} is not the one that the options ask for, {asked}"
@@ -130,10 +131,10 @@ def _generation3(host: Host) -> Iterator[Reason]:
 
 
 def _shown(
-    generation: str, known: Record | None, request: AttentionRequest, host: Host, source: str
+    generation: str, known: ProbeResult | None, request: AttentionRequest, host: Host, source: str
 ) -> Iterator[Reason]:
     """What calls have shown of the library installed here, where the host has that one."""
-    found = record.read(generation, host.device_name) or record.read(generation)
+    found = probe_results.read(generation, host.device_name) or probe_results.read(generation)
     if found is None or found.library != source:
         return
     if found.fails and host.device_name not in ("", found.device):  # what another device showed of itself

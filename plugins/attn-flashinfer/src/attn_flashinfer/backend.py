@@ -16,9 +16,8 @@ from attn_flashinfer.pages import check_table, pages_of, pool_of
 from attn_flashinfer.plans import KeyPlans, Tools
 from attn_flashinfer.workspace import Workspace
 from attn_flashinfer.wrappers import Kind, Shape
-from attncore import AttentionBackend, BackendConfig
-from attncore.abstract import PlanKey
-from attncore.builder import CascadeRule
+from attncore import AttentionBackend, AttentionMetadata, BackendConfig, PlanKey
+from attncore.builder import CascadeRule, CommonMetadataBuilder
 from attncore.graphs import refuse_while_capturing
 
 CUDA_CORES, XQA = "cuda_cores", "xqa"
@@ -31,8 +30,9 @@ def _nobody() -> None:
 class FlashInferBackend(AttentionBackend):
     """FlashInfer's paged kernels. Layers of one plan key share a plan; all share one workspace.
 
-    Raises ValueError naming the field of the configuration that FlashInfer cannot run. A cache is one tensor
-    ``[blocks + 1, 2, block_size, num_kv_heads, head_size]`` (NHD; HND: heads before tokens), or a pair of its halves.
+    Raises ValueError naming the field of the configuration that FlashInfer cannot run; see the base class too. A cache
+    is one tensor ``[blocks + 1, 2, block_size, num_kv_heads, head_size]`` (NHD; HND: heads before tokens), or a pair of
+    its halves.
     """
 
     name = "flashinfer"
@@ -40,7 +40,8 @@ class FlashInferBackend(AttentionBackend):
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
-        self.shape, self.decode_kernel = _shape(self, config)
+        self.decode_kernel = _decode_kernel(config)
+        self.shape = _shape(config, self.kv_cache_torch_dtype(), self.decode_kernel)
         options = config.options
         self.workspace = Workspace(
             config.device,
@@ -94,13 +95,13 @@ class FlashInferBackend(AttentionBackend):
                 f"built, and {why}; {checks.INSTALL}"
             )
 
-    def plan(self, metadata: Any) -> None:
+    def plan(self, metadata: AttentionMetadata) -> None:
         """Plans the step for every distinct key of the layers; see the base class."""
         self._settle(metadata)
         if self._checks_tables:
             check_table(metadata, self.shape.block_size, self.num_blocks)
-        pages = pages_of(metadata, self.shape.block_size, self.num_blocks)
-        for key in self._plan_keys:
+        pages = pages_of(metadata, self.shape.block_size, self.num_blocks, self.from_host)
+        for key in self.plan_keys:
             plans = self._plans.get(key) or self.plans_of(key)
             if key.sliding_window is not None:
                 _check_window(metadata)
@@ -109,9 +110,9 @@ class FlashInferBackend(AttentionBackend):
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def prepare_capture(self, metadata: Any, builder: Any) -> None:
+    def prepare_capture(self, metadata: AttentionMetadata, builder: CommonMetadataBuilder) -> None:
         """Makes the wrappers that a captured size of the list builder needs, for every key."""
-        for key in self._plan_keys:
+        for key in self.plan_keys:
             self.plans_of(key).capture_of_list_builder(metadata, builder)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
@@ -121,7 +122,7 @@ class FlashInferBackend(AttentionBackend):
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
     def allocate_kv_cache(self, num_blocks: int) -> Any:
-        """See the base class; the pool that steps of the list door are checked against."""
+        """See the base class; the pool that steps of the list builder are checked against."""
         cache = super().allocate_kv_cache(num_blocks)
         self.num_blocks = max(self.num_blocks, num_blocks)
         self._owner, self._step = _nobody, -1  # whoever plans next is compared with the pool
@@ -131,12 +132,12 @@ class FlashInferBackend(AttentionBackend):
     def _is_cuda(self) -> bool:
         return self.config.device.startswith("cuda")
 
-    def _settle(self, metadata: Any) -> None:
+    def _settle(self, metadata: AttentionMetadata) -> None:
         """Until the last plan's copies have left their pinned memory, which the next plan writes to. A builder's
         first step is where its pool is compared with the cache.
 
-        The persistent door's builder has waited for its last step's receipt, which comes after them. Other plans, of
-        another builder, of the list door, by hand, are waited for here.
+        The persistent builder has waited for its last step's receipt, which comes after them. Other plans, of
+        another builder, of the list builder, by hand, are waited for here.
         """
         owner = metadata.builder
         self._follows = owner is not None and owner is self._owner() and metadata.step > self._step
@@ -154,19 +155,9 @@ class FlashInferBackend(AttentionBackend):
         self._event = None
 
 
-def _shape(backend: FlashInferBackend, config: BackendConfig) -> tuple[Shape, str]:
-    """What all layers share, and the kernel of decodes; ValueError for what FlashInfer does not run."""
-    if config.head_size not in (64, 128, 256):
-        raise ValueError(f"head_size: {config.head_size} found; FlashInfer's kernels are for 64, 128 and 256")
-    if config.head_size_v not in (None, config.head_size):
-        raise ValueError(f"head_size_v: {config.head_size_v} found; values are as large as keys here")
-    if config.use_mla:
-        raise ValueError("use_mla: FlashInfer's latent attention is not wired up here; choose another backend")
-    if config.dtype not in ("float16", "bfloat16"):
-        raise ValueError(f"dtype: {config.dtype} found; FlashInfer computes in float16 and bfloat16")
-    if config.kv_cache_layout not in ("NHD", "HND"):
-        raise ValueError(f"kv_cache_layout: {config.kv_cache_layout!r} is neither NHD nor HND")
-    if config.kv_cache_dtype not in ("auto", config.dtype, "fp8_e4m3"):
+def _decode_kernel(config: BackendConfig) -> str:
+    """The kernel of decodes of one token; ValueError for combinations that FlashInfer lacks, which no spec can say."""
+    if config.kv_cache_dtype in ("float16", "bfloat16") and config.kv_cache_dtype != config.dtype:
         raise ValueError(f"kv_cache_dtype: {config.kv_cache_dtype} found beside {config.dtype}; give auto or fp8_e4m3")
     group = config.num_heads // config.num_kv_heads
     asked = str(config.options.get("decode", "auto"))
@@ -178,23 +169,24 @@ def _shape(backend: FlashInferBackend, config: BackendConfig) -> tuple[Shape, st
         problem = checks.cuda_core_problem(group)
     if problem:
         raise ValueError(f"options: {problem}")
-    return (
-        Shape(
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_size,
-            config.block_size,
-            getattr(torch, config.dtype),
-            backend.kv_cache_torch_dtype(),
-            config.kv_cache_layout,
-            config.device,
-            kernel != CUDA_CORES,
-        ),
-        kernel,
+    return kernel
+
+
+def _shape(config: BackendConfig, cache_dtype: torch.dtype, decode_kernel: str) -> Shape:
+    return Shape(
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_size,
+        config.block_size,
+        getattr(torch, config.dtype),
+        cache_dtype,
+        config.kv_cache_layout,
+        config.device,
+        decode_kernel != CUDA_CORES,
     )
 
 
-def _check_pool(metadata: Any, num_blocks: int) -> bool:
+def _check_pool(metadata: AttentionMetadata, num_blocks: int) -> bool:
     """Whether each step's tables are to be checked: a batch that was told its pool refuses ids beyond it. ValueError
     where that is larger than the largest cache, of ``num_blocks``; 0: not known."""
     pool = pool_of(metadata)
@@ -206,14 +198,14 @@ def _check_pool(metadata: Any, num_blocks: int) -> bool:
     return pool is None and num_blocks > 0
 
 
-def _check_window(metadata: Any) -> None:
-    """ValueError for windowed prompts of the list door: their early tokens have no slot, and every key is read from
+def _check_window(metadata: AttentionMetadata) -> None:
+    """ValueError for windowed prompts of the list builder: their early tokens have no slot, and every key is read from
     the cache."""
-    if not getattr(metadata, "from_groups", False) or not metadata.num_prefills:
+    if not metadata.from_groups or not metadata.num_prefills:
         return
     slots = metadata.host.slot_mapping[: metadata.num_prefill_tokens]
     if len(slots) and slots.max() >= 0 and slots.min() < 0:
         raise ValueError(
-            "metadata: the list door gives the early tokens of a windowed prompt no slot, and FlashInfer reads every "
-            "key from the cache; make the CommonMetadataBuilder without sliding_window, or use MetadataBuilder"
+            "metadata: the list builder gives the early tokens of a windowed prompt no slot, and FlashInfer reads "
+            "every key from the cache; make the CommonMetadataBuilder without sliding_window, or use MetadataBuilder"
         )

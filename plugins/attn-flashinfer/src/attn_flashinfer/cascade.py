@@ -12,6 +12,7 @@ from attn_flashinfer.library import Library
 from attn_flashinfer.pages import Pages
 from attn_flashinfer.workspace import Workspace
 from attn_flashinfer.wrappers import EagerAppend, Kind
+from attncore import AttentionMetadata
 from attncore.builder import CascadeRule, SharedPrefix, find_shared_prefix
 
 
@@ -29,7 +30,7 @@ class Cascade:
         self._rest = EagerAppend(library, workspace, kind)
         self._tokens: Tensor | None = None
 
-    def plan(self, metadata: Any, pages: Pages) -> bool:
+    def plan(self, metadata: AttentionMetadata, pages: Pages) -> bool:
         """Plans both passes where enough of the step is shared; whether it did."""
         host = metadata.host
         shared = self._shared(metadata)
@@ -71,17 +72,17 @@ class Cascade:
             lse.index_copy_(0, self._tokens, part_lse)
         return (out, lse) if return_lse else out
 
-    def _shared(self, metadata: Any) -> SharedPrefix | None:
-        """The prefix that the rule accepts; block 0 is nobody's behind the persistent door."""
+    def _shared(self, metadata: AttentionMetadata) -> SharedPrefix | None:
+        """The prefix that the rule accepts; block 0 is nobody's behind the persistent builder."""
         host = metadata.host
         if metadata.num_reqs < self._rule.min_requests or len(host.query_start_loc) != metadata.num_reqs + 1:
             return None
-        if getattr(metadata, "from_groups", False):
+        if metadata.from_groups:
             return None  # some of its rows have no table
         table = host.block_table[:, : -(-int(host.seq_lens.max(initial=0)) // self._block_size)]
         return find_shared_prefix(table, host.context_lens, self._block_size, self._rule, null_block=0)
 
-    def _plan_prefix(self, metadata: Any, pages: Pages, shared: SharedPrefix, query_lens: Any) -> None:
+    def _plan_prefix(self, metadata: AttentionMetadata, pages: Pages, shared: SharedPrefix, query_lens: Any) -> None:
         rows = shared.rows
         num_tokens = int(query_lens[rows].sum())
         self._tokens = None

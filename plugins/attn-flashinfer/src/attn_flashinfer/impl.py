@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_flashinfer.checks import XQA_WINDOW_FP8
 from attn_flashinfer.pages import check_cache
-from attncore import AttentionImpl, CacheWriter, LayerFeatures, PlanKey
+from attncore import AttentionImpl, AttentionMetadata, CacheWriter, LayerFeatures, PlanKey
 
 if TYPE_CHECKING:
     from attn_flashinfer.backend import FlashInferBackend
@@ -55,7 +55,7 @@ class FlashInferImpl(AttentionImpl):
         key: Tensor,
         value: Tensor,
         kv_cache: Any,
-        metadata: Any,
+        metadata: AttentionMetadata,
         output: Tensor | None = None,
     ) -> Tensor:
         """Writes the step's keys and values to their slots, and attends; see the base class.
@@ -72,7 +72,7 @@ class FlashInferImpl(AttentionImpl):
         key: Tensor,
         value: Tensor,
         kv_cache: Any,
-        metadata: Any,
+        metadata: AttentionMetadata,
         output: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``forward``, and the natural logarithm of each softmax's sum, float32 (T, num_heads)."""
@@ -85,7 +85,7 @@ class FlashInferImpl(AttentionImpl):
         key: Tensor,
         value: Tensor,
         kv_cache: Any,
-        metadata: Any,
+        metadata: AttentionMetadata,
         output: Tensor | None,
         lse: Tensor | None,
     ) -> Tensor:
@@ -114,7 +114,7 @@ class FlashInferImpl(AttentionImpl):
             output.copy_(target)
         return output
 
-    def _take(self, kv_cache: Any, metadata: Any) -> None:
+    def _take(self, kv_cache: Any, metadata: AttentionMetadata) -> None:
         """Keeps views of the layer's cache: as the kernels take it, and as slots address it."""
         if isinstance(kv_cache, Tensor):
             if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from attncore import AttentionMetadata
+
+FromHost = Callable[[npt.NDArray[Any]], Tensor]
+"""``AttentionBackend.from_host``."""
 
 
 class Pages(NamedTuple):
@@ -17,7 +24,7 @@ class Pages(NamedTuple):
     last_page_len: Tensor
     """int32[n] on the host."""
     seq_lens: Tensor | None
-    """int32[n] on the host; None where they are not what the pages hold (windowed decodes of the list door)."""
+    """int32[n] on the host; None where they are not what the pages hold (windowed decodes of the list builder)."""
     indices: Tensor
     """int32 on the device: block ids, or where they will be once the step has been sent."""
 
@@ -29,11 +36,11 @@ class Pages(NamedTuple):
         return Pages(self.indptr[first : last + 1], self.last_page_len[first:last], seq_lens, self.indices)
 
 
-def pages_of(metadata: Any, block_size: int, num_blocks: int) -> Pages:
+def pages_of(metadata: AttentionMetadata, block_size: int, num_blocks: int, from_host: FromHost) -> Pages:
     """The page list of a step, as its builder made it or, where it made none, from the block table.
 
-    ``num_blocks``, where not 0, are the cache's: ValueError where a step of the list door names a block beyond them
-    (a batch of the persistent door knows its pool). Nothing on the device is read.
+    ``num_blocks``, where not 0, are the cache's: ValueError where a step of the list builder names a block beyond them
+    (a batch of the persistent builder knows its pool). Nothing on the device is read.
     """
     host = metadata.host
     if metadata.builder is not None:
@@ -45,8 +52,8 @@ def pages_of(metadata: Any, block_size: int, num_blocks: int) -> Pages:
             metadata.paged_kv_indices if indices is None else indices,
         )
     if not hasattr(host, "paged_kv_indptr"):
-        return _from_table(metadata, block_size, num_blocks)
-    if getattr(metadata, "from_groups", False):
+        return _from_table(metadata, block_size, num_blocks, from_host)
+    if metadata.from_groups:
         _check_ids(host.paged_kv_indices, num_blocks)
         seq_lens = None
     else:
@@ -70,8 +77,8 @@ def full(num_reqs: int, max_seq_len: int, block_size: int) -> Pages:
     )
 
 
-def _from_table(metadata: Any, block_size: int, num_blocks: int) -> Pages:
-    """Of a batch of decodes alone, such as the list door's of several tokens, which have no page lists."""
+def _from_table(metadata: AttentionMetadata, block_size: int, num_blocks: int, from_host: FromHost) -> Pages:
+    """Of a batch of decodes alone, such as the list builder's of several tokens, which have no page lists."""
     host = metadata.host
     if metadata.num_prefills:
         raise ValueError(
@@ -88,17 +95,17 @@ def _from_table(metadata: Any, block_size: int, num_blocks: int) -> Pages:
     _check_ids(indices, num_blocks)
     indptr = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     last = np.where(counts > 0, lens - (counts - 1) * block_size, 0).astype(np.int32)
-    device = metadata._wrap(np.ascontiguousarray(indices, dtype=np.int32))
-    return Pages(torch.from_numpy(indptr), torch.from_numpy(last), torch.from_numpy(lens), device)
+    on_device = from_host(np.ascontiguousarray(indices, dtype=np.int32))
+    return Pages(torch.from_numpy(indptr), torch.from_numpy(last), torch.from_numpy(lens), on_device)
 
 
-def check_table(metadata: Any, block_size: int, num_blocks: int) -> None:
-    """ValueError where the tables of a step of the persistent door name a block beyond a cache of ``num_blocks``."""
+def check_table(metadata: AttentionMetadata, block_size: int, num_blocks: int) -> None:
+    """ValueError where the tables of a step of the persistent builder name a block beyond a cache of ``num_blocks``."""
     columns = -(-metadata.max_seq_len // block_size)
     _check_ids(metadata.host.block_table[: metadata.num_reqs, :columns].ravel(), num_blocks)
 
 
-def check_cache(metadata: Any, num_blocks: int) -> None:
+def check_cache(metadata: AttentionMetadata, num_blocks: int) -> None:
     """ValueError where a step or its batch names blocks beyond a layer's cache of ``num_blocks``, the sink included."""
     if metadata.builder is None:
         _check_ids(getattr(metadata.host, "paged_kv_indices", ()), num_blocks)
@@ -110,11 +117,12 @@ def check_cache(metadata: Any, num_blocks: int) -> None:
         raise ValueError(f"kv_cache: {num_blocks} blocks found; the batch takes ids of {pool}")
 
 
-def pool_of(metadata: Any) -> int | None:
-    """How many blocks the batch of a step of the persistent door takes ids of, as the kernels count them; None where
+def pool_of(metadata: AttentionMetadata) -> int | None:
+    """How many blocks the batch of a step of the persistent builder takes ids of, as the kernels count them; None where
     the batch was not told."""
-    batch = metadata.builder.batch
-    group = next(group for group in batch.groups if group.name == metadata.group)
+    if metadata.builder is None:
+        return None
+    group = next(group for group in metadata.builder.batch.groups if group.name == metadata.group)
     return None if group.num_blocks is None else int(group.num_blocks * group.kernel_blocks)
 
 

@@ -17,7 +17,8 @@ from attn_flashinfer.xqa import XqaDecode
 if TYPE_CHECKING:
     from attn_flashinfer.library import Library
     from attn_flashinfer.workspace import Workspace
-    from attncore.builder import CascadeRule
+    from attncore import AttentionMetadata
+    from attncore.builder import CascadeRule, CommonMetadataBuilder
 
 
 Place = tuple[int, int, int]
@@ -73,12 +74,12 @@ class KeyPlans:
         self._captured: WeakValueDictionary[Place, CapturedDecode] = WeakValueDictionary()
         self._sizes: WeakKeyDictionary[Any, dict[Place, CapturedDecode]] = WeakKeyDictionary()
         """By builder: they live as long as it does."""
-        self._list_door: WeakKeyDictionary[Any, dict[int, CapturedDecode]] = WeakKeyDictionary()
+        self._of_list_builder: WeakKeyDictionary[Any, dict[int, CapturedDecode]] = WeakKeyDictionary()
         self._newest: Callable[[], Any] = _nothing
-        """The builder of the list door that captured last."""
+        """The builder of the list builder that captured last."""
         self._plans_no_decode = tools.kernel == "xqa"
 
-    def plan(self, metadata: Any, pages: Pages) -> None:
+    def plan(self, metadata: AttentionMetadata, pages: Pages) -> None:
         """Plans a step. Reads host arrays and integers alone."""
         self.step = StepPlan(_nothing, ())  # a plan that fails may have taken the last one's wrappers
         if not metadata.use_cuda_graph:
@@ -86,14 +87,14 @@ class KeyPlans:
         elif metadata.builder is not None:
             self.step = self._padded(metadata, pages)
         else:
-            captured = self._of_list_door(metadata)
+            captured = self._captured_of_list_builder(metadata)
             if captured is None:  # padded, and run without a graph
                 self.step = StepPlan(ref(metadata), self._parts(metadata, pages))
             else:
                 captured.plan(pages)
                 self.step = StepPlan(ref(metadata), (Part(captured.run, 0, metadata.num_reqs),))
 
-    def find(self, metadata: Any) -> StepPlan:
+    def find(self, metadata: AttentionMetadata) -> StepPlan:
         """The plan of a step that is not the very object planned last; ValueError where there is none."""
         step = self.step
         planned = step.metadata()
@@ -111,15 +112,15 @@ class KeyPlans:
             "layers of a step before the next is built (or plan it again: backend.plan(metadata))"
         )
 
-    def capture_of_list_builder(self, metadata: Any, builder: Any) -> None:
-        """Takes what a captured size of the list door needs, before its first plan."""
+    def capture_of_list_builder(self, metadata: AttentionMetadata, builder: CommonMetadataBuilder) -> None:
+        """Takes what a captured size of the list builder needs, before its first plan."""
         if not self._plans_no_decode:
             captured = self._capture(metadata, 1, metadata.paged_kv_indices)
-            sizes, self._newest = self._list_door.setdefault(builder, {}), ref(builder)
+            sizes, self._newest = self._of_list_builder.setdefault(builder, {}), ref(builder)
             sizes[metadata.num_reqs] = self._captured[_place(metadata)] = captured
             self._sizes.setdefault(builder, {})[_place(metadata)] = captured  # of another state of the builder, too
 
-    def _of_list_door(self, metadata: Any) -> CapturedDecode | None:
+    def _captured_of_list_builder(self, metadata: AttentionMetadata) -> CapturedDecode | None:
         """The captured size that a padded step will be replayed in: by its buffers, or by who built it.
 
         A step that came from another process has neither here: it is of the builder that captured last.
@@ -127,15 +128,15 @@ class KeyPlans:
         if "paged_kv_indptr" in vars(metadata) and (found := self._captured.get(_place(metadata))):
             return found
         source = metadata.source
-        sizes = self._newest_sizes() if source is None else self._list_door.get(source.builder, {})
+        sizes = self._newest_sizes() if source is None else self._of_list_builder.get(source.builder, {})
         return sizes.get(metadata.num_reqs)
 
     def _newest_sizes(self) -> dict[int, CapturedDecode]:
         builder = self._newest()
-        return {} if builder is None else self._list_door.get(builder, {})
+        return {} if builder is None else self._of_list_builder.get(builder, {})
 
-    def _padded(self, metadata: Any, pages: Pages) -> StepPlan:
-        """The plan of a step that is padded to a captured size of the persistent door."""
+    def _padded(self, metadata: AttentionMetadata, pages: Pages) -> StepPlan:
+        """The plan of a step that is padded to a captured size of the persistent builder."""
         place = _place(metadata)
         num_reqs, query_len, _ = place
         if self._plans_no_decode and query_len == 1:
@@ -147,10 +148,10 @@ class KeyPlans:
         captured.plan(pages)
         return StepPlan(ref(metadata), (Part(captured.run, 0, num_reqs * query_len),))
 
-    def _unplanned(self, metadata: Any) -> StepPlan:
+    def _unplanned(self, metadata: AttentionMetadata) -> StepPlan:
         return StepPlan(ref(metadata), (self._xqa(metadata, 0, metadata.num_reqs, 0),))
 
-    def _capture(self, metadata: Any, query_len: int, indices: Any) -> CapturedDecode:
+    def _capture(self, metadata: AttentionMetadata, query_len: int, indices: Any) -> CapturedDecode:
         return CapturedDecode(
             self._tools.library,
             self._tools.workspace,
@@ -162,11 +163,12 @@ class KeyPlans:
             max_seq_len=metadata.max_seq_len,
         )
 
-    def _parts(self, metadata: Any, pages: Pages) -> tuple[Part, ...]:
+    def _parts(self, metadata: AttentionMetadata, pages: Pages) -> tuple[Part, ...]:
         """The parts of an eager step: decodes of one token, decodes of several, prefills; the other way round behind
-        the list door."""
-        if self._tools.rule is not None and self.kind.window is None:
-            found = self._cascaded(metadata, pages)
+        the list builder."""
+        rule = self._tools.rule
+        if rule is not None and self.kind.window is None:
+            found = self._cascaded(metadata, pages, rule)
             if found is not None:
                 return (found,)
         num_prefills = metadata.num_prefills
@@ -191,7 +193,9 @@ class KeyPlans:
             prefills = self._appended("prefill", metadata, pages, row, row + num_prefills, token)
         return tuple(part for part in (decodes, prefills) if part is not None)
 
-    def _appended(self, name: str, metadata: Any, pages: Pages, first: int, last: int, token: int) -> Part:
+    def _appended(
+        self, name: str, metadata: AttentionMetadata, pages: Pages, first: int, last: int, token: int
+    ) -> Part:
         """Rows of several tokens, which begin at ``token``."""
         append = self._append.get(name)
         if append is None:
@@ -202,14 +206,13 @@ class KeyPlans:
         append.plan(pages, first, last, torch.from_numpy(starts), metadata.max_query_len)
         return Part(append.run, token, token + int(starts[-1]))
 
-    def _xqa(self, metadata: Any, first: int, last: int, token: int) -> Part:
+    def _xqa(self, metadata: AttentionMetadata, first: int, last: int, token: int) -> Part:
         run = XqaDecode(self._tools.library, self._tools.xqa_workspace(), self.kind, metadata, first, last).run
         return Part(run, token, token + last - first)
 
-    def _cascaded(self, metadata: Any, pages: Pages) -> Part | None:
+    def _cascaded(self, metadata: AttentionMetadata, pages: Pages, rule: CascadeRule) -> Part | None:
         if self._cascade is None:
-            assert self._tools.rule is not None
-            self._cascade = Cascade(self._tools.library, self._tools.workspace, self.kind, self._tools.rule)
+            self._cascade = Cascade(self._tools.library, self._tools.workspace, self.kind, rule)
         if not self._cascade.plan(metadata, pages):
             return None
         return Part(self._cascade.run, 0, int(metadata.host.query_start_loc[-1]))
@@ -219,6 +222,6 @@ def _nothing() -> None:
     """Stands for the metadata of no step."""
 
 
-def _place(metadata: Any) -> Place:
+def _place(metadata: AttentionMetadata) -> Place:
     num_reqs = metadata.num_reqs
     return num_reqs, metadata.num_tokens // num_reqs, metadata.paged_kv_indptr.data_ptr()

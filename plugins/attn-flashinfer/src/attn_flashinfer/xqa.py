@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attn_flashinfer.library import Library
 from attn_flashinfer.wrappers import Kind
+from attncore import AttentionMetadata
 
 WORKSPACE_BYTES = 128 << 20
 """8 MiB of semaphores, which must be 0 at first, and room for what long contexts are split into."""
@@ -23,7 +24,9 @@ def workspace(device: str) -> Tensor:
 class XqaDecode:
     """The decodes first..last of a step. Nothing of the step is read before ``run``."""
 
-    def __init__(self, library: Library, memory: Tensor, kind: Kind, metadata: Any, first: int, last: int) -> None:
+    def __init__(
+        self, library: Library, memory: Tensor, kind: Kind, metadata: AttentionMetadata, first: int, last: int
+    ) -> None:
         self._library, self._memory, self._kind = library, memory, kind
         self._metadata, self._rows = ref(metadata), (first, last)  # a plan does not keep its step, nor the builder
         self._read: tuple[Tensor, Tensor] | None = None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from attncore import BackendSpec, hookimpl
+
+if TYPE_CHECKING:
+    from attncore import Host
 
 
 @hookimpl
@@ -17,7 +20,7 @@ def attncore_backend() -> BackendSpec:
 
 
 @hookimpl
-def attncore_doctor(host: Any) -> Mapping[str, str]:
+def attncore_doctor(host: Host) -> Mapping[str, str]:
     """What is there of the libraries, and what the plugin knows of the device."""
     from attn_rocm.doctor import facts
 

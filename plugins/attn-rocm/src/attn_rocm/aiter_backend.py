@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_rocm.backend import TritonBackend, TritonImpl
-from attncore import AttentionBackend, AttentionType, BackendConfig
+from attncore import AttentionBackend, AttentionMetadata, AttentionType, BackendConfig
 
 PARTITION = 256
 """Keys that a part of aiter's paged kernel has."""
@@ -20,7 +20,7 @@ PARTITION = 256
 class AiterImpl(TritonImpl):
     """One layer by ``unified_attention``: prompts, chunks and decodes in one call.
 
-    Steps that it cannot do go to the plugin's own kernels: prompts of the list door, which may have no block table,
+    Steps that it cannot do go to the plugin's own kernels: prompts of the list builder, which may have no block table,
     and profiling runs, which have no cache.
     """
 
@@ -42,7 +42,14 @@ class AiterImpl(TritonImpl):
         }
 
     def _attend(
-        self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Tensor, lse: Tensor | None
+        self,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        metadata: AttentionMetadata,
+        output: Tensor,
+        lse: Tensor | None,
     ) -> None:
         if not reads_pages(self, kv_cache, metadata, lse):
             super()._attend(query, key, value, kv_cache, metadata, output, lse)
@@ -77,7 +84,14 @@ class AiterPagedImpl(TritonImpl):
     backend: AiterPagedBackend
 
     def _attend(
-        self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Tensor, lse: Tensor | None
+        self,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        metadata: AttentionMetadata,
+        output: Tensor,
+        lse: Tensor | None,
     ) -> None:
         decodes = metadata.decode_metadata
         if not reads_pages(self, kv_cache, metadata, lse) or decodes is None or decodes.max_query_len > 1:
@@ -93,7 +107,7 @@ class AiterPagedImpl(TritonImpl):
         rows = len(decodes.query_start_loc) - 1
         self._paged(query[:rows], output[:rows], kv_cache, decodes)
 
-    def _paged(self, query: Tensor, output: Tensor, kv_cache: Tensor, decodes: Any) -> None:
+    def _paged(self, query: Tensor, output: Tensor, kv_cache: Tensor, decodes: AttentionMetadata) -> None:
         rows, config = len(query), self.backend.config
         parts = rows * config.num_heads * -(-decodes.max_seq_len // PARTITION)
         # Of each part its output in the query's dtype, and the maximum and the sum of its weights in float32.
@@ -121,7 +135,7 @@ class AiterPagedBackend(TritonBackend):
         self.one = torch.ones(1, dtype=torch.float32, device=config.device)
 
 
-def reads_pages(impl: TritonImpl, kv_cache: Any, metadata: Any, lse: Tensor | None) -> bool:
+def reads_pages(impl: TritonImpl, kv_cache: Any, metadata: AttentionMetadata, lse: Tensor | None) -> bool:
     """Whether all keys of a step can be read through its block table, by kernels that return no log-sum-exp."""
     if impl.attn_type is not AttentionType.DECODER or lse is not None or kv_cache is None:
         return False

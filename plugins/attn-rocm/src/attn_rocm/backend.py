@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_rocm.base import RocmBackend, RocmImpl
 from attn_rocm.launch import LOG2E, Keys, Launcher, Scoring
-from attncore import AttentionBackend, AttentionType, BackendConfig
+from attncore import AttentionBackend, AttentionMetadata, AttentionType, BackendConfig
 
 
 class TritonImpl(RocmImpl):
@@ -32,14 +32,26 @@ class TritonImpl(RocmImpl):
         )
 
     def forward(
-        self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        metadata: AttentionMetadata,
+        output: Tensor | None = None,
     ) -> Tensor:
         output = self.checked(query, key, value, kv_cache, output)
         self._attend(query, key, value, kv_cache, metadata, output, None)
         return output
 
     def forward_with_lse(
-        self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        metadata: AttentionMetadata,
+        output: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         output = self.checked(query, key, value, kv_cache, output)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
@@ -47,7 +59,14 @@ class TritonImpl(RocmImpl):
         return output, lse
 
     def _attend(
-        self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Tensor, lse: Tensor | None
+        self,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        metadata: AttentionMetadata,
+        output: Tensor,
+        lse: Tensor | None,
     ) -> None:
         if self.attn_type is AttentionType.DECODER:
             keys = self._own_keys(key, value, kv_cache, metadata)
@@ -62,19 +81,21 @@ class TritonImpl(RocmImpl):
             return
         self.launch(query, output, metadata, keys, lse)
 
-    def launch(self, query: Tensor, output: Tensor, metadata: Any, keys: Keys, lse: Tensor | None = None) -> None:
+    def launch(
+        self, query: Tensor, output: Tensor, metadata: AttentionMetadata, keys: Keys, lse: Tensor | None = None
+    ) -> None:
         """Attention of a step's queries, or a view's, over ``keys`` by the kernels."""
         self.backend.launcher(
             query, output, lse, metadata.query_start_loc, keys, self.scoring, most_queries=metadata.max_query_len,
             one_token_each=metadata.max_query_len == 1,  # sequences without a token are padding then, and come last
         )  # fmt: skip
 
-    def cached_keys(self, kv_cache: Tensor, metadata: Any) -> Keys:
+    def cached_keys(self, kv_cache: Tensor, metadata: AttentionMetadata) -> Keys:
         """All keys of a step in the cache."""
         return Keys(metadata.seq_lens, metadata.max_seq_len, *self.backend.caches(kv_cache), metadata.block_table)
 
-    def _own_keys(self, key: Tensor, value: Tensor, kv_cache: Any, metadata: Any) -> Keys:
-        """Of a decoder: written to the cache, and read there but for prompts of the list door.
+    def _own_keys(self, key: Tensor, value: Tensor, kv_cache: Any, metadata: AttentionMetadata) -> Keys:
+        """Of a decoder: written to the cache, and read there but for prompts of the list builder.
 
         Those may have no table, and slots that a window masked, so that their own keys are taken as they came.
         """
@@ -90,7 +111,7 @@ class TritonImpl(RocmImpl):
             return Keys(lengths, longest, *caches, table, key, value, starts, metadata.num_prefills)
         return Keys(lengths, longest, *caches, table)
 
-    def _encoders_keys(self, key: Any, value: Any, kv_cache: Any, metadata: Any) -> Keys:
+    def _encoders_keys(self, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata) -> Keys:
         """Of a cross layer: an encoder's, written to the cache in the step that brings them."""
         table, lengths, longest = metadata.cross_block_table, metadata.encoder_seq_lens, metadata.max_encoder_seq_len
         starts = metadata.encoder_query_start_loc

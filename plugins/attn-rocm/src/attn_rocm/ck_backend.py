@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from attn_rocm.backend import TritonBackend, TritonImpl
-from attncore import AttentionBackend, BackendConfig
+from attncore import AttentionBackend, AttentionMetadata, BackendConfig
 
 
 class CkImpl(TritonImpl):
@@ -31,7 +31,14 @@ class CkImpl(TritonImpl):
         }
 
     def _attend(
-        self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Tensor, lse: Tensor | None
+        self,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        metadata: AttentionMetadata,
+        output: Tensor,
+        lse: Tensor | None,
     ) -> None:
         prompts = metadata.prefill_metadata
         if prompts is None or lse is not None or bool(prompts.host.context_lens.any()):

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from attn_rocm import tiles
 from attn_rocm.kernels.merge import merge_splits
 from attn_rocm.kernels.unified import STEP_NUMBERS, STEP_POINTERS, unified_attention
-from attncore.ops import store as cache_kernels
+from attncore.ops.store import store_both
 
 ARCHITECTURES = (*tiles.ARCHITECTURES, "sm_90")
 KV_HEADS, PAGE = 8, 16
@@ -65,7 +65,7 @@ VARIANTS = (
     Attention("decode fp32, head size 256", decode=True, dtype="fp32", size=256),
     Attention("any step bf16"),
     Attention("any step fp16, head size 80, every feature", dtype="fp16", size=80, features=EVERYTHING),
-    Attention("prompts of the list door bf16", raw=True),
+    Attention("prompts of the list builder bf16", raw=True),
     Attention("encoder bf16", raw=True, table=False, causal=False),
     Attention("any step fp16, head size 256", dtype="fp16", size=256),
     Attention("any step fp32, head size 256", dtype="fp32", size=256),
@@ -168,7 +168,7 @@ def _other(name: str) -> tuple[ASTSource, dict[str, int]]:
         "block_size": PAGE, "largest": 448.0 if fp8 else 0.0, "heads": KV_HEADS, "size": 128, "size_v": 128,
         "heads_up": KV_HEADS, "size_up": 128, "size_v_up": 128,
     }  # fmt: skip
-    return _source(cache_kernels._store_both, store, numbers), {"num_warps": 4}
+    return _source(store_both, store, numbers), {"num_warps": 4}
 
 
 def _source(kernel: Any, types: dict[str, str | None], constants: dict[str, Any]) -> ASTSource:

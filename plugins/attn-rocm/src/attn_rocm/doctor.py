@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from attn_rocm import facts as spec_facts
 from attn_rocm import settings
 from attn_rocm.tiles import ARCHITECTURES
+from attncore import Host
 
 
-def facts(host: Any) -> Mapping[str, str]:
+def facts(host: Host) -> Mapping[str, str]:
     """Name -> fact. aiter is imported where an AMD GPU is, which is how it is found out whether it can be."""
     found = {}
     known = ARCHITECTURES.get(host.arch)
@@ -22,7 +22,7 @@ def facts(host: Any) -> Mapping[str, str]:
         )
     else:
         found["architecture"] = f"{host.arch}: not one of {', '.join(ARCHITECTURES)}"
-    versions = {name: spec_facts._version(host, name) for name in (*spec_facts.TRITON, "amd-aiter", "flash-attn")}
+    versions = {name: spec_facts.version_on(host, name) for name in (*spec_facts.TRITON, "amd-aiter", "flash-attn")}
     found |= {name: version for name, version in versions.items() if version}
     if host.platform == "rocm" and versions["amd-aiter"]:
         found["import aiter"] = spec_facts.import_problem("aiter.ops.triton.unified_attention") or "works"

@@ -192,12 +192,12 @@ def _not_taken(variant: str, asked: str, why: str) -> Reason:
 
 def _has_torch(request: AttentionRequest, host: Host) -> Iterator[Reason]:
     # Not among the spec's requirements: a variant is called by the library that it requires, and torch is none.
-    if not _version(host, "torch"):
+    if not version_on(host, "torch"):
         yield _missing("torch", "torch>=2.6", "")
 
 
 def _has_triton(request: AttentionRequest, host: Host) -> Iterator[Reason]:
-    if not any(_version(host, name) for name in TRITON):
+    if not any(version_on(host, name) for name in TRITON):
         yield _missing("triton", "triton>=3.2", ", or ask for kernel sdpa")
 
 
@@ -206,7 +206,7 @@ def _missing(name: str, wanted: str, otherwise: str) -> Reason:
     return Reason("requirement", message, wanted, None, "attn-rocm", f"pip install '{wanted}'{otherwise}")
 
 
-def _version(host: Host, name: str) -> str:
+def version_on(host: Host, name: str) -> str:
     """The version of a distribution on ``host``: as it states, else as it is here; empty: not installed."""
     stated = host.packages.get(name)
     if stated is not None:
@@ -219,11 +219,11 @@ def _version(host: Host, name: str) -> str:
 
 def _aiter_imports(request: AttentionRequest, host: Host) -> Iterator[Reason]:
     """Without ROCm aiter raises RuntimeError: it is tried where the host is this machine, and where it could run."""
-    if host.assumed or host.arch not in ("gfx942", "gfx950") or not _version(host, "amd-aiter"):
+    if host.assumed or host.arch not in ("gfx942", "gfx950") or not version_on(host, "amd-aiter"):
         return
     if why := import_problem("aiter.ops.triton.unified_attention"):
         yield Reason(
-            "check", f"amd-aiter {_version(host, 'amd-aiter')} cannot be imported: {why}", None, None, "attn-rocm",
+            "check", f"amd-aiter {version_on(host, 'amd-aiter')} cannot be imported: {why}", None, None, "attn-rocm",
             "install the amd-aiter that was made for this ROCm and this torch, or leave it out",
         )  # fmt: skip
 

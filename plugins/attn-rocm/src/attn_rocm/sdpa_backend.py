@@ -10,13 +10,20 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_rocm.base import RocmBackend, RocmImpl
+from attncore import AttentionMetadata
 
 
 class SdpaImpl(RocmImpl):
     """One layer. Lengths come from the host, keys of a request's context are gathered from its blocks."""
 
     def forward(
-        self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        metadata: AttentionMetadata,
+        output: Tensor | None = None,
     ) -> Tensor:
         """See ``attncore.AttentionImpl.forward``. Tokens behind the last request get zeros."""
         output = self.checked(query, key, value, kv_cache, output)

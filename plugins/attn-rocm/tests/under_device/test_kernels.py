@@ -224,7 +224,7 @@ def test_halves(dtype):
 
 
 def test_no_tokens():
-    """A step of nobody launches nothing."""
+    """An empty step launches nothing."""
     launcher = launch.Launcher(4, 2, 16, ARCH)
     nothing = torch.empty(0, 4, 16, device=DEVICE)
     starts = torch.zeros(1, dtype=torch.int32, device=DEVICE)

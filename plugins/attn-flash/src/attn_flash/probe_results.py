@@ -23,7 +23,7 @@ DISTRIBUTIONS: Mapping[str, str] = {"2": "flash-attn", "4": "flash-attn-4"}
 
 
 @dataclass(frozen=True)
-class Record:
+class ProbeResult:
     """What calls of one generation's library showed on one device."""
 
     library: str
@@ -72,11 +72,11 @@ def library_file(generation: str) -> Path | None:
     return next((place for place in places if place.exists()), None)
 
 
-_here: dict[tuple[str, str], Record] = {}
+_here: dict[tuple[str, str], ProbeResult] = {}
 """(file of the library as it is, device) -> failures that another process may not have."""
 
 
-def read(generation: str, device: str = "") -> Record | None:
+def read(generation: str, device: str = "") -> ProbeResult | None:
     """The findings on the library as it is installed now, on ``device``, as the vendor calls it; None where there are
     none. Without a device, what some device showed, of one where something runs if there is.
     """
@@ -88,30 +88,30 @@ def read(generation: str, device: str = "") -> Record | None:
     return min(here, key=lambda one: bool(one.fails), default=None)
 
 
-def _parsed(file: Path) -> Record | None:
+def _parsed(file: Path) -> ProbeResult | None:
     try:
-        record = Record(**json.loads(file.read_text(encoding="utf-8")))
+        result = ProbeResult(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # none there, or of another version of this plugin: probe again
         return None
-    texts = isinstance(record.lacks, dict) and all(isinstance(text, str) for text in record.lacks.values())
-    return record if texts else None
+    texts = isinstance(result.lacks, dict) and all(isinstance(text, str) for text in result.lacks.values())
+    return result if texts else None
 
 
-def write(generation: str, record: Record, *, lasting: bool = True) -> None:
+def write(generation: str, result: ProbeResult, *, lasting: bool = True) -> None:
     """Keeps the findings: for other processes too where they are ``lasting``. A folder that cannot be written to keeps
     none, and each process asks anew.
     """
-    forget(generation, record.device)
+    forget(generation, result.device)
     if not lasting:
-        _here[_key(generation), record.device] = record
+        _here[_key(generation), result.device] = result
         return
-    file = _file(generation, record.device)
+    file = _file(generation, result.device)
     if file is None:
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f".{file.name}.{os.getpid()}")
-        partial.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
+        partial.write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
         partial.replace(file)
     except OSError:
         return

@@ -1,4 +1,4 @@
-"""Encoder/decoder steps of both doors: every type of attention of a model, against all that was said and encoded."""
+"""Encoder/decoder steps of both builders: every type of attention of a model, against all that was said and encoded."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ class Model:
     layout=st.sampled_from(["common", "flash", "rocm"]),
     pad=st.integers(-1, 2),
 )
-def test_list_door(prompts, mixed, layout, pad):
+def test_list_builder(prompts, mixed, layout, pad):
     """Prompts together, or each beside the decodes of those before; then decodes, padded as for a graph."""
     torch.manual_seed(0)
     model = Model()
@@ -113,7 +113,7 @@ def test_list_door(prompts, mixed, layout, pad):
         run([], everybody, pad)
 
 
-def test_profiling_run_of_the_list_door():
+def test_profiling_run_of_the_list_builder():
     model = Model()
     builder = CommonMetadataBuilder(BLOCK, backend=model.backend, encoder_decoder=True)
     groups = [SequenceGroup(True, [Sequence(i, 5 + i, 0, None)], False, 9 + i, None) for i in range(2)]
@@ -124,7 +124,7 @@ def test_profiling_run_of_the_list_door():
     model.run([(2, 5, 9), (3, 6, 10)], metadata)
 
 
-def test_a_view_of_a_mixed_step_of_the_list_door_is_refused():
+def test_a_view_of_a_mixed_step_of_the_list_builder_is_refused():
     model = Model()
     builder = CommonMetadataBuilder(BLOCK, backend=model.backend, encoder_decoder=True)
     groups = [
@@ -141,7 +141,7 @@ def test_a_view_of_a_mixed_step_of_the_list_door_is_refused():
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), through_group=st.booleans(), bucket=st.booleans())
-def test_persistent_door(data, through_group, bucket):
+def test_persistent_builder(data, through_group, bucket):
     """Requests come and go; a cross layer takes the step, or the step as its group sees it."""
     torch.manual_seed(0)
     model = Model()

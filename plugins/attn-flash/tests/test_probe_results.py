@@ -12,8 +12,8 @@ import flash_standin as standin
 import pytest
 import torch
 from attn_flash import __main__ as command
-from attn_flash import doctor, probe, record
-from attn_flash.record import Record
+from attn_flash import doctor, probe, probe_results
+from attn_flash.probe_results import ProbeResult
 from attn_flash.spec import make_spec
 
 import attncore
@@ -29,16 +29,16 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """A library file of generation 2, with the distribution's version, on this machine."""
     file = tmp_path / "flash_attn_2_cuda.so"
     file.write_text("a build")
-    monkeypatch.setattr(record, "library_file", lambda generation: file if generation == "2" else None)
-    monkeypatch.setattr(record, "library", lambda generation: LIBRARY if generation == "2" else None)
+    monkeypatch.setattr(probe_results, "library_file", lambda generation: file if generation == "2" else None)
+    monkeypatch.setattr(probe_results, "library", lambda generation: LIBRARY if generation == "2" else None)
     load.forget()
     yield file
     load.forget()
 
 
-def made_by_calls(*lacks: str, waits: bool = False) -> Record:
+def made_by_calls(*lacks: str, waits: bool = False) -> ProbeResult:
     found, synchronises = probe.generation2_lacks(standin.Generation2(lacks, waits=waits), CPU)
-    return Record(LIBRARY, "a GPU", lacks=found, synchronises=synchronises)
+    return ProbeResult(LIBRARY, "a GPU", lacks=found, synchronises=synchronises)
 
 
 def test_calls_find_what_is_left_out() -> None:
@@ -86,19 +86,19 @@ def test_a_decode_function_that_waits_for_the_device(monkeypatch: pytest.MonkeyP
 
 
 def test_findings_are_kept_until_the_library_changes(installed: Path) -> None:
-    assert record.read("2") is None
+    assert probe_results.read("2") is None
     found = made_by_calls("alibi")
-    record.write("2", found)
-    assert record.read("2") == found
+    probe_results.write("2", found)
+    assert probe_results.read("2") == found
     installed.write_text("another build")
-    assert record.read("2") is None
+    assert probe_results.read("2") is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"library": "x"}', '{"library": 1, "device": 2, "lacks": 3}'])
 def test_findings_that_nobody_can_read_are_none(installed: Path, text: str) -> None:
-    record.write("2", made_by_calls())
-    next(record.folder().glob("*.json")).write_text(text)
-    assert record.read("2") is None
+    probe_results.write("2", made_by_calls())
+    next(probe_results.folder().glob("*.json")).write_text(text)
+    assert probe_results.read("2") is None
     make_spec()
 
 
@@ -111,14 +111,14 @@ def test_a_device_that_is_full_says_nothing_of_the_library(installed: Path, monk
     monkeypatch.setattr(library, "flash_attn_varlen_func", full)
     with pytest.raises(torch.OutOfMemoryError):
         probe.found("2", CPU)
-    assert record.read("2") is None
+    assert probe_results.read("2") is None
 
 
 @pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("2", 2), ("--generation", 2)])
 def test_the_command_takes_no_arguments(
     argument: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(record, "library", lambda generation: pytest.fail("it calls all the same"))
+    monkeypatch.setattr(probe_results, "library", lambda generation: pytest.fail("it calls all the same"))
     with pytest.raises(SystemExit) as end:
         command.main([argument])
     assert end.value.code == status
@@ -127,8 +127,8 @@ def test_the_command_takes_no_arguments(
 
 def test_a_folder_that_cannot_be_written_to_keeps_none(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(installed))  # a file
-    record.write("2", made_by_calls())
-    assert record.read("2") is None
+    probe_results.write("2", made_by_calls())
+    assert probe_results.read("2") is None
 
 
 def test_a_user_without_a_home_keeps_none(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,13 +137,13 @@ def test_a_user_without_a_home_keeps_none(installed: Path, monkeypatch: pytest.M
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", nowhere)
-    record.write("2", made_by_calls())
-    assert record.read("2") is None
+    probe_results.write("2", made_by_calls())
+    assert probe_results.read("2") is None
     assert [name for name, _ in make_spec().by_variant] == ["fa4", "fa2"]
 
 
 def test_the_spec_states_what_was_found(installed: Path) -> None:
-    record.write("2", made_by_calls("logits_soft_cap", "head_size 96", "torch.float16"))
+    probe_results.write("2", made_by_calls("logits_soft_cap", "head_size 96", "torch.float16"))
     form = dict(make_spec().by_variant)["fa2"]
     assert "logits_soft_cap" not in form.features
     assert "as a call on a GPU showed (This flash attention build" in form.unsupported["logits_soft_cap"]
@@ -160,7 +160,7 @@ def explained(device_name: str = "", **fields: Any) -> str:
 
 def test_what_is_found_is_negotiated_around_in_the_same_process_too(installed: Path) -> None:
     assert "flash (attn-flash 0.1.0): chosen" in explained(logits_soft_cap=30.0)  # nothing is known yet
-    record.write("2", made_by_calls("logits_soft_cap", "head_size 96"))
+    probe_results.write("2", made_by_calls("logits_soft_cap", "head_size 96"))
     for text in (explained(logits_soft_cap=30.0), explained(head_size=96)):
         assert "flash (attn-flash 0.1.0): chosen" not in text
         assert "leaves it out, as a call on a GPU showed" in text
@@ -170,25 +170,25 @@ def test_what_is_found_is_negotiated_around_in_the_same_process_too(installed: P
 
 
 def test_a_library_that_fails_is_a_reason(installed: Path) -> None:
-    record.write("2", Record(LIBRARY, "a GPU", fails="ImportError: libcudart.so.11"))
+    probe_results.write("2", ProbeResult(LIBRARY, "a GPU", fails="ImportError: libcudart.so.11"))
     assert "failed when it was called on a GPU: ImportError: libcudart.so.11" in explained()
 
 
 def test_a_failure_on_another_device_says_nothing_of_this_one(installed: Path) -> None:
-    record.write("2", Record(LIBRARY, "NVIDIA A100", fails="paged KV not supported on SM 8.0"))
+    probe_results.write("2", ProbeResult(LIBRARY, "NVIDIA A100", fails="paged KV not supported on SM 8.0"))
     for name, refused in (("NVIDIA A100", True), ("NVIDIA H200", False), ("", True)):
         assert ("failed when it was called on NVIDIA A100" in explained(name)) == refused
-    record.write("2", Record(LIBRARY, "NVIDIA H200", lacks={"alibi": "left out"}))
+    probe_results.write("2", ProbeResult(LIBRARY, "NVIDIA H200", lacks={"alibi": "left out"}))
     assert "alibi not supported" in explained("NVIDIA H200 MIG 1g.18gb", alibi=True), (
         "what a build lacks it lacks everywhere"
     )
     for asked, answers in (("", "NVIDIA H200"), ("NVIDIA H200", "NVIDIA H200"), ("NVIDIA A100", "NVIDIA A100")):
-        found = record.read("2", asked)
+        found = probe_results.read("2", asked)
         assert found is not None
         assert found.device == answers
-    record.forget("2", "NVIDIA H200")
-    assert record.read("2", "NVIDIA H200") is None
-    assert record.read("2", "NVIDIA A100") is not None
+    probe_results.forget("2", "NVIDIA H200")
+    assert probe_results.read("2", "NVIDIA H200") is None
+    assert probe_results.read("2", "NVIDIA A100") is not None
 
 
 @pytest.mark.parametrize(
@@ -211,9 +211,9 @@ def test_only_failures_of_the_library_are_kept_for_other_processes(
     monkeypatch.setattr(probe.generation2, "load", fails)
     found = probe.found("2", CPU)
     assert found.fails == str(error)
-    assert record.read("2", "cpu") == found, "this process goes around it"
-    assert bool(list(record.folder().glob("*.json"))) == kept
-    record.forget("2")
+    assert probe_results.read("2", "cpu") == found, "this process goes around it"
+    assert bool(list(probe_results.folder().glob("*.json"))) == kept
+    probe_results.forget("2")
 
 
 def test_a_head_size_that_only_prompts_lack(installed: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_head_size_that_only_prompts_lack(installed: Path) -> None:
 
 
 def test_the_doctor_says_what_is_there(installed: Path) -> None:
-    record.write(
+    probe_results.write(
         "2", made_by_calls("logits_soft_cap", *(f"head_size {size}" for size in range(8, 257, 8) if size != 64))
     )
     facts = doctor.facts(Host.assume("sm_90"))
@@ -239,4 +239,4 @@ def test_the_doctor_says_what_is_there(installed: Path) -> None:
     assert facts["generation 2 called"] == (
         "runs on a GPU; left out of this build: logits_soft_cap, all head sizes but 64"
     )
-    assert json.loads(next(record.folder().glob("*.json")).read_text())["library"] == LIBRARY
+    assert json.loads(next(probe_results.folder().glob("*.json")).read_text())["library"] == LIBRARY

@@ -1,4 +1,4 @@
-"""Steps of both doors, on a cache whose unowned slots hold NaN, against dense attention over all that was said."""
+"""Steps of both builders, on a cache whose unowned slots hold NaN, against dense attention over all that was said."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ class Engine:
 
 @settings(max_examples=15, deadline=None)
 @given(data=st.data(), window=st.sampled_from([None, 1, 4, 6]))
-def test_persistent_door(data, window):
+def test_persistent_builder(data, window):
     torch.manual_seed(0)
     engine = Engine(window)
     batch = InputBatch(max_num_reqs=4, max_model_len=40, block_size=BLOCK)
@@ -89,7 +89,7 @@ def test_persistent_door(data, window):
     chunk=st.sampled_from([None, 5]),
     pad=st.integers(-1, 2),
 )
-def test_list_door(prompts, window, chunk, pad):
+def test_list_builder(prompts, window, chunk, pad):
     """Prompts one after another, each beside the decodes of those before; then decodes, padded as for a graph."""
     torch.manual_seed(0)
     engine = Engine(window)
@@ -121,7 +121,7 @@ def test_list_door(prompts, window, chunk, pad):
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_profiling_run_of_the_list_door(window):
+def test_profiling_run_of_the_list_builder(window):
     engine = Engine(window)
     builder = CommonMetadataBuilder(BLOCK, sliding_window=window, backend=engine.backend)
     engine.check(

@@ -1,0 +1,233 @@
+"""AttentionBackend: a kernel library, configured for one model on one device. A vendor subclasses it.
+
+torch is imported inside methods only: this module costs nothing where no tensor is made.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attncore.abstract.config_against_spec import checked
+from attncore.abstract.first_generation import FirstGenerationNames
+from attncore.abstract.layer import AttentionImpl, PlanKey
+from attncore.vocabulary import AttentionType
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from attncore.abstract.attention_metadata import AttentionMetadata
+    from attncore.abstract.backend_config import BackendConfig
+    from attncore.abstract.spec_facts import SpecFacts
+    from attncore.builder import CommonAttentionState, CommonMetadataBuilder
+
+
+class AttentionBackend(FirstGenerationNames, ABC):
+    """A kernel library, configured for one model on one device. Made by ``Choice.create()``; a vendor subclasses it.
+
+    Class attributes: ``impl_class`` (required), ``name`` (the spec's, when made by a choice), ``state_class``.
+
+    Raises ValueError that begins with the field of ``config`` that the spec (of the variant) does not accept, and says
+    what it accepts. A vendor's own ``__init__`` checks what a spec cannot say. Without a spec nothing is checked.
+    """
+
+    name: str = ""
+    impl_class: ClassVar[type[AttentionImpl]]
+    state_class: ClassVar[type[CommonAttentionState] | None] = None
+    """What ``get_state_cls`` gives; None: ``attncore.AttentionState``."""
+
+    def __init__(self, config: BackendConfig) -> None:
+        self.config = config = checked(config)
+        self.name = config.spec.name if config.spec else (self.name or type(self).__name__)
+        self._plan_keys: tuple[PlanKey, ...] = ()
+
+    @property
+    def spec(self) -> SpecFacts | None:
+        """The spec (of the variant chosen) that the backend was made from; None for one made by hand."""
+        return self.config.spec
+
+    @property
+    def plan_keys(self) -> tuple[PlanKey, ...]:
+        """The distinct keys of the layers made so far, in the order of their first layer."""
+        return self._plan_keys
+
+    def forget_layers(self) -> None:
+        """Forget the layers made so far: ``plan`` is called for those alone that ``impl`` makes from now on."""
+        self._plan_keys = ()
+
+    def impl(
+        self,
+        layer_name: str,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        alibi_slopes: Sequence[float] | Tensor | None = None,
+        sinks: Sequence[float] | Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        attn_type: AttentionType | str = AttentionType.DECODER,
+    ) -> AttentionImpl:
+        """The attention of one layer. Called by the engine at start-up; registers the layer's plan key.
+
+        Raises ValueError naming the argument where it is out of range, asks for a feature that the spec does not
+        declare, or makes no sense for the type of attention.
+        """
+        attn_type = self._checked_type(attn_type, sliding_window, alibi_slopes)
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"sliding_window: {sliding_window} is not positive; a query sees at least itself")
+        if logits_soft_cap is not None and not logits_soft_cap > 0:
+            raise ValueError(f"logits_soft_cap: {logits_soft_cap} is not positive")
+        for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+            if per_head is not None and len(per_head) != self.config.num_heads:
+                raise ValueError(f"{name}: {len(per_head)} given; the backend has {self.config.num_heads} query heads")
+        self._check_declared(
+            sliding_window=("sliding_window", sliding_window is not None),
+            logits_soft_cap=("logits_soft_cap", logits_soft_cap is not None),
+            alibi_slopes=("alibi", alibi_slopes is not None),
+            sinks=("sinks", sinks is not None),
+            k_scale=("kv_scales", k_scale != 1.0),
+            v_scale=("kv_scales", v_scale != 1.0),
+            attn_type=(
+                "encoder_decoder" if attn_type is AttentionType.ENCODER_DECODER else "encoder",
+                attn_type is not AttentionType.DECODER,
+            ),
+        )
+        key = PlanKey(scale, sliding_window, logits_soft_cap, attn_type)
+        if key not in self._plan_keys:
+            self._plan_keys = (*self._plan_keys, key)
+        # A class that knows decoder layers only need not take the argument.
+        other_type = {} if attn_type is AttentionType.DECODER else {"attn_type": attn_type}
+        return self.impl_class(
+            self,
+            layer_name,
+            scale=scale,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            **other_type,
+        )
+
+    def _checked_type(self, given: AttentionType | str, sliding_window: object, alibi_slopes: object) -> AttentionType:
+        try:
+            attn_type = AttentionType(given)
+        except ValueError:
+            raise ValueError(f"attn_type: {given!r} is not one of {', '.join(AttentionType)}") from None
+        if attn_type is not AttentionType.DECODER and self.config.use_mla:
+            raise ValueError(f"attn_type: {attn_type} found; a latent cache (use_mla) is for decoder layers only")
+        if attn_type is AttentionType.ENCODER_DECODER:
+            for name, value in (("sliding_window", sliding_window), ("alibi_slopes", alibi_slopes)):
+                if value is not None:
+                    raise ValueError(
+                        f"{name}: given for an encoder_decoder layer; an encoder's tokens have no distance from a "
+                        "query, so leave it None"
+                    )
+        return attn_type
+
+    def _check_declared(self, **asked: tuple[str, bool]) -> None:
+        spec = self.config.spec
+        if spec is None:
+            return
+        for argument, (feature, wanted) in asked.items():
+            has = feature in spec.features or (feature == "alibi" and "alibi_standard" in spec.features)
+            if wanted and not has:
+                why = spec.unsupported.get(feature, "its spec does not declare it")
+                raise ValueError(f"{argument}: {self.name} does not support {feature}: {why}")
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether this class overrides ``plan`` or ``plan_layers``. Where it does not, the core calls neither."""
+        cls = type(self)
+        return (cls.plan, cls.plan_layers) != (AttentionBackend.plan, AttentionBackend.plan_layers)
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Called by the core once a step, after the host arrays are built and before the first layer.
+
+        It reads ``metadata.host`` and its integers only: nothing on the device is there yet. The default calls
+        ``plan_layers`` for every distinct key of the layers.
+        """
+        for key in self._plan_keys:
+            self.plan_layers(metadata, key)
+
+    def plan_layers(self, metadata: AttentionMetadata, key: PlanKey) -> None:
+        """Plan the step for the layers that share ``key``. Nothing by default: most libraries have no plan."""
+
+    def prepare_capture(self, metadata: AttentionMetadata, builder: CommonMetadataBuilder) -> None:
+        """Called by the core once for each captured size of the list builder, before the size's first plan.
+
+        ``metadata`` has the fixed addresses that every step of the size has on the device, and no host arrays yet;
+        ``builder`` makes the size's steps (``metadata.source.builder`` of each). Nothing by default: for a library that
+        makes wrappers over those addresses. The persistent builder calls ``plan`` alone, which finds the addresses.
+        """
+
+    @abstractmethod
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """The shape of one layer's cache. Exactly one axis must grow with ``num_blocks``; the sink block is counted."""
+
+    def kv_cache_torch_dtype(self) -> Any:
+        """The torch dtype of the cache's elements."""
+        import torch
+
+        names = {"auto": self.config.dtype, "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+        return getattr(torch, names.get(self.config.kv_cache_dtype, self.config.kv_cache_dtype))
+
+    def allocate_kv_cache(self, num_blocks: int) -> Any:
+        """One layer's cache on the backend's device, zeroed, with a sink block after the ``num_blocks`` asked for.
+
+        A slot of -1 is the last slot of the sink. Called by the engine at start-up, once a layer. ValueError where
+        ``num_blocks`` is not positive or a block id would be larger than the spec's ``max_block_id``.
+        """
+        import torch
+
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks: {num_blocks} is not positive")
+        limit = self.config.spec.max_block_id if self.config.spec else None
+        if limit is not None and num_blocks > limit:
+            raise ValueError(
+                f"num_blocks: {num_blocks} and the sink block reach beyond {self.name}'s largest id {limit}"
+            )
+        shape = self._shape(num_blocks + 1)
+        return torch.zeros(shape, dtype=self.kv_cache_torch_dtype(), device=self.config.device)
+
+    def from_host(self, array: npt.NDArray[Any]) -> Tensor:
+        """A host array as a tensor on the backend's device; on a CPU it shares the array's memory."""
+        import torch
+
+        tensor = torch.from_numpy(array)
+        return tensor if self.config.device == "cpu" else tensor.to(self.config.device)
+
+    def copy_blocks(self, kv_caches: Sequence[Any], src_to_dst: Any) -> None:
+        """Copy blocks within each layer's cache: ``src_to_dst`` is (n, 2) of block ids, all read before any is
+        written.
+        """
+        for kv_cache in kv_caches:
+            self.swap_blocks(kv_cache, kv_cache, src_to_dst)
+
+    def swap_blocks(self, src_kv_cache: Any, dst_kv_cache: Any, src_to_dst: Any) -> None:
+        """Copy blocks from one cache to another, perhaps on another device: ``src_to_dst`` is (n, 2) of block ids."""
+        import torch
+
+        pairs = torch.as_tensor(src_to_dst, dtype=torch.int64).reshape(-1, 2)
+        axis = self.kv_cache_block_axis()
+        if src_kv_cache.element_size() == 1:  # torch indexes no fp8
+            src_kv_cache, dst_kv_cache = src_kv_cache.view(torch.uint8), dst_kv_cache.view(torch.uint8)
+        chosen = src_kv_cache.index_select(axis, pairs[:, 0].to(src_kv_cache.device))
+        dst_kv_cache.index_copy_(axis, pairs[:, 1].to(dst_kv_cache.device), chosen.to(dst_kv_cache.device))
+
+    def kv_cache_block_axis(self) -> int:
+        """The axis of the cache that counts blocks."""
+        sizes = zip(self._shape(1), self._shape(2), strict=True)
+        grown = [axis for axis, (of_one, of_two) in enumerate(sizes) if of_one != of_two]
+        if len(grown) != 1:
+            raise ValueError(f"kv_cache_shape: of {type(self).__name__}, {len(grown)} axes grow with num_blocks, not 1")
+        return grown[0]
+
+    def _shape(self, num_blocks: int) -> tuple[int, ...]:
+        config = self.config
+        return self.kv_cache_shape(num_blocks, config.block_size, config.num_kv_heads, config.head_size)

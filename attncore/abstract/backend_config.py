@@ -1,0 +1,79 @@
+"""BackendConfig: what a backend is created for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from attncore.frozen_map import FrozenMap
+
+if TYPE_CHECKING:
+    from attncore.abstract.spec_facts import SpecFacts
+
+
+@dataclass(frozen=True)
+class BackendConfig:
+    """What a backend is created for: the request, made definite by the choice. Heads are those of one rank.
+
+    Raises TypeError or ValueError, naming the field, for numbers that make no sense in any backend. What a backend
+    does not support is refused by ``AttentionBackend``, which compares the configuration with ``spec``.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    """Dtype of query, key, value and output, by its torch name: ``bfloat16``."""
+    block_size: int
+    """Tokens per block of the kernel."""
+    _: KW_ONLY
+    kv_cache_dtype: str = "auto"
+    """``auto`` is ``dtype``."""
+    kv_cache_layout: str = "NHD"
+    device: str = "cpu"
+    """As torch writes it: ``cpu``, ``cuda:0`` (for ROCm too)."""
+    head_size_v: int | None = None
+    max_model_len: int | None = None
+    sliding_window: int | None = None
+    """The model's window, where its layers have one; what counts for a layer is what ``impl`` is given."""
+    logits_soft_cap: float | None = None
+    use_mla: bool = False
+    variant: str = ""
+    """Which of the spec's variants was chosen; empty for a spec without variants."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Every option that the spec declares, with the value given or its default."""
+    spec: SpecFacts | None = field(default=None, repr=False)
+    """The spec (of the variant) that was chosen; None where a backend is made by hand, and nothing is checked."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_size", "block_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name}: {value!r} is not an integer")
+            if value < 1:
+                raise ValueError(f"{name}: {value} is not positive")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+        check_value_size(self.head_size, self.head_size_v, self.num_kv_heads, self.use_mla)
+        object.__setattr__(self, "options", FrozenMap(dict(self.options)))
+
+
+def check_value_size(head_size: int, head_size_v: int | None, num_kv_heads: int, use_mla: bool) -> None:
+    """Raise TypeError or ValueError, naming the field, where sizes make no cache: a latent one has a single head,
+    whose first ``head_size_v`` columns are the values.
+    """
+    if head_size_v is not None:
+        if not isinstance(head_size_v, int) or isinstance(head_size_v, bool):
+            raise TypeError(f"head_size_v: {head_size_v!r} is not an integer")
+        if head_size_v < 1:
+            raise ValueError(f"head_size_v: {head_size_v} is not positive")
+    if not use_mla:
+        return
+    if num_kv_heads != 1:
+        raise ValueError(f"num_kv_heads: {num_kv_heads} found; a latent cache (use_mla) has one head, so give 1")
+    if head_size_v is not None and head_size_v > head_size:
+        raise ValueError(
+            f"head_size_v: {head_size_v} found; with use_mla values are the first columns of the {head_size} of a "
+            "latent row (head_size)"
+        )

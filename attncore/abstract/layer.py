@@ -1,0 +1,130 @@
+"""One layer's attention: AttentionImpl, which a vendor writes, and what it is made with."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Required, TypedDict
+
+from attncore.vocabulary import AttentionType
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from attncore.abstract.attention_metadata import AttentionMetadata
+    from attncore.abstract.backend import AttentionBackend
+
+
+class PlanKey(NamedTuple):
+    """What layers must share to share one plan."""
+
+    scale: float
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    attn_type: AttentionType = AttentionType.DECODER
+    """Layers of the types ``encoder`` and ``encoder_only`` read no cache: a library that plans paged attention alone
+    plans nothing for them.
+    """
+
+
+class LayerFeatures(TypedDict, total=False):
+    """What ``backend.impl`` hands to a layer's class: a subclass with an ``__init__`` of its own takes them as
+    ``**features: Unpack[LayerFeatures]`` and passes them on.
+    """
+
+    scale: Required[float]
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    alibi_slopes: Sequence[float] | Tensor | None
+    sinks: Sequence[float] | Tensor | None
+    k_scale: float
+    v_scale: float
+    attn_type: AttentionType
+
+
+class AttentionLayer(Protocol):
+    """What the core expects of a layer object, where an engine hands one over: names and the two cache scales."""
+
+    layer_name: str
+    impl: AttentionImpl
+    k_scale: float
+    v_scale: float
+
+
+class AttentionImpl(ABC):
+    """One layer's attention. Made at start-up by ``backend.impl``; ``forward`` runs in every step, through no hook.
+
+    ``alibi_slopes`` and ``sinks`` are one float per *local* query head, or None; ``k_scale`` and ``v_scale`` multiply
+    what an fp8 cache holds. ``attn_type`` is handed over for layers that are not of type ``decoder`` only, so that a
+    class that knows of no other need not take it.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        layer_name: str,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        alibi_slopes: Sequence[float] | Tensor | None = None,
+        sinks: Sequence[float] | Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        attn_type: AttentionType = AttentionType.DECODER,
+    ) -> None:
+        self.backend = backend
+        self.layer_name = layer_name
+        self.scale = scale
+        self.sliding_window = sliding_window
+        self.logits_soft_cap = logits_soft_cap
+        self.alibi_slopes = alibi_slopes
+        self.sinks = sinks
+        self.k_scale = k_scale
+        self.v_scale = v_scale
+        self.attn_type = attn_type
+
+    @abstractmethod
+    def forward(
+        self,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        metadata: AttentionMetadata,
+        output: Tensor | None = None,
+    ) -> Tensor:
+        """Write this step's keys and values to the cache by ``metadata.slot_mapping``, then attend over it.
+
+        Called by the engine for every layer of every step, perhaps inside a CUDA-graph capture; it must not synchronise
+        the device with the host. ``query`` is (T, num_heads, head_size), ``key`` (T, num_kv_heads, head_size),
+        ``value`` (T, num_kv_heads, head_size_v), T = ``metadata.num_tokens`` or more, all on the backend's device in
+        its dtype. Of these and of ``output`` only the last dimension is contiguous; the others may have any stride
+        (slices of one fused QKV tensor). ``kv_cache`` is what ``allocate_kv_cache`` gave. A slot of -1 must change no
+        block that a request may own. Returns (T, num_heads, head_size_v), which is ``output`` where that is given.
+
+        With ``use_mla`` key is the latent rows (T, 1, head_size), their first head_size_v columns are the values, and
+        ``value`` is None. The other types of attention take tensors of E encoder tokens, and key and value may be None
+        where E is 0: docs/contract.md says which.
+        """
+
+    def forward_with_lse(
+        self,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        metadata: AttentionMetadata,
+        output: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``forward``, and float32 (T, num_heads): the natural logarithm of each softmax's sum, a sink included.
+
+        Infinite where a query sees no key (the output is 0 there). What ``attncore.merge`` merges.
+        Written by vendors whose spec declares ``lse``; a ValueError that says why not otherwise.
+        """
+        spec = self.backend.config.spec
+        why = "its class has no forward_with_lse"
+        if spec is not None and "lse" not in spec.features:
+            why = spec.unsupported.get("lse", "its spec does not declare lse")
+        raise ValueError(f"forward_with_lse: {self.backend.name} returns no log-sum-exp: {why}")
