@@ -16,7 +16,7 @@ LAYERS = {
         "cli __main__",
         "lines replay testing integrations",
         "registry reference ops dense merge",
-        "abstract first_generation",
+        "abstract",
         "builder",
         "graphs kernels slots _slots _slots_numba",
         "array_arguments",
@@ -25,7 +25,7 @@ LAYERS = {
     "builder": (
         "persistent lists",
         "device blocks",
-        "metadata slices device_view",
+        "metadata slices device_view padding first_generation",
         "fields",
     ),
     "registry": (

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncore.abstract.attention_metadata import AttentionMetadata
-    from attncore.abstract.backend import AttentionBackend
+    from attncore.abstract.backend_config import BackendConfig
 
 
 class PlanKey(NamedTuple):
@@ -43,6 +43,13 @@ class LayerFeatures(TypedDict, total=False):
     attn_type: AttentionType
 
 
+class BackendOfLayer(Protocol):
+    """What AttentionImpl reads of its backend, which is an AttentionBackend."""
+
+    name: str
+    config: BackendConfig
+
+
 class AttentionLayer(Protocol):
     """What the core expects of a layer object, where an engine hands one over: names and the two cache scales."""
 
@@ -62,7 +69,7 @@ class AttentionImpl(ABC):
 
     def __init__(
         self,
-        backend: AttentionBackend,
+        backend: BackendOfLayer,
         layer_name: str,
         *,
         scale: float,
