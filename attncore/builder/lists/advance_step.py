@@ -170,9 +170,9 @@ def _find_started_blocks(host: Any, settings: ListSettings, contexts: Int32Array
     block_size = settings.block_size
     rows = np.flatnonzero(contexts % block_size == 0)
     started = _Rows(rows, np.empty(len(rows), np.int32))
-    columns, last_ids = (contexts[rows] // block_size).tolist(), (host.slot_mapping[rows] // block_size).tolist()
+    columns, previous_blocks = (contexts[rows] // block_size).tolist(), (host.slot_mapping[rows] // block_size).tolist()
     ids: list[Any] = []
-    for row, column, last in zip(rows.tolist(), columns, last_ids, strict=True):
+    for row, column, last in zip(rows.tolist(), columns, previous_blocks, strict=True):
         table = tables[row]
         if len(table) <= column:
             raise ValueError(
