@@ -15,7 +15,7 @@ from attn_flashinfer.library import Library, flashinfer
 from attn_flashinfer.pages import check_table, pages_of, pool_of
 from attn_flashinfer.plans import KeyPlans, Tools
 from attn_flashinfer.workspace import Workspace
-from attn_flashinfer.wrappers import Kind, Shape
+from attn_flashinfer.wrappers import LayerSettings, Shape
 from attncore import AttentionBackend, AttentionMetadata, BackendConfig, PlanKey
 from attncore.builder import CascadeRule, CommonMetadataBuilder
 from attncore.graphs import refuse_while_capturing
@@ -23,7 +23,7 @@ from attncore.graphs import refuse_while_capturing
 CUDA_CORES, XQA = "cuda_cores", "xqa"
 
 
-def _nobody() -> None:
+def _no_builder() -> None:
     """Stands for the builder of a step that none has built."""
 
 
@@ -58,7 +58,7 @@ class FlashInferBackend(AttentionBackend):
             lru_cache(maxsize=1)(lambda: xqa.workspace(config.device)),
         )
         self._plans: dict[PlanKey, KeyPlans] = {}
-        self._owner: Callable[[], Any] = _nobody
+        self._owner: Callable[[], Any] = _no_builder
         self._step, self._follows, self._checks_tables = -1, False, False
         self._event: Any = None
 
@@ -70,8 +70,8 @@ class FlashInferBackend(AttentionBackend):
         """The plans that layers of ``key`` share."""
         found = self._plans.get(key)
         if found is None:
-            kind = Kind(self.shape, key.scale, key.sliding_window, key.logits_soft_cap)
-            found = self._plans[key] = KeyPlans(self._tools, kind)
+            settings = LayerSettings(self.shape, key.scale, key.sliding_window, key.logits_soft_cap)
+            found = self._plans[key] = KeyPlans(self._tools, settings)
         return found
 
     def check_modules(self, window: int | None, soft_cap: float | None) -> None:
@@ -125,7 +125,7 @@ class FlashInferBackend(AttentionBackend):
         """See the base class; the pool that steps of the list builder are checked against."""
         cache = super().allocate_kv_cache(num_blocks)
         self.num_blocks = max(self.num_blocks, num_blocks)
-        self._owner, self._step = _nobody, -1  # whoever plans next is compared with the pool
+        self._owner, self._step = _no_builder, -1  # whoever plans next is compared with the pool
         return cache
 
     @property
@@ -145,7 +145,7 @@ class FlashInferBackend(AttentionBackend):
             refuse_while_capturing(self.config.device, "plan")
             self._checks_tables = owner is not None and _check_pool(metadata, self.num_blocks)
             if owner is None or owner is not self._owner():
-                self._owner, self._step = _nobody if owner is None else ref(owner), -1
+                self._owner, self._step = _no_builder if owner is None else ref(owner), -1
         if owner is not None:
             self._step = max(self._step, metadata.step)
         if self._event is not None:
