@@ -38,14 +38,16 @@ if TYPE_CHECKING:
     from attncore.ops.cache_writer import CacheWriter
     from attncore.ops.operator import attention, forward_context
     from attncore.registry.choice.choice import Choice
-    from attncore.registry.choice.joint import JointChoice
-    from attncore.registry.choice.request import AttentionRequest
+    from attncore.registry.choice.joint_choice import JointChoice
     from attncore.registry.choice.select import select, select_joint
     from attncore.registry.host.host import Host
     from attncore.registry.plugins.hookspecs import hookimpl
     from attncore.registry.reasons import Reason
-    from attncore.registry.spec.backend_spec import ATTNCORE_API, BackendSpec, Option, Variant
+    from attncore.registry.request import AttentionRequest
+    from attncore.registry.spec.backend_spec import ATTNCORE_API, BackendSpec
+    from attncore.registry.spec.option import Option
     from attncore.registry.spec.sizes import MultipleOf
+    from attncore.registry.spec.variant import Variant
     from attncore.slots import (
         PAD_SLOT_ID,
         compute_slot_mapping,
@@ -116,12 +118,14 @@ _HOMES = {
     "registry.choice.choice": "Choice",
     "registry.plugins.hookspecs": "hookimpl",
     "registry.host.host": "Host",
-    "registry.choice.joint": "JointChoice",
+    "registry.choice.joint_choice": "JointChoice",
     "registry.reasons": "Reason",
-    "registry.choice.request": "AttentionRequest",
+    "registry.request": "AttentionRequest",
     "registry.choice.select": "select select_joint",
     "registry.spec.sizes": "MultipleOf",
-    "registry.spec.backend_spec": "ATTNCORE_API BackendSpec Option Variant",
+    "registry.spec.backend_spec": "ATTNCORE_API BackendSpec",
+    "registry.spec.option": "Option",
+    "registry.spec.variant": "Variant",
     "slots": "PAD_SLOT_ID compute_slot_mapping compute_slot_mapping_start_idx is_block_tables_empty",
 }
 _HOME = {name: f"attncore.{module}" for module, names in _HOMES.items() for name in names.split()}

@@ -30,3 +30,11 @@ def integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> int:
     if number > most:
         raise ValueError(f"{name}: {number} " + ("does not fit int32" if most == INT32_MAX else f"exceeds {most}"))
     return number
+
+
+def positive_integer(name: str, value: Any) -> int:
+    """Checks a value of a declaration or a file: ``value`` as int; ValueError where it is no integer, or below 1."""
+    number = integer_or_none(value)
+    if number is None or number < 1:
+        raise ValueError(f"{name}: {value!r} is not a positive integer")
+    return number

@@ -1,10 +1,10 @@
-"""The exceptions that are attncore's own. A user's mistake is a ValueError or TypeError that names the argument."""
+"""attncore's own exceptions. A bad argument is a ValueError or TypeError that begins with the argument's name."""
 
 from __future__ import annotations
 
 
 class AttncoreError(Exception):
-    """Base of what attncore raises for reasons other than a caller's argument."""
+    """Base of the exceptions that attncore raises for other reasons than a bad argument."""
 
 
 class NoBackendError(AttncoreError):
@@ -16,7 +16,7 @@ class PluginError(AttncoreError):
 
 
 class ConcurrentUseError(AttncoreError):
-    """A builder or its batch was entered while another thread was inside it."""
+    """A builder or its batch was called while another thread was using it."""
 
 
 class CaptureError(AttncoreError, RuntimeError):

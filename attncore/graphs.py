@@ -1,6 +1,6 @@
 """CUDA graphs: whether a stream is capturing one, and a stand-in that records and replays where there is no CUDA.
 
-An engine that writes ``capturing`` and ``launch`` runs on both: on CUDA they are torch's own capture and a plain call.
+An engine that uses ``capturing`` and ``launch`` runs on both: on CUDA they are torch's own capture and a plain call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_capturing(device: str) -> bool:
 
 
 def refuse_while_capturing(device: str, what: str) -> None:
-    """CaptureError that begins with ``what`` where ``device`` is capturing a graph: for what plans or copies."""
+    """CaptureError that begins with ``what``, a call that plans or copies, where ``device`` is capturing a graph."""
     if is_capturing(device):
         raise CaptureError(
             f"{what}: a stream is capturing, and this plans or copies from the host, which a graph must not record; "
@@ -45,11 +45,11 @@ def refuse_while_capturing(device: str, what: str) -> None:
 
 
 class StandInGraph:
-    """What ``torch.cuda.CUDAGraph`` is elsewhere, for a device without graphs: a list of calls, made again by replay.
+    """In place of ``torch.cuda.CUDAGraph`` on a device without graphs: a list of calls, which a replay makes again.
 
-    ``launch`` records them inside ``capturing``. As with a real graph the arguments are those of the capture, whatever
-    the caller's names mean by then, and a replay writes its results to the tensors (or arrays) that the capture gave.
-    Unlike one, the functions run during the capture too, and their Python runs again at each replay.
+    ``launch`` records them inside ``capturing``. As with a CUDA graph, a replay uses the arguments of the capture and
+    writes its results to the tensors or arrays that the capture returned. Unlike with one, the functions run during the
+    capture too, and their Python code runs again at each replay.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class StandInGraph:
         self._captured = False
 
     def replay(self) -> None:
-        """Makes every recorded call again, in order. CaptureError inside a capture, or where nothing was captured."""
+        """Makes every recorded call again, in order. CaptureError inside a capture, and for a graph without one."""
         if _open.graph is not None:
             raise CaptureError("replay: a capture is open in this thread; leave it first")
         if not self._captured:
@@ -81,7 +81,7 @@ def new_graph(device: str) -> Any:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage is collected inside: a CUDA graph that is destroyed during the capture of another one spoils it."""
+    """Collects no garbage inside, since a CUDA graph that is destroyed during another's capture invalidates that."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -93,10 +93,10 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def capturing(graph: Any, **options: Any) -> Iterator[Any]:
-    """Captures what is launched inside into ``graph``: ``torch.cuda.graph(graph, **options)``, or recorded calls.
+    """Captures into ``graph`` what is launched inside: ``torch.cuda.graph(graph, **options)``, or recorded calls.
 
-    CaptureError inside another capture, and for a graph that holds one. A body that fails leaves the graph empty. No
-    garbage is collected during a capture on CUDA.
+    CaptureError inside another capture, and for a StandInGraph that holds one already. A body that fails leaves a
+    StandInGraph empty. No garbage is collected during a capture on CUDA.
     """
     if not isinstance(graph, StandInGraph):
         import torch
@@ -133,7 +133,7 @@ def launch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _write(target: Any, value: Any) -> None:
-    """Writes a replay's results where the capture's lie."""
+    """Writes a replay's results to the tensors or arrays of the capture's."""
     if isinstance(target, tuple):
         for one, other in zip(target, value, strict=True):
             _write(one, other)

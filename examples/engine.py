@@ -24,7 +24,7 @@ from attncore.integrations.transformers import attention_layers, attncore_contex
 
 
 class BlockPool:
-    """Blocks 1 to ``num_blocks - 1`` with counted holders; a free block keeps its tokens until somebody needs it."""
+    """Blocks 1 to ``num_blocks - 1`` with counted holders; a free block keeps its tokens until it is taken."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -275,7 +275,7 @@ class Engine:
 
     def _captured(self, size: int) -> Any:
         metadata = self.builder.capture(size)
-        self._forward(metadata)  # a warm-up, over a step of nobody
+        self._forward(metadata)  # a warm-up, over an empty step
         with capturing(new_graph(self.device)) as graph:
             metadata.record()
             sampled = self._forward(metadata)

@@ -3,7 +3,7 @@
 from attncore import BackendSpec, MultipleOf, Option, Variant
 from attncore.reference import attncore_backend
 from attncore.registry.plugins.load import Registry
-from attncore.registry.plugins.records import PluginRecord
+from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
 
 PACKAGES = {"torch": "2.11.0+cu130", "flash-attn": "2.8.3", "flashinfer-python": "0.7.2", "triton": "3.6.0"}

@@ -15,6 +15,7 @@ from attncore import env
         ("ATTNCORE_KERNELS", "rust", env.kernels),
         ("ATTNCORE_POISON", "true", env.poison),
         ("ATTNCORE_REQUIRE_EXT", "2", env.require_ext),
+        ("ATTNCORE_DEBUG_EXT", "on", env.debug_ext),
     ],
 )
 def test_a_bad_value_names_the_variable(monkeypatch, variable, value, read):

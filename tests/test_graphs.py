@@ -37,7 +37,7 @@ def test_only_launches_are_recorded():
     assert calls == ["inside"]
 
 
-def test_whether_a_capture_is_open_is_asked_by_thread():
+def test_a_capture_is_open_in_its_own_thread_only():
     seen = {}
     assert not graphs.is_capturing("cpu")
     with graphs.capturing(graphs.StandInGraph()):

@@ -1,7 +1,12 @@
-"""The command line: one module a command, imported only when it runs.
+"""The command line. Each command is the module of its name, imported only when it runs.
 
-A command module has ``HELP`` (one line), ``configure(parser)`` and ``run(args) -> int``. Exit codes: 0 fine, 1 a
-finding, 2 usage or bad input (one line on stderr), 3 no usable backend.
+A command's module has ``configure(parser)`` and ``run(args) -> int``; its docstring is the command's description. Exit
+codes: 0 success, 1 a finding, 2 bad usage or input (one line on standard error), 3 no usable backend.
+
+- ``replay``, ``build``, ``list``, ``explain``, ``doctor``, ``verify``, ``new_backend``: the commands.
+- ``replay_options``: the options of ``replay``; ``persistent_builder_options``: those it shares with ``build``.
+- ``argument_types``: types for argparse; ``usage_errors``: mistakes of a user.
+- ``output``, ``progress_bar``: JSON, tables, a bar.
 """
 
 from __future__ import annotations
@@ -15,25 +20,18 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from attncore._version import __version__
+from attncore.cli.usage_errors import InputLineError, UsageError
 from attncore.errors import AttncoreError, NoBackendError
 
 COMMANDS = {
-    "replay": "replay a request trace: scheduler, paged cache, metadata and attention, verified",
+    "replay": "replay a request trace: scheduling, paged cache, metadata and attention, verified",
     "build": "read batches (JSON Lines), write their metadata",
     "list": "list the attention backends that are installed",
     "explain": "say which backend would be chosen, on this machine or another, and why not the others",
-    "doctor": "examine the installation: versions, environment, each plugin in a process of its own",
-    "verify": "run a backend against the reference on this machine, in a process of its own",
-    "new-backend": "start a backend of your own: a repository that works, to be changed",
+    "doctor": "check the installation: versions, environment, each plugin in a child process",
+    "verify": "compare a backend with the reference on this machine, in a child process",
+    "new-backend": "write the repository of a new backend, which works and is there to be changed",
 }
-
-
-class UsageError(ValueError):
-    """A mistake on the command line or in an input file; its text is the one line that the user sees."""
-
-
-class InputLineError(UsageError):
-    """A mistake in one line of a stream: its text begins with ``line N:`` and is printed as it is."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
         if unknown and not name:
             option = words.split(maxsplit=1)[0].partition("=")[0]
             near = difflib.get_close_matches(option, self._option_string_actions, 1)
-            message += f"; did you mean {near[0]}?" if near else f"; {self.prog} --help tells what there is"
+            message += f"; did you mean {near[0]}?" if near else f"; {self.prog} --help lists the options"
         raise UsageError(message)
 
 
@@ -65,15 +63,15 @@ def _parser(command: str) -> _Parser:
 
 def _overview() -> str:
     rows = "\n".join(f"  {name:12} {text}" for name, text in COMMANDS.items())
-    return f"usage: attncore COMMAND [OPTION ...]\n\n{rows}\n\n'attncore COMMAND --help' tells each command's options."
+    return f"usage: attncore COMMAND [OPTION ...]\n\n{rows}\n\n'attncore COMMAND --help' lists a command's options."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code and never raises for what a user did."""
-    for name in ("stdin", "stdout", "stderr"):  # closed by whoever started this: nothing comes in, nothing goes out
+    """Run one command. Returns its exit code, also for a user's mistakes, which it prints as one line."""
+    for name in ("stdin", "stdout", "stderr"):  # closed by the parent process: read nothing, write nothing
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
-    words = [*(sys.argv[1:] if argv is None else argv)]  # not list(): the command of that name becomes this module's
+    words = [*(sys.argv[1:] if argv is None else argv)]  # not list(), which the command of that name replaces
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0 if words else 2
@@ -91,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except NoBackendError as error:
         return _fail(error, 3)
-    except BrokenPipeError:  # the reader of a pipe has gone: nothing is left to say, and nobody to say it to
+    except BrokenPipeError:  # the reader of the pipe has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, TypeError, OSError, EOFError, ImportError, AttncoreError) as error:

@@ -1,38 +1,34 @@
-"""Types of options for argparse: numbers within bounds, and the clock of a replay."""
+"""Types of arguments for argparse: numbers within bounds."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
-
-from attncore.replay.scheduling.clock import CostModel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
 
 
-def integer_option(
-    parser: argparse.ArgumentParser, name: str, low: int, high: int, default: int, text: str, metavar: str = "N"
+def add_integer(
+    parser: argparse._ActionsContainer,
+    name: str,
+    low: int,
+    high: int,
+    default: int,
+    text: str,
+    metavar: str = "N",
 ) -> None:
+    """An option that takes an integer from ``low`` to ``high``; its help is ``text`` and the default."""
     parser.add_argument(
         name, type=integer(low, high), default=default, metavar=metavar, help=f"{text} (default {default})"
     )
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{value} is not between {low} and {high}")
-        return value
-
-    return parse
+    """The type of an integer from ``low`` to ``high``."""
+    return lambda text: parse_integer(text, low, high)
 
 
 def number(low: float, high: float) -> Callable[[str], float]:
+    """The type of a number from ``low`` to ``high``."""
+
     def parse(text: str) -> float:
         try:
             value = float(text)
@@ -45,8 +41,13 @@ def number(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
-def clock(text: str) -> CostModel:
+def parse_integer(text: str, low: int, high: int, name: str = "") -> int:
+    """``text`` as an integer from ``low`` to ``high``; the ArgumentTypeError begins with ``name`` where it is given."""
+    subject = f"{name} " if name else ""
     try:
-        return CostModel.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("clock: ")) from None
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{subject}{text[:40]!r} is not a whole number") from None
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{subject}{value} is not between {low} and {high}")
+    return value

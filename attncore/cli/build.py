@@ -1,10 +1,11 @@
-"""Build the metadata of batches: one batch a line (JSON Lines) in, its metadata out, line by line.
+"""Build the metadata of batches: reads one batch per line (JSON Lines) and writes its metadata as one line.
 
 The first bad line ends the run: lines before it are answered, nothing after it is read, and standard error has one line
-that begins with "line N:" and the field. docs/api.md describes the fields, docs/list-door.md the lines.
+that begins with "line N:" and the field. docs/api.md describes the fields, docs/list-builder.md the lines.
 
-With --groups, --speculative or --context-parallel lines are steps of the persistent door: "sequences" in place of
-"groups", each with the blocks it holds. What runs up to 1 + K tokens is a decode; decodes come first in the answer.
+With --groups, --speculative or --context-parallel the lines are steps of the persistent builder: "sequences" in place
+of "groups", each with the blocks that it holds. A sequence that runs up to 1 + K tokens is a decode; decodes come first
+in the answer.
 """
 
 from __future__ import annotations
@@ -17,14 +18,21 @@ from contextlib import nullcontext
 from typing import Any
 
 from attncore.builder.lists.dialects import DIALECTS
-from attncore.cli import InputLineError, UsageError, persistent_options
+from attncore.cli.persistent_builder_options import (
+    GROUPS_METAVAR,
+    Ranks,
+    check_ranks,
+    parse_drafts,
+    parse_groups,
+    parse_one_rank,
+)
+from attncore.cli.usage_errors import InputLineError, UsageError
 from attncore.kernels import load_kernels
 from attncore.lines.list_builder import build_batch, parse_batch
 
-HELP = "read batches (JSON Lines), write their metadata"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
     parser.add_argument(
         "file", nargs="?", default="-", metavar="FILE", help="batches to read (default -: standard input)"
     )
@@ -37,16 +45,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument(
         "--groups",
-        type=persistent_options.groups,
-        metavar=persistent_options.GROUPS_METAVAR,
+        type=parse_groups,
+        metavar=GROUPS_METAVAR,
         help='KV-cache groups; a sequence has "block_tables" by name (example: full:16,window:16:1024)',
     )
     parser.add_argument(
-        "--speculative", type=persistent_options.drafts, metavar="K", help="decodes run up to K drafts beside a token"
+        "--speculative",
+        type=parse_drafts,
+        metavar="K",
+        help="decodes run up to K drafts beside their token",
     )
     parser.add_argument(
         "--context-parallel",
-        type=persistent_options.one_rank,
+        type=parse_one_rank,
         metavar="WORLD:RANK[:INTERLEAVE]",
         help="answer for one of WORLD ranks that share out every sequence's tokens, INTERLEAVE (default 1) in turn; "
         "blocks hold the block size on each",
@@ -54,8 +65,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Answer every line; UsageError for an empty input, InputLineError for the first bad line."""
     answer = _answerer(args)
-    load_kernels(args.kernels)  # a choice that cannot be had is no fault of the first line
+    load_kernels(args.kernels)  # before the first line, which an unavailable choice is no mistake of
     with nullcontext(sys.stdin.buffer) if args.file == "-" else open(args.file, "rb") as lines:
         if not _answer_all(lines, answer):
             raise UsageError("FILE: empty; expected a batch a line" if args.file == "-" else f"{args.file}: empty")
@@ -63,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answerer(args: argparse.Namespace) -> Callable[[bytes], dict[str, Any]]:
-    """What makes a line's answer: the list door, or with any of its options the persistent one."""
+    """The function from a line to its answer: by the list builder, or with any of its options the persistent one."""
     if not (args.groups or args.speculative or args.context_parallel):
         return lambda line: build_batch(parse_batch(line), args.layout, args.kernels)
     from attncore.lines.persistent_builder import StepOptions, build_step, parse_step
@@ -73,14 +85,15 @@ def _answerer(args: argparse.Namespace) -> Callable[[bytes], dict[str, Any]]:
             f"--layout: {args.layout} given beside --groups, --speculative or --context-parallel, whose answers have "
             "the fields of every layout"
         )
-    ranks = args.context_parallel or persistent_options.Ranks()
+    ranks = args.context_parallel or Ranks()
     if args.context_parallel and args.groups:
-        persistent_options.check_ranks(ranks, args.groups)
+        check_ranks(ranks, args.groups)
     options = StepOptions(args.groups, 1 + (args.speculative or 0), ranks.world_size, ranks.rank, ranks.interleave)
     return lambda line: build_step(parse_step(line, options), options, args.kernels)
 
 
 def _answer_all(lines: Iterable[bytes], answer: Callable[[bytes], dict[str, Any]]) -> int:
+    """Write the answer of each line that is not blank; returns their number."""
     answered = 0
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -90,6 +103,6 @@ def _answer_all(lines: Iterable[bytes], answer: Callable[[bytes], dict[str, Any]
         except (ValueError, TypeError, MemoryError) as error:
             raise InputLineError(f"line {number}: {error}") from error
         sys.stdout.write(json.dumps(metadata, separators=(", ", ": ")) + "\n")
-        sys.stdout.flush()  # a program at the other end waits for this answer before it asks again
+        sys.stdout.flush()  # a program that reads this answer may wait for it before it sends the next line
         answered += 1
     return answered

@@ -1,7 +1,7 @@
-"""Examine the installation: versions, the compiled kernels, environment variables, the host, and every plugin.
+"""Check the installation: versions, the compiled kernels, environment variables, the host, and every plugin.
 
-Each plugin is loaded, asked and (unless --no-create) made in a process of its own with a time limit, so that one that
-hangs or crashes is a row. Exits with 1 where there is a finding.
+Each plugin is loaded, its doctor hook called and (unless --no-create) its backend created in a child process with a
+time limit, so that one that hangs or crashes is a row. Exits with 1 where there is a finding.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any
 from attncore import env
 from attncore._version import __version__
 from attncore.cli.output import print_json, print_table
+from attncore.registry.doctor.diagnose import Diagnosis, diagnose
 from attncore.registry.host.host import Host
 from attncore.registry.plugins import discover
-from attncore.registry.plugins.isolate import Examination, examine
-from attncore.registry.reasons import listed, one_line
+from attncore.registry.printable import listed, one_line
 
-HELP = "examine the installation: versions, environment, each plugin in a process of its own"
 PACKAGES = ("numpy", "pluggy", "rich", "torch", "numba", "triton", "transformers")
 
 
@@ -32,16 +31,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found; 1 where something is wrong."""
+    """Print the report; 1 where there is a finding."""
     if not 0 < args.timeout < float("inf"):
         raise ValueError(f"--timeout: {args.timeout:g} is not a positive number of seconds")
     problems = env.problems()
     plugins, rows = "", []
     try:
         records = discover.find()
-        rows = [examine(record, timeout=args.timeout, create=not args.no_create) for record in records]
-    except ValueError as error:  # a variable that says what may load cannot be read: then nothing may
-        plugins = f"no plugin is examined: {error}"
+        rows = [diagnose(record, timeout=args.timeout, create=not args.no_create) for record in records]
+    except ValueError as error:  # a bad value of a variable that says what may load: then nothing may
+        plugins = f"no plugin is loaded: {error}"
     kernels, kernels_fine = _kernels()
     findings = [*problems.values(), *_unmatched(rows), *_broken(rows)]
     if not kernels_fine:
@@ -82,10 +81,8 @@ def _kernels() -> tuple[str, bool]:
         return str(error), False
 
 
-def _unmatched(rows: list[Examination]) -> list[str]:
-    """Names in the two lists of plugins that no plugin has: a list that pins what may load must not hold a typing
-    error.
-    """
+def _unmatched(rows: list[Diagnosis]) -> list[str]:
+    """Names in ATTNCORE_PLUGINS and ATTNCORE_DISABLE_PLUGINS that no plugin has, such as a typing error."""
     try:
         lists = {"ATTNCORE_PLUGINS": env.plugins() or frozenset(), "ATTNCORE_DISABLE_PLUGINS": env.disabled_plugins()}
     except ValueError:
@@ -98,7 +95,7 @@ def _unmatched(rows: list[Examination]) -> list[str]:
     ]
 
 
-def _broken(rows: list[Examination]) -> list[str]:
+def _broken(rows: list[Diagnosis]) -> list[str]:
     return [
         f"{row.record.name} ({row.record.label}): {reason}"
         for row in rows
@@ -107,7 +104,7 @@ def _broken(rows: list[Examination]) -> list[str]:
     ]
 
 
-def _print(report: dict[str, Any], rows: list[Examination], plugins: str) -> None:
+def _print(report: dict[str, Any], rows: list[Diagnosis], plugins: str) -> None:
     host = report["host"]
     facts = [
         ("attncore", report["attncore"]),
@@ -138,7 +135,7 @@ def _print(report: dict[str, Any], rows: list[Examination], plugins: str) -> Non
         print("no findings")
 
 
-def _row(row: Examination) -> tuple[str, ...]:
+def _row(row: Diagnosis) -> tuple[str, ...]:
     record = row.record
     words = " | ".join(part for part in (row.created, *map(str, record.reasons)) if part)
     return (record.name, record.distribution, record.version, record.state, f"{row.seconds:.1f}", words)

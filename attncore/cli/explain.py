@@ -1,7 +1,7 @@
 """Explain which backend would be chosen for a model on a machine, and give every reason against the others.
 
-The model comes from flags or from a Hugging Face config.json (flags win); without either a common one is taken, and
-told. The machine is this one, or any that --assume names; --assume-package states what is installed there.
+The model comes from options or from a Hugging Face config.json (options win); without either a common one is taken and
+printed. The machine is this one, or any that --assume names; --assume-package states what is installed there.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from attncore.cli.output import print_json, stdout_to_stderr
-from attncore.registry.choice import explain as words
 from attncore.registry.choice.candidates import Candidate
-from attncore.registry.choice.decide import Decision, JointDecision, decide, decide_joint
-from attncore.registry.choice.model_config import read
-from attncore.registry.choice.negotiate import Outcome
+from attncore.registry.choice.choice import Choice, choose
+from attncore.registry.choice.explain import explain
+from attncore.registry.choice.joint_choice import JointChoice, choose_joint
+from attncore.registry.choice.negotiate import Negotiation
+from attncore.registry.choice.negotiate_installed import negotiate_installed, negotiate_installed_joint
+from attncore.registry.choice.negotiate_joint import JointNegotiation
 from attncore.registry.host.host import Host
+from attncore.registry.request_from_config_json import read
 from attncore.vocabulary import (
     DTYPES,
     FEATURES,
@@ -27,7 +30,6 @@ from attncore.vocabulary import (
     POLICIES,
 )
 
-HELP = "say which backend would be chosen, on this machine or another, and why not the others"
 _COUNTS = (
     ("num_heads", "query heads of one rank"),
     ("num_kv_heads", "key/value heads of one rank"),
@@ -69,10 +71,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--use-mla", action="store_true", default=None, help="latent attention")
     model.add_argument("--feature", dest="features", action="append", choices=tuple(FEATURES), metavar="NAME")
     model.add_argument("--no-compile", dest="allow_compile", action="store_false", default=None)
-    model.add_argument("--backend", metavar="NAME", help="the one to use")
-    model.add_argument("--prefer", type=_names, metavar="A,B", help="those to use where they can be")
-    model.add_argument("--exclude", type=_names, metavar="A,B", help="those not to use")
-    parser.add_argument("--joint", action="store_true", help="choose for prefill and for decode, together")
+    model.add_argument("--backend", metavar="NAME", help="the backend to use")
+    model.add_argument("--prefer", type=_names, metavar="A,B", help="backends to use where they can be, in this order")
+    model.add_argument("--exclude", type=_names, metavar="A,B", help="backends not to use")
+    parser.add_argument("--joint", action="store_true", help="choose for prefill and for decode together")
     parser.add_argument("--assume", metavar="DEVICE", help="cuda:sm_90, sm_90, gfx942, cpu: the machine to choose for")
     parser.add_argument("--assume-package", action="append", default=[], metavar="NAME==VERSION")
     parser.add_argument("--json", action="store_true", help="print the request, the host and every candidate as JSON")
@@ -81,13 +83,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the negotiation; 3 where no backend can be used."""
     fields, host = _fields(args), _host(args)
+    negotiation: Negotiation | JointNegotiation
+    choice: Choice | JointChoice | None
     with stdout_to_stderr():
-        found = decide_joint(host=host, **fields) if args.joint else decide(host=host, **fields)
+        if args.joint:
+            negotiation = negotiate_installed_joint(host=host, **fields)
+            choice = choose_joint(negotiation)
+        else:
+            negotiation = negotiate_installed(host=host, **fields)
+            choice = choose(negotiation)
     if args.json:
-        print_json(_as_json(found))
+        print_json(_as_json(negotiation, choice))
     else:
-        _print(found)
-    return 0 if found.chosen is not None else 3
+        _print(negotiation, choice)
+    return 0 if choice is not None else 3
 
 
 def _flag(name: str) -> str:
@@ -135,48 +144,47 @@ def _host(args: argparse.Namespace) -> Host:
     return Host.probe() if not packages else Host.probe().stating(packages)
 
 
-def _outcomes(found: Decision | JointDecision) -> Sequence[tuple[str, Outcome]]:
-    if isinstance(found, JointDecision):
-        return (("prefill", found.joint.prefill), ("decode", found.joint.decode))
-    return (("", found.outcome),)
+def _by_phase(negotiation: Negotiation | JointNegotiation) -> Sequence[tuple[str, Negotiation]]:
+    """The negotiation of each phase, by its name; of both together under an empty one."""
+    if isinstance(negotiation, JointNegotiation):
+        return (("prefill", negotiation.prefill), ("decode", negotiation.decode))
+    return (("", negotiation),)
 
 
-def _print(found: Decision | JointDecision) -> None:
-    asked = ", ".join(f"{name} {_word(value)}" for name, value in found.request.as_json().items())
-    host = found.host
+def _print(negotiation: Negotiation | JointNegotiation, choice: Choice | JointChoice | None) -> None:
+    asked = ", ".join(f"{name} {_word(value)}" for name, value in negotiation.request.as_json().items())
+    host = negotiation.host
     print(f"request: {asked}")
     print(f"host: {host.device} ({'assumed' if host.assumed else host.device_name or 'found'})")
     for note in host.notes:
         print(f"note: {note}")
-    for phase, outcome in _outcomes(found):
+    for phase, of_phase in _by_phase(negotiation):
         print(f"\n{phase}:" if phase else "")
-        print(words.text(outcome, found.request, found.asked_by))
+        print(explain(of_phase))
     print()
-    if found.chosen is None:
-        print(found.refusal)
+    if choice is None:
+        print(negotiation.refusal)
     else:
-        chosen = found.chosen
-        cache = f"kv_cache_layout {chosen.kv_cache_layout}, kv_cache_dtype {chosen.kv_cache_dtype}"
-        print(f"block_size {chosen.block_size}, {cache}")
+        cache = f"kv_cache_layout {choice.kv_cache_layout}, kv_cache_dtype {choice.kv_cache_dtype}"
+        print(f"block_size {choice.block_size}, {cache}")
 
 
 def _word(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _as_json(found: Decision | JointDecision) -> dict[str, Any]:
-    backends: Any = {phase: [_row(one, outcome) for one in _all(outcome)] for phase, outcome in _outcomes(found)}
+def _as_json(negotiation: Negotiation | JointNegotiation, choice: Choice | JointChoice | None) -> dict[str, Any]:
+    backends: Any = {
+        phase: [_row(one, of_phase) for one in (*of_phase.usable, *of_phase.rejected)]
+        for phase, of_phase in _by_phase(negotiation)
+    }
     return {
-        "request": found.request.as_json(),
-        "host": found.host.as_json(),
-        "chosen": found.chosen.as_json() if found.chosen is not None else None,
+        "request": negotiation.request.as_json(),
+        "host": negotiation.host.as_json(),
+        "chosen": choice.as_json() if choice is not None else None,
         "backends": backends.get("", backends),
     }
 
 
-def _all(outcome: Outcome) -> tuple[Candidate, ...]:
-    return (*outcome.usable, *outcome.rest)
-
-
-def _row(candidate: Candidate, outcome: Outcome) -> dict[str, Any]:
-    return {**candidate.as_json(), "chosen": candidate is outcome.chosen}
+def _row(candidate: Candidate, negotiation: Negotiation) -> dict[str, Any]:
+    return {**candidate.as_json(), "chosen": candidate is negotiation.chosen}

@@ -1,7 +1,8 @@
-"""List the attention backends that are installed, what became of each plugin, and why.
+"""List the attention backends that are installed, the state of each plugin, and the reasons for it.
 
-Loads each plugin's light module in this process: it runs the plugin's code, and a plugin that hangs on import hangs the
-command (`attncore doctor` isolates). ATTNCORE_PLUGINS and ATTNCORE_DISABLE_PLUGINS settle what may load.
+Loads each plugin's light module in this process: this runs the plugin's code, and a plugin that hangs on import hangs
+the command (`attncore doctor` loads each in a child process). ATTNCORE_PLUGINS and ATTNCORE_DISABLE_PLUGINS state what
+may load.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ from typing import Any
 
 from attncore.cli.output import print_json, print_table, stdout_to_stderr
 from attncore.registry.plugins.load import registry
-from attncore.registry.plugins.records import PluginRecord
-
-HELP = "list the attention backends that are installed"
+from attncore.registry.plugins.plugin_record import PluginRecord
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row a plugin; 0 whatever became of them (`attncore doctor` is what judges)."""
+    """Print a row per plugin; 0 whatever their states (`attncore doctor` reports findings)."""
     with stdout_to_stderr():
         records = registry().records
     if args.json:
@@ -44,7 +43,7 @@ def as_json(record: PluginRecord) -> dict[str, Any]:
         "state": record.state,
         "factory": record.spec.factory if record.spec else None,
         "devices": dict(record.spec.devices) if record.spec else {},
-        "variants": [name for name, _ in record.spec.forms if name] if record.spec else [],
+        "variants": [name for name, _ in record.spec.by_variant if name] if record.spec else [],
         "requires": list(record.spec.all_requires) if record.spec else [],
         "reasons": [reason.as_json() for reason in record.reasons],
     }

@@ -1,4 +1,4 @@
-"""Start a backend of your own: write a repository that works, passes the conformance kit, and is there to be changed.
+"""Write the repository of a new backend, which works, passes the conformance kit, and is there to be changed.
 
 NAME is the backend's name; its distribution is attn-NAME, its package attn_NAME. DIR must not exist, or be empty.
 """
@@ -15,9 +15,8 @@ from pathlib import Path
 from attncore import env
 from attncore._version import __version__
 from attncore.cli.output import print_json
-from attncore.registry.plugins.known import KNOWN
+from attncore.registry.plugins.known_backends import KNOWN
 
-HELP = "start a backend of your own: a repository that works, to be changed"
 TEMPLATE = Path(__file__).parents[1] / "template"
 
 
@@ -29,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the repository and say what comes next."""
+    """Write the repository and print the next commands."""
     words = names(args.name)
     files = render(words, args.directory)
     if args.json:
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def names(name: str) -> dict[str, str]:
-    """What the template's placeholders stand for; ValueError beginning with ``NAME`` for a name that cannot be used."""
+    """Placeholder of the template -> its text; ValueError beginning with ``NAME`` for a name that cannot be used."""
     if not env.NAME.fullmatch(name):
         raise ValueError(f"NAME: {name!r} is not a backend's name; it takes lower-case letters, digits, '-', '_', '.'")
     if name in KNOWN:
@@ -61,7 +60,7 @@ def names(name: str) -> dict[str, str]:
 
 
 def render(words: dict[str, str], directory: Path) -> list[str]:
-    """Write the template with ``words`` filled in; the files' paths, sorted. All of it is written, or nothing."""
+    """Write the template with ``words`` filled in, all of it or nothing; returns the sorted paths of the files."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"DIR: {directory} exists and is not an empty directory")
     made = [path for path in (directory.parent, *directory.parent.parents) if not path.exists()]

@@ -1,4 +1,4 @@
-"""How commands print facts: JSON, or a table (by rich on a terminal, in plain columns into a pipe or a file)."""
+"""Printing a command's result: JSON, or a table (by rich on a terminal, in plain columns to a pipe or a file)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from attncore.registry.reasons import one_line
+from attncore.registry.printable import one_line
 
 
 def print_json(value: Any) -> None:
@@ -16,7 +16,7 @@ def print_json(value: Any) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:  # a letter that the terminal does not have, or half of a surrogate pair
+    except UnicodeEncodeError:  # a letter that the terminal's encoding lacks, or half of a surrogate pair
         text = json.dumps(value, indent=2)
     print(text)
 
@@ -35,7 +35,7 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """What plugins print while they load goes to standard error, so that ``--json`` stays JSON."""
+    """Redirects what plugins print while they load to standard error, so that the output of ``--json`` is JSON."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 

@@ -1,8 +1,8 @@
-"""Verify that a backend works on this machine: run it against the reference, in a process of its own.
+"""Verify that a backend works on this machine: compare it with the reference, in a child process.
 
 Without NAME the backend that would be chosen is verified, with --all every one that is loaded. The verdict is kept (by
-the plugin's version, the device and its driver) and shown again until --fresh asks anew. Exits with 0 where all agree,
-1 where one differs, fails, crashes or hangs, 3 where none can be used here.
+the plugin's version, the device and its driver) and shown again until --fresh verifies anew. Exits with 0 where all
+agree, 1 where one differs, fails, crashes or hangs, 3 where none can be used here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from attncore.errors import NoBackendError
 from attncore.registry.choice.select import select
 from attncore.registry.plugins.load import registry
 from attncore.registry.spec.backend_spec import BackendSpec
-from attncore.registry.spec.sizes import smallest
+from attncore.registry.spec.fitting_request import fitting_fields
 from attncore.vocabulary import DTYPES, KV_CACHE_DTYPES
 
 if TYPE_CHECKING:
     from attncore.registry.choice.choice import Choice
 
-HELP = "run a backend against the reference on this machine, in a process of its own"
 _COUNTS = {
     "num_heads": "query heads",
     "num_kv_heads": "key/value heads",
@@ -40,12 +39,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--kv-cache-dtype", choices=(*KV_CACHE_DTYPES, "fp8"))
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for each (default 300)")
-    parser.add_argument("--fresh", action="store_true", help="ask anew, whatever verdict is kept")
+    parser.add_argument("--fresh", action="store_true", help="verify anew, even where a verdict is kept")
     parser.add_argument("--json", action="store_true", help="print an array of verdicts as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row a backend; 1 where one does not agree."""
+    """Print a row per backend; 1 where one does not agree."""
     from attncore.testing.verify import verify
 
     if not 0 < args.timeout < float("inf"):
@@ -93,18 +92,11 @@ def _choices(args: argparse.Namespace) -> list[Choice]:
 
 
 def _fields(spec: BackendSpec | None) -> dict[str, Any]:
-    """A request of common sizes, or of what the spec declares where it does not declare those."""
+    """A request of common sizes; where the spec does not declare one of them, of a size that it declares."""
     fields: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
     if spec is None:
         return fields
-    form = spec.forms[0][1]
-    if form.max_group_size is not None and form.max_group_size < 4:
+    most = spec.by_variant[0][1].max_group_size
+    if most is not None and most < 4:
         fields["num_kv_heads"] = 32
-    if 128 not in form.head_sizes:
-        fields["head_size"] = smallest(form.head_sizes)  # type: ignore[arg-type]
-    fields["dtype"] = next(name for name in ("bfloat16", "float16", "float32") if name in form.dtypes)
-    if "auto" not in form.kv_cache_dtypes:
-        fields["kv_cache_dtype"] = min(form.kv_cache_dtypes)
-    if len(form.phases) == 1:
-        fields["phase"] = next(iter(form.phases))
-    return fields
+    return fields | fitting_fields(spec)

@@ -1,1 +1,1 @@
-"""attncore inside other people's models: each module is an extra of its own and imports its library."""
+"""attncore in models of other libraries: each integration imports its library and is an extra of its own."""

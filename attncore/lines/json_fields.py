@@ -1,4 +1,4 @@
-"""Reading JSON that strangers wrote: one record a line, its fields by name and type; errors begin with a path."""
+"""Reading one JSON record per line: its fields by name and type. Errors begin with the field's path."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 from attncore.arguments import INT32_MAX
 
 REQUIRED = object()
-"""In a mapping of known fields to defaults: the field must be given."""
+"""In a mapping of known fields to defaults, the mark of a field that must be given."""
 
 
 def read_record(line: str | bytes) -> tuple[str, Any]:
-    """The line as text, and what JSON makes of it; ValueError that begins with ``batch``."""
+    """The line as text, and parsed; ValueError that begins with ``batch``."""
     try:
         text = line.decode() if isinstance(line, bytes) else line
         return text, json.loads(text, parse_constant=_refuse_constant)
@@ -28,20 +28,20 @@ def read_record(line: str | bytes) -> tuple[str, Any]:
 
 
 def refuse_duplicates(text: str) -> None:
-    """Names the field that stands twice in an object, where one does."""
+    """ValueError that names a field which stands twice in an object."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        fields = dict(pairs)
+        if len(fields) != len(pairs):
             names = [name for name, _ in pairs]
             raise ValueError(f"{next(name for name in names if names.count(name) > 1)}: stands twice in one object")
-        return found
+        return fields
 
     json.loads(text, object_pairs_hook=once)
 
 
 def fields_of(prefix: str, whole: str, record: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The object's fields, with defaults; ``prefix`` stands before a field's name in an error, ``whole`` for all."""
+    """The fields of an object, with defaults. Errors put ``prefix`` before a field and name the object ``whole``."""
     if not isinstance(record, dict):
         raise TypeError(f"{whole}: {shown(record)} is not an object")
     unknown = record.keys() - known.keys()
@@ -57,7 +57,7 @@ def fields_of(prefix: str, whole: str, record: Any, known: Mapping[str, Any]) ->
 
 
 def list_of(path: str, value: Any) -> list[Any]:
-    """A list with something in it."""
+    """``value``, where it is a list that is not empty."""
     if not isinstance(value, list):
         raise TypeError(f"{path}: {shown(value)} is not a list")
     if not value:
@@ -66,7 +66,7 @@ def list_of(path: str, value: Any) -> list[Any]:
 
 
 def integer(path: str, value: Any, least: int | None) -> int:
-    """An int32 from ``least``, or any 64-bit integer."""
+    """``value``, where it is an int32 from ``least`` on; any 64-bit integer where ``least`` is None."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{path}: {shown(value)} is not an integer")
     if least is None and not -(2**63) <= value < 2**63:
@@ -77,19 +77,19 @@ def integer(path: str, value: Any, least: int | None) -> int:
 
 
 def optional(path: str, value: Any) -> int | None:
-    """A positive int32, or null."""
+    """``value``, where it is a positive int32 or null."""
     return None if value is None else integer(path, value, 1)
 
 
 def boolean(path: str, value: Any) -> bool:
-    """true or false."""
+    """``value``, where it is true or false."""
     if not isinstance(value, bool):
         raise TypeError(f"{path}: {shown(value)} is not true or false")
     return value
 
 
 def shown(value: Any) -> str:
-    """A value in a message: as JSON, cut."""
+    """A value as a message shows it: as JSON, cut to 40 characters."""
     try:
         text = json.dumps(value)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""The batch file: one batch of the list door a line (JSON Lines) in, its metadata out."""
+"""Batch files of the list builder: one batch per line (JSON Lines) in, its metadata out."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from attncore.builder.lists.builder import CommonMetadataBuilder
 from attncore.builder.lists.sequence_group import Sequence, SequenceGroup
-from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.kernels import KernelsName
+from attncore.lines.answer import MAX_NUMBERS, json_value
 from attncore.lines.json_fields import (
     REQUIRED,
     boolean,
@@ -36,7 +36,7 @@ _group_fields = itemgetter("is_prompt", "sequences")
 _sequence_fields = itemgetter(*_SEQUENCE)
 _new = tuple.__new__  # of a named tuple, from a tuple: a third of its constructor's time
 
-# What a line of output holds, by layout. The file has the first generation's name of the rectangle.
+# The fields of an answer, by dialect. The block table has its name of the first generation.
 _COMMON = (
     "num_prefills", "num_prefill_tokens", "num_decode_tokens", "slot_mapping", "seq_lens", "context_lens",
     "query_start_loc", "seq_start_loc", "block_tables", "max_query_len", "max_prefill_seq_len", "max_decode_seq_len",
@@ -48,19 +48,15 @@ _OUTPUT = {
     "flash": (*_COMMON, "max_decode_query_len"),
     "flashinfer": (*_COMMON, "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
 }
-# What a line of encoder/decoder groups holds besides.
+# Further fields of an answer to encoder/decoder groups.
 _ENCODER_OUTPUT = (
     "encoder_seq_lens", "num_encoder_tokens", "max_encoder_seq_len", "encoder_seq_start_loc", "cross_slot_mapping",
     "cross_block_tables",
 )  # fmt: skip
 
 
-# A line may ask for far more than it holds (a profiling run of 2**31 tokens): an answer of a gigabyte helps nobody.
-MAX_NUMBERS = 1 << 26
-
-
 class Batch(NamedTuple):
-    """One line of a batch file, checked for shape and type; what its numbers mean is the builder's to check."""
+    """One line of a batch file, its fields checked by name. The builder checks their values."""
 
     block_size: int
     sliding_window: int | None
@@ -77,8 +73,8 @@ def parse_batch(line: str | bytes) -> Batch:
     text, record = read_record(line)
     if isinstance(record, dict) and "sequences" in record and "groups" not in record:
         raise ValueError(
-            "sequences: stand in steps of the persistent door, which are read with --groups, --speculative or "
-            "--context-parallel; batches of the list door have groups"
+            "sequences: stand in steps of the persistent builder, which are read with --groups, --speculative or "
+            "--context-parallel; batches of the list builder have groups"
         )
     fields = fields_of("", "batch", record, _BATCH)
     block_size = integer("block_size", fields["block_size"], 1)
@@ -101,7 +97,7 @@ def parse_batch(line: str | bytes) -> Batch:
 
 
 def build_batch(batch: Batch, layout: str = "common", kernels: KernelsName | None = None) -> dict[str, Any]:
-    """The metadata of a batch as one line of output holds it: plain ints, bools and lists."""
+    """The metadata of a batch as JSON types: ints, bools and lists."""
     builder = _builder(
         batch.block_size, layout, batch.sliding_window, batch.chunked_prefill, batch.max_seq_len_to_capture,
         batch.encoder_decoder, kernels,
@@ -112,7 +108,7 @@ def build_batch(batch: Batch, layout: str = "common", kernels: KernelsName | Non
         _check_values(batch.groups)
         raise
     names = _OUTPUT[layout] + _ENCODER_OUTPUT if batch.encoder_decoder else _OUTPUT[layout]
-    return {name: _plain(metadata, name) for name in names}
+    return {name: json_value(metadata, name) for name in names}
 
 
 @lru_cache(maxsize=64)
@@ -125,7 +121,7 @@ def _builder(
     encoder_decoder: bool,
     kernels: Any,
 ) -> CommonMetadataBuilder:
-    # A stream repeats its settings line by line; a builder keeps its scratch.
+    # the lines of a stream mostly share their settings, and a builder keeps its scratch memory
     builder = CommonMetadataBuilder(
         block_size,
         layout,
@@ -139,16 +135,11 @@ def _builder(
     return builder
 
 
-def _plain(metadata: CommonAttentionMetadata, name: str) -> Any:
-    value = getattr(metadata, name)
-    return value if isinstance(value, (int, bool)) else value.tolist()
-
-
 def _groups(records: Any) -> tuple[list[SequenceGroup], bool]:
-    """The groups, read without a thought for values, and whether they are of an encoder/decoder model.
+    """The groups, and whether they are of an encoder/decoder model. Their values are not checked.
 
-    Where a field is missing or unknown they are read again, with a path for it. What the values are is the builder's to
-    check, which must look at every one in any case (see ``build_batch``).
+    The builder checks each value in any case, so ``build_batch`` looks for a bad one only where the build fails. Where
+    a field is missing or unknown, the groups are read again to find its path.
     """
     groups, encoder_decoder = [], False
     try:
@@ -182,7 +173,7 @@ def _encoder_group(is_prompt: Any, sequences: list[Sequence], record: dict[str, 
 
 
 def _check_values(groups: list[SequenceGroup]) -> None:
-    """Raises for the first value of a wrong type, in the words of JSON."""
+    """TypeError or ValueError, in the words of JSON, for the first bad value."""
     for i, group in enumerate(groups):
         path = f"groups[{i}]"
         boolean(f"{path}.is_prompt", group.is_prompt)
@@ -196,7 +187,7 @@ def _check_values(groups: list[SequenceGroup]) -> None:
 
 
 def _count_keys(record: dict[str, Any]) -> int:
-    """Keys of a batch that has been checked: no value in it is a string, so each is one pair of quotation marks."""
+    """Number of keys in a checked batch. None of its values is a string, so each key is one pair of quotation marks."""
     groups = record["groups"]
     return len(record) + sum([len(group) + sum(map(len, group["sequences"])) for group in groups])
 

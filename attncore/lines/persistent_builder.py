@@ -1,7 +1,7 @@
-"""The batch file of the persistent door: one step a line (JSON Lines) in, its metadata out.
+"""Batch files of the persistent builder: one step per line (JSON Lines) in, its metadata out.
 
-A line names the requests of a step with the blocks that they hold; it goes through an InputBatch and a MetadataBuilder
-made for it, so the rules are the persistent door's: decodes first, block 0 is the null block.
+A line lists the requests of a step with the blocks that they hold. It is built by an InputBatch and a MetadataBuilder
+of its own, so the rules are the persistent builder's: decodes first, block 0 is the null block.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from attncore.builder.persistent.input_batch import InputBatch
 from attncore.builder.persistent.kv_cache_group import NULL_BLOCK_ID, KVCacheGroup
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.kernels import KernelsName
+from attncore.lines.answer import MAX_NUMBERS, json_value
 from attncore.lines.json_fields import REQUIRED, fields_of, integer, list_of, read_record, refuse_duplicates, shown
-from attncore.lines.list_builder import MAX_NUMBERS
 
 _SHARED = (
     "num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens", "seq_lens", "context_lens", "query_lens",
@@ -29,7 +29,7 @@ _OF_GROUP = ("slot_mapping", "paged_kv_indptr", "paged_kv_indices", "paged_kv_la
 
 
 class StepOptions(NamedTuple):
-    """What is the same for all lines. Blocks hold ``block_size`` tokens on each of ``world_size`` ranks."""
+    """The options that all lines share. Blocks hold ``block_size`` tokens on each of ``world_size`` ranks."""
 
     groups: tuple[KVCacheGroup, ...] | None = None
     """None: one group, whose block size each line gives."""
@@ -50,10 +50,10 @@ class StepSequence(NamedTuple):
 
 
 class StepLine(NamedTuple):
-    """One line, checked: the persistent door takes it."""
+    """One line, checked so far that the persistent builder accepts it."""
 
     groups: tuple[KVCacheGroup, ...]
-    """With the tokens that a block id stands for on all ranks."""
+    """Their block sizes count the tokens of a block on all ranks together."""
     sequences: list[StepSequence]
 
 
@@ -64,8 +64,8 @@ def parse_step(line: str | bytes, options: StepOptions) -> StepLine:
     if isinstance(record, dict):
         if "groups" in record and "sequences" not in record:
             raise ValueError(
-                "groups: stand in batches of the list door, which are read without --groups, --speculative and "
-                "--context-parallel; steps of the persistent door have sequences"
+                "groups: stand in batches of the list builder, which are read without --groups, --speculative and "
+                "--context-parallel; steps of the persistent builder have sequences"
             )
         if "block_size" in known and "block_size" not in record:
             raise ValueError("block_size: missing; without --groups each step gives it, and one block_table a sequence")
@@ -88,10 +88,10 @@ def parse_step(line: str | bytes, options: StepOptions) -> StepLine:
 
 
 def build_step(step: StepLine, options: StepOptions, kernels: KernelsName | None = None) -> dict[str, Any]:
-    """The metadata of a step as one line of output holds it: plain ints and lists.
+    """The metadata of a step as JSON types: ints and lists.
 
-    What groups share stands once, with ``seq_ids`` in the order of rows; each group's own fields under ``groups``, by
-    name, or beside them where no groups were asked for.
+    Fields that the groups share stand once, with ``seq_ids`` in the order of the batch's rows. The fields of each group
+    stand under ``groups`` by its name, or beside the shared ones where the options state no groups.
     """
     groups, sequences = step
     longest = _longest(sequences)
@@ -112,25 +112,20 @@ def build_step(step: StepLine, options: StepOptions, kernels: KernelsName | None
         depth=1,
     )
     metadata = builder.build({sequence.seq_id: sequence.query_len for sequence in sequences})
-    answer = {"seq_ids": list(metadata.req_ids)} | {name: _plain(metadata, name) for name in _SHARED}
+    answer = {"seq_ids": list(metadata.req_ids)} | {name: json_value(metadata, name) for name in _SHARED}
     own = {group.name: _of_group(metadata.groups[group.name]) for group in groups}
     return answer | ({"groups": own} if options.groups else own[groups[0].name])
 
 
 def _of_group(metadata: StepMetadata) -> dict[str, Any]:
     table = metadata.host.block_table.tolist()
-    fields = {name: _plain(metadata, name) for name in _OF_GROUP}
+    fields = {name: json_value(metadata, name) for name in _OF_GROUP}
     return {"slot_mapping": fields.pop("slot_mapping"), "block_tables": table} | fields
 
 
 def _longest(sequences: list[StepSequence]) -> int:
-    """Tokens; tables are as wide as it needs."""
+    """Tokens of the longest sequence after this step; block tables are as wide as it needs."""
     return max(sequence.context_len + sequence.query_len for sequence in sequences)
-
-
-def _plain(metadata: StepMetadata, name: str) -> Any:
-    value = getattr(metadata, name)
-    return value if isinstance(value, int) else value.tolist()
 
 
 def _check_ranks(block_size: int, options: StepOptions) -> None:
@@ -183,7 +178,7 @@ def _check_table(path: str, table: Any, seq_id: int, context_len: int, seq_len: 
 
 
 def _check_sums(groups: tuple[KVCacheGroup, ...], sequences: list[StepSequence]) -> None:
-    """A line may ask for far more than it holds: an answer of a gigabyte helps nobody."""
+    """ValueError where lengths overflow int32, or the answer would hold more than MAX_NUMBERS."""
     tokens = sum(sequence.query_len for sequence in sequences)
     if sum(sequence.query_len + sequence.context_len for sequence in sequences) > INT32_MAX:
         raise ValueError("sequences: their lengths do not fit int32 in all")

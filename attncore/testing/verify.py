@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from attncore._version import __version__
+from attncore.registry import requirements
+from attncore.registry.child_process import run_in_child
 from attncore.registry.choice.choice import Choice
-from attncore.registry.plugins.isolate import run_apart
-from attncore.registry.spec import requirements
 
 STATES = ("agrees", "differs", "fails", "crashes", "hangs")
 REQUEST = (
@@ -140,7 +140,7 @@ def _ask(choice: Choice, blank: Verdict, timeout: float) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="attncore-verify-") as temporary:
         question, answer = Path(temporary, "question"), Path(temporary, "answer")
         question.write_text(json.dumps({"backend": choice.name, **_asked(choice)}), encoding="utf-8")
-        ended = run_apart("attncore.testing.verify_child", [str(question), str(answer)], timeout)
+        ended = run_in_child("attncore.testing.verify_child", [str(question), str(answer)], timeout)
         lines = answer.read_text(encoding="utf-8").splitlines() if answer.exists() else []
     facts: dict[str, Any] = {}
     for line in lines:

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from attncore.abstract import AttentionBackend, BackendConfig
 from attncore.registry.choice.select import select
-from attncore.registry.plugins.load import described
+from attncore.registry.printable import describe_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ def main(question: str, answer: str) -> None:
             _tell(file, phase="while it ran")
             _tell(file, **compared(backend, asked))
         except (Exception, SystemExit) as error:
-            _tell(file, state="fails", message=described(error))
+            _tell(file, state="fails", message=describe_error(error))
 
 
 def _tell(file: IO[str], **facts: Any) -> None:

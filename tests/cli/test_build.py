@@ -294,7 +294,7 @@ def test_a_graph_without_a_length_to_capture(build):
     [
         (["--layot", "flash"], "unrecognized arguments: --layot; did you mean --layout?"),
         (["--spekulative=3"], "unrecognized arguments: --spekulative=3; did you mean --speculative?"),
-        (["-", "--verbose"], "unrecognized arguments: --verbose; attncore build --help tells what there is"),
+        (["-", "--verbose"], "unrecognized arguments: --verbose; attncore build --help lists the options"),
         (["--layout", "flsh"], "argument --layout: invalid choice: 'flsh'"),
         (["--kernels", "c"], "argument --kernels: invalid choice: 'c'"),
         (["-", "--kernels"], "argument --kernels: expected one argument"),

@@ -1,4 +1,4 @@
-"""``attncore build --groups``, ``--speculative``, ``--context-parallel``: lines are steps of the persistent door."""
+"""``attncore build --groups``, ``--speculative``, ``--context-parallel``: lines are steps of the persistent builder."""
 
 import io
 import json
@@ -70,7 +70,7 @@ def one_group(line):
 
 def test_without_groups_the_fields_stand_together_and_drafts_make_decodes(build):
     _, [answer], _ = build(json.dumps(one_group(EXAMPLE)), "--speculative", "3")
-    assert answer["seq_ids"] == [7, 5]  # both are decodes: nobody moves
+    assert answer["seq_ids"] == [7, 5]  # both are decodes: no row moves
     assert (answer["num_decodes"], answer["num_decode_tokens"], answer["max_decode_query_len"]) == (2, 5, 4)
     assert answer["slot_mapping"] == [14, 15, 32, 33, 9]
     assert "groups" not in answer
@@ -201,14 +201,18 @@ def test_the_first_bad_line_ends_the_run(build, line, message):
     assert err.count("\n") == 1
 
 
-def test_lines_of_the_other_door_are_told_how_they_are_read(build):
+def test_lines_of_the_other_builder_are_refused_with_the_options_that_read_them(build):
     step, of_one_group = json.dumps(EXAMPLE), json.dumps(one_group(EXAMPLE))
     batch = json.dumps({"block_size": 4, "groups": []})
     for line in (step, of_one_group):
         err = build(line)[2]
-        assert err.startswith("line 1: sequences: stand in steps of the persistent door, which are read with --groups")
+        assert err.startswith(
+            "line 1: sequences: stand in steps of the persistent builder, which are read with --groups"
+        )
     for options in (["--groups", GROUPS], ["--speculative", "1"]):
-        assert build(batch, *options)[2].startswith("line 1: groups: stand in batches of the list door, which are read")
+        assert build(batch, *options)[2].startswith(
+            "line 1: groups: stand in batches of the list builder, which are read"
+        )
     assert build(step, "--speculative", "1")[2].startswith("line 1: block_size: missing; without --groups each step")
 
 

@@ -1,4 +1,4 @@
-"""``attncore doctor``: each plugin in a process of its own."""
+"""``attncore doctor``: each plugin in a child process."""
 
 import json
 import time
@@ -159,7 +159,7 @@ def test_a_list_that_cannot_be_read_lets_nothing_load(site, capsys, monkeypatch)
     assert not (site.folder / "ran").exists()
 
 
-def test_names_in_a_list_that_nobody_has(site, capsys, monkeypatch):
+def test_names_in_a_list_that_no_plugin_has(site, capsys, monkeypatch):
     monkeypatch.setenv("ATTNCORE_PLUGINS", "reference,flahs")
     code, report = doctor(capsys)
     assert code == 1

@@ -6,7 +6,7 @@ import pytest
 from lookalikes import REGISTRY
 
 from attncore.cli import main
-from attncore.registry.choice import decide
+from attncore.registry.choice import negotiate_installed
 
 CONFIG = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "torch_dtype": "bfloat16"}
 
@@ -14,7 +14,7 @@ CONFIG = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "
 @pytest.fixture
 def plugins(monkeypatch):
     """The lookalikes in place of what is installed."""
-    monkeypatch.setattr(decide, "registry", lambda: REGISTRY)
+    monkeypatch.setattr(negotiate_installed, "registry", lambda: REGISTRY)
     monkeypatch.delenv("ATTNCORE_BACKEND", raising=False)
 
 

@@ -79,9 +79,9 @@ def test_a_wrong_failing_crashing_or_hanging_library_is_a_row(site, capsys, forw
 
 
 def test_what_cannot_be_used_here_exits_3_with_its_reasons(site, capsys):
-    site.plugin("elsewhere", extra="requires=('a-library-nobody-has>=2',)")
+    site.plugin("elsewhere", extra="requires=('a-library-that-is-not-there>=2',)")
     assert main(["verify", "elsewhere"]) == 3
-    assert "pip install 'a-library-nobody-has>=2'" in capsys.readouterr().err
+    assert "pip install 'a-library-that-is-not-there>=2'" in capsys.readouterr().err
 
 
 def test_all_is_a_row_each_and_prints_a_table(site, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Models that nobody here wrote, over attncore's caches, metadata and backends: they say what they said before."""
+"""Models of transformers over attncore's caches, metadata and backends: their output stays the same."""
 
 import dataclasses
 import itertools

@@ -10,9 +10,9 @@ import pytest
 import attncore
 from attncore import env, vocabulary
 from attncore.abstract.first_generation import FirstGenerationNames
-from attncore.registry.plugins import known
+from attncore.registry.plugins import known_backends
 from attncore.registry.plugins.hookspecs import Hooks
-from attncore.registry.spec.backend_spec import VariantFacts
+from attncore.registry.spec.variant import VariantFacts
 
 DOCS = Path(__file__).parents[2] / "docs"
 CONTRACT = (DOCS / "contract.md").read_text()
@@ -103,7 +103,7 @@ def test_reasons_and_variables():
     security = (DOCS.parent / "SECURITY.md").read_text()
     for name in re.findall(r"ATTNCORE_[A-Z_]+", CONTRACT + NEGOTIATION + security):
         assert name in env.VARIABLES or name in attncore.__all__, name
-    for name, one in known.KNOWN.items():
+    for name, one in known_backends.KNOWN.items():
         assert f"`{name}`" in NEGOTIATION
         assert one.distribution in NEGOTIATION
 

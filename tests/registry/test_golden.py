@@ -6,8 +6,8 @@ import pytest
 from lookalikes import PACKAGES, RECORDS
 
 from attncore import AttentionRequest, Host
-from attncore.registry.choice.decide import Decision
-from attncore.registry.choice.explain import text
+from attncore.registry.choice.choice import choose
+from attncore.registry.choice.explain import explain
 from attncore.registry.choice.negotiate import negotiate
 
 FOLDER = Path(__file__).parent / "golden"
@@ -55,10 +55,10 @@ def answer(device: str) -> str:
     parts = []
     for name, fields in REQUESTS.items():
         request = AttentionRequest(**fields)
-        decision = Decision(request, "the request", host, negotiate(request, host, RECORDS))
-        chosen = decision.chosen
-        end = f"block_size {chosen.block_size}, {chosen.kv_cache_layout}" if chosen else decision.refusal
-        parts.append(f"== {name}\n{text(decision.outcome, request)}\n-> {end}\n")
+        negotiation = negotiate(request, host, RECORDS)
+        choice = choose(negotiation)
+        end = f"block_size {choice.block_size}, {choice.kv_cache_layout}" if choice else negotiation.refusal
+        parts.append(f"== {name}\n{explain(negotiation)}\n-> {end}\n")
     return "\n".join(parts)
 
 

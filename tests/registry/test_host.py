@@ -5,19 +5,21 @@ import dataclasses
 import pytest
 
 from attncore import Host
-from attncore.registry.host import probe, probe_nvidia
-from attncore.registry.host.accelerator import Device
+from attncore.registry.host import nvidia, probe
+from attncore.registry.host.accelerator import Accelerator
+from attncore.registry.host.amd import gfx_name
+from attncore.registry.host.visible_devices import visible_devices
 
 CPUINFO = "processor\t: 0\nmodel name\t: A Processor\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\nflags\t\t: other\n"
 
 
 @pytest.fixture
 def no_nvidia(monkeypatch):
-    monkeypatch.setattr(probe_nvidia, "devices", lambda root, notes: ("", []))
+    monkeypatch.setattr(nvidia, "devices", lambda root, notes: ("", []))
 
 
-def nvidia(monkeypatch, *devices, driver="580.82.07"):
-    monkeypatch.setattr(probe_nvidia, "devices", lambda root, notes: (driver, list(devices)))
+def nvidia_machine(monkeypatch, *devices, driver="580.82.07"):
+    monkeypatch.setattr(nvidia, "devices", lambda root, notes: (driver, list(devices)))
 
 
 def write(root, path, text=""):
@@ -99,25 +101,27 @@ def test_amd_without_the_device_node_is_noted(tmp_path, no_nvidia):
     ],
 )
 def test_gfx_names(version, name):
-    assert probe.gfx_name(version) == name
+    assert gfx_name(version) == name
 
 
 def test_nvidia_comes_first(tmp_path, monkeypatch):
     kfd(tmp_path, 90402)
-    nvidia(monkeypatch, Device("cuda:sm_90", "H200", "GPU-a"), Device("cuda:sm_90", "H200", "GPU-b"))
+    nvidia_machine(monkeypatch, Accelerator("cuda:sm_90", "H200", "GPU-a"), Accelerator("cuda:sm_90", "H200", "GPU-b"))
     host = probe.probe(tmp_path, {})
     assert (host.device, host.device_name, host.device_count, host.driver) == ("cuda:sm_90", "H200", 2, "580.82.07")
 
 
 def test_devices_of_several_kinds_are_noted(tmp_path, monkeypatch):
-    nvidia(monkeypatch, Device("cuda:sm_90", "x"), Device("cuda:sm_120", "y"), Device("cuda:sm_120", "y"))
+    nvidia_machine(
+        monkeypatch, Accelerator("cuda:sm_90", "x"), Accelerator("cuda:sm_120", "y"), Accelerator("cuda:sm_120", "y")
+    )
     host = probe.probe(tmp_path, {"CUDA_VISIBLE_DEVICES": "2,0"})
     assert (host.device, host.device_count) == ("cuda:sm_120", 1)
     assert "several kinds" in host.notes[0]
 
 
 def test_hidden_devices_leave_the_cpu(tmp_path, monkeypatch):
-    nvidia(monkeypatch, Device("cuda:sm_90", "x"))
+    nvidia_machine(monkeypatch, Accelerator("cuda:sm_90", "x"))
     host = probe.probe(tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     assert (host.device, host.notes) == ("cpu", ("1 NVIDIA device(s) hidden by CUDA_VISIBLE_DEVICES",))
 
@@ -137,8 +141,8 @@ def test_hidden_devices_leave_the_cpu(tmp_path, monkeypatch):
     ],
 )
 def test_visible_devices(entries, chosen):
-    devices = [Device("cuda:sm_90", letter, f"GPU-{letter}{letter}") for letter in "abc"]
-    found = probe.visible(devices, ("V",), {"V": entries})
+    devices = [Accelerator("cuda:sm_90", letter, f"GPU-{letter}{letter}") for letter in "abc"]
+    found = visible_devices(devices, ("V",), {"V": entries})
     assert "".join(device.name for device in found) == chosen
 
 
@@ -146,7 +150,7 @@ def test_a_probe_that_fails_is_a_note(tmp_path, monkeypatch):
     def fails(root, notes):
         raise OSError("the driver is asleep")
 
-    monkeypatch.setattr(probe_nvidia, "devices", fails)
+    monkeypatch.setattr(nvidia, "devices", fails)
     host = probe.probe(tmp_path, {})
     assert host.device == "cpu"
     assert "the driver is asleep" in host.notes[0]
@@ -157,18 +161,18 @@ def test_the_drivers_version_from_proc(tmp_path):
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\nGCC version:  gcc 13.3.0\n"
     )
     write(tmp_path, "proc/driver/nvidia/version", text)
-    assert probe_nvidia.driver_version(tmp_path) == "580.82.07"
-    assert probe_nvidia.driver_version(tmp_path / "nowhere") == ""
+    assert nvidia.driver_version(tmp_path) == "580.82.07"
+    assert nvidia.driver_version(tmp_path / "nowhere") == ""
 
 
 def test_a_driver_without_libraries_is_noted(tmp_path, monkeypatch):
     def missing(name):
         raise OSError(name)
 
-    monkeypatch.setattr(probe_nvidia.ctypes, "CDLL", missing)
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", missing)
     write(tmp_path, "proc/driver/nvidia/version", "Module  580.82.07  x")
     notes = []
-    assert probe_nvidia.devices(tmp_path, notes) == ("580.82.07", [])
+    assert nvidia.devices(tmp_path, notes) == ("580.82.07", [])
     assert "neither libnvidia-ml.so.1 nor libcuda.so.1" in notes[0]
 
 

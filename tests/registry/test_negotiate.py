@@ -8,8 +8,8 @@ import pytest
 from lookalikes import FLASHINFER, PACKAGES, RECORDS, record
 
 from attncore import AttentionRequest, BackendSpec, Host, MultipleOf, Reason, Variant
-from attncore.registry.choice.decide import Decision
-from attncore.registry.choice.explain import text
+from attncore.registry.choice.choice import choose
+from attncore.registry.choice.explain import explain
 from attncore.registry.choice.negotiate import negotiate
 
 H90 = Host.assume("sm_90", packages=PACKAGES)
@@ -32,27 +32,27 @@ def spec(name="one", **facts):
     return BackendSpec(**{**base, **facts})
 
 
-def decide(records, host=H90, **fields):
+def negotiated(records, host=H90, **fields):
     asked = request(**fields)
-    return Decision(asked, "the request", host, negotiate(asked, host, records))
+    return negotiate(asked, host, records)
 
 
 def only(facts, host=H90, **fields):
     """The reasons against one backend."""
-    outcome = decide([record(spec(**facts), "attn-one")], host, **fields).outcome
-    return {one.name: one for one in (*outcome.usable, *outcome.rest)}["one"].reasons
+    negotiation = negotiated([record(spec(**facts), "attn-one")], host, **fields)
+    return {one.name: one for one in (*negotiation.usable, *negotiation.rejected)}["one"].reasons
 
 
 def test_the_order_of_records_does_not_matter():
     shuffled = list(RECORDS)
     random.Random(7).shuffle(shuffled)
-    first, second = decide(RECORDS), decide(shuffled)
-    assert first.outcome.chosen == second.outcome.chosen
-    assert first.outcome.usable == second.outcome.usable
+    first, second = negotiated(RECORDS), negotiated(shuffled)
+    assert first.chosen == second.chosen
+    assert first.usable == second.usable
 
 
 def order(*specs, **fields):
-    return [one.name for one in decide([record(one, f"attn-{one.name}") for one in specs], **fields).outcome.usable]
+    return [one.name for one in negotiated([record(one, f"attn-{one.name}") for one in specs], **fields).usable]
 
 
 def test_priority_on_this_device_then_closeness_then_name():
@@ -75,10 +75,10 @@ def test_preferences_come_before_priority_and_the_named_one_before_them():
 
 def test_strict_and_fallback():
     records = [record(spec("a", dtypes={"float32"}), "attn-a"), record(spec("b"), "attn-b")]
-    assert decide(records, backend="a").chosen is None
-    found = decide(records, backend="a", policy="fallback")
+    assert negotiated(records, backend="a").chosen is None
+    found = negotiated(records, backend="a", policy="fallback")
     assert found.chosen.name == "b"
-    assert "in place of a, which the request names and which cannot be used" in found.chosen.explain()
+    assert "in place of a, which the request names and which cannot be used" in explain(found)
 
 
 @pytest.mark.parametrize(
@@ -197,21 +197,21 @@ def test_the_plugins_own_check_is_asked_and_its_failure_is_its_own():
     ],
 )
 def test_block_size_is_an_output(facts, fields, block, per_manager):
-    chosen = decide([record(spec(**facts), "attn-one")], **fields).chosen
+    chosen = choose(negotiated([record(spec(**facts), "attn-one")], **fields))
     assert (chosen.block_size, chosen.blocks_per_manager_block) == (block, per_manager)
 
 
 def test_notes_are_repeated_whether_chosen_or_not():
     records = [record(spec(name, notes=[f"{name} is slow"]), f"attn-{name}") for name in ("one", "two")]
-    said = text(decide(records).outcome, request())
+    said = explain(negotiated(records))
     assert "one is slow" in said
     assert "two is slow" in said
 
 
 def test_the_layout_is_an_output():
     records = [record(spec(kv_cache_layouts=("HND", "NHD")), "attn-one")]
-    assert decide(records).chosen.kv_cache_layout == "HND"
-    assert decide(records, kv_cache_layout="NHD").chosen.kv_cache_layout == "NHD"
+    assert choose(negotiated(records)).kv_cache_layout == "HND"
+    assert choose(negotiated(records, kv_cache_layout="NHD")).kv_cache_layout == "NHD"
 
 
 def variants():
@@ -224,15 +224,15 @@ def variants():
 
 
 def test_the_first_variant_that_fits_is_used_and_named():
-    chosen = decide([record(variants(), "attn-one")]).chosen
+    chosen = choose(negotiated([record(variants(), "attn-one")]))
     assert (chosen.variant, chosen.block_size) == ("old", 256)
     assert "variant old (torch 2.11.0+cu130)" in chosen.explain()
     host = Host.assume("sm_90", packages={**PACKAGES, "absent": "4.1"})
-    assert decide([record(variants(), "attn-one")], host).chosen.variant == "new"
+    assert choose(negotiated([record(variants(), "attn-one")], host)).variant == "new"
 
 
 def test_variants_before_the_one_that_fits_tell_why_not():
-    chosen = decide([record(variants(), "attn-one")]).chosen
+    chosen = choose(negotiated([record(variants(), "attn-one")]))
     ((name, reasons),) = chosen.candidate.passed_over
     assert name == "new"
     assert reasons
@@ -243,50 +243,47 @@ def test_variants_before_the_one_that_fits_tell_why_not():
 
 
 def test_a_variant_that_only_has_to_be_installed_is_the_fix():
-    (reason,) = decide([record(variants(), "attn-one")], block_size=16).outcome.rest[0].reasons
+    (reason,) = negotiated([record(variants(), "attn-one")], block_size=16).rejected[0].reasons
     assert str(reason) == "block_size 16 not supported by torch 2.11.0+cu130; supported: 256; install absent"
     older = Host.assume("sm_90", packages={**PACKAGES, "absent": "3"})
-    (reason,) = decide([record(variants(), "attn-one")], older, block_size=16).outcome.rest[0].reasons
+    (reason,) = negotiated([record(variants(), "attn-one")], older, block_size=16).rejected[0].reasons
     assert reason.fix == "install absent>=4"
 
 
 def test_no_variant_installed_tells_what_each_needs():
     bare = Host.assume("sm_90", packages={})
-    reasons = decide([record(variants(), "attn-one")], bare).outcome.rest[0].reasons
+    reasons = negotiated([record(variants(), "attn-one")], bare).rejected[0].reasons
     assert [reason.asked for reason in reasons] == ["absent>=4", "torch>=2"]
     assert all(reason.fix.startswith("pip install '") for reason in reasons)
 
 
 def test_known_backends_that_are_not_installed_are_rows():
-    outcome = decide([])
-    lines = text(outcome.outcome, outcome.request).splitlines()
+    lines = explain(negotiated([])).splitlines()
     assert "flash: not installed; pip install attn-flash" in lines
     assert "rocm: not installed; pip install attn-rocm (needs an AMD GPU; this host has sm_90)" in lines
-    cpu = decide([], Host.assume("cpu"))
-    assert "flash: not installed; pip install attn-flash (needs an NVIDIA GPU; this host has no GPU)" in text(
-        cpu.outcome, cpu.request
-    )
+    cpu = negotiated([], Host.assume("cpu"))
+    assert "flash: not installed; pip install attn-flash (needs an NVIDIA GPU; this host has no GPU)" in explain(cpu)
 
 
-def test_names_that_nobody_provides_are_rows():
-    found = decide(RECORDS, backend="flesh", prefer=("flush",))
+def test_unknown_names_are_rows():
+    found = negotiated(RECORDS, backend="flesh", prefer=("flush",))
     assert found.chosen is None
-    unknown = [one for one in found.outcome.rest if one.state == "unknown"]
+    unknown = [one for one in found.rejected if one.state == "unknown"]
     assert [one.name for one in unknown] == ["flesh", "flush"]
     assert "flash" in unknown[0].reasons[0].accepted
 
 
 def test_same_question_same_answer():
-    first, second = decide(RECORDS, sliding_window=100), decide(RECORDS, sliding_window=100)
-    assert first.chosen.explain() == second.chosen.explain()
-    assert [one.as_json() for one in first.outcome.rest] == [one.as_json() for one in second.outcome.rest]
+    first, second = negotiated(RECORDS, sliding_window=100), negotiated(RECORDS, sliding_window=100)
+    assert explain(first) == explain(second)
+    assert [one.as_json() for one in first.rejected] == [one.as_json() for one in second.rejected]
 
 
 def test_options_of_a_request_are_checked_against_the_spec():
-    good = decide([record(FLASHINFER, "attn-flashinfer")], options={"flashinfer": {"tensor_cores": False}})
+    good = negotiated([record(FLASHINFER, "attn-flashinfer")], options={"flashinfer": {"tensor_cores": False}})
     assert good.chosen.name == "flashinfer"
-    bad = decide([record(FLASHINFER, "attn-flashinfer")], options={"flashinfer": {"tensor_cores": 1}})
-    (reason,) = next(one for one in bad.outcome.rest if one.name == "flashinfer").reasons
+    bad = negotiated([record(FLASHINFER, "attn-flashinfer")], options={"flashinfer": {"tensor_cores": 1}})
+    (reason,) = next(one for one in bad.rejected if one.name == "flashinfer").reasons
     assert reason.message == "option 'tensor_cores': 1 is not a bool"
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from attncore.registry.spec.requirements import installed, parse, satisfied, version_key
+from attncore.registry.requirements import installed, parse, satisfied, version_key
 
 RELEASE = st.lists(st.integers(0, 12), min_size=1, max_size=3).map(lambda parts: ".".join(map(str, parts)))
 VERSION = st.builds(
@@ -60,5 +60,5 @@ def test_what_is_no_requirement(text):
 
 
 def test_installed_knows_what_is_here_only():
-    found = installed(("numpy", "a-distribution-that-nobody-wrote"))
+    found = installed(("numpy", "a-distribution-that-does-not-exist"))
     assert set(found) == {"numpy"}

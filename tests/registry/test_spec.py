@@ -71,7 +71,7 @@ def test_collections_are_kept_immutable():
         ("requires", ("acme kernels 2",), "requires: 'acme kernels 2' is not a requirement"),
         ("requires", "acme", "requires: 'acme' is not a collection"),
         ("phases", (), "phases: nothing is declared"),
-        ("max_block_id", 0, "max_block_id: 0 is neither None nor a positive integer"),
+        ("max_block_id", 0, "max_block_id: 0 is not a positive integer"),
         ("use_mla", 1, "use_mla: 1 is neither True nor False"),
         ("mla_only", None, "mla_only: None is neither True nor False"),
         ("mla_only", True, "mla_only: True, but use_mla is False"),
@@ -116,7 +116,7 @@ def test_variants_inherit_and_override():
             Variant("one", requires=("acme-kernels<2",)),
         ),
     )
-    (first, two), (second, older) = one.forms
+    (first, two), (second, older) = one.by_variant
     assert (first, second) == ("two", "one")
     assert two.head_sizes == {256}
     assert older.head_sizes == {64, 128}

@@ -27,7 +27,7 @@ def test_values_survive_pickle_and_copies(value):
         assert type(other) is type(value)
         assert other == value
         if isinstance(value, BackendSpec):
-            assert other.forms == value.forms
+            assert other.by_variant == value.by_variant
 
 
 def test_requests_and_hosts_serve_as_keys():

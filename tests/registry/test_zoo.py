@@ -50,7 +50,7 @@ def test_a_later_contract_is_told_before_its_unknown_fields(site):
     assert str(rows()["earlier", "zoo-earlier"].reasons[0]).endswith("install zoo-earlier>1")
 
 
-def test_a_name_claimed_twice_is_nobodys(site):
+def test_a_name_claimed_twice_is_refused(site):
     zoo(site)
     found = rows()
     for distribution, other in (("zoo-taken-a", "zoo-taken-b"), ("zoo-taken-b", "zoo-taken-a")):

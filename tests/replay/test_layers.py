@@ -19,9 +19,9 @@ from attncore.replay.layers import make_layers as layers
 def test_a_named_backend_s_dtype(monkeypatch, dtypes, expected):
     forms = tuple((str(index), SimpleNamespace(dtypes=some)) for index, some in enumerate(dtypes))
     records = [
-        SimpleNamespace(name="other", spec=SimpleNamespace(forms=())),
+        SimpleNamespace(name="other", spec=SimpleNamespace(by_variant=())),
         SimpleNamespace(name="gpu", spec=None),
-        SimpleNamespace(name="gpu", spec=SimpleNamespace(forms=forms)),
+        SimpleNamespace(name="gpu", spec=SimpleNamespace(by_variant=forms)),
     ]
     monkeypatch.setattr(layers, "registry", lambda: SimpleNamespace(records=records))
     assert layers.dtype_of("gpu") == expected

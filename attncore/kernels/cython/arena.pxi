@@ -17,9 +17,12 @@ cdef length_t* lengths_of(dict fields, str name) except NULL:
     return &view[0]
 
 
+cdef slot_t no_slots  # where the pointer of an empty array points: a captured size has no slots of encoder tokens
+
+
 cdef slot_t* slots_of(dict fields, str name) except NULL:
     cdef slot_t[::1] view = fields[name]
-    return &view[0]
+    return &view[0] if view.shape[0] else &no_slots
 
 
 @cython.final

@@ -59,7 +59,8 @@ def classify(const length_t[::1] query_lens, const length_t[::1] context_lens, l
     A row of more than decode_threshold tokens is an extend where it has context and at most extend_threshold tokens;
     without context_lens (of length 0) none is.
     """
-    cdef length_t i, query_len, num_rows[3]
+    cdef length_t i, query_len
+    cdef length_t num_rows[3]
     cdef slot_t num_tokens[3]
     cdef signed char kind
     cdef bint extends = context_lens.shape[0] > 0

@@ -33,13 +33,11 @@ def readable(ids: Any) -> Any:
 
 def read_ids(row: Any, limit: int) -> Any:
     """Block ids 0 <= id < limit of a ``readable`` row as an int32 array; None where one is bad."""
-    if row is None:
-        return None
-    if isinstance(row, np.ndarray):
-        return read_buffer(row, limit)
+    if type(row) is not list:
+        return None if row is None else read_buffer(row, limit)
     if set(map(type, row)) <= {int}:
         try:
-            return read_buffer(np.array(array_of_ints("q", row)), limit)
+            return read_buffer(np.asarray(array_of_ints("q", row)), limit)
         except OverflowError:
             return None
     items = [read_int(item) for item in list(row)]

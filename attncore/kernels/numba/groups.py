@@ -42,14 +42,14 @@ class GroupReader:
             if not isinstance(sequences, (list, tuple)) or not sequences or (is_prompt and after_decode):
                 return False
             after_decode = after_decode or not is_prompt
-            first = len(self.rows)
             for sequence in sequences:
                 if not self._read_sequence(sequence, is_prompt, hit):
                     return False
-            if len({sequence[0] for sequence in sequences}) != len(sequences):
-                return False
-            if len({row[NUM_IDS] < 0 for row in self.rows[first:]}) > 1:
-                return False
+            if len(sequences) > 1:
+                if len({sequence[0] for sequence in sequences}) != len(sequences):
+                    return False
+                if len({row[NUM_IDS] < 0 for row in self.rows[-len(sequences) :]}) > 1:
+                    return False
         self.num_seqs = len(self.rows)
         self.entries = np.array(self.rows, np.int64).reshape(-1, ENTRY_COLUMNS)
         self.ids = np.concatenate(self.tables) if self.tables else np.zeros(0, np.int32)

@@ -1,4 +1,4 @@
-"""A candidate: one row of a negotiation, with the form of its spec that was judged and all its reasons."""
+"""Candidates: every backend that is installed, known or named, with all reasons against it for a request on a host."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attncore.registry.choice.constraints import judge
-from attncore.registry.choice.request import AttentionRequest
+from attncore.registry import requirements
+from attncore.registry.choice.reasons_against import reasons_against
+from attncore.registry.devices import Match, best_match
 from attncore.registry.host.host import Host
-from attncore.registry.plugins.known import KNOWN, install_line
-from attncore.registry.plugins.records import PluginRecord
-from attncore.registry.reasons import Reason, listed
-from attncore.registry.spec import requirements
+from attncore.registry.plugins.known_backends import KNOWN, install_line
+from attncore.registry.plugins.plugin_record import PluginRecord
+from attncore.registry.printable import listed
+from attncore.registry.reasons import Reason
+from attncore.registry.request import AttentionRequest
 from attncore.registry.spec.backend_spec import BackendSpec
-from attncore.registry.spec.device_patterns import Match, best_match
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend as one request on one host sees it.
+    """A backend, judged for one request on one host.
 
-    ``state`` is of STATES, or ``not_installed`` or ``unknown``. ``form`` is the spec as the variant that fits states it
-    (the first one's where none fits); ``match`` the entry of its devices that describes the host. ``warnings`` do not
-    count against it, nor does ``passed_over``: the variants that the spec prefers to the one that fits, each with its
-    reasons.
+    ``state`` is of STATES, or ``not_installed`` or ``unknown``. ``spec`` is as the variant that fits states it (the
+    first one where none fits); ``match`` is the entry of its devices that describes the host. Neither ``warnings`` nor
+    ``passed_over`` count against it: the latter are the variants that the spec prefers to the one that fits, each with
+    its reasons.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Candidate:
     state: str
     reasons: tuple[Reason, ...] = ()
     warnings: tuple[Reason, ...] = ()
-    form: BackendSpec | None = None
+    spec: BackendSpec | None = None
     variant: str = ""
     library: str = ""
     match: Match | None = None
@@ -41,8 +42,8 @@ class Candidate:
 
     @property
     def usable(self) -> bool:
-        """Whether nothing speaks against it."""
-        return self.form is not None and not self.reasons
+        """Whether there is no reason against it."""
+        return self.spec is not None and not self.reasons
 
     @property
     def label(self) -> str:
@@ -70,7 +71,7 @@ class Candidate:
 
 
 def candidates(request: AttentionRequest, host: Host, records: Iterable[PluginRecord]) -> list[Candidate]:
-    """Every backend there is word of: those of ``records``, those known but not installed, those named but unknown."""
+    """The backends of ``records``, those that are known but not installed, and those that the request names in vain."""
     found = [_of_record(record, request, host) for record in records]
     names = {candidate.name for candidate in found}
     for name, known in KNOWN.items():
@@ -95,7 +96,7 @@ def _of_record(record: PluginRecord, request: AttentionRequest, host: Host) -> C
     plain = Candidate(record.name, record.distribution, record.version, record.state)
     if record.spec is None:
         return replace(plain, reasons=record.reasons)
-    variant, form, reasons, passed_over = _fitting_form(record.spec, record.label, request, host)
+    variant, spec, reasons, passed_over = _fitting_variant(record.spec, record.label, request, host)
     if record.name in request.exclude:
         fix = f"take {record.name} out of exclude"
         reasons = (*reasons, Reason("excluded", "excluded by the request", record.name, None, "the request", fix))
@@ -103,49 +104,49 @@ def _of_record(record: PluginRecord, request: AttentionRequest, host: Host) -> C
         plain,
         reasons=reasons,
         warnings=record.reasons,
-        form=form,
+        spec=spec,
         variant=variant,
-        library=_library(form, host) if variant else "",
-        match=best_match(form.devices, host.device),
+        library=_library(spec, host) if variant else "",
+        match=best_match(spec.devices, host.device),
         passed_over=passed_over,
     )
 
 
-def _fitting_form(
+def _fitting_variant(
     spec: BackendSpec, plugin: str, request: AttentionRequest, host: Host
 ) -> tuple[str, BackendSpec, tuple[Reason, ...], tuple[tuple[str, tuple[Reason, ...]], ...]]:
-    """The first form that fits, and those before it with their reasons; or the first one with the reasons of all."""
+    """The first variant that fits, with those before it and their reasons; else the first, with the reasons of all."""
     judged: list[tuple[str, BackendSpec, list[Reason]]] = []
-    for variant, form in spec.forms:
-        source = _library(form, host) if variant else plugin
-        reasons = judge(form, request, host, source, plugin)
+    for variant, stated in spec.by_variant:
+        source = _library(stated, host) if variant else plugin
+        reasons = reasons_against(stated, request, host, source, plugin)
         if not reasons:
-            return variant, form, (), tuple((name, tuple(why)) for name, _, why in judged)
-        judged.append((variant, form, reasons))
-    variant, form, _ = judged[0]
-    return variant, form, tuple(_merged([(form, reasons) for _, form, reasons in judged], host)), ()
+            return variant, stated, (), tuple((name, tuple(why)) for name, _, why in judged)
+        judged.append((variant, stated, reasons))
+    variant, stated, _ = judged[0]
+    return variant, stated, tuple(_merged([reasons for _, _, reasons in judged], host)), ()
 
 
-def _library(form: BackendSpec, host: Host) -> str:
-    """The library of a variant, as the reasons call it: its last requirement, with the version that is there."""
-    if not form.requires:
-        return form.name
-    name = requirements.parse(tuple(form.requires)[-1]).name
+def _library(spec: BackendSpec, host: Host) -> str:
+    """The library of a variant, as the reasons name it: its last requirement, with the installed version."""
+    if not spec.requires:
+        return spec.name
+    name = requirements.parse(tuple(spec.requires)[-1]).name
     return f"{name} {host.packages.get(name, '')}".strip()
 
 
-def _merged(judged: list[tuple[BackendSpec, list[Reason]]], host: Host) -> Iterator[Reason]:
-    """The reasons of all forms. Where one lacks nothing but a distribution, that is what fixes the others' reasons."""
-    missing = [reasons for _, reasons in judged if all(reason.code == "requirement" for reason in reasons)]
-    installed = [reasons for _, reasons in judged if not any(reason.code == "requirement" for reason in reasons)]
+def _merged(by_variant: list[list[Reason]], host: Host) -> Iterator[Reason]:
+    """The reasons of all variants. Where one needs nothing but a distribution, installing that is the others' fix."""
+    missing = [reasons for reasons in by_variant if all(reason.code == "requirement" for reason in reasons)]
+    installed = [reasons for reasons in by_variant if not any(reason.code == "requirement" for reason in reasons)]
     install = ""
     if missing and installed:
         names = [requirements.parse(str(reason.asked)).name for reason in missing[0]]
         fresh = all(not host.packages.get(name) for name in names)
         install = f"install {listed(names if fresh else [reason.asked for reason in missing[0]])}"
-        judged = [(form, reasons) for form, reasons in judged if reasons not in missing]
+        by_variant = [reasons for reasons in by_variant if reasons not in missing]
     seen = set()
-    for _, reasons in judged:
+    for reasons in by_variant:
         for reason in reasons:
             if (reason.code, reason.message) in seen:
                 continue

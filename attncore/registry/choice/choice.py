@@ -1,21 +1,19 @@
-"""Choice: what negotiation gives an engine, and the one place where a backend is made."""
+"""Choice: a backend chosen for a request on a host, with its block size and layout; it creates the backend."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from attncore.errors import PluginError
-from attncore.registry.choice import explain
+from attncore.registry.choice.cache_format import choose_block_size, common_block_sizes, common_layouts
 from attncore.registry.choice.candidates import Candidate
-from attncore.registry.choice.constraints import option_problem
-from attncore.registry.choice.negotiate import Outcome
-from attncore.registry.choice.request import AttentionRequest
+from attncore.registry.choice.explain import explain
+from attncore.registry.choice.negotiate import Negotiation
+from attncore.registry.choice.reasons_against import option_problem
 from attncore.registry.host.host import Host
-from attncore.registry.plugins.load import described
 from attncore.registry.reasons import Reason
+from attncore.registry.request import AttentionRequest
 from attncore.registry.spec.backend_spec import BackendSpec
 
 if TYPE_CHECKING:
@@ -30,14 +28,22 @@ class Choice:
     spec: BackendSpec = field(repr=False)
     """As the variant chosen states it."""
     variant: str
+    """Name of the variant; empty where the spec has none."""
     block_size: int
     """Tokens per block of the kernel: what ``InputBatch`` is given."""
     kv_cache_layout: str
-    request: AttentionRequest
-    host: Host = field(repr=False)
     candidate: Candidate = field(repr=False)
-    outcome: Outcome = field(repr=False)
-    asked_by: str = field(default="the request", repr=False)
+    negotiation: Negotiation = field(repr=False)
+
+    @property
+    def request(self) -> AttentionRequest:
+        """What was asked."""
+        return self.negotiation.request
+
+    @property
+    def host(self) -> Host:
+        """The machine that the backend was chosen for."""
+        return self.negotiation.host
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -51,15 +57,15 @@ class Choice:
 
     @property
     def reasons(self) -> Mapping[str, tuple[Reason, ...]]:
-        """Candidate that cannot be used -> all its reasons."""
-        found: dict[str, tuple[Reason, ...]] = {}
-        for one in self.outcome.rest:
-            found[one.name] = (*found.get(one.name, ()), *one.reasons)
-        return found
+        """Name of each candidate that cannot be used -> all its reasons."""
+        reasons: dict[str, tuple[Reason, ...]] = {}
+        for candidate in self.negotiation.rejected:
+            reasons[candidate.name] = (*reasons.get(candidate.name, ()), *candidate.reasons)
+        return reasons
 
     def explain(self) -> str:
-        """A line a candidate: what was chosen and why, what was not and every reason."""
-        return explain.text(self.outcome, self.request, self.asked_by)
+        """A line per candidate: what was chosen and why, and every reason against the others."""
+        return explain(self.negotiation)
 
     def as_json(self) -> dict[str, Any]:
         """The choice as JSON types."""
@@ -73,7 +79,7 @@ class Choice:
         }
 
     def create(self, device: str | None = None, options: Mapping[str, Any] | None = None) -> AttentionBackend:
-        """Import the backend's library and make the backend.
+        """Import the backend's library and create the backend.
 
         ``device`` is as torch writes it; None: the host's first one, but the CPU for a backend that was chosen as one
         for any device. ``options`` overrides the request's options for this backend. Raises ValueError beginning with
@@ -82,13 +88,13 @@ class Choice:
         """
         from attncore.abstract import BackendConfig
 
-        given = {**self.request.options.get(self.name, {}), **(options or {})}
+        request = self.request
+        given = {**request.options.get(self.name, {}), **(options or {})}
         for name, value in given.items():
             if problem := option_problem(self.spec, name, value):
                 raise ValueError(f"options: {problem}")
         defaults = {name: option.default for name, option in self.spec.options.items()}
-        anywhere = self.candidate.match is not None and self.candidate.match.pattern == "any"
-        request = self.request
+        for_any_device = self.candidate.match is not None and self.candidate.match.pattern == "any"
         config = BackendConfig(
             num_heads=request.num_heads,
             num_kv_heads=request.num_kv_heads,
@@ -97,7 +103,7 @@ class Choice:
             block_size=self.block_size,
             kv_cache_dtype=request.kv_cache_dtype,
             kv_cache_layout=self.kv_cache_layout,
-            device=device or ("cpu" if anywhere else self.host.torch_device),
+            device=device or ("cpu" if for_any_device else self.host.torch_device),
             head_size_v=request.head_size_v,
             max_model_len=request.max_model_len,
             sliding_window=request.sliding_window,
@@ -110,25 +116,25 @@ class Choice:
         return self.create_for(config)
 
     def create_for(self, config: BackendConfig) -> AttentionBackend:
-        """The backend for a configuration of the caller's own, which is not checked; raises as ``create`` does."""
-        from attncore.abstract import AttentionBackend
+        """The backend for a configuration of the caller's own, which is not checked. Raises as ``create`` does."""
+        from attncore.registry.choice.create_backend import create_backend
 
-        module, _, path = self.spec.factory.partition(":")
-        try:
-            factory: Any = importlib.import_module(module)
-            for part in path.split("."):
-                factory = getattr(factory, part)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            message = f"{self.candidate.label}: importing {self.spec.factory} failed: {described(error)}"
-            raise PluginError(message) from error
-        try:
-            backend = factory(config)
-        except (Exception, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # SystemExit: a library does not end the process that asked for it
-            raise PluginError(f"{self.candidate.label}: {self.spec.factory} failed: {described(error)}") from error
-        if not isinstance(backend, AttentionBackend):
-            raise TypeError(f"factory: {self.spec.factory} made a {type(backend).__name__}, not an AttentionBackend")
-        return backend
+        return create_backend(self.spec, config, self.candidate.label)
+
+
+def choose(negotiation: Negotiation) -> Choice | None:
+    """The candidate that a negotiation chose, its block size and layout settled; None where it chose none."""
+    candidate = negotiation.chosen
+    if candidate is None or candidate.spec is None:
+        return None
+    spec, request = candidate.spec, negotiation.request
+    block_size = choose_block_size(common_block_sizes(spec, request), request, (spec.preferred_block_size,))
+    return choice_of(negotiation, block_size, common_layouts(spec, request)[0])
+
+
+def choice_of(negotiation: Negotiation, block_size: int, layout: str) -> Choice:
+    """The chosen candidate with this block size and layout. ValueError where the negotiation chose none."""
+    candidate = negotiation.chosen
+    if candidate is None or candidate.spec is None:
+        raise ValueError(f"negotiation: {negotiation.refusal}")
+    return Choice(candidate.name, candidate.spec, candidate.variant, block_size, layout, candidate, negotiation)

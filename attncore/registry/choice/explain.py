@@ -1,35 +1,32 @@
-"""A negotiation in words: a line a candidate, the chosen one first; several reasons of one candidate on lines of their
-own.
-"""
+"""A negotiation in words: a line per candidate, the chosen one first; each of several reasons has its own line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from attncore.registry.choice.candidates import Candidate
-from attncore.registry.choice.negotiate import Outcome
-from attncore.registry.choice.request import AttentionRequest
+from attncore.registry.choice.negotiate import Negotiation
+from attncore.registry.request import AttentionRequest
 
 
-def text(outcome: Outcome, request: AttentionRequest, asked_by: str = "the request") -> str:
-    """Every candidate of a negotiation with all its reasons. ``asked_by`` says who named the backend."""
+def explain(negotiation: Negotiation) -> str:
+    """Every candidate of a negotiation, with what was chosen and why, and all reasons against the others."""
+    chosen, request = negotiation.chosen, negotiation.request
     lines: list[str] = []
-    if outcome.chosen is not None:
-        lines.append(f"{outcome.chosen.label}: chosen; {', '.join(_why(outcome, request, asked_by))}")
-        lines.extend(_passed_over(outcome.chosen))
-    for candidate in outcome.usable:
-        if candidate is not outcome.chosen:
+    if chosen is not None:
+        lines.append(f"{chosen.label}: chosen; {', '.join(_why(chosen, negotiation))}")
+        lines.extend(_passed_over(chosen))
+    for candidate in negotiation.usable:
+        if candidate is not chosen:
             lines.append(f"{candidate.label}: usable, not chosen; {', '.join(_standing(candidate, request))}")
             lines.extend(_passed_over(candidate))
-    for candidate in outcome.rest:
+    for candidate in negotiation.rejected:
         lines.extend(_rejected(candidate))
     return "\n".join(lines)
 
 
-def _why(outcome: Outcome, request: AttentionRequest, asked_by: str) -> Iterator[str]:
-    chosen = outcome.chosen
-    if chosen is None:
-        return
+def _why(chosen: Candidate, negotiation: Negotiation) -> Iterator[str]:
+    request, asked_by = negotiation.request, negotiation.asked_by
     if request.backend == chosen.name:
         yield f"named by {asked_by}"
     elif request.backend:
@@ -38,6 +35,7 @@ def _why(outcome: Outcome, request: AttentionRequest, asked_by: str) -> Iterator
 
 
 def _standing(candidate: Candidate, request: AttentionRequest) -> Iterator[str]:
+    """What a usable candidate is ranked by, then the notes of its spec and its plugin's warnings."""
     if candidate.name in request.prefer:
         yield "preferred by the request"
     if candidate.match is not None:
@@ -45,14 +43,14 @@ def _standing(candidate: Candidate, request: AttentionRequest) -> Iterator[str]:
         yield f"priority {candidate.match.priority} on {where}"
     if candidate.variant:
         yield f"variant {candidate.variant} ({candidate.library})"
-    if candidate.form is not None:
-        yield from candidate.form.notes
+    if candidate.spec is not None:
+        yield from candidate.spec.notes
     for warning in candidate.warnings:
         yield warning.message
 
 
 def _passed_over(candidate: Candidate) -> Iterator[str]:
-    """Why not the variants that the backend prefers to the one that fits."""
+    """The reasons against the variants that the backend prefers to the one that fits."""
     for name, reasons in candidate.passed_over:
         yield f"  not its variant {name}: {' | '.join(map(str, reasons))}"
 

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from attncore.errors import NoBackendError
-from attncore.registry.choice import explain
-from attncore.registry.choice.choice import Choice
-from attncore.registry.choice.decide import Decision, decide, decide_joint
-from attncore.registry.choice.joint import JointChoice
-from attncore.registry.choice.request import AttentionRequest
+from attncore.registry.choice.choice import Choice, choose
+from attncore.registry.choice.explain import explain
+from attncore.registry.choice.joint_choice import JointChoice, choose_joint
+from attncore.registry.choice.negotiate import Negotiation
+from attncore.registry.choice.negotiate_installed import negotiate_installed, negotiate_installed_joint
 from attncore.registry.host.host import Host
+from attncore.registry.request import AttentionRequest
 
 logger = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -25,11 +26,12 @@ def select(request: AttentionRequest | None = None, /, *, host: Host | None = No
     Raises ValueError or TypeError naming the field for a bad request, and NoBackendError, with every candidate and all
     its reasons, where no backend can be used.
     """
-    found = decide(request, host=host, **fields)
-    _log(found)
-    if found.chosen is None:
-        raise NoBackendError(f"{found.refusal}\n{explain.text(found.outcome, found.request, found.asked_by)}")
-    return found.chosen
+    negotiation = negotiate_installed(request, host=host, **fields)
+    _log(negotiation)
+    choice = choose(negotiation)
+    if choice is None:
+        raise NoBackendError(f"{negotiation.refusal}\n{explain(negotiation)}")
+    return choice
 
 
 def select_joint(
@@ -45,23 +47,24 @@ def select_joint(
 
     ``prefer_prefill`` and ``prefer_decode`` come before the request's ``prefer``. Errors as of ``select``.
     """
-    found = decide_joint(request, host=host, prefer_prefill=prefer_prefill, prefer_decode=prefer_decode, **fields)
-    if found.chosen is None:
-        texts = [
-            f"{name}:\n{explain.text(outcome, found.request, found.asked_by)}"
-            for name, outcome in (("prefill", found.joint.prefill), ("decode", found.joint.decode))
-        ]
-        raise NoBackendError("\n".join((found.refusal, *texts)))
-    _log(found.prefill)
-    _log(found.decode)
-    return found.chosen
+    joint = negotiate_installed_joint(
+        request, host=host, prefer_prefill=prefer_prefill, prefer_decode=prefer_decode, **fields
+    )
+    choice = choose_joint(joint)
+    if choice is None:
+        phases = (("prefill", joint.prefill), ("decode", joint.decode))
+        texts = [f"{name}:\n{explain(negotiation)}" for name, negotiation in phases]
+        raise NoBackendError("\n".join((joint.refusal, *texts)))
+    _log(joint.prefill)
+    _log(joint.decode)
+    return choice
 
 
-def _log(found: Decision) -> None:
-    """The choice once at INFO (a fallback at WARNING), what was rejected at DEBUG."""
-    chosen, request = found.outcome.chosen, found.request
+def _log(negotiation: Negotiation) -> None:
+    """Each choice once at INFO (a fallback at WARNING), the reasons against the rejected ones at DEBUG."""
+    chosen, request = negotiation.chosen, negotiation.request
     if chosen is not None:
-        line = f"attention backend {chosen.label} on {found.host.device}"
+        line = f"attention backend {chosen.label} on {negotiation.host.device}"
         replaces = request.backend is not None and request.backend != chosen.name
         if replaces:
             line += f" in place of {request.backend}, which cannot be used"
@@ -69,6 +72,6 @@ def _log(found: Decision) -> None:
             _told.add(line)
             logger.log(logging.WARNING if replaces else logging.INFO, "%s", line)
     if logger.isEnabledFor(logging.DEBUG):
-        for candidate in found.outcome.rest:
+        for candidate in negotiation.rejected:
             for reason in candidate.reasons:
                 logger.debug("%s: %s", candidate.label, reason)

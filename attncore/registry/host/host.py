@@ -1,6 +1,4 @@
-"""Host: the machine as a value. Negotiation reads nothing else, so that a choice can be asked for any machine from any
-other.
-"""
+"""Host: a machine as a value. Negotiation reads nothing else of a machine, so any machine can answer for any other."""
 
 from __future__ import annotations
 
@@ -11,33 +9,36 @@ from functools import lru_cache
 from typing import Any
 
 from attncore.frozen_map import FrozenMap
-from attncore.registry.spec.device_patterns import canonical
-from attncore.registry.spec.requirements import canonical_name
+from attncore.registry.devices import canonical
+from attncore.registry.requirements import canonical_name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A machine: its device, how many, and what is installed on it.
+    """A machine: its device, how many of them, and what is installed.
 
-    ``packages`` maps distributions (their names normalised as by PEP 503) to versions; where it lacks a name, the
-    distribution is not installed. ``select`` fills in what is installed here for names that it does not hold; an empty
-    version says "not installed" whatever is here.
+    ``packages`` maps names of distributions (normalised as by PEP 503) to versions. A name that it lacks is not
+    installed; ``select`` first fills in the versions installed here. An empty version says "not installed" whatever is
+    installed here.
     """
 
     device: str
     """``cpu``, ``cuda:sm_90``, ``rocm:gfx942``."""
     device_name: str = ""
-    """As the vendor calls it."""
+    """The vendor's name for it."""
     device_count: int = 1
-    """Visible devices of this kind; 1 for a CPU."""
+    """Visible devices of the same architecture; 1 for a CPU."""
     driver: str = ""
     """Version of the device's driver."""
     machine: str = field(default_factory=platform.machine)
+    """The processor's architecture: ``x86_64``, ``aarch64``."""
     cpu_flags: frozenset[str] = frozenset()
     packages: Mapping[str, str] = field(default_factory=dict)
+    """Distribution -> version."""
     assumed: bool = False
+    """Whether the machine is described by the caller rather than probed."""
     notes: tuple[str, ...] = ()
-    """What the probe came upon: a driver without a device, devices of several kinds."""
+    """What else the probe finds: a driver without a device, devices of several kinds."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", canonical(self.device))
@@ -60,14 +61,14 @@ class Host:
 
     @classmethod
     def probe(cls) -> Host:
-        """This machine, found without torch and without a CUDA context; cached for the process."""
+        """This machine, probed without torch and without a CUDA context; cached for the process."""
         return _probe()
 
     @classmethod
     def assume(cls, device: str, *, packages: Mapping[str, str] | None = None) -> Host:
         """A machine that need not be this one: ``cuda:sm_90`` or ``sm_90``, ``rocm:gfx942`` or ``gfx942``, ``cpu``.
 
-        ``packages`` states what is installed there; for names it does not hold, what is installed here counts.
+        ``packages`` states what is installed there; for other names, what is installed here counts.
         """
         return cls(device=device, packages=packages or {}, assumed=True)
 
@@ -99,6 +100,6 @@ def _normalised(packages: Mapping[str, str]) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _probe() -> Host:
-    from attncore.registry.host.probe import probe
+    from attncore.registry.host.probe import probe  # it loads ctypes and subprocess, which an assumed host does without
 
-    return probe()
+    return Host(**probe()._asdict())

@@ -1,1 +1,10 @@
-"""Installed plugins: finding them, loading them safely, and examining one in a process of its own."""
+"""Installed plugins: found by their entry points, and loaded so that none stops another.
+
+- ``load``: the specs of all plugins, cached for the process.
+- ``discover``: the entry points that may load, read from metadata.
+- ``known_backends``: the names that belong to distributions known to attncore.
+- ``plugin_record``: PluginRecord, what is known of one plugin.
+- ``hookspecs``: the hooks that a plugin implements.
+
+Each imports only from those after it.
+"""

@@ -1,6 +1,4 @@
-"""Finding plugins: the entry points of the group ``attncore.backends``, read from metadata; nothing of a plugin is
-imported.
-"""
+"""Finding plugins: the entry points of the group ``attncore.backends``, read from metadata. Imports no plugin."""
 
 from __future__ import annotations
 
@@ -12,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from attncore import env
-from attncore.registry.plugins.known import KNOWN
-from attncore.registry.plugins.records import PluginRecord
+from attncore.registry.plugins.known_backends import KNOWN
+from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
-from attncore.registry.spec.requirements import canonical_name
+from attncore.registry.requirements import canonical_name
 
 GROUP = "attncore.backends"
 logger = logging.getLogger(__name__)
@@ -24,8 +22,8 @@ logger = logging.getLogger(__name__)
 def find() -> list[PluginRecord]:
     """Every entry point of the group, sorted by (name, distribution): found, blocked, duplicate or broken.
 
-    A distribution whose entry points cannot be read is broken, under the names that can be made out, else ``?``; one
-    that is on the path twice counts where it is met first, as for imports.
+    A distribution whose entry points cannot be parsed is broken under each name that its text shows, else under ``?``.
+    One that is on the path twice counts where it is met first, as for imports.
     """
     records = sorted(_entry_points(), key=lambda record: (record.name, record.distribution))
     return _without_duplicates(_without_blocked(_without_misnamed(records)))
@@ -35,7 +33,7 @@ def _entry_points() -> Iterator[PluginRecord]:
     seen = set()
     for distribution in importlib.metadata.distributions():
         try:
-            # `entry_points` parses the whole file; most distributions have none of ours, which the text tells sooner
+            # most distributions have no such entry point; searching the text is cheaper than parsing the file
             text = distribution.read_text("entry_points.txt")
             if not text or GROUP not in text:
                 continue
@@ -58,7 +56,7 @@ def _entry_points() -> Iterator[PluginRecord]:
 def _unreadable(
     distribution: importlib.metadata.Distribution, name: str, version: str, error: Exception
 ) -> list[PluginRecord]:
-    """Broken records of a distribution whose entry points cannot be parsed; none where they are not of the group."""
+    """Broken records of a distribution whose entry points cannot be parsed; none where the text lacks the group."""
     place = getattr(distribution, "_path", None)
     try:
         text = (place / "entry_points.txt").read_bytes().decode(errors="replace") if place is not None else ""
@@ -87,7 +85,7 @@ def _distribution_name(distribution: importlib.metadata.Distribution) -> str:
         name = None
     if isinstance(name, str) and name.strip():
         return name.strip()
-    path = getattr(distribution, "_path", None)  # no METADATA: the folder's name is all there is
+    path = getattr(distribution, "_path", None)  # without METADATA the folder's name is left
     return str(getattr(path, "name", "unnamed")).partition(".dist-info")[0].partition("-")[0]
 
 
@@ -99,6 +97,8 @@ def _distribution_version(distribution: importlib.metadata.Distribution) -> str:
 
 
 def _without_misnamed(records: list[PluginRecord]) -> list[PluginRecord]:
+    """The records, broken where the entry point's name is no backend's name."""
+
     def checked(record: PluginRecord) -> PluginRecord:
         if record.state != "found" or env.NAME.fullmatch(record.name):
             return record
@@ -116,6 +116,7 @@ def _without_misnamed(records: list[PluginRecord]) -> list[PluginRecord]:
 
 
 def _without_blocked(records: list[PluginRecord]) -> list[PluginRecord]:
+    """The records, blocked where the environment keeps them from loading."""
     allowed, disabled = env.plugins(), env.disabled_plugins()
 
     def checked(record: PluginRecord) -> PluginRecord:
@@ -137,7 +138,7 @@ def _without_blocked(records: list[PluginRecord]) -> list[PluginRecord]:
 
 
 def _without_duplicates(records: list[PluginRecord]) -> list[PluginRecord]:
-    """A name that attncore knows belongs to its distribution; any other name claimed twice is nobody's."""
+    """A name of KNOWN belongs to its distribution; every claimant of another name that is claimed twice is refused."""
     claims = Counter(record.name for record in records if record.state == "found")
 
     def checked(record: PluginRecord) -> PluginRecord:

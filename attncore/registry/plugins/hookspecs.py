@@ -1,4 +1,4 @@
-"""The hooks that a plugin may implement. They register and diagnose; afterwards the core works with plain objects.
+"""The hooks that a plugin may implement, to register its spec and to diagnose failures.
 
 ``hookimpl`` is what a plugin's author imports, as ``attncore.hookimpl``.
 """
@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import pluggy
 
-if TYPE_CHECKING:
-    from attncore.registry.host.host import Host
-    from attncore.registry.spec.backend_spec import BackendSpec
+from attncore.registry.host.host import Host
+from attncore.registry.spec.backend_spec import BackendSpec
 
 PROJECT = "attncore"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -26,15 +24,15 @@ class Hooks:
     def attncore_backend(self) -> BackendSpec:  # type: ignore[empty-body]
         """The spec of the one backend that this entry point provides.
 
-        Called when specs are first needed (``list``, ``explain``, ``select``), and again only where sys.path or the
-        filtering variables changed. It must be cheap: no torch, no kernel library, no GPU. What it raises becomes a row
-        of `attncore list`.
+        Called when specs are first needed (``list``, ``explain``, ``select``), and again only where sys.path or a
+        variable that filters plugins has changed. It must be cheap: no torch, no kernel library, no GPU. What it raises
+        becomes a row of `attncore list`.
         """
 
     @hookspec
     def attncore_doctor(self, host: Host) -> Mapping[str, str]:  # type: ignore[empty-body]
         """Facts that help to explain a failure (versions, paths, compiled modules found), each a name and a text.
 
-        Called by `attncore doctor` only, in a process of its own with a time limit; heavy imports are allowed. ``host``
-        is the machine as attncore sees it.
+        Called by `attncore doctor` only, in a child process with a time limit; heavy imports are allowed. ``host`` is
+        the machine as attncore probes it.
         """

@@ -1,7 +1,7 @@
-"""The safe loader: each plugin's light module imported and its spec taken, in this process; no plugin stops another.
+"""Loading plugins in this process: each plugin's light module is imported and its spec read. None stops another.
 
-Loading runs the plugin's code. What may load is settled before, in ``discover``. A plugin that hangs on import hangs
-the caller: only `attncore doctor` isolates.
+Loading runs the plugin's code; which plugins may load is decided before, in ``discover``. A plugin that hangs on import
+hangs the caller; `attncore doctor` loads each in a child process instead.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 from attncore import env
 from attncore._version import __version__
 from attncore.errors import PluginError
+from attncore.registry import requirements
 from attncore.registry.plugins import discover
-from attncore.registry.plugins.records import PluginRecord
-from attncore.registry.reasons import Reason, one_line
-from attncore.registry.spec import requirements
+from attncore.registry.plugins.plugin_record import PluginRecord
+from attncore.registry.printable import describe_error, one_line
+from attncore.registry.reasons import Reason
 from attncore.registry.spec.backend_spec import ATTNCORE_API, BackendSpec, ContractVersionError
 
 HEAVY_MODULES = ("torch", "triton", "flashinfer", "flash_attn", "aiter", "jax", "tensorflow", "cupy", "numba")
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Registry:
-    """Every plugin's record, and the versions of what they require and is installed here."""
+    """Every plugin's record, and the installed versions of the distributions that their specs require."""
 
     records: tuple[PluginRecord, ...]
     packages: dict[str, str]
@@ -55,14 +56,15 @@ def registry() -> Registry:
 
 
 def forget() -> None:
-    """Drop what is cached, so that the next look finds what was installed meanwhile."""
+    """Drop the cached plugins, so that the next call finds what has been installed since."""
     _cache.clear()
 
 
 def load(record: PluginRecord, *, strict: bool = False) -> PluginRecord:
-    """The record with its plugin loaded, or with the reason why it could not be.
+    """The record with its plugin loaded, or with the reason why it cannot be.
 
-    Only KeyboardInterrupt passes: everything else that a plugin raises, SystemExit too, is its own row.
+    Whatever a plugin raises, SystemExit too, is a reason of its record; only KeyboardInterrupt passes. ``strict``
+    raises PluginError for a record that is a duplicate, broken or incompatible.
     """
     if record.state == "found":
         heavy = {name for name in HEAVY_MODULES if name in sys.modules}
@@ -73,7 +75,7 @@ def load(record: PluginRecord, *, strict: bool = False) -> PluginRecord:
         except BaseException as error:
             record = _failed(record, error)
         else:
-            record = replace(record, state="loaded", spec=spec, reasons=_imported(record, heavy))
+            record = replace(record, state="loaded", spec=spec, reasons=_heavy_imports(record, heavy))
     if strict and record.state in ("duplicate", "broken", "incompatible"):
         raise PluginError(f"{record.name} ({record.label}): {record.reasons[0]}") from record.error
     return record
@@ -93,9 +95,9 @@ def _spec(record: PluginRecord) -> BackendSpec:
     _check_names(manager, plugin, record)
     answers = manager.hook.attncore_backend()
     if len(answers) != 1:
-        raise TypeError(f"{_value(record)} answers attncore_backend with nothing; it must return a BackendSpec")
+        raise TypeError(f"{_target(record)} answers attncore_backend with nothing; it must return a BackendSpec")
     spec = answers[0]
-    api = getattr(spec, "api", ATTNCORE_API)  # what is no BackendSpec may be one of another attncore
+    api = getattr(spec, "api", ATTNCORE_API)  # an object that is no BackendSpec may be one of another attncore
     if type(api) is int and api != ATTNCORE_API:
         raise ContractVersionError(api)
     if not isinstance(spec, BackendSpec):
@@ -106,7 +108,7 @@ def _spec(record: PluginRecord) -> BackendSpec:
 
 
 def _check_names(manager: Any, plugin: Any, record: PluginRecord) -> None:
-    """A hook that attncore does not have is misspelt; a module without attncore_backend forgot the decorator, or it."""
+    """TypeError for an implemented hook that attncore does not have, and for a missing or undecorated one."""
     import pluggy
 
     try:
@@ -117,19 +119,20 @@ def _check_names(manager: Any, plugin: Any, record: PluginRecord) -> None:
             if name not in known and manager.parse_hookimpl_opts(plugin, name) is not None:
                 close = difflib.get_close_matches(name, HOOKS, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"the hooks are {', '.join(HOOKS)}"
-                raise TypeError(f"{_value(record)} implements {name}, which is no hook of attncore; {hint}") from None
+                raise TypeError(f"{_target(record)} implements {name}, which is no hook of attncore; {hint}") from None
         raise
     if not manager.hook.attncore_backend.get_hookimpls():
         if hasattr(plugin, "attncore_backend"):
             raise TypeError(
-                f"attncore_backend of {_value(record)} is not decorated; decorate it with @attncore.hookimpl"
+                f"attncore_backend of {_target(record)} is not decorated; decorate it with @attncore.hookimpl"
             )
         raise TypeError(
-            f"{_value(record)} implements no attncore_backend; define it, decorated with @attncore.hookimpl"
+            f"{_target(record)} implements no attncore_backend; define it, decorated with @attncore.hookimpl"
         )
 
 
-def _value(record: PluginRecord) -> str:
+def _target(record: PluginRecord) -> str:
+    """The module that the entry point names."""
     return record.entry_point.value if record.entry_point else record.name
 
 
@@ -139,18 +142,13 @@ def _failed(record: PluginRecord, error: BaseException) -> PluginRecord:
     else:
         reason = Reason(
             "broken",
-            f"{_value(record)} failed: {described(error)}",
-            asked=_value(record),
+            f"{_target(record)} failed: {describe_error(error)}",
+            asked=_target(record),
             source=record.label,
             fix=f"update {record.distribution}, or report it to its authors",
         )
     logger.debug("plugin %s (%s) is %s", record.name, record.label, reason.code, exc_info=error)
     return replace(record, state=reason.code, reasons=(reason,), error=error)
-
-
-def described(error: BaseException) -> str:
-    """The type and the text of an exception, on one line."""
-    return f"{one_line(type(error).__name__)}: {one_line(error) or 'without a message'}"
 
 
 def _other_contract(record: PluginRecord, error: ContractVersionError) -> Reason:
@@ -168,13 +166,14 @@ def _other_contract(record: PluginRecord, error: ContractVersionError) -> Reason
     )
 
 
-def _imported(record: PluginRecord, before: set[str]) -> tuple[Reason, ...]:
+def _heavy_imports(record: PluginRecord, before: set[str]) -> tuple[Reason, ...]:
+    """A warning where reading the spec has imported heavy modules that were not loaded ``before``."""
     new = sorted(name for name in HEAVY_MODULES if name in sys.modules and name not in before)
     if not new:
         return ()
     reason = Reason(
         "heavy_import",
-        f"{_value(record)} imports {', '.join(new)} when its spec is read",
+        f"{_target(record)} imports {', '.join(new)} when its spec is read",
         asked=new,
         accepted=[],
         source=record.label,

@@ -1,4 +1,4 @@
-"""Sets of sizes that a spec accepts: a finite set, or the multiples of a number."""
+"""Sets of head or block sizes that a spec accepts: a finite set, or the multiples of a number."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isqrt, lcm
 from typing import Any
+
+from attncore.arguments import positive_integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +18,9 @@ class MultipleOf:
     maximum: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("base", "maximum"):
-            value = getattr(self, name)
-            if value is None and name == "maximum":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: {value!r} is not a positive integer")
+        object.__setattr__(self, "base", positive_integer("base", self.base))
+        if self.maximum is not None:
+            object.__setattr__(self, "maximum", positive_integer("maximum", self.maximum))
         if self.maximum is not None and self.maximum < self.base:
             raise ValueError(f"maximum: {self.maximum} leaves no multiple of {self.base}")
 
@@ -44,17 +43,14 @@ def as_sizes(name: str, value: object) -> Sizes:
         return value
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(f"{name}: {value!r} is neither a MultipleOf nor a set of sizes")
-    sizes = list(value)
-    for size in sizes:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name}: {size!r} is not a positive integer")
+    sizes = frozenset([positive_integer(name, size) for size in value])
     if not sizes:
         raise ValueError(f"{name}: no size is declared")
-    return frozenset(sizes)
+    return sizes
 
 
 def describe(sizes: Sizes) -> str:
-    """Sizes in a sentence."""
+    """Sizes in words, for a sentence."""
     return str(sizes) if isinstance(sizes, MultipleOf) else ", ".join(str(size) for size in sorted(sizes))
 
 
@@ -85,9 +81,9 @@ def divisors_within(sizes: Sizes, whole: int) -> list[int]:
     if whole % sizes.base:
         return []
     rest = whole // sizes.base
-    small = [one for one in range(1, isqrt(rest) + 1) if rest % one == 0]
-    found = {sizes.base * factor for one in small for factor in (one, rest // one)}
-    return sorted((size for size in found if size in sizes), reverse=True)
+    small = [factor for factor in range(1, isqrt(rest) + 1) if rest % factor == 0]
+    divisors = {sizes.base * factor for low in small for factor in (low, rest // low)}
+    return sorted((size for size in divisors if size in sizes), reverse=True)
 
 
 def smallest(sizes: Sizes) -> int:

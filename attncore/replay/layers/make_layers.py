@@ -51,5 +51,5 @@ def make_layers(
 def dtype_of(backend: str | None) -> str:
     """float32, or bfloat16 or float16 for a backend, named, that has only these: the libraries of GPUs."""
     specs = [record.spec for record in registry().records if record.name == backend and record.spec is not None]
-    had = {dtype for spec in specs for _, form in spec.forms for dtype in form.dtypes}
+    had = {dtype for spec in specs for _, form in spec.by_variant for dtype in form.dtypes}
     return next((dtype for dtype in ("float32", "bfloat16", "float16") if dtype in had), "float32")

@@ -7,11 +7,12 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from attncore.registry.choice.decide import decide
-from attncore.registry.choice.request import AttentionRequest
+from attncore.registry.choice.choice import choose
+from attncore.registry.choice.negotiate_installed import negotiate_installed
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
-from attncore.registry.plugins.records import PluginRecord
+from attncore.registry.plugins.plugin_record import PluginRecord
+from attncore.registry.request import AttentionRequest
 from attncore.registry.spec import sizes
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.sizes import MultipleOf
@@ -66,7 +67,7 @@ class Subject:
     @cached_property
     def _usable(self) -> tuple[BackendSpec | None, str]:
         refusals = []
-        for _, form in self.spec.forms:
+        for _, form in self.spec.by_variant:
             try:
                 return self._choose(**_base(form)).spec, ""
             except UnsupportedError as error:
@@ -118,12 +119,13 @@ class Subject:
 
     def _choose(self, **fields: Any) -> Choice:
         request = AttentionRequest(**{"backend": self.name, **fields})
-        found = decide(request, host=self.host)
-        if found.chosen is None:
-            mine = [one for one in found.outcome.rest if one.name == self.name]
+        negotiation = negotiate_installed(request, host=self.host)
+        choice = choose(negotiation)
+        if choice is None:
+            mine = [one for one in negotiation.rejected if one.name == self.name]
             reasons = [str(reason) for one in mine for reason in one.reasons]
-            raise UnsupportedError("; ".join(reasons) or found.refusal)
-        return found.chosen
+            raise UnsupportedError("; ".join(reasons) or negotiation.refusal)
+        return choice
 
     @property
     def drawn_phases(self) -> dict[str, bool]:

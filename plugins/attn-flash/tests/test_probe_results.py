@@ -139,12 +139,12 @@ def test_a_user_without_a_home_keeps_none(installed: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Path, "home", nowhere)
     probe_results.write("2", made_by_calls())
     assert probe_results.read("2") is None
-    assert [name for name, _ in make_spec().forms] == ["fa4", "fa2"]
+    assert [name for name, _ in make_spec().by_variant] == ["fa4", "fa2"]
 
 
 def test_the_spec_states_what_was_found(installed: Path) -> None:
     probe_results.write("2", made_by_calls("logits_soft_cap", "head_size 96", "torch.float16"))
-    form = dict(make_spec().forms)["fa2"]
+    form = dict(make_spec().by_variant)["fa2"]
     assert "logits_soft_cap" not in form.features
     assert "as a call on a GPU showed (This flash attention build" in form.unsupported["logits_soft_cap"]
     assert 96 not in form.head_sizes

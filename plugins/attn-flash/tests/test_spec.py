@@ -9,7 +9,7 @@ import pytest
 
 import attncore
 from attncore import AttentionRequest, Host, Reason
-from attncore.registry.choice.decide import decide
+from attncore.registry.choice.negotiate_installed import negotiate_installed
 
 HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 
@@ -24,8 +24,8 @@ def choice(where: Host, **fields: Any) -> Any:
 
 def reasons(where: Host, **fields: Any) -> list[Reason]:
     """Why flash cannot be used."""
-    found = decide(AttentionRequest(**{**HEADS, **fields}), host=where)
-    return [reason for one in found.outcome.rest if one.name == "flash" for reason in one.reasons]
+    negotiation = negotiate_installed(AttentionRequest(**{**HEADS, **fields}), host=where)
+    return [reason for one in negotiation.rejected if one.name == "flash" for reason in one.reasons]
 
 
 @pytest.mark.parametrize(

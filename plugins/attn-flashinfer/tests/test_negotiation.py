@@ -8,28 +8,29 @@ import pytest
 
 import attncore
 from attncore import AttentionRequest, Host, NoBackendError
-from attncore.registry.choice import decide as deciding
+from attncore.registry.choice.choice import choose
+from attncore.registry.choice.negotiate_installed import negotiate_installed
 
 PACKAGES = {"flashinfer-python": "0.7.2.post1", "apache-tvm-ffi": "0.1.15.post2", "torch": "2.11.0"}
 
 
-def decided(device: str = "sm_90", packages: dict[str, str] | None = None, **changes: Any) -> Any:
+def negotiated(device: str = "sm_90", packages: dict[str, str] | None = None, **changes: Any) -> Any:
     request = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16", "backend": "flashinfer"}
     host = Host.assume(device, packages={**PACKAGES, **(packages or {})})
-    return deciding.decide(AttentionRequest(**{**request, **changes}), host=host)
+    return negotiate_installed(AttentionRequest(**{**request, **changes}), host=host)
 
 
 def refusal(device: str = "sm_90", packages: dict[str, str] | None = None, **changes: Any) -> str:
-    found = decided(device, packages, **changes)
+    found = negotiated(device, packages, **changes)
     assert found.chosen is None
-    return "; ".join(str(reason) for one in found.outcome.rest if one.name == "flashinfer" for reason in one.reasons)
+    return "; ".join(str(reason) for one in found.rejected if one.name == "flashinfer" for reason in one.reasons)
 
 
 @pytest.mark.parametrize("device", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"])
 def test_nvidia_gpus_since_ampere(device: str) -> None:
-    choice = decided(device).chosen
+    choice = choose(negotiated(device))
     assert (choice.name, choice.variant, choice.block_size, choice.kv_cache_layout) == ("flashinfer", "jit", 16, "NHD")
-    choice = decided(device, head_size=64, dtype="float16", kv_cache_dtype="fp8", kv_cache_layout="HND").chosen
+    choice = choose(negotiated(device, head_size=64, dtype="float16", kv_cache_dtype="fp8", kv_cache_layout="HND"))
     assert choice.kv_cache_layout == "HND"
 
 
@@ -82,14 +83,14 @@ def test_what_it_cannot_run_is_a_reason(changes: dict[str, Any], says: str) -> N
 
 def test_xqa_is_for_hopper() -> None:
     options = {"options": {"flashinfer": {"decode": "xqa"}}}
-    assert decided(**options).chosen.name == "flashinfer"
+    assert negotiated(**options).chosen.name == "flashinfer"
     assert "decode=xqa: it runs on sm_90" in refusal("sm_80", **options)
 
 
 def test_it_comes_before_the_reference_on_a_gpu() -> None:
     request = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16"}
     host = Host.assume("sm_90", packages=PACKAGES)
-    found = deciding.decide(AttentionRequest(**request, exclude=("flash",)), host=host)
+    found = negotiate_installed(AttentionRequest(**request, exclude=("flash",)), host=host)
     assert found.chosen.name == "flashinfer"
 
 

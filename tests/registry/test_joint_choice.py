@@ -5,7 +5,7 @@ from lookalikes import record
 
 import attncore
 from attncore import BackendSpec, Host, MultipleOf
-from attncore.registry.choice import decide
+from attncore.registry.choice import negotiate_installed
 from attncore.registry.plugins import load
 
 FIELDS = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"}
@@ -26,7 +26,7 @@ def spec(name, **facts):
 def joint(monkeypatch):
     def ask(*specs, **fields):
         plugins = load.Registry(tuple(record(one, f"attn-{one.name}") for one in specs), {})
-        monkeypatch.setattr(decide, "registry", lambda: plugins)
+        monkeypatch.setattr(negotiate_installed, "registry", lambda: plugins)
         return attncore.select_joint(host=Host.assume("sm_90"), **{**FIELDS, **fields})
 
     return ask

@@ -1,4 +1,4 @@
-"""What makes sense in a spec: every field normalised, every problem found, none of them hidden behind the first."""
+"""Checks of a spec's fields: each is made immutable, and every bad one is reported, not the first alone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from attncore.arguments import integer_or_none, positive_integer
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
-from attncore.registry.spec import requirements
-from attncore.registry.spec.device_patterns import FORMS, is_pattern
+from attncore.registry import requirements
+from attncore.registry.devices import PATTERNS, is_pattern
+from attncore.registry.spec.option import Option
 from attncore.registry.spec.sizes import as_sizes
+from attncore.registry.spec.variant import Variant
 from attncore.vocabulary import (
     DTYPES,
     FEATURES,
@@ -27,8 +30,8 @@ _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w
 Values = dict[str, Any]
 
 
-def normalise(given: Values) -> tuple[Values, list[str]]:
-    """The fields of a spec made immutable, and a sentence for each that makes no sense (beginning with its name)."""
+def check_fields(given: Values) -> tuple[Values, list[str]]:
+    """The fields of a spec made immutable, and a sentence for each bad one, which begins with its name."""
     values, problems = dict(given), []
     for name, check in _CHECKS.items():
         try:
@@ -36,11 +39,12 @@ def normalise(given: Values) -> tuple[Values, list[str]]:
         except ValueError as error:
             problems.append(str(error))
     if not problems:
-        problems.extend(_together(values))
+        problems.extend(_contradictions(values))
     return values, problems
 
 
-def _together(values: Values) -> Iterable[str]:
+def _contradictions(values: Values) -> Iterable[str]:
+    """Problems of fields that are good alone."""
     preferred, sizes = values["preferred_block_size"], values["block_sizes"]
     if preferred is not None and preferred not in sizes:
         yield f"preferred_block_size: {preferred} is not among block_sizes"
@@ -67,10 +71,10 @@ def _devices(field: str, value: object) -> Mapping[str, int]:
         raise ValueError(f"{field}: {value!r} is not a mapping of devices to priorities")
     for device, priority in value.items():
         if not is_pattern(device):
-            raise ValueError(f"{field}: {device!r} is no device; the forms are {FORMS}")
-        if not isinstance(priority, int) or isinstance(priority, bool) or not 0 <= priority <= 100:
+            raise ValueError(f"{field}: {device!r} is no device; write one of {PATTERNS}")
+        if integer_or_none(priority) is None or not 0 <= priority <= 100:
             raise ValueError(f"{field}: the priority of {device!r} is {priority!r}, not an integer from 0 to 100")
-    return FrozenMap(dict(value))
+    return FrozenMap({device: int(priority) for device, priority in value.items()})
 
 
 def _words(field: str, value: object, known: Collection[str]) -> tuple[str, ...]:
@@ -83,7 +87,7 @@ def _words(field: str, value: object, known: Collection[str]) -> tuple[str, ...]
     return words
 
 
-def _some(known: Collection[str]) -> Callable[[str, object], frozenset[str]]:
+def _words_at_least_one(known: Collection[str]) -> Callable[[str, object], frozenset[str]]:
     def check(field: str, value: object) -> frozenset[str]:
         words = _words(field, value, known)
         if not words:
@@ -93,11 +97,11 @@ def _some(known: Collection[str]) -> Callable[[str, object], frozenset[str]]:
     return check
 
 
-def _any(known: Collection[str]) -> Callable[[str, object], frozenset[str]]:
+def _words_or_none(known: Collection[str]) -> Callable[[str, object], frozenset[str]]:
     return lambda field, value: frozenset(_words(field, value, known))
 
 
-def _ordered(known: Collection[str]) -> Callable[[str, object], tuple[str, ...]]:
+def _ordered_words(known: Collection[str]) -> Callable[[str, object], tuple[str, ...]]:
     def check(field: str, value: object) -> tuple[str, ...]:
         if isinstance(value, set | frozenset) and len(value) > 1:
             raise ValueError(f"{field}: a set has no order; give a tuple, the preferred one first")
@@ -108,7 +112,7 @@ def _ordered(known: Collection[str]) -> Callable[[str, object], tuple[str, ...]]
     return check
 
 
-def _one(known: Collection[str]) -> Callable[[str, object], str]:
+def _word(known: Collection[str]) -> Callable[[str, object], str]:
     def check(field: str, value: object) -> str:
         if not isinstance(value, str) or value not in known:
             raise ValueError(f"{field}: {value!r} is not one of {', '.join(known)}")
@@ -117,7 +121,7 @@ def _one(known: Collection[str]) -> Callable[[str, object], str]:
     return check
 
 
-def _texts(field: str, value: object) -> Mapping[str, str]:
+def _unsupported(field: str, value: object) -> Mapping[str, str]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{field}: {value!r} is not a mapping of features to sentences")
     _words(field, value, FEATURES)
@@ -140,19 +144,17 @@ def _notes(field: str, value: object) -> tuple[str, ...]:
 def _requires(field: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(f"{field}: {value!r} is not a collection of requirements")
-    found = tuple(value)
-    for one in found:
+    texts = tuple(value)
+    for text in texts:
         try:
-            requirements.parse(one)
+            requirements.parse(text)
         except ValueError as error:
             raise ValueError(f"{field}: {error}") from None
-    return found
+    return texts
 
 
-def _limit(field: str, value: object) -> int | None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"{field}: {value!r} is neither None nor a positive integer")
-    return value
+def _optional_positive(field: str, value: object) -> int | None:
+    return None if value is None else positive_integer(field, value)
 
 
 def _flag(field: str, value: object) -> bool:
@@ -167,9 +169,7 @@ def _pad(field: str, value: object) -> int:
     return int(value == 1)
 
 
-def _options(field: str, value: object) -> Mapping[str, Any]:
-    from attncore.registry.spec.backend_spec import Option
-
+def _options(field: str, value: object) -> Mapping[str, Option]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{field}: {value!r} is not a mapping of names to Option")
     for name, option in value.items():
@@ -186,49 +186,47 @@ def _check(field: str, value: object) -> object:
     return value
 
 
-def _variants(field: str, value: object) -> tuple[Any, ...]:
-    from attncore.registry.spec.backend_spec import Variant
-
+def _variants(field: str, value: object) -> tuple[Variant, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(f"{field}: {value!r} is not a collection of Variant")
-    found = tuple(value)
-    for one in found:
-        if not isinstance(one, Variant):
-            raise ValueError(f"{field}: {one!r} is not a Variant")
-        _name(field, one.name)
-        _requires(field, one.requires)
-    if len({one.name for one in found}) < len(found):
+    variants = tuple(value)
+    for variant in variants:
+        if not isinstance(variant, Variant):
+            raise ValueError(f"{field}: {variant!r} is not a Variant")
+        _name(field, variant.name)
+        _requires(field, variant.requires)
+    if len({variant.name for variant in variants}) < len(variants):
         raise ValueError(f"{field}: two variants have the same name")
-    return found
+    return variants
 
 
 _CHECKS: Mapping[str, Callable[[str, object], object]] = {
     "name": _name,
     "factory": _factory,
     "devices": _devices,
-    "dtypes": _some(DTYPES),
-    "kv_cache_dtypes": _some(KV_CACHE_DTYPES),
+    "dtypes": _words_at_least_one(DTYPES),
+    "kv_cache_dtypes": _words_at_least_one(KV_CACHE_DTYPES),
     "head_sizes": as_sizes,
     "block_sizes": as_sizes,
-    "preferred_block_size": _limit,
-    "kv_cache_layouts": _ordered(KV_CACHE_LAYOUTS),
-    "features": _any(FEATURES),
-    "unsupported": _texts,
-    "cuda_graph": _one(GRAPH_LEVELS),
-    "needs": _any(NEEDS),
+    "preferred_block_size": _optional_positive,
+    "kv_cache_layouts": _ordered_words(KV_CACHE_LAYOUTS),
+    "features": _words_or_none(FEATURES),
+    "unsupported": _unsupported,
+    "cuda_graph": _word(GRAPH_LEVELS),
+    "needs": _words_or_none(NEEDS),
     "requires": _requires,
-    "phases": _some(PHASES),
+    "phases": _words_at_least_one(PHASES),
     "head_size_v": lambda field, value: None if value is None else as_sizes(field, value),
     "use_mla": _flag,
     "mla_only": _flag,
-    "max_group_size": _limit,
-    "max_model_len": _limit,
-    "max_block_id": _limit,
-    "workspace_bytes": _limit,
+    "max_group_size": _optional_positive,
+    "max_model_len": _optional_positive,
+    "max_block_id": _optional_positive,
+    "workspace_bytes": _optional_positive,
     "compiles_at_run_time": _flag,
     "finite_tail": _flag,
-    "host_lengths": _one(HOST_LENGTHS),
-    "plan_staging": _one(PLAN_STAGING),
+    "host_lengths": _word(HOST_LENGTHS),
+    "plan_staging": _word(PLAN_STAGING),
     "pad_seq_len": _pad,
     "options": _options,
     "notes": _notes,

@@ -8,20 +8,19 @@ A host's device is ``cpu``, ``cuda:sm_<n>`` or ``rocm:gfx<id>``. A pattern is a 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-PLATFORMS = ("cpu", "cuda", "rocm")
 _DEVICE = re.compile(r"cpu|cuda:sm_[0-9]{2,3}|rocm:gfx[0-9]{1,3}[0-9a-f]{2}")
 _PATTERN = re.compile(
     r"any|cpu|cuda|rocm|cuda:sm_[0-9]{2,3}\+?|rocm:gfx[0-9]{1,3}[0-9a-f]{2}|rocm:gfx[0-9]{1,3}[0-9a-f]{0,2}\*"
 )
-FORMS = "any, cpu, cuda, cuda:sm_90, cuda:sm_80+, rocm, rocm:gfx942, rocm:gfx11*"
+PATTERNS = "any, cpu, cuda, cuda:sm_90, cuda:sm_80+, rocm, rocm:gfx942, rocm:gfx11*"
 
 
 class Match(NamedTuple):
-    """How a spec meets a device: the priority it states, under which pattern, and how specific that pattern is."""
+    """The entry of a spec's ``devices`` for a device: its priority, its pattern, and how specific the pattern is."""
 
     priority: int
     pattern: str
@@ -47,7 +46,7 @@ def is_pattern(pattern: object) -> bool:
 
 @lru_cache(maxsize=4096)
 def specificity(pattern: str, device: str) -> tuple[int, int] | None:
-    """How closely ``pattern`` describes ``device`` (larger is closer); None where it does not match."""
+    """How closely ``pattern`` describes ``device`` (a larger tuple is closer); None where it does not match."""
     if pattern == device:
         return (3, 0)
     if pattern == "any":
@@ -71,9 +70,3 @@ def best_match(devices: Mapping[str, int], device: str) -> Match | None:
         if close is not None and (best is None or close > best.specificity):
             best = Match(priority, pattern, close)
     return best
-
-
-def platforms(patterns: Iterable[str]) -> tuple[str, ...]:
-    """The platforms that some patterns touch, sorted; ``any`` touches all."""
-    found = {pattern.partition(":")[0] for pattern in patterns}
-    return PLATFORMS if "any" in found else tuple(sorted(found))

@@ -1,4 +1,4 @@
-"""What a Hugging Face ``config.json`` says of a model's attention, as the fields of an AttentionRequest."""
+"""The fields of an AttentionRequest from a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from attncore.arguments import integer, positive_integer
 
 _ALIBI_MODELS = ("bloom",)
 _SINK_MODELS = ("gpt_oss",)
@@ -34,8 +36,7 @@ def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> di
     A model of several parts (text and vision) is described by its ``text_config``. Key/value heads are split among the
     ranks, and repeated where there are fewer of them than ranks.
     """
-    if tensor_parallel < 1:
-        raise ValueError(f"tensor_parallel: {tensor_parallel} is not positive")
+    tensor_parallel = integer("tensor_parallel", tensor_parallel, 1)
     if isinstance(config.get("text_config"), Mapping):
         outer, config = config, config["text_config"]
         config = {**{key: outer[key] for key in ("dtype", "torch_dtype") if key in outer}, **config}
@@ -66,9 +67,7 @@ def _optional(config: Mapping[str, Any], *names: str) -> int | None:
         value = config.get(name)
         if value is None:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"config: {name} is {value!r}, not a positive integer")
-        return value
+        return positive_integer(f"config: {name}", value)
     return None
 
 

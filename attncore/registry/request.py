@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from attncore.abstract import check_value_size
+from attncore.arguments import integer
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
 from attncore.vocabulary import (
@@ -21,7 +21,7 @@ from attncore.vocabulary import (
 )
 
 _COUNTS = ("num_heads", "num_kv_heads", "head_size")
-_LIMITS = (
+_OPTIONAL_COUNTS = (
     "head_size_v",
     "block_size",
     "manager_block_size",
@@ -35,7 +35,7 @@ _LIMITS = (
 class AttentionRequest:
     """What is asked. Raises ValueError or TypeError that begins with the field's name.
 
-    Numbers of heads are those of one rank. ``None`` leaves a field open, or says that the model has no such thing.
+    Numbers of heads are those of one rank. ``None`` leaves a field open, or states that the model lacks the feature.
     """
 
     num_heads: int
@@ -48,11 +48,11 @@ class AttentionRequest:
     kv_cache_dtype: str = "auto"
     """Of KV_CACHE_DTYPES; ``fp8`` is fp8_e4m3."""
     block_size: int | None = None
-    """Tokens per block of the kernel, exactly; None: the backend's own choice, told by ``Choice.block_size``."""
+    """Tokens per block of the kernel, exactly; None: the backend chooses, and ``Choice.block_size`` gives it."""
     manager_block_size: int | None = None
     """Tokens per block of the engine's allocator; the kernel's block must divide it."""
     kv_cache_layout: str | None = None
-    """Of KV_CACHE_LAYOUTS; None: the backend's own choice."""
+    """Of KV_CACHE_LAYOUTS; None: the backend chooses, and ``Choice.kv_cache_layout`` gives it."""
     max_model_len: int | None = None
     """Tokens of the longest sequence."""
     num_blocks: int | None = None
@@ -60,35 +60,38 @@ class AttentionRequest:
     sliding_window: int | None = None
     """Tokens a query may see, itself included."""
     logits_soft_cap: float | None = None
+    """Scores become ``cap * tanh(score / cap)``."""
     alibi: bool | Literal["standard"] = False
     """True: slopes of any value; ``standard``: the standard slopes of ``num_heads`` heads."""
     sinks: bool = False
+    """Whether a learnt logit per head joins the softmax."""
     use_mla: bool = False
-    """Whether the cache holds latent rows, one a token, of ``head_size``, values their first ``head_size_v``."""
+    """Whether the cache holds one latent row of ``head_size`` per token, the values being its first ``head_size_v``."""
     features: Iterable[str] = ()
-    """Of FEATURES: what is needed beside what the fields above imply."""
+    """Of FEATURES: what is needed beyond what the fields above imply."""
     cuda_graph: str = "never"
-    """Of GRAPH_LEVELS: what the engine captures."""
+    """Of GRAPH_LEVELS: the steps that the engine captures."""
     phase: Literal["prefill", "decode"] | None = None
-    """One of PHASES where another backend runs the other; None: both."""
+    """Of PHASES, where another backend runs the other phase; None: both."""
     allow_compile: bool = True
     """Whether a library may compile kernels at run time."""
     backend: str | None = None
-    """The one to use."""
+    """Name of the backend to use."""
     prefer: Iterable[str] = ()
-    """Those to use where they can be, the first first."""
+    """Names of backends to use where they can be, in this order."""
     exclude: Iterable[str] = ()
-    """Those not to use."""
+    """Names of backends not to use."""
     policy: Literal["strict", "fallback"] = "strict"
-    """What happens when the backend named by ``backend`` or ATTNCORE_BACKEND cannot be used: an error, or the next
-    one.
+    """Of POLICIES: where the backend named by ``backend`` or ATTNCORE_BACKEND cannot be used, ``strict`` raises and
+    ``fallback`` takes the next one.
     """
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Backend -> its options; a backend that does not take them is not chosen."""
+    """Name of a backend -> its options; a backend whose spec does not declare them is not chosen."""
 
     def __post_init__(self) -> None:
-        for name in (*_COUNTS, *_LIMITS):
-            object.__setattr__(self, name, _count(name, getattr(self, name), optional=name in _LIMITS))
+        for name in (*_COUNTS, *_OPTIONAL_COUNTS):
+            if (value := getattr(self, name)) is not None or name in _COUNTS:
+                object.__setattr__(self, name, integer(name, value, 1))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
         check_value_size(self.head_size, self.head_size_v, self.num_kv_heads, self.use_mla is True)
@@ -133,17 +136,17 @@ class AttentionRequest:
 
     def as_json(self) -> dict[str, Any]:
         """The fields that are not at their defaults, as JSON types."""
-        found = {}
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if value == one.default or (not value and not isinstance(value, bool)):
+        stated = {}
+        for declared in fields(self):
+            value = getattr(self, declared.name)
+            if value == declared.default or (not value and not isinstance(value, bool)):
                 continue
             if isinstance(value, frozenset | tuple):
                 value = sorted(value) if isinstance(value, frozenset) else list(value)
             elif isinstance(value, Mapping):
                 value = {name: dict(options) for name, options in value.items()}
-            found[one.name] = value
-        return found
+            stated[declared.name] = value
+        return stated
 
 
 _WORDS = {
@@ -154,20 +157,6 @@ _WORDS = {
     "phase": PHASES,
     "policy": POLICIES,
 }
-
-
-def _count(name: str, value: Any, *, optional: bool) -> int | None:
-    if value is None and optional:
-        return None
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)  # NumPy's integers are integers, too
-    except TypeError:
-        number = None
-    if number is None:
-        raise TypeError(f"{name}: {value!r} is not an integer")
-    if number < 1:
-        raise ValueError(f"{name}: {number} is not positive")
-    return number
 
 
 def _names(field: str, value: object, known: Iterable[str] | None = None) -> tuple[str, ...]:

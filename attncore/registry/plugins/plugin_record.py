@@ -1,4 +1,4 @@
-"""What is known of one plugin: where it comes from, what became of it, and why."""
+"""PluginRecord: one plugin, where it comes from, its state, and the reasons for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from attncore.registry.spec.backend_spec import BackendSpec
 class PluginRecord:
     """One entry point of the group ``attncore.backends``.
 
-    ``state`` is of STATES; ``reasons`` say why it is not ``loaded`` (for a loaded one: warnings); ``spec`` is there
-    when it is. ``error`` is the exception behind a broken or incompatible record.
+    ``state`` is of STATES; ``reasons`` say why it is not ``loaded`` (warnings where it is); ``spec`` is None unless it
+    is loaded. ``error`` is the exception behind a broken or incompatible record.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A bar on standard error, where that is a terminal."""
+"""A progress bar on standard error, where that is a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def progress_bar(num_requests: int) -> Iterator[Callable[[int], None] | None]:
-    """What to call with the number of requests finished; None where nobody looks."""
+    """The function to call with the number of requests finished; None where standard error is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from attncore import AttentionRequest
-from attncore.registry.choice.model_config import read, request_fields
+from attncore.registry.request_from_config_json import read, request_fields
 
 LLAMA = {
     "num_attention_heads": 32,
@@ -72,7 +72,7 @@ def test_heads_are_shared_among_ranks():
 def test_mistakes_name_the_entry(tmp_path):
     with pytest.raises(ValueError, match="config: num_attention_heads is missing"):
         request_fields({})
-    with pytest.raises(ValueError, match="config: head_dim is 'x', not a positive integer"):
+    with pytest.raises(ValueError, match="config: head_dim: 'x' is not a positive integer"):
         fields(head_dim="x")
     with pytest.raises(ValueError, match=r"config: .*nowhere.* cannot be read: No such file"):
         read(tmp_path / "nowhere")

@@ -1,6 +1,4 @@
-"""NVIDIA's devices, asked of the management library; of the driver library, in a process of its own, where that is
-missing.
-"""
+"""NVIDIA's devices, from the management library; where it is missing, from the driver library in a child process."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from attncore.registry.host.accelerator import Device
+from attncore.registry.host.accelerator import Accelerator
 
 _ASK_DRIVER = """
 import ctypes, json
@@ -30,8 +28,8 @@ print(json.dumps(found))
 """
 
 
-def devices(root: Path, notes: list[str]) -> tuple[str, list[Device]]:
-    """The driver's version and its devices, in PCI order (the driver library's own where that was asked)."""
+def devices(root: Path, notes: list[str]) -> tuple[str, list[Accelerator]]:
+    """The driver's version and its devices, in PCI order (in the driver library's order where that was asked)."""
     driver = driver_version(root)
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -61,7 +59,8 @@ def driver_version(root: Path) -> str:
     return found.group(1) if found else ""
 
 
-def _managed(library: ctypes.CDLL) -> list[Device]:
+def _managed(library: ctypes.CDLL) -> list[Accelerator]:
+    """The devices that the management library lists."""
     number, major, minor = ctypes.c_uint(), ctypes.c_int(), ctypes.c_int()
     if library.nvmlDeviceGetCount_v2(ctypes.byref(number)):
         return []
@@ -74,7 +73,7 @@ def _managed(library: ctypes.CDLL) -> list[Device]:
             continue
         name = _device_text(library, "nvmlDeviceGetName", handle)
         uuid = _device_text(library, "nvmlDeviceGetUUID", handle)
-        found.append(Device(f"cuda:sm_{major.value}{minor.value}", name, uuid))
+        found.append(Accelerator(f"cuda:sm_{major.value}{minor.value}", name, uuid))
     return found
 
 
@@ -88,15 +87,16 @@ def _device_text(library: ctypes.CDLL, function: str, handle: ctypes.c_void_p) -
     return "" if getattr(library, function)(handle, buffer, 96) else buffer.value.decode(errors="replace")
 
 
-def _ask_driver() -> list[Device]:
+def _ask_driver() -> list[Accelerator]:
+    """The devices that the driver library lists, without UUIDs; empty where there is none or it does not answer."""
     try:
-        ctypes.CDLL("libcuda.so.1")  # opening it makes no context; cuInit, which would, runs in the other process
+        ctypes.CDLL("libcuda.so.1")  # opening it makes no context; cuInit, which would, runs in the child process
     except OSError:
         return []
     try:
         answer = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _ASK_DRIVER], capture_output=True, timeout=20, check=True, text=True
         )
-        return [Device(device, name) for device, name in json.loads(answer.stdout)]
+        return [Accelerator(device, name) for device, name in json.loads(answer.stdout)]
     except (OSError, ValueError, subprocess.SubprocessError):
         return []

@@ -59,7 +59,7 @@ def _makes_sense(operator: str, wanted: str) -> bool:
 
 
 def satisfied(requirement: Requirement, version: str) -> bool:
-    """Whether an installed ``version`` passes every comparison; a version that nobody can read passes none."""
+    """Whether an installed ``version`` passes every comparison; an unreadable version passes none."""
     try:
         return all(_passes(operator, wanted, version) for operator, wanted in requirement.clauses)
     except ValueError:
@@ -77,7 +77,7 @@ def _installed(names: tuple[str, ...], path: tuple[str, ...]) -> tuple[tuple[str
     for name in names:
         try:
             found.append((name, importlib.metadata.version(name)))
-        except Exception:  # not there, or its metadata cannot be read: either way it cannot be counted on
+        except Exception:  # not installed, or its metadata cannot be read
             continue
     return tuple(found)
 

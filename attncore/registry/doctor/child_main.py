@@ -1,9 +1,6 @@
-"""The child process of ``isolate``: ``python -m attncore.registry.plugins.isolate_child``.
+"""The child process of ``diagnose``, started with the arguments NAME DISTRIBUTION FILE [--create].
 
-Arguments: NAME DISTRIBUTION FILE [--create].
-
-Writes a JSON object a line to FILE, each before what it announces is tried, so that the last line tells where it
-stopped.
+Writes JSON Lines to FILE. A phase is written before it begins, so that the last line tells where the process stopped.
 """
 
 from __future__ import annotations
@@ -13,16 +10,24 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
+import pluggy
+
+from attncore.registry import requirements
+from attncore.registry.choice.choice import choose
+from attncore.registry.choice.negotiate import negotiate
 from attncore.registry.host.host import Host
 from attncore.registry.plugins import discover, load
-from attncore.registry.plugins.records import PluginRecord
+from attncore.registry.plugins.hookspecs import PROJECT, Hooks
+from attncore.registry.plugins.plugin_record import PluginRecord
+from attncore.registry.printable import describe_error
 from attncore.registry.reasons import Reason
+from attncore.registry.request import AttentionRequest
 from attncore.registry.spec.backend_spec import BackendSpec
-from attncore.registry.spec.sizes import smallest
+from attncore.registry.spec.fitting_request import fitting_fields
 
 
 def main(name: str, distribution: str, path: str, *options: str) -> None:
-    """Examine the entry point ``name`` of ``distribution``."""
+    """Diagnose the entry point ``name`` of ``distribution``; the lines are written to ``path``."""
     with Path(path).open("w", encoding="utf-8") as file:
         record = next(
             one for one in discover.find() if (one.name, one.distribution, one.state) == (name, distribution, "found")
@@ -45,10 +50,6 @@ def _tell(file: IO[str], **answer: Any) -> None:
 
 
 def _doctor(record: PluginRecord) -> dict[str, Any]:
-    import pluggy
-
-    from attncore.registry.plugins.hookspecs import PROJECT, Hooks
-
     if record.entry_point is None:
         return {}
     manager = pluggy.PluginManager(PROJECT)
@@ -58,37 +59,23 @@ def _doctor(record: PluginRecord) -> dict[str, Any]:
         answers = manager.hook.attncore_doctor(host=Host.probe())
         return {"facts": {str(key): str(value) for answer in answers for key, value in answer.items()}}
     except (Exception, SystemExit) as error:
-        return _broken(record, f"attncore_doctor failed: {load.described(error)}")
+        return _broken(record, f"attncore_doctor failed: {describe_error(error)}")
 
 
 def _create(record: PluginRecord, spec: BackendSpec) -> dict[str, Any]:
-    """Make a small backend where this host can; why not otherwise."""
-    from attncore.registry.choice.decide import Decision
-    from attncore.registry.choice.negotiate import negotiate
-    from attncore.registry.choice.request import AttentionRequest
-    from attncore.registry.spec import requirements
-
-    form = spec.forms[0][1]
-    heads: Any = form.head_sizes
-    dtype = next(name for name in ("bfloat16", "float16", "float32") if name in form.dtypes)
-    head_size = next((size for size in (128, 64) if size in heads), smallest(heads))
+    """Create a small backend where this host can; elsewhere the reasons why it cannot."""
     names = tuple(sorted({requirements.parse(text).name for text in spec.all_requires}))
     host = Host.probe().with_packages(requirements.installed(names))
-    caches = "auto" if "auto" in form.kv_cache_dtypes else min(form.kv_cache_dtypes)
-    request = AttentionRequest(
-        num_heads=1, num_kv_heads=1, head_size=head_size, dtype=dtype, kv_cache_dtype=caches, backend=spec.name
-    )
-    if len(form.phases) == 1:
-        request = AttentionRequest(**{**vars(request), "phase": next(iter(form.phases))})
-    outcome = negotiate(request, host, [record])
-    choice = Decision(request, "the doctor", host, outcome).chosen
+    request = AttentionRequest(num_heads=1, num_kv_heads=1, backend=spec.name, **fitting_fields(spec))
+    negotiation = negotiate(request, host, [record], "the doctor")
+    choice = choose(negotiation)
     if choice is None:
-        mine = next(one for one in outcome.rest if one.name == spec.name)
+        mine = next(one for one in negotiation.rejected if one.name == spec.name)
         return {"created": f"not tried: {' | '.join(map(str, mine.reasons))}"}
     try:
         backend = choice.create()
     except (Exception, SystemExit) as error:
-        return _broken(record, f"creating it failed: {load.described(error)}")
+        return _broken(record, f"creating it failed: {describe_error(error)}")
     return {"created": f"{type(backend).__name__} on {backend.config.device}"}
 
 

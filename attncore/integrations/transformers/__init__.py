@@ -1,0 +1,27 @@
+"""Models of Hugging Face transformers on paged caches, by whatever backend is chosen.
+
+Importing this package registers the attention implementation ``attncore`` with transformers. What each layer asks for
+(its window, soft cap, scale, sinks) is taken from what it passes to its attention in a run of one token.
+
+- ``forward_pass``: a model's paged caches, and the context in which it runs over them.
+- ``choose_backend``: one backend for all layers of a model.
+- ``model_layers``: the layers of a model and what each asks for; ``refused_models``: models that cannot run.
+- ``attention_interface``: the function that models call.
+
+Each imports only from those after it.
+"""
+
+from attncore.integrations.transformers.attention_interface import NAME
+from attncore.integrations.transformers.choose_backend import select_for_model
+from attncore.integrations.transformers.forward_pass import PagedCaches, attncore_context, paged_caches
+from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
+
+__all__ = [
+    "NAME",
+    "ModelLayer",
+    "PagedCaches",
+    "attention_layers",
+    "attncore_context",
+    "paged_caches",
+    "select_for_model",
+]

@@ -1,0 +1,85 @@
+"""The attention function that transformers' models call, and what it does meanwhile: record layers, or attend.
+
+Importing this module registers it with transformers' ``AttentionInterface`` under NAME. No mask function is registered:
+transformers then makes no mask, and a step's metadata says who attends to whom. With one, its search for packed
+sequences would synchronise with the device in every forward pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers import AttentionInterface
+
+NAME = "attncore"
+"""The attention implementation's name: ``model.set_attn_implementation("attncore")``."""
+
+
+class Attender(Protocol):
+    """What attends for the layers of a model during a forward pass."""
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, asked: Mapping[str, Any]) -> Tensor:
+        """The attention of one layer.
+
+        ``query``, ``key`` and ``value`` are (tokens, heads, size), the result (tokens, heads, size of a value head).
+        ``asked`` holds what else the layer passes: scaling, sliding_window, softcap, s_aux, is_causal and so on.
+        """
+
+
+class _Current(threading.local):
+    """The attender of this thread's forward pass."""
+
+    attender: Attender | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def attending_by(attender: Attender) -> Iterator[None]:
+    """Inside, the models that this thread runs attend by ``attender``."""
+    before, _current.attender = _current.attender, attender
+    try:
+        yield
+    finally:
+        _current.attender = before
+
+
+@contextmanager
+def using_attncore(model: Any) -> Iterator[None]:
+    """Inside, the model's attention implementation is attncore's."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
+) -> tuple[Tensor, None]:
+    """What models call: query, key and value (1, heads, T, size); the result is (1, T, heads, size of a value head)."""
+    attender = _current.attender
+    if attender is None:
+        raise RuntimeError(
+            f"{type(module).__name__}: the attention implementation {NAME!r} ran outside its context; run the model "
+            "inside `with attncore_context(metadata, kv_caches):`"
+        )
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"input_ids: {query.shape[0]} rows found; give the tokens of all requests as one row (1, num_tokens)"
+        )
+    if attention_mask is not None:
+        raise ValueError("attention_mask: a mask was given; give none, since the metadata says who attends to whom")
+    if asked.get("dropout"):
+        raise ValueError("dropout: the model is training; call model.eval()")
+    output = attender.attend(module, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), asked)
+    return output.unsqueeze(0), None
+
+
+AttentionInterface.register(NAME, _attention)

@@ -1,0 +1,86 @@
+"""A model's paged caches, and the context in which its layers attend over them by a step's metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from attncore.abstract import AttentionBackend, AttentionImpl, AttentionType
+from attncore.integrations.transformers.attention_interface import attending_by
+from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
+from attncore.ops.operator import ForwardContext
+
+
+class PagedCaches(Mapping[str, Any]):
+    """A model's paged caches by layer name, one a layer, and the layers' implementations. Made by ``paged_caches``."""
+
+    def __init__(self, impls: Mapping[str, AttentionImpl], caches: Mapping[str, Any], names: Mapping[Any, str]) -> None:
+        self.impls, self._caches, self._names = impls, caches, names
+
+    def __getitem__(self, name: str) -> Any:
+        return self._caches[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._caches)
+
+    def __len__(self) -> int:
+        return len(self._caches)
+
+
+def paged_caches(
+    model: Any, backend: AttentionBackend, num_blocks: int, *, layers: tuple[ModelLayer, ...] | None = None
+) -> PagedCaches:
+    """A cache of ``num_blocks`` blocks for every attention layer, on the backend's device, and the layers themselves.
+
+    A layer that is not causal has no cache. ValueError where the backend refuses what a layer asks for.
+    """
+    layers = attention_layers(model) if layers is None else layers
+    impls, caches = {}, {}
+    for layer in layers:
+        try:
+            impls[layer.name] = backend.impl(
+                layer.name,
+                scale=layer.scale,
+                sliding_window=layer.sliding_window,
+                logits_soft_cap=layer.logits_soft_cap,
+                sinks=layer.sinks,
+                attn_type=layer.attn_type,
+            )
+        except ValueError as error:
+            raise ValueError(f"layer {layer.name}: {error}") from None
+        causal = layer.attn_type is AttentionType.DECODER
+        caches[layer.name] = backend.allocate_kv_cache(num_blocks) if causal else None
+    return PagedCaches(impls, caches, {layer.module: layer.name for layer in layers})
+
+
+@contextmanager
+def attncore_context(metadata: Any, kv_caches: PagedCaches) -> Iterator[None]:
+    """Around a forward pass: its layers attend by ``metadata`` over ``kv_caches``.
+
+    The model runs all tokens of the step as one row: ``model(input_ids=(1, T), position_ids=(1, T), use_cache=False)``,
+    T = ``metadata.num_tokens`` or more. ``metadata`` may be a mapping of layer names to metadata, where layers belong
+    to several KV-cache groups.
+    """
+    with attending_by(_CachedAttention(metadata, kv_caches)):
+        yield
+
+
+class _CachedAttention:
+    """An Attender over a model's caches: each layer by its own implementation."""
+
+    __slots__ = ("_caches", "_layers")
+
+    def __init__(self, metadata: Any, caches: PagedCaches) -> None:
+        self._layers, self._caches = ForwardContext(metadata, caches.impls), caches
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, asked: Mapping[str, Any]) -> Tensor:
+        name = self._caches._names.get(module)
+        if name is None:
+            raise RuntimeError(
+                f"{type(module).__name__}: this layer has no cache in the context; make kv_caches of the same model"
+            )
+        impl, metadata = self._layers.layer(name)
+        return impl.forward(query, key, value, self._caches._caches[name], metadata)

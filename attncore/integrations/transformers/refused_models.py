@@ -1,0 +1,77 @@
+"""Models that attncore cannot run as one row of tokens over paged caches, and why."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+_LAYER_TYPES = frozenset(("full_attention", "sliding_attention", "moe", "sparse", "dense"))
+"""The layer types of a configuration that attncore runs: full and sliding attention; and kinds of MLPs."""
+
+
+def refuse_layers(model: Any) -> None:
+    """ValueError for a model with layers that keep more than keys and values, or whose frequencies follow the batch."""
+    name, whole = type(model).__name__, model.config
+    config = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
+    if getattr(whole, "is_encoder_decoder", False):
+        raise ValueError(f"model: {name} has an encoder beside its decoder; run models of one of them")
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if others or getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"model: {name} has layers of type {', '.join(others) or 'recurrent'}; attncore runs full and sliding "
+            "attention, and keeps no other state of a request"
+        )
+    _refuse_moving_frequencies(model, config)
+
+
+def refuse_positions(model: Any, is_decoder: bool) -> None:
+    """ValueError for a model that counts tokens by itself, or a decoder that counts positions from another than 0."""
+    name = type(model).__name__
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"model: {name} takes no position_ids and counts tokens by itself, so that requests cannot run as one row"
+        )
+    shifted = _first_position(model)
+    if shifted and is_decoder:
+        raise ValueError(
+            f"model: {name} counts positions from {shifted}, after its padding token, and metadata from 0; of such "
+            "models, encoders alone run, with position_ids = metadata.positions + padding_idx + 1"
+        )
+
+
+def _first_position(model: Any) -> int:
+    """What a model counts positions from: 0, or more for RoBERTa and its like, which have a row for padding before."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return int(module.padding_idx) + 1
+    return 0
+
+
+def _refuse_moving_frequencies(model: Any, config: Any) -> None:
+    """ValueError for rotary embeddings whose frequencies depend on the largest position in the row, of any request."""
+    longest = getattr(config, "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if kind == "longrope":
+                said = module.config.rope_parameters
+                limit = (said if layer_type is None else said[layer_type])["original_max_position_embeddings"]
+                if longest and longest <= limit:
+                    continue  # they never move
+                do = (
+                    f"for requests of up to {limit} tokens set config.max_position_embeddings of the loaded model to "
+                    f"{limit}; for longer ones take a model of rope type default, linear, yarn or llama3"
+                )
+            elif isinstance(kind, str) and "dynamic" in kind:
+                field = "rope_type" if layer_type is None else f"rope_type[{layer_type!r}]"
+                do = (
+                    f"they stand still up to max_position_embeddings, {longest}: for requests of so many tokens set "
+                    f"model.{name}.{field} = 'default' after loading; for longer ones take linear, yarn or llama3"
+                )
+            else:
+                continue
+            of_layers = f" of its {layer_type} layers" if layer_type else ""
+            raise ValueError(
+                f"model: the rope type{of_layers} is {kind}, whose frequencies follow the longest request of a step, "
+                f"so that a request would change those beside it; {do}"
+            )

@@ -1,0 +1,37 @@
+"""Importing a backend's factory and calling it: the one place where a plugin's library is loaded."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from attncore.abstract import AttentionBackend, BackendConfig
+from attncore.errors import PluginError
+from attncore.registry.printable import describe_error
+from attncore.registry.spec.backend_spec import BackendSpec
+
+
+def create_backend(spec: BackendSpec, config: BackendConfig, label: str) -> AttentionBackend:
+    """The backend that the factory of ``spec`` makes for ``config``; ``label`` names it in errors.
+
+    PluginError, with the cause chained, where the factory cannot be imported or asks the process to end; TypeError
+    where it makes no AttentionBackend; whatever else the factory raises.
+    """
+    module, _, path = spec.factory.partition(":")
+    try:
+        factory: Any = importlib.import_module(module)
+        for part in path.split("."):
+            factory = getattr(factory, part)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise PluginError(f"{label}: importing {spec.factory} failed: {describe_error(error)}") from error
+    try:
+        backend = factory(config)
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # SystemExit: a library does not end the process that asked for it
+        raise PluginError(f"{label}: {spec.factory} failed: {describe_error(error)}") from error
+    if not isinstance(backend, AttentionBackend):
+        raise TypeError(f"factory: {spec.factory} made a {type(backend).__name__}, not an AttentionBackend")
+    return backend

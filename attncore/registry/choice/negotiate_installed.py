@@ -1,0 +1,78 @@
+"""Negotiation among the installed plugins, with ATTNCORE_BACKEND, for ``select`` and `attncore explain`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import MISSING, fields, replace
+from typing import Any
+
+from attncore import env
+from attncore.registry.choice.negotiate import Negotiation, negotiate
+from attncore.registry.choice.negotiate_joint import JointNegotiation, negotiate_joint
+from attncore.registry.host.host import Host
+from attncore.registry.plugins.load import registry
+from attncore.registry.request import AttentionRequest
+
+_FIELDS = {declared.name: declared for declared in fields(AttentionRequest)}
+
+
+def negotiate_installed(
+    request: AttentionRequest | None = None, *, host: Host | None = None, **given: Any
+) -> Negotiation:
+    """Negotiate for a request, given whole or as fields, on ``host`` (None: this machine). Errors as of ``select``."""
+    request, asked_by = _request(request, given)
+    plugins = registry()
+    host = _host(host).with_packages(plugins.packages)
+    return negotiate(request, host, plugins.records, asked_by)
+
+
+def negotiate_installed_joint(
+    request: AttentionRequest | None = None,
+    *,
+    host: Host | None = None,
+    prefer_prefill: Iterable[str] = (),
+    prefer_decode: Iterable[str] = (),
+    **given: Any,
+) -> JointNegotiation:
+    """Negotiate for both phases together. Errors as of ``select_joint``."""
+    request, asked_by = _request(request, given)
+    plugins = registry()
+    host = _host(host).with_packages(plugins.packages)
+    prefill = replace(request, phase="prefill", prefer=_first("prefer_prefill", prefer_prefill, request.prefer))
+    decode = replace(request, phase="decode", prefer=_first("prefer_decode", prefer_decode, request.prefer))
+    return negotiate_joint(prefill, decode, host, plugins.records, asked_by)
+
+
+def _host(host: Host | None) -> Host:
+    if host is not None and not isinstance(host, Host):
+        raise TypeError(f"host: {host!r} is not a Host; Host.assume('sm_90') makes one")
+    return host or Host.probe()
+
+
+def _request(request: AttentionRequest | None, given: dict[str, Any]) -> tuple[AttentionRequest, str]:
+    """The request, and who named its backend."""
+    if request is not None and not isinstance(request, AttentionRequest):
+        raise TypeError(f"request: {request!r} is not an AttentionRequest")
+    for name in given:
+        if name not in _FIELDS:
+            close = difflib.get_close_matches(name, _FIELDS, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise TypeError(f"{name}: a request has no such field{hint}")
+    if request is None:
+        for name, declared in _FIELDS.items():
+            if declared.default is MISSING and declared.default_factory is MISSING and name not in given:
+                raise TypeError(f"{name}: a request must state it")
+        request = AttentionRequest(**given)
+    elif given:
+        request = replace(request, **given)
+    if request.backend is None and (named := env.backend()) is not None:
+        return replace(request, backend=named), "ATTNCORE_BACKEND"
+    return request, "the request"
+
+
+def _first(field: str, names: Iterable[str], rest: Iterable[str]) -> tuple[str, ...]:
+    """``names`` before ``rest``, each once."""
+    if isinstance(names, str):
+        raise TypeError(f"{field}: {names!r} is not a collection of names")
+    return tuple(dict.fromkeys((*names, *rest)))

@@ -1,0 +1,82 @@
+"""Diagnosing one plugin in a child process with a time limit, so that its hang or crash is a row of the report."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from attncore.registry.child_process import run_in_child
+from attncore.registry.plugins.plugin_record import PluginRecord
+from attncore.registry.reasons import Reason
+
+PHASES = {
+    "start": "before the plugin was loaded",
+    "spec": "while its spec was read",
+    "doctor": "while its attncore_doctor ran",
+    "create": "while the backend was created",
+}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The result for one plugin: its record, the facts of its ``attncore_doctor``, and whether a backend was created.
+
+    ``created`` is a sentence: what was created, or why that was not tried; empty where it failed (the record has the
+    reason). ``seconds`` is the time that the child process took.
+    """
+
+    record: PluginRecord
+    facts: dict[str, str] = field(default_factory=dict)
+    created: str = ""
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as JSON types."""
+        return {
+            "name": self.record.name,
+            "distribution": self.record.distribution,
+            "version": self.record.version,
+            "state": self.record.state,
+            "reasons": [reason.as_json() for reason in self.record.reasons],
+            "facts": self.facts,
+            "created": self.created,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def diagnose(record: PluginRecord, *, timeout: float, create: bool = True) -> Diagnosis:
+    """Load a found plugin in a child process, call its doctor hook, and (``create``) create a small backend.
+
+    The process and its children are killed after ``timeout`` seconds. A record that is not ``found`` is returned as is.
+    """
+    if record.state != "found":
+        return Diagnosis(record)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="attncore-doctor-") as folder:
+        answers = Path(folder, "answers")
+        arguments = [record.name, record.distribution, str(answers), *(["--create"] if create else [])]
+        ended = run_in_child("attncore.registry.doctor.child_main", arguments, timeout)
+        lines = answers.read_text().splitlines() if answers.exists() else []
+    diagnosis = _read(record, [json.loads(line) for line in lines], ended)
+    return replace(diagnosis, seconds=time.perf_counter() - started)
+
+
+def _read(record: PluginRecord, answers: list[dict[str, Any]], ended: str) -> Diagnosis:
+    phase, state, reasons, facts, created = "start", "found", [], {}, ""
+    for answer in answers:
+        phase = answer.get("phase", phase)
+        state = answer.get("state", state)
+        reasons += [Reason(**reason) for reason in answer.get("reasons", ())]
+        facts.update(answer.get("facts", {}))
+        created = answer.get("created", created)
+    if ended or phase != "done":
+        where = PHASES.get(phase, "at its end")
+        message = f"{ended or 'the process ended without an answer'} {where}"
+        fix = f"update {record.distribution}, or keep it out with ATTNCORE_DISABLE_PLUGINS={record.name}"
+        reasons.append(Reason("broken", message, asked=phase, source=record.label, fix=fix))
+        state, created = "broken", ""
+    return Diagnosis(replace(record, state=state, reasons=tuple(reasons)), facts, created)

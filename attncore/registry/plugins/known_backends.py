@@ -1,0 +1,35 @@
+"""Backends that attncore knows by name, installed or not, each with the distribution that provides it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from attncore.registry.host.host import Host
+
+
+@dataclass(frozen=True, slots=True)
+class KnownBackend:
+    """A backend's distribution, its platform (empty: any), and the hardware that it needs, in words."""
+
+    distribution: str
+    platform: str
+    hardware: str
+
+
+KNOWN: Mapping[str, KnownBackend] = {
+    "flash": KnownBackend("attn-flash", "cuda", "an NVIDIA GPU"),
+    "flashinfer": KnownBackend("attn-flashinfer", "cuda", "an NVIDIA GPU"),
+    "reference": KnownBackend("attncore", "", ""),
+    "rocm": KnownBackend("attn-rocm", "rocm", "an AMD GPU"),
+}
+"""Name -> the backend. Each name belongs to its distribution: another that claims it is refused."""
+
+
+def install_line(name: str, host: Host) -> str:
+    """The command that installs the backend ``name``, with the hardware it needs where ``host`` lacks it."""
+    known = KNOWN[name]
+    line = f"pip install {known.distribution}"
+    if known.platform and known.platform != host.platform:
+        line += f" (needs {known.hardware}; this host has {'no GPU' if host.platform == 'cpu' else host.arch})"
+    return line
