@@ -16,7 +16,7 @@ LAYERS = {
         "cli __main__",
         "lines replay testing integrations",
         "registry reference ops dense merge",
-        "abstract first_generation",
+        "abstract",
         "builder",
         "graphs kernels slots _slots _slots_numba",
         "array_arguments",
@@ -26,7 +26,7 @@ LAYERS = {
         "persistent lists",
         "device blocks",
         "metadata slices device_view",
-        "fields",
+        "fields first_generation",
     ),
     "registry": (
         "doctor",

@@ -1,7 +1,7 @@
 """The names by which engines of the first generation call a backend, each an alias of one of ours.
 
-The builders' classes have mixins of the same form in ``attncore.first_generation``. NumPy, which the builder needs, is
-imported when a name is called.
+The builders' classes have mixins of the same form in ``attncore.builder.first_generation``. NumPy, which the builder
+needs, is imported when a name is called.
 """
 
 from __future__ import annotations

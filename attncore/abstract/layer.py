@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncore.abstract.attention_metadata import AttentionMetadata
-    from attncore.abstract.backend import AttentionBackend
+    from attncore.abstract.backend_config import BackendConfig
 
 
 class PlanKey(NamedTuple):
@@ -26,6 +26,15 @@ class PlanKey(NamedTuple):
     """Layers of the types ``encoder`` and ``encoder_only`` read no cache: a library that plans paged attention alone
     plans nothing for them.
     """
+
+
+class BackendOfLayer(Protocol):
+    """What a layer asks of its backend, which is an AttentionBackend: a class of this package imports no class that
+    imports it.
+    """
+
+    name: str
+    config: BackendConfig
 
 
 class LayerFeatures(TypedDict, total=False):
@@ -62,7 +71,7 @@ class AttentionImpl(ABC):
 
     def __init__(
         self,
-        backend: AttentionBackend,
+        backend: BackendOfLayer,
         layer_name: str,
         *,
         scale: float,

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 from attncore import arguments
+from attncore.builder.first_generation import FirstGenerationStateNames
 from attncore.builder.lists.captured_steps import NOTHING, CapturedSteps
 from attncore.errors import CaptureError
-from attncore.first_generation import FirstGenerationStateNames
 from attncore.graphs import refuse_while_capturing
 
 if TYPE_CHECKING:
