@@ -25,8 +25,8 @@ LAYERS = {
     "builder": (
         "persistent lists",
         "device blocks",
-        "metadata slices device_view",
-        "fields first_generation",
+        "metadata slices device_view padding first_generation",
+        "fields",
     ),
     "registry": (
         "doctor",

@@ -28,15 +28,6 @@ class PlanKey(NamedTuple):
     """
 
 
-class BackendOfLayer(Protocol):
-    """What a layer asks of its backend, which is an AttentionBackend: a class of this package imports no class that
-    imports it.
-    """
-
-    name: str
-    config: BackendConfig
-
-
 class LayerFeatures(TypedDict, total=False):
     """What ``backend.impl`` hands to a layer's class: a subclass with an ``__init__`` of its own takes them as
     ``**features: Unpack[LayerFeatures]`` and passes them on.
@@ -50,6 +41,13 @@ class LayerFeatures(TypedDict, total=False):
     k_scale: float
     v_scale: float
     attn_type: AttentionType
+
+
+class BackendOfLayer(Protocol):
+    """What AttentionImpl reads of its backend, which is an AttentionBackend."""
+
+    name: str
+    config: BackendConfig
 
 
 class AttentionLayer(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,8 +14,19 @@ from attncore.testing.harness.errors import ConformanceError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from attncore.abstract import BackendConfig
     from attncore.testing.engines.cache_view import CacheView
-    from attncore.testing.engines.engine import Engine
+
+
+class Compared(Protocol):
+    """What the comparison reads of an engine: its backend's configuration, the layer's features, how far an output may
+    be off, and what stands in the slots that no request owns.
+    """
+
+    config: BackendConfig
+    features: dict[str, Any]
+    tolerance: float
+    junk: float
 
 
 class StepRequest(NamedTuple):
@@ -37,7 +48,7 @@ class EncoderStepRequest(StepRequest):
         return f"{self.tokens} queries over {self.context} encoder tokens"
 
 
-def compare(answer: Tensor, expected: list[Tensor], requests: list[StepRequest], engine: Engine) -> float:
+def compare(answer: Tensor, expected: list[Tensor], requests: list[StepRequest], engine: Compared) -> float:
     """The largest error of all requests; ConformanceError naming the first request, token and head beyond tolerance."""
     worst, start = 0.0, 0
     # A kernel rounds what it weighs before it multiplies by v_scale: errors are of the scale's size, as values are.
@@ -52,7 +63,7 @@ def compare(answer: Tensor, expected: list[Tensor], requests: list[StepRequest],
     return worst
 
 
-def compare_lse(found: Tensor, expected: list[Tensor], requests: list[StepRequest], engine: Engine) -> None:
+def compare_lse(found: Tensor, expected: list[Tensor], requests: list[StepRequest], engine: Compared) -> None:
     """ConformanceError unless ``found`` is float32 (tokens, heads), the natural logarithms that were expected, or
     infinite of either sign where a token sees no key."""
     tokens = sum(request.tokens for request in requests)
@@ -82,7 +93,9 @@ def close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     return bool(((found.float() - wanted.float()).abs() <= tolerance * (1 + wanted.float().abs())).all())
 
 
-def _sentence(found: Tensor, wanted: Tensor, request: StepRequest, requests: list[StepRequest], engine: Engine) -> str:
+def _sentence(
+    found: Tensor, wanted: Tensor, request: StepRequest, requests: list[StepRequest], engine: Compared
+) -> str:
     config = engine.config
     what = ", ".join(f"{name} {value}" for name, value in engine.features.items() if name != "scale")
     setting = (
