@@ -11,14 +11,6 @@ PAGES = ("CONTRIBUTING.md", *(f"docs/design/{page.name}" for page in sorted((ROO
 PATH = re.compile(r"\.?[\w.*-]+(/[\w.*-]+)*/?")
 SUFFIX = re.compile(r"\.(py|pyi|pyx|pxd|pxi|h|md|sh|txt|toml|json)$")
 
-PENDING = (
-    "attncore/kernels/cython/", "attncore/kernels/cython/padding.pxi", "attncore/kernels/numba/",
-    "attncore/kernels/numba/padding.py", "attncore/registry/choice/cache_format.py",
-    "attncore/registry/choice/reasons_against.py", "attncore/registry/plugins/known_backends.py",
-    "attncore/testing/checks/kv_cache.py", "requirements/", "requirements/shared.txt",
-)  # fmt: skip
-"""Paths that other branches add. Empty as soon as they are merged."""
-
 
 def paths(text):
     """What stands in backticks and looks like a path."""
@@ -30,7 +22,7 @@ def paths(text):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_path_exists(page):
     missing = [name for name in paths((ROOT / page).read_text()) if not list(ROOT.glob(name.rstrip("/")))]
-    assert [name for name in missing if name not in PENDING] == []
+    assert missing == []
 
 
 def test_paths_are_found():
