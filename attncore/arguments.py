@@ -1,6 +1,6 @@
-"""Checks of scalar arguments. Errors begin with the argument's name: what was asked, what was found, what to do.
+"""Checks of scalar arguments. Errors begin with the argument's name and say what was given and what is allowed.
 
-Light: imports nothing. Checks of arrays are in ``array_arguments``.
+The module imports nothing, so that light modules may use it. Checks of arrays are in ``array_arguments``.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ INT32_MAX = 2**31 - 1
 
 
 def integer_or_none(value: Any) -> int | None:
-    """``value`` as int where it is an integer, of whatever library; None for a bool and for anything else."""
+    """``value`` as int where it is an integer of any library; None for a bool and for anything else."""
     if isinstance(value, bool) or getattr(getattr(value, "dtype", None), "kind", "") == "b":
         return None
     try:
         return int(value.__index__())
-    except Exception:  # the caller's own code; whatever it raises, this is no int
+    except Exception:  # __index__ may be the caller's code: whatever it raises, the value is not an integer
         return None
 
 
 def integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> int:
-    """Checks an argument: ``value`` as int, where it is one between the two."""
+    """``value`` as int; TypeError where it is not an integer, ValueError outside ``least``..``most``."""
     number = integer_or_none(value)
     if number is None:
         raise TypeError(f"{name}: {value!r} is not an integer")

@@ -1,6 +1,6 @@
-"""Checks of arrays that callers hand over: lengths, block tables, block ids, and arrays to write to.
+"""Checks of array arguments: lengths, block tables, block ids, and arrays to write to.
 
-Errors begin with the argument's name. What is right already is not copied.
+Errors begin with the argument's name. An array that already has the right dtype and layout is not copied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _INT32 = np.dtype(np.int32)
 
 
 def lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
-    """``values`` as int32[n], each ``least`` or more; an int32 array is looked at once and not copied."""
+    """``values`` as int32[n]; ValueError where one is below ``least`` or does not fit. An int32 array is not copied."""
     if (
         isinstance(values, np.ndarray)
         and values.dtype is _INT32
@@ -27,10 +27,10 @@ def lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
         and (not values.size or np.minimum.reduce(values) >= least)
     ):
         return values
-    return _checked_lengths(name, values, least)
+    return _check_lengths(name, values, least)
 
 
-def _checked_lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
+def _check_lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name}: {array.dtype}{list(array.shape)}; it must be a list of integers")
@@ -41,13 +41,13 @@ def _checked_lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array
 
 
 def same_length(name: str, values: npt.NDArray[Any], num_reqs: int) -> None:
-    """Raises where a list of lengths is not one a request."""
+    """ValueError unless ``values`` has one length per request."""
     if len(values) != num_reqs:
         raise ValueError(f"{name}: {len(values)} lengths for {num_reqs} requests; give one each")
 
 
 def contexts(query_lens: Int32Array, seq_lens: Int32Array) -> Int32Array:
-    """Context lengths; raises where a request is shorter than its tokens of this step."""
+    """Context lengths int32[n]; ValueError where a request is shorter than its tokens of this step."""
     same_length("seq_lens", seq_lens, len(query_lens))
     context = seq_lens - query_lens
     if len(context) and context.min() < 0:
@@ -61,6 +61,7 @@ def contexts(query_lens: Int32Array, seq_lens: Int32Array) -> Int32Array:
 def context_and_query(
     context_lens: npt.ArrayLike, query_lens: npt.ArrayLike, rows: int | None
 ) -> tuple[Int32Array, Int32Array]:
+    """Both lengths as int32[n]; ValueError where their numbers differ or a request does not fit int32."""
     context, query = lengths("context_lens", context_lens, 0), lengths("query_lens", query_lens, 0)
     if len(context) != len(query) or (rows is not None and rows != len(query)):
         raise ValueError(
@@ -77,7 +78,7 @@ def context_and_query(
 
 
 def block_table(values: npt.ArrayLike, num_rows: int | None = None) -> Int32Array:
-    """``block_table`` as int32[n, width]: integers >= 0 that fit; one row a request where ``num_rows`` is given."""
+    """``values`` as int32[n, width]; ValueError where an id does not fit 0..INT32_MAX or n is not ``num_rows``."""
     array = np.asarray(values)
     if array.ndim != 2 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(
@@ -95,14 +96,14 @@ def block_table(values: npt.ArrayLike, num_rows: int | None = None) -> Int32Arra
 
 
 def check_block_ids_fit(name: str, ids: npt.NDArray[Any]) -> None:
-    """Raises where a block id is negative or no int32."""
+    """ValueError where a block id is negative or does not fit int32."""
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high > INT32_MAX:
         raise ValueError(f"{name}: block id {low if low < 0 else high} is outside 0..{INT32_MAX}")
 
 
 def bad_block_ids(ids: Any, limit: int) -> tuple[type[ValueError] | type[TypeError], str] | None:
-    """What is wrong with block ids that the kernels refused (the slow way); None where nothing is, except for room."""
+    """The error (type and text) of block ids that the kernels refused; None where only the room was too small."""
     if not hasattr(ids, "__len__"):
         return TypeError, f"{ids!r} is not a sequence of block ids"
     try:
@@ -120,6 +121,7 @@ def bad_block_ids(ids: Any, limit: int) -> tuple[type[ValueError] | type[TypeErr
 
 
 def output(name: str, out: Any, shape: int | tuple[int, ...], dtype: type[np.generic]) -> Any:
+    """``out``, checked to be an array of that shape and dtype, or a new array where it is None."""
     shape = shape if isinstance(shape, tuple) else (shape,)
     if out is None:
         return np.empty(shape, dtype)

@@ -1,4 +1,4 @@
-"""Public functions on host arrays, the choice of kernels, and the pad value: ``attncore.slots``."""
+"""The public names of ``attncore.kernels``: functions on host arrays, the choice of kernels, the pad value."""
 
 from attncore.array_arguments import Int32Array, Int64Array
 from attncore.kernels import KernelsName, load_kernels, why_kernels

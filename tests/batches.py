@@ -1,4 +1,4 @@
-"""Random lives of a batch: after every build, every field is compared with the plain-Python oracle.
+"""Random sequences of calls on a batch: after every build, every field is compared with the plain-Python oracle.
 
 Batches of one KV-cache group and of several (windowed, of other block sizes, expanded to kernel blocks, cross), with
 drafts, steps padded for captured sizes, and ranks of a context-parallel group. The model knows its requests by id, and
@@ -19,7 +19,7 @@ from attncore.errors import CaptureError
 
 MAX_REQS, MAX_LEN, MAX_TOKENS, MAX_ENCODER = 6, 46, 64, 20
 ENTRIES = ((by_copy, "JOURNAL_ENTRIES", 5), (tables, "SURPLUS_ENTRIES", 3))
-"""So that steps often have more to send than fits; other tests have the usual room."""
+"""Small, so that steps often have more to send than fits; other tests have the usual sizes."""
 
 GROUPS = {
     "one": None,
@@ -44,27 +44,27 @@ class Batches(RuleBasedStateMachine):
     kernels = "cython"
 
     @initialize(
-        kind=st.sampled_from(["one", "ranks of groups", *GROUPS]), block_size=st.sampled_from([1, 3, 4, 16]),
+        groups_of=st.sampled_from(["one", "ranks of groups", *GROUPS]), block_size=st.sampled_from([1, 3, 4, 16]),
         depth=st.integers(1, 3),
         planned=st.booleans(), threshold=st.integers(1, 3), world=st.integers(1, 3), data=st.data(),
-        road=st.integers(0, 1), pad_seq_len=st.integers(0, 1),
+        transport=st.integers(0, 1), pad_seq_len=st.integers(0, 1),
     )  # fmt: skip
-    def start(self, kind, block_size, depth, planned, threshold, world, road, pad_seq_len, data):
+    def start(self, groups_of, block_size, depth, planned, threshold, world, transport, pad_seq_len, data):
         self.usual = [(module, name, getattr(module, name)) for module, name, _ in ENTRIES]
         for module, name, few in ENTRIES:
             setattr(module, name, few)
-        if kind == "one":
+        if groups_of == "one":
             own = {"block_size": block_size * world}
             self.groups = [KVCacheGroup("decoder", block_size * world)]
-        elif kind == "ranks of groups":
+        elif groups_of == "ranks of groups":
             size = block_size * world
             own = {"groups": [KVCacheGroup("plain", size), KVCacheGroup("expanded", 2 * size, kernel_block_size=size)]}
             self.groups = own["groups"]
         else:
             world = 1
-            own = {"groups": GROUPS[kind], "max_encoder_len": MAX_ENCODER if kind == "cross" else None}
-            self.groups = GROUPS[kind]
-        self.one_group = kind == "one"
+            own = {"groups": GROUPS[groups_of], "max_encoder_len": MAX_ENCODER if groups_of == "cross" else None}
+            self.groups = GROUPS[groups_of]
+        self.one_group = groups_of == "one"
         self.ranks = None
         if world > 1:
             interleave = data.draw(st.sampled_from([n for n in (1, 2, 4) if block_size % n == 0]))
@@ -72,7 +72,8 @@ class Batches(RuleBasedStateMachine):
         self.batch = InputBatch(max_num_reqs=MAX_REQS, max_model_len=MAX_LEN, kernels=self.kernels, **own)
         self.threshold = threshold
         self.builder = MetadataBuilder(
-            self.batch, self.backend(), max_num_batched_tokens=MAX_TOKENS, depth=depth, transport=self.transports[road],
+            self.batch, self.backend(), max_num_batched_tokens=MAX_TOKENS, depth=depth,
+            transport=self.transports[transport],
             max_num_encoder_tokens=MAX_REQS * MAX_ENCODER, decode_threshold=threshold, context_parallel=self.ranks,
         )  # fmt: skip
         self.builder._backends.pad_seq_len = self.pad_seq_len = pad_seq_len
@@ -298,23 +299,23 @@ class Batches(RuleBasedStateMachine):
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.requests)
-    @rule(data=st.data(), everybody=st.booleans())
-    def build(self, data, everybody):
-        """A step that fits: one token each, or chunks and drafts for some; those without room sit out."""
+    @rule(data=st.data(), all_run=st.booleans())
+    def build(self, data, all_run):
+        """A step that fits: one token each, or chunks and drafts for some; those without room do not run."""
         scheduled, left = {}, MAX_TOKENS - MAX_REQS
         for name, request in sorted(self.requests.items()):
             if request.paused:
                 continue
             if self.room(request) < 1 or not self.ready(request):
                 scheduled[name] = 0
-            elif not everybody and data.draw(st.booleans()):
+            elif not all_run and data.draw(st.booleans()):
                 most = min(self.room(request), left)
                 scheduled[name] = data.draw(st.integers(0, most)) if most > 0 else 0
                 left -= scheduled[name]
         self.step(self.without_null(scheduled))
 
     def without_null(self, scheduled):
-        """Requests whose next tokens would go to a null block (given by a window) sit out."""
+        """Requests whose next tokens would go to a null block (made null by a window) do not run."""
         for name, request in self.requests.items():
             count = scheduled.get(name, 0 if request.paused else 1)
             for group in self.groups:
@@ -337,7 +338,7 @@ class Batches(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), query_len=st.integers(1, 3))
     def build_in_a_captured_size(self, data, query_len):
-        """Decodes of one length, padded; captured first where nobody did. What does not fit is refused."""
+        """Decodes of one length, padded; captured first where it was not. What does not fit is refused."""
         query_len = min(query_len, self.threshold)
         size = data.draw(st.integers(1, MAX_REQS) if not self.captured or data.draw(st.integers(0, 4)) == 0
                          else st.sampled_from(sorted(self.captured)))  # fmt: skip
@@ -367,7 +368,7 @@ class Batches(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), count=st.integers(1, 5))
     def decode(self, data, count):
-        """Several steps of everybody in a row, with blocks as they are needed: what an engine does most."""
+        """Several steps of all requests, with blocks as they are needed: the most frequent case of an engine."""
         for _ in range(count):
             for name, request in self.requests.items():
                 if self.room(request) < 1 and not request.paused and request.computed < MAX_LEN:
@@ -410,7 +411,7 @@ class Batches(RuleBasedStateMachine):
     @precondition(lambda self: self.planned)
     @rule(data=st.data())
     def build_with_a_failing_plan(self, data):
-        """The step does not happen: order of rows, tables, lengths are those of before."""
+        """The build changes nothing: order of rows, tables and lengths are as before."""
         scheduled = {}
         for name, request in sorted(self.requests.items()):
             if not request.paused:
@@ -426,7 +427,7 @@ class Batches(RuleBasedStateMachine):
     @precondition(lambda self: self.planned)
     @rule(data=st.data(), size=st.integers(1, MAX_REQS), known=st.booleans())
     def fail_to_plan_a_captured_size(self, data, size, known):
-        """A padded step, a step of nobody or the capture itself: the batch and the captured sizes are as before."""
+        """A padded step, an empty step or the capture itself: the batch and the captured sizes do not change."""
         if known and self.captured:
             size = data.draw(st.sampled_from(sorted(self.captured)))
         before, captured, each = self.batch_bytes(), self.builder.captured, self.captured.get(size, 1)

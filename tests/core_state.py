@@ -1,8 +1,8 @@
-"""Every byte that a batch keeps, for tests that something changes nothing."""
+"""All state of a batch, for tests that a call changes nothing."""
 
 
 def core_state(batch, *, blocks_in_use=True):
-    """Lengths, tables, the order of rows; ``blocks_in_use`` False: without what the kernels keep of a row's block."""
+    """Lengths, tables, the order of rows; ``blocks_in_use`` False: without cached blocks and synced columns."""
     core = batch.core
     lengths = slice(None) if blocks_in_use else slice(1)
     tables = [(table._lengths[lengths].tobytes(), table.array.tobytes()) for table in core.tables.values()]

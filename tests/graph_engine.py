@@ -27,7 +27,7 @@ class Request:
 
 
 class GraphEngine:
-    """Requests that come, grow, sit out and go; ``step`` decodes some of them through the graph of their number."""
+    """Requests that join, grow, pause and leave; ``step`` decodes some of them through a captured graph."""
 
     def __init__(
         self, seed=0, *, device="cpu", layout="common", block_size=4, window=None, encoder=False, capture=40,

@@ -1,4 +1,4 @@
-"""What metadata must be, in plain Python and as plainly as the rules read. No code of attncore is used."""
+"""The expected fields of metadata, in plain Python that follows the rules literally, without code of attncore."""
 
 PAD = -1
 
@@ -128,7 +128,7 @@ def padded(fields, num_reqs, query_len, pad_seq_len):
 
 
 def list_step(groups, block_size, layout, window=None, chunked=False, pad=-1, capture=None):
-    """Every field of a list-door step; groups: (is_prompt, hit, [(query_len, context_len, table or None)])."""
+    """Every field of the list builder's step; groups: (is_prompt, hit, [(query_len, context_len, table or None)])."""
     rows = [(is_prompt, hit, *s) for is_prompt, hit, sequences in groups for s in sequences]
     out = {"slot_mapping": [], "seq_lens": [], "context_lens": [], "query_lens": []}
     tables, pages, last_page, indices = [], [], [], []
@@ -199,7 +199,7 @@ def list_step(groups, block_size, layout, window=None, chunked=False, pad=-1, ca
 
 
 def encoder_step(groups, encoders, block_size, pad=-1, capture=None):
-    """The encoder fields of a list-door step; groups as for list_step, encoders: (length, cross table or None) each."""
+    """Encoder fields of the list builder's step; groups as for list_step, encoders: (length, cross table or None)."""
     rows = [(is_prompt, *e) for (is_prompt, _, seqs), e in zip(groups, encoders, strict=True) for _ in seqs]
     padded, fresh = max(pad, 0), [length if is_prompt else 0 for is_prompt, length, _ in rows]
     lens = [length for _, length, _ in rows] + [1] * padded

@@ -8,7 +8,7 @@ from attncore import builder
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "building-blocks.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
-# Described with the builders, or the type of what a function of the page answers.
+# Described with the builders, or the type of what a function of the page returns.
 ELSEWHERE = {
     "BatchSlice", "Cascade", "CascadePass", "CommonAttentionMetadata", "CommonMetadataBuilder", "ContextChunks",
     "DecodePrefillSplit", "KVCacheGroup", "PlaceholderMap", "PlaceholderRun", "Sequence", "SequenceGroup",

@@ -1,7 +1,9 @@
-"""The two doors: a persistent batch built step by step, and groups of sequences handed over one step at a time.
+"""The two builders of metadata, and building blocks for engines that do more with a step.
 
-Beside them the building blocks for engines that do more with a step: host arithmetic, described in
-docs/building-blocks.md.
+``fields`` declares the fields, ``metadata`` has them as attributes of a step, ``slices`` and ``device_view`` make views
+of a step, and ``padding`` pads its arrays. ``persistent`` builds steps from a batch that is kept from step to step and
+sends them to a device by ``device``; ``lists`` builds a step from groups of sequences. ``blocks`` is host arithmetic on
+metadata and its arrays (docs/building-blocks.md).
 """
 
 from attncore.builder.blocks.cascade import (

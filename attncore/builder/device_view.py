@@ -1,4 +1,4 @@
-"""Rows of a step on a device as a batch of their own: slices of its tensors, rebased when they are asked for."""
+"""A view of a step on a device: slices of its tensors as a batch of their own, rebased on access."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attncore.builder.slices import rebased
 
 
 class DeviceView(CommonAttentionMetadata):
-    """Rows first..last, tokens start..stop of ``whole``, whose host arrays and counts are those of ``view``."""
+    """Rows first:last and tokens start:stop of ``whole``, with the host arrays and counts of ``view``."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class DeviceView(CommonAttentionMetadata):
         self._whole, self._rows, self._tokens = whole, slice(first, last), slice(start, stop)
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for what is not there yet.
+        # Called only for missing attributes.
         if name in ARRAYS and name not in DERIVED:
             value = self.__dict__[name] = self._slice(name)
             return value
@@ -41,7 +41,7 @@ class DeviceView(CommonAttentionMetadata):
                 starts = host.encoder_query_start_loc
                 return whole[int(starts[rows.start]) : int(starts[rows.stop])]
             case Length.START:
-                first = int(getattr(host, name)[rows.start])  # the host knows it without waiting for the device
+                first = int(getattr(host, name)[rows.start])  # read on the host, which needs no synchronisation
                 part = whole[rows.start : rows.stop + 1]
                 return part - first if first else part
             case Length.TOKEN:

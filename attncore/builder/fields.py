@@ -1,4 +1,4 @@
-"""The fields of metadata, each declared once: name, dtype, length, padding, rebasing, and who builds it.
+"""The fields of metadata, each declared once: name, dtype, length, padding, rebasing, and which builders make it.
 
 Everything that handles fields by name reads this table: the layout of arenas, views and slices, padded rows of the list
 builder's buffers, broadcasting, the replay's oracle, the table in docs/api.md. What cannot be derived, such as the
@@ -26,28 +26,28 @@ class Length(enum.Enum):
     TOKEN = "T"
     REQUEST = "n"
     START = "n + 1"
-    """Where each request begins, and the end of the last."""
+    """The start of each request, and the end of the last."""
     ENCODER_TOKEN = "E"
     PAGE = "P"
-    """One a page: ``paged_kv_indptr[-1]``."""
+    """One per page: ``paged_kv_indptr[-1]``."""
     TABLE = "n, width"
 
 
 class Owner(enum.Enum):
-    """Whose field it is in a step of several KV-cache groups."""
+    """What a field belongs to in a step of several KV-cache groups."""
 
     STEP = "step"
     GROUP = "group"
     BLOCK_SIZE = "block size"
-    """Groups of one block size share it."""
+    """Shared by groups of the same block size."""
     ENCODER = "encoder"
-    """The step's, where the batch has a cross group."""
+    """The step, where the batch has a cross group."""
     CROSS = "cross"
-    """The cross group's."""
+    """The cross group."""
 
 
 class Pad(enum.Enum):
-    """What padded rows hold, where it is not a number."""
+    """The value of padded rows, where it is not a constant."""
 
     SEQ_LEN = "pad_seq_len"
     """The backend's ``pad_seq_len`` (list builder: 1)."""
@@ -58,7 +58,7 @@ class Pad(enum.Enum):
 
 
 class Rebase(enum.Enum):
-    """What a slice of a batch takes off, so that it counts from its own start."""
+    """What is subtracted from a slice of a batch, so that it counts from its own start."""
 
     NOTHING = "nothing"
     FIRST_ROW = "the first row's index"
@@ -67,14 +67,14 @@ class Rebase(enum.Enum):
 
 
 class Builders(NamedTuple):
-    """What docs/api.md says of a field for each of the two builders; empty: it does not build the field."""
+    """What docs/api.md says of a field for each builder; empty: the builder does not make the field."""
 
     persistent: str
     lists: str
 
 
 class Field(NamedTuple):
-    """One array of metadata. ``derive`` makes it of other fields, host or device arrays alike, when it is asked for."""
+    """One array of metadata. ``derive``, where given, computes it on access from other fields, on host or device."""
 
     name: str
     dtype: type[np.generic]
@@ -87,10 +87,13 @@ class Field(NamedTuple):
     """Whether the list builder's arrays have padded rows too."""
     derive: Callable[[Any], Any] | None = None
     internal: bool = False
-    """Whether only views of the persistent builder read it."""
+    """Whether only views of the persistent builder's steps read it."""
 
     def num_elements(self, num_tokens: int, num_reqs: int, num_encoder_tokens: int) -> int:
-        """Elements of an array for a step of so many tokens, requests and encoder tokens that run."""
+        """Elements of the array in a step of that many tokens, requests and running encoder tokens.
+
+        Raises ValueError for tables and page indices, whose length does not follow from these.
+        """
         match self.length:
             case Length.TOKEN:
                 return num_tokens
@@ -173,13 +176,13 @@ ARRAYS = frozenset(name for name, field in FIELDS.items() if not field.internal)
 """The arrays that metadata may have."""
 
 ENCODER_ARRAYS = frozenset(name for name, field in FIELDS.items() if field.owner in (Owner.ENCODER, Owner.CROSS))
-"""Those that a step without encoder input does not have."""
+"""The arrays that a step without encoder input does not have."""
 
 DERIVED = frozenset(name for name, field in FIELDS.items() if field.derive is not None)
 
 
 def named(*lengths: Length, owners: frozenset[Owner] | None = None) -> tuple[str, ...]:
-    """The names of the arrays of these lengths (and owners), in the order of the table; no internal or derived ones."""
+    """Names of the arrays of these lengths (and owners), in table order, without internal and derived ones."""
     return tuple(
         name
         for name, field in FIELDS.items()
@@ -191,25 +194,25 @@ def named(*lengths: Length, owners: frozenset[Owner] | None = None) -> tuple[str
 
 
 OWN = frozenset((Owner.STEP, Owner.GROUP, Owner.BLOCK_SIZE))
-"""Owners of what every step has, with or without an encoder."""
+"""Owners of the fields that every step has, with or without an encoder."""
 
 COUNTS = (
     "num_reqs", "num_tokens", "num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens",
     "max_query_len", "max_seq_len", "max_prefill_seq_len", "max_decode_seq_len", "max_decode_query_len",
     "use_cuda_graph", "num_encoder_tokens", "max_encoder_seq_len",
 )  # fmt: skip
-"""The integers of every step, of both builders; ``use_cuda_graph`` is a bool."""
+"""The counts of every step, of both builders: ints, and the bool ``use_cuda_graph``."""
 
 ACTUAL_COUNTS = ("num_actual_reqs", "num_actual_tokens")
-"""What of a padded step is real; the persistent builder's."""
+"""The counts of a padded step without its padding (persistent builder)."""
 
 ORDER = ("decodes_first", "from_groups")
-"""Which builder's order of rows and rules: views need them."""
+"""The order of rows and which builder's rules apply; views need them."""
 
 BROADCAST = (*COUNTS, *ORDER, *ACTUAL_COUNTS)
-"""What travels to other ranks beside the arrays."""
+"""What is sent to other ranks beside the arrays."""
 
 
 def engine_field(name: str, dtype: type[np.generic], length: Length) -> Field:
-    """A field of an engine's own (``MetadataBuilder.register_field``): an element a token or a request, padded by 0."""
+    """A field of an engine (``MetadataBuilder.register_field``): one element per token or request, padded with 0."""
     return Field(name, dtype, length, pad=0)

@@ -1,6 +1,6 @@
-"""What a step's attention must know: every field, with dtype, shape and residence.
+"""CommonAttentionMetadata: the fields of a step, with dtype, shape and residence, and its views.
 
-``fields.FIELDS`` declares the arrays; here they have their docstrings, and a step has views of its parts.
+``fields.FIELDS`` declares the arrays; their docstrings are here.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Wrap = Callable[[npt.NDArray[Any]], Any]
 
 
 def identity(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """How fields are wrapped where there is no backend: not at all."""
+    """The wrap of fields without a backend: the NumPy array itself."""
     return array
 
 
 class Source(NamedTuple):
-    """What the list builder made a step from: ``advance_step`` reads the whole tables there."""
+    """What the list builder made a step from; ``advance_step`` reads the whole tables from it."""
 
     builder: Any
     """The CommonMetadataBuilder."""
@@ -33,56 +33,56 @@ class Source(NamedTuple):
 
 
 class CommonAttentionMetadata(FirstGenerationMetadataNames):
-    """One step's metadata. T tokens, n requests (padded ones included, where a graph pads).
+    """The metadata of one step of T tokens and n requests, including the rows that a graph's padding adds.
 
-    Arrays lie on the backend's device (torch tensors; NumPy arrays where there is no backend); ``host`` has the same
-    fields as NumPy arrays, without a copy. A field that its builder does not make is an AttributeError; so are those of
+    Arrays are torch tensors on the backend's device, or NumPy arrays without a backend; ``host`` has the same fields as
+    NumPy arrays, without a copy. A field that the builder does not make raises AttributeError, and so do the fields of
     encoders and of cross attention in a step without encoder input.
     """
 
-    # one a token
+    # one per token
     slot_mapping: Any
-    """int64[T]: where the token's key and value go: block * block_size + offset; -1: nowhere."""
+    """int64[T]: the slot of the token's key and value, block * block_size + offset; -1: they are not written."""
     positions: Any
-    """int64[T]: the token's index in its request."""
+    """int64[T]: the index of the token in its request."""
     token_to_req_indices: Any
-    """int32[T]: the token's row."""
-    # one a request
+    """int32[T]: the row of the token's request."""
+    # one per request
     seq_lens: Any
-    """int32[n]: context + query, tokens (list builder: capped for windowed decodes)."""
+    """int32[n]: tokens of context and query together (list builder: capped for windowed decodes)."""
     context_lens: Any
-    """int32[n]: tokens already in the cache before this step."""
+    """int32[n]: tokens that were in the cache before this step."""
     query_lens: Any
     """int32[n]: tokens of this step."""
     logits_indices: Any
-    """int32[n]: the request's last token among the T."""
+    """int32[n]: the index among the T tokens of the request's last token."""
     query_start_loc: Any
-    """int32[n + 1]: where the request's tokens start among the T."""
+    """int32[n + 1]: where the request's tokens start among the T tokens: prefix sums of query_lens."""
     seq_start_loc: Any
     """int32[n + 1]: prefix sums of seq_lens."""
     block_table: Any
-    """int32[n, width], padded with 0. Persistent builder: the live table, of fixed stride."""
+    """int32[n, width]: the request's block ids, padded with 0. Persistent builder: the live table, of fixed stride."""
     paged_kv_indptr: Any
     """int32[n + 1]: where the request's pages start in paged_kv_indices."""
     paged_kv_indices: Any
-    """int32[paged_kv_indptr[-1]]: the block ids of every request in turn."""
+    """int32[paged_kv_indptr[-1]]: the block ids of each request in turn."""
     paged_kv_num_pages: Any
-    """int32[n]: the request's pages; derived from ``paged_kv_indptr`` when it is asked for."""
+    """int32[n]: the number of the request's pages; derived from ``paged_kv_indptr`` on access."""
     paged_kv_last_page_len: Any
     """int32[n]: tokens in the request's last page; 0 for an empty request."""
-    # encoders and cross attention; E encoder tokens run in this step, row after row
+    # encoders and cross attention; E is the number of encoder tokens that run in this step, row after row
     encoder_seq_lens: Any
-    """int32[n]: encoder tokens of the request; 0: it has no encoder input. (List builder: padded with 1.)"""
+    """int32[n]: encoder tokens of the request, 0 without encoder input. (List builder: padded with 1.)"""
     encoder_query_lens: Any
     """int32[n]: encoder tokens that run in this step. List builder: all of a prompt's, none of a decode's."""
     encoder_seq_start_loc: Any
     """int32[n + 1]: prefix sums of encoder_seq_lens."""
     encoder_query_start_loc: Any
-    """int32[n + 1]: where the request's encoder tokens start among the E."""
+    """int32[n + 1]: where the request's encoder tokens start among the E tokens."""
     cross_slot_mapping: Any
-    """int64[E]: where the encoder token's key and value go in the cross cache; -1: nowhere."""
+    """int64[E]: the slot of the encoder token's key and value in the cross cache; -1: they are not written."""
     cross_block_table: Any
-    """int32[n, width], padded with 0: the blocks of the request's encoder tokens (list builder: of decodes alone)."""
+    """int32[n, width]: the blocks of the request's encoder tokens, padded with 0 (list builder: for decodes only)."""
 
     # counts: plain ints
     num_reqs: int
@@ -96,35 +96,35 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames):
     max_prefill_seq_len: int
     max_decode_seq_len: int
     max_decode_query_len: int
-    """1 where there is no decode."""
+    """1 in a step without decodes."""
     use_cuda_graph: bool
-    """Whether the step was padded for a captured graph (list builder)."""
+    """Whether the step was padded for a captured graph."""
     num_encoder_tokens: int = 0
-    """Sum of encoder_seq_lens, padded rows left out."""
+    """Sum of encoder_seq_lens without padded rows."""
     max_encoder_seq_len: int = 0
 
     req_ids: tuple[Any, ...] = ()
     """The requests, in the order of rows (persistent builder)."""
     moves: tuple[tuple[int, int], ...] = ()
-    """Swaps of rows that the build made, in order (persistent builder)."""
+    """Swaps of rows that the build made, in order, applied in turn (persistent builder)."""
     decodes_first: bool = False
-    """The order of rows: decodes before prefills (persistent builder) or after prompts (list builder)."""
+    """The order of rows: decodes before prefills (persistent builder) or prompts before decodes (list builder)."""
     from_groups: bool = False
-    """Whether the list builder built it: capped windows, plain prompts without a table."""
+    """Whether the list builder's rules apply: capped windows, plain prompts without a table."""
     advanced: int = 0
-    """How often ``advance_step`` moved it on."""
+    """The number of ``advance_step`` calls since the build."""
     builder: Any = None
-    """The MetadataBuilder whose step this is (persistent builder): a library that keeps something for each of its
-    builders tells them apart by it."""
+    """The MetadataBuilder that built the step (persistent builder): a key for what a library keeps per builder."""
     page_buffer: Any = None
-    """int32 on the device, all that page indices are ever written to by this builder: the same tensor in every step,
-    where a plan may point a kernel before the indices are there (persistent builder, with a transport)."""
+    """The buffer that the builder writes page indices to, int32[max_num_reqs * width] on the device: the same tensor
+    in every step, to which a plan may point a kernel before the indices are written (persistent builder with a
+    transport)."""
     step: int = 0
     """The step's number, ascending with each build (persistent builder); 0 elsewhere."""
     group: str = ""
     """The KV-cache group whose slots and table these are (persistent builder)."""
     source: Source | None = None
-    """What a step of the list builder was built from; None for views, captured sizes and steps of the other builder."""
+    """What a step of the list builder was built from; None for views, captured sizes and the persistent builder."""
 
     def __init__(self, host: Any, wrap: Wrap = identity, **values: Any) -> None:
         self.host = host
@@ -132,7 +132,7 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames):
         self.__dict__.update(values)
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for what is not there yet: wraps an array on first use and keeps it.
+        # Called only for missing attributes: wraps an array on first use and keeps it.
         if name in ARRAYS:
             value = FIELDS[name].derive(self) if name in DERIVED else self._wrapped(name)  # type: ignore[misc]
             self.__dict__[name] = value
@@ -141,16 +141,16 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames):
 
     @property
     def kept(self) -> dict[Any, Any]:
-        """A place for what a backend makes for this step and its layers share, by keys of the backend's own.
+        """A dict for what a backend makes once per step and its layers share; the backend chooses the keys.
 
-        It lives as long as the step: builders reuse metadata objects, and the next step finds it empty.
+        It lives as long as the step: builders reuse metadata objects, and the next step has an empty one.
         """
         kept: dict[Any, Any] = self._cached("_kept", dict)
         return kept
 
     @property
     def block_table_bound(self) -> Any:
-        """int32[n]: pages in use of each request's table; 0 until ``advance_step`` (list builder, with page lists)."""
+        """int32[n]: pages in use of each request, 0 until ``advance_step`` (list builder, with page lists)."""
         if not self.from_groups:
             raise AttributeError("block_table_bound: a field of the list builder")
         indptr = self.host.paged_kv_indptr
@@ -159,7 +159,7 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames):
     def advance_step(
         self, input_tokens: Any = None, sampled_token_ids: Any = None, num_queries: int | None = None
     ) -> None:
-        """The next step of the same decodes, in place: ``attncore.builder.advance_step`` (list builder)."""
+        """Moves the step on by one token, in place (list builder): see ``attncore.builder.advance_step``."""
         if self.source is None:
             raise ValueError(
                 "metadata: not as CommonMetadataBuilder.build gave it (a view, a captured size, or of the persistent "
@@ -169,20 +169,20 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames):
 
     @property
     def prefill_metadata(self) -> CommonAttentionMetadata | None:
-        """The prefills of this step as a batch of their own, None where there are none. Cached."""
+        """The prefills of this step as a batch of their own; None without prefills. Cached."""
         view: CommonAttentionMetadata | None = self._cached("_prefill", self._prefill_view)
         return view
 
     @property
     def decode_metadata(self) -> CommonAttentionMetadata | None:
-        """The decodes of this step as a batch of their own, None where there are none. Cached."""
+        """The decodes of this step as a batch of their own; None without decodes. Cached."""
         view: CommonAttentionMetadata | None = self._cached("_decode", self._decode_view)
         return view
 
     def asdict_zerocopy(self, skip_fields: Collection[str] | None = None) -> dict[str, Any]:
-        """Fields by name, arrays not copied, for broadcasting to other ranks; ``skip_fields`` is left as it is.
+        """The fields by name, except ``skip_fields``, for broadcasting to other ranks; arrays are not copied.
 
-        ``metadata_from_fields`` makes metadata of them again.
+        ``metadata_from_fields`` is the inverse.
         """
         skip = frozenset(skip_fields or ())
         names = [name for name in (*BROADCAST, *sorted(ARRAYS - DERIVED)) if name not in skip]
@@ -227,9 +227,9 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames):
     def _view(
         self, first: int, last: int, start: int, stop: int, *, whole_encoder: bool = False, **counts: int
     ) -> CommonAttentionMetadata:
-        """Rows first..last, tokens start..stop, with everything that counts from the start of a batch rebased.
+        """Rows first:last and tokens start:stop as a batch, with indices rebased to its start.
 
-        ``whole_encoder``: the encoder fields are those of all rows, as views of the first generation have them.
+        ``whole_encoder``: the encoder fields cover all rows, as in views of the first generation.
         """
         host, encoder_counts = slices.slice_host(self.host, first, last, start, stop, whole_encoder)
         none = dict.fromkeys(COUNTS, 0) | {"max_decode_query_len": 1, "use_cuda_graph": False}
@@ -245,11 +245,11 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames):
 
 
 def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> CommonAttentionMetadata:
-    """The inverse of ``asdict_zerocopy``: metadata of fields that arrived from another rank.
+    """The inverse of ``asdict_zerocopy``: metadata from fields that arrived from another rank.
 
-    Arrays are NumPy arrays or torch tensors, which are brought to the host where they lie elsewhere; ``backend`` wraps
-    them for its device (None: NumPy). A field that was skipped is an AttributeError of the result. Raises ValueError
-    for a field that metadata does not have, and for a count that is missing.
+    Arrays are NumPy arrays or torch tensors; tensors on a device are copied to the host. ``backend`` wraps them for its
+    device (None: NumPy). A skipped field raises AttributeError on access. Raises ValueError for an unknown field and
+    for a missing count.
     """
     unknown = sorted(set(fields) - ARRAYS - set(BROADCAST))
     if unknown:

@@ -1,4 +1,4 @@
-"""Padded rows and tokens of a host array, as ``fields.FIELDS`` says and the kernels write them."""
+"""Padding of host arrays, as ``fields.FIELDS`` declares it and the kernels write it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attncore.builder.fields import Field, Length, Pad
 
 
 def pad_array(field: Field, array: npt.NDArray[Any], rows: int, tokens: int, pad_seq_len: int) -> npt.NDArray[Any]:
-    """``array``, of a step of the persistent builder, with so many rows and tokens more; itself where it has none."""
+    """``array`` of a persistent step with ``rows`` and ``tokens`` of padding; ``array`` itself without a pad rule."""
     count = tokens if field.length is Length.TOKEN else rows
     match field.pad:
         case Pad.NONE:

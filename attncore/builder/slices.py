@@ -1,4 +1,4 @@
-"""Slices of a step's arrays, rebased as ``fields.FIELDS`` says: rows and tokens of a batch as a batch of their own."""
+"""Slices of a step's host arrays as a batch of their own, rebased as ``fields.FIELDS`` declares."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SLICED = tuple(
 
 
 class HostArrays(SimpleNamespace):
-    """Host arrays by name. A view's page indices are cut out when they are asked for: gathering them costs, and most
-    views never need them.
+    """Host arrays by name. The page indices of a view are cut out on access: gathering them is slow, and few views
+    need them.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -36,14 +36,14 @@ class HostArrays(SimpleNamespace):
 def slice_host(
     whole: Any, first: int, last: int, start: int, stop: int, whole_encoder: bool = False
 ) -> tuple[HostArrays, dict[str, int]]:
-    """Rows first..last and tokens start..stop of a step's host arrays, and the counts of its encoder tokens.
+    """Rows first:last and tokens start:stop of a step's host arrays, and the counts of its encoder tokens.
 
-    ``whole_encoder``: the encoder's arrays are those of all rows, as views of the first generation have them.
+    ``whole_encoder``: the encoder's arrays cover all rows, as in views of the first generation.
     """
     host = HostArrays()
     for name, length, rebase, of_encoder in _SLICED:
         array = getattr(whole, name, None)
-        if array is None:  # a cross group's tokens have no slots; most steps have no encoder
+        if array is None:  # a cross group has no slot_mapping; most steps have no encoder
             continue
         rows = (0, len(whole.encoder_seq_lens)) if of_encoder and whole_encoder else (first, last)
         setattr(host, name, rebased(_cut(array, length, rows, (start, stop), whole), rebase, rows[0], start))
@@ -53,7 +53,7 @@ def slice_host(
 
 
 def rebased(part: Any, rebase: Rebase, first_row: int, first_token: int) -> Any:
-    """A slice (NumPy array or tensor) that counts from its own start."""
+    """A slice (NumPy array or tensor), rebased to count from its own start."""
     match rebase:
         case Rebase.FIRST_ROW if first_row:
             return part - np.int32(first_row) if isinstance(part, np.ndarray) else part - first_row
@@ -69,7 +69,7 @@ def _cut(array: Any, length: Length, rows: tuple[int, int], tokens: tuple[int, i
     match length:
         case Length.TOKEN:
             return array[tokens[0] : tokens[1]]
-        case Length.START:  # the list builder's end before the rows that a graph pads
+        case Length.START:  # those of the list builder end before padded rows
             return array[min(first, len(array) - 1) : last + 1]
         case Length.ENCODER_TOKEN:
             starts = whole.encoder_query_start_loc
@@ -81,5 +81,5 @@ def _encoder_counts(host: Any, whole: Any, first: int) -> dict[str, int]:
     if not hasattr(host, "encoder_seq_lens"):
         return {}
     lens = host.encoder_seq_lens
-    unpadded = lens[: max(0, len(whole.query_lens) - first)]  # a padded step of the list builder has lengths of 1 there
+    unpadded = lens[: max(0, len(whole.query_lens) - first)]  # the list builder pads lengths with 1
     return {"num_encoder_tokens": int(unpadded.sum()), "max_encoder_seq_len": int(lens.max(initial=0))}

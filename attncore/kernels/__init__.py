@@ -1,8 +1,9 @@
-"""The kernels of the hot path: which implementation runs here, and why.
+"""The kernels of the hot path: which implementation is used, and why.
 
-Two implementations have the same topics, classes and functions: ``attncore._slots`` (Cython, what a wheel carries, from
-``kernels/cython``) and ``attncore.kernels.numba`` (for a platform without a compiler). :func:`load_kernels` picks one
-and :func:`why_kernels` says why. ``codes`` declares the numbers that they share, ``arrays`` has their public functions.
+Two implementations have the same topics, classes and functions: ``attncore._slots`` (Cython, compiled into wheels from
+``kernels/cython``) and ``attncore.kernels.numba`` (for a platform without a compiler). :func:`load_kernels` chooses one
+and :func:`why_kernels` says why. ``codes`` declares the numbers that they share with Python; ``arrays`` has functions
+on host arrays.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ _MODULES: dict[KernelsName, str] = {"cython": "attncore._slots", "numba": "attnc
 
 
 def load_kernels(name: KernelsName | None = None) -> Any:
-    """The module of kernels: the one named, else the one of ``ATTNCORE_KERNELS``, else Cython, else numba.
+    """The module of kernels: the named one, else that of ``ATTNCORE_KERNELS``, else Cython, else numba.
 
-    Raises ValueError for another name, ImportError where the one asked for cannot be imported or neither can.
+    Raises ValueError for an unknown name, and ImportError where the requested module, or either, cannot be imported.
     """
     wanted = name or env.kernels()
     if wanted is not None:
@@ -43,7 +44,7 @@ def load_kernels(name: KernelsName | None = None) -> Any:
 
 
 def why_kernels(name: KernelsName | None = None) -> str:
-    """One sentence: which implementation runs here and why."""
+    """One sentence: which implementation is used and why."""
     kernels = load_kernels(name)
     if name:
         return f"{kernels.IMPLEMENTATION}: asked for by the caller"

@@ -1,4 +1,4 @@
-"""Functions on host arrays, one field each, checked: for callers that hold their own state."""
+"""Checked functions on host arrays, one for each field, for callers that keep their own state."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def is_block_tables_empty(block_tables: Mapping[int, Sequence[int] | None] | Non
 def compute_slot_mapping_start_idx(
     is_prompt: bool, query_len: int, context_len: int, sliding_window: int | None
 ) -> int:
-    """The first token index whose slot is written: earlier prompt tokens have left the window already.
+    """The index of the first token whose slot is written: earlier tokens of a prompt have left the window already.
 
-    Compared with the token's absolute index (context included), as the first generation did.
+    It is compared with a token's absolute index (context included), as in the first generation.
     """
     integer("query_len", query_len, 1)
     integer("context_len", context_len, 0)
@@ -47,9 +47,9 @@ def compute_slot_mapping(
 ) -> None:
     """Appends the slots of one sequence's tokens ``context_len..seq_len`` to ``slot_mapping``.
 
-    Tokens before ``start_idx`` and every token of a profiling run get ``PAD_SLOT_ID``; the others
+    Tokens before ``start_idx`` and every token of a profiling run get ``PAD_SLOT_ID``; token i of the others gets
     ``block_tables[seq_id][i // block_size] * block_size + i % block_size``. Raises ValueError, and appends nothing,
-    where the table is too short.
+    where the table is missing or too short.
     """
     integer("context_len", context_len, 0)
     integer("seq_len", seq_len, context_len + 1)
@@ -73,7 +73,7 @@ def compute_slot_mapping(
 
 
 def build_query_start_loc(query_lens: npt.ArrayLike, out: Int32Array | None = None) -> Int32Array:
-    """Exclusive prefix sums, int32[n + 1], of lengths int[n] (also seq_start_loc, of seq_lens)."""
+    """Prefix sums int32[n + 1] of ``query_lens`` int[n], from 0 on; of seq_lens they are seq_start_loc."""
     lengths = array_arguments.lengths("query_lens", query_lens, 0)
     out = output("out", out, len(lengths) + 1, np.int32)
     total = np.cumsum(lengths, dtype=np.int64)
@@ -91,7 +91,7 @@ def build_slot_mapping(
     block_size: int,
     out: Int64Array | None = None,
 ) -> Int64Array:
-    """Slots, int64[num_tokens], of a batch: ``block_table`` int32[n, width], lengths int[n], all on the host.
+    """Slots int64[num_tokens] of a batch: ``block_table`` int32[n, width], lengths int[n], all on the host.
 
     Raises ValueError, naming the row, where a token's block lies beyond the table's width.
     """
@@ -123,7 +123,7 @@ def build_positions(context_lens: npt.ArrayLike, query_lens: npt.ArrayLike) -> t
 
 
 def build_logits_indices(query_start_loc: npt.ArrayLike) -> Int32Array:
-    """Index of the last token of each request, int32[n], from ``query_start_loc`` int32[n + 1]."""
+    """The index of the last token of each request, int32[n], from ``query_start_loc`` int32[n + 1]."""
     starts = array_arguments.lengths("query_start_loc", query_start_loc, 0)
     if not len(starts) or starts[0] or (np.diff(starts) < 0).any():
         raise ValueError("query_start_loc: these are no prefix sums: they start with 0 and never fall")
@@ -135,7 +135,8 @@ def build_page_lists(
 ) -> tuple[Int32Array, Int32Array, Int32Array]:
     """``paged_kv_indptr`` int32[n + 1], ``paged_kv_indices`` int32[indptr[-1]], ``paged_kv_last_page_len`` int32[n].
 
-    From the rectangle int32[n, width] and lengths int[n]; an empty request has no pages and a last length of 0.
+    From ``block_table`` int32[n, width] and ``seq_lens`` int[n]; an empty request has no pages and a last length of 0.
+    Raises ValueError, naming the row, where a table is too short.
     """
     integer("block_size", block_size, 1)
     table = array_arguments.block_table(block_table)
@@ -169,13 +170,13 @@ def pad_block_table(
     table = np.empty((len(rows), columns), np.int32)
     bad = load_kernels().fill_block_table(list(rows), table) if len(rows) else -1
     if bad >= 0:
-        kind, text = bad_block_ids(rows[bad], INT32_MAX + 1) or (
+        error, text = bad_block_ids(rows[bad], INT32_MAX + 1) or (
             ValueError,
             f"{len(rows[bad])} block ids but room for {columns}",
         )
-        raise kind(f"rows: row {bad}: {text}")
+        raise error(f"rows: row {bad}: {text}")
     if out is None:
         return table
-    # Filled apart first: a refused row must leave the caller's array as it was.
+    # Filled separately first, so that a refused row leaves the caller's array unchanged.
     np.copyto(output("out", out, table.shape, np.int32), table)
     return out

@@ -1,5 +1,5 @@
-"""Numbers that the kernels and Python share, each declared here once: codes of checks, pad values, header words, rows
-of the hot state. A test compares the C enums of kernels/cython with them.
+"""Numbers that the kernels share with Python, each declared once: codes of checks, pad values, words of an arena's
+header, rows of the state of batches and tables. A test compares the C enums of kernels/cython with them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ PAD_SLOT_ID = -1
 NO_COLUMN = -1
 """The cached column of a row whose current block is not cached."""
 
-# What a kernel's check may answer.
+# Codes that a kernel's check returns.
 OK, TOO_FEW_BLOCKS, NULL_BLOCK, TOO_LONG, TOO_MANY_TOKENS, TOO_MANY_SEQ_TOKENS = range(6)
 HIT_ON_DECODE, HIT_WITH_WINDOW, CONTEXT_WITHOUT_CHUNKS, QUERY_TOO_LONG = range(6, 10)
 TOO_MANY_ENCODER_TOKENS, QUERY_NOT_CAPTURED, ENCODER_NOT_CAPTURED, TOO_MANY_ROWS = range(10, 14)
@@ -18,18 +18,18 @@ TOO_MANY_ENCODER_TOKENS, QUERY_NOT_CAPTURED, ENCODER_NOT_CAPTURED, TOO_MANY_ROWS
 # int64 words of an arena's header, before its first field.
 HEADER_WORDS = 80
 HEADER_STEP, HEADER_ROWS, HEADER_TOKENS, HEADER_COUNTS = range(4)
-"""The step's number, its rows, its tokens; from the last on the journal entries of each group."""
+"""The step's number, its rows and its tokens; from HEADER_COUNTS on, the journal entries of each group."""
 JOURNAL_ENTRY_WORDS = 2
 JOURNAL_INDEX, JOURNAL_BLOCK = range(JOURNAL_ENTRY_WORDS)
-"""int32 words of a journal entry: a flat index of the table and a block id."""
+"""int32 words of a journal entry: a flat index into the table and a block id."""
 
 # Rows of a batch's state int32[3, n], and of a table's int32[4, n].
 COMPUTED, ENCODER_LENS, ENCODER_DONE = range(3)
-"""Tokens computed, encoder tokens, whether those are in the cache."""
+"""Computed tokens, encoder tokens, whether the encoder tokens are in the cache."""
 NUM_BLOCKS, CACHED_COLUMN, CACHED_BLOCK, SYNCED = range(4)
-"""Blocks held, column (or NO_COLUMN) and id of the block in use, leading columns that a device's table has."""
+"""Blocks held, column (or NO_COLUMN) and id of the cached block, leading columns that a device's table has."""
 
-# Kinds of a request in a step, in the order of rows.
+# Kinds of requests in a step, in the order of rows.
 DECODE, PREFILL, REST = range(3)
 
 # Kinds of a request in a batch that is split in three: short extends have a part of their own.

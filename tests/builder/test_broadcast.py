@@ -16,7 +16,7 @@ def persistent():
     return MetadataBuilder(batch, max_num_batched_tokens=32).build({"a": 6})
 
 
-def list_door():
+def list_step():
     groups = [
         SequenceGroup(True, [Sequence(0, 6, 2, [3, 5])]),
         SequenceGroup(False, [Sequence(0, 1, 1, [9])]),
@@ -24,7 +24,7 @@ def list_door():
     return CommonMetadataBuilder(4, "flashinfer", chunked_prefill=True).build(groups)
 
 
-@pytest.mark.parametrize("build", [persistent, list_door])
+@pytest.mark.parametrize("build", [persistent, list_step])
 @pytest.mark.parametrize("send", [np.copy, lambda array: torch.from_numpy(array.copy())])
 def test_fields_there_and_back(build, send):
     metadata = build()

@@ -1,7 +1,7 @@
-"""Cascade attention: a prefix that many requests share is read once, for all their queries together.
+"""Cascade attention: the keys of a prefix that many requests share are read once for all their queries.
 
-The first pass attends from every query of the sharing requests to the prefix, without a mask; the second is the usual
-causal attention over what is left of each request. ``attncore.merge.merge_attention`` joins the two.
+In the first pass every query of the sharing requests attends to the prefix, without a mask; the second pass is causal
+attention over the rest of each request. ``attncore.merge.merge_attention`` combines the two.
 """
 
 from __future__ import annotations
@@ -17,64 +17,65 @@ from attncore.kernels import arrays
 
 
 class CascadeRule(NamedTuple):
-    """When two passes pay: at least so many requests share at least so long a prefix, and enough reading is saved.
+    """When two passes are worth it: the least number of requests, the least prefix and the least saving.
 
-    A second pass costs a launch and a merge of outputs, whatever it saves; the defaults are for a large GPU, and worth
-    measuring on another.
+    A second pass costs a launch and a merge of outputs. The defaults suit a large GPU; measure them on another.
     """
 
     min_requests: int = 8
     min_prefix_tokens: int = 256
     min_saving: float = 0.1
-    """The part of all keys in the batch's contexts that need not be read again, 0 to 1."""
+    """The fraction of all keys in the batch's contexts that need not be read again, 0 to 1."""
 
 
 class SharedPrefix(NamedTuple):
-    """What some requests of a batch share."""
+    """A prefix that some requests of a batch share."""
 
     rows: Int32Array
     """int32[m]: the requests, ascending."""
     num_blocks: int
-    """Leading blocks that their tables have in common, all of them full of context."""
+    """Leading blocks that their tables have in common, all filled with context."""
     num_tokens: int
     """Tokens of those blocks."""
 
 
 class CascadePass(NamedTuple):
-    """The arrays of one attention pass, on the host: n requests of T queries."""
+    """The arrays of one attention pass of n requests, on the host."""
 
     query_start_loc: Int32Array
-    """int32[n + 1]"""
+    """int32[n + 1]: prefix sums of the query lengths."""
     seq_lens: Int32Array
-    """int32[n]: keys of each."""
+    """int32[n]: keys of each request."""
     seq_start_loc: Int32Array
     """int32[n + 1]: prefix sums of seq_lens."""
     block_table: Int32Array
     """int32[n, width], padded with 0."""
     causal: bool
-    """Whether the queries are the last of the keys (the second pass), or all come after them (the first)."""
+    """Whether a causal mask applies: in the second pass; the queries of the first come after all its keys."""
 
 
 class Cascade(NamedTuple):
     """The two passes over a batch."""
 
     prefix: CascadePass
-    """One request, whose queries are those of ``token_indices`` and whose keys are the shared prefix."""
+    """A single request: its queries are those of ``token_indices``, its keys the shared prefix."""
     suffix: CascadePass
-    """The whole batch in its own order; tables and lengths of the sharing requests begin behind the prefix."""
+    """The whole batch in its order; tables and lengths of the sharing requests begin after the prefix."""
     token_indices: Int64Array
-    """int64[T of the sharing requests]: which of the step's tokens the first pass takes, and its output belongs to."""
+    """int64[queries of the first pass]: their indices among the tokens of the step."""
 
 
 def count_common_blocks(
     block_table: npt.ArrayLike, context_lens: npt.ArrayLike, block_size: int, *, null_block: int | None = None
 ) -> int:
-    """How many leading blocks all requests share: ``block_table`` int[n, width], ``context_lens`` int[n], tokens.
+    """The number of leading blocks that all requests share.
 
-    Only blocks full of context count, since every query must come after all of them; ``null_block``, where given (0
-    behind the persistent door), is nobody's and ends a prefix. 0 for an empty batch.
+    ``block_table`` is int[n, width], ``context_lens`` int[n], in tokens; host arrays.
+
+    Only blocks filled with context count, since every query must come after all of them. ``null_block``, where given
+    (0 with the persistent builder), holds no keys and ends a prefix. 0 for an empty batch.
     """
-    table, usable = _usable(block_table, context_lens, block_size, null_block)
+    table, usable = _count_usable_blocks(block_table, context_lens, block_size, null_block)
     if not len(table):
         return 0
     width = int(usable.min())
@@ -90,19 +91,19 @@ def find_shared_prefix(
     *,
     null_block: int | None = None,
 ) -> SharedPrefix | None:
-    """The requests whose shared prefix saves the most reading, or None where no group satisfies ``rule``.
+    """The requests whose shared prefix saves the most reading; None where no set of requests satisfies ``rule``.
 
-    m requests that share p tokens save ``(m - 1) * p`` keys. Of groups that save the same, the one of more requests.
+    m requests that share p tokens save ``(m - 1) * p`` keys. Of equal savings the one with more requests is taken.
     Arguments as for ``count_common_blocks``; ``rule`` None is ``CascadeRule()``.
     """
-    rule = _checked(CascadeRule() if rule is None else rule)
-    table, usable = _usable(block_table, context_lens, block_size, null_block)
+    rule = _check_rule(CascadeRule() if rule is None else rule)
+    table, usable = _count_usable_blocks(block_table, context_lens, block_size, null_block)
     if len(table) < rule.min_requests:
         return None
-    order, common = _common_with_next(table, usable)
+    order, common = _order_by_prefix(table, usable)
     min_blocks = max(1, -(-rule.min_prefix_tokens // block_size))
     best, start, stop, depth = 0, 0, 0, 0
-    for first, last, blocks in _plateaus(common):
+    for first, last, blocks in _find_plateaus(common):
         requests, saved = last - first + 1, (last - first) * blocks
         if requests >= rule.min_requests and blocks >= min_blocks and (saved, requests) > (best, stop - start + 1):
             best, start, stop, depth = saved, first, last, blocks
@@ -119,7 +120,7 @@ def plan_cascade(
 ) -> Cascade:
     """The two passes of a batch: ``block_table`` int[n, width], lengths int[n], on the host.
 
-    Raises ValueError where ``shared`` is no prefix of this batch's rows, or reaches into a request's queries.
+    Raises ValueError where ``shared`` is not a prefix of this batch's rows, or reaches into a request's queries.
     """
     queries = array_arguments.lengths("query_lens", query_lens, 0)
     lens = array_arguments.lengths("seq_lens", seq_lens, 0)
@@ -149,10 +150,10 @@ def plan_cascade(
     return Cascade(prefix, suffix, token_indices.astype(np.int64))
 
 
-def _usable(
+def _count_usable_blocks(
     block_table: npt.ArrayLike, context_lens: npt.ArrayLike, block_size: int, null_block: int | None
 ) -> tuple[Int32Array, npt.NDArray[np.int64]]:
-    """The table, and how many leading blocks of each row are full of context and somebody's."""
+    """The table, and for each row the number of leading blocks that are filled with context and not null."""
     arguments.integer("block_size", block_size, 1)
     contexts = array_arguments.lengths("context_lens", context_lens, 0)
     table = array_arguments.block_table(block_table, len(contexts))
@@ -171,10 +172,10 @@ def _usable(
     return table, full
 
 
-def _common_with_next(table: Int32Array, usable: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], list[int]]:
-    """Rows ordered by their usable blocks, and how many leading blocks each shares with the next one.
+def _order_by_prefix(table: Int32Array, usable: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], list[int]]:
+    """Rows sorted by their usable blocks, and how many leading blocks each shares with the next.
 
-    In that order any set of rows that share a prefix stands together.
+    In that order the rows that share a prefix are adjacent.
     """
     keys = [row[:count].astype(">i4").tobytes() for row, count in zip(table, usable.tolist(), strict=True)]
     order = np.array(sorted(range(len(keys)), key=keys.__getitem__), np.intp)
@@ -188,22 +189,22 @@ def _common_with_next(table: Int32Array, usable: npt.NDArray[np.int64]) -> tuple
     return order, common
 
 
-def _plateaus(common: list[int]) -> list[tuple[int, int, int]]:
-    """Each (first, last, depth): as many ordered rows as share ``depth`` blocks, for every depth there is."""
-    found: list[tuple[int, int, int]] = []
+def _find_plateaus(common: list[int]) -> list[tuple[int, int, int]]:
+    """(first, last, depth) of every maximal run of sorted rows that share ``depth`` blocks, for each depth."""
+    plateaus: list[tuple[int, int, int]] = []
     open_runs: list[tuple[int, int]] = []
     for index, depth in enumerate([*common, 0]):
         first = index
         while open_runs and open_runs[-1][1] >= depth:
             first, blocks = open_runs.pop()
             if blocks > depth:
-                found.append((first, index, blocks))
+                plateaus.append((first, index, blocks))
         if depth:
             open_runs.append((first, depth))
-    return found
+    return plateaus
 
 
-def _checked(rule: CascadeRule) -> CascadeRule:
+def _check_rule(rule: CascadeRule) -> CascadeRule:
     arguments.integer("rule.min_requests", rule.min_requests, 2)
     arguments.integer("rule.min_prefix_tokens", rule.min_prefix_tokens, 1)
     if not 0 <= rule.min_saving <= 1:

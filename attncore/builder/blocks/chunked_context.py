@@ -1,8 +1,8 @@
 """Contexts in chunks: a prefill attends to a long cached context through a workspace that holds a part of it.
 
-For latent (MLA) caches, whose rows must become keys and values before a prefill can read them: chunk by chunk, rows are
-gathered, projected up and attended to without a mask, with log-sum-exp; the step's own tokens are attended to causally;
-``attncore.merge.merge_attention`` joins the parts.
+For latent (MLA) caches, whose rows must be projected to keys and values before a prefill can read them. Chunk by chunk,
+rows are gathered, projected up and attended to without a mask, with log-sum-exp; the step's own tokens are attended to
+causally; ``attncore.merge.merge_attention`` combines the parts.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from attncore.kernels import arrays, codes
 
 
 class ContextChunks(NamedTuple):
-    """The contexts of n prefills in chunks, on the host; c is the number of chunks, 0 where nobody has context."""
+    """The contexts of n prefills in chunks, on the host; c is the number of chunks, 0 without context."""
 
     chunk_starts: Int32Array
-    """int32[c, n]: how much of each context the chunks before have had, tokens; whole blocks until it ends."""
+    """int32[c, n]: tokens of each context in earlier chunks; whole blocks until it ends."""
     chunk_seq_lens: Int32Array
     """int32[c, n]: tokens of each context in the chunk; 0 where it has ended."""
     chunk_start_loc: Int32Array
     """int32[c, n + 1]: prefix sums of chunk_seq_lens, for each chunk."""
     chunk_slots: tuple[Int64Array, ...]
-    """c arrays int64[tokens of the chunk]: where to gather them from the cache, prefill after prefill."""
+    """c arrays int64[tokens of the chunk]: their slots in the cache, prefill after prefill."""
 
     @property
     def num_chunks(self) -> int:
-        """How often the workspace is filled."""
+        """c, the number of times that the workspace is filled."""
         return len(self.chunk_slots)
 
     @property
@@ -54,9 +54,9 @@ def context_chunks(
 ) -> ContextChunks:
     """The chunks of the contexts of n prefills: ``block_table`` int[n, width], ``context_lens`` int[n], tokens.
 
-    A chunk holds at most ``workspace_tokens``, shared evenly by the prefills that have context left; what short ones
-    leave goes to the longer. A share is whole blocks. Raises ValueError where the workspace is less than a block for
-    each prefill with context, or a table too short for one.
+    A chunk holds at most ``workspace_tokens``, divided evenly among the prefills that have context left; what short
+    ones leave goes to longer ones. A share is whole blocks. Raises ValueError where the workspace is less than a block
+    for each prefill with context, or a table is too short for its context.
     """
     arguments.integer("block_size", block_size, 1)
     arguments.integer("workspace_tokens", workspace_tokens, 1)
@@ -71,7 +71,7 @@ def context_chunks(
     starts, lens, places = [], [], []
     start, left = np.zeros_like(contexts), contexts.copy()
     while left.any():
-        taken = _shared(left, workspace_tokens, block_size)
+        taken = _share_workspace(left, workspace_tokens, block_size)
         places.append(arrays.build_slot_mapping(table, start, taken, block_size))
         starts.append(start)
         lens.append(taken)
@@ -90,11 +90,11 @@ def context_chunks(
 def context_chunk_metadata(
     metadata: CommonAttentionMetadata, chunks: ContextChunks, index: int, backend: Any = None
 ) -> CommonAttentionMetadata:
-    """The step as a layer of type ``encoder_decoder`` takes it whose keys are those of chunk ``index``, gathered.
+    """The step with the gathered keys of chunk ``index``, for a layer of type ``encoder_decoder``.
 
-    ``metadata`` holds the prefills that ``chunks`` was made of (``metadata.prefill_metadata``). The layer sees them
-    without a mask, and keeps nothing: its slots are -1, and its ``kv_cache`` may be None. ``backend`` wraps the arrays
-    (None: as the batch's).
+    ``metadata`` holds the prefills that ``chunks`` was made of (``metadata.prefill_metadata``). The
+    layer attends to them without a mask and writes nothing: its slots are -1, and its ``kv_cache`` may be None.
+    ``backend`` wraps the arrays (None: as the batch's).
     """
     arguments.integer("index", index, 0)
     if index >= chunks.num_chunks:
@@ -102,7 +102,7 @@ def context_chunk_metadata(
     lens, starts = chunks.chunk_seq_lens[index], chunks.chunk_start_loc[index]
     if len(lens) != metadata.num_reqs:
         raise ValueError(f"chunks: made of {len(lens)} prefills, but the metadata has {metadata.num_reqs} requests")
-    fields = _own_fields(metadata) | {
+    fields = _decoder_fields(metadata) | {
         "encoder_seq_lens": lens,
         "encoder_query_lens": lens,
         "encoder_seq_start_loc": starts,
@@ -111,46 +111,46 @@ def context_chunk_metadata(
         "cross_block_table": np.zeros((len(lens), 0), np.int32),
     }
     counts = {"num_encoder_tokens": int(starts[-1]), "max_encoder_seq_len": int(lens.max(initial=0))}
-    return _made(metadata, fields, counts, backend)
+    return _new_metadata(metadata, fields, counts, backend)
 
 
 def new_tokens_metadata(metadata: CommonAttentionMetadata, backend: Any = None) -> CommonAttentionMetadata:
-    """The step's own tokens, causally, as if they were all there is: the part beside the chunks.
+    """The step's own tokens as a causal batch without context: the part beside the chunks.
 
-    Slots are -1 and tables empty: nothing is written or read, and ``kv_cache`` may be None. ``backend`` wraps the
-    arrays (None: as the batch's).
+    Slots are -1 and tables empty: the cache is neither written nor read, and ``kv_cache`` may be None. ``backend``
+    wraps the arrays (None: as the batch's).
     """
     host = metadata.host
-    queries, rows = host.query_lens, len(host.query_lens)
-    fields = _own_fields(metadata) | {
+    queries, num_reqs = host.query_lens, len(host.query_lens)
+    fields = _decoder_fields(metadata) | {
         "slot_mapping": np.full(len(host.slot_mapping), codes.PAD_SLOT_ID, np.int64),
         "positions": arrays.build_positions(np.zeros_like(queries), queries)[0],
         "seq_lens": queries,
         "context_lens": np.zeros_like(queries),
         "seq_start_loc": host.query_start_loc,
-        "block_table": np.zeros((rows, 0), np.int32),
-        "paged_kv_indptr": np.zeros(rows + 1, np.int32),
+        "block_table": np.zeros((num_reqs, 0), np.int32),
+        "paged_kv_indptr": np.zeros(num_reqs + 1, np.int32),
         "paged_kv_indices": np.zeros(0, np.int32),
-        "paged_kv_last_page_len": np.zeros(rows, np.int32),
+        "paged_kv_last_page_len": np.zeros(num_reqs, np.int32),
     }
     longest = dict.fromkeys(("max_seq_len", "max_prefill_seq_len"), metadata.max_query_len)
-    return _made(metadata, fields, longest, backend)
+    return _new_metadata(metadata, fields, longest, backend)
 
 
-def _shared(left: Int32Array, workspace_tokens: int, block_size: int) -> Int32Array:
-    """What each of ``left`` may have of the workspace: all, where an even share is as much, else a share of blocks."""
+def _share_workspace(left: Int32Array, workspace_tokens: int, block_size: int) -> Int32Array:
+    """The tokens of each context in the next chunk: all that is left, or an even share of the workspace in blocks."""
     waiting = np.sort(left[left > 0]).astype(np.int64)
     before = np.cumsum(waiting) - waiting
     shares = (workspace_tokens - before) // np.arange(len(waiting), 0, -1)
     short = np.flatnonzero(waiting > shares)
     if not len(short):
         return left
-    share = int(shares[short[0]])  # the first that does not fit whole: those before it do
+    share = int(shares[short[0]])  # that of the first context, by length, that does not fit whole
     return np.where(left <= share, left, np.int32(share // block_size * block_size))
 
 
-def _own_fields(metadata: CommonAttentionMetadata) -> dict[str, Any]:
-    """The host arrays of a step of prefills, but for an encoder's."""
+def _decoder_fields(metadata: CommonAttentionMetadata) -> dict[str, Any]:
+    """The host arrays of a step of prefills, without those of an encoder."""
     if metadata.num_prefills != metadata.num_reqs:
         raise ValueError(
             f"metadata: {metadata.num_reqs - metadata.num_prefills} of its {metadata.num_reqs} requests are no "
@@ -160,7 +160,7 @@ def _own_fields(metadata: CommonAttentionMetadata) -> dict[str, Any]:
     return {name: getattr(metadata.host, name) for name in names if hasattr(metadata.host, name)}
 
 
-def _made(
+def _new_metadata(
     metadata: CommonAttentionMetadata, fields: dict[str, Any], counts: dict[str, int], backend: Any
 ) -> CommonAttentionMetadata:
     whole = {name: getattr(metadata, name) for name in COUNTS if hasattr(metadata, name)}

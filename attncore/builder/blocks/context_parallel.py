@@ -1,8 +1,8 @@
 """Decode context parallelism: the tokens of each request spread over several ranks, each with a cache of its own.
 
 One block id stands for a *virtual* block of ``block_size * world_size`` tokens: every rank keeps ``block_size`` of them
-in its own block of that id. Runs of ``interleave`` tokens go to the ranks in turn. An engine that runs it gives its
-``InputBatch`` the virtual block size; slots, lengths and tables of a rank are then made here, on the host.
+in its own block of that id. Runs of ``interleave`` tokens go to the ranks in turn. The engine gives its ``InputBatch``
+the virtual block size; slots, lengths and tables of a rank are made here, on the host.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from attncore.kernels import arrays, codes
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """What ``rank`` of ``world_size`` ranks keeps, in blocks of ``block_size`` tokens (the kernel's, a rank's own).
+    """The share of ``rank`` of ``world_size`` ranks, in kernel blocks of ``block_size`` tokens on each rank.
 
     ``interleave`` divides ``block_size``. ``tensor_parallel_size``, where given, is a multiple of ``world_size``: the
-    ranks of a group are taken from those that would otherwise hold the same keys. Raises ValueError that names the
+    ranks are taken from those that would otherwise hold the same keys. Raises ValueError that names the
     argument.
     """
 
@@ -59,7 +59,7 @@ class ContextParallel:
     def of_virtual_blocks(
         cls, virtual_block_size: int, world_size: int, rank: int, interleave: int = 1
     ) -> ContextParallel:
-        """For tables whose ids stand for ``virtual_block_size`` tokens, such as those of ``InputBatch.block_size``."""
+        """The same for tables of virtual blocks of ``virtual_block_size`` tokens, such as those of an InputBatch."""
         arguments.integer("virtual_block_size", virtual_block_size, 1)
         arguments.integer("world_size", world_size, 1)
         if virtual_block_size % world_size:
@@ -87,13 +87,13 @@ class ContextParallel:
     def local_slots(self, slot_mapping: npt.ArrayLike) -> Int64Array:
         """``slot_mapping`` int[T] of a batch built with the virtual block size, as slots of this rank's cache.
 
-        int64[T]; -1 stays -1, and is the answer where another rank keeps the token.
+        Returns int64[T]; -1 stays -1, and a token that another rank keeps gets -1.
         """
         virtual = np.asarray(slot_mapping)
         if virtual.ndim != 1 or (virtual.size and virtual.dtype.kind not in "iu"):
             raise ValueError(f"slot_mapping: {virtual.dtype}{list(virtual.shape)}; it must be a list of integers")
-        # A slot says both: which virtual block, and where in it. (-1 is the last of block -1,
-        # so that it is -1 again, in the last rank's blocks too.)
+        # A slot gives the virtual block and the offset in it. (-1 is the last slot of block -1,
+        # so that it stays -1, on the last rank too.)
         blocks, offsets = np.divmod(virtual.astype(np.int64), self.virtual_block_size)
         runs, within = np.divmod(offsets, self.interleave)
         rounds, ranks = np.divmod(runs, self.world_size)
@@ -103,8 +103,8 @@ class ContextParallel:
     def seq_lens(self, seq_lens: npt.ArrayLike) -> Int32Array:
         """int32[n]: how many of the first ``seq_lens`` int[n] tokens of a request this rank keeps.
 
-        Of ``positions + 1`` it answers how many of the rank's keys each query may see, which is the mask of a step that
-        runs several tokens a request.
+        Of ``positions + 1`` it gives the number of the rank's keys that each query sees, which is the mask of a step
+        that runs several tokens per request.
         """
         lens = array_arguments.lengths("seq_lens", seq_lens, 0).astype(np.int64)
         rounds, rest = np.divmod(lens, self.world_size * self.interleave)
@@ -134,7 +134,7 @@ class ContextParallel:
     ) -> tuple[Int32Array, Int32Array, Int32Array]:
         """``paged_kv_indptr``, ``paged_kv_indices`` and ``paged_kv_last_page_len`` of this rank's keys.
 
-        Arguments as for ``block_table``. A request of which the rank keeps nothing has no pages.
+        Arguments as for ``block_table``. A request without tokens on this rank has no pages.
         """
         return arrays.build_page_lists(
             self.block_table(block_table, seq_lens), self.seq_lens(seq_lens), self.block_size

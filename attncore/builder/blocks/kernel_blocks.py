@@ -1,4 +1,4 @@
-"""Blocks of the engine's block manager, expanded to the smaller blocks that a kernel works in."""
+"""Manager blocks, expanded to the smaller blocks that a kernel uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attncore.array_arguments import Int32Array
 
 
 def kernel_blocks_per_block(manager_block_size: int, kernel_block_size: int) -> int:
-    """How many kernel blocks one manager block is; both sizes in tokens."""
+    """The number of kernel blocks in a manager block; both sizes are in tokens."""
     arguments.integer("manager_block_size", manager_block_size, 1)
     arguments.integer("kernel_block_size", kernel_block_size, 1)
     if manager_block_size % kernel_block_size:
@@ -28,14 +28,14 @@ def expand_blocks(
     """Ids of manager blocks, int[..., width], as ids of kernel blocks, int32[..., width * kernel_blocks].
 
     Block b becomes ``b * kernel_blocks`` and the ids after it: [0, 2] with 4 kernel blocks each is
-    [0, 1, 2, 3, 8, 9, 10, 11]. Slots stay what they are. Of a rectangle (n, width), ``num_blocks`` int[n] says how many
-    blocks each row holds; what lies behind is padded with 0. Without it padding is expanded as block 0. Host arrays.
+    [0, 1, 2, 3, 8, 9, 10, 11]. Slots do not change. With ``num_blocks`` int[n], the blocks that each row of a rectangle
+    (n, width) holds, the rest of a row is padded with 0; without it, padding is expanded like block 0. Host arrays.
     """
     arguments.integer("kernel_blocks", kernel_blocks, 1)
     ids = np.asarray(block_ids)
     if ids.ndim not in (1, 2) or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"block_ids: {ids.dtype}{list(ids.shape)}; it must be a row or a rectangle of integers")
-    held = None if num_blocks is None else _held(num_blocks, ids)
+    held = None if num_blocks is None else _check_num_blocks(num_blocks, ids)
     if ids.size:
         array_arguments.check_block_ids_fit("block_ids", ids)
         highest = int(ids.max())
@@ -43,7 +43,7 @@ def expand_blocks(
             raise ValueError(f"block_ids: block {highest} of {kernel_blocks} kernel blocks does not fit int32")
     first = ids.astype(np.int32, copy=False) * np.int32(kernel_blocks)
     expanded = np.empty((*ids.shape, kernel_blocks), np.int32)
-    for index in range(kernel_blocks):  # a long loop for each of a few ids, not a short one for each of many
+    for index in range(kernel_blocks):  # few long loops instead of many short ones
         np.add(first, np.int32(index), out=expanded[..., index])
     expanded = expanded.reshape(*ids.shape[:-1], ids.shape[-1] * kernel_blocks)
     if held is not None:
@@ -51,7 +51,7 @@ def expand_blocks(
     return expanded
 
 
-def _held(num_blocks: npt.ArrayLike, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+def _check_num_blocks(num_blocks: npt.ArrayLike, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
     if ids.ndim != 2:
         raise ValueError("num_blocks: given for a single row; cut the row instead")
     held = array_arguments.lengths("num_blocks", num_blocks, 0)

@@ -1,8 +1,8 @@
-"""Chunked local attention as virtual batches: a kernel that knows nothing of chunks runs it.
+"""Chunked local attention as virtual batches, which a kernel without support for chunks can run.
 
 A token sees the tokens of its own chunk, up to itself; chunks begin at multiples of ``chunk_size`` of the request. Each
-(request, chunk) that this step's queries touch becomes a virtual request with a context of its own, plain causal
-attention, and the blocks of that chunk alone.
+(request, chunk) that this step's queries touch becomes a virtual request with its own context, plain causal attention
+and the blocks of that chunk only.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class VirtualBatch(NamedTuple):
     seq_lens: Int32Array
     """int32[v]: keys of the chunk, up to the last query."""
     query_start_loc: Int32Array
-    """int32[v + 1]: where they start among the step's tokens, whose order does not change."""
+    """int32[v + 1]: where each starts among the step's tokens, whose order does not change."""
     seq_start_loc: Int32Array
     """int32[v + 1]: prefix sums of seq_lens."""
     block_table: Int32Array
     """int32[v, chunk_size // block_size]: the chunk's blocks that hold keys, padded with 0."""
     request_indices: Int32Array
-    """int32[v]: the request that each belongs to."""
+    """int32[v]: the row of the request that each belongs to."""
     chunk_indices: Int32Array
-    """int32[v]: which of its request's chunks each is."""
+    """int32[v]: the index of each chunk in its request."""
 
 
 def local_attention_batches(
@@ -47,7 +47,7 @@ def local_attention_batches(
 
     ``chunk_size`` is a multiple of ``block_size``, both in tokens. A request without tokens in this step gives no
     virtual request. A chunk without context reads no cache, so that its blocks may be missing from the table (plain
-    prompts of the list door); otherwise a row too short for a chunk is a ValueError.
+    prompts of the list builder); otherwise a row that is too short for a chunk raises ValueError.
     """
     _check_sizes(chunk_size, block_size)
     queries = array_arguments.lengths("query_lens", query_lens, 0)
@@ -67,7 +67,7 @@ def local_attention_batches(
         virtual_lens.astype(np.int32),
         arrays.build_query_start_loc(virtual_queries),
         arrays.build_query_start_loc(virtual_lens),
-        _chunk_tables(table, rows, chunks, virtual_lens, virtual_queries, chunk_size // block_size, block_size),
+        _build_chunk_tables(table, rows, chunks, virtual_lens, virtual_queries, chunk_size // block_size, block_size),
         rows.astype(np.int32),
         chunks.astype(np.int32),
     )
@@ -76,11 +76,11 @@ def local_attention_batches(
 def local_attention_metadata(
     metadata: CommonAttentionMetadata, chunk_size: int, block_size: int
 ) -> CommonAttentionMetadata:
-    """``metadata`` with virtual requests in the place of requests, for a backend that runs it as any other batch.
+    """``metadata`` with virtual requests in place of requests, which a backend runs like any other batch.
 
-    Tokens, slots and positions are the batch's own; ``logits_indices`` are the last token of each virtual request, so
-    take the batch's for sampling. Virtual requests of decodes are decodes. Refused for a batch that is padded for a
-    graph, for a cross group, for one rank of several, and for lengths that a sliding window has capped.
+    Tokens, slots and positions are those of the batch. ``logits_indices`` are the last tokens of virtual requests: for
+    sampling, use those of the batch. Virtual requests of decodes are decodes. Raises ValueError for a batch that is
+    padded for a graph, of a cross group or of one rank of several, and for lengths that a sliding window has capped.
     """
     host = metadata.host
     check_whole_requests(metadata, "chunks are of whole requests")
@@ -102,7 +102,7 @@ def local_attention_metadata(
         pages = arrays.build_page_lists(virtual.block_table, virtual.seq_lens, block_size)
         fields.paged_kv_indptr, fields.paged_kv_indices, fields.paged_kv_last_page_len = pages
     is_decode = rows < metadata.num_decodes if metadata.decodes_first else rows >= metadata.num_prefills
-    longest = [int(virtual.seq_lens[some].max(initial=0)) for some in (is_decode, ~is_decode)]
+    longest = [int(virtual.seq_lens[mask].max(initial=0)) for mask in (is_decode, ~is_decode)]
     num_decodes = int(is_decode.sum())
     counts = {name: getattr(metadata, name) for name in COUNTS} | {
         "num_reqs": count,
@@ -132,7 +132,7 @@ def _check_sizes(chunk_size: int, block_size: int) -> None:
         raise ValueError(f"chunk_size: {chunk_size} is no multiple of block_size {block_size}; a chunk is whole blocks")
 
 
-def _chunk_tables(
+def _build_chunk_tables(
     table: Int32Array,
     rows: npt.NDArray[np.intp],
     chunks: npt.NDArray[np.int64],

@@ -1,4 +1,4 @@
-"""Slices of a batch, for engines that overlap the work of microbatches, and the metadata of a slice."""
+"""Slices of a batch and their metadata, for engines that overlap the work of microbatches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attncore.kernels import arrays
 class BatchSlice(NamedTuple):
     """Rows ``req_start:req_stop`` and tokens ``token_start:token_stop`` of a batch.
 
-    The first and the last request may be in it in part: then their other tokens are in the slices beside it.
+    The first and the last request may be cut: their other tokens are in the neighbouring slices.
     """
 
     req_start: int
@@ -27,7 +27,7 @@ class BatchSlice(NamedTuple):
 
 
 def slice_by_requests(query_lens: npt.ArrayLike, num_slices: int) -> tuple[BatchSlice, ...]:
-    """``num_slices`` slices of a batch of ``query_lens`` int[n], as equal in requests as they can be, none cut."""
+    """``num_slices`` slices of a batch of ``query_lens`` int[n], as equal as possible in requests, none of them cut."""
     arguments.integer("num_slices", num_slices, 1)
     lens = array_arguments.lengths("query_lens", query_lens, 0)
     if num_slices > len(lens):
@@ -39,10 +39,10 @@ def slice_by_requests(query_lens: npt.ArrayLike, num_slices: int) -> tuple[Batch
 
 
 def slice_by_tokens(query_lens: npt.ArrayLike, num_slices: int) -> tuple[BatchSlice, ...]:
-    """``num_slices`` slices of a batch of ``query_lens`` int[n], as equal in tokens as they can be.
+    """``num_slices`` slices of a batch of ``query_lens`` int[n], as equal as possible in tokens.
 
-    A request that lies across a border is cut: its later part has the earlier one as context, so that the slices are to
-    run in order, layer by layer. Rows of no tokens go with the tokens before them, or with the first slice.
+    A request that lies across a border is cut: its later part has the earlier one as context, so that the slices must
+    run in order, layer by layer. Rows without tokens go with the tokens before them, or with the first slice.
     """
     arguments.integer("num_slices", num_slices, 1)
     starts = arrays.build_query_start_loc(array_arguments.lengths("query_lens", query_lens, 0))
@@ -53,7 +53,7 @@ def slice_by_tokens(query_lens: npt.ArrayLike, num_slices: int) -> tuple[BatchSl
     req_start = token_start = 0
     for index in range(1, num_slices + 1):
         token_stop = num_tokens * index // num_slices
-        # Rows that begin before the border, and those of no tokens that begin at it.
+        # Rows that begin before the border, and rows without tokens that begin at it.
         req_stop = int(np.searchsorted(starts[:-1], token_stop, side="left"))
         while req_stop < num_reqs and starts[req_stop + 1] == token_stop:
             req_stop += 1
@@ -66,13 +66,13 @@ def slice_by_tokens(query_lens: npt.ArrayLike, num_slices: int) -> tuple[BatchSl
 def slice_metadata(
     metadata: CommonAttentionMetadata, batch_slice: BatchSlice, *, block_size: int | None = None
 ) -> CommonAttentionMetadata:
-    """The metadata of ``batch_slice`` as a batch of its own: everything that counts from a batch's start is rebased.
+    """The metadata of ``batch_slice`` as a batch of its own, with indices rebased to its start.
 
-    Arrays are views of the batch's where they can be, and valid as long as those. ``block_size``, tokens, is needed
-    only where the last request is cut and the batch has page lists. Encoder tokens of a request that is
-    cut run in the earlier slice. A batch of the list door, and that of one rank of several, can be sliced at requests
-    only, since tables and lengths may be trimmed. Raises ValueError where the slice is not one of this batch, and for a
-    step padded to a captured size.
+    Arrays are views of the batch's where possible, and valid as long as these. ``block_size``, in tokens, is needed
+    only where the last request is cut and the batch has page lists. The encoder tokens of a cut request run in the
+    earlier slice. A batch of the list builder, and that of one rank of several, can be sliced at requests only, since
+    tables and lengths may be trimmed. Raises ValueError where the slice is not one of this batch, and for a step padded
+    to a captured size.
     """
     req_start, req_stop, token_start, token_stop = batch_slice
     bounds = _row_starts(metadata)
@@ -96,14 +96,14 @@ def slice_metadata(
         if part == "decode" and last > first:
             counts["max_decode_query_len"] = int(view.host.query_lens[first - req_start : last - req_start].max())
         view.__dict__.update(counts)
-    # What is neither is padding, which runs as decodes.
+    # Rows that are neither are padding, which runs as decodes.
     view.num_decode_tokens = view.num_tokens - view.num_prefill_tokens
     view.max_seq_len = max(view.max_decode_seq_len, view.max_prefill_seq_len)
     return view
 
 
 def _row_starts(metadata: CommonAttentionMetadata) -> npt.NDArray[np.int64]:
-    """Where each row's tokens start, those included that a list-door graph pads: one token a padded row."""
+    """Where each row's tokens start, including the padded rows of the list builder, of one token each."""
     starts = metadata.host.query_start_loc.astype(np.int64)
     padded = metadata.num_reqs + 1 - len(starts)
     return np.concatenate((starts, starts[-1] + 1 + np.arange(padded))) if padded > 0 else starts
@@ -129,7 +129,9 @@ def _check_slice(metadata: CommonAttentionMetadata, batch_slice: BatchSlice, bou
 
 def _check_cut(metadata: CommonAttentionMetadata) -> None:
     if metadata.from_groups:
-        raise ValueError("batch_slice: cuts a request of the list door, whose table may be trimmed; slice by requests")
+        raise ValueError(
+            "batch_slice: cuts a request of the list builder, whose table may be trimmed; slice by requests"
+        )
     if _is_decoder(metadata.host) and first_partial(metadata) >= 0:
         raise ValueError(
             "batch_slice: cuts a request of which one rank of several keeps a part; slice the whole batch's metadata, "
@@ -138,12 +140,12 @@ def _check_cut(metadata: CommonAttentionMetadata) -> None:
 
 
 def _is_decoder(host: Any) -> bool:
-    """Whether the keys are those of the tokens themselves, and not an encoder's (a cross group)."""
+    """Whether the keys are those of the step's tokens, and not an encoder's (a cross group)."""
     return hasattr(host, "slot_mapping")
 
 
 def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int | None) -> None:
-    """Takes ``before`` tokens off the first request of a view, which become context, and ``after`` off the last."""
+    """Removes ``before`` tokens from the first request of a view, which become context, and ``after`` from the last."""
     host: Any = view.host
     fewer_keys = after > 0 and _is_decoder(host)
     has_pages = hasattr(host, "paged_kv_indptr")
@@ -172,7 +174,7 @@ def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int
 
 
 def _cut_on_device(view: DeviceView, before: int, after: int, cut_encoder: int) -> None:
-    """The same for the fields on a device, from what is there: lengths on the host may be bounds (overlapped steps)."""
+    """The same for the fields on a device, from their values there: host lengths of an overlapped step are bounds."""
     host: Any = view.host
     fewer_keys = after > 0 and _is_decoder(host)
     fields = {name: getattr(view, name).clone() for name in ("query_lens", "context_lens", "query_start_loc")}
@@ -201,7 +203,7 @@ def _cut_on_device(view: DeviceView, before: int, after: int, cut_encoder: int) 
 
 
 def _cut_pages(host: Any, block_size: int) -> None:
-    """Page lists of a view whose last request has become shorter."""
+    """Shortens the page lists of a view whose last request was cut."""
     column = (int(host.seq_lens[-1]) - 1) // block_size
     host.paged_kv_indptr = host.paged_kv_indptr.copy()
     host.paged_kv_indptr[-1] = host.paged_kv_indptr[-2] + column + 1

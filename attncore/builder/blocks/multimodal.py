@@ -1,7 +1,7 @@
-"""Which tokens of a step take the embeddings of images, audio or video instead of their own.
+"""The tokens of a step that take the embeddings of images, audio or video instead of their own.
 
-A prompt has *placeholders*: ranges of tokens that stand for an item. With chunked prefill a step may run only part of
-a range; the map has that part alone.
+A prompt has *placeholders*: ranges of tokens that stand for an item. With chunked prefill a step may run only a part of
+a range; the map then has only that part.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from attncore.array_arguments import Int32Array, Int64Array
 
 
 class Placeholder(NamedTuple):
-    """``length`` tokens from token ``offset`` of a request's prompt take rows of item ``item``'s embeddings.
+    """``length`` tokens from token ``offset`` of a request's prompt on take rows of the embeddings of item ``item``.
 
-    The first takes row ``embedding_start``: an item whose placeholders are parted by ordinary tokens (rows of an image)
-    has several.
+    The first takes row ``embedding_start``. An item whose tokens are interrupted by ordinary tokens (rows of an image)
+    has several placeholders.
     """
 
     item: int
@@ -32,7 +32,7 @@ class Placeholder(NamedTuple):
 
 
 class PlaceholderRun(NamedTuple):
-    """Tokens ``token_start:token_stop`` of the step take item ``item``'s embeddings from row ``embedding_start`` on."""
+    """Tokens ``token_start:token_stop`` of the step take the embeddings of ``item`` from row ``embedding_start`` on."""
 
     req_index: int
     item: int
@@ -44,19 +44,19 @@ class PlaceholderRun(NamedTuple):
 class PlaceholderMap(NamedTuple):
     """m tokens of a step and the embeddings that they take, in the order of tokens; host arrays.
 
-    ``embeds[token_indices] = items[item_indices][embedding_indices]``, said a row at a time.
+    For each i, ``embeds[token_indices[i]] = items[item_indices[i]][embedding_indices[i]]``.
     """
 
     token_indices: Int64Array
-    """int64[m]: which of the step's tokens."""
+    """int64[m]: the index among the step's tokens."""
     req_indices: Int32Array
-    """int32[m]: the row of its request."""
+    """int32[m]: the row of the token's request."""
     item_indices: Int32Array
     """int32[m]: the placeholder's ``item``."""
     embedding_indices: Int64Array
-    """int64[m]: the row of that item's embeddings."""
+    """int64[m]: the row in that item's embeddings."""
     runs: tuple[PlaceholderRun, ...]
-    """The same by runs of consecutive tokens: a slice to copy each."""
+    """The same as runs of consecutive tokens, each of which is one slice to copy."""
 
 
 def placeholder_map(
@@ -64,8 +64,8 @@ def placeholder_map(
 ) -> PlaceholderMap:
     """The map of a step: ``placeholders`` of each request's whole prompt, in the order of rows; lengths int[n].
 
-    Ranges that this step does not reach, or that lie in the context, add nothing. Raises ValueError or TypeError that
-    names request and placeholder where a range is malformed or two of a request overlap.
+    Ranges that this step does not reach, or that lie in the context, are left out. Raises ValueError or TypeError that
+    names request and placeholder where a range is malformed or two ranges of a request overlap.
     """
     queries = array_arguments.lengths("query_lens", query_lens, 0)
     contexts = array_arguments.lengths("context_lens", context_lens, 0)
@@ -75,16 +75,16 @@ def placeholder_map(
     runs: list[PlaceholderRun] = []
     first_token = 0
     for row, (ranges, context, query) in enumerate(zip(placeholders, contexts.tolist(), queries.tolist(), strict=True)):
-        for item, offset, length, embedding_start in _in_order(row, ranges):
+        for item, offset, length, embedding_start in _sort_ranges(row, ranges):
             start, stop = max(offset, context), min(offset + length, context + query)
             if start < stop:
                 token = first_token + start - context
                 runs.append(PlaceholderRun(row, item, token, token + stop - start, embedding_start + start - offset))
         first_token += query
-    return _as_arrays(runs)
+    return _to_arrays(runs)
 
 
-def _as_arrays(runs: list[PlaceholderRun]) -> PlaceholderMap:
+def _to_arrays(runs: list[PlaceholderRun]) -> PlaceholderMap:
     columns = np.array(runs, np.int64).reshape(-1, 5).T
     rows, items, starts, stops, embedding_starts = columns
     lengths = stops - starts
@@ -98,8 +98,8 @@ def _as_arrays(runs: list[PlaceholderRun]) -> PlaceholderMap:
     )
 
 
-def _in_order(row: int, ranges: Sequence[Placeholder]) -> list[Placeholder]:
-    """A request's placeholders by offset, each checked."""
+def _sort_ranges(row: int, ranges: Sequence[Placeholder]) -> list[Placeholder]:
+    """A request's placeholders, checked and sorted by offset."""
     if not isinstance(ranges, (list, tuple)) or isinstance(ranges, Placeholder):
         raise TypeError(f"placeholders[{row}]: {ranges!r} is not a list of Placeholder")
     for index, placeholder in enumerate(ranges):
@@ -110,11 +110,11 @@ def _in_order(row: int, ranges: Sequence[Placeholder]) -> list[Placeholder]:
             arguments.integer(f"{path}.{name}", value, least)
             if value > INT32_MAX:
                 raise ValueError(f"{path}.{name}: {value} does not fit int32")
-    found = sorted(ranges, key=lambda placeholder: placeholder.offset)
-    for before, after in pairwise(found):
+    in_order = sorted(ranges, key=lambda placeholder: placeholder.offset)
+    for before, after in pairwise(in_order):
         if after.offset < before.offset + before.length:
             raise ValueError(
                 f"placeholders[{row}]: items {before.item} and {after.item} both take token {after.offset}; "
                 "ranges of a request may not overlap"
             )
-    return found
+    return in_order

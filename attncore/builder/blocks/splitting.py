@@ -1,6 +1,6 @@
-"""Which requests of a step are decodes, short extends or prefills, and the fewest swaps that put them in that order.
+"""Classifies requests as decodes, short extends or prefills, and finds the fewest swaps for that order of rows.
 
-Host arithmetic on NumPy arrays; nothing here keeps state.
+Host arithmetic on NumPy arrays, without state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NONE = np.empty(0, np.int32)
 
 
 class DecodePrefillSplit(NamedTuple):
-    """Requests and tokens of a batch in two parts; the decodes are its first rows."""
+    """Requests and tokens of a batch in two parts: first decodes, then prefills."""
 
     num_decodes: int
     num_decode_tokens: int
@@ -47,19 +47,19 @@ def split_decodes_and_prefills(
     """Splits a batch of ``query_lens`` int[n] that is in order: requests of up to ``decode_threshold`` tokens, then
     longer ones.
 
-    Speculative queries count as decodes where the threshold lets them. ``require_uniform``: a kernel that takes one
-    query length only gets the leading rows that have the first row's length; the rows behind them count as prefills.
-    Rows of no tokens (padding) count with the part that they follow. Raises ValueError where a decode stands behind a
+    Speculative queries up to the threshold count as decodes. ``require_uniform``, for a kernel that takes a single
+    query length: only the leading rows with the first row's length are decodes; the rows after them are prefills.
+    Rows without tokens (padding) count with the part that they follow. Raises ValueError where a decode follows a
     prefill: put the batch in order first.
     """
     arguments.integer("decode_threshold", decode_threshold, 1)
     lens = array_arguments.lengths("query_lens", query_lens, 0)
     long = lens > decode_threshold
-    num_decodes = _leading(long)
+    num_decodes = _count_leading(long)
     if num_decodes < len(lens):
         _check_order(lens, num_decodes, decode_threshold)
     if require_uniform and num_decodes:
-        num_decodes = _leading((lens[:num_decodes] != lens[0]) & (lens[:num_decodes] > 0))
+        num_decodes = _count_leading((lens[:num_decodes] != lens[0]) & (lens[:num_decodes] > 0))
     num_decode_tokens = int(lens[:num_decodes].sum(dtype=np.int64))
     num_prefill_tokens = int(lens[num_decodes:].sum(dtype=np.int64))
     return DecodePrefillSplit(num_decodes, num_decode_tokens, len(lens) - num_decodes, num_prefill_tokens)
@@ -73,10 +73,10 @@ def split_three_ways(
 ) -> ThreeWaySplit:
     """Splits a batch of lengths int[n] that is in order: decodes, short extends, prefills.
 
-    The kinds are those of ``classify_requests``. Raises ValueError where a row stands behind one of a later part.
+    The kinds are those of ``classify_requests``. Raises ValueError where a row follows one of a later part.
     """
     lens = array_arguments.lengths("query_lens", query_lens, 1)
-    kinds, split = _kinds(lens, context_lens, decode_threshold, extend_threshold)
+    kinds, split = _classify(lens, context_lens, decode_threshold, extend_threshold)
     wrong = np.flatnonzero(kinds[1:] < kinds[:-1])
     if len(wrong):
         row, names = int(wrong[0]) + 1, ("decode", "short extend", "prefill")
@@ -100,7 +100,7 @@ def classify_requests(
     extends. The rest are prefills. Every request runs at least one token: one that runs none has no row.
     """
     lens = array_arguments.lengths("query_lens", query_lens, 1)
-    return _kinds(lens, context_lens, decode_threshold, extend_threshold)[0]
+    return _classify(lens, context_lens, decode_threshold, extend_threshold)[0]
 
 
 def plan_reorder(kinds: npt.ArrayLike) -> Int32Array:
@@ -109,13 +109,13 @@ def plan_reorder(kinds: npt.ArrayLike) -> Int32Array:
     Each swap exchanges two whole rows. Rows of one kind keep no particular order among themselves. ``rows_after`` turns
     the swaps into a permutation.
     """
-    found = np.asarray(kinds)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise ValueError(f"kinds: {found.dtype}{list(found.shape)}; it must be a list of 0, 1 and 2")
-    if found.size and not 0 <= int(found.min()) <= int(found.max()) <= PREFILL:
-        wrong = int(np.flatnonzero((found < 0) | (found > PREFILL))[0])
-        raise ValueError(f"kinds: {found[wrong]} at index {wrong} is outside 0..{PREFILL}")
-    return _fewest_swaps(found.astype(np.int8))
+    array = np.asarray(kinds)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"kinds: {array.dtype}{list(array.shape)}; it must be a list of 0, 1 and 2")
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) <= PREFILL:
+        wrong = int(np.flatnonzero((array < 0) | (array > PREFILL))[0])
+        raise ValueError(f"kinds: {array[wrong]} at index {wrong} is outside 0..{PREFILL}")
+    return _find_swaps(array.astype(np.int8))
 
 
 def reorder_batch(
@@ -129,14 +129,14 @@ def reorder_batch(
     Arguments are those of ``classify_requests``; without ``context_lens`` there are no extends.
     """
     lens = array_arguments.lengths("query_lens", query_lens, 1)
-    kinds, split = _kinds(lens, context_lens, decode_threshold, extend_threshold)
-    return _fewest_swaps(kinds), split
+    kinds, split = _classify(lens, context_lens, decode_threshold, extend_threshold)
+    return _find_swaps(kinds), split
 
 
 def rows_after(swaps: npt.ArrayLike, num_rows: int) -> Int32Array:
-    """Which old row stands in each row after ``swaps`` int[k, 2]: int32[num_rows]; ``new = old[rows]`` follows them.
+    """The old row of each row after ``swaps`` int[k, 2]: int32[num_rows], so that ``new = old[rows]``.
 
-    For an engine's own tensors of one row a request. ``metadata.moves`` are swaps too.
+    For an engine's own tensors of one row per request. ``metadata.moves`` are swaps too.
     """
     arguments.integer("num_rows", num_rows, 0)
     pairs = np.asarray(swaps)
@@ -150,10 +150,10 @@ def rows_after(swaps: npt.ArrayLike, num_rows: int) -> Int32Array:
     return np.array(rows, np.int32)
 
 
-def _kinds(
+def _classify(
     lens: Int32Array, context_lens: npt.ArrayLike | None, decode_threshold: int, extend_threshold: int | None
 ) -> tuple[npt.NDArray[np.int8], ThreeWaySplit]:
-    """The kind of each row, and rows and tokens by kind, whatever the order of rows."""
+    """The kind of each row, and the numbers of rows and tokens by kind, for any order of rows."""
     arguments.integer("decode_threshold", decode_threshold, 1)
     if extend_threshold is None:
         extend_threshold = INT32_MAX
@@ -172,14 +172,14 @@ def _kinds(
     return kinds, ThreeWaySplit(rows[0], tokens[0], rows[1], tokens[1], rows[2], tokens[2])
 
 
-def _fewest_swaps(kinds: npt.NDArray[np.int8]) -> Int32Array:
-    """Of rows of these kinds, which are in order afterwards."""
+def _find_swaps(kinds: npt.NDArray[np.int8]) -> Int32Array:
+    """The fewest swaps that sort rows of these kinds; ``kinds`` is sorted afterwards."""
     swaps = np.empty((len(kinds), 2), np.int32)
     return swaps[: load_kernels().order_kinds(kinds, swaps)]
 
 
-def _leading(flags: npt.NDArray[np.bool_]) -> int:
-    """How many rows stand before the first that is flagged."""
+def _count_leading(flags: npt.NDArray[np.bool_]) -> int:
+    """The number of rows before the first flagged one."""
     first = int(flags.argmax()) if len(flags) else 0
     return first if len(flags) and flags[first] else len(flags)
 

@@ -1,4 +1,4 @@
-"""Whether a step holds whole requests: what chunks, ranks and cuts of a request need."""
+"""Checks that a step holds whole requests, which chunks, ranks and cuts of requests need."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from attncore.builder.metadata import CommonAttentionMetadata
 
 
 def check_whole_requests(metadata: CommonAttentionMetadata, why: str) -> None:
-    """Raises unless each request's keys are its tokens up to its last, all of them: ``why`` that is needed.
+    """ValueError unless each request's keys are all its tokens up to its last; ``why`` says what needs them.
 
-    So not a step padded for a graph, of a cross group, of one rank, or with lengths that a window has capped.
+    It refuses a step padded for a graph, of a cross group, of one rank, or with lengths that a window has capped.
     """
     host = metadata.host
     if metadata.use_cuda_graph or len(host.seq_lens) != len(host.query_lens):
@@ -25,7 +25,7 @@ def check_whole_requests(metadata: CommonAttentionMetadata, why: str) -> None:
 
 
 def first_partial(metadata: CommonAttentionMetadata) -> int:
-    """The first row whose ``seq_lens`` does not say how far its last token has come; -1: none."""
+    """The first row whose ``seq_lens`` differs from the position of its last token + 1; -1: none."""
     host = metadata.host
     running = np.flatnonzero(host.query_lens)
     reached = host.positions[host.logits_indices[running]] + 1

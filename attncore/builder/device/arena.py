@@ -1,7 +1,8 @@
-"""The arenas that a step's metadata is written to: one block of memory each, used in turn, laid out by the fields.
+"""The arenas that steps are written to: one block of memory each, used in turn, laid out by ``fields.FIELDS``.
 
-On a CPU device arenas rotate and nothing is copied, except for the steps of a captured graph, which reads one fixed
-place. On a GPU the arenas are pinned, and a transport (``by_copy``, ``by_graph``) brings each to the device's own.
+On a CPU device arenas rotate and nothing is copied, except for padded steps, which go to the fixed place where
+captured graphs read. On a GPU the arenas are pinned, and a transport (``by_copy``, ``by_graph``) sends them to the
+device.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ JOURNAL_ENTRY_NBYTES = codes.JOURNAL_ENTRY_WORDS * 4
 
 
 class Capacity(NamedTuple):
-    """How large a step may be: what an arena is laid out for."""
+    """The largest step that an arena is laid out for."""
 
     num_tokens: int
     num_reqs: int
@@ -31,19 +32,19 @@ class Capacity(NamedTuple):
 
 
 class Views(NamedTuple):
-    """Arrays of one arena, laid out for one capacity: the step's own, and each group's (the cross group's last)."""
+    """The arrays of one arena for one capacity: those of the step, and those of each group (the cross group last)."""
 
     fields: dict[str, Any]
     groups: list[dict[str, Any]]
 
 
 STEPS_OWN = -1
-"""Stands for a group: the step's own fields."""
+"""In place of a group's index: the fields of the step."""
 
 
 class _Placed(NamedTuple):
     group: int
-    """Or STEPS_OWN."""
+    """The index of the group, or STEPS_OWN."""
     field: Field
     offset: int
     length: int
@@ -52,10 +53,10 @@ class _Placed(NamedTuple):
 class ArenaRing:
     """``depth`` arenas for steps of at most ``capacity``; step k uses arena k % depth.
 
-    ``block_sizes`` are those of the decoder groups' tables, ``has_cross`` adds a cross group, ``extra`` fields are the
-    engine's own. Where a field lies depends on the capacity alone, so that a captured graph finds it again; a
-    journal of at most ``journal_entries`` follows the fields. ``allocate`` gives so many bytes of host memory, aligned;
-    ``nbytes`` is what all of them take.
+    ``block_sizes`` are those of the decoder groups' tables, ``has_cross`` adds a cross group, and ``extra`` are the
+    engine's own fields. The place of a field depends on the capacity alone, so that it stays where a captured graph
+    reads it. A journal of at most ``journal_entries`` entries follows the fields. ``allocate(nbytes)`` returns aligned
+    host memory; ``nbytes`` is the memory of all arenas.
     """
 
     def __init__(
@@ -82,48 +83,48 @@ class ArenaRing:
         return self.arena_nbytes * (self.depth + (self._fixed is not None))
 
     def views(self, capacity: Capacity) -> list[Views]:
-        """Every arena's arrays for steps of ``capacity``."""
+        """The arrays of every arena for steps of ``capacity``."""
         return [self.views_of(capacity, _viewer(memory)) for memory in self.memory]
 
     def fixed_views(self, capacity: Capacity) -> Views:
-        """The arrays, for steps of ``capacity``, of the one place in host memory where captured graphs read."""
+        """The arrays for steps of ``capacity`` at the fixed place in host memory where captured graphs read."""
         return self.views_of(capacity, _viewer(self._fixed_memory()))
 
     def bytes_of(self, capacity: Capacity) -> tuple[list[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]:
-        """Every arena, and the fixed place, as far as steps of ``capacity`` reach."""
+        """The bytes that steps of ``capacity`` use, of every arena and of the fixed place."""
         nbytes = self.journal_offset(capacity)
         return [memory[:nbytes] for memory in self.memory], self._fixed_memory()[:nbytes]
 
     def journal_offset(self, capacity: Capacity) -> int:
-        """Where the journal of a step of ``capacity`` begins, bytes: behind the last field."""
+        """The offset of the journal of a step of ``capacity``, bytes: behind the last field."""
         return self._layout(capacity)[1]
 
     def header(self, arena: int) -> npt.NDArray[np.int64]:
-        """int64[HEADER_WORDS] of an arena."""
+        """The header of an arena, int64[HEADER_WORDS]."""
         return self.memory[arena][:HEADER_NBYTES].view(np.int64)
 
     def slots_range(self, capacity: Capacity) -> tuple[int, int]:
-        """Where the slots of all decoder groups begin and end, bytes."""
+        """Where the slot mappings of all decoder groups begin and end, bytes."""
         placed = self._layout(capacity)[0]
-        slots = [one for one in placed if one.field.name == "slot_mapping" and one.field.length is Length.TOKEN]
+        slots = [place for place in placed if place.field.name == "slot_mapping" and place.field.length is Length.TOKEN]
         return slots[0].offset, slots[-1].offset + 8 * slots[-1].length
 
     def places(self, capacity: Capacity) -> dict[tuple[int, str], int]:
-        """Where each array of a step of ``capacity`` begins, in int32 words, by group (or STEPS_OWN) and name."""
-        return {(one.group, one.field.name): one.offset // 4 for one in self._layout(capacity)[0]}
+        """The offset of each array of a step of ``capacity``, in int32 words, by group (or STEPS_OWN) and name."""
+        return {(place.group, place.field.name): place.offset // 4 for place in self._layout(capacity)[0]}
 
     @property
     def page_owners(self) -> list[int]:
-        """Decoder groups whose page lists are their own; the others share those of an earlier one."""
+        """Decoder groups with page lists of their own; the others share those of an earlier group."""
         sizes = self._block_sizes
         return [group for group, size in enumerate(sizes) if sizes.index(size) == group]
 
     def addresses(self) -> npt.NDArray[np.int64]:
-        """Where each arena is, int64[depth]."""
+        """The address of each arena, int64[depth]."""
         return np.array([memory.ctypes.data for memory in self.memory], np.int64)
 
     def views_of(self, capacity: Capacity, view: Callable[[int, int, type[np.generic]], Any]) -> Views:
-        """Fields for steps of ``capacity`` made by ``view(offset, length, dtype)``."""
+        """The fields of steps of ``capacity``, each made by ``view(offset, length, dtype)``, offsets in bytes."""
         views = Views({}, [{} for _ in range(len(self._block_sizes) + self._has_cross)])
         for group, field, offset, length in self._layout(capacity)[0]:
             (views.fields if group == STEPS_OWN else views.groups[group])[field.name] = view(
@@ -131,7 +132,7 @@ class ArenaRing:
             )
         for group, block_size in enumerate(self._block_sizes):
             owner = views.groups[self._block_sizes.index(block_size)]
-            for field in _of(Owner.BLOCK_SIZE):
+            for field in _fields_of(Owner.BLOCK_SIZE):
                 views.groups[group][field.name] = owner[field.name]
         return views
 
@@ -141,11 +142,13 @@ class ArenaRing:
         return self._fixed
 
     def _layout(self, capacity: Capacity) -> tuple[list[_Placed], int]:
-        """Where every array lies, per-token fields first, and where the last one ends."""
+        """The place of every array, per-token fields first, and where the last one ends, bytes."""
         if capacity not in self._layouts:
             placed, end = [], HEADER_NBYTES
-            # Slots stand together behind the other per-token fields, so that one stretch of -1 clears them.
-            order = sorted(self._fields(), key=lambda one: (one[1].length is not Length.TOKEN, one[0] != STEPS_OWN))
+            # Slot mappings are adjacent, behind the other per-token fields, so that one range of -1 clears them.
+            order = sorted(
+                self._fields(), key=lambda entry: (entry[1].length is not Length.TOKEN, entry[0] != STEPS_OWN)
+            )
             for group, field in order:
                 length = field.num_elements(*capacity)
                 placed.append(_Placed(group, field, end, length))
@@ -154,21 +157,21 @@ class ArenaRing:
         return self._layouts[capacity]
 
     def _fields(self) -> list[tuple[int, Field]]:
-        fields = [(STEPS_OWN, field) for field in (*_of(Owner.STEP), *self.extra)]
+        fields = [(STEPS_OWN, field) for field in (*_fields_of(Owner.STEP), *self.extra)]
         if self._has_cross:
-            fields += [(STEPS_OWN, field) for field in _of(Owner.ENCODER)]
+            fields += [(STEPS_OWN, field) for field in _fields_of(Owner.ENCODER)]
         for group, block_size in enumerate(self._block_sizes):
-            fields += [(group, field) for field in _of(Owner.GROUP)]
+            fields += [(group, field) for field in _fields_of(Owner.GROUP)]
             if self._block_sizes.index(block_size) == group:
-                fields += [(group, field) for field in _of(Owner.BLOCK_SIZE)]
-        if self._has_cross:  # kernels fill every group's slots under one name
+                fields += [(group, field) for field in _fields_of(Owner.BLOCK_SIZE)]
+        if self._has_cross:  # kernels know every group's slots by the same name
             slots = FIELDS["cross_slot_mapping"]._replace(name="slot_mapping")
-            fields += [(len(self._block_sizes), field) for field in (slots, *_of(Owner.BLOCK_SIZE))]
+            fields += [(len(self._block_sizes), field) for field in (slots, *_fields_of(Owner.BLOCK_SIZE))]
         return fields
 
 
-def _of(owner: Owner) -> list[Field]:
-    """The fields of an owner that lie in an arena: tables do not, and page indices are gathered from them."""
+def _fields_of(owner: Owner) -> list[Field]:
+    """The fields of an owner that lie in an arena: without tables and the page indices gathered from them."""
     elsewhere = (Length.TABLE, Length.PAGE)
     return [
         field

@@ -1,7 +1,7 @@
-"""The transport ``copy``: a step goes to the device as one packed copy of its pinned arena. In torch.
+"""The transport ``copy``: sends a step to the device as one packed copy of its pinned arena. Needs torch only.
 
-An event says when the arena may be written again. The block tables do not travel: they live on the device (``tables``),
-and a journal of new columns at the arena's tail brings them up to date.
+An event says when the arena may be written again. Block tables are not copied: the device has its own (``tables``), and
+a journal of new columns at the end of the arena brings them up to date.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from attncore.builder.device.tables import HostTable
 
 JOURNAL_ENTRIES = 4096
-"""Block ids that travel with a step to the device's tables; more of them go in copies of their own."""
+"""New block ids that fit into the journal of an arena; further ones are sent in extra copies."""
 
 _KEPT: list[Any] = []
-"""Memory of builders that were dropped and not closed: a graph may still read it."""
+"""Memory of builders that were dropped without ``close``: a graph may still read it."""
 
 
 class CopyTransport:
-    """What a builder keeps on ``device`` (as torch writes it; ``cpu`` works too and copies, for tests).
+    """A builder's memory on ``device`` (a torch device name; ``cpu`` works too and copies, for tests), and its sender.
 
-    ``host_tables`` are the batch's; ``page_lists`` are the groups that need page indices in each step. All memory is
-    taken here and in ``attach``, before any capture. Everything runs on the stream that is current when a step is
-    built: one compute stream a builder.
+    ``host_tables`` are the batch's; ``page_lists`` are the indices of the groups that need page indices in each step.
+    All memory is taken here and in ``attach``, before any capture. All work runs on the stream that is current when a
+    step is built, so that a builder has one compute stream.
     """
 
     name = "copy"
-    """What ``MetadataBuilder.transport`` says."""
+    """The value of ``MetadataBuilder.transport``."""
 
     def __init__(self, device: str, host_tables: Sequence[HostTable], page_lists: Sequence[int] = ()) -> None:
         self.device = device
@@ -56,16 +56,16 @@ class CopyTransport:
         self.why = "asked for"
         self.tables = DeviceTables(device, host_tables, self._issue)
         self.ticket = False
-        """Whether the engine replays graphs by itself: a step's number is then written to the device as it is built."""
+        """Whether the engine replays graphs itself: a step's number is then written to the device when it is built."""
         self.corrections: Corrections | None = None
-        """Where steps overlap: what makes their lengths exact on the device."""
+        """Makes the lengths of overlapped steps exact on the device; None where steps do not overlap."""
 
     def attach(self, ring: ArenaRing) -> None:
-        """Takes the device arena and what tells when each of the ring's arenas has been read."""
+        """Takes the device's arena, and events that say when each of the ring's arenas has been read."""
         self._ring = ring
         self._arena = device_bytes(ring.arena_nbytes, self.device)
         self._pinned = [torch.from_numpy(memory) for memory in ring.memory]
-        if self._cuda:  # graphs and copies know the memory by its address only: dropped, it stays
+        if self._cuda:  # graphs and copies know only its address: it must outlive a dropped builder
             self._keeper = weakref.finalize(self, _KEPT.append, (ring.memory, self._arena, self.tables.tensors))
             self._keeper.atexit = False
         self._readers = Readers(self.device, len(ring.memory))
@@ -81,27 +81,27 @@ class CopyTransport:
             self.is_capturing, self._current = torch.cuda.is_current_stream_capturing, torch.cuda.current_device
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Host memory that the device copies from without a stop; MemoryError where there is none."""
+        """Pinned host memory, uint8[nbytes]; MemoryError where it cannot be allocated."""
         return pinned_bytes(nbytes, self.device)
 
     def correct(self, num_rejected: Any) -> None:
-        """Steps overlap from now on; ``num_rejected`` int32 on the device, by row of the last step."""
+        """Makes steps overlap from now on; ``num_rejected`` is int32 on the device, by row of the last step."""
         self.corrections = Corrections(self._ring, self.tables, num_rejected)
 
     @property
     def nbytes(self) -> int:
-        """Device memory: arena, tables, page indices."""
+        """Device memory of arena, tables and page indices, bytes."""
         return self._arena.numel() + self.tables.nbytes  # type: ignore[no-any-return]
 
     def problem(self) -> str:
-        """Why this transport does not work here; empty: it does."""
+        """Why this transport does not work on this device; empty where it works."""
         return ""
 
     def prepare(self, capacity: Capacity) -> Any:
-        """Makes what steps of ``capacity`` need before the first of them; what their StepShape keeps as ``replay``."""
+        """Prepares for steps of ``capacity``; returns what their StepShape keeps as ``replay``."""
 
     def check_ready(self) -> None:
-        """Raises where no step can be sent now: another device is current (RuntimeError)."""
+        """Raises RuntimeError where no step can be sent now, since another device is current."""
         if self._cuda and self._current() != self._index:
             raise RuntimeError(
                 f"build: cuda:{self._current()} is the current device, but this builder's steps go "
@@ -109,27 +109,27 @@ class CopyTransport:
             )
 
     def close(self) -> None:
-        """Waits for the device; the memory may go."""
+        """Waits for the device; afterwards the memory may be freed."""
         if self._cuda:
             torch.cuda.synchronize(self._index)
             self._keeper.detach()
 
     def record(self, shape: Any) -> None:
-        """Called inside a capture, first. Nothing: a step is there before its graph is replayed."""
+        """Called first inside a capture. Does nothing here: a step is sent before its graph is replayed."""
 
     def replay(self, step: int, graph: Any) -> None:
         """Replays a graph over ``step``."""
         graph.replay()
 
     def release(self, shape: Any) -> None:
-        """The graph that was captured over a StepShape is gone."""
+        """Called when the graph that was captured over a StepShape was destroyed."""
 
     def recorded(self) -> list[int]:
-        """Requests of the captured graphs that read the arenas by themselves."""
+        """The captured sizes whose graphs fetch their steps from the arenas."""
         return []
 
     def abandon(self, step: int) -> bool:
-        """Whether ``step`` was waiting for its replay and no longer is."""
+        """Takes back ``step`` where it waits for its replay; whether it did."""
         return False
 
     def views(self, capacity: Capacity) -> Views:
@@ -137,12 +137,12 @@ class CopyTransport:
         return self._ring.views_of(capacity, self._view)
 
     def wait(self, step: int) -> None:
-        """Until the device has read the arena of ``step``; at once where there was no such step."""
+        """Waits until the device has read the arena of ``step``; returns at once where there was no such step."""
         if step >= 0:
             self._wait_for(step % self._ring.depth)
 
     def send(self, step: int, shape: Any, out: Any, num_rows: int, waits: bool) -> None:
-        """Sends a step's arena and the journal of ``num_rows`` rows; then the device's tables are the batch's.
+        """Sends a step's arena and the journal of ``num_rows`` rows; the device's tables then equal the batch's.
 
         ``shape`` is the step's StepShape, ``out`` its StepArena. ``waits``: a graph will be replayed over the step.
         """
@@ -165,19 +165,19 @@ class CopyTransport:
         self.sent = step
 
     def pages_of(self, index: int, metadata: Any) -> Any:
-        """``paged_kv_indices`` of a step, made when first asked for after it was sent.
+        """``paged_kv_indices`` of a step, gathered on the first access after it was sent.
 
-        A plan comes before that: it may know where they will be, and not read them.
+        A plan runs before that: it gets the address that they will have, and must not read them.
         """
         if self.sent < metadata.step:
             return self.page_buffer(index)[: int(metadata.host.paged_kv_indptr[-1])]
         return metadata.once_a_step("_indices", lambda: self.tables.gather_pages(index, metadata))
 
     def page_buffer(self, index: int) -> Any:
-        """The whole buffer that page indices are written to: int32[rows * width], at a fixed address."""
+        """The buffer of page indices of group ``index``, int32[rows * width], at a fixed address."""
         return self.tables.page_buffer(index)
 
-    # What the device does, in the order of its stream; a test's stream does it later.
+    # Work of the device, in the order of its stream; tests override these to run it later.
 
     def _issue(self, function: Callable[..., None], *args: Any) -> None:
         function(*args)
@@ -192,7 +192,8 @@ class CopyTransport:
         self._arena[:nbytes].copy_(self._pinned[arena][:nbytes], non_blocking=True)
 
     def _correct(self, capacity: Capacity, num_rows: int, num_tokens: int) -> None:
-        assert self.corrections is not None
+        if self.corrections is None:
+            return
         if self._cuda:
             self.corrections.launch(self._arena, capacity)
         else:

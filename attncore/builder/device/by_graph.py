@@ -1,9 +1,9 @@
-"""The transport ``graph``: nodes of captured graphs fetch each step, without a copy, an event or a launch of its own.
+"""The transport ``graph``: nodes of captured graphs fetch each step, without a separate copy, event or launch.
 
-A graph that was captured over a step's metadata begins with two nodes. The first checks the header of the arena whose
-turn it is, reads the pinned arena over the bus into the device's, and brings the tables up to date by the journal. The
-second makes page indices and writes a receipt, the step's number, into a pinned word: by then the arena has been read.
-A step that runs without a graph of the model's replays a small graph of these nodes alone.
+A graph that was captured over a step's metadata begins with two nodes. The first checks the header of the next arena,
+reads the pinned arena over the bus into the device's arena, and brings the tables up to date from the journal. The
+second gathers page indices and writes a receipt, the step's number, to a pinned word: the arena has been read then.
+For a step that runs without a graph of the model, a small graph of these nodes alone is replayed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from attncore.builder.device.tables import HostTable
 
 DEADLINE, TICKET_DEADLINE = 2.0, 0.05
-"""Seconds to look for a receipt before the device is synchronised with."""
+"""Seconds to poll for a receipt before synchronising with the device; the second one with tickets."""
 
 
 class GraphTransport(CopyTransport):
-    """As CopyTransport, but arenas are read by nodes of graphs."""
+    """A CopyTransport whose arenas are read by nodes of graphs."""
 
     name = "graph"
 
@@ -39,23 +39,25 @@ class GraphTransport(CopyTransport):
         self._small: dict[Capacity, Any] = {}
         self._recorded_shapes: list[Any] = []
         self._pending = -1  # the step that waits for its replay
-        self._unread: list[tuple[int, list[Any]]] = []  # with tickets: steps without a receipt, watermarks before each
+        # With tickets: steps without a receipt, and the tables' ``synced`` before each.
+        self._unread: list[tuple[int, list[Any]]] = []
 
     def attach(self, ring: ArenaRing) -> None:
         super().attach(ring)
         self.why = "three steps arrived as they were sent"
-        self._state = torch.full((3,), -1, dtype=torch.int64, device=self.device)  # last step read, this one, ticket
+        # The last step read, the current step, the ticket.
+        self._state = torch.full((3,), -1, dtype=torch.int64, device=self.device)
         self._seen = self._receipt.numpy()
         self._headers = [ring.header(k) for k in range(ring.depth)]
         for header in self._headers:
             header[HEADER_STEP] = -1
-        self._base = self._pinned[0]  # the arenas stand one behind another
+        self._base = self._pinned[0]  # the arenas are contiguous
         self._tables_of = torch.tensor([table.data_ptr() for table in self.tables.tensors], device=self.device)
         for index in self.page_lists:
             self.page_buffer(index)
 
     def wait(self, step: int) -> None:
-        """Until the receipt of ``step`` is there. Gives up the GIL while it is not."""
+        """Waits for the receipt of ``step``, releasing the GIL meanwhile; CaptureError where it does not come."""
         if self._sender.seen(step):
             return
         deadline = time.monotonic() + (TICKET_DEADLINE if self.ticket else DEADLINE)
@@ -63,7 +65,7 @@ class GraphTransport(CopyTransport):
             time.sleep(0)
             if time.monotonic() > deadline:
                 torch.cuda.synchronize()
-                if self.ticket:  # an engine may drop a build: nothing on the device will read its arena any more
+                if self.ticket:  # the engine may have dropped the build: nothing reads its arena any more
                     return
                 if not self._sender.seen(step):
                     raise CaptureError(
@@ -72,7 +74,7 @@ class GraphTransport(CopyTransport):
                     )
 
     def send(self, step: int, shape: Any, out: Any, num_rows: int, waits: bool) -> None:
-        """Writes the journal; then the small graph of this capacity fetches the step, or a replay will (``waits``)."""
+        """Writes the journal; the small graph of this capacity then fetches the step, or a later replay (``waits``)."""
         if self.ticket:
             self._keep_watermarks(step)
         if self._sender.write(step, shape, out, num_rows) == self.journal_entries:
@@ -88,8 +90,8 @@ class GraphTransport(CopyTransport):
         self.sent = step
 
     def _keep_watermarks(self, step: int) -> None:
-        """A step that is never replayed takes its journal along: what unread steps had to send goes out again."""
-        self._unread = [(one, before) for one, before in self._unread if not self._sender.seen(one)]
+        """Makes this step send again what unread steps sent: the journal of a step that is never replayed is lost."""
+        self._unread = [(unread, before) for unread, before in self._unread if not self._sender.seen(unread)]
         synced = [table.synced for table in self.tables.host]
         for _, before in self._unread:
             for now, then in zip(synced, before, strict=True):
@@ -98,23 +100,22 @@ class GraphTransport(CopyTransport):
 
     def prepare(self, capacity: Capacity) -> Any:
         if capacity not in self._small:
-            self._small[capacity] = self._captured(capacity)
+            self._small[capacity] = self._capture_nodes(capacity)
         return self._small[capacity].replay
 
-    def _captured(self, capacity: Capacity, *, corrects: bool = True) -> Any:
-        """A graph of a capacity's nodes alone."""
-        self._nodes(
-            capacity, corrects=corrects
-        )  # compiles, and reads no arena: no header has the step that would be next
+    def _capture_nodes(self, capacity: Capacity, *, corrects: bool = True) -> Any:
+        """Captures a graph of the nodes for a capacity alone."""
+        # Compiles the kernels, and reads no arena: no header has the number of the next step.
+        self._nodes(capacity, corrects=corrects)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Not ``graphs.capturing``, which collects first: that takes longer than the steps between which this comes.
+        # Not ``graphs.capturing``: it collects garbage first, which takes longer than the steps that this runs between.
         with uncollected(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._nodes(capacity, corrects=corrects)
         return graph
 
     def record(self, shape: Any) -> None:
-        """Called inside a capture, first: the nodes that fetch each step."""
+        """Called first inside a capture: records the nodes that fetch each step."""
         self._nodes(shape.capacity)
         if not shape.recorded:
             shape.recorded = True
@@ -138,7 +139,7 @@ class GraphTransport(CopyTransport):
 
     def release(self, shape: Any) -> None:
         shape.recorded = False
-        self._recorded_shapes = [one for one in self._recorded_shapes if one is not shape]
+        self._recorded_shapes = [other for other in self._recorded_shapes if other is not shape]
 
     def recorded(self) -> list[int]:
         return sorted(shape.num_reqs for shape in self._recorded_shapes)
@@ -148,7 +149,7 @@ class GraphTransport(CopyTransport):
         return waited
 
     def check_ready(self) -> None:
-        """Raises CaptureError, too, where a step waits for a replay that did not come."""
+        """Also raises CaptureError where the last step still waits for its replay."""
         super().check_ready()
         if self._pending >= 0:
             raise CaptureError(
@@ -181,18 +182,18 @@ class GraphTransport(CopyTransport):
             kernels.write_receipt(self._state, self._receipt)
 
     def problem(self) -> str:
-        """Sends three steps of made-up bytes through a small graph."""
+        """Sends three steps of random bytes through a small graph; what went wrong, empty where nothing did."""
         ring = self._ring
         capacity = ring.capacity
         try:
-            graph = self._captured(capacity, corrects=False)
+            graph = self._capture_nodes(capacity, corrects=False)
             nbytes = ring.journal_offset(capacity)
             for step in range(3):
                 arena = step % ring.depth
                 self.wait(step - ring.depth)
                 memory = ring.memory[arena][:nbytes]
                 memory[:] = np.random.default_rng(step).integers(0, 256, nbytes, np.uint8)
-                for group in ring.views(capacity)[arena].groups:  # page lists are followed, so they have to make sense
+                for group in ring.views(capacity)[arena].groups:  # the nodes read these as indices
                     group["paged_kv_indptr"][:] = np.arange(len(group["paged_kv_indptr"]))
                 header = self._headers[arena]
                 header[:] = 0
@@ -204,7 +205,7 @@ class GraphTransport(CopyTransport):
                     return f"no receipt of step {step}"
                 if not np.array_equal(self._arena[:nbytes].cpu().numpy(), memory):
                     return f"step {step} arrived otherwise than it was sent"
-        except Exception as error:  # whatever the driver or the compiler says: the transport copy is there
+        except Exception as error:  # whatever the driver or the compiler raises: the transport ``copy`` is used instead
             return f"{type(error).__name__}: {error}".splitlines()[0]
         finally:
             self._reset()

@@ -1,4 +1,4 @@
-"""The sizes that graphs were captured for, by number of requests: what both builders keep of each."""
+"""The captured sizes of a builder: what it keeps for each number of requests that a graph was captured for."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Entry = TypeVar("Entry")
 
 
 class CapturedSizes(Generic[Entry]):
-    """What a builder keeps for each captured size (requests of a padded step)."""
+    """An entry for each captured size (requests of a padded step)."""
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
 
     def __iter__(self) -> Iterator[int]:
-        """Ascending."""
+        """The sizes, ascending."""
         return iter(sorted(self._entries))
 
     def __contains__(self, num_reqs: int) -> bool:
@@ -37,14 +37,14 @@ class CapturedSizes(Generic[Entry]):
         return self._entries.get(num_reqs)
 
     def pop(self, num_reqs: int) -> Entry:
-        """Forgets a size; its entry."""
+        """Removes a size; returns its entry."""
         return self._entries.pop(num_reqs)
 
     def sizes(self, only: int | None = None) -> tuple[int, ...]:
-        """Captured sizes, ascending; ``only`` that one where it is not None."""
+        """The captured sizes, ascending; ``only``, where given, leaves out the others."""
         return tuple(num_reqs for num_reqs in self if only in (None, num_reqs))
 
     def refuse(self, asked: str, do: str, only: int | None = None) -> NoReturn:
-        """CaptureError: ``asked`` was not captured, which sizes were, and what to do."""
+        """Raises CaptureError: ``asked`` was not captured, which sizes were, and what to ``do``."""
         known = ", ".join(map(str, self.sizes(only))) or "none"
         raise CaptureError(f"{asked} was not captured (captured: {known}); {do}")

@@ -1,4 +1,4 @@
-"""Exact lengths on the device for steps that overlap, where the host had upper bounds: positions, slots, pages."""
+"""Exact lengths, positions, slots and pages on the device for overlapped steps, where the host had upper bounds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from attncore.builder.device.arena import STEPS_OWN, ArenaRing, Capacity, Views
 from attncore.builder.device.tables import DeviceTables
 
 _STEP_FIELDS = ("previous_rows", "context_lens", "seq_lens", "seq_start_loc", "token_to_req_indices", "positions")
-"""In the order in which the kernel takes them (``device.kernels.correct_lengths``)."""
+"""In the order of the kernel's arguments (``device.kernels.correct_lengths``)."""
 
 
 class Corrections:
-    """Takes what was rejected of the last step from the lengths of this one.
+    """Subtracts the rejected tokens of the last step from the lengths of this one.
 
     ``num_rejected`` int32[max_num_reqs] on the device, by row of the last step.
     """
@@ -24,13 +24,15 @@ class Corrections:
         self._places: dict[Capacity, tuple[Any, Any, Any]] = {}
 
     def launch(self, arena: Any, capacity: Capacity) -> None:
-        """On CUDA: over the device's ``arena``, whose header says how many rows and tokens there are."""
+        """On CUDA: launches the kernel over the device's ``arena``, whose header has the numbers of rows and tokens."""
         from attncore.builder.device import kernels
 
-        kernels.correct_lengths(arena, self.num_rejected, *self._of(capacity), capacity.num_reqs, capacity.num_tokens)
+        kernels.correct_lengths(
+            arena, self.num_rejected, *self._pointers_of(capacity), capacity.num_reqs, capacity.num_tokens
+        )
 
     def compute(self, views: Views, num_rows: int, num_tokens: int) -> None:
-        """The same in torch, for a device without kernels."""
+        """The same in torch, for a device without Triton kernels."""
         fields = {name: field[:num_rows] for name, field in views.fields.items()}
         fields |= {name: views.fields[name][:num_tokens] for name in ("positions", "token_to_req_indices")}
         previous = fields["previous_rows"].long()
@@ -56,24 +58,24 @@ class Corrections:
             last = fields["seq_lens"] - (pages - 1) * block_size
             views.groups[group]["paged_kv_last_page_len"][:num_rows].copy_(torch.where(pages > 0, last, 0))
 
-    def _of(self, capacity: Capacity) -> tuple[Any, Any, Any]:
-        """What the kernel must know of a capacity: made once, kept on the device."""
-        found = self._places.get(capacity)
-        if found is None:
-            at = self._ring.places(capacity)
+    def _pointers_of(self, capacity: Capacity) -> tuple[Any, Any, Any]:
+        """The offsets and addresses that the kernel needs for a capacity: made once, kept on the device."""
+        pointers = self._places.get(capacity)
+        if pointers is None:
+            places = self._ring.places(capacity)
             groups, pages = [], []
             for index, (host, table) in enumerate(zip(self._tables.host, self._tables.tensors, strict=True)):
                 if host.group.cross:
                     continue
                 tokens = host.group.tokens_per_column
-                groups.append([at[index, "slot_mapping"], table.data_ptr(), table.stride(0), tokens])
+                groups.append([places[index, "slot_mapping"], table.data_ptr(), table.stride(0), tokens])
                 if index in self._ring.page_owners:
-                    pages.append([at[index, "paged_kv_indptr"], at[index, "paged_kv_last_page_len"], tokens])
-            steps_own = [at[STEPS_OWN, name] for name in _STEP_FIELDS]
+                    pages.append([places[index, "paged_kv_indptr"], places[index, "paged_kv_last_page_len"], tokens])
+            steps_own = [places[STEPS_OWN, name] for name in _STEP_FIELDS]
             device = self._tables.device
-            found = self._places[capacity] = (
+            pointers = self._places[capacity] = (
                 torch.tensor(steps_own, dtype=torch.int64, device=device),
                 torch.tensor(groups, dtype=torch.int64, device=device),
                 torch.tensor(pages, dtype=torch.int64, device=device),
             )
-        return found
+        return pointers

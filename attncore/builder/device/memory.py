@@ -1,4 +1,4 @@
-"""Host memory that steps are written to: aligned, pinned where a device copies from it, and when it has been read.
+"""Memory for steps: aligned, pinned where a device copies from it, with events that say when it has been read.
 
 Both builders take their memory here: the arenas of the persistent builder and the staging blocks of the list builder.
 """
@@ -11,25 +11,25 @@ import numpy as np
 import numpy.typing as npt
 
 ALIGNMENT = 128
-"""Bytes: a cache line of the widest device; no two fields share one."""
+"""Bytes: the largest cache line of the devices, so that no two fields share one."""
 
 
 def aligned_up(nbytes: int) -> int:
-    """``nbytes``, rounded up to the alignment."""
+    """``nbytes`` rounded up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
-    """uint8[nbytes] of zeros in host memory, aligned."""
+    """Aligned host memory, uint8[nbytes] of zeros."""
     memory = np.zeros(nbytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + nbytes]
 
 
 def pinned_bytes(nbytes: int, device: str) -> npt.NDArray[np.uint8]:
-    """uint8[nbytes] of zeros that ``device`` copies from without a stop, aligned: pinned for CUDA, plain elsewhere.
+    """Aligned host memory, uint8[nbytes] of zeros, that ``device`` copies from asynchronously: pinned for CUDA.
 
-    MemoryError where there is none.
+    Raises MemoryError where it cannot be allocated.
     """
     import torch
 
@@ -46,7 +46,7 @@ def pinned_bytes(nbytes: int, device: str) -> npt.NDArray[np.uint8]:
 
 
 def device_bytes(nbytes: int, device: str) -> Any:
-    """uint8[nbytes] of zeros on ``device``: a plain tensor, in and outside of inference mode."""
+    """A tensor uint8[nbytes] of zeros on ``device``, which can be written in and outside of inference mode."""
     import torch
 
     with torch.inference_mode(False):  # steps are written in that mode and outside of it
@@ -54,9 +54,9 @@ def device_bytes(nbytes: int, device: str) -> Any:
 
 
 class Readers:
-    """Whether the device has read each of ``count`` blocks of host memory: an event a block, recorded behind its copy.
+    """Whether the device has read each of ``count`` blocks of host memory: an event per block, recorded after its copy.
 
-    Elsewhere than on CUDA a copy is done when it returns, and nothing is waited for.
+    Without CUDA a copy is complete when it returns, and nothing is waited for.
     """
 
     def __init__(self, device: str, count: int) -> None:
@@ -80,7 +80,7 @@ class Readers:
             event.record(stream)
 
     def wait(self, block: int) -> None:
-        """Until the copies out of a block have been made; at once where there were none."""
+        """Waits until the copies out of a block are complete; returns at once where there were none."""
         event = self._events[block]
         if event is not None and not event.query():
             event.synchronize()

@@ -1,4 +1,4 @@
-"""Block tables on a device: they follow the batch's by a journal of new columns, and page indices are made of them."""
+"""Block tables on a device: a journal of new columns keeps them equal to the batch's; page indices come from them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 
 SURPLUS_ENTRIES = 1 << 16
-"""Journal entries of one copy of those that an arena has no room for."""
+"""Journal entries per copy of the surplus that an arena has no room for."""
 
 
 class TableGroup(Protocol):
-    """What a device table reads of the KV-cache group whose table it follows."""
+    """What a device table reads of its KV-cache group."""
 
     @property
     def cross(self) -> bool: ...
@@ -36,9 +36,9 @@ class HostTable(Protocol):
 
 
 class DeviceTables:
-    """A table int32[rows, width] on ``device`` for each of the batch's, of fixed stride and address.
+    """A table int32[rows, width] on ``device`` for each table of the batch, with a fixed stride and address.
 
-    ``issue(function, *args)`` runs what the device does, in the order of its stream.
+    ``issue(function, *args)`` runs work of the device, in the order of its stream.
     """
 
     def __init__(self, device: str, host: Sequence[HostTable], issue: Callable[..., None]) -> None:
@@ -58,18 +58,18 @@ class DeviceTables:
 
     @property
     def nbytes(self) -> int:
-        """Device memory of tables and page indices."""
-        tensors = [*self.tensors, *(one for one in self._page_indices if one is not None)]
-        return sum(one.numel() * one.element_size() for one in tensors)
+        """Device memory of tables and page indices, bytes."""
+        tensors = [*self.tensors, *(buffer for buffer in self._page_indices if buffer is not None)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def apply(self, index: int, entries: Any) -> None:
         """Writes journal entries int64 (flat index in the low half, block id in the high half) to table ``index``."""
         self._issue(self._apply, self.tensors[index], entries)
 
     def send_surplus(self, num_rows: int) -> None:
-        """Sends what the arena's journal has no room for (long prompts that join at once), in copies of their own.
+        """Sends the entries that the arena's journal has no room for (long prompts that join together) in extra copies.
 
-        torch keeps the pinned memory of such a copy until it is done.
+        torch keeps the pinned memory of such a copy until it is complete.
         """
         for index, host in enumerate(self.host):
             while True:
@@ -80,16 +80,17 @@ class DeviceTables:
                 self.apply(index, entries[: 2 * count].view(torch.int64).to(self.device, non_blocking=True))
 
     def forget(self) -> None:
-        """After a failure it is not known what arrived: the next step sends every block again."""
+        """Makes the next step send every block again: after a failure it is not known what arrived."""
         for table in self.host:
             table.state.forget_synced()
 
     def clear(self) -> None:
+        """Fills the device tables with 0."""
         for table in self.tensors:
             table.zero_()
 
     def page_buffer(self, index: int) -> Any:
-        """The whole buffer that page indices are written to: int32[rows * width], at a fixed address."""
+        """The buffer of page indices, int32[rows * width], at a fixed address."""
         if self._page_indices[index] is None:
             with torch.inference_mode(False):
                 self._page_indices[index] = torch.zeros(
@@ -98,7 +99,7 @@ class DeviceTables:
         return self._page_indices[index]
 
     def gather_pages(self, index: int, metadata: Any) -> Any:
-        """int32[indptr[-1]]: the pages of a step's requests, from table ``index``, in the page buffer."""
+        """Gathers a step's pages from table ``index``: int32[indptr[-1]], a slice of the page buffer."""
         table, buffer = self.tensors[index], self.page_buffer(index)
         indptr = metadata.host.paged_kv_indptr
         num_pages = int(indptr[-1])

@@ -1,6 +1,4 @@
-"""Which transport brings a builder's steps to its device: nodes of graphs where these prove to work, else one packed
-copy.
-"""
+"""The choice of a transport: ``graph`` where a test of its nodes succeeds, else ``copy``."""
 
 from __future__ import annotations
 
@@ -18,7 +16,10 @@ TRANSPORTS = ("auto", "graph", "copy")
 def new_transport(
     transport: str, device: str, tables: Sequence[HostTable], page_lists: Sequence[int]
 ) -> CopyTransport | None:
-    """The transport to begin with, or None where steps are read where they are built."""
+    """A transport before it has arenas, or None where steps are read where they are built.
+
+    Raises ValueError for a transport that is unknown or that the device does not have.
+    """
     if transport not in TRANSPORTS:
         raise ValueError(f"transport: {transport!r} is not one of {', '.join(TRANSPORTS)}")
     if device == "cpu" and transport == "auto":
@@ -41,7 +42,10 @@ def new_transport(
 
 
 def attach_transport(side: CopyTransport, ring: ArenaRing, transport: str) -> CopyTransport:
-    """``side`` over the ring's arenas; the transport ``copy`` instead where the nodes of graphs fail their test."""
+    """Attaches ``side`` to the ring's arenas, or the transport ``copy`` in its place where its test fails.
+
+    RuntimeError where the test fails and ``transport`` is ``graph``.
+    """
     from attncore.builder.device.by_copy import CopyTransport
 
     side.attach(ring)

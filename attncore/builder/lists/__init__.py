@@ -1,1 +1,7 @@
-"""The list builder: metadata from groups of sequences, handed over one step at a time."""
+"""The list builder: metadata from groups of sequences, one step at a time.
+
+``sequence_group`` is what an engine passes, ``builder`` builds a step from it by the rules of a dialect (``dialects``),
+with the fields of ``encoders``; ``refusals`` has the texts of errors. ``advance_step`` moves a built step on by one
+token. For captured graphs, ``state`` is the engine's interface, ``captured_steps`` what was captured, and ``buffers``
+the arrays at fixed addresses.
+"""

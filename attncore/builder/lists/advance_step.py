@@ -1,4 +1,4 @@
-"""The next step of a batch of decodes without a rebuild: list-door metadata moved on by one token, in place."""
+"""advance_step: moves a step of decodes of the list builder on by one token, in place, without a rebuild."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attncore.builder.metadata import CommonAttentionMetadata
 
 
-# The host arrays that an advance may change.
+# The host arrays that change.
 _FIELDS = (
     "context_lens", "positions", "slot_mapping", "seq_lens", "seq_start_loc", "block_table", "paged_kv_indptr",
     "paged_kv_indices", "paged_kv_last_page_len",
@@ -27,21 +27,21 @@ _FIELDS = (
 
 
 class _Rows(NamedTuple):
-    """Some rows of the step, in order, and for each an id or a row of ids."""
+    """Rows of the step, ascending, and for each a block id or a row of block ids."""
 
     rows: npt.NDArray[np.intp]
     ids: Int32Array
 
 
 class _Next(NamedTuple):
-    """What the next step needs beyond adding 1."""
+    """The changes of the next step beyond adding 1 to lengths, positions and slots."""
 
     started: _Rows
-    """Rows whose token starts a block, and the block."""
+    """Rows whose token starts a block, and the id of the block."""
     table: _Rows
-    """Rows of ``block_table`` that change, all their columns: perhaps more or fewer than there are now."""
+    """Rows of ``block_table`` that change, with all their columns; their number may differ from the present width."""
     seq_lens: Int32Array | None
-    """Of decodes with a window; None: one more than before."""
+    """The lengths of decodes with a window; None: each grows by 1."""
     max_seq_len: int
 
 
@@ -51,25 +51,26 @@ def advance_step(
     sampled_token_ids: Any = None,
     num_queries: int | None = None,
 ) -> None:
-    """Moves decodes that CommonMetadataBuilder built on by the token that each has sampled, in place.
+    """Moves a step of decodes that CommonMetadataBuilder built on by one sampled token each, in place.
 
-    Afterwards every field is what a build of the longer sequences would answer, on the device too; views and plans are
-    made anew. Arrays keep their addresses, but for ``paged_kv_indices`` and a ``block_table`` whose shape changes (no
-    graph's does). ``sampled_token_ids`` (n of them, an array or tensor) become the first n of ``input_tokens``
-    int[num_reqs], where padded requests get 0. ``num_queries`` is n, the decodes without padding.
+    Afterwards every field, on the host and on the device, is what a build of the longer sequences would give; views and
+    plans are renewed. Arrays keep their addresses, except ``paged_kv_indices`` and a ``block_table`` whose shape
+    changes (that of a step padded for a graph does not). ``sampled_token_ids``, n integers in an array or tensor, are
+    written to the first n of ``input_tokens`` int[num_reqs], and 0 to those of padded requests. ``num_queries``, where
+    given, must be n, the number of decodes without padding.
 
     A token that starts a block takes it from the tables of the groups that the step was built from: an engine may
-    append to them, and must leave what they hold. Raises ValueError or TypeError that names the argument or the row,
-    and changes nothing, for a step with prompts, a decode of several tokens, a token without a block, and a step that a
-    captured graph cannot hold any more; CaptureError while a stream is capturing.
+    append to these tables, but must not change their entries. Raises ValueError or TypeError that names the argument or
+    the row, and changes nothing, for a step with prompts, a decode of several tokens, a token without a block, and a
+    step that a captured graph can no longer hold; CaptureError while a stream is capturing.
     """
-    settings = _checked_settings(metadata)
+    settings = _check_metadata(metadata)
     n = len(metadata.host.query_lens)
     if num_queries is not None and arguments.integer("num_queries", num_queries, 1) != n:
         raise ValueError(f"num_queries: {num_queries}, but the step has {n} decodes without padding; build it anew")
-    tokens = _checked_tokens(metadata, n, input_tokens, sampled_token_ids)
+    tokens = _check_tokens(metadata, n, input_tokens, sampled_token_ids)
     refuse_while_capturing("cpu" if settings.backend is None else settings.backend.config.device, "advance_step")
-    step = _next_step(metadata, settings, n)
+    step = _plan_next(metadata, settings, n)
     if settings.plan is None:
         _write(metadata, step, settings)
     else:
@@ -79,8 +80,8 @@ def advance_step(
         input_tokens[n : metadata.num_reqs] = 0
 
 
-def _checked_settings(metadata: CommonAttentionMetadata) -> ListSettings:
-    """The builder of a step that can advance."""
+def _check_metadata(metadata: CommonAttentionMetadata) -> ListSettings:
+    """The settings of the step's builder; ValueError where the step cannot advance."""
     if metadata.source is None:
         raise ValueError(
             "metadata: not as CommonMetadataBuilder.build gave it (a view, a captured size, or of the persistent "
@@ -98,8 +99,8 @@ def _checked_settings(metadata: CommonAttentionMetadata) -> ListSettings:
     return settings
 
 
-def _checked_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any, sampled: Any) -> Any:
-    """The n sampled tokens as one row, None where the engine gave none."""
+def _check_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any, sampled: Any) -> Any:
+    """The n sampled tokens in one dimension; None where the engine passed none."""
     if input_tokens is None and sampled is None:
         return None
     for name, value, length in (("input_tokens", input_tokens, metadata.num_reqs), ("sampled_token_ids", sampled, n)):
@@ -119,13 +120,13 @@ def _checked_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any
     return tokens
 
 
-def _next_step(metadata: CommonAttentionMetadata, settings: ListSettings, n: int) -> _Next:
-    """The next step, checked; nothing is written yet."""
-    host, size, window = metadata.host, settings.block_size, settings.sliding_window
+def _plan_next(metadata: CommonAttentionMetadata, settings: ListSettings, n: int) -> _Next:
+    """Computes and checks the next step; writes nothing."""
+    host, block_size, window = metadata.host, settings.block_size, settings.sliding_window
     tables = vars(metadata).get("_row_tables")
     if tables is None:
-        tables = vars(metadata)["_row_tables"] = _row_tables(metadata, n)
-    contexts = host.context_lens + np.int32(1)  # where the new tokens stand
+        tables = vars(metadata)["_row_tables"] = _read_row_tables(metadata, n)
+    contexts = host.context_lens + np.int32(1)  # the positions of the new tokens
     longest = int(contexts.max()) + 1
     if longest > INT32_MAX:
         raise ValueError(f"metadata: row {int(contexts.argmax())} cannot grow beyond {INT32_MAX} tokens")
@@ -133,8 +134,8 @@ def _next_step(metadata: CommonAttentionMetadata, settings: ListSettings, n: int
     total = int(host.seq_start_loc[-1]) + n
     if window is not None:
         lengths = contexts + np.int32(1)
-        most = -(-window // size) * size
-        lengths = np.minimum(lengths, most + lengths.astype(np.int64) % size).astype(np.int32)
+        most = -(-window // block_size) * block_size
+        lengths = np.minimum(lengths, most + lengths.astype(np.int64) % block_size).astype(np.int32)
         longest, total = int(lengths.max()), int(lengths.sum(dtype=np.int64)) + metadata.num_reqs - n
     if metadata.use_cuda_graph and longest > (settings.max_seq_len_to_capture or 0):
         row = int((contexts if lengths is None else lengths).argmax())
@@ -142,18 +143,18 @@ def _next_step(metadata: CommonAttentionMetadata, settings: ListSettings, n: int
             f"max_seq_len_to_capture: {settings.max_seq_len_to_capture} is below the length {longest} of row {row}; "
             "build the step anew, without a graph"
         )
-    started = _started_blocks(host, settings, contexts, tables)
+    started = _find_started_blocks(host, settings, contexts, tables)
     if settings.dialect.page_lists:
         total = max(total, int(host.paged_kv_indptr[-1]) + len(started.rows))
     if total > INT32_MAX:
         raise ValueError(f"metadata: lengths or pages of this step, {total} in all, do not fit int32")
     if lengths is None:
-        return _Next(started, _longer_rows(metadata, contexts // size, started), None, longest)
-    return _Next(started, _trimmed_rows(metadata, size, contexts, lengths, started), lengths, longest)
+        return _Next(started, _lengthen_rows(metadata, contexts // block_size, started), None, longest)
+    return _Next(started, _trim_rows(metadata, block_size, contexts, lengths, started), lengths, longest)
 
 
-def _row_tables(metadata: CommonAttentionMetadata, n: int) -> list[Any]:
-    """Every row's table, in the groups that the step was built from."""
+def _read_row_tables(metadata: CommonAttentionMetadata, n: int) -> list[Any]:
+    """The block table of every row in the groups that the step was built from."""
     slot_mapping = metadata.host.slot_mapping[:n]
     if slot_mapping.min() < 0:
         raise ValueError(f"metadata: row {int(slot_mapping.argmin())} is of a profiling run, without blocks")
@@ -164,19 +165,19 @@ def _row_tables(metadata: CommonAttentionMetadata, n: int) -> list[Any]:
     return tables
 
 
-def _started_blocks(host: Any, settings: ListSettings, contexts: Int32Array, tables: list[Any]) -> _Rows:
-    """The rows whose tokens at ``contexts`` start a block, each with its id: with blocks of 16, about one in 16."""
-    size = settings.block_size
-    rows = np.flatnonzero(contexts % size == 0)
-    found = _Rows(rows, np.empty(len(rows), np.int32))
-    columns, last_blocks = (contexts[rows] // size).tolist(), (host.slot_mapping[rows] // size).tolist()
+def _find_started_blocks(host: Any, settings: ListSettings, contexts: Int32Array, tables: list[Any]) -> _Rows:
+    """The rows whose tokens at ``contexts`` start a block, and the ids of the blocks; about 1 row in block_size."""
+    block_size = settings.block_size
+    rows = np.flatnonzero(contexts % block_size == 0)
+    started = _Rows(rows, np.empty(len(rows), np.int32))
+    columns, last_blocks = (contexts[rows] // block_size).tolist(), (host.slot_mapping[rows] // block_size).tolist()
     ids: list[Any] = []
     for row, column, last in zip(rows.tolist(), columns, last_blocks, strict=True):
         table = tables[row]
         if len(table) <= column:
             raise ValueError(
-                f"metadata: row {row} holds {len(table)} blocks but token {column * size} needs block {column} "
-                f"(block_size {size})"
+                f"metadata: row {row} holds {len(table)} blocks but token {column * block_size} needs block {column} "
+                f"(block_size {block_size})"
             )
         if operator.index(table[column - 1]) != last:
             raise ValueError(
@@ -184,14 +185,16 @@ def _started_blocks(host: Any, settings: ListSettings, contexts: Int32Array, tab
                 "build the step anew"
             )
         ids.append(table[column])
-    if ids and settings.kernels.fill_block_table([ids], found.ids[np.newaxis]) >= 0:
-        at = next(at for at, one in enumerate(ids) if array_arguments.bad_block_ids([one], INT32_MAX + 1))
-        raise ValueError(f"metadata: row {rows[at]}: block id {ids[at]!r} is no integer of 0..{INT32_MAX}")
-    return found
+    if ids and settings.kernels.fill_block_table([ids], started.ids[np.newaxis]) >= 0:
+        index = next(
+            index for index, block_id in enumerate(ids) if array_arguments.bad_block_ids([block_id], INT32_MAX + 1)
+        )
+        raise ValueError(f"metadata: row {rows[index]}: block id {ids[index]!r} is no integer of 0..{INT32_MAX}")
+    return started
 
 
-def _longer_rows(metadata: CommonAttentionMetadata, columns: Int32Array, started: _Rows) -> _Rows:
-    """Whole rows that get a block which they did not have yet: those appended to a table since the build."""
+def _lengthen_rows(metadata: CommonAttentionMetadata, columns: Int32Array, started: _Rows) -> _Rows:
+    """Whole rows of the table that get a block that was appended since the build."""
     rows, table = started.rows, metadata.host.block_table
     columns, ids = columns[rows], started.ids
     width = max(table.shape[1], int(columns.max(initial=-1)) + 1)
@@ -204,17 +207,17 @@ def _longer_rows(metadata: CommonAttentionMetadata, columns: Int32Array, started
     return _Rows(rows, longer)
 
 
-def _trimmed_rows(
+def _trim_rows(
     metadata: CommonAttentionMetadata,
-    size: int,
+    block_size: int,
     contexts: Int32Array,
     lengths: Int32Array,
     started: _Rows,
 ) -> _Rows:
-    """Rows trimmed by a window that change: they get a block, or the window leaves one behind, or both."""
+    """Rows of a windowed table that change: they get a block, or the window passes one, or both."""
     table, n = metadata.host.block_table, len(contexts)
-    counts, held = -(-lengths // size), -(-metadata.host.seq_lens[:n] // size)
-    drops = contexts // size + 1 - counts > -(-contexts // size) - held
+    counts, held = -(-lengths // block_size), -(-metadata.host.seq_lens[:n] // block_size)
+    drops = contexts // block_size + 1 - counts > -(-contexts // block_size) - held
     changes = drops.copy()
     changes[started.rows] = True
     rows = np.flatnonzero(changes)
@@ -253,16 +256,16 @@ def _write(metadata: CommonAttentionMetadata, step: _Next, settings: ListSetting
             _add_pages(host, settings, rows, ids)
     metadata.max_seq_len = metadata.max_decode_seq_len = step.max_seq_len
     metadata.advanced += 1
-    _follow(metadata, table_changed=len(changed.rows) > 0)
+    _update_views(metadata, table_changed=len(changed.rows) > 0)
 
 
 def _add_pages(host: Any, settings: ListSettings, rows: npt.NDArray[np.intp], ids: Int32Array) -> None:
-    """Page lists with a page more at the end of ``rows``."""
+    """Appends a page to the page lists of ``rows``."""
     indptr = host.paged_kv_indptr
     before, more = indptr[rows + 1], np.zeros(len(indptr), np.int32)
     more[rows + 1] = 1
     indptr += np.cumsum(more, dtype=np.int32)
-    if settings.sliding_window is not None:  # the table is trimmed, the list is not
+    if settings.sliding_window is not None:  # the window trims the table, but not the page list
         host.paged_kv_indices = np.insert(host.paged_kv_indices, before, ids)
         return
     host.paged_kv_indices = np.empty(int(indptr[-1]), np.int32)
@@ -270,8 +273,8 @@ def _add_pages(host: Any, settings: ListSettings, rows: npt.NDArray[np.intp], id
     settings.kernels.fill_page_indices(host.block_table[:n], indptr[: n + 1], host.paged_kv_indices)
 
 
-def _follow(metadata: CommonAttentionMetadata, table_changed: bool) -> None:
-    """Brings what was made of the host arrays up to date: tensors at the addresses that they have, views anew."""
+def _update_views(metadata: CommonAttentionMetadata, table_changed: bool) -> None:
+    """Updates what was made of the host arrays: copies to tensors at the same addresses, and drops views."""
     wrapped = vars(metadata)
     for name in ("_prefill", "_decode", "_bound", "_kept", *DERIVED):
         wrapped.pop(name, None)
@@ -288,12 +291,12 @@ def _follow(metadata: CommonAttentionMetadata, table_changed: bool) -> None:
         elif value.data_ptr() != array.__array_interface__["data"][0]:
             import torch
 
-            # Memory that is not pinned has been staged when this returns, and may be written to again.
+            # Memory that is not pinned was staged when this returns, so it may be written to again.
             value.copy_(torch.from_numpy(array), non_blocking=True)
 
 
 def _write_planned(metadata: CommonAttentionMetadata, step: _Next, settings: ListSettings) -> None:
-    """Writes the step and plans it; where planning fails, the step before is back."""
+    """Writes the step and plans it; restores the step before where planning fails."""
     host = metadata.host
     before = {name: (array, array.copy()) for name in _FIELDS if (array := getattr(host, name, None)) is not None}
     counts = {name: getattr(metadata, name) for name in ("max_seq_len", "max_decode_seq_len", "advanced")}
@@ -305,5 +308,5 @@ def _write_planned(metadata: CommonAttentionMetadata, step: _Next, settings: Lis
             array[...] = values
             setattr(host, name, array)
         vars(metadata).update(counts)
-        _follow(metadata, table_changed=True)
+        _update_views(metadata, table_changed=True)
         raise

@@ -1,7 +1,7 @@
-"""Where captured graphs of the list builder read a step: arrays at fixed addresses, and the way there.
+"""The arrays at fixed addresses that captured graphs of the list builder read, and how a step is written to them.
 
-One block of memory holds them all. On a CPU a step is written to it; for another device it is written to a staging
-block, pinned on CUDA, and sent in two or three copies that wait for nothing.
+One block of memory holds all of them. On a CPU a step is written to it; for another device a step is written to a
+staging block, pinned on CUDA, and sent in two or three asynchronous copies.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ STAGING_DEPTH = 2
 
 _STEP = frozenset((Owner.STEP, Owner.GROUP))
 _SMALL = (Length.TOKEN, Length.REQUEST, Length.START)
-"""Arrays of a decode of one token a row: an element a row, and one more."""
+"""Lengths of arrays that have an element per row, or one more, in a step of decodes of one token."""
 _FIXED = "token_to_req_indices"
-"""Written once: row i is token i."""
+"""Written once: token i is of row i."""
 
 
 def _arrays(owners: frozenset[Owner], *, padded: bool) -> tuple[str, ...]:
-    """What a padded step has for every row that the graph was captured with, or for its own rows alone."""
+    """Arrays that a step has for every row of the graph (``padded``), or for its own rows only."""
     return tuple(name for name in named(*_SMALL, owners=owners) if FIELDS[name].list_pads is padded and name != _FIXED)
 
 
@@ -38,11 +38,11 @@ _UNPADDED_ROWS = tuple(name for name in _UNPADDED if FIELDS[name].length is Leng
 _PADDED_PAGES = _arrays(frozenset((Owner.BLOCK_SIZE,)), padded=True)
 _ENCODER = _arrays(frozenset((Owner.ENCODER,)), padded=True)
 _PADDED_ENCODER = tuple(name for name in _ENCODER if "query" not in name)
-"""Decodes run no encoder tokens: the others stay 0."""
+"""The others stay 0: decodes run no encoder tokens."""
 
 
 class _Place(NamedTuple):
-    """Where one array lies, in bytes, and what it is."""
+    """The offset of an array, in bytes, its dtype and shape."""
 
     offset: int
     dtype: type[np.generic]
@@ -58,40 +58,42 @@ class _Place(NamedTuple):
 
 
 class _Arena:
-    """One block of memory with a step in it."""
+    """One block of memory that holds a step."""
 
     def __init__(self, memory: npt.NDArray[np.uint8], index: int) -> None:
         self.memory, self.index = memory, index
         self.tensor: Any = None
-        """The same memory as a tensor, where it is copied from."""
+        """The same memory as a tensor, for copies to a device."""
         self.hosts: dict[int, SimpleNamespace] = {}
-        self.rooms: dict[tuple[int, int], SimpleNamespace] = {}
+        self.reserved: dict[tuple[int, int], SimpleNamespace] = {}
         self.num_pages = 0
-        """Entries of the page indices that may be other than 0."""
+        """Leading page indices that may differ from 0."""
 
 
 class GraphBuffers:
-    """Fixed-address arrays for padded steps of up to ``max_batch_size`` decodes, as ``builder`` pads them.
+    """Arrays at fixed addresses for steps of up to ``max_batch_size`` decodes, padded as ``settings`` says.
 
-    ``device`` is a torch device, or None for NumPy arrays. Arrays of a smaller size are views of the largest one's.
+    ``device`` is a torch device, or None for NumPy arrays. The arrays of a smaller bucket are views of those of the
+    largest. Raises ValueError where ``settings`` has no ``max_seq_len_to_capture``.
     """
 
     def __init__(self, settings: ListSettings, device: str | None, max_batch_size: int) -> None:
-        assert settings.max_seq_len_to_capture is not None
-        size, block = max_batch_size, settings.block_size
-        self.max_batch_size = size
+        if settings.max_seq_len_to_capture is None:
+            raise ValueError("builder: made without max_seq_len_to_capture, which says how long captured sequences get")
+        most, block_size = max_batch_size, settings.block_size
+        self.max_batch_size = most
         self.has_pages, self.has_encoder = settings.dialect.page_lists, settings.encoder_decoder
-        self.width = -(-settings.max_seq_len_to_capture // block)
+        self.width = -(-settings.max_seq_len_to_capture // block_size)
         longest_encoder = settings.max_encoder_seq_len_to_capture or settings.max_seq_len_to_capture
-        self.cross_width = -(-longest_encoder // block) if self.has_encoder else 0
-        self.max_pages = size * self.width if self.has_pages else 0
+        self.cross_width = -(-longest_encoder // block_size) if self.has_encoder else 0
+        self.max_pages = most * self.width if self.has_pages else 0
         names = [*_PADDED, _FIXED, *_UNPADDED]
         names += _PADDED_PAGES if self.has_pages else ()
         names += _ENCODER if self.has_encoder else ()
-        shapes: dict[str, tuple[int, ...]] = {name: (FIELDS[name].num_elements(size, size, 0),) for name in names}
-        shapes["block_table"] = (size, self.width)  # behind the small fields: one copy takes both
+        shapes: dict[str, tuple[int, ...]] = {name: (FIELDS[name].num_elements(most, most, 0),) for name in names}
+        shapes["block_table"] = (most, self.width)  # behind the small fields: one copy takes both
         if self.has_encoder:
-            shapes["cross_block_table"] = (size, self.cross_width)
+            shapes["cross_block_table"] = (most, self.cross_width)
         if self.has_pages:
             shapes["paged_kv_indices"] = (self.max_pages,)
         self._places: dict[str, _Place] = {}
@@ -111,30 +113,29 @@ class GraphBuffers:
         """The arrays that graphs read."""
         return tuple(self._places)
 
-    def views(self, size: int) -> dict[str, Any]:
-        """The arrays that a graph of ``size`` requests reads: tensors on the device, or NumPy arrays."""
+    def views(self, bucket: int) -> dict[str, Any]:
+        """The arrays that a graph of ``bucket`` requests reads: tensors on the device, or NumPy arrays."""
         if self._device_name is None:
-            return vars(self._host(self._arenas[0], size)).copy()
+            return vars(self._host(self._arenas[0], bucket)).copy()
         import torch
 
         if self._device is None:
-            return {name: torch.from_numpy(array) for name, array in vars(self._host(self._arenas[0], size)).items()}
-        found = {}
+            return {name: torch.from_numpy(array) for name, array in vars(self._host(self._arenas[0], bucket)).items()}
+        views = {}
         for name, place in self._places.items():
             dtype = torch.int64 if place.dtype is np.int64 else torch.int32
-            found[name] = self._cut(name, self._device[place.offset : place.end].view(dtype).view(place.shape), size)
+            views[name] = self._cut(name, self._device[place.offset : place.end].view(dtype).view(place.shape), bucket)
         if self.has_encoder:
-            found["cross_slot_mapping"] = torch.empty(0, dtype=torch.int64, device=self._device_name)
-        return found
+            views["cross_slot_mapping"] = torch.empty(0, dtype=torch.int64, device=self._device_name)
+        return views
 
-    def write(self, step: Any, size: int) -> SimpleNamespace:
-        """Brings the host arrays of a step that was padded to ``size`` here: whole rows, whole tails, padded rows too.
+    def write(self, step: Any, bucket: int) -> SimpleNamespace:
+        """Writes the host arrays of a step that was padded to ``bucket``, padded rows included, and sends them.
 
-        Answers the same on the host. On CUDA nothing is waited for but an earlier copy out of the staging block that is
-        written to.
+        Returns the same arrays on the host. On CUDA it waits only for an earlier copy out of the same staging block.
         """
-        arena = self._acquired()
-        out, num_reqs = vars(self._host(arena, size)), len(step.query_lens)
+        arena = self._acquire()
+        out, num_reqs = vars(self._host(arena, bucket)), len(step.query_lens)
         for name in _PADDED:
             out[name][...] = getattr(step, name)
         for name in _UNPADDED_ROWS:
@@ -150,32 +151,32 @@ class GraphBuffers:
                 out[name][...] = getattr(step, name)
             num_pages = len(step.paged_kv_indices)
             out["paged_kv_indices"][:num_pages] = step.paged_kv_indices
-        return self._finished(arena, size, num_reqs, num_pages)
+        return self._finish(arena, bucket, num_reqs, num_pages)
 
-    def room(self, num_reqs: int, size: int, num_pages: int) -> SimpleNamespace:
-        """Where a builder may write a step of ``num_reqs`` rows padded to ``size``; ``written`` is to follow."""
-        arena = self._acquired()
-        room = arena.rooms.get((size, num_reqs))
-        if room is None:
-            whole = vars(self._host(arena, size))
-            room = arena.rooms[size, num_reqs] = SimpleNamespace(**whole)
+    def reserve(self, num_reqs: int, bucket: int, num_pages: int) -> SimpleNamespace:
+        """Host arrays for a builder to write a step of ``num_reqs`` rows padded to ``bucket`` to, before ``commit``."""
+        arena = self._acquire()
+        arrays = arena.reserved.get((bucket, num_reqs))
+        if arrays is None:
+            whole = vars(self._host(arena, bucket))
+            arrays = arena.reserved[bucket, num_reqs] = SimpleNamespace(**whole)
             for name in _UNPADDED_ROWS:
-                setattr(room, name, whole[name][:num_reqs])
-            room.query_start_loc = whole["query_start_loc"][: num_reqs + 1]
-        room = SimpleNamespace(**vars(room))
+                setattr(arrays, name, whole[name][:num_reqs])
+            arrays.query_start_loc = whole["query_start_loc"][: num_reqs + 1]
+        arrays = SimpleNamespace(**vars(arrays))
         if self.has_pages:
-            room.paged_kv_indices = room.paged_kv_indices[:num_pages]
-        return room
+            arrays.paged_kv_indices = arrays.paged_kv_indices[:num_pages]
+        return arrays
 
-    def written(self, num_reqs: int, size: int, num_pages: int) -> SimpleNamespace:
-        """Brings what was written to ``room`` where graphs read; answers as ``write``."""
-        return self._finished(self._acquired(), size, num_reqs, max(num_pages, 0))
+    def commit(self, num_reqs: int, bucket: int, num_pages: int) -> SimpleNamespace:
+        """Sends what was written to the arrays of ``reserve``; returns the host arrays, as ``write`` does."""
+        return self._finish(self._acquire(), bucket, num_reqs, max(num_pages, 0))
 
-    def _finished(self, arena: _Arena, size: int, num_reqs: int, num_pages: int) -> SimpleNamespace:
-        """Resets what the step's rows do not reach, and sends it all; the next step has the next staging block."""
-        host = self._host(arena, size)
+    def _finish(self, arena: _Arena, bucket: int, num_reqs: int, num_pages: int) -> SimpleNamespace:
+        """Resets what the step's rows leave, and sends the block; the next step takes the next staging block."""
+        host = self._host(arena, bucket)
         self._next = (self._next + 1) % len(self._arenas)
-        if num_reqs < size:
+        if num_reqs < bucket:
             for name in _UNPADDED_ROWS:
                 getattr(host, name)[num_reqs:] = 0
             host.query_start_loc[num_reqs + 1 :] = num_reqs
@@ -183,16 +184,16 @@ class GraphBuffers:
             host.paged_kv_indices[num_pages : arena.num_pages] = 0
         arena.num_pages = num_pages
         if self._device is not None:
-            self._send(arena, size, max(num_pages, self._device_pages))
+            self._send(arena, bucket, max(num_pages, self._device_pages))
             self._device_pages = num_pages
         return host
 
-    def write_empty(self, size: int) -> SimpleNamespace:
-        """A step of padding alone."""
-        none, zeros = np.zeros(0, np.int32), np.zeros(size, np.int32)
-        ones, sums = np.ones(size, np.int32), np.arange(size + 1, dtype=np.int32)
+    def write_empty(self, bucket: int) -> SimpleNamespace:
+        """Writes an empty step: padded rows only."""
+        none, zeros = np.zeros(0, np.int32), np.zeros(bucket, np.int32)
+        ones, sums = np.ones(bucket, np.int32), np.arange(bucket + 1, dtype=np.int32)
         step = SimpleNamespace(
-            slot_mapping=np.full(size, PAD_SLOT_ID, np.int64),
+            slot_mapping=np.full(bucket, PAD_SLOT_ID, np.int64),
             positions=zeros,
             seq_lens=ones,
             seq_start_loc=sums,
@@ -208,7 +209,7 @@ class GraphBuffers:
             encoder_seq_start_loc=sums,
             cross_block_table=0,
         )
-        return self.write(step, size)
+        return self.write(step, bucket)
 
     def _allocate(self, device: str | None) -> list[_Arena]:
         if device is None or device.startswith("cpu"):
@@ -221,27 +222,27 @@ class GraphBuffers:
             arenas = [_Arena(pinned_bytes(self.nbytes, device), index) for index in range(depth)]
             for arena in arenas:
                 arena.tensor = torch.from_numpy(arena.memory)
-        for arena in arenas:  # a decode of one token a row: this never changes
+        for arena in arenas:  # constant, since every row is a decode of one token
             vars(self._host(arena, self.max_batch_size))[_FIXED][...] = np.arange(self.max_batch_size)
         return arenas
 
-    def _host(self, arena: _Arena, size: int) -> SimpleNamespace:
-        found = arena.hosts.get(size)
-        if found is None:
-            found = arena.hosts[size] = SimpleNamespace()
+    def _host(self, arena: _Arena, bucket: int) -> SimpleNamespace:
+        views = arena.hosts.get(bucket)
+        if views is None:
+            views = arena.hosts[bucket] = SimpleNamespace()
             for name, place in self._places.items():
                 array = arena.memory[place.offset : place.end].view(place.dtype).reshape(place.shape)
-                setattr(found, name, self._cut(name, array, size))
+                setattr(views, name, self._cut(name, array, bucket))
             if self.has_encoder:
-                found.cross_slot_mapping = np.zeros(0, np.int64)
-        return found
+                views.cross_slot_mapping = np.zeros(0, np.int64)
+        return views
 
-    def _cut(self, name: str, array: Any, size: int) -> Any:
+    def _cut(self, name: str, array: Any, bucket: int) -> Any:
         length = FIELDS[name].length
-        return array if length is Length.PAGE else array[: size + (length is Length.START)]
+        return array if length is Length.PAGE else array[: bucket + (length is Length.START)]
 
-    def _acquired(self) -> _Arena:
-        """The staging block that is next; on CUDA its last copy has been made."""
+    def _acquire(self) -> _Arena:
+        """The next staging block; on CUDA, after its last copy is complete."""
         arena = self._arenas[self._next]
         self._wait_for(arena)
         return arena
@@ -249,15 +250,13 @@ class GraphBuffers:
     def _wait_for(self, arena: _Arena) -> None:
         self._readers.wait(arena.index)
 
-    def _send(self, arena: _Arena, size: int, num_pages: int) -> None:
-        """Copies a step to the device, in the order of its current stream."""
-        table, cross, pages = (
-            self._places.get(name) for name in ("block_table", "cross_block_table", "paged_kv_indices")
-        )
-        assert table is not None
-        spans = [(0, table.offset + size * table.row_nbytes)]
+    def _send(self, arena: _Arena, bucket: int, num_pages: int) -> None:
+        """Copies a step to the device, on its current stream."""
+        table = self._places["block_table"]
+        cross, pages = self._places.get("cross_block_table"), self._places.get("paged_kv_indices")
+        spans = [(0, table.offset + bucket * table.row_nbytes)]
         if cross is not None:
-            spans.append((cross.offset, cross.offset + size * cross.row_nbytes))
+            spans.append((cross.offset, cross.offset + bucket * cross.row_nbytes))
         if pages is not None and num_pages:
             spans.append((pages.offset, pages.offset + num_pages * pages.row_nbytes))
         pinned = len(self._arenas) > 1
@@ -267,7 +266,7 @@ class GraphBuffers:
             self._record(arena)
 
     def _record(self, arena: _Arena) -> None:
-        """Marks the end of the copies out of a staging block, on the stream that they were made on."""
+        """Marks the end of the copies out of a staging block, on the stream of these copies."""
         if self._device_name is not None and self._device_name.startswith("cuda"):
             import torch
 

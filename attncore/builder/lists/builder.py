@@ -1,4 +1,4 @@
-"""The list door: metadata from groups of sequences, one step at a time."""
+"""CommonMetadataBuilder, the list builder: metadata from groups of sequences, one step at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attncore.kernels import KernelsName, codes
 
 
 class _Measures(NamedTuple):
-    """What GroupReader.measure answers."""
+    """The result of GroupReader.measure."""
 
     code: int
     row: int
@@ -40,11 +40,11 @@ class _Measures(NamedTuple):
     longest: int
 
 
-# Arrays for so many sequences, requests, tokens, columns and pages (-1: no page lists); their contents do not matter.
-Room = Callable[[int, int, int, int, int], SimpleNamespace]
+# Returns uninitialised arrays for these numbers of sequences, requests, tokens, columns and pages (-1: no page lists).
+Allocate = Callable[[int, int, int, int, int], SimpleNamespace]
 
 
-def _fresh(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages: int) -> SimpleNamespace:
+def _new_arrays(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages: int) -> SimpleNamespace:
     host = HostArrays(
         slot_mapping=np.empty(num_tokens, np.int64),
         positions=np.empty(num_tokens, np.int64),
@@ -65,16 +65,17 @@ def _fresh(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages:
 
 
 class CommonMetadataBuilder(ListSettings):
-    """Builds metadata from lists of SequenceGroup, by the rules of the first generation (docs/list-door.md).
+    """Builds metadata from lists of SequenceGroup, by the rules of the first generation (docs/list-builder.md).
 
-    ``layout``: ``common``, ``flash``, ``flashinfer`` or ``rocm``. ``sliding_window``: tokens a query may see, itself
-    included. ``max_seq_len_to_capture`` is read only where a build pads for a CUDA graph: the table is then
-    ``ceil(max_seq_len_to_capture / block_size)`` wide. ``backend`` None gives NumPy arrays. Answers are fresh arrays,
-    the caller's to keep.
+    ``layout`` names the dialect: ``common``, ``flash``, ``flashinfer`` or ``rocm``. ``block_size`` is in tokens.
+    ``sliding_window`` is the number of tokens that a query sees, itself included (None: all).
+    ``max_seq_len_to_capture``, in tokens, is read only where a build pads for a CUDA graph: the table is then
+    ``ceil(max_seq_len_to_capture / block_size)`` columns wide. ``backend`` None gives NumPy arrays; with a backend,
+    metadata holds tensors on its device. Each build makes new arrays, which belong to the caller.
 
-    ``encoder_decoder``: every group has ``encoder_seq_len`` and a ``cross_block_table``, and metadata the fields of
-    encoders and of cross attention. ``max_encoder_seq_len_to_capture``: as the other, for the cross table (None: the
-    same length).
+    ``encoder_decoder``: every group has an ``encoder_seq_len`` and a ``cross_block_table``, and metadata has the fields
+    of encoders and of cross attention. ``max_encoder_seq_len_to_capture`` is the length for the cross table (None:
+    ``max_seq_len_to_capture``). Raises ValueError or TypeError that names the argument.
     """
 
     def __init__(
@@ -97,12 +98,12 @@ class CommonMetadataBuilder(ListSettings):
         self._reader = self.kernels.GroupReader()
 
     def build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int = -1) -> CommonAttentionMetadata:
-        """The metadata of one step: prompts, then decodes.
+        """Builds the metadata of one step of ``groups``, prompts before decodes.
 
-        ``cuda_graph_pad_size`` -1: no graph; else the number of padded requests behind the decodes. Raises ValueError
-        or TypeError that names the group, sequence and field, and builds nothing.
+        ``cuda_graph_pad_size`` is the number of padded requests behind the decodes, or -1 without a graph. Raises
+        ValueError or TypeError that names the group, sequence and field.
         """
-        return self._build(groups, cuda_graph_pad_size, _fresh)
+        return self._build(groups, cuda_graph_pad_size, _new_arrays)
 
     def advance_step(
         self,
@@ -111,10 +112,12 @@ class CommonMetadataBuilder(ListSettings):
         sampled_token_ids: Any = None,
         num_queries: int | None = None,
     ) -> None:
-        """Moves a step that this builder made on by one token: ``attncore.builder.advance_step``."""
+        """Moves a step that this builder built on by one token: see ``attncore.builder.advance_step``."""
         advance_step(metadata, input_tokens, sampled_token_ids, num_queries)
 
-    def _build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int, room: Room) -> CommonAttentionMetadata:
+    def _build(
+        self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int, allocate: Allocate
+    ) -> CommonAttentionMetadata:
         cuda_graph_pad_size = arguments.integer("cuda_graph_pad_size", cuda_graph_pad_size, -1)
         if not isinstance(groups, (list, tuple)):
             if not isinstance(groups, Iterable):
@@ -123,17 +126,19 @@ class CommonMetadataBuilder(ListSettings):
         if not self._reader.enter():
             raise ConcurrentUseError("builder: another caller is inside it; give each thread a builder of its own")
         try:
-            return self._build_read(groups, cuda_graph_pad_size, room)
+            return self._build_step(groups, cuda_graph_pad_size, allocate)
         finally:
             self._reader.leave()
 
-    def _build_read(self, groups: Any, cuda_graph_pad_size: int, room: Room) -> CommonAttentionMetadata:
+    def _build_step(self, groups: Any, cuda_graph_pad_size: int, allocate: Allocate) -> CommonAttentionMetadata:
         reader, measures = self._reader, self._measure(groups)
         use_graph, pad = cuda_graph_pad_size >= 0, max(cuda_graph_pad_size, 0)
         width = self._graph_width(groups, measures) if use_graph else measures.widest_row
         num_reqs, num_tokens = reader.num_seqs + pad, measures.num_tokens + pad
         self._check_capacity(num_reqs, num_tokens, measures.num_seq_tokens, pad, width)
-        host = self._fill(measures, pad, room(reader.num_seqs, num_reqs, num_tokens, width, self._num_pages(measures)))
+        host = self._fill(
+            measures, pad, allocate(reader.num_seqs, num_reqs, num_tokens, width, self._num_pages(measures))
+        )
         metadata = CommonAttentionMetadata(
             host,
             self.wrap,
@@ -208,7 +213,7 @@ class CommonMetadataBuilder(ListSettings):
         return host
 
     def _graph_width(self, groups: Any, measures: _Measures) -> int:
-        """The fixed width of a captured table, and whether this step may replay a graph at all."""
+        """The fixed width of a captured table; ValueError where a graph cannot run this step."""
         capture = self.max_seq_len_to_capture
         if capture is None:
             raise ValueError("max_seq_len_to_capture: needed by a build that pads for a CUDA graph")

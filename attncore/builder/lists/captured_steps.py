@@ -1,4 +1,4 @@
-"""The steps that graphs of the list builder were captured over: their metadata, their buffers, and what fits them."""
+"""The steps that graphs of the list builder were captured over: their metadata, their buffers, and checks of steps."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ NOTHING: tuple[Any, int] = (None, 0)
 
 
 class CapturedSteps:
-    """What a state and its clones share."""
+    """The captured sizes and buffers that a state and its clones share."""
 
     def __init__(self) -> None:
         self.limit = 0
-        """Largest size that may be captured now; 0 outside ``graph_capture``."""
+        """The largest size that can be captured now; 0 outside ``graph_capture``."""
         self.held: GraphBuffers | None = None
         self.metadata: CapturedSizes[CommonAttentionMetadata] = CapturedSizes()
-        """What each size was captured over."""
+        """The metadata that each size was captured over."""
         self.prepared = NOTHING
-        """The step that the buffers hold, and how often it had been advanced then."""
+        """The step that the buffers hold, and its ``advanced`` count when it was written there."""
 
     @property
     def buffers(self) -> GraphBuffers:
-        """Those of the captured sizes, of which there are some."""
-        assert self.held is not None  # allocated before the first size
+        """The allocated buffers; CaptureError before ``allocate``."""
+        if self.held is None:
+            raise CaptureError("graph_capture: no buffers yet; capture inside `with state.graph_capture(...)`")
         return self.held
 
     def allocate(self, settings: ListSettings, device: str | None, max_batch_size: int) -> None:
-        """Buffers for so many requests; CaptureError where graphs read smaller ones."""
+        """Allocates buffers for ``max_batch_size`` requests; CaptureError where graphs read smaller ones."""
         if self.held is not None and self.held.max_batch_size >= max_batch_size:
             return
         if self.metadata:
@@ -45,7 +46,7 @@ class CapturedSteps:
         self.held = GraphBuffers(settings, device, max_batch_size)
 
     def size_of(self, metadata: CommonAttentionMetadata, only: int | None) -> int:
-        """The captured size that a step was padded to."""
+        """The captured size that a step was padded to; ValueError or CaptureError where there is none."""
         if not getattr(metadata, "from_groups", False):
             raise ValueError("metadata: not of CommonMetadataBuilder; MetadataBuilder captures its own steps")
         if not metadata.use_cuda_graph:
@@ -66,7 +67,7 @@ class CapturedSteps:
             )
 
     def check_counts(self, num_reqs: int, num_tokens: int, num_pages: int) -> None:
-        """ValueError unless a step is of decodes of one token whose pages have room."""
+        """ValueError unless a step has only decodes of one token, and room for its pages."""
         if num_tokens != num_reqs:
             raise ValueError(
                 f"metadata: {num_tokens} tokens in {num_reqs} rows; graphs hold decodes of one token, so run the step "
@@ -79,7 +80,7 @@ class CapturedSteps:
             )
 
     def check_fits(self, metadata: CommonAttentionMetadata, settings: ListSettings) -> None:
-        """ValueError unless the buffers can hold a step of a captured size, which another builder may have built."""
+        """ValueError unless the buffers can hold a step of a captured size; another builder may have built it."""
         host, buffers = metadata.host, self.buffers
         for name, held in (("paged_kv_indptr", buffers.has_pages), ("encoder_seq_lens", buffers.has_encoder)):
             if hasattr(host, name) != held:
@@ -101,18 +102,18 @@ class CapturedSteps:
         num_pages = len(host.paged_kv_indices) if buffers.has_pages else 0
         self.check_counts(metadata.num_reqs, metadata.num_tokens, num_pages)
 
-    def new_metadata(self, settings: ListSettings, size: int) -> CommonAttentionMetadata:
-        """Metadata of ``size`` decodes over the buffers, with the largest lengths; its host arrays are to follow."""
+    def new_metadata(self, settings: ListSettings, bucket: int) -> CommonAttentionMetadata:
+        """Metadata of ``bucket`` decodes over the buffers, with the largest lengths; ``host`` is set later."""
         longest = settings.max_seq_len_to_capture
         metadata = CommonAttentionMetadata(
             None,
             identity if settings.backend is None else settings.backend.from_host,
-            num_reqs=size,
-            num_tokens=size,
+            num_reqs=bucket,
+            num_tokens=bucket,
             num_prefills=0,
             num_prefill_tokens=0,
-            num_decodes=size,
-            num_decode_tokens=size,
+            num_decodes=bucket,
+            num_decode_tokens=bucket,
             max_query_len=1,
             max_seq_len=longest,
             max_prefill_seq_len=0,
@@ -120,11 +121,11 @@ class CapturedSteps:
             use_cuda_graph=True,
             max_decode_query_len=1,
             from_groups=True,
-            **self.buffers.views(size),
+            **self.buffers.views(bucket),
         )
         if settings.encoder_decoder:
             metadata.max_encoder_seq_len = settings.max_encoder_seq_len_to_capture or metadata.max_seq_len
-            metadata.num_encoder_tokens = size * metadata.max_encoder_seq_len
-        # A backend reads the views inside a capture, where no other arrays may be made: the decodes are the whole step.
+            metadata.num_encoder_tokens = bucket * metadata.max_encoder_seq_len
+        # A backend reads the views inside a capture, where no arrays may be allocated: the decodes are the whole step.
         vars(metadata).update(_prefill=None, _decode=metadata)
         return metadata

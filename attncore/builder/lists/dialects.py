@@ -1,4 +1,4 @@
-"""How kernel libraries differ in what the list builder hands them: its ``layout=``, inside a *dialect*."""
+"""Dialects: how kernel libraries differ in the metadata that the list builder makes for them (its ``layout=``)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class Dialect(NamedTuple):
-    """One layout of the list builder's metadata."""
+    """The rules of one ``layout`` of the list builder."""
 
     name: str
     whole_batch_hit: bool = False
-    """One prefix-cache hit anywhere gives every row of the batch its whole table."""
+    """A prefix-cache hit in any group gives every row of the batch its whole table."""
     multi_token_decode: bool = False
     """Decodes may run several tokens (speculative decoding)."""
     cuts_lookahead: bool = False

@@ -1,4 +1,4 @@
-"""Encoders and cross attention: the encoder's part of a list-door step, and what each type of attention runs."""
+"""Encoders and cross attention: the encoder fields of the list builder's steps, and the tokens of each type."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ def token_counts(metadata: CommonAttentionMetadata, attn_type: AttentionType | s
     """(query tokens of prefills, key tokens of prefills, query tokens of decodes) of attention of ``attn_type``.
 
     By the rules of the first generation, whose steps are all prompts or all decodes: encoder tokens count as
-    ``num_encoder_tokens``, also those of decodes, of which no key runs. (``len(metadata.cross_slot_mapping)`` is what
-    runs.) Raises ValueError for another type, and where the step has no encoder input but the type needs it.
+    ``num_encoder_tokens``, including those of decodes, which do not run (``len(metadata.cross_slot_mapping)`` run).
+    Raises ValueError for an unknown type, and where the type needs encoder input that the step does not have.
     """
     try:
-        kind = AttentionType(attn_type)
+        attention_type = AttentionType(attn_type)
     except ValueError:
         raise ValueError(f"attn_type: {attn_type!r} is not one of {', '.join(AttentionType)}") from None
     prefill, decode = metadata.num_prefill_tokens, metadata.num_decode_tokens
-    if kind in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
+    if attention_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
         return prefill, prefill, decode
     if not hasattr(metadata, "encoder_seq_lens"):
         raise ValueError(
-            f"metadata: attention of type {kind} needs encoder_seq_lens, which this step, without encoder input, lacks"
+            f"metadata: attention of type {attention_type} needs encoder_seq_lens, which this step, without encoder "
+            "input, lacks"
         )
     encoder = metadata.num_encoder_tokens
-    return (encoder, encoder, 0) if kind is AttentionType.ENCODER else (prefill, encoder, decode)
+    return (encoder, encoder, 0) if attention_type is AttentionType.ENCODER else (prefill, encoder, decode)
 
 
 def encoder_fields(
     settings: ListSettings, groups: Any, num_prefills: int, num_reqs: int, use_graph: bool
 ) -> tuple[Fields, Counts]:
-    """The encoder fields of a step of ``groups``, which the builder has read, and their counts.
+    """The encoder fields, and their counts, of a step of ``groups`` that the builder has read.
 
     Prompts run all their encoder tokens and read no table; decodes run none and read ``cross_block_table``. Raises
     ValueError or TypeError that names the group and the field.
@@ -73,9 +74,9 @@ def encoder_fields(
     fields: Fields = {
         "encoder_seq_lens": seq_lens,
         "encoder_query_lens": query_lens,
-        "encoder_seq_start_loc": _sums(seq_lens),
-        "encoder_query_start_loc": _sums(query_lens),
-        "cross_slot_mapping": _slots(settings, groups, query_lens[:num_prefills], tables[:num_prefills]),
+        "encoder_seq_start_loc": _prefix_sums(seq_lens),
+        "encoder_query_start_loc": _prefix_sums(query_lens),
+        "cross_slot_mapping": _build_slots(settings, groups, query_lens[:num_prefills], tables[:num_prefills]),
         "cross_block_table": np.zeros((num_reqs, width), np.int32),
     }
     _fill_table(settings, groups, tables, num_prefills, fields["cross_block_table"][num_prefills:num_seqs])
@@ -83,19 +84,19 @@ def encoder_fields(
 
 
 def _read(groups: Any, block_size: int) -> tuple[list[int], list[Any]]:
-    """The encoder length of every row, and its table: empty where there is none."""
+    """The encoder length and the cross table of every row; the table is empty where there is none."""
     lens: list[int] = []
     tables: list[Any] = []
     for index, group in enumerate(groups):
         length, table = group[3:5] if len(group) > 4 else (None, None)
         sequences = group[1]
         if type(length) is not int or not 0 <= length <= INT32_MAX:
-            length = _checked_length(index, length, table)
+            length = _check_length(index, length, table)
         if table is None or sequences[0][3] is None:
             _check_missing(index, group, length, table)
             table = ()
-        elif _count(index, table) * block_size < length:
-            raise _short(index, group, length, len(table), block_size)
+        elif _count_blocks(index, table) * block_size < length:
+            raise _too_few_blocks(index, group, length, len(table), block_size)
         if len(sequences) == 1:
             lens.append(length)
             tables.append(table)
@@ -105,8 +106,8 @@ def _read(groups: Any, block_size: int) -> tuple[list[int], list[Any]]:
     return lens, tables
 
 
-def _slots(settings: ListSettings, groups: Any, query_lens: Int32Array, tables: list[Any]) -> Int64Array:
-    """Slots of the prompts' encoder tokens; -1 for all of a profiled prompt."""
+def _build_slots(settings: ListSettings, groups: Any, query_lens: Int32Array, tables: list[Any]) -> Int64Array:
+    """Slots of the prompts' encoder tokens; -1 for all tokens of a profiled prompt."""
     held = np.where([len(row) > 0 for row in tables], query_lens, np.int32(0)).astype(np.int32, copy=False)
     # The columns that are read, and not fewer, should a caller's list shrink meanwhile.
     needed = -(-int(held.max(initial=0)) // settings.block_size)
@@ -125,18 +126,18 @@ def _slots(settings: ListSettings, groups: Any, query_lens: Int32Array, tables: 
 
 
 def _fill_table(settings: ListSettings, groups: Any, tables: list[Any], first: int, out: Int32Array) -> None:
-    """Rows ``first`` and on of ``tables`` into ``out``, padded with 0."""
+    """Writes ``tables`` from row ``first`` on to ``out``, padded with 0."""
     if not len(out):
         return
     row = settings.kernels.fill_block_table(tables[first : first + len(out)], out)
     if row >= 0:
         bad = array_arguments.bad_block_ids(tables[first + row], INT32_MAX + 1)
-        kind, text = bad or (ValueError, "changed while it was read")
-        raise kind(f"groups[{_group_of(groups, first + row)}].cross_block_table: {text}")
+        error, text = bad or (ValueError, "changed while it was read")
+        raise error(f"groups[{_group_of(groups, first + row)}].cross_block_table: {text}")
 
 
 def _graph_width(settings: ListSettings, groups: Any, lens: list[int], tables: list[Any]) -> int:
-    """The fixed width of a captured cross table; rows of ``tables`` that are wider lose their blocks beyond it."""
+    """The fixed width of a captured cross table; wider rows of ``tables`` are cut to it, or a ValueError."""
     name, capture = "max_encoder_seq_len_to_capture", settings.max_encoder_seq_len_to_capture
     if capture is None:
         name, capture = "max_seq_len_to_capture", settings.max_seq_len_to_capture or 0
@@ -155,20 +156,20 @@ def _graph_width(settings: ListSettings, groups: Any, lens: list[int], tables: l
     return width
 
 
-def _sums(lens: Int32Array) -> Int32Array:
+def _prefix_sums(lens: Int32Array) -> Int32Array:
     sums = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=sums[1:])
     return sums
 
 
 def _group_of(groups: Any, row: int) -> int:
-    """The group that has ``row``."""
+    """The index of the group that has ``row``."""
     indices: Iterator[int] = (index for index, group in enumerate(groups) for _ in group[1])
     return next(index for at, index in enumerate(indices) if at == row)
 
 
-def _checked_length(index: int, length: Any, table: Any) -> int:
-    """``length`` as int, where it is one in range."""
+def _check_length(index: int, length: Any, table: Any) -> int:
+    """``length`` as int; ValueError or TypeError where it is missing or not an int in range."""
     path = f"groups[{index}].encoder_seq_len"
     if length is None:
         raise ValueError(
@@ -185,7 +186,7 @@ def _checked_length(index: int, length: Any, table: Any) -> int:
 
 
 def _check_missing(index: int, group: Any, length: int, table: Any) -> None:
-    """Raises unless the group is profiled, with neither table, or has no encoder tokens to keep."""
+    """ValueError unless the group is profiled, with neither table, or has no encoder tokens to keep."""
     profiled = group[1][0][3] is None
     path = f"groups[{index}].cross_block_table"
     if profiled and table is not None:
@@ -194,14 +195,14 @@ def _check_missing(index: int, group: Any, length: int, table: Any) -> None:
         raise ValueError(f"{path}: missing; the {length} encoder tokens need blocks (null: profiling, as block tables)")
 
 
-def _count(index: int, table: Any) -> int:
+def _count_blocks(index: int, table: Any) -> int:
     try:
         return len(table)
     except TypeError:
         raise TypeError(f"groups[{index}].cross_block_table: {table!r} is not a sequence of block ids") from None
 
 
-def _short(index: int, group: Any, length: int, num_blocks: int, block_size: int) -> ValueError:
+def _too_few_blocks(index: int, group: Any, length: int, num_blocks: int, block_size: int) -> ValueError:
     return ValueError(
         f"groups[{index}].cross_block_table: sequence {group[1][0][0]} holds {num_blocks} blocks but encoder token "
         f"{num_blocks * block_size} of {length} needs block {num_blocks} (block_size {block_size})"

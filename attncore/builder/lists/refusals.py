@@ -1,4 +1,4 @@
-"""What is wrong with groups of sequences that the kernels refused, in sentences. Called only then."""
+"""The errors of groups of sequences that the kernels refused: texts for their codes, made only on failure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def refused_groups(
 
 
 def beyond_capture(groups: Any, block_size: int, window: int | None, capture: int, layout: str) -> ValueError:
-    """The error of decodes that a captured graph cannot hold: the first too long, or too wide for this layout."""
+    """The error of decodes that a captured graph cannot hold: the first too long, or too wide for its layout."""
     width = -(-capture // block_size)
     for i, j in _places(groups):
         path, (_, query_len, context_len, table) = f"groups[{i}].sequences[{j}]", groups[i][1][j][:4]
@@ -63,7 +63,7 @@ def _places(groups: Any) -> list[tuple[int, int]]:
 
 
 def malformed_groups(groups: Any) -> ValueError | TypeError:
-    """The error of groups that GroupReader.read refused: the first field that is wrong, with its path."""
+    """The error of groups that GroupReader.read refused, for the first wrong field, with its path."""
     try:
         groups = list(groups)
     except TypeError:
@@ -122,5 +122,5 @@ def _malformed_sequence(path: str, sequence: Any) -> ValueError | TypeError | No
     bad = None if sequence[3] is None else array_arguments.bad_block_ids(sequence[3], INT32_MAX + 1)
     if bad is None:
         return None
-    kind, text = bad
-    return kind(f"{path}.block_table: {text}")
+    error, text = bad
+    return error(f"{path}.block_table: {text}")

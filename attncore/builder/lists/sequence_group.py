@@ -1,4 +1,4 @@
-"""What the list door takes: groups of sequences with lists of block ids, as first-generation engines have them."""
+"""The input of the list builder: groups of sequences with lists of block ids, as in first-generation engines."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import numpy.typing as npt
 
 
 class Sequence(NamedTuple):
-    """One sequence of a step. Checked when metadata is built from it, not when it is made."""
+    """One sequence of a step. It is checked when metadata is built from it, not at construction."""
 
     seq_id: int
-    """The engine's name for it; unique in its group."""
+    """The engine's number for the sequence, unique in its group."""
     query_len: int
     """Tokens of this step, at least 1."""
     context_len: int
-    """Tokens already in the cache."""
+    """Tokens that are in the cache already, at least 0."""
     block_table: collections.abc.Sequence[int] | npt.NDArray[Any] | None
-    """Its block ids (a list, tuple, int32 or int64 array; ids 0 to 2**31 - 1), or None in a profiling run."""
+    """Block ids (a list, tuple, int32 or int64 array on the host; ids 0 to 2**31 - 1), or None in a profiling run."""
 
 
 class SequenceGroup(NamedTuple):
-    """Sequences that are all prompts, or all decodes. In a step, prompts come before decodes."""
+    """Sequences that are all prompts or all decodes. In a step, prompts come before decodes."""
 
     is_prompt: bool
     sequences: list[Sequence]
     prefix_cache_hit: bool = False
     """Whether part of a prompt's context came from the prefix cache; excludes a sliding window."""
     encoder_seq_len: int | None = None
-    """Encoder tokens of each of its sequences, for a builder of encoder/decoder models; 0: no encoder input."""
+    """Encoder tokens of each sequence, for a builder with ``encoder_decoder``; 0: no encoder input."""
     cross_block_table: collections.abc.Sequence[int] | npt.NDArray[Any] | None = None
-    """The blocks that hold the encoder's keys, shared by its sequences; None where block tables are (profiling)."""
+    """The blocks of the encoder's keys and values, shared by the sequences; None in a profiling run."""

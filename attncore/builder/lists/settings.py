@@ -1,4 +1,4 @@
-"""What a CommonMetadataBuilder is made for: block size, dialect, windows, graphs, backend; checked once."""
+"""The checked arguments of a CommonMetadataBuilder: block size, dialect, window, captured lengths, backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attncore.kernels import KernelsName, load_kernels
 
 
 class ListSettings:
-    """The arguments of CommonMetadataBuilder, as it documents them, and what follows from them."""
+    """The arguments of CommonMetadataBuilder, as it documents them, and values derived from them."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ListSettings:
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: {flag!r} is not true or false")
         if encoder_decoder and not DIALECTS[layout].encoder_decoder:
-            able = ", ".join(name for name, one in DIALECTS.items() if one.encoder_decoder)
+            able = ", ".join(name for name, dialect in DIALECTS.items() if dialect.encoder_decoder)
             raise ValueError(f"layout: {layout} has no encoder/decoder attention; {able} have")
         if max_encoder_seq_len_to_capture is not None and not encoder_decoder:
             raise ValueError("max_encoder_seq_len_to_capture: given, but encoder_decoder is false")
@@ -51,18 +51,18 @@ class ListSettings:
         self.encoder_decoder, self.max_encoder_seq_len_to_capture = encoder_decoder, max_encoder_seq_len_to_capture
         self.kernels = load_kernels(kernels)
         self.max_numbers: int | None = None
-        """The most numbers that an answer may hold; set where batches come from strangers (``attncore build``)."""
+        """The most numbers that a step's arrays may hold; set for untrusted input (``attncore build``)."""
         self.backend = backend
         self.wrap = identity if backend is None else backend.from_host
-        self.plan: Any = _planner(backend) if backend is not None and backend.has_plan else None
+        self.plan: Any = _guard_plan(backend) if backend is not None and backend.has_plan else None
 
 
-def _planner(backend: Any) -> Callable[[CommonAttentionMetadata], None]:
-    """The backend's plan, refused while a stream is capturing: only a step that is planned pays for the question."""
+def _guard_plan(backend: Any) -> Callable[[CommonAttentionMetadata], None]:
+    """The backend's plan, with a CaptureError while a stream is capturing; steps without a plan need no such check."""
     plan, device = backend.plan, backend.config.device
 
-    def planned(metadata: CommonAttentionMetadata) -> None:
+    def guarded_plan(metadata: CommonAttentionMetadata) -> None:
         refuse_while_capturing(device, "plan")
         plan(metadata)
 
-    return planned
+    return guarded_plan

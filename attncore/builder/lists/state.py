@@ -1,4 +1,4 @@
-"""What a backend keeps from step to step: the buffers that captured graphs of the list door read."""
+"""CommonAttentionState: what a backend keeps from step to step, such as the buffers that captured graphs read."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class CommonAttentionState(FirstGenerationStateNames):
-    """What a backend keeps from step to step beside its plan: by default, where captured graphs find a step.
+    """What a backend keeps from step to step beside its plan: by default, the buffers that captured graphs read.
 
-    Made by the engine once a device, through ``backend.get_state_cls()``; a library that keeps wrappers or workspaces
-    subclasses it and names the subclass as ``state_class``. ``builder``, the CommonMetadataBuilder of the steps to
-    replay, says how they are padded; without one (for the persistent door, whose builder captures by itself) there are
-    no buffers. ``backend`` None: NumPy arrays.
+    An engine makes one per device, by ``backend.get_state_cls()``; a library that keeps wrappers or workspaces
+    subclasses it and names the subclass as ``state_class``. ``builder`` is the CommonMetadataBuilder of the steps to
+    replay and says how they are padded; without it there are no buffers (the persistent builder captures by itself).
+    ``backend`` None gives NumPy arrays.
 
     At start-up, inside ``with state.graph_capture(max_batch_size)``: for each size ``metadata_for_capture(size)``, a
-    warm-up, the capture of the model over it. Then, a step: ``builder.build(groups, state.pad_size(n))``,
-    ``prepare(metadata)``, ``begin_forward(metadata)``, the replay. All on one stream, in one thread.
+    warm-up, and the capture of the model over it. For each step: ``builder.build(groups, state.pad_size(n))``,
+    ``prepare(metadata)``, ``begin_forward(metadata)``, and the replay. All on one stream, in one thread.
     """
 
     def __init__(self, backend: Any = None, builder: CommonMetadataBuilder | None = None) -> None:
@@ -39,20 +39,21 @@ class CommonAttentionState(FirstGenerationStateNames):
         if builder is not None and builder.backend is not backend:
             raise ValueError("builder: made for another backend than this state; make both with the same")
         self._device: str = "cpu" if backend is None else backend.config.device
-        self._only: int | None = None  # a clone's size
+        self._only: int | None = None  # the captured size of a clone
         self._steps = CapturedSteps()
 
     @property
     def captured(self) -> tuple[int, ...]:
-        """The sizes that metadata was captured for, ascending: requests of a padded step."""
+        """The captured sizes, ascending: requests of a padded step."""
         return self._steps.metadata.sizes(self._only)
 
     def graph_capture(self, max_batch_size: int) -> AbstractContextManager[None]:
-        """Entered by the engine around the capture of graphs of at most ``max_batch_size`` requests.
+        """A context manager for the capture of graphs of at most ``max_batch_size`` requests.
 
-        Allocates the buffers, once: their addresses are those of every graph captured. After it nothing more is
-        captured; the buffers stay. Raises ValueError where the backend captures no graphs or the builder names no
-        ``max_seq_len_to_capture``, CaptureError inside another, inside a capture, or beyond buffers that graphs use.
+        It allocates the buffers, once: all captured graphs read the same addresses. Sizes can be captured only inside
+        it; the buffers stay afterwards. Raises ValueError where the backend captures no graphs or the builder has no
+        ``max_seq_len_to_capture``, and CaptureError inside another ``graph_capture``, while a stream is capturing, or
+        where captured graphs read smaller buffers.
         """
         arguments.integer("max_batch_size", max_batch_size, 1)
         spec = self.backend.config.spec if self.backend is not None else None
@@ -78,23 +79,23 @@ class CommonAttentionState(FirstGenerationStateNames):
             self._steps.limit = 0
 
     def graph_clone(self, batch_size: int) -> Self:
-        """A state for the graph of one size, which shares the buffers."""
+        """A state for the graph of one size, which shares the buffers with this one."""
         if batch_size not in self.captured:
-            self._capturable(batch_size, "graph_clone")
+            self._check_capturable(batch_size, "graph_clone")
         clone = copy.copy(self)
         clone._only = batch_size
         return clone
 
     def metadata_for_capture(self, batch_size: int) -> CommonAttentionMetadata:
-        """Metadata to capture a graph of ``batch_size`` decodes over: padding alone, with the largest lengths.
+        """Metadata to capture a graph of ``batch_size`` decodes over: an empty step, with the largest lengths.
 
-        Its arrays are the buffers, at the addresses that every later step of the size has. Unlike a built step's all
-        are as long as the graph: ``query_start_loc`` repeats its last value, ``paged_kv_indices`` has room for all
-        pages. It is planned, where the backend plans; call it before the capture of the stream begins. A size captured
-        before is padding again.
+        Its arrays are the buffers, at the addresses that every later step of the size has. Unlike those of a built
+        step, all are as long as the graph: ``query_start_loc`` repeats its last value, and ``paged_kv_indices`` has
+        room for all pages. It is planned, where the backend plans; call it before the capture of the stream begins. For
+        a size captured before, the buffers hold an empty step again.
         """
         refuse_while_capturing(self._device, "metadata_for_capture")
-        builder, steps = self._capturable(batch_size, "metadata_for_capture"), self._steps
+        builder, steps = self._check_capturable(batch_size, "metadata_for_capture"), self._steps
         metadata = steps.metadata.get(batch_size)
         if metadata is None:
             metadata = steps.new_metadata(builder, batch_size)
@@ -107,8 +108,8 @@ class CommonAttentionState(FirstGenerationStateNames):
         steps.metadata[batch_size] = metadata
         return metadata
 
-    def _capturable(self, batch_size: int, what: str) -> CommonMetadataBuilder:
-        """The builder, where ``batch_size`` may be captured now."""
+    def _check_capturable(self, batch_size: int, what: str) -> CommonMetadataBuilder:
+        """The builder; ValueError or CaptureError where ``batch_size`` cannot be captured now."""
         arguments.integer("batch_size", batch_size, 1)
         limit = self._steps.limit
         if self.builder is None:
@@ -122,40 +123,41 @@ class CommonAttentionState(FirstGenerationStateNames):
         return self.builder
 
     def graph_input_buffers(self, metadata: CommonAttentionMetadata) -> dict[str, Any]:
-        """The arrays by name that the graph of this step's size reads. CaptureError where there is none."""
+        """The arrays, by name, that the graph of this step's size reads; CaptureError where there is none."""
         captured = self._steps.metadata[self._steps.size_of(metadata, self._only)]
         return {name: getattr(captured, name) for name in self._steps.buffers.names}
 
     def pad_size(self, num_reqs: int) -> int:
-        """The ``cuda_graph_pad_size`` to build ``num_reqs`` decodes with: to the next captured size, -1 beyond all."""
+        """The ``cuda_graph_pad_size`` for ``num_reqs`` decodes, up to the next captured size; -1 beyond the largest."""
         arguments.integer("num_reqs", num_reqs, 1)
-        return min((size - num_reqs for size in self.captured if size >= num_reqs), default=-1)
+        return min((bucket - num_reqs for bucket in self.captured if bucket >= num_reqs), default=-1)
 
     def prepare(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """Brings a step, built with ``pad_size``, to the buffers, for the replay of its size's graph.
+        """Writes a step that was built with ``pad_size`` to the buffers, for the replay of its size's graph.
 
-        Answers the metadata that the graph was captured over. Waits for nothing on CUDA but a copy of two steps ago;
-        call it on the stream that replays. Raises ValueError for a step that no graph of this builder can run,
-        CaptureError for a size that was not captured and while a stream is capturing. The buffers are as they were
+        Returns the metadata that the graph was captured over. On CUDA it waits only for the copy of the step before the
+        last; call it on the stream that replays. Raises ValueError for a step that no graph of this builder can run,
+        and CaptureError for a size that was not captured and while a stream is capturing; the buffers have not changed
         then.
         """
         refuse_while_capturing(self._device, "prepare")
         steps = self._steps
-        size = steps.size_of(metadata, self._only)
-        assert self.builder is not None
+        bucket = steps.size_of(metadata, self._only)
+        if self.builder is None:  # no size is captured without one
+            raise ValueError("prepare: this state has no builder; make it with builder=")
         steps.check_fits(metadata, self.builder)
-        captured, steps.prepared = steps.metadata[size], NOTHING
+        captured, steps.prepared = steps.metadata[bucket], NOTHING
         if captured is not metadata:
-            captured.host = steps.buffers.write(metadata.host, size)
+            captured.host = steps.buffers.write(metadata.host, bucket)
         steps.prepared = metadata, metadata.advanced
         return captured
 
     def build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int) -> CommonAttentionMetadata:
-        """``builder.build`` and ``prepare`` in one: without a copy between them, where the backend plans nothing.
+        """``builder.build`` and ``prepare`` in one call: without a copy between them, where the backend plans nothing.
 
-        The metadata is that of the build, but its arrays lie in the buffers: they are valid until another step comes
-        there, and it cannot ``advance_step``. A ``cuda_graph_pad_size`` of -1 is a build alone. Raises what the two
-        raise; the buffers are as they were then.
+        Returns the metadata of the build, but with arrays in the buffers: they are valid until the next step is written
+        there, and it cannot ``advance_step``. With a ``cuda_graph_pad_size`` of -1 it only builds. Raises what the two
+        raise; the buffers have not changed then.
         """
         builder, steps = self.builder, self._steps
         if builder is None:
@@ -167,26 +169,26 @@ class CommonAttentionState(FirstGenerationStateNames):
                 self.prepare(metadata)
             return metadata
         refuse_while_capturing(self._device, "build")
-        shape = 0, 0, 0
+        counts = 0, 0, 0
 
-        def room(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages: int) -> SimpleNamespace:
-            nonlocal shape
+        def allocate(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages: int) -> SimpleNamespace:
+            nonlocal counts
             steps.check_size(num_reqs, self._only)
             steps.check_counts(num_reqs, num_tokens, num_pages)
-            shape, steps.prepared = (num_seqs, num_reqs, num_pages), NOTHING
-            return steps.buffers.room(num_seqs, num_reqs, num_pages)
+            counts, steps.prepared = (num_seqs, num_reqs, num_pages), NOTHING
+            return steps.buffers.reserve(num_seqs, num_reqs, num_pages)
 
-        metadata = builder._build(groups, cuda_graph_pad_size, room)
-        steps.metadata[metadata.num_reqs].host = steps.buffers.written(*shape)
+        metadata = builder._build(groups, cuda_graph_pad_size, allocate)
+        steps.metadata[metadata.num_reqs].host = steps.buffers.commit(*counts)
         metadata.source = None
         steps.prepared = metadata, 0
         return metadata
 
     def begin_forward(self, metadata: Any) -> None:
-        """Called by the engine once a step, before the first layer, or the replay.
+        """Called by the engine once per step, before the first layer or the replay.
 
-        CaptureError for a step that is padded for a graph and was not prepared since it was built or advanced. Does
-        nothing else by default.
+        By default it only checks: CaptureError for a step that is padded for a graph and was not prepared since it was
+        built or advanced.
         """
         if getattr(metadata, "from_groups", False) and metadata.use_cuda_graph:
             self._check_prepared(metadata)
@@ -203,4 +205,4 @@ class CommonAttentionState(FirstGenerationStateNames):
 
 
 AttentionState = CommonAttentionState
-"""The name by which the contract has it."""
+"""The name of the class in the contract."""

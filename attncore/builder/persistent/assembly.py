@@ -1,4 +1,4 @@
-"""One step from the batch to the device: arranged, filled, planned, sent. Where one of these fails, none happened."""
+"""One step from the batch to the device: arrange rows, fill arrays, plan, send. A failure undoes all of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Assembly:
-    """All memory of a builder, arenas, transport and the kernel over them, and the way of a step through it."""
+    """A builder's memory (arenas and transport), the kernel over it, and the stages that each step goes through."""
 
     def __init__(
         self,
@@ -98,11 +98,11 @@ class Assembly:
 
     @property
     def nbytes(self) -> int:
-        """Memory of arenas, host and device, and of the device's tables and page indices."""
+        """Memory of arenas, host and device, and of the device's tables and page indices, bytes."""
         return self.ring.nbytes + (self.side.nbytes if self.side else 0)
 
     def build(self, shape: Any, scheduled: Mapping[Hashable, int], query_len: int) -> StepMetadata:
-        """A step, its plan and its way to the device. ``shape`` None: an eager step's."""
+        """Builds, plans and sends a step; ``shape`` None: an eager step, whose shape follows from its tokens."""
         num_rows = len(self._core.order)
         self.acquire()
         metadata = None
@@ -115,7 +115,7 @@ class Assembly:
         return metadata
 
     def build_empty(self, bucket: int, *, capturing: bool) -> StepMetadata:
-        """A step of no requests, padded to a captured size; for the capture itself, with the largest lengths."""
+        """An empty step padded to a captured size; for the capture itself, with the largest lengths."""
         shape = self.shapes.find(bucket)
         self.acquire()
         metadata: StepMetadata = self.kernel.empty_step(shape, self._core.max_model_len if capturing else 0)
@@ -130,7 +130,7 @@ class Assembly:
         if self.side is not None:
             self.side.check_ready()
             self.side.wait(step - self.ring.depth)
-            if self._backends.waits_for_last_plan:  # the library has one buffer to plan into
+            if self._backends.waits_for_last_plan:  # its library plans into one buffer
                 self.side.wait(step - 1)
         if self._poison:
             arena = step % self.ring.depth
@@ -138,9 +138,9 @@ class Assembly:
             self.kernel.forget_arena(arena)
 
     def plan_and_send(self, shape: Any, metadata: StepMetadata, num_rows: int, *, waits: bool = True) -> None:
-        """The step's plan and its way to the device; ``num_rows`` were the batch's before it.
+        """Plans the step and sends it to the device; ``num_rows`` is the batch's number of rows before it.
 
-        ``waits``: a padded step is for a graph, which will be replayed over it.
+        ``waits``: a padded step waits for the replay of its graph.
         """
         core, side = self._core, self.side
         self._rows_before = num_rows
@@ -158,7 +158,7 @@ class Assembly:
             elif shape.pads:
                 shape.commit(metadata.step)
             if self._overlap is not None:
-                self._overlap.built(metadata)
+                self._overlap.remember(metadata)
         except BaseException:
             self._take_back(shape, metadata, num_rows)
             raise
@@ -197,7 +197,10 @@ class Assembly:
             self._take_back(self.shapes.of(metadata), metadata, self._rows_before)
 
     def arrange(self, shape: Any, scheduled: Mapping[Hashable, int], query_len: int) -> tuple[Any, StepMetadata]:
-        """The scheduled step, checked, its rows in order, its arrays filled; ``shape`` None: an eager step's."""
+        """Checks the scheduled step, orders its rows and fills its arrays; its shape and metadata.
+
+        ``shape`` None: an eager step, whose shape follows from its tokens.
+        """
         core, kernel = self._core, self.kernel
         if not isinstance(scheduled, Mapping):
             raise TypeError(f"scheduled: {scheduled!r} is not a mapping of request to tokens")
@@ -207,7 +210,7 @@ class Assembly:
         num_swaps, num_decodes, num_reqs = kernel.arrange()
         moves = tuple(map(tuple, self._swaps[:num_swaps].tolist())) if num_swaps else ()
         core.take_moves(moves)
-        core.arranged(num_reqs, num_swaps > 0)
+        core.set_step_rows(num_reqs, num_swaps > 0)
         if shape is None:
             shape = self.eager if self.side is None else self.shapes.eager(*self._tokens_of_step())
         metadata: StepMetadata = kernel.step(shape, num_decodes, num_reqs)
@@ -228,7 +231,7 @@ class Assembly:
                 raise refusals.refused_bucket(self._core, code, row, count, self._query_lens, shape)
 
     def _schedule(self, scheduled: Mapping[Hashable, int]) -> None:
-        """Writes the exceptions to so many tokens a row."""
+        """Writes the tokens of rows that do not run ``query_len``: holes, preempted and named requests."""
         order, query_lens = self._core.order, self._query_lens
         for row in order.holes:
             query_lens[row] = 0
@@ -245,14 +248,14 @@ class Assembly:
             query_lens[row] = num_tokens
 
     def _tokens_of_step(self) -> tuple[int, int]:
-        """Tokens, and encoder tokens, of the step that ``query_lens`` says."""
+        """Tokens and encoder tokens of the scheduled step."""
         query_lens = self._query_lens[: len(self._core.order)]
         lengths = self._core.lengths[:, : len(query_lens)]
         fresh = (query_lens > 0) & (lengths[codes.ENCODER_DONE] == 0)
         return int(query_lens.sum()), int(lengths[codes.ENCODER_LENS][fresh].sum())
 
     def _take_back(self, shape: Any, metadata: StepMetadata, num_rows: int) -> None:
-        """Undoes the last step: tokens, rows and its number."""
+        """Undoes the last step: computed tokens, order of rows and step number."""
         if self.side is not None:
             self.side.tables.forget()
         moves = metadata.moves

@@ -1,4 +1,4 @@
-"""The backends that a builder builds for: one for all KV-cache groups, or one a group."""
+"""The backends that a builder builds for: one for all KV-cache groups, or one for each."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ if TYPE_CHECKING:
 
 
 class Backends:
-    """What a builder asks of its backends. ``by_group`` maps a group's name to its backend, None: NumPy arrays."""
+    """What a builder asks of its backends. ``by_group`` maps a group's name to its backend; None gives NumPy arrays."""
 
     def __init__(self, by_group: Mapping[str, Any]) -> None:
         self.by_group = dict(by_group)
-        some = [backend for backend in self.by_group.values() if backend is not None]
+        given = [backend for backend in self.by_group.values() if backend is not None]
         self.wraps: dict[str, Wrap] = {
             name: identity if backend is None else backend.from_host for name, backend in self.by_group.items()
         }
-        self.plans = tuple((name, one.plan) for name, one in self.by_group.items() if one is not None and one.has_plan)
-        devices = {backend.config.device for backend in some}
+        self.plans = tuple(
+            (name, backend.plan) for name, backend in self.by_group.items() if backend is not None and backend.has_plan
+        )
+        devices = {backend.config.device for backend in given}
         if len(devices) > 1:
             raise ValueError(f"backend: they are on different devices, {' and '.join(sorted(devices))}; choose one")
         self.device: str = devices.pop() if devices else "cpu"
         self.page_lists = [
             index
-            for index, one in enumerate(self.by_group.values())
-            if one is not None and one.spec is not None and "page_list" in one.spec.needs
+            for index, backend in enumerate(self.by_group.values())
+            if backend is not None and backend.spec is not None and "page_list" in backend.spec.needs
         ]
-        """Groups whose backends read page indices on the device, so that each step has them there."""
+        """Groups whose backends read page indices on the device: every step makes them there."""
         self.waits_for_last_plan = any(
-            one.has_plan and (one.spec is None or one.spec.plan_staging == "shared") for one in some
+            backend.has_plan and (backend.spec is None or backend.spec.plan_staging == "shared") for backend in given
         )
-        pads = {backend.config.spec.pad_seq_len for backend in some if backend.config.spec}
+        pads = {backend.config.spec.pad_seq_len for backend in given if backend.config.spec}
         if len(pads) > 1:
             raise ValueError("backend: they state different pad_seq_len; lengths are shared, so choose ones that agree")
         self.pad_seq_len: int = pads.pop() if pads else 0
@@ -47,17 +49,22 @@ class Backends:
             plan(metadata.groups[name])
 
     def graph_level(self) -> tuple[str, str]:
-        """The least level of capture of the backends, and whose it is; ``always`` where there is none."""
+        """The lowest ``cuda_graph`` level of the backends, and that backend's name; ``("always", "")`` without one."""
         from attncore.vocabulary import GRAPH_LEVELS
 
         levels = [
-            (one.config.spec.cuda_graph, one.name) for one in self.by_group.values() if one is not None and one.spec
+            (backend.config.spec.cuda_graph, backend.name)
+            for backend in self.by_group.values()
+            if backend is not None and backend.spec
         ]
         return min(levels, key=lambda level: GRAPH_LEVELS.index(level[0]), default=("always", ""))
 
 
 def backends_of(core: BatchCore, backend: Any, ranks: ContextParallel | None) -> Backends:
-    """One backend a group, checked against the group's block size; ValueError or TypeError that says what is wrong."""
+    """One backend for each group, checked against the group's block size.
+
+    Raises ValueError or TypeError that says what is wrong.
+    """
     world = _world_size(core, ranks)
     names = [group.name for group in core.groups]
     if isinstance(backend, Mapping):
@@ -73,11 +80,11 @@ def backends_of(core: BatchCore, backend: Any, ranks: ContextParallel | None) ->
     for group in core.groups:
         if by_group[group.name] is not None:
             _check_backend(by_group[group.name], group.name, group.tokens_per_column, world, len(names) > 1)
-    planning = [one for one in by_group.values() if one is not None and one.has_plan]
-    for one in planning:
-        if sum(one is other for other in planning) > 1:
+    planning = [given for given in by_group.values() if given is not None and given.has_plan]
+    for given in planning:
+        if sum(given is other for other in planning) > 1:
             raise ValueError(
-                f"backend: {one.name!r} plans, and is given for several groups; a plan is of one group's pages, so "
+                f"backend: {given.name!r} plans, and is given for several groups; a plan is of one group's pages, so "
                 "create one backend for each and give them by name"
             )
     return Backends(by_group)

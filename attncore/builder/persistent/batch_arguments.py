@@ -1,4 +1,4 @@
-"""Checks of what an InputBatch is given: its groups, new requests, block ids by group."""
+"""Checks of the arguments of InputBatch: its groups, new requests, block ids by group."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from attncore.builder.persistent.batch_core import BatchCore
 
 ONLY_GROUP = "decoder"
-"""The name of a batch's group where it was made with ``block_size`` and not with groups."""
+"""The name of the only group of a batch that was made with ``block_size`` instead of groups."""
 
 
 def groups_of(
     groups: Iterable[KVCacheGroup] | None, block_size: int | None, num_blocks: int | None
 ) -> tuple[KVCacheGroup, ...]:
+    """The batch's groups, from ``groups`` or from ``block_size``; ValueError where both or neither are given."""
     if groups is not None:
         for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
             if value is not None:
@@ -34,7 +35,7 @@ def groups_of(
 def check_new_request(
     core: BatchCore, req_id: Hashable, num_computed_tokens: int, encoder_seq_len: int, encoder_computed: bool
 ) -> None:
-    """ValueError or TypeError where a request cannot join the batch."""
+    """Raises ValueError or TypeError where a request cannot be added to the batch."""
     if req_id is None:
         raise ValueError("req_id: None cannot name a request")
     try:
@@ -65,8 +66,8 @@ def check_new_request(
 def ids_by_group(
     tables: Mapping[str, object], req_id: Hashable, block_ids: Any, *, all_groups: bool = False
 ) -> Mapping[str, Any]:
-    """Block ids by the name of their group, as given; ValueError or TypeError where one is unknown or, with
-    ``all_groups``, missing.
+    """Block ids by group name, as given; ValueError or TypeError for an unknown group or, with ``all_groups``, a
+    missing one.
     """
     if not isinstance(block_ids, Mapping):
         raise TypeError(

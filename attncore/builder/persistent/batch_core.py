@@ -1,4 +1,4 @@
-"""What an InputBatch keeps, for itself and for the builder over it: tables, lengths by row, the order of rows."""
+"""The state that an InputBatch shares with the builder over it: tables, lengths by row, the order of rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from attncore.kernels import KernelsName, codes, load_kernels
 
 
 class _Entered:
-    """``with`` it: the batch is one caller's. A plain class, since a generator's would cost a build a microsecond."""
+    """A context manager in which one caller has the batch to itself; ConcurrentUseError for a second one.
+
+    A plain class: ``contextlib.contextmanager`` would cost each build a microsecond.
+    """
 
     def __init__(self, state: Any) -> None:
         self._enter, self._leave = state.enter, state.leave
@@ -30,7 +33,7 @@ class _Entered:
 
 
 class BatchCore:
-    """Tables by group name, decoder groups first; the kernels' BatchState; who stands in which row."""
+    """The block tables by group name (decoder groups first), the kernels' BatchState and the order of rows."""
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class BatchCore:
         self.entered = _Entered(self.state)
         self.order = RowOrder()
         self.follower: Callable[[], Any] | None = None
-        """The builder whose tables on a device follow these."""
+        """A weak reference to the builder whose device tables are kept in step with these."""
         self._scratch = np.zeros(max_num_reqs, np.int32)
 
     @property
@@ -84,20 +87,20 @@ class BatchCore:
         return self._scratch[:count].tolist()  # type: ignore[no-any-return]
 
     def clear(self, row: int) -> dict[str, list[int]]:
-        """The row loses its blocks and its progress; the blocks, by group name."""
+        """Clears the row's blocks and progress; returns the blocks by group name."""
         held = {name: table.clear(row) for name, table in self.tables.items()}
         self.state.start(row, 0, 0, False)
         self.state.changes += 1
         return held
 
     def add(self, req_id: Hashable, row: int) -> None:
-        """The request, whose tables are filled, takes ``row``."""
+        """Puts the request into ``row``, whose tables are filled already."""
         self.order.add(req_id, row)
         self._count_rows()
         self.state.dirty = True
 
     def remove(self, req_id: Hashable) -> dict[str, list[int]]:
-        """The request leaves; the blocks that it held, by group name."""
+        """Removes the request; returns the blocks that it held, by group name."""
         held = self.clear(self.order.row(req_id))
         self.order.remove(req_id)
         self._count_rows()
@@ -105,29 +108,29 @@ class BatchCore:
         return held
 
     def swap(self, i: int, j: int) -> None:
-        """Two rows change places, outside of a build."""
+        """Exchanges two rows, outside of a build."""
         self.state.swap(i, j)
         self.take_moves([(i, j)])
         self.state.dirty = True
         self.state.changes += 1
 
     def take_moves(self, moves: Iterable[tuple[int, int]]) -> None:
-        """The order of rows after the kernels moved them."""
+        """Follows the swaps that the kernels made in the order of rows."""
         self.order.exchange(moves)
         self.order.drop_last_holes()
         self._count_rows()
 
     def take_back(self, moves: tuple[tuple[int, int], ...], num_rows: int) -> None:
-        """Undoes ``take_moves`` of a batch that had ``num_rows`` rows."""
+        """Undoes ``take_moves``; ``num_rows`` is the number of rows before it."""
         self.order.restore(num_rows)
         self.order.exchange(reversed(moves))
         self._count_rows()
         self.state.dirty = True
 
-    def arranged(self, num_reqs: int, moved: bool) -> None:
-        """The first ``num_reqs`` rows are those of the step that is built now."""
+    def set_step_rows(self, num_reqs: int, moved: bool) -> None:
+        """Makes the first ``num_reqs`` rows those of the step that is being built."""
         self.state.req_ids = tuple(self.order.req_ids[:num_reqs])
-        # Until a row comes, goes or sits out, the next step of all requests has these rows.
+        # Until a request joins, leaves or is preempted, the next step of all requests has the same rows.
         self.state.dirty = num_reqs != len(self.order)
         self.state.changes += moved
 

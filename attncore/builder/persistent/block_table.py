@@ -1,4 +1,4 @@
-"""One KV-cache group's block table on the host: which blocks each row holds."""
+"""The block table of one KV-cache group on the host: the blocks that each row holds."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ from attncore.kernels import codes
 
 
 class BlockTable:
-    """``array`` int32[max_num_reqs, width]: each row's kernel blocks, 0 beyond; ``state``, the kernels' TableState."""
+    """``array`` int32[max_num_reqs, width]: the kernel blocks of each row, padded with 0.
+
+    ``state`` is the kernels' TableState over it.
+    """
 
     def __init__(self, group: KVCacheGroup, max_num_reqs: int, max_len: int, kernels: Any) -> None:
         self.group, self.kernels = group, kernels
-        each = group.kernel_blocks
-        width = -(-max_len // group.block_size) * each
+        per_block = group.kernel_blocks
+        width = -(-max_len // group.block_size) * per_block
         name = "max_encoder_len" if group.cross else "max_model_len"
         if width * group.tokens_per_column > INT32_MAX:
             raise ValueError(f"{name}: {max_len} in blocks of {group.block_size} does not fit int32")
         if max_num_reqs * width > INT32_MAX:
             raise ValueError(f"max_num_reqs: {max_num_reqs} rows of {width} blocks do not fit int32")
-        most = (INT32_MAX + 1) // each
+        most = (INT32_MAX + 1) // per_block
         if group.num_blocks is not None and group.num_blocks > most:
-            raise ValueError(f"num_blocks: {group.num_blocks} of {each} kernel blocks each do not fit int32")
+            raise ValueError(f"num_blocks: {group.num_blocks} of {per_block} kernel blocks each do not fit int32")
         self.max_len, self.limit = max_len, most if group.num_blocks is None else group.num_blocks
         self.array: npt.NDArray[np.int32] = np.zeros((max_num_reqs, width), np.int32)
         self._lengths = np.zeros((4, max_num_reqs), np.int32)
-        self._lengths[codes.CACHED_COLUMN] = -1  # no block cached, as in a row that was cleared
+        self._lengths[codes.CACHED_COLUMN] = -1  # no block is cached, as in a cleared row
         self._scratch = np.zeros(max_num_reqs, np.int32)
         self.state = kernels.TableState(
-            self._lengths, self._scratch, self.array, group.tokens_per_column, self.limit, each
+            self._lengths, self._scratch, self.array, group.tokens_per_column, self.limit, per_block
         )
 
     @property
@@ -44,33 +47,34 @@ class BlockTable:
 
     @property
     def synced(self) -> npt.NDArray[np.int32]:
-        """int32[max_num_reqs]: leading columns of each row that a device has."""
+        """int32[max_num_reqs]: leading columns of each row that the device's table has already."""
         return self._lengths[codes.SYNCED]  # type: ignore[no-any-return]
 
     def num_columns(self, row: int) -> int:
-        """Kernel blocks that the row holds."""
+        """The number of kernel blocks that the row holds."""
         return int(self._lengths[codes.NUM_BLOCKS, row])
 
     def held(self, row: int) -> list[int]:
-        """The manager's blocks that the row holds, in order."""
-        each = self.group.kernel_blocks
-        columns = self.array[row, : self.num_columns(row) : each]
-        ids: list[int] = (columns // each if each > 1 else columns).tolist()
+        """The manager blocks that the row holds, in order."""
+        per_block = self.group.kernel_blocks
+        columns = self.array[row, : self.num_columns(row) : per_block]
+        ids: list[int] = (columns // per_block if per_block > 1 else columns).tolist()
         return ids
 
     def append(self, row: int, req_id: Hashable, block_ids: Any) -> None:
-        """ValueError or TypeError, and nothing changed, where an id is bad or the row too short."""
+        """Appends manager blocks; raises ValueError or TypeError, and changes nothing, for a bad id or a full row."""
         if self.state.append(row, block_ids) < 0:
             room = (self.array.shape[1] - self.num_columns(row)) // self.group.kernel_blocks
-            kind, text = array_arguments.bad_block_ids(block_ids, self.limit) or (
+            error, text = array_arguments.bad_block_ids(block_ids, self.limit) or (
                 ValueError,
                 f"{len(block_ids)} block ids but room for {room} "
                 f"({'max_encoder_len' if self.group.cross else 'max_model_len'} {self.max_len}, "
                 f"block_size {self.group.block_size})",
             )
-            raise kind(f"block_ids: request {req_id!r}: {text}")
+            raise error(f"block_ids: request {req_id!r}: {text}")
 
     def check_holds(self, row: int, req_id: Hashable, num_tokens: int) -> None:
+        """ValueError where the row's blocks do not hold ``num_tokens`` tokens."""
         held = self.num_columns(row)
         if held * self.group.tokens_per_column < num_tokens:
             what = "encoder tokens" if self.group.cross else "computed tokens"
@@ -80,46 +84,47 @@ class BlockTable:
             )
 
     def clear(self, row: int) -> list[int]:
-        """The row loses its blocks; which they were."""
+        """Removes all blocks of the row; returns them."""
         held = self.held(row)
         self.state.truncate(row, 0)
         self.state.start(row)
         return held
 
     def replace(self, row: int, req_id: Hashable, index: int, block_id: int) -> int:
+        """Replaces manager block number ``index`` of the row; returns the block that it had."""
         arguments.integer("index", index, 0)
         arguments.integer("block_id", block_id, 0)
-        held, each = self.held(row), self.group.kernel_blocks
+        held, per_block = self.held(row), self.group.kernel_blocks
         if index >= len(held):
             raise ValueError(f"index: {index}, but request {req_id!r} holds {len(held)} blocks")
         if block_id >= self.limit:
             raise ValueError(f"block_id: {block_id} is outside 0..{self.limit - 1}")
-        for extra in range(each):
-            self.state.replace(row, index * each + extra, block_id * each + extra)
+        for extra in range(per_block):
+            self.state.replace(row, index * per_block + extra, block_id * per_block + extra)
         return held[index]
 
     def first_seen(self, num_computed: int) -> int:
-        """The first token that the next query of a request with ``num_computed`` tokens sees, by the group's window."""
+        """The first token that the next query of a request with ``num_computed`` tokens sees in the group's window."""
         return max(0, num_computed + 1 - (self.group.sliding_window or num_computed + 1))
 
     def pass_windows(self, num_rows: int, num_rollback: int) -> list[tuple[int, list[int]]]:
-        """Gives up blocks before what the next queries see; each row that had any, and the manager's ids."""
+        """Releases the blocks before what the next queries see; each row that had any, with manager block ids."""
         if self.group.sliding_window is None:
             return []
         passed: list[tuple[int, list[int]]] = self.state.pass_windows(num_rows, self.group.sliding_window, num_rollback)
         return passed
 
     def check_sees(self, row: int, req_id: Hashable, num_computed: int) -> None:
-        """ValueError where a request rolled back to ``num_computed`` tokens would see blocks that are given up."""
-        index, each = self.first_seen(num_computed) // self.group.block_size, self.group.kernel_blocks
-        if index * each < self.num_columns(row) and self.array[row, index * each] < each:
+        """ValueError where a request rolled back to ``num_computed`` tokens would see released blocks."""
+        index, per_block = self.first_seen(num_computed) // self.group.block_size, self.group.kernel_blocks
+        if index * per_block < self.num_columns(row) and self.array[row, index * per_block] < per_block:
             raise ValueError(
                 f"num_tokens: request {req_id!r} rolled back to {num_computed} tokens would see block {index} of "
                 f"group {self.group.name!r}, which its window has passed; release with num_rollback"
             )
 
     def page_indices(self, indptr: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The first ``indptr[i + 1] - indptr[i]`` blocks of rows 0, 1, ... in turn: int32[indptr[-1]], fresh."""
+        """The first ``indptr[i + 1] - indptr[i]`` blocks of each row i, concatenated: a new int32[indptr[-1]]."""
         indices = np.empty(int(indptr[-1]), np.int32)
         self.kernels.fill_page_indices(self.array, indptr, indices)
         return indices

@@ -1,4 +1,4 @@
-"""The persistent builder: one call a step, from the batch's own state."""
+"""MetadataBuilder, the persistent builder: builds the metadata of each step from the state of an InputBatch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from attncore.builder.persistent.input_batch import InputBatch
 from attncore.builder.persistent.overlap import PREVIOUS_ROWS, Overlap
 from attncore.builder.persistent.poison import expiring
 from attncore.builder.persistent.profile import profile_metadata
-from attncore.builder.persistent.settings import checked_settings
+from attncore.builder.persistent.settings import check_settings
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.errors import CaptureError
 
@@ -28,31 +28,34 @@ _ALL_REQUESTS: Mapping[Any, int] = MappingProxyType({})
 
 
 def _no_short_way(*_: Any) -> None:
-    """In place of the kernel's own calls where a step has to be planned, sent or filled by an engine."""
+    """Stands for the kernel's direct calls where a step has to be planned, sent or filled by an engine."""
 
 
 class MetadataBuilder:
     """Builds the metadata of one step after another from ``batch``, for ``backend``.
 
-    ``backend`` None gives NumPy arrays; a backend's metadata holds torch tensors on its device. With several KV-cache
-    groups it is one backend a group, by name. ``depth`` arenas are used in turn: metadata is valid until ``depth``
-    builds later. ``nbytes`` is their memory. One thread at a time.
+    ``backend`` None gives NumPy arrays; with a backend, metadata holds torch tensors on its device. With several
+    KV-cache groups, ``backend`` may map each group's name to a backend. ``depth`` arenas are used in turn: metadata is
+    valid until ``depth`` builds later. All memory (``nbytes``) is taken at construction. One thread at a time.
 
     A request is a decode where it runs up to ``decode_threshold`` tokens in a step (1 + drafts, for speculative
-    decoding), a prefill where it runs more. ``max_num_encoder_tokens`` bounds the encoder tokens of a step (default:
-    one longest encoder, or ``max_num_batched_tokens`` where that is more). With ``context_parallel``, slots, lengths
-    and pages are those of this rank's cache, and the batch's block size is the virtual one.
+    decoding), a prefill where it runs more. ``max_num_batched_tokens`` bounds the tokens of a step, and
+    ``max_num_encoder_tokens`` its encoder tokens (default: the larger of ``max_encoder_len`` and
+    ``max_num_batched_tokens``). With ``context_parallel``, slots, lengths and pages are those of this rank's cache, and
+    the batch's block size is the virtual one.
 
-    ``transport``: how a step reaches a device with its own memory. ``graph``: nodes of captured graphs fetch it;
-    ``copy``: one packed copy and an event, on a CPU too, where otherwise nothing is copied; ``auto``: ``graph`` where
-    it proves to work, else ``copy``. The attribute of that name says which it is, and ``why_transport`` why.
+    ``transport`` is how a step reaches a device with its own memory. ``graph``: nodes of captured graphs fetch it.
+    ``copy``: one packed copy and an event; on a CPU too, where otherwise nothing is copied. ``auto``: ``graph`` where
+    a test of it succeeds, else ``copy``. The attribute ``transport`` says which one is used, ``why_transport`` why.
 
-    ``ticket``, for engines that replay their graphs by themselves: each step's number is written to the device, in
-    stream order, when it is built. It costs a launch a step, and ``metadata.replay`` is not needed.
+    ``ticket`` is for engines that replay their graphs themselves: each step's number is written to the device, in
+    stream order, when the step is built. It costs one launch per step, and ``metadata.replay`` is not needed.
 
-    ``num_rejected``, for engines that build a step while the last one runs: int32[max_num_reqs] on the device, where
-    the engine's sampler leaves, by row of its step, how many of the tokens were rejected. ``build(overlapped=True)``
-    then takes the host's lengths for upper bounds and corrects the device's.
+    ``num_rejected`` is for engines that build a step while the last one runs: int32[max_num_reqs] on the device, to
+    which the engine's sampler writes, by row of its step, how many of the tokens were rejected.
+    ``build(overlapped=True)`` then takes the host's lengths as upper bounds and corrects those on the device.
+
+    Raises ValueError or TypeError that names the argument.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class MetadataBuilder:
     ) -> None:
         if not isinstance(batch, InputBatch):
             raise TypeError(f"batch: {batch!r} is not an InputBatch")
-        self._settings = checked_settings(
+        self._settings = check_settings(
             max_num_batched_tokens, max_num_encoder_tokens, decode_threshold, context_parallel, transport, ticket,
             depth, batch.max_encoder_len,
         )  # fmt: skip
@@ -88,7 +91,7 @@ class MetadataBuilder:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Takes all memory, and settles which way a step takes."""
+        """Takes all memory, and chooses a step's path: the kernel's direct calls, or the longer one."""
         self._assembly = Assembly(
             self._core, self._backends, self._settings, self._engine_fields, self._overlap, self, self._poison
         )
@@ -96,13 +99,13 @@ class MetadataBuilder:
         if side is not None:
             self._follow()
         self._refuse_while_capturing = self._assembly.refuse_while_capturing
-        # A step that is planned or sent takes the longer way, which holds the batch until both are done.
+        # A step that is planned or sent takes the longer path, which holds the batch until both are done.
         self._longer = bool(self._backends.plans or self._engine_fields) or side is not None or self._poison
         self._decode_step = _no_short_way if self._longer else kernel.decode_step
         self._padded_step = _no_short_way if self._longer else kernel.padded_step
 
     def _follow(self) -> None:
-        """Tables on a device follow the batch's from now on: those of one builder, from nothing."""
+        """Makes this builder's device tables follow the batch's, from nothing; ValueError where another's do."""
         other = self._core.follower() if self._core.follower else None
         if other is not None and other is not self and not other._assembly.closed:
             raise ValueError("batch: another builder's tables on a device follow it; close that builder first")
@@ -117,17 +120,17 @@ class MetadataBuilder:
 
     @property
     def last_step(self) -> int:
-        """The number of the last step that was built; -1: none."""
+        """The number of the last step that was built; -1 before the first."""
         return self._assembly.last_step
 
     @property
     def transport(self) -> str:
-        """``"graph"``, ``"copy"`` or, where steps are read where they are built, ``"none"``."""
+        """``"graph"``, ``"copy"``, or ``"none"`` where steps are read where they are built."""
         return self._assembly.side.name if self._assembly.side else "none"
 
     @property
     def why_transport(self) -> str:
-        """One sentence: why steps reach the device as they do."""
+        """One sentence: why this transport is used."""
         side = self._assembly.side
         return side.why if side else "steps are read where they are built, on the CPU"
 
@@ -138,7 +141,7 @@ class MetadataBuilder:
 
     @property
     def captured(self) -> tuple[int, ...]:
-        """The sizes that ``capture`` was called for, ascending: requests of a padded step."""
+        """The captured sizes, ascending: numbers of requests that ``capture`` was called with."""
         return self._assembly.shapes.captured.sizes()
 
     def build(
@@ -149,13 +152,16 @@ class MetadataBuilder:
         bucket: int | None = None,
         overlapped: bool = False,
     ) -> StepMetadata:
-        """The metadata of this step; advances every request by the tokens it runs.
+        """Builds the metadata of the next step and advances every request by the tokens that it runs.
 
-        ``scheduled`` names the exceptions: tokens of this step by request. Those not named run ``query_len`` tokens,
-        those named with 0 have no row. ``bucket``, one of ``captured``, pads the step to that size, for the replay of a
-        graph. The backend's ``plan`` runs before it returns. Raises ValueError, with everything left as it was, where a
-        token has no block of its own, a limit is exceeded, a name is unknown or the step does not fit the bucket, and
-        CaptureError where the bucket was not captured or a stream is capturing.
+        ``scheduled`` maps requests to their tokens in this step; requests that it does not name run ``query_len``
+        tokens, and those with 0 have no row. ``bucket``, one of ``captured``, pads the step to that many requests, for
+        the replay of a graph. ``overlapped``: the last step may still run, so that lengths on the host are upper bounds
+        (needs ``num_rejected``). The backend's ``plan`` runs before the metadata is returned.
+
+        Raises ValueError where a token has no block, a limit is exceeded, a request is unknown or the step does not fit
+        the bucket, and CaptureError where the bucket was not captured or a stream is capturing; nothing has changed
+        then.
         """
         shape = None
         if overlapped or self._overlap is not None:
@@ -179,11 +185,12 @@ class MetadataBuilder:
             return self._answer(self._assembly.build(shape, scheduled, query_len))
 
     def capture(self, num_reqs: int, query_len: int = 1) -> StepMetadata:
-        """Metadata to capture a graph over: a step of no requests, padded to ``num_reqs`` rows of ``query_len`` tokens.
+        """Metadata to capture a graph over: an empty step, padded to ``num_reqs`` rows of ``query_len`` tokens.
 
-        Its arrays lie at the fixed addresses that every later step of ``bucket=num_reqs`` has; its max_seq_len is the
-        largest. It is planned as any step. Call it before the capture begins; a size captured once is given again.
-        Raises ValueError beyond the builder's capacity or the backend's level of capture.
+        Its arrays lie at the fixed addresses that every later step of ``bucket=num_reqs`` has, and its ``max_seq_len``
+        is the largest possible. It is planned like any step. Call it before the capture begins; a second call for a
+        captured size returns the same metadata. Raises ValueError beyond the builder's capacity or the backend's
+        ``cuda_graph`` level.
         """
         num_reqs = arguments.integer("num_reqs", num_reqs, 1)
         query_len = arguments.integer("query_len", query_len, 1)
@@ -217,17 +224,17 @@ class MetadataBuilder:
             )
 
     def build_empty(self, bucket: int) -> StepMetadata:
-        """A step of no requests in a captured size, for a warm-up or dummy replay: planned like any other."""
+        """An empty step padded to a captured size, for a warm-up or a dummy replay; planned like any step."""
         self._refuse_while_capturing("build_empty")
         self._assembly.shapes.find(bucket)
         with self._core.entered:
             return self._answer(self._assembly.build_empty(bucket, capturing=False))
 
     def build_profile(self, query_lens: Iterable[int]) -> CommonAttentionMetadata:
-        """Metadata of a profiling run, before there is a cache: requests of ``query_lens`` tokens without blocks.
+        """Metadata of a profiling run, before the cache exists: requests of ``query_lens`` tokens without blocks.
 
-        Slots are -1 and tables empty, so that a model runs without a cache, to see what memory it takes. The batch is
-        not touched. Arrays are the caller's to keep. Raises ValueError beyond the builder's capacity.
+        Slots are -1 and tables are empty, so that a model runs without a cache and its memory can be measured. The
+        batch does not change. The arrays belong to the caller. Raises ValueError beyond the builder's capacity.
         """
         lens = list(query_lens)
         if len(lens) > self.batch.max_num_reqs:
@@ -241,15 +248,15 @@ class MetadataBuilder:
         return profile_metadata(lens, has_pages=0 in self._backends.page_lists, backend=backend)
 
     def host_lengths(self, metadata: StepMetadata) -> str:
-        """``"bounded"`` for a step that was built overlapped, whose lengths on the host are upper bounds."""
+        """``"bounded"`` for an overlapped step, whose lengths on the host are upper bounds, else ``"exact"``."""
         return self._overlap.lengths_of(metadata) if self._overlap is not None else "exact"
 
     def register_field(self, name: str, dtype: Any, per: str, fill: FillField) -> None:
-        """A field of the engine's own that rides along: ``metadata.name`` on the device, ``metadata.host.name``.
+        """Adds a field of the engine's to every step: ``metadata.<name>`` on the device, ``metadata.host.<name>``.
 
-        ``per`` is ``"token"`` (T elements) or ``"request"`` (n). ``fill(metadata, out)`` writes a step's values:
-        ``out`` is a host array of zeros, in the order of ``metadata.req_ids``; each build calls it, before the plan.
-        Raises ValueError where the name is taken, and CaptureError once a step was built or a size captured.
+        ``per`` is ``"token"`` (T elements) or ``"request"`` (n elements). ``fill(metadata, out)`` writes the values of
+        a step: ``out`` is a host array of zeros, in the order of ``metadata.req_ids``. Each build calls it, before the
+        plan. Raises ValueError where the name is in use, and CaptureError once a step was built or a size captured.
         """
         if self._assembly.kernel.next_step or self.captured:
             raise CaptureError("register_field: steps were built already; register fields before the first")
@@ -257,7 +264,7 @@ class MetadataBuilder:
         self._lay_out()
 
     def release(self, num_reqs: int) -> None:
-        """The graph that was captured over a size is gone: it may be captured again, and the builder closed."""
+        """Releases a captured size whose graph was destroyed: it may be captured again, and the builder closed."""
         assembly = self._assembly
         shape = assembly.shapes.find(num_reqs)
         with self._core.entered:
@@ -267,9 +274,9 @@ class MetadataBuilder:
                 assembly.side.release(shape)
 
     def close(self) -> None:
-        """Waits for the device and gives the arenas back; no step can be built afterwards.
+        """Waits for the device and frees the arenas; no step can be built afterwards.
 
-        CaptureError while graphs that read the arenas are there: ``release`` them first.
+        Raises CaptureError while captured graphs still read the arenas: ``release`` them first.
         """
         assembly = self._assembly
         with self._core.entered:

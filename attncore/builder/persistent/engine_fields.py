@@ -1,4 +1,4 @@
-"""Fields of an engine's own that ride along with a step: ``MetadataBuilder.register_field``."""
+"""Fields that an engine adds to the metadata of each step: ``MetadataBuilder.register_field``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FillField = Callable[[StepMetadata, npt.NDArray[Any]], None]
 
 
 class EngineFields:
-    """Registered fields and what fills them, in the order in which they were registered."""
+    """The registered fields and the functions that fill them, in the order of registration."""
 
     def __init__(self) -> None:
         self._fills: dict[str, tuple[Field, FillField]] = {}
@@ -31,7 +31,7 @@ class EngineFields:
         self._fills[field.name] = field, fill
 
     def register(self, name: Any, dtype: Any, per: str, fill: Any) -> None:
-        """Adds a field; ValueError or TypeError that names the argument where one is wrong."""
+        """Adds a field; raises ValueError or TypeError that names the wrong argument."""
         if not isinstance(name, str) or not name.isidentifier() or hasattr(StepMetadata, name) or name in FIELDS:
             raise ValueError(f"name: {name!r} is not a free name for a field of metadata")
         if name in self._fills:
@@ -40,13 +40,13 @@ class EngineFields:
             raise ValueError(f"per: {per!r} is neither token nor request")
         if not callable(fill):
             raise TypeError(f"fill: {fill!r} is not a function of metadata and the array to fill")
-        kind = np.dtype(dtype)
-        if kind.kind not in "iufb":
-            raise TypeError(f"dtype: {kind} is not one of numbers")
-        self.add(engine_field(name, kind.type, Length.TOKEN if per == "token" else Length.REQUEST), fill)
+        field_dtype = np.dtype(dtype)
+        if field_dtype.kind not in "iufb":
+            raise TypeError(f"dtype: {field_dtype} is not one of numbers")
+        self.add(engine_field(name, field_dtype.type, Length.TOKEN if per == "token" else Length.REQUEST), fill)
 
     def fill(self, metadata: StepMetadata) -> None:
-        """Writes a step's values, zeros where ``fill`` writes none."""
+        """Writes the values of a step; elements that a field's ``fill`` leaves are 0."""
         for name, (_, fill) in self._fills.items():
             out = getattr(metadata.host, name)
             out[:] = 0

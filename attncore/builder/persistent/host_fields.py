@@ -1,4 +1,4 @@
-"""The host arrays of a step of the persistent builder: NumPy views of an arena, cut to the step's own lengths."""
+"""The host arrays of a step of the persistent builder: NumPy views of an arena, cut to the step's lengths."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BY_TOKEN = frozenset(named(Length.TOKEN))
 BY_REQUEST = frozenset(named(Length.REQUEST, Length.TABLE))
 BY_START = frozenset(named(Length.START))
 STEP_ARRAYS = BY_TOKEN | BY_REQUEST | BY_START | {"cross_slot_mapping"}
-"""What a step has without gathering or deriving it."""
+"""The arrays that a step has without gathering or deriving them."""
 
 
 class HostFields:
-    """NumPy views of an arena, sized to its step: made on first use, forgotten when a step has another size."""
+    """NumPy views of an arena, cut to its step: made on first use, dropped when a step has other counts."""
 
     def __init__(
         self, arena: Any, arrays: Arrays, tables: Mapping[str, BlockTable], state: Any, extra: Mapping[str, Field]
@@ -31,7 +31,7 @@ class HostFields:
         self._arena, self._arrays, self._tables, self._state, self._extra = arena, arrays, tables, state, extra
 
     def __getattr__(self, name: str) -> npt.NDArray[Any]:
-        if name in DERIVED:  # of this step: not kept, since the next one has other numbers
+        if name in DERIVED:  # not kept: the next step in this arena has other values
             derived: npt.NDArray[Any] = FIELDS[name].derive(self)  # type: ignore[misc]
             return derived
         if name not in STEP_ARRAYS and (name.startswith("_") or name not in self._extra):
@@ -49,7 +49,10 @@ class HostFields:
 
     @property
     def paged_kv_indices(self) -> npt.NDArray[np.int32]:
-        """Gathered from the live table when asked for: a step that needs none pays nothing."""
+        """int32[paged_kv_indptr[-1]]: gathered from the live table on access, so that other steps pay nothing.
+
+        Raises AttncoreError once blocks have moved or left since the step was built.
+        """
         if self._arena.changes != self._state.changes:
             raise AttncoreError(
                 "paged_kv_indices: blocks have moved or left since this step was built; ask for them before the batch "
@@ -58,6 +61,7 @@ class HostFields:
         return self._tables["block_table"].page_indices(self.paged_kv_indptr)
 
     def forget(self) -> None:
+        """Drops the views, which have another length in the next step."""
         for name in (STEP_ARRAYS | self._extra.keys()) & self.__dict__.keys():
             del self.__dict__[name]
 

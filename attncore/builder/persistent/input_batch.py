@@ -1,4 +1,4 @@
-"""The requests in flight: their blocks and lengths, kept from step to step."""
+"""InputBatch: the blocks and lengths of the requests in flight, kept from step to step."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from attncore.kernels import KernelsName
 class InputBatch:
     """Up to ``max_num_reqs`` requests of up to ``max_model_len`` tokens, in blocks of ``block_size`` tokens.
 
-    Capacity and memory (``nbytes``, host) are fixed here. ``num_blocks`` bounds the block ids (the cache's size;
-    default: any int32). Block 0 is the null block: a table may hold it where a window has passed, no token may be
-    written to it. A request keeps its row until a build moves it (``metadata.moves``). One thread at a time.
+    Capacity and memory (``nbytes``, host) are fixed at construction. ``num_blocks`` is the number of blocks of the
+    cache: block ids must be below it (default: any int32). Block 0 is the null block: a table may hold it where a
+    window has passed, and no token may be written to it. A request keeps its row until a build moves it
+    (``metadata.moves``). Use from one thread at a time; a second caller is a ConcurrentUseError.
 
-    ``groups`` instead of ``block_size`` and ``num_blocks``: several KV-cache groups, each with a table of its own;
-    block ids are then given, and answered, as a mapping of group name to ids. ``max_encoder_len`` belongs to a cross
-    group.
+    ``groups``, instead of ``block_size`` and ``num_blocks``, gives several KV-cache groups, each with a table of its
+    own; block ids are then passed and returned as a mapping of group name to ids. ``max_encoder_len``, in tokens, is
+    required with a cross group and refused without one. ``kernels`` names the implementation (None: the default).
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class InputBatch:
         self.block_size = self.groups[0].block_size
         self._one_group = groups is None
         self.core = BatchCore(self.groups, max_num_reqs, max_model_len, self.max_encoder_len, kernels)
-        """What the batch keeps: for the builder over it. An engine uses the methods of the batch."""
+        """The state that the builder reads and writes. An engine uses the methods of the batch instead."""
         self.block_table: npt.NDArray[np.int32] = self.core.tables[self.groups[0].name].array
 
     @property
@@ -74,12 +75,12 @@ class InputBatch:
 
     @property
     def num_rows(self) -> int:
-        """The high-water mark of rows in use; rows of removed requests below it are filled by the next build."""
+        """Rows in use, including the empty rows of removed requests, which the next build fills."""
         return len(self.core.order)
 
     @property
     def req_ids(self) -> tuple[Hashable, ...]:
-        """Every request, in the order of rows."""
+        """All requests, in the order of rows."""
         return tuple(req_id for req_id in self.core.order.req_ids if req_id is not None)
 
     def __contains__(self, req_id: object) -> bool:
@@ -99,7 +100,7 @@ class InputBatch:
     def block_ids(self, req_id: Hashable) -> Any:
         """The blocks that the request holds, in order: list[int], or with groups a dict of such lists by group name.
 
-        The block manager's blocks; 0 where a window has passed.
+        These are manager blocks; 0 where a window has passed.
         """
         row = self.core.order.row(req_id)
         return self._answer({name: table.held(row) for name, table in self.core.tables.items()})
@@ -113,12 +114,13 @@ class InputBatch:
         encoder_seq_len: int = 0,
         encoder_computed: bool = False,
     ) -> int:
-        """A request joins; ``num_computed_tokens`` of its tokens are in ``block_ids`` already.
+        """Adds a request; ``num_computed_tokens`` of its tokens are in ``block_ids`` already.
 
-        With a cross group, ``encoder_seq_len`` encoder tokens are to be kept in its blocks: the first step in which
-        the request runs has their slots, unless they are there already (``encoder_computed``). Answers the row it has
-        until a build moves it. Raises ValueError, and changes nothing, where the batch is full, the name is taken, a
-        block id is bad, a group has no blocks given or the blocks do not hold the tokens.
+        With a cross group, ``encoder_seq_len`` encoder tokens are kept in that group's blocks: the first step in which
+        the request runs has their slots, unless they are in the cache already (``encoder_computed``). Returns the row
+        that the request has until a build moves it. Raises ValueError or TypeError, and changes nothing, where the
+        batch is full, the name is in use, a block id is invalid, a group has no blocks given or the blocks do not hold
+        the tokens.
         """
         with self.core.entered:
             check_new_request(self.core, req_id, num_computed_tokens, encoder_seq_len, encoder_computed)
@@ -145,11 +147,11 @@ class InputBatch:
             return row
 
     def append_blocks(self, req_id: Hashable, block_ids: Any) -> None:
-        """The request gets more blocks, in one group or several; one that was preempted takes part again."""
+        """Gives the request more blocks, in one group or several; a preempted request takes part in steps again."""
         self.append_blocks_many({req_id: block_ids})
 
     def append_blocks_many(self, block_ids: Mapping[Any, Any]) -> None:
-        """Blocks for several requests in one call: all of them, or, where one is wrong, none."""
+        """``append_blocks`` for several requests in one call; where one is wrong, it raises and changes none."""
         if not isinstance(block_ids, Mapping):
             raise TypeError(f"block_ids: {block_ids!r} is not a mapping of request to block ids")
         with self.core.entered:
@@ -173,10 +175,10 @@ class InputBatch:
                     self.core.state.dirty = True
 
     def replace_block(self, req_id: Hashable, index: int, block_id: int, group: str | None = None) -> int:
-        """Another block in place of the request's block number ``index`` (copy on write); the one it had.
+        """Replaces the request's block number ``index`` (copy on write); returns the block that it had.
 
-        0 makes it null; what stands before it then counts as passed by ``release_passed_blocks``. ``group`` names the
-        KV-cache group, where there are several.
+        A ``block_id`` of 0 makes the block null; ``release_passed_blocks`` then takes the blocks before it as passed.
+        ``group`` names the KV-cache group, where there are several.
         """
         with self.core.entered:
             row, table = self.core.order.row(req_id), self._table(group)
@@ -185,7 +187,7 @@ class InputBatch:
             return was
 
     def truncate_blocks(self, req_id: Hashable, num_blocks: int, group: str | None = None) -> list[int]:
-        """Keeps the request's first ``num_blocks`` blocks, which must hold its cached tokens; those given up.
+        """Keeps the request's first ``num_blocks`` blocks, which must hold its cached tokens; returns the others.
 
         ``group`` names the KV-cache group, where there are several.
         """
@@ -205,11 +207,11 @@ class InputBatch:
             return held[num_blocks:]
 
     def release_passed_blocks(self, num_rollback: int = 0) -> dict[Hashable, Any]:
-        """Makes null every block that a group's sliding window has passed; the blocks given up, by request.
+        """Makes null every block that a group's sliding window has passed; returns the released blocks by request.
 
-        Of each request, blocks wholly before what its next query sees, even after a roll-back of ``num_rollback``
-        tokens. Answers ids as ``block_ids`` does (with groups: by group name), only for requests that gave up any. Call
-        it between steps: the last step's page indices cannot be asked for afterwards.
+        A block is released where all its tokens lie before what the request's next query sees, even after a roll-back
+        of ``num_rollback`` tokens. Ids are as in ``block_ids`` (with groups: by group name); requests that released
+        none are left out. Call it between steps: afterwards the last step's page indices can no longer be read.
         """
         with self.core.entered:
             arguments.integer("num_rollback", num_rollback, 0)
@@ -221,17 +223,18 @@ class InputBatch:
             return {req_id: self._answer(by_group) for req_id, by_group in released.items()}
 
     def remove_request(self, req_id: Hashable) -> Any:
-        """The request leaves, between any two steps; the blocks it held (as ``block_ids`` answers).
+        """Removes the request, between any two steps; returns the blocks that it held, as ``block_ids`` does.
 
-        Its row stays empty until a build.
+        Its row stays empty until the next build.
         """
         with self.core.entered:
             return self._answer(self.core.remove(req_id))
 
     def preempt(self, req_id: Hashable) -> Any:
-        """The request loses its blocks and its progress, to be computed again; the blocks it held.
+        """Takes the request's blocks and progress, to be computed again; returns the blocks that it held.
 
-        It keeps its row and sits out until ``append_blocks`` gives it blocks. Its encoder tokens run again, too.
+        It keeps its row and takes part in no step until ``append_blocks`` gives it blocks. Its encoder tokens run
+        again too.
         """
         with self.core.entered:
             row = self.core.order.row(req_id)
@@ -243,11 +246,11 @@ class InputBatch:
             return self._answer(held)
 
     def rollback(self, req_id: Hashable, num_tokens: int) -> None:
-        """Takes back the request's last ``num_tokens`` computed tokens (rejected drafts); its blocks stay."""
+        """Takes back the request's last ``num_tokens`` computed tokens (rejected drafts); it keeps its blocks."""
         self.rollback_many({req_id: num_tokens})
 
     def rollback_many(self, num_tokens: Mapping[Any, int]) -> None:
-        """``rollback`` for several requests in one call: all of them, or, where one goes too far, none."""
+        """``rollback`` for several requests in one call; where one goes too far, it raises and changes none."""
         if not isinstance(num_tokens, Mapping):
             raise TypeError(f"num_tokens: {num_tokens!r} is not a mapping of request to tokens")
         with self.core.entered:
@@ -269,9 +272,9 @@ class InputBatch:
                 self.core.state.set_computed(row, computed)
 
     def swap_rows(self, i: int, j: int) -> None:
-        """The requests in rows ``i`` and ``j`` change places, for an engine that orders its rows itself.
+        """Exchanges the requests in rows ``i`` and ``j``, for an engine that orders its rows itself.
 
-        The next build orders decodes and prefills as ever.
+        The next build still puts decodes before prefills.
         """
         with self.core.entered:
             for name, row in (("i", i), ("j", j)):
@@ -284,16 +287,16 @@ class InputBatch:
     def needs_block(self, group: str | None = None) -> list[Hashable]:
         """Requests whose next token has no block yet in ``group`` (None: in any), in the order of rows.
 
-        Not those preempted. A cross group needs none: its blocks come with the request.
+        Preempted requests are left out. A cross group never needs a block: its blocks come with the request.
         """
         with self.core.entered:
             tables = self.core.decoders if group is None else [self._table(group)]
-            found: set[int] = set()
+            rows: set[int] = set()
             for table in tables:
                 if not table.group.cross:
-                    found.update(self.core.rows_without_block(table))
+                    rows.update(self.core.rows_without_block(table))
             order = self.core.order
-            return [order.req_ids[row] for row in sorted(found - order.paused - order.holes)]
+            return [order.req_ids[row] for row in sorted(rows - order.paused - order.holes)]
 
     def _table(self, group: str | None) -> BlockTable:
         if group is None:

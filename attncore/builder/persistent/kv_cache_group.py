@@ -1,4 +1,4 @@
-"""What a batch is told of each KV-cache group: layers that share block tables, such as those of one window."""
+"""KVCacheGroup: layers that share block tables, such as those of one sliding window, as a batch is told of them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ NULL_BLOCK_ID = 0
 
 
 class KVCacheGroup(NamedTuple):
-    """One group of layers whose caches are addressed by the same block table. Checked by the batch that takes it."""
+    """A group of layers whose caches are addressed by the same block table. InputBatch checks it."""
 
     name: str
-    """By which an engine names the group: the key of ``block_ids`` and of ``metadata.groups``."""
+    """The group's name: the key in ``block_ids`` and in ``metadata.groups``."""
     block_size: int
-    """Tokens that a block of the engine's block manager holds."""
+    """Tokens of a manager block, as the engine's block manager allocates it."""
     kernel_block_size: int | None = None
-    """Tokens of a block of the kernel, a divisor of ``block_size`` (None: the same). Tables hold kernel blocks."""
+    """Tokens of a kernel block, a divisor of ``block_size`` (None: the same). Tables hold kernel blocks."""
     sliding_window: int | None = None
-    """Tokens that a query of these layers may see, itself included; blocks that it has passed may be given up."""
+    """Tokens that a query of these layers sees, itself included; earlier blocks may be released. None: all tokens."""
     cross: bool = False
-    """Whether the group holds the keys of an encoder, for cross attention."""
+    """Whether the group holds an encoder's keys and values, for cross attention."""
     num_blocks: int | None = None
-    """The cache's size: ids of blocks are below it. None: any int32."""
+    """The number of manager blocks of the cache: block ids are below it. None: any int32."""
 
     @property
     def kernel_blocks(self) -> int:
-        """Columns of the table that a block of the manager's takes."""
+        """Columns of the table that a manager block takes."""
         return self.block_size // (self.kernel_block_size or self.block_size)
 
     @property
@@ -43,11 +43,11 @@ class KVCacheGroup(NamedTuple):
 def checked_groups(groups: Iterable[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
     """The groups, decoder groups first and the cross group last; ValueError or TypeError that names the field."""
     try:
-        found = tuple(groups)
+        given = tuple(groups)
     except TypeError:
         raise TypeError(f"groups: {groups!r} is not a list of KVCacheGroup") from None
     names: set[str] = set()
-    for index, group in enumerate(found):
+    for index, group in enumerate(given):
         path = f"groups[{index}]"
         if not isinstance(group, KVCacheGroup):
             raise TypeError(f"{path}: {group!r} is not a KVCacheGroup")
@@ -71,8 +71,8 @@ def checked_groups(groups: Iterable[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
             raise TypeError(f"{path}.cross: {group.cross!r} is not true or false")
         if group.cross and group.sliding_window is not None:
             raise ValueError(f"{path}.sliding_window: given for a cross group, whose queries see the whole encoder")
-    decoders = tuple(group for group in found if not group.cross)
-    crosses = tuple(group for group in found if group.cross)
+    decoders = tuple(group for group in given if not group.cross)
+    crosses = tuple(group for group in given if group.cross)
     if not decoders:
         raise ValueError("groups: none holds the decoder's own keys; give one that is not cross")
     if len(crosses) > 1:

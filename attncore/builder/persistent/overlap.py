@@ -1,9 +1,9 @@
-"""Steps that overlap: one is built while the last one runs, and its drafts are not judged yet.
+"""Overlapping steps: a step is built while the last one runs, before it is known which of its drafts are accepted.
 
-The host counts every token of the last step as computed, so its lengths, positions and slots are upper bounds. The
-device knows better by the time the step begins there: the engine's sampler has left in ``num_rejected``, by row of the
-last step, how many tokens were num_rejected. Each row travels with the row that its request had in that step, and the
-device takes back what that row lost.
+The host counts every token of the last step as computed, so its lengths, positions and slots are upper bounds. Before
+the new step begins on the device, the engine's sampler has written to ``num_rejected``, by row of the last step, how
+many tokens were rejected. Each row of the new step carries the row that its request had in the last one
+(``previous_rows``), and the device subtracts that row's rejected tokens (``device.corrections``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attncore.builder.persistent.step_metadata import StepMetadata
 
 PREVIOUS_ROWS = "previous_rows"
-"""The field that travels with an overlapped step: int32[n], each row's row in the last step."""
+"""The field that is sent with an overlapped step: int32[n], the row that each row's request had in the last step."""
 
 
 class Overlap:
@@ -36,7 +36,7 @@ class Overlap:
         self._all = np.arange(max_num_reqs, dtype=np.int32)
 
     def fill(self, metadata: StepMetadata, out: npt.NDArray[np.int32]) -> None:
-        """previous_rows int32[n]: the row in the last step, -1 where its length is exact."""
+        """Writes ``previous_rows`` int32[n]: the row in the last step, -1 where the length is exact."""
         out[:] = -1
         if not self.overlapped:
             return
@@ -46,8 +46,8 @@ class Overlap:
         else:
             out[: len(req_ids)] = [self._rows.get(req_id, -1) for req_id in req_ids]
 
-    def built(self, metadata: StepMetadata) -> None:
-        """A step was sent: it is the last one now. One without rows leaves the one before it the last."""
+    def remember(self, metadata: StepMetadata) -> None:
+        """Makes a step that was sent the last one. A step without rows does not replace the one before it."""
         self._bounded[metadata.step] = self.overlapped
         self._bounded.pop(metadata.step - 8, None)
         if metadata.req_ids and metadata.req_ids is not self._last:
@@ -55,14 +55,15 @@ class Overlap:
             self._rows = {req_id: row for row, req_id in enumerate(self._last)}
 
     def lengths_of(self, metadata: StepMetadata) -> str:
+        """``"bounded"`` where the step's lengths on the host are upper bounds, else ``"exact"``."""
         return "bounded" if self._bounded.get(metadata.step) else "exact"
 
 
 def _check(backends: Backends, max_num_reqs: int, num_rejected: Any, ranks: ContextParallel | None) -> None:
-    kind, length = str(getattr(num_rejected, "dtype", type(num_rejected).__name__)), getattr(num_rejected, "shape", ())
-    if kind != "torch.int32" or tuple(length) != (max_num_reqs,):
+    dtype, shape = str(getattr(num_rejected, "dtype", type(num_rejected).__name__)), getattr(num_rejected, "shape", ())
+    if dtype != "torch.int32" or tuple(shape) != (max_num_reqs,):
         raise ValueError(
-            f"num_rejected: {kind}{list(length)} found; give a torch int32 tensor of max_num_reqs {max_num_reqs}"
+            f"num_rejected: {dtype}{list(shape)} found; give a torch int32 tensor of max_num_reqs {max_num_reqs}"
         )
     if not str(num_rejected.device).startswith(backends.device.split(":")[0]):
         raise ValueError(f"num_rejected: on {num_rejected.device}, but the steps go to {backends.device}")

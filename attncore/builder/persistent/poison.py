@@ -1,6 +1,6 @@
-"""Late access made visible: a released arena is filled with a pattern, and metadata of a step that is gone raises.
+"""Poison, which makes late access visible: a released arena is filled with a pattern, and expired metadata raises.
 
-For tests, with ``ATTNCORE_POISON=1``: on a GPU the same mistake reads another step's slots now and then.
+For tests, with ``ATTNCORE_POISON=1``. Without it, the same mistake on a GPU reads another step's slots now and then.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ POISON = 0xA5
 
 
 class _Expiring:
-    """Metadata of one step, until its arena is used again; its fields on a device until the next step is sent."""
+    """Metadata of one step that raises once its arena is used again; device fields raise once the next step is sent."""
 
     def __init__(self, metadata: StepMetadata) -> None:
         self.__dict__.update(_metadata=metadata, _step=metadata.step)
@@ -33,10 +33,10 @@ class _Expiring:
                 f"{metadata._owner.last_step} was sent there; ask before the next build, or for metadata.host.{name}"
             )
         if name == "groups":
-            return {key: _Expiring(one) for key, one in metadata.groups.items()}
+            return {key: _Expiring(of_group) for key, of_group in metadata.groups.items()}
         return getattr(metadata, name)
 
 
 def expiring(metadata: StepMetadata) -> Any:
-    """``metadata``, for this step only."""
+    """``metadata`` in a wrapper that raises AttncoreError once the step has expired."""
     return _Expiring(metadata)

@@ -1,4 +1,4 @@
-"""Metadata of a profiling run, before there is a cache: prompts without blocks, so that a model shows what it takes."""
+"""Metadata of a profiling run, before the cache exists: prompts without blocks, to measure a model's memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from attncore.kernels.codes import PAD_SLOT_ID
 
 
 def profile_metadata(query_lens: Sequence[int], *, has_pages: bool, backend: Any) -> CommonAttentionMetadata:
-    """Prompts of ``query_lens`` tokens whose slots are -1 and whose tables are empty; NumPy arrays without ``backend``.
+    """Metadata of prompts of ``query_lens`` tokens with slots of -1 and empty tables; NumPy arrays without ``backend``.
 
-    As a plain prefill of the list builder, whose rules for a prompt without a table backends know.
+    It is marked ``from_groups``, since backends handle a prompt without a table by the list builder's rules.
     """
-    lens = np.array([arguments.integer(f"query_lens[{row}]", one, 1) for row, one in enumerate(query_lens)], np.int32)
+    lens = np.array(
+        [arguments.integer(f"query_lens[{row}]", length, 1) for row, length in enumerate(query_lens)], np.int32
+    )
     if not len(lens):
         raise ValueError("query_lens: empty; a profiling run needs at least one request")
     none = np.zeros(len(lens), np.int32)

@@ -1,4 +1,4 @@
-"""What the kernels' codes for a step mean, in sentences. Called only when something is wrong."""
+"""The errors of steps that the kernels refused: texts for the codes of ``kernels.codes``, made only on failure."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def refused_step(
 
 
 def refused_bucket(core: BatchCore, code: int, row: int, count: int, query_lens: Any, shape: Any) -> ValueError:
-    """The error of a step that does not fit the captured size it was to be padded to."""
+    """The error of a step that does not fit the captured size that it should be padded to."""
     name, each = f"bucket: {shape.num_reqs}", shape.query_len
     if code == codes.TOO_MANY_ROWS:
         return ValueError(f"{name} rows were captured, but this step has {count} requests; choose a larger one")

@@ -1,4 +1,4 @@
-"""Which request stands in which row of a batch: names by row, empty rows, and rows that sit out."""
+"""Which request is in which row of a batch: names by row, empty rows, and rows of preempted requests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class RowOrder:
 
     def __init__(self) -> None:
         self.req_ids: list[Any] = []
-        """By row; None: an empty row."""
+        """The request of each row; None: an empty row."""
         self.row_of: dict[Hashable, int] = {}
         self.holes: set[int] = set()
         self.paused: set[int] = set()
 
     def __len__(self) -> int:
-        """Rows in use, holes among them."""
+        """Rows in use, including holes."""
         return len(self.req_ids)
 
     def row(self, req_id: Hashable) -> int:
@@ -30,11 +30,11 @@ class RowOrder:
             raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
 
     def free_row(self) -> int:
-        """The row that the next request gets."""
+        """The row for the next request: the lowest hole, or a new row."""
         return min(self.holes) if self.holes else len(self.req_ids)
 
     def add(self, req_id: Hashable, row: int) -> None:
-        """The request takes ``row``, which ``free_row`` gave."""
+        """Puts the request into ``row``, which ``free_row`` returned."""
         if row == len(self.req_ids):
             self.req_ids.append(req_id)
         else:
@@ -43,7 +43,7 @@ class RowOrder:
         self.row_of[req_id] = row
 
     def remove(self, req_id: Hashable) -> None:
-        """The request's row becomes a hole."""
+        """Turns the request's row into a hole."""
         row = self.row_of.pop(req_id)
         self.req_ids[row] = None
         self.holes.add(row)
@@ -51,13 +51,13 @@ class RowOrder:
         self.drop_last_holes()
 
     def drop_last_holes(self) -> None:
-        """Holes behind the last request are no rows any more."""
+        """Drops the holes behind the last request."""
         while self.req_ids and self.req_ids[-1] is None:
             self.req_ids.pop()
             self.holes.discard(len(self.req_ids))
 
     def restore(self, num_rows: int) -> None:
-        """Rows up to ``num_rows`` are there again, as holes: the inverse of ``drop_last_holes``."""
+        """Adds holes up to ``num_rows`` rows: the inverse of ``drop_last_holes``."""
         self.holes.update(range(len(self.req_ids), num_rows))
         self.req_ids.extend([None] * (num_rows - len(self.req_ids)))
 

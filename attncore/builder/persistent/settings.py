@@ -1,4 +1,4 @@
-"""What a MetadataBuilder is made for: limits, transport, depth; checked once."""
+"""The checked arguments of a MetadataBuilder: limits, transport, depth."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Settings(NamedTuple):
     depth: int
 
 
-def checked_settings(
+def check_settings(
     max_num_batched_tokens: int,
     max_num_encoder_tokens: int | None,
     decode_threshold: int,
@@ -30,7 +30,7 @@ def checked_settings(
     depth: int,
     max_encoder_len: int,
 ) -> Settings:
-    """The settings as plain ints; ValueError or TypeError that names the argument."""
+    """The settings with plain ints and defaults filled in; ValueError or TypeError that names the argument."""
     max_num_batched_tokens = arguments.integer("max_num_batched_tokens", max_num_batched_tokens, 1)
     decode_threshold = arguments.integer("decode_threshold", decode_threshold, 1)
     depth = arguments.integer("depth", depth, 1)

@@ -1,4 +1,4 @@
-"""Makes the metadata of a StepShape: an object for each KV-cache group over one arena, and its arrays on a device."""
+"""Makes the metadata of a StepShape: one object for each KV-cache group over an arena, with its device arrays."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def step_metadata(
     arena: Any, views: Views, core: BatchCore, wraps: Mapping[str, Wrap], owner: Owner, extra: Mapping[str, Field],
     device: Views | None = None, side: CopyTransport | None = None, *, padded: bool = False,
 ) -> StepMetadata:  # fmt: skip
-    """The metadata of steps in ``arena``, whose arrays are ``views``; ``wraps`` by group name.
+    """The metadata of steps in ``arena``, whose arrays are ``views``; ``wraps`` are the backends' wraps by group name.
 
-    ``device``: the arrays at fixed addresses that its fields are then made of, for a captured graph (``padded``) and on
-    a device with its own memory, whose tables are those of ``side``.
+    ``device``, for a captured graph (``padded``) and for a device with its own memory, has the arrays at fixed
+    addresses that the fields are views of; ``side`` is the transport whose device tables the metadata shows.
     """
     groups: dict[str, StepMetadata] = {}
     for index, group in enumerate(core.groups):
@@ -43,8 +43,8 @@ def step_metadata(
             buffer = partial(side.page_buffer, index)
             if core.cross is not None:
                 on_device["cross_block_table"] = side.tables.tensors[-1]
-        kind = CrossStepMetadata if group.cross else StepMetadata
-        groups[group.name] = kind(
+        metadata_class = CrossStepMetadata if group.cross else StepMetadata
+        groups[group.name] = metadata_class(
             arena, group.name, arrays, tables, core.state, wrap, on_device, pages, buffer, owner, extra, padded=padded
         )
     first = groups[core.groups[0].name]
@@ -57,7 +57,7 @@ def _arrays_of(views: Views, index: int, cross: bool, has_cross: bool) -> dict[s
     arrays = views.fields | views.groups[index]
     if has_cross:
         arrays["cross_slot_mapping"] = views.groups[-1]["slot_mapping"]
-    if cross:  # the keys of a cross group are the encoder's, and its slots those of the encoder tokens
+    if cross:  # a cross group has the encoder's keys, and the slots of the encoder tokens
         for name in ("slot_mapping", "prefill_seq_start_loc"):
             del arrays[name]
         arrays |= {name: views.fields[encoder] for name, encoder in _LENGTHS_OF_CROSS.items()}

@@ -1,4 +1,4 @@
-"""The metadata of a step of the persistent builder: one object an arena and StepShape, whose counts are the arena's."""
+"""The metadata of a step of the persistent builder: an object for each arena and StepShape, reused step after step."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _count(name: str) -> Any:
 
 
 class StepMetadata(CommonAttentionMetadata):
-    """Valid until its arena is used again, ``depth`` builds later, and not to be written to.
+    """The metadata of one step. Read-only, and valid until its arena is used again, ``depth`` builds later.
 
-    ``block_table`` is the live table: it, and what is gathered from it (``paged_kv_indices``, the views' tables), is
-    this step's until a request leaves, is preempted or truncated, or a build moves rows. Ask for page indices before
-    that; afterwards asking raises.
+    ``block_table`` is the live table: it, and what is gathered from it (``paged_kv_indices``, the tables of views),
+    belongs to this step until a request leaves, is preempted or truncated, or a build moves rows. Read page indices
+    before that; afterwards the access raises AttncoreError.
 
-    ``groups`` maps each KV-cache group's name to the step as that group's layers see it: its own slots, table and
-    pages, everything else shared. A batch of one group has one entry, the step itself.
+    ``groups`` maps each KV-cache group's name to the step as that group's layers see it, with its own slots, table and
+    pages; everything else is shared. A batch of one group has one entry, the step itself.
     """
 
     decodes_first = True
@@ -38,7 +38,7 @@ class StepMetadata(CommonAttentionMetadata):
     req_ids = _count("req_ids")
     moves = _count("moves")
     num_actual_reqs: int
-    """Without padding, as ``num_actual_tokens`` is."""
+    """Requests without padding; ``num_actual_tokens`` are their tokens."""
     num_actual_tokens: int
 
     groups: Mapping[str, StepMetadata]
@@ -57,8 +57,8 @@ class StepMetadata(CommonAttentionMetadata):
         self.group, self.use_cuda_graph, self._owner = group, padded, owner
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for what is not there yet. On a device, and for a captured graph, fields have fixed addresses.
-        if name.startswith("_"):  # a copy in the making asks, before it has anything
+        # Called only for missing attributes. On a device, and for a captured graph, fields have fixed addresses.
+        if name.startswith("_"):  # copy.copy asks before the copy has any attribute
             raise AttributeError(name)
         if name in DERIVED:
             return self.once_a_step(f"_{name}", lambda: FIELDS[name].derive(self))  # type: ignore[misc]
@@ -73,7 +73,7 @@ class StepMetadata(CommonAttentionMetadata):
 
     @property
     def paged_kv_indices(self) -> Any:
-        """int32[paged_kv_indptr[-1]]: the pages of the step's requests in turn. On a GPU made there, from its table."""
+        """int32[paged_kv_indptr[-1]]: the pages of each request in turn; on a GPU, gathered there."""
         if self._pages is not None:
             return self._pages(self)
         return self.once_a_step("_indices", lambda: self._wrap(self.host.paged_kv_indices))
@@ -85,36 +85,43 @@ class StepMetadata(CommonAttentionMetadata):
 
     @property
     def page_buffer(self) -> Any:
-        """int32 on the device: all that ``paged_kv_indices`` are ever slices of; None where steps are not sent."""
+        """int32[max_num_reqs * width] on the device, of which ``paged_kv_indices`` is a slice in every step.
+
+        None where steps are read where they are built.
+        """
         return None if self._buffer is None else self._buffer()
 
     def record(self) -> None:
-        """Called first inside the capture of a graph over this metadata (``builder.capture``).
+        """Call it first inside the capture of a graph over this metadata (``builder.capture``).
 
-        Where steps are fetched by nodes of the graph itself, these are they; elsewhere it does nothing.
+        With the transport ``graph`` it records the nodes that fetch each step; otherwise it does nothing.
         """
         self._owner.record(self)
 
     def replay(self, graph: Any) -> None:
-        """Replays ``graph``, which was captured over this step's size, for this step. Once a build.
+        """Replays ``graph``, which was captured over this step's bucket, for this step. Once for each build.
 
-        CaptureError where the step was built without a bucket, was replayed already, or its graph lacks ``record``.
+        Raises CaptureError where the step was built without a bucket, was replayed already, or its graph was captured
+        without ``record``.
         """
         self._owner.replay(self, graph)
 
     def abandon(self) -> None:
-        """Takes the step back as if it had not been built: it will not be replayed. The last step built only."""
+        """Takes back the last step, which will not be replayed, as if it had not been built.
+
+        Raises CaptureError for any other step.
+        """
         self._owner.abandon(self)
 
     def forget_views(self) -> None:
-        """Called by the kernel when this arena's step has another number of tokens or requests than its last."""
+        """Called by the kernel when the number of tokens or requests differs from the arena's last step."""
         for metadata in self.groups.values():
             metadata.host.forget()
             for name in (STEP_ARRAYS | self._extra.keys()) & metadata.__dict__.keys():
                 del metadata.__dict__[name]
 
     def forget_step(self) -> None:
-        """Called by the kernel when this arena's step is taken back: the next one has its number."""
+        """Called by the kernel when this arena's step is taken back: the next step has the same number."""
         for metadata in self.groups.values():
             for key in _ONCE_A_STEP & metadata.__dict__.keys():
                 del metadata.__dict__[key]
@@ -123,7 +130,7 @@ class StepMetadata(CommonAttentionMetadata):
         return self.once_a_step(key, make)
 
     def once_a_step(self, key: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives, made once for this step and kept under ``key`` until the next."""
+        """The result of ``make``, called once for this step and kept under ``key`` until the next one."""
         step, value = self.__dict__.get(key, (None, None))
         if step != self._arena.step:
             value = make()
@@ -131,7 +138,7 @@ class StepMetadata(CommonAttentionMetadata):
         return value
 
     def _decode_view(self) -> CommonAttentionMetadata | None:
-        # All rows of a captured graph's step are decodes; what it records must lie where the next step's fields do.
+        # All rows of a padded step are decodes, and a graph must record the addresses that later steps have too.
         return self if self.use_cuda_graph else super()._decode_view()
 
     def _prefill_view(self) -> CommonAttentionMetadata | None:
@@ -156,9 +163,9 @@ for _name in (*COUNTS, *ACTUAL_COUNTS):
 
 
 class CrossStepMetadata(StepMetadata):
-    """A step as its cross layers see it: ``block_table``, lengths and pages are the encoder's.
+    """A step as its cross-attention layers see it: ``block_table``, lengths and pages are the encoder's.
 
-    Slots of the encoder tokens that run are ``cross_slot_mapping``; there is no ``slot_mapping``.
+    ``cross_slot_mapping`` has the slots of the encoder tokens that run; there is no ``slot_mapping``.
     """
 
     max_seq_len = _count("max_encoder_seq_len")

@@ -1,4 +1,4 @@
-"""The shapes of step that arenas are laid out for: eager steps by their tokens, captured sizes by their requests."""
+"""The StepShapes of a builder: eager steps in a few capacities by tokens, padded steps by captured size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 SMALLEST = 256
-"""Tokens that the smallest shape of an eager step holds on a device."""
+"""Tokens of the smallest shape of an eager step on a device."""
 
 _KEPT_BY_CAPTURE = (
     *(name for name in COUNTS if name != "use_cuda_graph"),
@@ -33,7 +33,9 @@ _KEPT_BY_CAPTURE = (
 
 
 class _CapturedArena:
-    """What an arena is to metadata, for what a graph was captured over: counts of the capture, arrays of any step."""
+    """Stands in for an arena in the metadata that a graph was captured over: it has the counts of the capture, while
+    the arrays are those of every later step.
+    """
 
     def __init__(self, arena: Any, state: Any, owner: Owner) -> None:
         self.__dict__.update({name: getattr(arena, name) for name in _KEPT_BY_CAPTURE})
@@ -49,10 +51,10 @@ class _CapturedArena:
 
 
 class StepShapes:
-    """The kernels' StepShapes of one builder, each with an arena and metadata for every place in the ring.
+    """The kernels' StepShapes of one builder, each with metadata for every arena of the ring.
 
-    On a device with its own memory, eager steps are sorted into a few shapes, so that little is copied; a step padded
-    to a captured size is brought to the one place where its graph reads.
+    On a device with its own memory, an eager step takes the smallest of a few shapes that holds it, so that little is
+    copied; a step padded to a captured size goes to the one place where its graph reads.
     """
 
     def __init__(
@@ -61,10 +63,10 @@ class StepShapes:
         self._core, self._ring, self._backends, self._side, self._owner = core, ring, backends, side, owner
         self.captured: CapturedSizes[Any] = CapturedSizes()
         self._eager: dict[Capacity, Any] = {}
-        self._by_bits: list[Any] = []  # on a device: eager shapes without an encoder, by bits of their tokens less one
+        self._by_bits: list[Any] = []  # on a device: eager shapes without encoder tokens, by (tokens - 1).bit_length()
 
     def eager(self, num_tokens: int, num_encoder_tokens: int) -> Any:
-        """The StepShape of an eager step of so many tokens."""
+        """The StepShape of an eager step of ``num_tokens`` tokens and ``num_encoder_tokens`` encoder tokens."""
         capacity = self._ring.capacity
         if self._side is not None:
             bits = (num_tokens - 1).bit_length() if num_tokens > 1 else 0
@@ -82,7 +84,7 @@ class StepShapes:
         return shape
 
     def make_all(self) -> None:
-        """Lays out every shape of eager steps, so that no step has to."""
+        """Makes every shape of eager steps in advance."""
         most, num_tokens = self._ring.capacity, SMALLEST
         while True:
             for num_encoder_tokens in {0, most.num_encoder_tokens}:
@@ -95,7 +97,7 @@ class StepShapes:
             self._by_bits = [self.eager(min(1 << k, most.num_tokens), 0) for k in range(bits + 1)]
 
     def find(self, bucket: int) -> Any:
-        """The StepShape of a captured size."""
+        """The StepShape of a captured size; CaptureError where it was not captured."""
         bucket = arguments.integer("bucket", bucket, 1)
         shape = self.captured.get(bucket)
         if shape is None:
@@ -107,7 +109,7 @@ class StepShapes:
         return shape
 
     def capture(self, num_reqs: int, query_len: int) -> Any:
-        """The StepShape of a size to capture; ValueError where the backend captures no such steps."""
+        """The StepShape of a size to capture; ValueError where a backend does not capture such steps."""
         known = self.captured.get(num_reqs)
         if known is not None:
             if known.query_len != query_len:
@@ -127,13 +129,13 @@ class StepShapes:
         return shape
 
     def of(self, metadata: StepMetadata) -> Any:
-        """The StepShape of a step that was padded."""
+        """The StepShape of a padded step."""
         return self.captured[metadata.num_reqs]
 
     def at_capture(self, metadata: StepMetadata) -> StepMetadata:
-        """A captured size's ``metadata`` as a stand-in for a graph, on the CPU, replays it: counts of the capture.
+        """A captured size's ``metadata`` for a stand-in graph on the CPU: it keeps the counts of the capture.
 
-        Its ``host``, too, lies where every later step comes to, and not in one of the arenas.
+        Its ``host`` arrays, too, are the fixed ones that every later step is copied to, and not those of an arena.
         """
         capacity, side = self.of(metadata).capacity, self._side
         device: Any = side.views(capacity) if side is not None else self._ring.fixed_views(capacity)
@@ -147,7 +149,11 @@ class StepShapes:
         )  # fmt: skip
 
     def _make(self, capacity: Capacity, pads: bool = False, *padding: Any) -> Any:
-        """A StepShape; ``padding``: rows, tokens of each, their seq_lens, whether all run so many."""
+        """Makes a StepShape.
+
+        ``padding`` is the number of rows, the tokens of each, the ``seq_lens`` of padded rows, and whether every
+        request must run that many tokens.
+        """
         core, ring, side = self._core, self._ring, self._side
         has_cross, extra = core.cross is not None, self._extra()
         device: Any = None

@@ -23,7 +23,7 @@ from attncore.graphs import refuse_while_capturing
 CUDA_CORES, XQA = "cuda_cores", "xqa"
 
 
-def _no_builder() -> None:
+def _no_owner() -> None:
     """Stands for the builder of a step that none has built."""
 
 
@@ -58,7 +58,7 @@ class FlashInferBackend(AttentionBackend):
             lru_cache(maxsize=1)(lambda: xqa.workspace(config.device)),
         )
         self._plans: dict[PlanKey, KeyPlans] = {}
-        self._owner: Callable[[], Any] = _no_builder
+        self._owner: Callable[[], Any] = _no_owner
         self._step, self._follows, self._checks_tables = -1, False, False
         self._event: Any = None
 
@@ -125,7 +125,7 @@ class FlashInferBackend(AttentionBackend):
         """See the base class; the pool that steps of the list builder are checked against."""
         cache = super().allocate_kv_cache(num_blocks)
         self.num_blocks = max(self.num_blocks, num_blocks)
-        self._owner, self._step = _no_builder, -1  # whoever plans next is compared with the pool
+        self._owner, self._step = _no_owner, -1  # whoever plans next is compared with the pool
         return cache
 
     @property
@@ -145,7 +145,7 @@ class FlashInferBackend(AttentionBackend):
             refuse_while_capturing(self.config.device, "plan")
             self._checks_tables = owner is not None and _check_pool(metadata, self.num_blocks)
             if owner is None or owner is not self._owner():
-                self._owner, self._step = _no_builder if owner is None else ref(owner), -1
+                self._owner, self._step = _no_owner if owner is None else ref(owner), -1
         if owner is not None:
             self._step = max(self._step, metadata.step)
         if self._event is not None:

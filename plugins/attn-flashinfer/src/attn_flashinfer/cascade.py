@@ -73,7 +73,7 @@ class Cascade:
         return (out, lse) if return_lse else out
 
     def _shared(self, metadata: AttentionMetadata) -> SharedPrefix | None:
-        """The prefix that the rule accepts; block 0 is the null block of the persistent builder."""
+        """The prefix that the rule accepts; behind the persistent builder block 0 belongs to no request."""
         host = metadata.host
         if metadata.num_reqs < self._rule.min_requests or len(host.query_start_loc) != metadata.num_reqs + 1:
             return None

@@ -1,4 +1,4 @@
-"""The state of the list door with real CUDA graphs: the steps of test_state.py, and what only a device gets wrong."""
+"""CommonAttentionState with CUDA graphs: the steps of test_state.py, and faults that only a device shows."""
 
 from contextlib import contextmanager
 

@@ -1,4 +1,4 @@
-"""The random lives of tests/batches.py, on both implementations of the kernels."""
+"""The random sequences of tests/batches.py, on both implementations of the kernels."""
 
 from batches import Batches
 from hypothesis import HealthCheck, settings

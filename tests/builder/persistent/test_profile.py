@@ -1,4 +1,4 @@
-"""A profiling run of the persistent door: a model runs before there is a cache."""
+"""A profiling run of the persistent builder: a model runs before the cache exists."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The list door against the plain-Python oracle, and what it refuses."""
+"""The list builder against the plain-Python oracle, and what it refuses."""
 
 import contextlib
 

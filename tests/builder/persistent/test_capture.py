@@ -1,4 +1,4 @@
-"""Captured sizes of the persistent door: padding, fixed addresses, replays of a recorded graph, and what is refused."""
+"""Captured sizes of the persistent builder: padding, fixed addresses, replays of a recorded graph, and refusals."""
 
 import random
 
@@ -17,7 +17,7 @@ FIELDS = (
 )  # fmt: skip
 
 
-def door(kernels, *, backend=None, threshold=3, groups=None, max_encoder_len=None, depth=2, max_tokens=24):
+def new_builder(kernels, *, backend=None, threshold=3, groups=None, max_encoder_len=None, depth=2, max_tokens=24):
     own = {"block_size": BLOCK} if groups is None else {"groups": groups, "max_encoder_len": max_encoder_len}
     batch = InputBatch(max_num_reqs=MAX_REQS, max_model_len=MAX_LEN, kernels=kernels, **own)
     return batch, MetadataBuilder(
@@ -34,8 +34,8 @@ def state_of(batch, builder):
 
 
 def test_a_padded_step(kernels):
-    """Lengths 5, 9 and 4 padded by one, as the list door's worked numbers; starts plateau here."""
-    batch, builder = door(kernels)
+    """Lengths 5, 9 and 4 padded by one, as the list builder's worked numbers; starts plateau here."""
+    batch, builder = new_builder(kernels)
     for name, (blocks, computed) in {"a": ([4, 6], 4), "b": ([9, 2, 7], 8), "c": ([5], 3)}.items():
         batch.add_request(name, blocks, computed)
     builder.capture(4)
@@ -53,7 +53,7 @@ def test_a_padded_step(kernels):
 
 
 def test_padding_of_the_length_that_the_backend_states(kernels):
-    batch, builder = door(kernels, backend=Plain(config(spec("always", pad_seq_len=1))))
+    batch, builder = new_builder(kernels, backend=Plain(config(spec("always", pad_seq_len=1))))
     batch.add_request("a", [3], 1)
     builder.capture(3, 2)
     metadata = builder.build(bucket=3)  # one token where two are room: the backend captures any batch
@@ -66,7 +66,7 @@ def test_padding_of_the_length_that_the_backend_states(kernels):
 
 def test_a_capture_is_of_the_longest(kernels):
     groups = [KVCacheGroup("full", 4), KVCacheGroup("encoder", 4, cross=True)]
-    batch, builder = door(kernels, groups=groups, max_encoder_len=13, depth=1)
+    batch, builder = new_builder(kernels, groups=groups, max_encoder_len=13, depth=1)
     batch.add_request("a", {"full": [1], "encoder": [2]}, encoder_seq_len=3)
     captured = builder.capture(2)
     assert (captured.max_seq_len, captured.groups["encoder"].max_seq_len) == (MAX_LEN, 13)
@@ -82,7 +82,7 @@ def test_a_capture_is_of_the_longest(kernels):
 
 def test_the_decodes_of_a_captured_step_are_the_step(kernels):
     """What a graph records from ``decode_metadata`` must lie where the next step's fields will."""
-    batch, builder = door(kernels)
+    batch, builder = new_builder(kernels)
     captured = builder.capture(2).decode_metadata.slot_mapping
     batch.add_request("a", [7], 2)
     for slot in (30, 31):
@@ -94,7 +94,7 @@ def test_the_decodes_of_a_captured_step_are_the_step(kernels):
 
 def test_every_size_has_its_place(kernels):
     """A field's address depends on the size alone, whatever was built before."""
-    batch, builder = door(kernels, depth=3)
+    batch, builder = new_builder(kernels, depth=3)
     builder.capture(2)
     alone = {name: getattr(builder.build_empty(2), name).ctypes.data for name in FIELDS}
     assert builder.capture(8).slot_mapping.shape == (8,)
@@ -107,7 +107,7 @@ def test_every_size_has_its_place(kernels):
 
 
 def test_memory_of_captured_sizes(kernels):
-    _, builder = door(kernels, depth=3)
+    _, builder = new_builder(kernels, depth=3)
     eager = builder.nbytes
     builder.capture(8)
     assert builder.nbytes == eager // 3 * 4  # one more arena, on the device
@@ -119,7 +119,7 @@ def test_memory_of_captured_sizes(kernels):
 
 def test_the_live_table_stands_behind_padded_rows(kernels):
     """A row that pads may be a resting request's: its length keeps kernels out of it."""
-    batch, builder = door(kernels)
+    batch, builder = new_builder(kernels)
     batch.add_request("a", [1], 1)
     batch.add_request("resting", [9], 3)
     builder.capture(2)
@@ -154,8 +154,8 @@ class Engine:
     SIZES = ((1, 1), (2, 2), (4, 1), (5, 2), (8, 1))  # requests, tokens of each
 
     def __init__(self, kernels, depth):
-        self.batch, self.builder = door(kernels, threshold=2, depth=depth)
-        self.twin, self.eager = door(kernels, threshold=2)
+        self.batch, self.builder = new_builder(kernels, threshold=2, depth=depth)
+        self.twin, self.eager = new_builder(kernels, threshold=2)
         self.cache = np.full(1000 * BLOCK, -(10**6), np.int64)
         self.cache_of_twin = self.cache.copy()
         self.graphs, self.replays = {}, dict.fromkeys(self.SIZES, 0)
@@ -228,7 +228,7 @@ def test_replays_are_what_eager_steps_are(kernels, depth):
 
 
 def test_a_fault_in_padding_is_seen(monkeypatch):
-    """The test above can fail: slots of padded tokens that stay what they were write yesterday's tokens."""
+    """The test above can fail: stale slots of padded tokens overwrite the cache."""
     engine = Engine("cython", 1)
     for name in "ab":
         engine.both("add_request", name, [{"a": 1, "b": 2}[name]])
@@ -307,7 +307,7 @@ BAD_CAPTURES = [
 
 @pytest.mark.parametrize(("level", "size", "message"), BAD_CAPTURES)
 def test_bad_captures_name_themselves(kernels, level, size, message):
-    batch, builder = door(kernels, backend=Plain(config(spec(level))), max_tokens=20)
+    batch, builder = new_builder(kernels, backend=Plain(config(spec(level))), max_tokens=20)
     batch.add_request("a", [1])
     if level != "never":
         builder.capture(4)
@@ -318,7 +318,7 @@ def test_bad_captures_name_themselves(kernels, level, size, message):
 
 
 def test_nothing_is_planned_or_copied_while_a_stream_captures(kernels):
-    batch, builder = door(kernels, backend=planning())
+    batch, builder = new_builder(kernels, backend=planning())
     batch.add_request("a", [1])
     builder.capture(2)
     before = state_of(batch, builder)
@@ -348,7 +348,7 @@ BAD_BUCKETS = [
 
 @pytest.mark.parametrize(("bucket", "scheduled", "message"), BAD_BUCKETS)
 def test_steps_that_do_not_fit_a_captured_size(kernels, bucket, scheduled, message):
-    batch, builder = door(kernels, backend=Plain(config(spec("uniform"))))
+    batch, builder = new_builder(kernels, backend=Plain(config(spec("uniform"))))
     for index, name in enumerate("abc"):
         batch.add_request(name, [2 * index + 1, 2 * index + 2])
     builder.capture(2)
@@ -366,7 +366,7 @@ def test_steps_that_do_not_fit_a_captured_size(kernels, bucket, scheduled, messa
 
 def test_encoders_are_not_captured(kernels):
     groups = [KVCacheGroup("full", 4), KVCacheGroup("encoder", 4, cross=True)]
-    batch, builder = door(kernels, groups=groups, max_encoder_len=8)
+    batch, builder = new_builder(kernels, groups=groups, max_encoder_len=8)
     batch.add_request("a", {"full": [1], "encoder": []})
     batch.add_request("b", {"full": [2], "encoder": [3]}, encoder_seq_len=4)
     builder.capture(2)
@@ -382,13 +382,13 @@ def test_backends_that_pad_differently_share_no_lengths(kernels):
     groups = [KVCacheGroup("a", 4), KVCacheGroup("b", 4)]
     backends = {name: Plain(config(spec("always", pad_seq_len=pad))) for name, pad in (("a", 0), ("b", 1))}
     with pytest.raises(ValueError, match="backend: they state different pad_seq_len"):
-        door(kernels, groups=groups, backend=backends)
+        new_builder(kernels, groups=groups, backend=backends)
 
 
 def test_the_least_of_the_levels_counts(kernels):
     groups = [KVCacheGroup("a", 4), KVCacheGroup("b", 4)]
     backends = {"a": Plain(config(spec("always"))), "b": Plain(config(spec("never")))}
-    _, builder = door(kernels, groups=groups, backend=backends)
+    _, builder = new_builder(kernels, groups=groups, backend=backends)
     with pytest.raises(ValueError, match="num_reqs: backend 'plain' cannot be captured"):
         builder.capture(2)
 
@@ -397,7 +397,7 @@ def test_the_least_of_the_levels_counts(kernels):
 def test_a_step_that_was_taken_back_leaves_no_views(kernels, bucket):
     """The next step has its number: what a plan looked at must not be found there again."""
     backend = planning()
-    batch, builder = door(kernels, backend=backend, depth=1)
+    batch, builder = new_builder(kernels, backend=backend, depth=1)
     for index, name in enumerate("abc"):
         batch.add_request(name, [index + 1], index)
     builder.capture(4)

@@ -1,4 +1,4 @@
-"""Several KV-cache groups behind the persistent door: worked numbers, windows, encoders, and what is refused."""
+"""Several KV-cache groups with the persistent builder: worked numbers, windows, encoders, and what is refused."""
 
 import random
 
@@ -141,7 +141,7 @@ def test_half_a_block_of_the_managers_is_not_given_up(kernels):
 
 
 @pytest.mark.parametrize(("group", "count", "block"), [(WINDOW, 6, 1), (EXPANDED, 12, 0)])
-def test_nobody_rolls_back_to_what_a_window_has_passed(kernels, group, count, block):
+def test_a_rollback_to_what_a_window_has_passed_is_refused(kernels, group, count, block):
     batch = batch_of(kernels, group)
     batch.add_request("a", {"window": [1, 2, 3, 4, 5][: 20 // group.block_size + 1]}, 18)
     batch.add_request("b", {"window": [11]}, 2)
@@ -153,7 +153,7 @@ def test_nobody_rolls_back_to_what_a_window_has_passed(kernels, group, count, bl
     assert core_state(batch) == before
 
 
-def test_nobody_starts_again_in_a_block_that_was_given_up(kernels):
+def test_a_rollback_into_a_released_block_is_refused(kernels):
     batch = batch_of(kernels, WINDOW)
     batch.add_request("a", {"window": [1, 2, 3]}, 10)
     assert batch.release_passed_blocks() == {"a": {"window": [1]}}

@@ -1,4 +1,4 @@
-"""Values at the edge of their types, callers that come back in, and what a step's metadata outlives."""
+"""Values at the edge of their types, re-entrant callers, and the lifetime of a step's metadata."""
 
 import threading
 
@@ -114,7 +114,7 @@ ODD_TABLES = [
 
 
 @pytest.mark.parametrize(("table", "message"), ODD_TABLES)
-def test_odd_tables_are_refused_by_both_doors(kernels, table, message):
+def test_odd_tables_are_refused_by_both_builders(kernels, table, message):
     with pytest.raises((ValueError, TypeError), match=message):
         CommonMetadataBuilder(4, kernels=kernels).build([group(block_table=table)])
     batch = InputBatch(max_num_reqs=1, max_model_len=64, block_size=4, kernels=kernels)

@@ -156,7 +156,7 @@ def test_slices_run_in_order_give_what_the_batch_gives():
     assert torch.equal(sliced_cache, whole_cache)
 
 
-def list_door(pad=-1, layout="flashinfer"):
+def list_step(pad=-1, layout="flashinfer"):
     def group(is_prompt, *sequences):
         return SequenceGroup(is_prompt, [Sequence(i, *row) for i, row in enumerate(sequences)])
 
@@ -167,8 +167,8 @@ def list_door(pad=-1, layout="flashinfer"):
     return builder.build(groups, pad)
 
 
-def test_slices_of_the_list_door():
-    metadata = list_door()
+def test_slices_of_the_list_builder():
+    metadata = list_step()
     first, second = (slice_metadata(metadata, part) for part in slice_by_requests(metadata.query_lens, 2))
     assert (first.num_prefills, first.num_prefill_tokens, first.num_decodes) == (2, 7, 0)
     assert (second.num_prefills, second.num_decodes, second.num_decode_tokens) == (0, 3, 3)
@@ -184,7 +184,7 @@ def test_slices_of_the_list_door():
 
 
 def test_slices_of_a_batch_that_a_graph_pads():
-    metadata = list_door(pad=3)
+    metadata = list_step(pad=3)
     first = slice_metadata(metadata, BatchSlice(0, 2, 0, 2))
     mixed = slice_metadata(metadata, BatchSlice(2, 4, 2, 4))
     padding = slice_metadata(metadata, BatchSlice(4, 6, 4, 6))
@@ -219,7 +219,10 @@ PERSISTENT = step([(4, 1), (0, 6)])[0]
         (lambda: slice_metadata(PERSISTENT, BatchSlice(1, 2, 5, 3)), "batch_slice: tokens 5:3"),
         (lambda: slice_metadata(PERSISTENT, BatchSlice(0, 2, 0, 3)), "block_size: needed to slice through a request"),
         (lambda: slice_metadata(PERSISTENT, BatchSlice(0, 2, 0, 3), block_size=0), "block_size: 0 is below 1"),
-        (lambda: slice_metadata(list_door(), BatchSlice(0, 1, 0, 3)), "batch_slice: cuts a request of the list door"),
+        (
+            lambda: slice_metadata(list_step(), BatchSlice(0, 1, 0, 3)),
+            "batch_slice: cuts a request of the list builder",
+        ),
     ],
 )
 def test_bad_input_names_its_argument(call, message):

@@ -1,4 +1,4 @@
-"""The way to a device: copies that run late, watermarks, poison, fields of an engine's own, the end of a builder."""
+"""Arenas and the transport copy: copies that run late, watermarks, poison, engine fields, closing a builder."""
 
 import contextlib
 import copy
@@ -38,7 +38,7 @@ class Backend(AttentionBackend):
 
 
 class LateTransport(CopyTransport):
-    """A device that does what it was told as late as it may: when somebody waits for it, or by chance before."""
+    """A device that does its work as late as it may: when it is waited for, or by chance before."""
 
     chance = random.Random(0)
 
@@ -78,7 +78,7 @@ class Faulty(LateTransport):
         self.tables._apply = forgiving
 
 
-class NobodyWaits(Faulty):
+class NeverWaits(Faulty):
     def _wait_for(self, arena):
         pass
 
@@ -154,7 +154,7 @@ def test_copies_that_run_late_carry_their_own_step(monkeypatch, depth):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_without_a_wait_they_carry_another(monkeypatch, depth):
-    wrong, wrong_plans = overlapping_run(NobodyWaits, monkeypatch, depth)
+    wrong, wrong_plans = overlapping_run(NeverWaits, monkeypatch, depth)
     assert wrong > 10
     assert wrong_plans > 10
 

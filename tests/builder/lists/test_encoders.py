@@ -1,4 +1,4 @@
-"""The list door's encoder fields against the plain-Python oracle, and what it refuses."""
+"""The list builder's encoder fields against the plain-Python oracle, and what it refuses."""
 
 import copy
 from types import SimpleNamespace
@@ -302,7 +302,7 @@ def test_a_slice_has_the_encoders_of_its_rows(kernels):
     }
 
 
-def test_views_of_the_persistent_door_have_the_encoders_of_their_rows(kernels):
+def test_views_of_the_persistent_builder_have_the_encoders_of_their_rows(kernels):
     groups = [KVCacheGroup("full", 4), KVCacheGroup("cross", 4, cross=True)]
     batch = InputBatch(max_num_reqs=2, max_model_len=32, groups=groups, max_encoder_len=16, kernels=kernels)
     batch.add_request("a", {"full": [3, 4], "cross": [7, 9]}, 4, encoder_seq_len=6, encoder_computed=True)

@@ -115,13 +115,13 @@ def test_metadata_of_a_rank():
     assert (local.seq_lens + other.seq_lens == metadata.seq_lens).all()
 
 
-def list_door(pad=-1, **options):
+def list_step(pad=-1, **options):
     builder = CommonMetadataBuilder(8, max_seq_len_to_capture=32, **options)
     return builder.build([SequenceGroup(False, [Sequence(0, 1, 20, [1, 2, 3])])], pad)
 
 
-def test_the_list_door_s_decodes_too():
-    local = ContextParallel(2, 1, 4).metadata(list_door())
+def test_decodes_of_the_list_builder_too():
+    local = ContextParallel(2, 1, 4).metadata(list_step())
     assert (local.slot_mapping.tolist(), local.seq_lens.tolist()) == ([-1], [10])
     assert (local.max_decode_seq_len, local.max_prefill_seq_len, local.from_groups) == (10, 0, True)
 
@@ -152,8 +152,8 @@ RANK = ContextParallel(2, 0, 4)
         (lambda: RANK.block_table([[1]], [9]), "block_table: row 0 holds 1 blocks but 2 are needed"),
         (lambda: RANK.block_table([[1]], [9, 9]), "block_table: 1 rows for 2 requests"),
         (lambda: RANK.positions(-1), "seq_len: -1 is below 0"),
-        (lambda: RANK.metadata(list_door(2)), "metadata: padded for a graph"),
-        (lambda: RANK.metadata(list_door(sliding_window=8)), "metadata: row 0 has a length capped by a sliding window"),
+        (lambda: RANK.metadata(list_step(2)), "metadata: padded for a graph"),
+        (lambda: RANK.metadata(list_step(sliding_window=8)), "metadata: row 0 has a length capped by a sliding window"),
     ],
 )
 def test_bad_input_names_its_argument(call, message):

@@ -126,7 +126,7 @@ def oracle_rows(query_lens):
     return [row for row, count in enumerate(query_lens) for _ in range(count)]
 
 
-def test_plain_prompts_of_the_list_door_need_no_table():
+def test_plain_prompts_of_the_list_builder_need_no_table():
     metadata = CommonMetadataBuilder(2).build([SequenceGroup(True, [Sequence(0, 5, 0, [4, 7, 9])])])
     assert metadata.block_table.shape == (1, 0)
     local = local_attention_metadata(metadata, 4, 2)
@@ -135,7 +135,7 @@ def test_plain_prompts_of_the_list_door_need_no_table():
     assert (local.num_prefills, local.num_decodes, local.from_groups) == (2, 0, True)
 
 
-def list_door(pad=-1, **options):
+def list_step(pad=-1, **options):
     builder = CommonMetadataBuilder(2, max_seq_len_to_capture=16, **options)
     return builder.build([SequenceGroup(False, [Sequence(0, 1, 8, [1, 2, 3, 4, 5])])], pad)
 
@@ -155,8 +155,8 @@ def list_door(pad=-1, **options):
             lambda: local_attention_batches([1], [7], [[1, 2, 3]], 4, 2),
             "block_table: row 0 holds 3 blocks but chunk 1 n",
         ),
-        (lambda: local_attention_metadata(list_door(1), 4, 2), "metadata: padded for a graph"),
-        (lambda: local_attention_metadata(list_door(sliding_window=4), 4, 2), "metadata: row 0 has a length capped"),
+        (lambda: local_attention_metadata(list_step(1), 4, 2), "metadata: padded for a graph"),
+        (lambda: local_attention_metadata(list_step(sliding_window=4), 4, 2), "metadata: row 0 has a length capped"),
     ],
 )
 def test_bad_input_names_its_argument(call, message):

@@ -1,4 +1,4 @@
-"""The backend's plan runs once a build, before its metadata is handed out; where it fails, the step did not happen."""
+"""The backend's plan runs once per build, before the metadata is returned; a failing plan undoes the step."""
 
 import numpy as np
 import pytest
@@ -98,7 +98,7 @@ def test_a_backend_without_a_plan_costs_a_step_nothing(batch):
     assert MetadataBuilder(batch, Plain(CONFIG), max_num_batched_tokens=32)._backends.plans == ()
 
 
-def test_the_list_door_plans_too(backend, kernels):
+def test_the_list_builder_plans_too(backend, kernels):
     builder = CommonMetadataBuilder(4, backend=backend, kernels=kernels)
     builder.build([SequenceGroup(False, [Sequence(0, 1, 4, [3, 4])])])
     assert backend.planned == [(None, [5]), (8, [5])]

@@ -85,7 +85,7 @@ def test_of_two_groups_the_one_that_saves_more():
     assert find_shared_prefix([[0] * 300] * 8, [300] * 8, 1).num_tokens == 300
 
 
-def test_a_partly_filled_block_is_nobody_s_prefix():
+def test_a_partly_filled_block_is_in_no_prefix():
     assert count_common_blocks([[3, 4], [3, 4]], [8, 7], 4) == 1
     assert count_common_blocks(np.zeros((0, 4), int), [], 4) == 0
 

@@ -1,4 +1,4 @@
-"""The state of the list door: what graphs replay over it, stand-ins here, is right; every wrong moment is told."""
+"""CommonAttentionState: stand-ins for graphs replay steps over its buffers correctly; calls at a wrong time raise."""
 
 import pathlib
 import re
@@ -612,7 +612,7 @@ def test_staging_blocks_take_turns_and_are_waited_for():
 
 # ---- the documents
 
-DOCS = pathlib.Path(__file__).parents[2] / "docs"
+DOCS = pathlib.Path(__file__).parents[3] / "docs"
 
 
 def test_the_snippets_of_the_page_run():

@@ -1,4 +1,4 @@
-"""The persistent door, case by case: limits, refusals that change nothing, and caches that must not go stale."""
+"""The persistent builder, case by case: limits, refusals that change nothing, and caches that must not go stale."""
 
 import threading
 
@@ -166,7 +166,7 @@ def test_an_empty_batch_builds_an_empty_step(batch, builder):
     assert metadata.decode_metadata is None
 
 
-def test_arriving_prompts_move_nobody(batch, builder):
+def test_arriving_prompts_move_no_row(batch, builder):
     batch.add_request("a", [1, 2], 1)
     batch.add_request("b", [3, 4], 1)
     builder.build()

@@ -1,4 +1,4 @@
-"""Speculative decoding behind the persistent door: queries of several tokens, and what is taken back of them."""
+"""Speculative decoding with the persistent builder: queries of several tokens, and roll-backs."""
 
 import random
 
@@ -10,7 +10,7 @@ from attncore.builder import InputBatch, MetadataBuilder, reorder_batch, split_d
 BLOCK = 4
 
 
-def door(kernels, threshold, n=7):
+def new_builder(kernels, threshold, n=7):
     batch = InputBatch(max_num_reqs=n, max_model_len=64, block_size=BLOCK, kernels=kernels)
     return batch, MetadataBuilder(batch, max_num_batched_tokens=64, decode_threshold=threshold)
 
@@ -19,7 +19,7 @@ def door(kernels, threshold, n=7):
     ("query_lens", "split"), [([1, 2, 1, 3, 2, 1, 2], (7, 12, 0, 0)), ([4, 5, 6, 7], (0, 0, 4, 22))]
 )
 def test_the_threshold_says_who_decodes(kernels, query_lens, split):
-    batch, builder = door(kernels, 3)
+    batch, builder = new_builder(kernels, 3)
     for row, _ in enumerate(query_lens):
         batch.add_request(row, [2 * row + 1, 2 * row + 2])
     metadata = builder.build(dict(enumerate(query_lens)))
@@ -34,7 +34,7 @@ def test_the_threshold_says_who_decodes(kernels, query_lens, split):
 
 @pytest.mark.parametrize("threshold", [0, -1, True, 1.0])
 def test_thresholds_that_split_nothing_are_refused(kernels, threshold):
-    batch, _ = door(kernels, 1)
+    batch, _ = new_builder(kernels, 1)
     for call in (
         lambda: MetadataBuilder(batch, max_num_batched_tokens=8, decode_threshold=threshold),
         lambda: split_decodes_and_prefills([1, 2], threshold),
@@ -44,8 +44,8 @@ def test_thresholds_that_split_nothing_are_refused(kernels, threshold):
             call()
 
 
-def test_drafts_go_before_prompts_and_are_ordered_among_decodes_by_nobody(kernels):
-    batch, builder = door(kernels, 3)
+def test_drafts_are_decodes_and_go_before_prompts(kernels):
+    batch, builder = new_builder(kernels, 3)
     for name, computed in (("prompt", 0), ("three", 5), ("one", 6)):
         batch.add_request(name, [1, 2], computed)
     metadata = builder.build({"prompt": 4, "three": 3})
@@ -56,8 +56,8 @@ def test_drafts_go_before_prompts_and_are_ordered_among_decodes_by_nobody(kernel
     assert metadata.prefill_metadata.query_start_loc.tolist() == [0, 4]
 
 
-def test_everybody_runs_as_many_drafts(kernels):
-    batch, builder = door(kernels, 3)
+def test_query_len_gives_every_request_as_many_drafts(kernels):
+    batch, builder = new_builder(kernels, 3)
     for name in "ab":
         batch.add_request(name, [1, 2], 2)
     metadata = builder.build({"b": 1}, query_len=3)
@@ -69,7 +69,7 @@ def test_everybody_runs_as_many_drafts(kernels):
 
 
 def test_rejected_drafts_are_written_again(kernels):
-    batch, builder = door(kernels, 4)
+    batch, builder = new_builder(kernels, 4)
     batch.add_request("a", [5, 6], 2)
     assert builder.build(query_len=4).slot_mapping.tolist() == [22, 23, 24, 25]
     batch.rollback("a", 3)  # the block in use is the first one again
@@ -79,9 +79,9 @@ def test_rejected_drafts_are_written_again(kernels):
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_random_acceptance(kernels, captured):
-    """Each step drafts for everybody, accepts some of each, and takes the others back in one call."""
+    """Each step drafts for every request, accepts some of each, and takes the others back in one call."""
     rng, threshold = random.Random(3), 4
-    batch, builder = door(kernels, threshold, n=5)
+    batch, builder = new_builder(kernels, threshold, n=5)
     blocks = {row: list(range(1 + 20 * row, 17 + 20 * row)) for row in range(5)}
     computed = dict.fromkeys(blocks, 0)
     for row in blocks:
@@ -104,8 +104,8 @@ def test_random_acceptance(kernels, captured):
                 computed[row] = 0
 
 
-def test_one_request_too_far_takes_nobody_back(kernels):
-    batch, builder = door(kernels, 3)
+def test_rollback_many_changes_nothing_where_one_request_goes_too_far(kernels):
+    batch, builder = new_builder(kernels, 3)
     for name in "ab":
         batch.add_request(name, [1, 2])
     builder.build(query_len=2)
