@@ -30,12 +30,12 @@ def checked(config: BackendConfig) -> BackendConfig:
 
 
 def _of_variant(config: BackendConfig, spec: SpecFacts) -> SpecFacts:
-    if not spec.variants:  # it has none, or is the form of one already
+    if not spec.variants:  # it has none, or is that of one variant already
         return spec
-    forms = dict(spec.by_variant)
-    if config.variant not in forms:
-        raise ValueError(f"variant: {config.variant!r} found; {spec.name} has {' and '.join(forms)}")
-    return forms[config.variant]
+    by_variant = dict(spec.by_variant)
+    if config.variant not in by_variant:
+        raise ValueError(f"variant: {config.variant!r} found; {spec.name} has {' and '.join(by_variant)}")
+    return by_variant[config.variant]
 
 
 def _problems(config: BackendConfig, spec: SpecFacts, who: str) -> Iterator[str]:

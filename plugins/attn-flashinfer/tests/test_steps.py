@@ -11,7 +11,7 @@ from typing import Any
 import flashinfer_standin as standin
 import pytest
 import torch
-from attn_flashinfer.wrappers import CapturedDecode, Kind
+from attn_flashinfer.wrappers import CapturedDecode, LayerSettings
 
 from attncore import CaptureError, PlanKey, attention, forward_context, graphs
 from attncore.builder import (
@@ -138,7 +138,7 @@ def test_the_first_plan_of_a_captured_size_leaves_the_devices_arrays_as_they_wer
     backend = standin.backend()
     indptr, last = torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([4, 2], dtype=torch.int32)
     CapturedDecode(
-        backend.library(), backend.workspace, Kind(backend.shape, 0.5, None, None), indptr=indptr,
+        backend.library(), backend.workspace, LayerSettings(backend.shape, 0.5, None, None), indptr=indptr,
         indices=torch.zeros(8, dtype=torch.int32), last_page_len=last, query_len=1, max_seq_len=16,
     )  # fmt: skip
     assert indptr.tolist() == [0, 1, 3]

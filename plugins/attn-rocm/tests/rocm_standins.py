@@ -10,7 +10,7 @@ import sys
 import types
 
 import torch
-from attn_rocm import base, facts
+from attn_rocm import base, spec
 
 from attncore import BackendConfig
 from attncore.dense import dense_attention
@@ -162,7 +162,7 @@ def backend(variant, **changes):
     """A backend of ``variant`` on the CPU, whose own kernels are a stand-in too."""
     import importlib
 
-    form = dict(facts.spec().by_variant)[variant]
+    form = dict(spec.make_spec().by_variant)[variant]
     module, _, name = form.factory.partition(":")
     fields = {
         "num_heads": 4, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16", "block_size": 16, "variant": variant,

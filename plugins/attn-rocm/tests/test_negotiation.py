@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from attn_rocm import facts, settings, tiles
+from attn_rocm import settings, spec, tiles
 
 import attncore
 from attncore.errors import NoBackendError
@@ -89,12 +89,12 @@ def test_an_aiter_that_cannot_be_imported_is_a_reason(raised, tmp_path, monkeypa
     (tmp_path / "aiter").mkdir()
     (tmp_path / "aiter" / "__init__.py").write_text(f"raise {raised}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    facts.import_problem.cache_clear()
+    spec.import_problem.cache_clear()
     host = attncore.Host(device="rocm:gfx942", packages=LIBRARIES | {"amd-aiter": "0.1.9"})
     try:
         choice = attncore.select(**HEADS, host=host)
     finally:
-        facts.import_problem.cache_clear()
+        spec.import_problem.cache_clear()
         sys.modules.pop("aiter", None)
     assert choice.variant == "triton"
     assert f"amd-aiter 0.1.9 cannot be imported: {raised.partition('(')[0]}" in over(choice)["aiter"]
@@ -172,7 +172,7 @@ def test_bad_environment_variables(name, value, why, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=name) as caught:
-        facts.spec()
+        spec.make_spec()
     assert why in str(caught.value)
 
 

@@ -5,7 +5,7 @@ import io
 import re
 from pathlib import Path
 
-from attn_rocm import crosscompile, facts, settings, tiles
+from attn_rocm import crosscompile, settings, spec, tiles
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -19,8 +19,8 @@ def test_the_compilers_table_is_of_these_kernels():
 def test_every_kernel_and_variable_is_told():
     for name in settings.KERNELS[1:]:
         assert f"| `{name}` |" in README
-    assert {name for name, _ in facts.spec().by_variant} == set(settings.KERNELS[1:])
-    for name in (settings.KERNEL, settings.DEV_DEVICE, facts.TRITON_BUILD, *tiles.ARCHITECTURES):
+    assert {name for name, _ in spec.make_spec().by_variant} == set(settings.KERNELS[1:])
+    for name in (settings.KERNEL, settings.DEV_DEVICE, spec.TRITON_BUILD, *tiles.ARCHITECTURES):
         assert name in README
 
 

@@ -15,7 +15,7 @@ from attn_flashinfer.library import Library, flashinfer
 from attn_flashinfer.pages import check_table, pages_of, pool_of
 from attn_flashinfer.plans import KeyPlans, Tools
 from attn_flashinfer.workspace import Workspace
-from attn_flashinfer.wrappers import Kind, Shape
+from attn_flashinfer.wrappers import LayerSettings, Shape
 from attncore import AttentionBackend, AttentionMetadata, BackendConfig, PlanKey
 from attncore.builder import CascadeRule, CommonMetadataBuilder
 from attncore.graphs import refuse_while_capturing
@@ -70,8 +70,8 @@ class FlashInferBackend(AttentionBackend):
         """The plans that layers of ``key`` share."""
         found = self._plans.get(key)
         if found is None:
-            kind = Kind(self.shape, key.scale, key.sliding_window, key.logits_soft_cap)
-            found = self._plans[key] = KeyPlans(self._tools, kind)
+            settings = LayerSettings(self.shape, key.scale, key.sliding_window, key.logits_soft_cap)
+            found = self._plans[key] = KeyPlans(self._tools, settings)
         return found
 
     def check_modules(self, window: int | None, soft_cap: float | None) -> None:

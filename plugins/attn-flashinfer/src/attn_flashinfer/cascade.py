@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_flashinfer.library import Library
 from attn_flashinfer.pages import Pages
 from attn_flashinfer.workspace import Workspace
-from attn_flashinfer.wrappers import EagerAppend, Kind
+from attn_flashinfer.wrappers import EagerAppend, LayerSettings
 from attncore import AttentionMetadata
 from attncore.builder import CascadeRule, SharedPrefix, find_shared_prefix
 
@@ -23,11 +23,11 @@ class Cascade:
     others, so that each request becomes two rows there, the first of them without a query.
     """
 
-    def __init__(self, library: Library, workspace: Workspace, kind: Kind, rule: CascadeRule) -> None:
-        self._rule, self._block_size = rule, kind.shape.block_size
-        self._device, self._merge = kind.shape.device, library.merge_state_in_place
-        self._prefix = EagerAppend(library, workspace, kind, causal=False)
-        self._rest = EagerAppend(library, workspace, kind)
+    def __init__(self, library: Library, workspace: Workspace, settings: LayerSettings, rule: CascadeRule) -> None:
+        self._rule, self._block_size = rule, settings.shape.block_size
+        self._device, self._merge = settings.shape.device, library.merge_state_in_place
+        self._prefix = EagerAppend(library, workspace, settings, causal=False)
+        self._rest = EagerAppend(library, workspace, settings)
         self._tokens: Tensor | None = None
 
     def plan(self, metadata: AttentionMetadata, pages: Pages) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from attn_flashinfer.cascade import Cascade
 from attn_flashinfer.pages import Pages
-from attn_flashinfer.wrappers import CapturedDecode, EagerAppend, EagerDecode, Kind
+from attn_flashinfer.wrappers import CapturedDecode, EagerAppend, EagerDecode, LayerSettings
 from attn_flashinfer.xqa import XqaDecode
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ class KeyPlans:
     before each replay.
     """
 
-    def __init__(self, tools: Tools, kind: Kind) -> None:
-        self._tools, self.kind = tools, kind
+    def __init__(self, tools: Tools, settings: LayerSettings) -> None:
+        self._tools, self.settings = tools, settings
         self.step = StepPlan(_nothing, ())
         """Of the step planned last."""
         self._decode: EagerDecode | None = None
@@ -155,7 +155,7 @@ class KeyPlans:
         return CapturedDecode(
             self._tools.library,
             self._tools.workspace,
-            self.kind,
+            self.settings,
             indptr=metadata.paged_kv_indptr,
             indices=indices,
             last_page_len=metadata.paged_kv_last_page_len,
@@ -167,7 +167,7 @@ class KeyPlans:
         """The parts of an eager step: decodes of one token, decodes of several, prefills; the other way round behind
         the list builder."""
         rule = self._tools.rule
-        if rule is not None and self.kind.window is None:
+        if rule is not None and self.settings.window is None:
             found = self._cascaded(metadata, pages, rule)
             if found is not None:
                 return (found,)
@@ -183,7 +183,7 @@ class KeyPlans:
                 decodes = self._xqa(metadata, row, row + num_decodes, token)
             else:
                 if self._decode is None:
-                    self._decode = EagerDecode(self._tools.library, self._tools.workspace, self.kind)
+                    self._decode = EagerDecode(self._tools.library, self._tools.workspace, self.settings)
                 self._decode.plan(pages, row, row + num_decodes)
                 decodes = Part(self._decode.run, token, token + num_decodes)
             if not num_prefills:
@@ -199,7 +199,7 @@ class KeyPlans:
         """Rows of several tokens, which begin at ``token``."""
         append = self._append.get(name)
         if append is None:
-            append = self._append[name] = EagerAppend(self._tools.library, self._tools.workspace, self.kind)
+            append = self._append[name] = EagerAppend(self._tools.library, self._tools.workspace, self.settings)
         starts = metadata.host.query_start_loc[first : last + 1]
         if token:
             starts = starts - starts[0]
@@ -207,12 +207,12 @@ class KeyPlans:
         return Part(append.run, token, token + int(starts[-1]))
 
     def _xqa(self, metadata: AttentionMetadata, first: int, last: int, token: int) -> Part:
-        run = XqaDecode(self._tools.library, self._tools.xqa_workspace(), self.kind, metadata, first, last).run
+        run = XqaDecode(self._tools.library, self._tools.xqa_workspace(), self.settings, metadata, first, last).run
         return Part(run, token, token + last - first)
 
     def _cascaded(self, metadata: AttentionMetadata, pages: Pages, rule: CascadeRule) -> Part | None:
         if self._cascade is None:
-            self._cascade = Cascade(self._tools.library, self._tools.workspace, self.kind, rule)
+            self._cascade = Cascade(self._tools.library, self._tools.workspace, self.settings, rule)
         if not self._cascade.plan(metadata, pages):
             return None
         return Part(self._cascade.run, 0, int(metadata.host.query_start_loc[-1]))

@@ -34,7 +34,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerSettings:
     """What layers that share a plan share: the keywords of their plans."""
 
     shape: Shape
@@ -56,8 +56,8 @@ class Kind:
 class EagerDecode:
     """Decodes of one token, of any number of requests."""
 
-    def __init__(self, library: Library, workspace: Workspace, kind: Kind) -> None:
-        shape = kind.shape
+    def __init__(self, library: Library, workspace: Workspace, settings: LayerSettings) -> None:
+        shape = settings.shape
         with _plain_tensors():
             self._wrapper = library.decode(
                 workspace.buffer, shape.layout, use_tensor_cores=shape.tensor_cores, backend=KERNELS
@@ -66,7 +66,7 @@ class EagerDecode:
         self.run: Callable[..., Any] = self._wrapper.run
         self._room = _Room(workspace, self._wrapper)
         self._sizes = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.block_size
-        self._keywords = {**kind.keywords(), "o_data_type": shape.dtype}
+        self._keywords = {**settings.keywords(), "o_data_type": shape.dtype}
 
     def plan(self, pages: Pages, first: int, last: int) -> None:
         """Plans rows first..last of a step."""
@@ -81,15 +81,15 @@ class EagerDecode:
 class EagerAppend:
     """Queries of any lengths behind any contexts: prompts, chunks of them, decodes of several tokens."""
 
-    def __init__(self, library: Library, workspace: Workspace, kind: Kind, *, causal: bool = True) -> None:
-        shape = kind.shape
+    def __init__(self, library: Library, workspace: Workspace, settings: LayerSettings, *, causal: bool = True) -> None:
+        shape = settings.shape
         with _plain_tensors():
             self._wrapper = library.prefill(workspace.buffer, shape.layout, backend=KERNELS)
             _serve(workspace, self._wrapper, shape.device)
         self.run: Callable[..., Any] = self._wrapper.run
         self._room = _Room(workspace, self._wrapper)
         self._sizes = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.block_size
-        self._keywords = {**kind.keywords(), "o_data_type": shape.dtype, "causal": causal}
+        self._keywords = {**settings.keywords(), "o_data_type": shape.dtype, "causal": causal}
 
     def plan(self, pages: Pages, first: int, last: int, starts: Tensor, longest: int) -> None:
         """Plans rows first..last, whose queries begin at ``starts`` int32[last - first + 1] on the host, the first at
@@ -113,7 +113,7 @@ class CapturedDecode:
         self,
         library: Library,
         workspace: Workspace,
-        kind: Kind,
+        settings: LayerSettings,
         *,
         indptr: Tensor,
         indices: Tensor,
@@ -121,7 +121,7 @@ class CapturedDecode:
         query_len: int,
         max_seq_len: int,
     ) -> None:
-        shape = kind.shape
+        shape = settings.shape
         self._plan = library.fast_decode_plan
         with _plain_tensors():
             wrapper = self._wrapper = library.decode(
@@ -138,7 +138,7 @@ class CapturedDecode:
         self.num_reqs, self.query_len, self.address = len(last_page_len), query_len, indptr.data_ptr()
         self._none = indices[:0]
         self._sizes = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.block_size
-        self._keywords = {**kind.keywords(), "q_len_per_req": query_len}
+        self._keywords = {**settings.keywords(), "q_len_per_req": query_len}
         self._start(
             workspace, full(self.num_reqs, max(max_seq_len, query_len), shape.block_size), indptr, last_page_len
         )

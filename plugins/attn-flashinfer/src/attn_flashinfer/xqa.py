@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_flashinfer.library import Library
-from attn_flashinfer.wrappers import Kind
+from attn_flashinfer.wrappers import LayerSettings
 from attncore import AttentionMetadata
 
 WORKSPACE_BYTES = 128 << 20
@@ -25,9 +25,15 @@ class XqaDecode:
     """The decodes first..last of a step. Nothing of the step is read before ``run``."""
 
     def __init__(
-        self, library: Library, memory: Tensor, kind: Kind, metadata: AttentionMetadata, first: int, last: int
+        self,
+        library: Library,
+        memory: Tensor,
+        settings: LayerSettings,
+        metadata: AttentionMetadata,
+        first: int,
+        last: int,
     ) -> None:
-        self._library, self._memory, self._kind = library, memory, kind
+        self._library, self._memory, self._settings = library, memory, settings
         self._metadata, self._rows = ref(metadata), (first, last)  # a plan does not keep its step, nor the builder
         self._read: tuple[Tensor, Tensor] | None = None
 
@@ -50,7 +56,7 @@ class XqaDecode:
             self._read = metadata.block_table[first:last], metadata.seq_lens[first:last]
             self._longest = metadata.max_seq_len
         table, seq_lens = self._read
-        kind = self._kind
+        settings = self._settings
         self._library.xqa(
             query.contiguous(),  # of the tensors it takes, XQA asks the caches alone for their strides
             caches,
@@ -58,10 +64,10 @@ class XqaDecode:
             table,
             seq_lens,
             self._longest,
-            bmm1_scale=kind.scale * k_scale,
+            bmm1_scale=settings.scale * k_scale,
             bmm2_scale=v_scale,
-            window_left=-1 if kind.window is None else kind.window - 1,
+            window_left=-1 if settings.window is None else settings.window - 1,
             out=out,
-            kv_layout=kind.shape.layout,
+            kv_layout=settings.shape.layout,
         )
         return out

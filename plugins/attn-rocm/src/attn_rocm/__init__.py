@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 @hookimpl
 def attncore_backend() -> BackendSpec:
     """The facts by which attncore chooses, and which its conformance kit probes."""
-    from attn_rocm.facts import spec
+    from attn_rocm.spec import make_spec
 
-    return spec()
+    return make_spec()
 
 
 @hookimpl

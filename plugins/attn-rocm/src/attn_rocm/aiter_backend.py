@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_rocm.backend import TritonBackend, TritonImpl
+from attn_rocm.triton_backend import TritonBackend, TritonImpl
 from attncore import AttentionBackend, AttentionMetadata, AttentionType, BackendConfig
 
 PARTITION = 256

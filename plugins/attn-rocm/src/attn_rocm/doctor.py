@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from attn_rocm import facts as spec_facts
-from attn_rocm import settings
+from attn_rocm import settings, spec
 from attn_rocm.tiles import ARCHITECTURES
 from attncore import Host
 
@@ -22,11 +21,11 @@ def facts(host: Host) -> Mapping[str, str]:
         )
     else:
         found["architecture"] = f"{host.arch}: not one of {', '.join(ARCHITECTURES)}"
-    versions = {name: spec_facts.version_on(host, name) for name in (*spec_facts.TRITON, "amd-aiter", "flash-attn")}
+    versions = {name: spec.version_on(host, name) for name in (*spec.TRITON, "amd-aiter", "flash-attn")}
     found |= {name: version for name, version in versions.items() if version}
     if host.platform == "rocm" and versions["amd-aiter"]:
-        found["import aiter"] = spec_facts.import_problem("aiter.ops.triton.unified_attention") or "works"
-    for name in (settings.KERNEL, settings.DEV_DEVICE, spec_facts.TRITON_BUILD):
+        found["import aiter"] = spec.import_problem("aiter.ops.triton.unified_attention") or "works"
+    for name in (settings.KERNEL, settings.DEV_DEVICE, spec.TRITON_BUILD):
         if name in os.environ:
             found[name] = os.environ[name]
     return found

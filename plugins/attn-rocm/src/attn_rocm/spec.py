@@ -26,7 +26,7 @@ ONLY_ASKED = {
 Check = Callable[[AttentionRequest, Host], Iterator[Reason]]
 
 
-def spec() -> BackendSpec:
+def make_spec() -> BackendSpec:
     """The facts. ValueError where one of the plugin's environment variables makes no sense."""
     developing = settings.dev_device()
     settings.kernel()
@@ -34,7 +34,7 @@ def spec() -> BackendSpec:
     return BackendSpec(
         name=NAME,
         api=1,
-        factory="attn_rocm.backend:TritonBackend",
+        factory="attn_rocm.triton_backend:TritonBackend",
         devices={f"rocm:{name}": 60 for name in ARCHITECTURES} | beside,
         dtypes={"float16", "bfloat16", "float32"},
         kv_cache_dtypes={"auto", "fp8_e4m3", "fp8_e5m2"},
