@@ -10,6 +10,11 @@ SIDE = ("check_ready", "wait", "send", "replay")
 SHAPES = ("eager", "find")
 
 
+def assembly(builder):
+    """What takes the builder's steps through their stages, and replays graphs over them."""
+    return builder._assembly
+
+
 def side(builder):
     """What sends the builder's steps to the device, by its transport."""
     return builder._assembly.side

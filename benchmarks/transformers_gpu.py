@@ -34,7 +34,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "examples"), str(Path(__file__).parent)]
 import engine as example  # noqa: E402
-from builder_insides import use_plan  # noqa: E402
+from builder_insides import assembly, use_plan  # noqa: E402
 from clocks import ClockedContext, ClockedGraph, Clocks  # noqa: E402
 from gpu import machine  # noqa: E402
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM, logging  # noqa: E402
@@ -90,7 +90,7 @@ class Timed(example.Engine):
         clocked = self.clocks.around
         for owner, names, clock in (
             (self.builder, ("build",), "build"),
-            (self.builder, ("_replay",), "replay and launch"),
+            (assembly(self.builder), ("replay",), "replay and launch"),
             (self.backend, ("plan",), "plan"),
             (self.batch, ("add_request", "append_blocks", "remove_request"), "batch"),
             (self, ("_schedule",), "schedule"),

@@ -43,7 +43,8 @@ class Assembly:
         poison: bool,
     ) -> None:
         self._core, self._backends, self._settings = core, backends, settings
-        self._engine_fields, self._overlap, self._poison = engine_fields, overlap, poison
+        self._overlap, self._poison = overlap, poison
+        self._fill = engine_fields.fill if engine_fields else None
         self.builder, self.closed = builder, False  # whose metadata this is, for backends that ask
         has_cross, max_num_reqs = core.cross is not None, core.lengths.shape[1]
         max_encoder = settings.max_num_encoder_tokens if has_cross else 0
@@ -103,7 +104,7 @@ class Assembly:
 
     def build(self, shape: Any, scheduled: Mapping[Hashable, int], query_len: int) -> StepMetadata:
         """Builds, plans and sends a step; ``shape`` None: an eager step, whose shape follows from its tokens."""
-        num_rows = len(self._core.order)
+        num_rows = len(self._core.order.req_ids)
         self.acquire()
         metadata = None
         if not scheduled and query_len == 1:
@@ -145,13 +146,13 @@ class Assembly:
         core, side = self._core, self.side
         self._rows_before = num_rows
         try:
-            if self._engine_fields:
-                self._engine_fields.fill(metadata)
+            if self._fill is not None:
+                self._fill(metadata)
             if self._backends.plans:
                 self._backends.plan(metadata)
             if side is not None:
                 arena = metadata._arena
-                side.send(arena.step, shape, arena, len(core.order), waits and shape.pads)
+                side.send(arena.step, shape, arena, len(core.order.req_ids), waits and shape.pads)
                 if side.name == "copy":
                     for index in side.page_lists:
                         _ = metadata.groups[core.groups[index].name].paged_kv_indices
