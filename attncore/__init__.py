@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from attncore.ops.cache_writer import CacheWriter
     from attncore.ops.operator import attention, forward_context
     from attncore.registry.choice.choice import Choice
-    from attncore.registry.choice.joint_choice import JointChoice
+    from attncore.registry.choice.prefill_decode_choice import JointChoice
     from attncore.registry.choice.select import select, select_joint
     from attncore.registry.host.host import Host
     from attncore.registry.plugins.hookspecs import hookimpl
@@ -111,14 +111,14 @@ _HOMES = {
         "CommonAttentionMetadata CommonAttentionState CommonMetadataBuilder InputBatch KVCacheGroup MetadataBuilder "
         "Sequence SequenceGroup"
     ),
-    "builder.lists.state": "AttentionState",
+    "builder.lists.attention_state": "AttentionState",
     "ops.cache_writer": "CacheWriter",
     "ops.operator": "attention forward_context",
     "errors": "AttncoreError CaptureError ConcurrentUseError NoBackendError PluginError",
     "registry.choice.choice": "Choice",
     "registry.plugins.hookspecs": "hookimpl",
     "registry.host.host": "Host",
-    "registry.choice.joint_choice": "JointChoice",
+    "registry.choice.prefill_decode_choice": "JointChoice",
     "registry.reasons": "Reason",
     "registry.request": "AttentionRequest",
     "registry.choice.select": "select select_joint",

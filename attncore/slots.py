@@ -1,8 +1,12 @@
-"""The public names of ``attncore.kernels``: functions on host arrays, the choice of kernels, the pad value."""
+"""Public functions on host arrays: slot mapping, positions, page indices; the choice of kernels, the pad value.
+
+They are defined in ``attncore.kernels``.
+"""
 
 from attncore.array_arguments import Int32Array, Int64Array
 from attncore.kernels import KernelsName, load_kernels, why_kernels
-from attncore.kernels.arrays import (
+from attncore.kernels.codes import PAD_SLOT_ID
+from attncore.kernels.field_functions import (
     build_logits_indices,
     build_page_lists,
     build_positions,
@@ -13,7 +17,6 @@ from attncore.kernels.arrays import (
     is_block_tables_empty,
     pad_block_table,
 )
-from attncore.kernels.codes import PAD_SLOT_ID
 
 __all__ = [
     "PAD_SLOT_ID",

@@ -11,7 +11,7 @@ import time
 import torch
 
 from attncore import CacheWriter
-from attncore.ops.store import store
+from attncore.ops.cache_writer_triton import store
 
 BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE = 4096, 16, 8, 128
 

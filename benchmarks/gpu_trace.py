@@ -9,8 +9,8 @@ from builder_insides import Sent
 from gpu_work import Backend, Shape, Work, captured, synchronize
 
 from attncore import MetadataBuilder
-from attncore.replay.ranks import apply_before, make_batch, scheduled
-from attncore.replay.scheduling.cache_blocks import CacheBlocks
+from attncore.replay.rank_builders import apply_before, make_batch, scheduled
+from attncore.replay.scheduling.kv_cache_manager import CacheBlocks
 from attncore.replay.scheduling.scheduler import Scheduler
 from attncore.replay.settings import Settings
 from attncore.replay.traces.read_trace import read_trace

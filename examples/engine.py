@@ -1,4 +1,4 @@
-"""A continuous-batching engine: any decoder model of transformers, over attncore's metadata and an attention backend.
+"""A continuous-batching engine: decoder models of transformers, over attncore's metadata and an attention backend.
 
     python examples/engine.py
 

@@ -20,7 +20,7 @@ import attncore
 from attncore.builder import CommonMetadataBuilder, Sequence, SequenceGroup
 from attncore.cli import main
 from attncore.errors import AttncoreError
-from attncore.lines.list_builder import parse_batch
+from attncore.json_lines.list_builder import parse_batch
 from attncore.testing.engines.tolerances import tolerance
 
 pytestmark = [

@@ -14,7 +14,7 @@ import attncore
 LAYERS = {
     "": (
         "cli __main__",
-        "lines replay testing integrations",
+        "json_lines replay testing integrations",
         "registry reference ops dense merge",
         "abstract",
         "builder",
@@ -25,7 +25,7 @@ LAYERS = {
     "builder": (
         "persistent lists",
         "device blocks",
-        "metadata slices device_view padding first_generation",
+        "metadata slices device_slices first_generation_names",
         "fields",
     ),
     "registry": (
@@ -36,7 +36,7 @@ LAYERS = {
         "host request_from_config_json",
         "request",
         "reasons",
-        "devices requirements printable child_process",
+        "device_patterns package_requirements printable child_process",
     ),
 }
 """What stands in each folder, from the top layer down. A module imports from its own layer and from those below it.

@@ -13,7 +13,7 @@ TEMPLATE = sorted((ROOT / "attncore" / "template").rglob("*.py.txt"))
 SOURCES = [*sorted(ROOT.glob("plugins/*/src/**/*.py")), *TEMPLATE]
 PUBLIC_MODULES = {
     "attncore", "attncore.builder", "attncore.dense", "attncore.graphs", "attncore.merge", "attncore.ops",
-    "attncore.ops.store", "attncore.reference", "attncore.testing", "attncore.testing.latency",
+    "attncore.ops.cache_writer_triton", "attncore.reference", "attncore.testing", "attncore.testing.latency",
     "attncore.testing.suite",
 }  # fmt: skip
 OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
@@ -115,7 +115,7 @@ def test_every_plugin_and_the_template_are_read():
         'plan = vars(metadata)["_plan"]',
         'metadata.__dict__["_plan"] = plan',
         "kernel = store._store_both",
-        "from attncore.ops.store import _store",
+        "from attncore.ops.cache_writer_triton import _store",
         "from attncore.builder.blocks.cascade import CascadePass",
         "from attncore.abstract import PlanKey",
         "import attncore.registry.plugins.load",

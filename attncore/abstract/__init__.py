@@ -3,11 +3,11 @@
 No module of this package imports torch or NumPy before a tensor is made. Plugins import these names from ``attncore``.
 """
 
+from attncore.abstract.attention_impl import AttentionImpl, AttentionLayer, LayerFeatures, PlanKey
 from attncore.abstract.attention_metadata import AttentionMetadata, AttentionMetadataBuilder, HostArrays, StepBuilder
 from attncore.abstract.backend import AttentionBackend
 from attncore.abstract.backend_config import BackendConfig, check_value_size
-from attncore.abstract.layer import AttentionImpl, AttentionLayer, LayerFeatures, PlanKey
-from attncore.abstract.spec_facts import OptionFacts, SpecFacts
+from attncore.abstract.spec_protocol import OptionFacts, SpecFacts
 from attncore.vocabulary import AttentionType
 
 __all__ = [

@@ -8,9 +8,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attncore.abstract.attention_impl import AttentionImpl, PlanKey
 from attncore.abstract.config_against_spec import checked
-from attncore.abstract.first_generation import FirstGenerationNames
-from attncore.abstract.layer import AttentionImpl, PlanKey
+from attncore.abstract.first_generation_names import FirstGenerationNames
 from attncore.vocabulary import AttentionType
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from attncore.abstract.attention_metadata import AttentionMetadata
     from attncore.abstract.backend_config import BackendConfig
-    from attncore.abstract.spec_facts import SpecFacts
+    from attncore.abstract.spec_protocol import SpecFacts
     from attncore.builder import CommonAttentionState, CommonMetadataBuilder
 
 

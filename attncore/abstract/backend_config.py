@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attncore.frozen_map import FrozenMap
 
 if TYPE_CHECKING:
-    from attncore.abstract.spec_facts import SpecFacts
+    from attncore.abstract.spec_protocol import SpecFacts
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attncore.abstract.backend_config import BackendConfig
-    from attncore.abstract.spec_facts import SpecFacts
+    from attncore.abstract.spec_protocol import SpecFacts
 
 
 def checked(config: BackendConfig) -> BackendConfig:

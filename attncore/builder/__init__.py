@@ -1,9 +1,9 @@
 """The two builders of metadata, and building blocks for engines that do more with a step.
 
-``fields`` declares the fields, ``metadata`` has them as attributes of a step, ``slices`` and ``device_view`` make views
-of a step, and ``padding`` pads its arrays. ``persistent`` builds steps from a batch that is kept from step to step and
-sends them to a device by ``device``; ``lists`` builds a step from groups of sequences. ``blocks`` is host arithmetic on
-metadata and its arrays (docs/building-blocks.md).
+``fields`` declares the fields, ``metadata`` has them as attributes of a step, ``slices`` and ``device_slices`` make
+views of a step, and ``pad_array`` pads its arrays. ``persistent`` builds steps from a batch that is kept from step to
+step and sends them to a device by ``device``; ``lists`` builds a step from groups of sequences. ``blocks`` is host
+arithmetic on metadata and its arrays (docs/building-blocks.md).
 """
 
 from attncore.builder.blocks.cascade import (
@@ -37,10 +37,10 @@ from attncore.builder.blocks.splitting import (
     split_three_ways,
 )
 from attncore.builder.lists.advance_step import advance_step
+from attncore.builder.lists.attention_state import CommonAttentionState
 from attncore.builder.lists.builder import CommonMetadataBuilder
 from attncore.builder.lists.encoders import token_counts
 from attncore.builder.lists.sequence_group import Sequence, SequenceGroup
-from attncore.builder.lists.state import CommonAttentionState
 from attncore.builder.metadata import CommonAttentionMetadata, metadata_from_fields
 from attncore.builder.persistent.builder import MetadataBuilder
 from attncore.builder.persistent.input_batch import InputBatch

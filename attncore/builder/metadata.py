@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from attncore.builder import slices
 from attncore.builder.fields import ARRAYS, BROADCAST, COUNTS, DERIVED, FIELDS
-from attncore.builder.first_generation import FirstGenerationMetadataNames
+from attncore.builder.first_generation_names import FirstGenerationMetadataNames
 
 Wrap = Callable[[npt.NDArray[Any]], Any]
 

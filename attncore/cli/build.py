@@ -27,8 +27,8 @@ from attncore.cli.persistent_builder_options import (
     parse_one_rank,
 )
 from attncore.cli.usage_errors import InputLineError, UsageError
+from attncore.json_lines.list_builder import build_batch, parse_batch
 from attncore.kernels import load_kernels
-from attncore.lines.list_builder import build_batch, parse_batch
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def _answerer(args: argparse.Namespace) -> Callable[[bytes], dict[str, Any]]:
     """The function from a line to its answer: by the list builder, or with any of its options the persistent one."""
     if not (args.groups or args.speculative or args.context_parallel):
         return lambda line: build_batch(parse_batch(line), args.layout, args.kernels)
-    from attncore.lines.persistent_builder import StepOptions, build_step, parse_step
+    from attncore.json_lines.persistent_builder import StepOptions, build_step, parse_step
 
     if args.layout != "common":
         raise UsageError(

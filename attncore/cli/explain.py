@@ -14,10 +14,10 @@ from attncore.cli.output import print_json, stdout_to_stderr
 from attncore.registry.choice.candidates import Candidate
 from attncore.registry.choice.choice import Choice, choose
 from attncore.registry.choice.explain import explain
-from attncore.registry.choice.joint_choice import JointChoice, choose_joint
 from attncore.registry.choice.negotiate import Negotiation
 from attncore.registry.choice.negotiate_installed import negotiate_installed, negotiate_installed_joint
-from attncore.registry.choice.negotiate_joint import JointNegotiation
+from attncore.registry.choice.negotiate_prefill_decode import JointNegotiation
+from attncore.registry.choice.prefill_decode_choice import JointChoice, choose_joint
 from attncore.registry.host.host import Host
 from attncore.registry.request_from_config_json import read
 from attncore.vocabulary import (

@@ -25,7 +25,7 @@ from attncore.replay.layers.attention_layers import torch_threads
 from attncore.replay.results import report
 from attncore.replay.results.save_steps import StepsFile, batch_line, persistent_line
 from attncore.replay.runner import replay
-from attncore.replay.scheduling.cache_blocks import check_pools
+from attncore.replay.scheduling.kv_cache_manager import check_pools
 from attncore.replay.settings import Settings
 from attncore.replay.traces import synthetic
 from attncore.replay.traces.read_trace import read_trace
@@ -113,8 +113,8 @@ def _layers(
 def _model(path: str, backend: str | None, settings: Settings, trace: Trace) -> tuple[ModelLayers, str]:
     if importlib.util.find_spec("transformers") is None:
         raise NoBackendError("transformers is not installed and --model needs it: pip install attncore[transformers]")
-    from attncore.replay.errors import ModelError
     from attncore.replay.layers.whole_model import ModelLayers
+    from attncore.replay.model_error import ModelError
 
     with stdout_to_stderr():
         try:

@@ -15,7 +15,7 @@ from attncore.errors import NoBackendError
 from attncore.registry.choice.select import select
 from attncore.registry.plugins.load import registry
 from attncore.registry.spec.backend_spec import BackendSpec
-from attncore.registry.spec.fitting_request import fitting_fields
+from attncore.registry.spec.fitting_fields import fitting_fields
 from attncore.vocabulary import DTYPES, KV_CACHE_DTYPES
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ class CacheWriter:
         if self._checked != (key.shape, value.shape, key_cache.shape, value_cache.shape, slot_mapping.shape):
             self._check(key, value, key_cache, value_cache, slot_mapping)
         if slot_mapping.is_cuda:
-            from attncore.ops.store import store
+            from attncore.ops.cache_writer_triton import store
 
             largest = LARGEST.get(key_cache.dtype, 0.0)
             store(

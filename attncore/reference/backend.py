@@ -17,7 +17,7 @@ from attncore.abstract import AttentionBackend, AttentionImpl, AttentionMetadata
 from attncore.reference import cache as paged
 from attncore.reference import checks
 from attncore.reference.causal import Answer, CausalRows, Paged
-from attncore.reference.encoder import CrossRows, among_themselves
+from attncore.reference.non_causal import CrossRows, among_themselves
 from attncore.reference.scoring import Scoring
 
 if TYPE_CHECKING:

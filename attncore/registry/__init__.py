@@ -7,7 +7,7 @@
 - ``host``: Host, what a machine has.
 - ``request``: AttentionRequest, what a model and an engine ask; ``request_from_config_json`` reads one from a model.
 - ``reasons``: Reason, why a backend cannot be used.
-- ``devices``, ``requirements``: names and patterns of devices, and versions of distributions.
+- ``device_patterns``, ``package_requirements``: names and patterns of devices, and versions of distributions.
 - ``printable``, ``child_process``: safe text of a plugin's values, and a module run with a time limit.
 
 Each imports only from those after it. A choice goes the other way: request, host and the specs of the plugins meet in

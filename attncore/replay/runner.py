@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from attncore.replay.checks.metadata_check import MetadataCheck
 from attncore.replay.checks.oracle import WHOLE, Shard
-from attncore.replay.ranks import Ranks
+from attncore.replay.rank_builders import Ranks
 from attncore.replay.results.measurements import Outcome, Steps, Verification
-from attncore.replay.scheduling.cache_blocks import CacheBlocks
 from attncore.replay.scheduling.draft_model import DraftModel
+from attncore.replay.scheduling.kv_cache_manager import CacheBlocks
 from attncore.replay.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""How a replay serves its requests."""
+"""Settings: the options of a replay."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from attncore.builder.persistent.batch_arguments import ONLY_GROUP
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
-from attncore.replay.scheduling.clock import CostModel
+from attncore.replay.scheduling.cost_model import CostModel
 from attncore.replay.scheduling.draft_model import Speculation
 
 

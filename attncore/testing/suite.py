@@ -7,7 +7,6 @@ BACKEND = "acme"
 from __future__ import annotations
 
 from attncore.testing.checks import (
-    captured_graph,
     captured_sizes,
     cross_attention,
     declared_sizes,
@@ -23,9 +22,10 @@ from attncore.testing.checks import (
     padding,
     refusals,
     spec,
-    step_to_step,
+    stale_state,
     strided_tensors,
     synchronisation,
+    torch_graph,
     torch_operator,
 )
 from attncore.testing.harness.fixtures import attncore_captured_steps, attncore_examples, attncore_subject
@@ -44,13 +44,13 @@ CHECKS = (
     cross_attention,
     log_sum_exp,
     nan_canary,
-    step_to_step,
+    stale_state,
     padding,
     list_builder,
     torch_operator,
     captured_sizes,
     synchronisation,
-    captured_graph,
+    torch_graph,
 )
 """The modules whose tests are the kit's."""
 

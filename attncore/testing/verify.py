@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from attncore._version import __version__
-from attncore.registry import requirements
+from attncore.registry import package_requirements
 from attncore.registry.child_process import run_in_child
 from attncore.registry.choice.choice import Choice
 
@@ -84,7 +84,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 def _blank(choice: Choice) -> Verdict:
     host, form = choice.host, choice.spec
-    names = sorted({requirements.parse(text).name for text in form.all_requires})
+    names = sorted({package_requirements.parse(text).name for text in form.all_requires})
     library = ", ".join(f"{name} {host.packages.get(name, '')}".strip() for name in names)
     return Verdict(
         name=choice.name,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from attncore.lines.list_builder import build_batch, parse_batch
+from attncore.json_lines.list_builder import build_batch, parse_batch
 
 SHAPES = {"100 groups of 1 block": (100, 1, 1), "1 group of 100": (1, 100, 1), "1 sequence of 100": (1, 1, 100)}
 

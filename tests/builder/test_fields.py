@@ -21,7 +21,7 @@ from attncore.builder import (
 from attncore.builder.device.arena import ArenaRing, Capacity
 from attncore.builder.fields import FIELDS, Field, Length, Owner, Pad
 from attncore.builder.persistent.step_metadata import StepMetadata
-from attncore.lines import list_builder, persistent_builder
+from attncore.json_lines import list_builder, persistent_builder
 
 PAD_SEQ_LEN = 1
 PUBLIC = {name: field for name, field in FIELDS.items() if not field.internal}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attncore.builder import KVCacheGroup
 from attncore.cli import main
-from attncore.lines.persistent_builder import StepOptions, build_step, parse_step
+from attncore.json_lines.persistent_builder import StepOptions, build_step, parse_step
 
 GROUPS = "full:4,window:8:2"
 EXAMPLE = {

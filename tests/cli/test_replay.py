@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from attncore.cli import main
-from attncore.replay import ranks
+from attncore.replay import rank_builders
 from attncore.replay.layers.attention_layers import AttentionLayers
-from attncore.replay.scheduling.clock import CostModel
+from attncore.replay.scheduling.cost_model import CostModel
 from attncore.replay.traces import synthetic
 
 TIMES = ("build_us", "attention_us", "wall_s")
@@ -149,13 +149,13 @@ def test_the_table_ends_with_a_sentence(capsys, trace):
 
 
 def test_a_failed_check_ends_with_1_and_names_the_field(capsys, trace, monkeypatch):
-    class Faulty(ranks.MetadataBuilder):
+    class Faulty(rank_builders.MetadataBuilder):
         def build(self, scheduled):
             metadata = super().build(scheduled)
             metadata.host.logits_indices[0] += 1
             return metadata
 
-    monkeypatch.setattr(ranks, "MetadataBuilder", Faulty)
+    monkeypatch.setattr(rank_builders, "MetadataBuilder", Faulty)
     code, out, _ = ran(capsys, trace, "--metadata-only", "--verify-every", "1")
     assert code == 1
     assert "failed: step 0: logits_indices: [0] is" in out

@@ -30,7 +30,7 @@ def test_a_change_in_another_file_reaches_a_compiled_function(tmp_path):
         return process.stdout.strip()
 
     assert ask() == "21"
-    # fill_slot_mapping is in arrays.py; the remainder that it compiles in is in blocks.py.
-    blocks = copy / "kernels" / "numba" / "blocks.py"
-    blocks.write_text(blocks.read_text().replace("return token % block_size", "return token % block_size + 100"))
+    # fill_slot_mapping is in field_functions.py; the remainder that it compiles in is in slots.py.
+    slots = copy / "kernels" / "numba" / "slots.py"
+    slots.write_text(slots.read_text().replace("return token % block_size", "return token % block_size + 100"))
     assert ask() == "121"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import attncore.kernels
-from attncore.kernels.numba import group_checks
+from attncore.kernels.numba import sequence_checks
 
 KERNELS = Path(attncore.kernels.__file__).parent
 STRUCT = "a C struct; a loop of numba's takes arrays and returns tuples"
@@ -19,21 +19,21 @@ EXCEPTIONS = {
     "types": "C types",
     "codes": "attncore/kernels/codes.py for C; the numba side imports that",
     "jit": "how numba compiles",
-    "blocks.BlockSize": STRUCT,
-    "blocks.block_size_of": "the shift of a power of two, which BlockSize holds",
-    "table.TableView": STRUCT,
+    "slots.BlockSize": STRUCT,
+    "slots.block_size_of": "the shift of a power of two, which BlockSize holds",
+    "block_table.TableView": STRUCT,
     "checks.Failure": STRUCT,
-    "checks.stale_fours": "SSE2",
-    "decodes.sum_fours": "SSE2",
-    "arena.lengths_of": "a pointer to an array",
-    "arena.slots_of": "a pointer to an array",
-    "send.store_word": "an atomic store; NumPy has none, and the numba side serves no device",
-    "send.load_word": "an atomic load, the same",
-    "send.words_at": "memory at an address, for which C has a cast",
-    "group_checks.Entry": STRUCT,
-    "group_checks.GroupTotals": STRUCT,
-    "groups.GroupReader._reserve_entries": "realloc; NumPy allocates",
-    "groups.GroupReader._reserve_ids": "realloc; NumPy allocates",
+    "checks.stale_rows": "SSE2",
+    "one_token_rows.prefix_sum": "SSE2",
+    "step_arena.lengths_of": "a pointer to an array",
+    "step_arena.slots_of": "a pointer to an array",
+    "step_sender.store_word": "an atomic store; NumPy has none, and the numba side serves no device",
+    "step_sender.load_word": "an atomic load, the same",
+    "step_sender.words_at": "memory at an address, for which C has a cast",
+    "sequence_checks.Entry": STRUCT,
+    "sequence_checks.GroupTotals": STRUCT,
+    "sequence_groups.GroupReader._reserve_entries": "realloc; NumPy allocates",
+    "sequence_groups.GroupReader._reserve_ids": "realloc; NumPy allocates",
 }
 
 CYTHON_NAME = re.compile(
@@ -97,7 +97,7 @@ def test_both_sides_have_the_same_names():
     assert differences(*both_sides()) == (set(), set())
 
 
-@pytest.mark.parametrize("name", ["padding.pad_step", "table.TableState.truncate", "ranks", "block_ids.read_int"])
+@pytest.mark.parametrize("name", ["padding.pad_step", "block_table.TableState.truncate", "context_parallel", "block_ids.read_int"])
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_name_that_one_side_lacks_is_found(name, side):
     sides = both_sides()
@@ -107,7 +107,7 @@ def test_a_name_that_one_side_lacks_is_found(name, side):
 
 def test_an_exception_that_is_none_any_more_is_found():
     cython, numba = both_sides()
-    assert differences(cython, numba | {"decodes.sum_fours"}) == (set(), {"decodes.sum_fours"})
+    assert differences(cython, numba | {"one_token_rows.prefix_sum"}) == (set(), {"one_token_rows.prefix_sum"})
 
 
 def test_the_sources_are_understood():
@@ -116,8 +116,8 @@ def test_the_sources_are_understood():
     assert {
         "step.StepKernel._run",
         "step.StepKernel.decode_step_inside",
-        "send.store_word",
-        "arrays.classify",
+        "step_sender.store_word",
+        "field_functions.classify",
     } <= cython
     names = cython_names("cdef class A:\n    cdef inline int* f(self, int x):\n        g(x)\n\n\ncdef B* h(int a):\n")
     assert names == {"A", "A.f", "h"}
@@ -129,9 +129,9 @@ def test_every_topic_is_included():
 
 
 def test_an_entry_has_the_columns_of_the_c_struct():
-    struct = re.search(r"cdef struct Entry:\n((?:    .*\n)+)", (KERNELS / "cython/group_checks.pxi").read_text())[1]
+    struct = re.search(r"cdef struct Entry:\n((?:    .*\n)+)", (KERNELS / "cython/sequence_checks.pxi").read_text())[1]
     fields = re.findall(r"^    \w+ (\w+)", struct, re.M)
-    assert [getattr(group_checks, name.upper()) for name in fields] == list(range(group_checks.ENTRY_COLUMNS))
+    assert [getattr(sequence_checks, name.upper()) for name in fields] == list(range(sequence_checks.ENTRY_COLUMNS))
 
 
 @pytest.mark.parametrize(

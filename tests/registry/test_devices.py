@@ -2,7 +2,7 @@
 
 import pytest
 
-from attncore.registry.devices import best_match, canonical, is_pattern, specificity
+from attncore.registry.device_patterns import best_match, canonical, is_pattern, specificity
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 import attncore
 from attncore import env, vocabulary
-from attncore.abstract.first_generation import FirstGenerationNames
+from attncore.abstract.first_generation_names import FirstGenerationNames
 from attncore.registry.plugins import known_backends
 from attncore.registry.plugins.hookspecs import Hooks
 from attncore.registry.spec.variant import VariantFacts

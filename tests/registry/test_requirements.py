@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from attncore.registry.requirements import installed, parse, satisfied, version_key
+from attncore.registry.package_requirements import installed, parse, satisfied, version_key
 
 RELEASE = st.lists(st.integers(0, 12), min_size=1, max_size=3).map(lambda parts: ".".join(map(str, parts)))
 VERSION = st.builds(

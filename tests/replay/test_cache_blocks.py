@@ -3,7 +3,7 @@
 import pytest
 
 from attncore.builder import KVCacheGroup
-from attncore.replay.scheduling.cache_blocks import CacheBlocks, check_pools
+from attncore.replay.scheduling.kv_cache_manager import CacheBlocks, check_pools
 from attncore.replay.traces.trace import Request
 
 FULL, WINDOW, WIDE = KVCacheGroup("full", 4), KVCacheGroup("window", 2, sliding_window=3), KVCacheGroup("wide", 6)

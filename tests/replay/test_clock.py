@@ -2,7 +2,7 @@
 
 import pytest
 
-from attncore.replay.scheduling.clock import CostModel
+from attncore.replay.scheduling.cost_model import CostModel
 
 
 def test_seconds_by_hand():

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from attncore.builder import KVCacheGroup
-from attncore.replay import ranks
+from attncore.replay import rank_builders
 from attncore.replay.layers.attention_layers import AttentionLayers
 from attncore.replay.results.measurements import total
 from attncore.replay.runner import replay
-from attncore.replay.scheduling.clock import CostModel
+from attncore.replay.scheduling.cost_model import CostModel
 from attncore.replay.scheduling.draft_model import Speculation
 from attncore.replay.settings import Settings
 from attncore.replay.token_content import Content
@@ -47,7 +47,7 @@ def layers(of, num_layers=3):
     pytest.importorskip("torch")
     from attncore import BackendConfig
     from attncore.reference import ReferenceBackend
-    from attncore.replay.layers.sharded_layers import ShardedLayers
+    from attncore.replay.layers.context_parallel_layers import ShardedLayers
 
     backends = {
         group.name: ReferenceBackend(BackendConfig(4, 2, 8, "float32", group.block_size)) for group in of.groups_of_rank
@@ -99,7 +99,7 @@ def test_the_same_seed_draws_the_same_drafts():
     assert one.steps.decode_tokens == two.steps.decode_tokens != other.steps.decode_tokens
 
 
-class WrongSlot(ranks.MetadataBuilder):
+class WrongSlot(rank_builders.MetadataBuilder):
     """The last token of each step goes elsewhere, in the second group alone."""
 
     def build(self, scheduled):
@@ -108,7 +108,7 @@ class WrongSlot(ranks.MetadataBuilder):
         return metadata
 
 
-class WrongTable(ranks.MetadataBuilder):
+class WrongTable(rank_builders.MetadataBuilder):
     """The second group's table names a block of somebody else."""
 
     def build(self, scheduled):
@@ -119,23 +119,23 @@ class WrongTable(ranks.MetadataBuilder):
 
 def wrong_rank(batch, backend=None, *, context_parallel, **arguments):
     """The second rank builds what the first has."""
-    first = ranks.ContextParallel(
+    first = rank_builders.ContextParallel(
         context_parallel.world_size, 0, context_parallel.block_size, context_parallel.interleave
     )
     return sound_builder(batch, backend, context_parallel=first, **arguments)
 
 
-sound_builder = ranks.MetadataBuilder
+sound_builder = rank_builders.MetadataBuilder
 
 
-class WrongRollback(ranks.InputBatch):
+class WrongRollback(rank_builders.InputBatch):
     """An accepted draft is taken back with those that were rejected."""
 
     def rollback_many(self, num_tokens):
         super().rollback_many({row: count + bool(count) for row, count in num_tokens.items()})
 
 
-class SilentWindow(ranks.InputBatch):
+class SilentWindow(rank_builders.InputBatch):
     """Says of no block that its window has passed it."""
 
     def release_passed_blocks(self, num_rollback=0):
@@ -156,7 +156,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(monkeypatch, fault, attention):
     way, name, faulty, sentence = FAULTS[fault]
-    monkeypatch.setattr(ranks, name, faulty)
+    monkeypatch.setattr(rank_builders, name, faulty)
     how = settings(**WAYS[way] | {"num_blocks": 40})
     requests = [Request(1, 0.0, 40, 30), Request(2, 0.0, 20, 24)]
     found = replay(requests, how, layers(how) if attention else None).verification

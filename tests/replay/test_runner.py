@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from attncore.replay import ranks
+from attncore.replay import rank_builders
 from attncore.replay.checks.attention_check import parts
 from attncore.replay.layers.attention_layers import AttentionLayers
 from attncore.replay.results.measurements import total
 from attncore.replay.runner import replay
-from attncore.replay.scheduling.clock import CostModel
+from attncore.replay.scheduling.cost_model import CostModel
 from attncore.replay.scheduling.scheduler import Scheduler
 from attncore.replay.settings import Settings
 from attncore.replay.token_content import Content
@@ -101,7 +101,7 @@ FAULTS = {
 
 
 def planted(fault, at_step):
-    class Faulty(ranks.MetadataBuilder):
+    class Faulty(rank_builders.MetadataBuilder):
         steps = 0
 
         def build(self, scheduled=None):
@@ -117,7 +117,7 @@ def planted(fault, at_step):
 @pytest.mark.parametrize("attention", [True, False])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_the_metadata_is_found(monkeypatch, name, attention):
-    monkeypatch.setattr(ranks, "MetadataBuilder", planted(FAULTS[name], at_step=3))
+    monkeypatch.setattr(rank_builders, "MetadataBuilder", planted(FAULTS[name], at_step=3))
     requests = [Request(1, 0.0, 30, 12), Request(2, 0.0, 20, 12)]
     settings = Settings(num_blocks=11, max_num_seqs=4, max_num_batched_tokens=24, verify_every=1)
     found = replay(requests, settings, layers() if attention else None).verification

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from attncore.builder import KVCacheGroup
-from attncore.replay.scheduling.cache_blocks import CacheBlocks, prefix_keys
 from attncore.replay.scheduling.draft_model import Draft, DraftModel, Speculation
+from attncore.replay.scheduling.kv_cache_manager import CacheBlocks, prefix_keys
 from attncore.replay.scheduling.scheduler import Scheduler
 from attncore.replay.traces.trace import Request
 

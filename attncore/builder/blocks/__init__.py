@@ -3,5 +3,5 @@
 Before a build: ``splitting`` orders and classifies requests, ``kernel_blocks`` expands block ids, ``multimodal`` maps
 tokens to embeddings. On a built step: ``microbatches`` slices it, ``cascade`` splits off a shared prefix,
 ``chunked_context`` splits long contexts, ``local_attention`` makes virtual batches of chunks, ``context_parallel``
-takes one rank's share; ``whole_requests`` checks that a step suits them.
+takes one rank's share; ``check_whole_requests`` checks that a step suits them.
 """

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from attncore import arguments, array_arguments
 from attncore.array_arguments import Int32Array, Int64Array
-from attncore.kernels import arrays
+from attncore.kernels import field_functions
 
 
 class CascadeRule(NamedTuple):
@@ -129,7 +129,7 @@ def plan_cascade(
     rows = np.asarray(shared.rows)
     _check_shared(shared, rows, table, contexts)
 
-    starts = arrays.build_query_start_loc(queries)
+    starts = field_functions.build_query_start_loc(queries)
     row_lens = queries[rows]
     within = np.arange(int(row_lens.sum())) - np.repeat(np.cumsum(row_lens) - row_lens, row_lens)
     token_indices = np.repeat(starts[rows], row_lens) + within
@@ -146,7 +146,9 @@ def plan_cascade(
         table[rows[:1], : shared.num_blocks].copy(),
         causal=False,
     )
-    suffix = CascadePass(starts, suffix_lens, arrays.build_query_start_loc(suffix_lens), suffix_table, causal=True)
+    suffix = CascadePass(
+        starts, suffix_lens, field_functions.build_query_start_loc(suffix_lens), suffix_table, causal=True
+    )
     return Cascade(prefix, suffix, token_indices.astype(np.int64))
 
 

@@ -16,11 +16,11 @@ import numpy.typing as npt
 from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array, Int64Array
-from attncore.builder.blocks.whole_requests import check_whole_requests
+from attncore.builder.blocks.check_whole_requests import check_whole_requests
 from attncore.builder.fields import COUNTS
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.slices import HostArrays
-from attncore.kernels import arrays, codes
+from attncore.kernels import codes, field_functions
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ class ContextParallel:
         token's virtual block lies beyond the table.
         """
         table = array_arguments.block_table(block_table)
-        return self.local_slots(arrays.build_slot_mapping(table, context_lens, query_lens, self.virtual_block_size))
+        return self.local_slots(
+            field_functions.build_slot_mapping(table, context_lens, query_lens, self.virtual_block_size)
+        )
 
     def local_slots(self, slot_mapping: npt.ArrayLike) -> Int64Array:
         """``slot_mapping`` int[T] of a batch built with the virtual block size, as slots of this rank's cache.
@@ -136,7 +138,7 @@ class ContextParallel:
 
         Arguments as for ``block_table``. A request without tokens on this rank has no pages.
         """
-        return arrays.build_page_lists(
+        return field_functions.build_page_lists(
             self.block_table(block_table, seq_lens), self.seq_lens(seq_lens), self.block_size
         )
 
@@ -162,8 +164,8 @@ class ContextParallel:
             query_start_loc=host.query_start_loc,
             block_table=self.block_table(host.block_table, lens),
         )
-        fields.seq_start_loc = arrays.build_query_start_loc(fields.seq_lens)
-        pages = arrays.build_page_lists(fields.block_table, fields.seq_lens, self.block_size)
+        fields.seq_start_loc = field_functions.build_query_start_loc(fields.seq_lens)
+        pages = field_functions.build_page_lists(fields.block_table, fields.seq_lens, self.block_size)
         fields.paged_kv_indptr, fields.paged_kv_indices, fields.paged_kv_last_page_len = pages
         first, last = (0, metadata.num_decodes) if metadata.decodes_first else (metadata.num_prefills, len(lens))
         decodes, others = fields.seq_lens[first:last], np.delete(fields.seq_lens, slice(first, last))

@@ -2,5 +2,6 @@
 
 ``arena`` lays a step out in ``memory``; ``transport`` chooses ``by_graph`` or ``by_copy``, which send the arena and
 bring the block ``tables`` on the device up to date; ``corrections`` makes the lengths of overlapped steps exact there;
-``kernels`` are the device kernels of all of them. ``captured_sizes`` records the sizes that graphs were captured for.
+``triton_kernels`` are the device kernels of all of them. ``captured_sizes`` records the sizes that graphs were captured
+for.
 """

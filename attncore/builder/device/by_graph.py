@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attncore.builder.device import kernels
+from attncore.builder.device import triton_kernels
 from attncore.builder.device.by_copy import CopyTransport
 from attncore.errors import CaptureError
 from attncore.graphs import uncollected
@@ -165,7 +165,7 @@ class GraphTransport(CopyTransport):
     def _nodes(self, capacity: Capacity, *, corrects: bool = True) -> None:
         ring = self._ring
         nbytes = ring.journal_offset(capacity)
-        kernels.read_arena(
+        triton_kernels.read_arena(
             self._base, self._state, self._arena, self._tables_of, nbytes, ring.slots_range(capacity), ring.depth,
             ring.arena_nbytes, len(self.tables), HEADER_COUNTS, self.ticket,
         )  # fmt: skip
@@ -174,12 +174,12 @@ class GraphTransport(CopyTransport):
         views = self.views(capacity)
         indptrs = [views.groups[index]["paged_kv_indptr"] for index in self.page_lists]
         for index, indptr in zip(self.page_lists, indptrs, strict=True):
-            kernels.gather_all_pages(
+            triton_kernels.gather_all_pages(
                 self._arena, self.tables.tensors[index], indptr, self.page_buffer(index), self._state, self._receipt,
                 last=index == self.page_lists[-1],
             )  # fmt: skip
         if not self.page_lists:
-            kernels.write_receipt(self._state, self._receipt)
+            triton_kernels.write_receipt(self._state, self._receipt)
 
     def problem(self) -> str:
         """Sends three steps of random bytes through a small graph; what went wrong, empty where nothing did."""

@@ -25,9 +25,9 @@ class Corrections:
 
     def launch(self, arena: Any, capacity: Capacity) -> None:
         """On CUDA: launches the kernel over the device's ``arena``, whose header has the numbers of rows and tokens."""
-        from attncore.builder.device import kernels
+        from attncore.builder.device import triton_kernels
 
-        kernels.correct_lengths(
+        triton_kernels.correct_lengths(
             arena, self.num_rejected, *self._pointers_of(capacity), capacity.num_reqs, capacity.num_tokens
         )
 

@@ -49,9 +49,9 @@ class DeviceTables:
         self._page_indices: list[Any] = [None] * len(self.tensors)
         self._kernels: Any = None
         if self._cuda:
-            from attncore.builder.device import kernels
+            from attncore.builder.device import triton_kernels
 
-            self._kernels = kernels
+            self._kernels = triton_kernels
 
     def __len__(self) -> int:
         return len(self.tensors)

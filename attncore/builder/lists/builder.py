@@ -10,7 +10,7 @@ import numpy as np
 
 from attncore import arguments
 from attncore.arguments import INT32_MAX
-from attncore.builder.lists import refusals
+from attncore.builder.lists import error_texts
 from attncore.builder.lists.advance_step import advance_step
 from attncore.builder.lists.encoders import encoder_fields
 from attncore.builder.lists.sequence_group import SequenceGroup
@@ -121,7 +121,7 @@ class CommonMetadataBuilder(ListSettings):
         cuda_graph_pad_size = arguments.integer("cuda_graph_pad_size", cuda_graph_pad_size, -1)
         if not isinstance(groups, (list, tuple)):
             if not isinstance(groups, Iterable):
-                raise refusals.malformed_groups(groups)
+                raise error_texts.malformed_groups(groups)
             groups = list(groups)
         if not self._reader.enter():
             raise ConcurrentUseError("builder: another caller is inside it; give each thread a builder of its own")
@@ -172,7 +172,7 @@ class CommonMetadataBuilder(ListSettings):
     def _measure(self, groups: Any) -> _Measures:
         """Reads and checks the groups; what the arrays of the step come to."""
         if not self._reader.read(groups):
-            raise refusals.malformed_groups(groups)
+            raise error_texts.malformed_groups(groups)
         dialect = self.dialect
         measures = _Measures(
             *self._reader.measure(
@@ -181,7 +181,7 @@ class CommonMetadataBuilder(ListSettings):
             )
         )  # fmt: skip
         if measures.code != codes.OK:
-            raise refusals.refused_groups(
+            raise error_texts.refused_groups(
                 groups, measures.code, measures.row, measures.token, self.block_size, self.sliding_window, dialect.name
             )
         return measures
@@ -221,5 +221,5 @@ class CommonMetadataBuilder(ListSettings):
             raise ValueError("graph_batch_size: a graph batch holds decodes only; groups[0].is_prompt is true")
         width = -(-capture // self.block_size)
         if measures.longest > capture or (measures.widest_row > width and not self.dialect.cuts_lookahead):
-            raise refusals.beyond_capture(groups, self.block_size, self.sliding_window, capture, self.dialect.name)
+            raise error_texts.beyond_capture(groups, self.block_size, self.sliding_window, capture, self.dialect.name)
         return width

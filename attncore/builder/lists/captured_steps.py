@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attncore.builder.device.captured_sizes import CapturedSizes
-from attncore.builder.lists.buffers import GraphBuffers
+from attncore.builder.lists.graph_buffers import GraphBuffers
 from attncore.builder.metadata import CommonAttentionMetadata, identity
 from attncore.errors import CaptureError
 

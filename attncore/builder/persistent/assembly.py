@@ -12,7 +12,7 @@ from attncore import arguments, graphs
 from attncore.arguments import INT32_MAX
 from attncore.builder.device.arena import ArenaRing, Capacity
 from attncore.builder.device.transport import attach_transport, new_transport
-from attncore.builder.persistent import refusals
+from attncore.builder.persistent import error_texts
 from attncore.builder.persistent.poison import POISON
 from attncore.builder.persistent.step_shapes import StepShapes
 from attncore.errors import AttncoreError, CaptureError
@@ -21,9 +21,9 @@ from attncore.kernels import codes
 if TYPE_CHECKING:
     from attncore.builder.blocks.context_parallel import ContextParallel
     from attncore.builder.device.by_copy import CopyTransport
-    from attncore.builder.persistent.backends import Backends
     from attncore.builder.persistent.batch_core import BatchCore
     from attncore.builder.persistent.engine_fields import EngineFields
+    from attncore.builder.persistent.group_backends import Backends
     from attncore.builder.persistent.overlap import Overlap
     from attncore.builder.persistent.settings import Settings
     from attncore.builder.persistent.step_metadata import StepMetadata
@@ -222,14 +222,14 @@ class Assembly:
         settings = self._settings
         code, row, token, group = self.kernel.check()
         if code != codes.OK:
-            raise refusals.refused_step(
+            raise error_texts.refused_step(
                 self._core, code, row, token, group, self._query_lens, settings.max_num_batched_tokens,
                 settings.max_num_encoder_tokens,
             )  # fmt: skip
         if shape is not None:
             code, row, count = self.kernel.check_shape(shape)
             if code != codes.OK:
-                raise refusals.refused_bucket(self._core, code, row, count, self._query_lens, shape)
+                raise error_texts.refused_bucket(self._core, code, row, count, self._query_lens, shape)
 
     def _schedule(self, scheduled: Mapping[Hashable, int]) -> None:
         """Writes the tokens of rows that do not run ``query_len``: holes, preempted and named requests."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from attncore.builder.persistent.block_table import BlockTable
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
-from attncore.builder.persistent.row_order import RowOrder
+from attncore.builder.persistent.request_rows import RequestRows
 from attncore.errors import ConcurrentUseError
 from attncore.kernels import KernelsName, codes, load_kernels
 
@@ -61,7 +61,7 @@ class BatchCore:
         )
         self.state.max_encoder_len = max_encoder_len
         self.entered = _Entered(self.state)
-        self.order = RowOrder()
+        self.order = RequestRows()
         self.follower: Callable[[], Any] | None = None
         """A weak reference to the builder whose device tables are kept in step with these."""
         self._scratch = np.zeros(max_num_reqs, np.int32)

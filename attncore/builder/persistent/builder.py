@@ -14,12 +14,12 @@ from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.fields import Length, engine_field
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.persistent.assembly import Assembly
-from attncore.builder.persistent.backends import backends_of
 from attncore.builder.persistent.engine_fields import EngineFields, FillField
+from attncore.builder.persistent.group_backends import backends_of
 from attncore.builder.persistent.input_batch import InputBatch
 from attncore.builder.persistent.overlap import PREVIOUS_ROWS, Overlap
 from attncore.builder.persistent.poison import expiring
-from attncore.builder.persistent.profile import profile_metadata
+from attncore.builder.persistent.profiling_run import profile_metadata
 from attncore.builder.persistent.settings import check_settings
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.errors import CaptureError

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore.builder.blocks.context_parallel import ContextParallel
-from attncore.builder.persistent.backends import Backends
+from attncore.builder.persistent.group_backends import Backends
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.step_metadata import StepMetadata

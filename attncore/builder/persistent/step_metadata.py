@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attncore.builder.device.arena import Arrays
-from attncore.builder.device_view import DeviceView
+from attncore.builder.device_slices import DeviceView
 from attncore.builder.fields import ACTUAL_COUNTS, COUNTS, DERIVED, FIELDS, Field
 from attncore.builder.metadata import CommonAttentionMetadata, Wrap
 from attncore.builder.persistent.host_fields import STEP_ARRAYS, HostFields, cut

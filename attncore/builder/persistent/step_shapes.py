@@ -1,4 +1,4 @@
-"""The StepShapes of a builder: eager steps in a few capacities by tokens, padded steps by captured size."""
+"""The StepShapes of a builder (a StepShape is one size of step): eager ones by tokens, padded ones by captured size."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from attncore import arguments
 from attncore.builder.device.arena import ArenaRing, Capacity, Views
 from attncore.builder.device.captured_sizes import CapturedSizes
 from attncore.builder.fields import ACTUAL_COUNTS, COUNTS, Field
-from attncore.builder.persistent.backends import Backends
-from attncore.builder.persistent.step_factory import step_metadata
+from attncore.builder.persistent.group_backends import Backends
+from attncore.builder.persistent.new_step_metadata import step_metadata
 from attncore.builder.persistent.step_metadata import Owner, StepMetadata
 
 if TYPE_CHECKING:

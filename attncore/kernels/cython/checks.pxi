@@ -1,7 +1,7 @@
 # Checks before a step, which change nothing but cached blocks.
 
-cdef extern from "kernels/cython/stale_fours.h":
-    length_t stale_fours "attncore_stale_fours"(const length_t* computed, const length_t* column, length_t count,
+cdef extern from "kernels/cython/stale_rows.h":
+    length_t stale_rows "attncore_stale_rows"(const length_t* computed, const length_t* column, length_t count,
                                                 int shift, length_t block, length_t* stale,
                                                 length_t* num_stale) noexcept nogil
 
@@ -38,7 +38,7 @@ cdef inline bint find_stale(TableView* view, length_t count) noexcept nogil:
     cdef const length_t* cached = view.column
     cdef length_t* stale = view.stale
     cdef BlockSize size = view.size
-    start = stale_fours(computed, cached, count, size.shift, size.tokens, stale, &num_stale)
+    start = stale_rows(computed, cached, count, size.shift, size.tokens, stale, &num_stale)
     for i in range(start, count):
         stale[num_stale] = i
         num_stale += column_of(computed[i], size) != cached[i]

@@ -1,4 +1,4 @@
-# Rows and tokens behind those of a step, up to the size that a graph was captured for.
+# Pads a step's rows and tokens up to a captured size.
 
 cdef inline void pad_rows(StepArena out, StepShape shape) noexcept nogil:
     """Pads the arrays that all groups share, from the step's rows to the shape's."""

@@ -1,4 +1,4 @@
-# StepKernel: checks, arranges and fills a step.
+# StepKernel: checks, arranges and fills a step with the functions of the other topics.
 
 cimport cython
 from cpython.list cimport PyList_GET_ITEM

@@ -6,8 +6,9 @@ Python objects is plain Python. Where C takes a struct, a loop here takes its ar
 ``attncore/_slots.pyi`` has the types.
 """
 
-from attncore.kernels.numba.arena import StepArena
-from attncore.kernels.numba.arrays import (
+from attncore.kernels.numba.batch import BatchState
+from attncore.kernels.numba.block_table import TableState
+from attncore.kernels.numba.field_functions import (
     classify,
     fill_block_table,
     fill_page_indices,
@@ -15,12 +16,11 @@ from attncore.kernels.numba.arrays import (
     fill_slot_mapping,
     order_kinds,
 )
-from attncore.kernels.numba.batch import BatchState
-from attncore.kernels.numba.groups import GroupReader
-from attncore.kernels.numba.send import StepSender
-from attncore.kernels.numba.shape import StepShape
+from attncore.kernels.numba.sequence_groups import GroupReader
 from attncore.kernels.numba.step import StepKernel
-from attncore.kernels.numba.table import TableState
+from attncore.kernels.numba.step_arena import StepArena
+from attncore.kernels.numba.step_sender import StepSender
+from attncore.kernels.numba.step_shape import StepShape
 
 IMPLEMENTATION = "numba"
 READS_INTS = "NumPy"

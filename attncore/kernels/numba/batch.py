@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attncore.kernels.codes import COMPUTED, ENCODER_LENS
-from attncore.kernels.numba.table import TableState, swap_blocks
+from attncore.kernels.numba.block_table import TableState, swap_blocks
 
 
 class BatchState:

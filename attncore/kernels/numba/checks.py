@@ -24,9 +24,9 @@ from attncore.kernels.codes import (
     TOO_MANY_TOKENS,
 )
 from attncore.kernels.numba.batch import BatchState
-from attncore.kernels.numba.blocks import column_of
+from attncore.kernels.numba.block_table import TableState, cache_stale_blocks
 from attncore.kernels.numba.jit import jit
-from attncore.kernels.numba.table import TableState, cache_stale_blocks
+from attncore.kernels.numba.slots import column_of
 
 
 @jit

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from attncore.kernels.codes import ENCODER_DONE, ENCODER_LENS
-from attncore.kernels.numba.arena import StepArena
 from attncore.kernels.numba.batch import BatchState
-from attncore.kernels.numba.blocks import column_of, fill_slots, offset_of
 from attncore.kernels.numba.jit import jit
+from attncore.kernels.numba.slots import column_of, fill_slots, offset_of
+from attncore.kernels.numba.step_arena import StepArena
 
 
 @jit

@@ -1,4 +1,4 @@
-"""How the loops are compiled."""
+"""The decorator that compiles the loops, with a cache that follows every file of the kernels."""
 
 from __future__ import annotations
 

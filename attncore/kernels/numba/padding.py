@@ -1,13 +1,13 @@
-"""Rows and tokens behind those of a step, up to the size that a graph was captured for."""
+"""Pads a step's rows and tokens up to a captured size."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from attncore.kernels.codes import PAD_SLOT_ID
-from attncore.kernels.numba.arena import GroupFields, StepArena
 from attncore.kernels.numba.batch import BatchState
-from attncore.kernels.numba.shape import StepShape
+from attncore.kernels.numba.step_arena import GroupFields, StepArena
+from attncore.kernels.numba.step_shape import StepShape
 
 
 def pad_rows(out: StepArena, shape: StepShape) -> None:

@@ -1,21 +1,21 @@
-"""StepKernel: checks, arranges and fills a step."""
+"""StepKernel: checks, arranges and fills a step with the functions of the other topics."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from attncore.kernels.codes import ENCODER_DONE
-from attncore.kernels.numba.arena import StepArena
 from attncore.kernels.numba.arrange import count_ones, mark_kinds, plan_swaps
 from attncore.kernels.numba.batch import BatchState
+from attncore.kernels.numba.block_table import cache_decode_blocks
 from attncore.kernels.numba.checks import check_rows, check_shape, decodes_fit, longest_of
-from attncore.kernels.numba.decodes import fill_decodes, start_counting
+from attncore.kernels.numba.context_parallel import Ranks, keep_local
 from attncore.kernels.numba.encoders import fill_encoder
+from attncore.kernels.numba.one_token_rows import fill_decodes, start_counting
 from attncore.kernels.numba.padding import pad_step
-from attncore.kernels.numba.queries import fill_rows
-from attncore.kernels.numba.ranks import Ranks, keep_local
-from attncore.kernels.numba.shape import StepShape
-from attncore.kernels.numba.table import cache_decode_blocks
+from attncore.kernels.numba.step_arena import StepArena
+from attncore.kernels.numba.step_shape import StepShape
+from attncore.kernels.numba.varlen_rows import fill_rows
 
 
 class StepKernel:

@@ -2,13 +2,13 @@
 
 - ``select``: ``select`` and ``select_joint``, what an engine calls: a choice, or NoBackendError.
 - ``negotiate_installed``: a negotiation among the plugins of this process, with ATTNCORE_BACKEND.
-- ``joint_choice``, ``choice``: what an engine gets; ``create_backend`` imports the plugin's library.
+- ``prefill_decode_choice``, ``choice``: what an engine gets; ``create_backend`` imports the plugin's library.
 - ``explain``: a negotiation in words.
-- ``negotiate_joint``, ``negotiate``: the candidates in order and the one chosen, for two phases and for one.
+- ``negotiate_prefill_decode``, ``negotiate``: the candidates in order and the one chosen, for two phases and for one.
 - ``candidates``: every backend with all reasons against it.
 - ``reasons_against``: the reasons against one spec.
 - ``cache_format``: the block sizes and layouts that a spec and a request have in common.
 
-Each imports only from those after it. From ``candidates`` to ``negotiate_joint`` all are pure functions of request,
-host and records; a result goes up: reasons, candidates, Negotiation, Choice.
+Each imports only from those after it. From ``candidates`` to ``negotiate_prefill_decode`` all are pure functions of
+request, host and records; a result goes up: reasons, candidates, Negotiation, Choice.
 """

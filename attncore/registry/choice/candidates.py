@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attncore.registry import requirements
+from attncore.registry import package_requirements
 from attncore.registry.choice.reasons_against import reasons_against
-from attncore.registry.devices import Match, best_match
+from attncore.registry.device_patterns import Match, best_match
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.known_backends import KNOWN, install_line
 from attncore.registry.plugins.plugin_record import PluginRecord
@@ -131,7 +131,7 @@ def _library(spec: BackendSpec, host: Host) -> str:
     """The library of a variant, as the reasons name it: its last requirement, with the installed version."""
     if not spec.requires:
         return spec.name
-    name = requirements.parse(tuple(spec.requires)[-1]).name
+    name = package_requirements.parse(tuple(spec.requires)[-1]).name
     return f"{name} {host.packages.get(name, '')}".strip()
 
 
@@ -141,7 +141,7 @@ def _merged(by_variant: list[list[Reason]], host: Host) -> Iterator[Reason]:
     installed = [reasons for reasons in by_variant if not any(reason.code == "requirement" for reason in reasons)]
     install = ""
     if missing and installed:
-        names = [requirements.parse(str(reason.asked)).name for reason in missing[0]]
+        names = [package_requirements.parse(str(reason.asked)).name for reason in missing[0]]
         fresh = all(not host.packages.get(name) for name in names)
         install = f"install {listed(names if fresh else [reason.asked for reason in missing[0]])}"
         by_variant = [reasons for reasons in by_variant if reasons not in missing]

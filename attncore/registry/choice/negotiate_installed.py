@@ -9,7 +9,7 @@ from typing import Any
 
 from attncore import env
 from attncore.registry.choice.negotiate import Negotiation, negotiate
-from attncore.registry.choice.negotiate_joint import JointNegotiation, negotiate_joint
+from attncore.registry.choice.negotiate_prefill_decode import JointNegotiation, negotiate_joint
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.registry.request import AttentionRequest

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from attncore.registry import requirements
+from attncore.registry import package_requirements
 from attncore.registry.choice.cache_format import common_block_sizes, common_layouts
-from attncore.registry.devices import best_match
+from attncore.registry.device_patterns import best_match
 from attncore.registry.host.host import Host
 from attncore.registry.printable import describe_error, listed
 from attncore.registry.reasons import USE_ANOTHER, Reason
@@ -171,11 +171,11 @@ def _compiler(spec: BackendSpec, request: AttentionRequest, host: Host, source: 
 
 def _requirements(spec: BackendSpec, host: Host, plugin: str) -> Iterator[Reason]:
     for text in spec.requires:
-        wanted = requirements.parse(text)
+        wanted = package_requirements.parse(text)
         version = host.packages.get(wanted.name)
         if not version:
             message = f"{wanted.name} is not installed; {plugin} needs {text}"
-        elif not requirements.satisfied(wanted, version):
+        elif not package_requirements.satisfied(wanted, version):
             message = f"{wanted.name} {version} is installed; {plugin} needs {text}"
         else:
             continue

@@ -9,9 +9,9 @@ from typing import Any
 from attncore.errors import NoBackendError
 from attncore.registry.choice.choice import Choice, choose
 from attncore.registry.choice.explain import explain
-from attncore.registry.choice.joint_choice import JointChoice, choose_joint
 from attncore.registry.choice.negotiate import Negotiation
 from attncore.registry.choice.negotiate_installed import negotiate_installed, negotiate_installed_joint
+from attncore.registry.choice.prefill_decode_choice import JointChoice, choose_joint
 from attncore.registry.host.host import Host
 from attncore.registry.request import AttentionRequest
 

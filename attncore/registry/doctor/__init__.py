@@ -1,5 +1,5 @@
 """`attncore doctor`: one plugin loaded, asked and created in a child process with a time limit.
 
-- ``diagnose``: starts the child process and reads its answers; Diagnosis is the result.
+- ``diagnose_plugin``: starts the child process and reads its answers; Diagnosis is the result.
 - ``child_main``: what the child process runs.
 """

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import pluggy
 
-from attncore.registry import requirements
+from attncore.registry import package_requirements
 from attncore.registry.choice.choice import choose
 from attncore.registry.choice.negotiate import negotiate
 from attncore.registry.host.host import Host
@@ -23,7 +23,7 @@ from attncore.registry.printable import describe_error
 from attncore.registry.reasons import Reason
 from attncore.registry.request import AttentionRequest
 from attncore.registry.spec.backend_spec import BackendSpec
-from attncore.registry.spec.fitting_request import fitting_fields
+from attncore.registry.spec.fitting_fields import fitting_fields
 
 
 def main(name: str, distribution: str, path: str, *options: str) -> None:
@@ -64,8 +64,8 @@ def _doctor(record: PluginRecord) -> dict[str, Any]:
 
 def _create(record: PluginRecord, spec: BackendSpec) -> dict[str, Any]:
     """Create a small backend where this host can; elsewhere the reasons why it cannot."""
-    names = tuple(sorted({requirements.parse(text).name for text in spec.all_requires}))
-    host = Host.probe().with_packages(requirements.installed(names))
+    names = tuple(sorted({package_requirements.parse(text).name for text in spec.all_requires}))
+    host = Host.probe().with_packages(package_requirements.installed(names))
     request = AttentionRequest(num_heads=1, num_kv_heads=1, backend=spec.name, **fitting_fields(spec))
     negotiation = negotiate(request, host, [record], "the doctor")
     choice = choose(negotiation)

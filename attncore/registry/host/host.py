@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import Any
 
 from attncore.frozen_map import FrozenMap
-from attncore.registry.devices import canonical
-from attncore.registry.requirements import canonical_name
+from attncore.registry.device_patterns import canonical
+from attncore.registry.package_requirements import canonical_name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from attncore import env
+from attncore.registry.package_requirements import canonical_name
 from attncore.registry.plugins.known_backends import KNOWN
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
-from attncore.registry.requirements import canonical_name
 
 GROUP = "attncore.backends"
 logger = logging.getLogger(__name__)

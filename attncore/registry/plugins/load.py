@@ -15,7 +15,7 @@ from typing import Any
 from attncore import env
 from attncore._version import __version__
 from attncore.errors import PluginError
-from attncore.registry import requirements
+from attncore.registry import package_requirements
 from attncore.registry.plugins import discover
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.printable import describe_error, one_line
@@ -50,8 +50,8 @@ def registry() -> Registry:
     if key not in _cache:
         records = tuple(load(record, strict=key[2]) for record in discover.find())
         specs = [record.spec for record in records if record.spec is not None]
-        names = {requirements.parse(text).name for spec in specs for text in spec.all_requires}
-        _cache[key] = Registry(records, requirements.installed(tuple(sorted(names))))
+        names = {package_requirements.parse(text).name for spec in specs for text in spec.all_requires}
+        _cache[key] = Registry(records, package_requirements.installed(tuple(sorted(names))))
     return _cache[key]
 
 

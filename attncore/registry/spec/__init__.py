@@ -1,6 +1,6 @@
 """What a backend declares: its spec.
 
-- ``fitting_request``: the fields of a request that a spec accepts.
+- ``fitting_fields``: the fields of a request that a spec accepts.
 - ``backend_spec``: BackendSpec, every fact of a backend, and the contract's version.
 - ``check_fields``: the checks and conversions of a spec's fields.
 - ``variant``: Variant, one generation of a library inside a spec; ``option``: Option, which a backend takes.

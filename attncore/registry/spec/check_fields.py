@@ -9,8 +9,8 @@ from typing import Any
 from attncore.arguments import integer_or_none, positive_integer
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
-from attncore.registry import requirements
-from attncore.registry.devices import PATTERNS, is_pattern
+from attncore.registry import package_requirements
+from attncore.registry.device_patterns import PATTERNS, is_pattern
 from attncore.registry.spec.option import Option
 from attncore.registry.spec.sizes import as_sizes
 from attncore.registry.spec.variant import Variant
@@ -147,7 +147,7 @@ def _requires(field: str, value: object) -> tuple[str, ...]:
     texts = tuple(value)
     for text in texts:
         try:
-            requirements.parse(text)
+            package_requirements.parse(text)
         except ValueError as error:
             raise ValueError(f"{field}: {error}") from None
     return texts

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from attncore.replay.checks.sampled_check import SampledCheck
-from attncore.replay.errors import memory_error_as_model_error
+from attncore.replay.model_error import memory_error_as_model_error
 from attncore.replay.token_content import content_ids, token_ids
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from attncore.registry.choice.select import select
 from attncore.registry.plugins.load import registry
 from attncore.replay.layers.attention_layers import AttentionLayers
-from attncore.replay.layers.sharded_layers import ShardedLayers
+from attncore.replay.layers.context_parallel_layers import ShardedLayers
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend

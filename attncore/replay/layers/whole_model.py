@@ -11,7 +11,7 @@ import torch
 from attncore.abstract import AttentionType
 from attncore.integrations.transformers import attention_layers, attncore_context, paged_caches, select_for_model
 from attncore.replay.checks.model_check import ModelCheck
-from attncore.replay.errors import ModelError, first_line, memory_error_as_model_error
+from attncore.replay.model_error import ModelError, first_line, memory_error_as_model_error
 from attncore.replay.token_content import step_content, token_ids
 
 if TYPE_CHECKING:

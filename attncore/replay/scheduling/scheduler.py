@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from attncore.replay.scheduling.cache_blocks import CacheBlocks, check_pools
 from attncore.replay.scheduling.draft_model import DraftModel
+from attncore.replay.scheduling.kv_cache_manager import CacheBlocks, check_pools
 from attncore.replay.scheduling.step import Step
 
 if TYPE_CHECKING:

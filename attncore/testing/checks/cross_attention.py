@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from attncore.testing.engines.cross_engine import CrossEngine
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared import FEATURES
-from attncore.testing.harness.drawn import explore, lengths
+from attncore.testing.harness.declared_samples import FEATURES
+from attncore.testing.harness.draw_batches import explore, lengths
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared import MAX_SIZE, between, edges
+from attncore.testing.harness.declared_samples import MAX_SIZE, between, edges
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
 from attncore.testing.harness.subject import Subject
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from attncore.testing.engines.encoder_engine import EncoderEngine
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared import FEATURES
-from attncore.testing.harness.drawn import explore, lengths
+from attncore.testing.harness.declared_samples import FEATURES
+from attncore.testing.harness.draw_batches import explore, lengths
 from attncore.testing.harness.subject import Subject
 
 __all__ = [

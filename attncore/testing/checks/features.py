@@ -7,7 +7,7 @@ import pytest
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_drawn_batches
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared import FEATURES, SLOPES
+from attncore.testing.harness.declared_samples import FEATURES, SLOPES
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from attncore.abstract import AttentionBackend
-from attncore.testing.engines.block_views import block_views
+from attncore.testing.engines.blocks_first import block_views
 from attncore.testing.engines.cache_view import CacheView
 from attncore.testing.engines.run_batches import run_with_a_copied_block
 from attncore.testing.harness.covers import covers

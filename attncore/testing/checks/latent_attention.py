@@ -12,7 +12,7 @@ from attncore.testing.engines.run_batches import (
     run_with_a_copied_block,
 )
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared import edges
+from attncore.testing.harness.declared_samples import edges
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
 from attncore.testing.harness.subject import Subject
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attncore.testing.engines.engine import Engine
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.drawn import explore, lengths
+from attncore.testing.harness.draw_batches import explore, lengths
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.run_batches import run_batch
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared import FEATURES
-from attncore.testing.harness.drawn import batches, explore
+from attncore.testing.harness.declared_samples import FEATURES
+from attncore.testing.harness.draw_batches import batches, explore
 from attncore.testing.harness.subject import Subject
 
 __all__ = ["test_nothing_is_read_that_no_request_owns", "test_nothing_is_read_under_a_window"]

@@ -12,7 +12,7 @@ from attncore.builder import CommonAttentionMetadata
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.drawn import batches, explore
+from attncore.testing.harness.draw_batches import batches, explore
 from attncore.testing.harness.errors import ConformanceError
 from attncore.testing.harness.subject import Subject
 

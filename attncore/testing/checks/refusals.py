@@ -10,7 +10,7 @@ import pytest
 from attncore.registry.spec.sizes import MultipleOf
 from attncore.testing.engines.run_batches import run_around_a_block
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared import MAX_SIZE, edges
+from attncore.testing.harness.declared_samples import MAX_SIZE, edges
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError
 from attncore.testing.harness.subject import Subject
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from attncore.testing.engines.planned_steps import planned
+from attncore.testing.engines.plan_step import planned
 from attncore.testing.engines.run_batches import engine_on_gpu
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import ConformanceError

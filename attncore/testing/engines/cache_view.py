@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attncore.testing.engines.block_views import as_integers, block_views
-from attncore.testing.engines.slot_owners import slot_owners
+from attncore.testing.engines.blocks_first import as_integers, block_views
+from attncore.testing.engines.token_elements import slot_owners
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend

@@ -12,7 +12,7 @@ from attncore.builder import CommonMetadataBuilder, InputBatch, KVCacheGroup, Me
 from attncore.builder import Sequence as OneSequence
 from attncore.testing.engines.compare import EncoderStepRequest, StepRequest
 from attncore.testing.engines.engine import Engine
-from attncore.testing.engines.planned_steps import planned
+from attncore.testing.engines.plan_step import planned
 from attncore.testing.engines.requests import MAX_REQUESTS, History
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attncore.testing.engines.engine import Engine
-from attncore.testing.harness.drawn import batches, explore
+from attncore.testing.harness.draw_batches import batches, explore
 from attncore.testing.harness.errors import UnsupportedError
 
 if TYPE_CHECKING:

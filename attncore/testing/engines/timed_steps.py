@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder
-from attncore.lines.list_builder import Batch, parse_batch
-from attncore.testing.engines.planned_steps import planned
+from attncore.json_lines.list_builder import Batch, parse_batch
+from attncore.testing.engines.plan_step import planned
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 

@@ -22,9 +22,9 @@ from attncore.builder import (
     metadata_from_fields,
 )
 from attncore.builder.device.memory import aligned_bytes
-from attncore.builder.first_generation import FirstGenerationStateNames
-from attncore.builder.lists.buffers import GraphBuffers, _Arena
-from attncore.builder.lists.state import CommonAttentionState
+from attncore.builder.first_generation_names import FirstGenerationStateNames
+from attncore.builder.lists.attention_state import CommonAttentionState
+from attncore.builder.lists.graph_buffers import GraphBuffers, _Arena
 from attncore.errors import CaptureError
 from attncore.graphs import StandInGraph, capturing, launch
 from attncore.reference import ReferenceBackend

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from attn_rocm import tiles
 from attn_rocm.kernels.merge import merge_splits
 from attn_rocm.kernels.unified import STEP_NUMBERS, STEP_POINTERS, unified_attention
-from attncore.ops.store import store_both
+from attncore.ops.cache_writer_triton import store_both
 
 ARCHITECTURES = (*tiles.ARCHITECTURES, "sm_90")
 KV_HEADS, PAGE = 8, 16

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from attncore.ops import store as cache_kernels
+from attncore.ops import cache_writer_triton as cache_kernels
 
 DEVICE = "cuda" if os.environ["ATTNCORE_ROCM_DEV_DEVICE"] == "cuda" else "cpu"
 

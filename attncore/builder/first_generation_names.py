@@ -1,0 +1,71 @@
+"""The names by which engines of the first generation call a step's metadata and state, each an alias of one of ours.
+
+Those of a backend are in ``attncore.abstract.first_generation_names``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+
+class FirstGenerationMetadataNames:
+    """Mixed into CommonAttentionMetadata."""
+
+    if TYPE_CHECKING:
+        block_table: Any
+        cross_block_table: Any
+
+    @property
+    def block_tables(self) -> Any:
+        """``block_table``."""
+        return self.block_table
+
+    @property
+    def cross_block_tables(self) -> Any:
+        """``cross_block_table``."""
+        return self.cross_block_table
+
+
+class FirstGenerationStateNames:
+    """Mixed into AttentionState. An encoder/decoder model is one whose builder was made with ``encoder_decoder``."""
+
+    if TYPE_CHECKING:
+        builder: Any
+
+        def metadata_for_capture(self, batch_size: int) -> Any: ...
+        def graph_input_buffers(self, metadata: Any) -> dict[str, Any]: ...
+        def prepare(self, metadata: Any) -> Any: ...
+
+    def graph_capture_get_metadata_for_batch(self, batch_size: int, is_encoder_decoder_model: bool = False) -> Any:
+        """``metadata_for_capture``."""
+        self._check_model(is_encoder_decoder_model)
+        return self.metadata_for_capture(batch_size)
+
+    def get_graph_input_buffers(self, attn_metadata: Any, is_encoder_decoder_model: bool = False) -> dict[str, Any]:
+        """Of ``graph_input_buffers``, those that the first generation had, by its names."""
+        self._check_model(is_encoder_decoder_model)
+        buffers = self.graph_input_buffers(attn_metadata)
+        names = {"slot_mapping": "slot_mapping", "seq_lens_tensor": "seq_lens", "block_tables": "block_table"}
+        if is_encoder_decoder_model:
+            names |= {"encoder_seq_lens_tensor": "encoder_seq_lens", "cross_block_tables": "cross_block_table"}
+        return {first: buffers[ours] for first, ours in names.items()}
+
+    def prepare_graph_input_buffers(
+        self, input_buffers: dict[str, Any], attn_metadata: Any, is_encoder_decoder_model: bool = False
+    ) -> None:
+        """``prepare``: into all buffers of the step's size, of which ``input_buffers`` must be some."""
+        own = self.get_graph_input_buffers(attn_metadata, is_encoder_decoder_model)
+        for name, buffer in own.items():
+            if input_buffers.get(name) is not buffer:
+                raise ValueError(
+                    f"input_buffers: {name!r} is not what get_graph_input_buffers gives for a step of this size"
+                )
+        self.prepare(attn_metadata)
+
+    def _check_model(self, is_encoder_decoder_model: bool) -> None:
+        found = bool(getattr(self.builder, "encoder_decoder", False))
+        if bool(is_encoder_decoder_model) != found:
+            raise ValueError(
+                f"is_encoder_decoder_model: {is_encoder_decoder_model}, but the state's builder was made with "
+                f"encoder_decoder={found}"
+            )

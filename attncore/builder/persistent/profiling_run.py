@@ -1,0 +1,66 @@
+"""Metadata of a profiling run, before the cache exists: prompts without blocks, to measure a model's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from attncore import arguments
+from attncore.builder.metadata import CommonAttentionMetadata, identity
+from attncore.builder.slices import HostArrays
+from attncore.kernels import field_functions
+from attncore.kernels.codes import PAD_SLOT_ID
+
+
+def profile_metadata(query_lens: Sequence[int], *, has_pages: bool, backend: Any) -> CommonAttentionMetadata:
+    """Metadata of prompts of ``query_lens`` tokens with slots of -1 and empty tables; NumPy arrays without ``backend``.
+
+    It is marked ``from_groups``, since backends handle a prompt without a table by the list builder's rules.
+    """
+    lens = np.array(
+        [arguments.integer(f"query_lens[{row}]", length, 1) for row, length in enumerate(query_lens)], np.int32
+    )
+    if not len(lens):
+        raise ValueError("query_lens: empty; a profiling run needs at least one request")
+    none = np.zeros(len(lens), np.int32)
+    starts = field_functions.build_query_start_loc(lens)
+    positions, rows = field_functions.build_positions(none, lens)
+    host = HostArrays(
+        slot_mapping=np.full(len(positions), PAD_SLOT_ID, np.int64),
+        positions=positions,
+        token_to_req_indices=rows,
+        seq_lens=lens,
+        context_lens=none,
+        query_lens=lens.copy(),
+        logits_indices=field_functions.build_logits_indices(starts),
+        query_start_loc=starts,
+        seq_start_loc=starts.copy(),
+        block_table=np.zeros((len(lens), 0), np.int32),
+    )
+    if has_pages:
+        host.paged_kv_indptr = np.zeros(len(lens) + 1, np.int32)
+        host.paged_kv_indices = np.zeros(0, np.int32)
+        host.paged_kv_last_page_len = none.copy()
+    longest, num_tokens = int(lens.max()), len(positions)
+    metadata = CommonAttentionMetadata(
+        host,
+        identity if backend is None else backend.from_host,
+        num_reqs=len(lens),
+        num_tokens=num_tokens,
+        num_prefills=len(lens),
+        num_prefill_tokens=num_tokens,
+        num_decodes=0,
+        num_decode_tokens=0,
+        max_query_len=longest,
+        max_seq_len=longest,
+        max_prefill_seq_len=longest,
+        max_decode_seq_len=0,
+        max_decode_query_len=1,
+        use_cuda_graph=False,
+        from_groups=True,
+    )
+    if backend is not None and backend.has_plan:
+        backend.plan(metadata)
+    return metadata

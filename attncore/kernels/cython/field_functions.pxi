@@ -1,0 +1,89 @@
+# Slot mapping, positions, block tables and page indices: a function on host arrays for each field.
+
+from libc.string cimport memcpy, memset
+
+
+def fill_slot_mapping(const block_id_t[:, ::1] block_table, const length_t[::1] context_lens,
+                      const length_t[::1] query_lens, length_t block_size, slot_t[::1] out):
+    """slot_mapping of a rectangle of block ids; the caller has checked that every token has a column."""
+    cdef BlockSize block = block_size_of(block_size)
+    cdef length_t i
+    cdef slot_t token = 0
+    for i in range(<length_t> query_lens.shape[0]):
+        if query_lens[i]:
+            fill_slots(&out[token], &block_table[i, 0], context_lens[i], context_lens[i] + query_lens[i], block)
+            token += query_lens[i]
+
+
+def fill_positions(const length_t[::1] context_lens, const length_t[::1] query_lens, slot_t[::1] positions,
+                   length_t[::1] token_to_req_indices):
+    """positions and token_to_req_indices of a batch; both int[num_tokens]."""
+    cdef length_t i
+    cdef slot_t token = 0
+    for i in range(<length_t> query_lens.shape[0]):
+        if query_lens[i]:
+            count_up(&positions[token], context_lens[i], query_lens[i])
+            repeat(&token_to_req_indices[token], i, query_lens[i])
+            token += query_lens[i]
+
+
+def fill_page_indices(const block_id_t[:, :] block_table, const length_t[::1] indptr, block_id_t[::1] out):
+    """paged_kv_indices of a rectangle (rows contiguous): the first indptr[i + 1] - indptr[i] ids of every row."""
+    cdef length_t i, count
+    for i in range(<length_t> indptr.shape[0] - 1):
+        count = indptr[i + 1] - indptr[i]
+        if count:
+            memcpy(&out[indptr[i]], &block_table[i, 0], count * sizeof(block_id_t))
+
+
+def fill_block_table(list rows, block_id_t[:, ::1] out):
+    """Pads rows of block ids to the rectangle out with 0; the index of the first bad row, or -1."""
+    cdef slot_t count
+    cdef length_t i, width = <length_t> out.shape[1]
+    for i in range(<length_t> out.shape[0]):
+        if width == 0:
+            if len(rows[i]):
+                return i
+            continue
+        count = read_ids(readable(rows[i]), &out[i, 0], width, <slot_t> MAX_INT32 + 1)
+        if count < 0:
+            return i
+        memset(&out[i, 0] + count, 0, (width - count) * sizeof(block_id_t))
+    return -1
+
+
+def classify(const length_t[::1] query_lens, const length_t[::1] context_lens, length_t decode_threshold,
+             length_t extend_threshold, signed char[::1] kinds, slot_t[::1] counts):
+    """The kind of each row into kinds (SPLIT_DECODE, ...); counts int64[6]: rows by kind, then tokens by kind.
+
+    A row of more than decode_threshold tokens is an extend where it has context and at most extend_threshold tokens;
+    without context_lens (of length 0) none is.
+    """
+    cdef length_t i, query_len
+    cdef length_t num_rows[3]
+    cdef slot_t num_tokens[3]
+    cdef signed char kind
+    cdef bint extends = context_lens.shape[0] > 0
+    num_rows[:] = [0, 0, 0]
+    num_tokens[:] = [0, 0, 0]
+    for i in range(<length_t> query_lens.shape[0]):
+        query_len = query_lens[i]
+        kind = SPLIT_DECODE
+        if query_len > decode_threshold:
+            kind = SPLIT_PREFILL
+            if extends and context_lens[i] and query_len <= extend_threshold:
+                kind = SPLIT_EXTEND
+        kinds[i] = kind
+        num_rows[kind] += 1
+        num_tokens[kind] += query_len
+    for i in range(3):
+        counts[i], counts[3 + i] = num_rows[i], num_tokens[i]
+
+
+def order_kinds(signed char[::1] kinds, length_t[:, ::1] swaps):
+    """The fewest swaps of rows that bring kinds 0, 1, 2 into order, in ``kinds`` too: how many are in swaps."""
+    cdef length_t i, n = <length_t> kinds.shape[0], first = 0, second = 0
+    for i in range(n):
+        first += kinds[i] == 0
+        second += kinds[i] == 1
+    return plan_swaps(&kinds[0], n, first, second, &swaps[0, 0]) if n else 0

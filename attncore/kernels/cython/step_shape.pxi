@@ -1,0 +1,44 @@
+# StepShape: one size of step, eager or captured, with its arenas and the number of rows it is padded to.
+
+cimport cython
+from libc.string cimport memcpy
+
+
+@cython.final
+cdef class StepShape:
+    """A size of step: its arenas and their metadata. A step in arena k returns ``metadata[k]``.
+
+    With ``pads`` (``num_reqs`` rows of ``query_len`` tokens, for a captured graph), steps of fewer rows get padded rows
+    whose seq_lens are ``pad_seq_len``; ``uniform`` asks that every row runs ``query_len`` tokens. ``commit`` copies a
+    step from its arena's bytes, ``sources``, to ``device`` (both uint8), where these are given.
+    """
+
+    cdef readonly list arenas, metadata
+    cdef readonly bint pads, uniform
+    cdef readonly length_t num_reqs, num_tokens, query_len, pad_seq_len
+    cdef object _keep
+    cdef list sources
+    cdef char* device           # where a captured graph reads, or NULL
+    cdef Py_ssize_t nbytes
+    cdef public object capacity, replay   # of the device's side: the Capacity, and what replays the step
+    cdef public bint recorded
+    cdef public Py_ssize_t tail       # where the journal begins in an arena, bytes
+
+    def __init__(self, list arenas, list metadata, bint pads=False, length_t num_reqs=0, length_t query_len=0,
+                 length_t pad_seq_len=0, bint uniform=True, list sources=None, device=None):
+        cdef unsigned char[::1] memory
+        self.arenas, self.metadata = arenas, metadata
+        self._keep = device, sources
+        self.device = NULL
+        if device is not None:
+            memory = device
+            self.device, self.nbytes, self.sources = <char*> &memory[0], memory.shape[0], sources
+        self.pads, self.num_reqs, self.num_tokens = pads, num_reqs, num_reqs * query_len
+        self.query_len, self.pad_seq_len, self.uniform = query_len, pad_seq_len, uniform
+
+    cpdef object commit(self, slot_t step):
+        """Copies the arena of ``step`` to ``device``."""
+        cdef unsigned char[::1] source
+        if self.device != NULL:
+            source = self.sources[step % len(self.sources)]
+            memcpy(self.device, &source[0], self.nbytes)

@@ -1,0 +1,146 @@
+"""TableState: the block table of one KV-cache group, and what the device has not got of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from attncore.kernels.codes import (
+    CACHED_BLOCK,
+    CACHED_COLUMN,
+    JOURNAL_BLOCK,
+    JOURNAL_ENTRY_WORDS,
+    JOURNAL_INDEX,
+    NO_COLUMN,
+    NUM_BLOCKS,
+    SYNCED,
+)
+from attncore.kernels.numba.block_ids import read_ids, readable
+from attncore.kernels.numba.jit import jit
+from attncore.kernels.numba.slots import column_of
+
+
+@jit
+def cache_block(state, table, i, column):
+    if column != state[CACHED_COLUMN, i]:
+        state[CACHED_COLUMN, i] = column
+        state[CACHED_BLOCK, i] = table[i, column]
+
+
+@jit
+def cache_stale_blocks(computed, state, table, block_size, stale, num_stale):
+    for k in range(num_stale):
+        cache_block(state, table, stale[k], column_of(computed[stale[k]], block_size))
+
+
+@jit
+def cache_decode_blocks(computed, state, table, block_size, count):
+    for i in range(count):
+        cache_block(state, table, i, column_of(computed[i], block_size))
+
+
+@jit
+def find_missing(computed, state, block_size, width, num_rows, out):
+    count = 0
+    for i in range(num_rows):
+        column = column_of(computed[i], block_size)
+        if state[NUM_BLOCKS, i] <= column < width:
+            out[count] = i
+            count += 1
+    return count
+
+
+@jit
+def exchange_lengths(values, i, j):
+    values[i], values[j] = values[j], values[i]
+
+
+@jit
+def swap_blocks(state, table, i, j):
+    for k in range(max(state[NUM_BLOCKS, i], state[NUM_BLOCKS, j])):
+        table[i, k], table[j, k] = table[j, k], table[i, k]
+    exchange_lengths(state[NUM_BLOCKS], i, j)
+    exchange_lengths(state[CACHED_COLUMN], i, j)
+    exchange_lengths(state[CACHED_BLOCK], i, j)
+    state[SYNCED, i] = state[SYNCED, j] = 0
+
+
+@jit
+def write_journal(state, table, num_rows, entries):
+    count, room = 0, len(entries) // JOURNAL_ENTRY_WORDS
+    for i in range(num_rows):
+        column = state[SYNCED, i]
+        while column < state[NUM_BLOCKS, i] and count < room:
+            entry = JOURNAL_ENTRY_WORDS * count
+            entries[entry + JOURNAL_INDEX] = i * table.shape[1] + column
+            entries[entry + JOURNAL_BLOCK] = table[i, column]
+            count += 1
+            column += 1
+        state[SYNCED, i] = column
+    return count
+
+
+class TableState:
+    num_computed: Any  # the batch's
+
+    def __init__(
+        self, state: Any, stale: Any, table: Any, block_size: int, num_blocks: int, kernel_blocks: int
+    ) -> None:
+        self.state, self.stale, self.table = state, stale, table
+        self.block_size, self.num_blocks, self.kernel_blocks = block_size, num_blocks, kernel_blocks
+        self.capacity, self.width = table.shape
+        self.num_stale = 0
+
+    def start(self, row: int) -> None:
+        self.state[NUM_BLOCKS, row] = self.state[CACHED_BLOCK, row] = 0
+        self.state[CACHED_COLUMN, row] = NO_COLUMN
+
+    def append(self, row: int, ids: Any) -> int:
+        array, each = read_ids(readable(ids), self.num_blocks), self.kernel_blocks
+        held = int(self.state[NUM_BLOCKS, row])
+        if array is None or len(array) * each > self.width - held:
+            return -1
+        columns = (array[:, np.newaxis] * np.int32(each) + np.arange(each, dtype=np.int32)).ravel()
+        self.table[row, held : held + len(columns)] = columns
+        self.state[NUM_BLOCKS, row] = held + len(columns)
+        return len(array)
+
+    def truncate(self, row: int, num_blocks: int) -> None:
+        self.table[row, num_blocks : self.state[NUM_BLOCKS, row]] = 0
+        self.state[NUM_BLOCKS, row] = num_blocks
+        self.state[SYNCED, row] = min(self.state[SYNCED, row], num_blocks)
+        if self.state[CACHED_COLUMN, row] >= num_blocks:
+            self.state[CACHED_COLUMN, row] = NO_COLUMN
+
+    def replace(self, row: int, column: int, block: int) -> None:
+        self.table[row, column] = block
+        self.state[SYNCED, row] = min(self.state[SYNCED, row], column)
+        if self.state[CACHED_COLUMN, row] == column:
+            self.state[CACHED_COLUMN, row] = NO_COLUMN
+
+    def needs_block(self, num_rows: int, out: Any) -> int:
+        return int(find_missing(self.num_computed, self.state, self.block_size, self.width, num_rows, out))
+
+    def pass_windows(self, num_rows: int, window: int, num_rollback: int) -> list[tuple[int, list[int]]]:
+        computed = np.maximum(self.num_computed[:num_rows].astype(np.int64) - num_rollback, 0)
+        columns = np.maximum(computed - window + 1, 0) // self.block_size
+        columns = np.minimum(columns, self.state[NUM_BLOCKS, :num_rows]) // self.kernel_blocks - 1
+        rows = np.flatnonzero(columns >= 0)
+        rows = rows[self.table[rows, columns[rows] * self.kernel_blocks] >= self.kernel_blocks]
+        return [(row, self._pass(row, int(columns[row]) * self.kernel_blocks)) for row in rows.tolist()]
+
+    def _pass(self, row: int, column: int) -> list[int]:
+        each, ids, passed = self.kernel_blocks, self.table[row], []
+        while column >= 0 and ids[column] >= each:
+            passed.append(int(ids[column]) // each)
+            for extra in range(each):
+                self.replace(row, column + extra, extra)
+            column -= each
+        return passed[::-1]
+
+    def journal(self, num_rows: int, entries: Any) -> int:
+        return int(write_journal(self.state, self.table, num_rows, entries))
+
+    def forget_synced(self) -> None:
+        self.state[SYNCED] = 0

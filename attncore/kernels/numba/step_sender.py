@@ -1,0 +1,42 @@
+"""StepSender: a step's header and the journal of its block tables, written to the arena; reads the receipt."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from attncore.kernels.codes import HEADER_COUNTS, HEADER_ROWS, HEADER_STEP, HEADER_TOKENS, JOURNAL_ENTRY_WORDS
+from attncore.kernels.numba.block_table import TableState, write_journal
+from attncore.kernels.numba.step_arena import StepArena
+from attncore.kernels.numba.step_shape import StepShape
+
+
+def words_at(address: int, count: int, ctype: Any) -> Any:
+    """An array over ``count`` words of memory at ``address``."""
+    return np.ctypeslib.as_array((ctype * count).from_address(address))
+
+
+class StepSender:
+    def __init__(self, arenas: Any, groups: list[TableState], entries: int, receipt: Any) -> None:
+        self.arenas, self.tables, self.entries, self.receipt = arenas, groups, entries, receipt
+
+    def write(self, step: int, shape: StepShape, out: StepArena, num_rows: int) -> int:
+        arena = int(self.arenas[step % len(self.arenas)])
+        header = words_at(arena, HEADER_COUNTS + len(self.tables), ctypes.c_int64)
+        entries = words_at(arena + shape.tail, JOURNAL_ENTRY_WORDS * self.entries, ctypes.c_int32)
+        header[HEADER_ROWS], header[HEADER_TOKENS] = out.num_reqs, out.num_tokens
+        total = 0
+        for g, table in enumerate(self.tables):
+            count = int(write_journal(table.state, table.table, num_rows, entries[JOURNAL_ENTRY_WORDS * total :]))
+            header[HEADER_COUNTS + g] = count
+            total += count
+        return total
+
+    def publish(self, step: int) -> None:
+        arena = int(self.arenas[step % len(self.arenas)])
+        words_at(arena, HEADER_STEP + 1, ctypes.c_int64)[HEADER_STEP] = step
+
+    def seen(self, step: int) -> bool:
+        return bool(self.receipt[0] >= step)

@@ -1,0 +1,25 @@
+"""StepShape: one size of step, eager or captured, with its arenas and the number of rows it is padded to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attncore.kernels.numba.step_arena import StepArena
+
+
+class StepShape:
+    def __init__(
+        self, arenas: list[StepArena], metadata: list[Any], pads: bool = False, num_reqs: int = 0, query_len: int = 0,
+        pad_seq_len: int = 0, uniform: bool = True, sources: list[Any] | None = None, device: Any = None,
+    ) -> None:  # fmt: skip
+        self.arenas, self.metadata = arenas, metadata
+        self.sources, self.device = sources or [], device
+        self.capacity: Any = None
+        self.replay: Any = None
+        self.recorded, self.tail = False, 0
+        self.pads, self.num_reqs, self.num_tokens = pads, num_reqs, num_reqs * query_len
+        self.query_len, self.pad_seq_len, self.uniform = query_len, pad_seq_len, uniform
+
+    def commit(self, step: int) -> None:
+        if self.device is not None:
+            self.device[:] = self.sources[step % len(self.sources)]

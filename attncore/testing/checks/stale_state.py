@@ -1,0 +1,58 @@
+"""What one step may leave for the next: nothing."""
+
+from __future__ import annotations
+
+from attncore.testing.engines.compare import differs
+from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.run_batches import run_batch
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.errors import ConformanceError
+from attncore.testing.harness.subject import Subject
+
+__all__ = [
+    "test_a_smaller_batch_after_a_larger_one",
+    "test_shorter_requests_after_longer_ones",
+    "test_the_same_step_twice_gives_the_same",
+]
+
+
+@covers("state")
+def test_a_smaller_batch_after_a_larger_one(attncore_subject: Subject) -> None:
+    """Nothing of a step of many requests is left over in a step of few, of one, and of many again."""
+    engine = Engine(attncore_subject.backend())
+    size = engine.block_size
+    for name in range(6):
+        engine.add(name, 2 * size + 8)
+    engine.fill({name: size + name % 3 for name in range(6)})
+    if "decode" in engine.phases:
+        for names in ((0, 1, 2, 3, 4, 5), (1, 4), (2,), (0, 1, 2, 3, 4), (5,)):
+            engine.step(dict.fromkeys(names, 1))
+    else:
+        for some in ((1, 4), (2,), (0, 3, 5)):
+            engine.step(dict.fromkeys(some, 2))
+
+
+@covers("state")
+def test_shorter_requests_after_longer_ones(attncore_subject: Subject) -> None:
+    """The same layer, the same cache: a long request leaves, short ones take its blocks."""
+    engine = Engine(attncore_subject.backend())
+    size = engine.block_size
+    engine.add("long", 6 * size)
+    engine.fill({"long": 6 * size - 1})
+    engine.step({"long": 1})
+    engine.free = []  # the next must take the blocks that are given back
+    engine.remove("long")
+    for name, length in (("a", 2), ("b", size + 1)):
+        engine.add(name, length)
+    engine.fill({"a": 1, "b": size})
+    engine.step({"a": 1, "b": 1} if "decode" in engine.phases else {"a": 1})
+
+
+@covers("state")
+def test_the_same_step_twice_gives_the_same(attncore_subject: Subject) -> None:
+    """Two engines with the same requests, one after another, get the same numbers."""
+    backend = attncore_subject.backend()
+    batch = [(0, 3), (backend.config.block_size, 1)] if len(attncore_subject.form.phases) > 1 else [(0, 1)]
+    outputs = [run_batch(Engine(backend, seed=7), batch) for _ in range(2)]
+    if differs(*outputs) > Engine(backend).tolerance:
+        raise ConformanceError("the same step gave other numbers the second time: something of the first was left over")

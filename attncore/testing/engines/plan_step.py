@@ -1,0 +1,46 @@
+"""Steps of either builder as the backend gets them: padded, copied to its device, planned."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from attncore.builder import CommonAttentionMetadata
+from attncore.builder.fields import ARRAYS, COUNTS, DERIVED, FIELDS
+from attncore.testing.engines.pad_array import pad_array
+
+if TYPE_CHECKING:
+    from attncore.abstract import AttentionBackend
+
+COPIED = (
+    *COUNTS, "moves", "req_ids", "decodes_first", "from_groups", "use_cuda_graph", "max_decode_query_len",
+)  # fmt: skip
+"""Fields beside the arrays that a copy of a step has."""
+
+
+def planned(backend: AttentionBackend, step: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """A copy of a step built on the host: its arrays on the backend's device, ``plan`` called."""
+    host = SimpleNamespace(
+        **{name: np.array(getattr(step.host, name)) for name in ARRAYS - DERIVED if hasattr(step.host, name)}
+    )
+    values = {name: getattr(step, name) for name in COPIED if hasattr(step, name)}
+    metadata = CommonAttentionMetadata(host, backend.from_host, **values)
+    backend.plan(metadata)
+    return metadata
+
+
+def padded(step: CommonAttentionMetadata, num_reqs: int, num_tokens: int, pad_seq_len: int) -> CommonAttentionMetadata:
+    """The step padded as the persistent builder pads for a captured graph: ``query_start_loc`` repeats its last value,
+    slots are -1, lengths ``pad_seq_len``, rows of the table 0, page lists empty."""
+    rows, tokens = num_reqs - step.num_reqs, num_tokens - step.num_tokens
+    host = SimpleNamespace()
+    for name in ARRAYS - DERIVED:
+        array = getattr(step.host, name, None)
+        if array is not None:
+            setattr(host, name, pad_array(FIELDS[name], np.array(array), rows, tokens, pad_seq_len))
+    values = {name: getattr(step, name) for name in COPIED if hasattr(step, name)}
+    decode = {"num_decodes": step.num_decodes + rows, "num_decode_tokens": step.num_decode_tokens + tokens}
+    counts = {"num_reqs": num_reqs, "num_tokens": num_tokens, **(decode if not step.num_prefills else {})}
+    return CommonAttentionMetadata(host, **{**values, **counts})
