@@ -97,7 +97,9 @@ def test_both_sides_have_the_same_names():
     assert differences(*both_sides()) == (set(), set())
 
 
-@pytest.mark.parametrize("name", ["padding.pad_step", "block_table.TableState.truncate", "context_parallel", "block_ids.read_int"])
+@pytest.mark.parametrize(
+    "name", ["padding.pad_step", "block_table.TableState.truncate", "context_parallel", "block_ids.read_int"]
+)
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_name_that_one_side_lacks_is_found(name, side):
     sides = both_sides()

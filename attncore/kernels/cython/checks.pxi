@@ -2,8 +2,8 @@
 
 cdef extern from "kernels/cython/stale_rows.h":
     length_t stale_rows "attncore_stale_rows"(const length_t* computed, const length_t* column, length_t count,
-                                                int shift, length_t block, length_t* stale,
-                                                length_t* num_stale) noexcept nogil
+                                              int shift, length_t block, length_t* stale,
+                                              length_t* num_stale) noexcept nogil
 
 
 cdef struct Failure:

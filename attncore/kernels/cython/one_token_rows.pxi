@@ -5,7 +5,7 @@
 
 cdef extern from "kernels/cython/prefix_sum.h":
     length_t prefix_sum "attncore_prefix_sum"(const length_t* values, length_t* sums, length_t count,
-                                            length_t* total) noexcept nogil
+                                              length_t* total) noexcept nogil
 
 
 cdef inline length_t sum_up(const length_t* values, length_t* sums, length_t count) noexcept nogil:
