@@ -117,85 +117,126 @@ def race(steps, depth, transport, device, seed, plan_staging="per_slot", receipt
     part of ``drops`` is never replayed.
     ``receipts`` False is the control: no arena is waited for, the device is late in every step; some must go wrong.
     """
-    rng = np.random.default_rng(seed)
-    cuda = device != "cpu"
-    batch = InputBatch(max_num_reqs=ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
-    backend = CopyingPlan(device, plan_staging)
+    run = Race(depth, transport, device, seed, plan_staging, receipts=receipts, ticket=ticket, drops=drops)
+    while run.done < steps:
+        run.turn()
+    return {
+        "transport": transport, "depth": depth, "ticket": ticket, "drops": drops, "plan_staging": plan_staging,
+        "receipts": receipts, "steps": run.done, "wrong": int(run.wrong), "first_wrong": int(run.first_wrong),
+        "kinds": run.kinds,
+    }  # fmt: skip
+
+
+class Race:
+    """One builder and the oracle beside it, turn by turn; what went wrong is counted on the device."""
+
+    def __init__(self, depth, transport, device, seed, plan_staging, *, receipts, ticket, drops):
+        self.rng = np.random.default_rng(seed)
+        self.device, self.cuda, self.transport = device, device != "cpu", transport
+        self.receipts, self.ticket, self.drops = receipts, ticket, drops
+        self.batch = InputBatch(max_num_reqs=ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+        self.backend = CopyingPlan(device, plan_staging)
+        self.builder = builder_of(self.batch, self.backend, transport, depth, ticket)
+        side, self.models = builder_insides.side(self.builder), {}
+        pages = side.page_buffer(0)
+        for size in BUCKETS:
+            self.models[size] = model_of(self.builder.capture(size), pages, device, self.batch)
+        if not receipts:
+            side.wait = lambda step: None
+        self.requests, self.kinds = Requests(self.rng), dict.fromkeys(KINDS, 0)
+        self.wrong = torch.zeros((), dtype=torch.int64, device=device)
+        self.first_wrong = torch.full((), -1, device=device)
+        self.done, self.most, self.dropped = 0, ROWS // 2, False
+        self.metadata = None  # of the last step: it lives until the next one is built
+
+    def turn(self):
+        """One step of a kind at random; all but a dropped one are compared, and counted in ``done``."""
+        rng = self.rng
+        if rng.random() < 0.01:
+            self.most = int(rng.integers(1, ROWS + 1))
+        self.requests.churn(self.batch, self.most)
+        if self.cuda:
+            fall_behind(rng, always=not self.receipts)
+        query_lens = {name: 0 for name in self.requests.place if rng.random() < 0.03}
+        kind = rng.random()
+        if kind < 0.05 and not self.dropped:  # a dummy replay after a dropped build would run that
+            size, expected, num_positions = self.empty_step()
+        else:
+            prefill = kind < 0.15 and self.requests.place
+            size = self.prepare(query_lens, prefill, eager=kind < 0.35)
+            self.take_back(query_lens, size)
+            self.metadata = self.builder.build(query_lens, bucket=size)
+            if size and self.ticket and rng.random() < self.drops:
+                self.requests.expected(self.metadata.req_ids, query_lens, 0, 0)  # its tokens are booked, it is not run
+                self.kinds["dropped"] += 1
+                self.dropped = True
+                return
+            if size:
+                replay(self.metadata, self.models[size][0], self.ticket)
+            expected, num_positions = self.requests.expected(self.metadata.req_ids, query_lens, size or 0, size or 0)
+            self.kinds["graph" if size else "prefill" if prefill else "eager"] += 1
+        self.dropped = False
+        self.compare(size, expected, num_positions)
+        self.done += 1
+
+    def empty_step(self):
+        """A replay of a graph without requests: its size, what it should see, and how many positions."""
+        size = int(self.rng.choice(BUCKETS))
+        self.metadata = self.models[size][3] if self.ticket else self.builder.build_empty(size)
+        replay(self.metadata, self.models[size][0], self.ticket)
+        expected, num_positions = self.requests.expected((), {}, size, size)
+        self.kinds["empty"] += 1
+        return size, expected, num_positions
+
+    def prepare(self, query_lens, prefill, *, eager):
+        """Give the requests their blocks, in a prefill some more tokens; the graph's size, None without one."""
+        requests = self.requests
+        if prefill:
+            for name in list(requests.place)[-2:]:
+                query_lens[name] = int(self.rng.integers(2, 40))
+        requests.give_blocks(self.batch, query_lens)
+        running = len(requests.place) - sum(not count for count in query_lens.values())
+        return None if prefill or eager else next(size for size in BUCKETS if size >= running)
+
+    def take_back(self, query_lens, size):
+        """Now and then the same step before it is built to stay: with a plan that fails, or abandoned."""
+        if self.rng.random() < 0.02:
+            self.backend.fails = True
+            try:
+                self.builder.build(query_lens, bucket=size)
+            except ZeroDivisionError:
+                self.kinds["plan failed"] += 1
+            self.backend.fails = False
+        if size and self.transport == "graph" and not self.ticket and self.rng.random() < 0.02:
+            self.builder.build(query_lens, bucket=size).abandon()
+            self.kinds["abandoned"] += 1
+
+    def compare(self, size, expected, num_positions):
+        """Count on the device whether the step, or its plan, saw anything but what was expected."""
+        metadata = self.metadata
+        seen = self.models[size][1] if size else fields_of(metadata)
+        num_pages = len(expected) - num_positions - metadata.num_tokens - 4 * metadata.num_reqs - 2
+        seen_pages = self.models[size][2] if size else metadata.paged_kv_indices
+        sent = torch.from_numpy(expected)
+        sent = sent.pin_memory().to(self.device, non_blocking=True) if self.cuda else sent
+        found = [seen[0], seen[1][:num_positions], *seen[2:], seen_pages[:num_pages]]
+        bad = (torch.cat([one.long() for one in found]) != sent).any()
+        indptr = sent[metadata.num_tokens + num_positions + metadata.num_reqs :][: metadata.num_reqs + 1]
+        if num_positions or not self.ticket:  # a dummy replay was not planned
+            bad |= (self.backend.copied[: metadata.num_reqs + 1] != indptr).any()
+        self.first_wrong.copy_(torch.where(bad & (self.first_wrong < 0), self.done, self.first_wrong))
+        self.wrong += bad
+
+
+def builder_of(batch, backend, transport, depth, ticket):
+    """A builder with the transport asked for; the race ends where another was chosen."""
     options = {"ticket": True} if ticket else {}
     builder = MetadataBuilder(
         batch, backend, max_num_batched_tokens=MAX_TOKENS, transport=transport, depth=depth, **options
     )
     if builder.transport != transport:
         raise SystemExit(f"transport: {builder.transport}, not {transport}: {builder.why_transport}")
-    side, models = builder_insides.side(builder), {}
-    pages = side.page_buffer(0)
-    for size in BUCKETS:
-        models[size] = model_of(builder.capture(size), pages, device, batch)
-    if not receipts:
-        side.wait = lambda step: None
-    requests, kinds = Requests(rng), dict.fromkeys(KINDS, 0)
-    wrong, first_wrong = torch.zeros((), dtype=torch.int64, device=device), torch.full((), -1, device=device)
-    done, most, dropped = 0, ROWS // 2, False
-    while done < steps:
-        if rng.random() < 0.01:
-            most = int(rng.integers(1, ROWS + 1))
-        requests.churn(batch, most)
-        if cuda:
-            fall_behind(rng, always=not receipts)
-        query_lens = {name: 0 for name in requests.place if rng.random() < 0.03}
-        kind = rng.random()
-        if kind < 0.05 and not dropped:  # a dummy replay after a dropped build would run that
-            size = int(rng.choice(BUCKETS))
-            metadata = models[size][3] if ticket else builder.build_empty(size)
-            replay(metadata, models[size][0], ticket)
-            expected, num_positions = requests.expected((), {}, size, size)
-            kinds["empty"] += 1
-        else:
-            prefill = kind < 0.15 and requests.place
-            if prefill:
-                for name in list(requests.place)[-2:]:
-                    query_lens[name] = int(rng.integers(2, 40))
-            requests.give_blocks(batch, query_lens)
-            running = len(requests.place) - sum(not count for count in query_lens.values())
-            size = None if prefill or kind < 0.35 else next(size for size in BUCKETS if size >= running)
-            if rng.random() < 0.02:
-                backend.fails = True
-                try:
-                    builder.build(query_lens, bucket=size)
-                except ZeroDivisionError:
-                    kinds["plan failed"] += 1
-                backend.fails = False
-            if size and transport == "graph" and not ticket and rng.random() < 0.02:
-                builder.build(query_lens, bucket=size).abandon()
-                kinds["abandoned"] += 1
-            metadata = builder.build(query_lens, bucket=size)
-            if size and ticket and rng.random() < drops:
-                requests.expected(metadata.req_ids, query_lens, 0, 0)  # its tokens are booked, it is not run
-                kinds["dropped"] += 1
-                dropped = True
-                continue
-            if size:
-                replay(metadata, models[size][0], ticket)
-            expected, num_positions = requests.expected(metadata.req_ids, query_lens, size or 0, size or 0)
-            kinds["graph" if size else "prefill" if prefill else "eager"] += 1
-        dropped = False
-        seen = models[size][1] if size else fields_of(metadata)
-        num_pages = len(expected) - num_positions - metadata.num_tokens - 4 * metadata.num_reqs - 2
-        seen_pages = models[size][2] if size else metadata.paged_kv_indices
-        sent = torch.from_numpy(expected)
-        sent = sent.pin_memory().to(device, non_blocking=True) if cuda else sent
-        found = [seen[0], seen[1][:num_positions], *seen[2:], seen_pages[:num_pages]]
-        bad = (torch.cat([one.long() for one in found]) != sent).any()
-        indptr = sent[metadata.num_tokens + num_positions + metadata.num_reqs :][: metadata.num_reqs + 1]
-        if num_positions or not ticket:  # a dummy replay was not planned
-            bad |= (backend.copied[: metadata.num_reqs + 1] != indptr).any()
-        first_wrong.copy_(torch.where(bad & (first_wrong < 0), done, first_wrong))
-        wrong += bad
-        done += 1
-    return {
-        "transport": transport, "depth": depth, "ticket": ticket, "drops": drops, "plan_staging": plan_staging,
-        "receipts": receipts, "steps": done, "wrong": int(wrong), "first_wrong": int(first_wrong), "kinds": kinds,
-    }  # fmt: skip
+    return builder
 
 
 def fall_behind(rng, *, always):

@@ -41,12 +41,8 @@ def over_trace(path, device, transport, *, graphs, max_requests=None):
     builder = MetadataBuilder(
         batch, Backend(device), max_num_batched_tokens=settings.max_num_batched_tokens, transport=transport
     )
-    models = {}
     buckets = [size for size in BUCKETS if size <= batch.max_num_reqs]
-    if graphs:
-        for size in buckets:
-            metadata = builder.capture(size)
-            models[size] = captured(metadata.record, device)
+    models = {size: captured(builder.capture(size).record, device) for size in buckets} if graphs else {}
     synchronize()
     sent = Sent(builder)
     now, found, expected, with_moves, contexts = 0.0, [], [], [], []
@@ -57,8 +53,7 @@ def over_trace(path, device, transport, *, graphs, max_requests=None):
             now = max(now, scheduler.next_arrival or now)
             continue
         apply_before(step, batch, settings)
-        new = sum(len(running.blocks) for running in step.admitted)
-        new += sum(len(blocks) for tables in step.appended.values() for blocks in tables)
+        new = blocks_given(step)
         held |= {running.row: running for running in step.admitted}
         bucket = None
         if graphs and not step.prefills:
@@ -68,11 +63,7 @@ def over_trace(path, device, transport, *, graphs, max_requests=None):
             metadata.replay(models[bucket])
         tokens = bucket or max(256, 1 << (step.tokens - 1).bit_length())
         fixed = bytes_of_bucket(min(tokens, settings.max_num_batched_tokens), bucket or batch.max_num_reqs)
-        moved = sum(
-            len(held[req_id].blocks)
-            for row in set(sum(metadata.moves, ()))
-            for req_id in metadata.req_ids[row : row + 1]
-        )
+        moved = blocks_moved(metadata, held)
         found.append(sent.nbytes())
         expected.append(fixed + 8 * new)
         with_moves.append(fixed + 8 * (new + moved))
@@ -82,9 +73,27 @@ def over_trace(path, device, transport, *, graphs, max_requests=None):
             batch.remove_request(finished.row)
         now += settings.clock.seconds(step.prefill_tokens, step.decode_tokens, step.context_tokens)
     synchronize()
+    about = {"transport": transport, "graphs": graphs, "steps": len(found), "surpluses": sent.surpluses}
+    return about | beside_formula(found, expected, with_moves, contexts)
+
+
+def blocks_given(step):
+    """How many blocks the step's requests get: those that come, and those that go on."""
+    new = sum(len(running.blocks) for running in step.admitted)
+    return new + sum(len(blocks) for tables in step.appended.values() for blocks in tables)
+
+
+def blocks_moved(metadata, held):
+    """How many blocks the requests have whose rows were moved in the step."""
+    return sum(
+        len(held[req_id].blocks) for row in set(sum(metadata.moves, ())) for req_id in metadata.req_ids[row : row + 1]
+    )
+
+
+def beside_formula(found, expected, with_moves, contexts):
+    """Bytes of all steps as they were found, beside the formula and the formula with the blocks of moved rows."""
     found, expected, with_moves = (np.array(one, float) for one in (found, expected, with_moves))
     return {
-        "transport": transport, "graphs": graphs, "steps": len(found), "surpluses": sent.surpluses,
         "bytes_mean": found.mean(), "bytes_median": np.median(found), "bytes_p99": np.percentile(found, 99),
         "bytes_max": found.max(), "total_over_formula": found.sum() / expected.sum(),
         "total_over_formula_with_moves": found.sum() / with_moves.sum(),

@@ -246,7 +246,8 @@ def free_memory(args):
         torch.cuda.empty_cache()
 
 
-def main():
+def arguments():
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--device", default="cuda")
@@ -260,22 +261,24 @@ def main():
     add("--budget", type=int, default=4096)
     add("--pool-tokens", type=int, default=400_000)
     add("--save")
-    args = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.get_logger("ContinuousBatchingLogger").setLevel("ERROR")  # it warns that a manager is kept
-    model = model_of(args)
-    prompts = prompts_of(args, model.config.vocab_size)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    rows, said = [], {}
+    return parser.parse_args()
+
+
+def rows_of_ours(model, prompts, args, said):
+    """A row for each backend of the engine, printed; ``said`` gets the outputs."""
     for backend in args.backends.split(","):
         row, outputs, engine = ours(model, prompts, args, backend)
         row["agrees_with"] = {other: agreement(output, outputs) for other, output in said.items()}
         said[backend] = outputs
-        rows.append(row)
         print(json.dumps(row), flush=True)
         engine.close()
         del engine
         free_memory(args)
+        yield row
+
+
+def rows_of_theirs(model, prompts, args, said):
+    """A row for each way to run ``generate_batch``, printed; ``said`` gets the outputs."""
     variants = {"defaults": {}}
     if args.device == "cuda":
         variants["graphs on"] = {"use_cuda_graph": True}
@@ -290,10 +293,14 @@ def main():
             row["agrees_with"] = {other: agreement(output, outputs) for other, output in said.items()}
             said[row["who"]] = outputs
         free_memory(args)
-        rows.append(row)
         print(json.dumps(row), flush=True)
+        yield row
+
+
+def goals_of(rows):
+    """What the goals are about, for each row of ours."""
     measured = [row["tokens_per_s"] for row in rows if row["who"].startswith("generate_batch") and "error" not in row]
-    goals = {
+    return {
         row["who"]: {
             "times_generate_batch": row["tokens_per_s"] / max(measured) if measured else None,
             "share_of_attncore": row["share_of_attncore"],
@@ -301,6 +308,18 @@ def main():
         for row in rows
         if "share_of_attncore" in row
     }
+
+
+def main():
+    args = arguments()
+    logging.set_verbosity_error()
+    logging.get_logger("ContinuousBatchingLogger").setLevel("ERROR")  # it warns that a manager is kept
+    model = model_of(args)
+    prompts = prompts_of(args, model.config.vocab_size)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    said = {}
+    rows = [*rows_of_ours(model, prompts, args, said), *rows_of_theirs(model, prompts, args, said)]
+    goals = goals_of(rows)
     missed = [
         who
         for who, found in goals.items()

@@ -130,72 +130,109 @@ def padded(fields, num_reqs, query_len, pad_seq_len):
 def list_step(groups, block_size, layout, window=None, chunked=False, pad=-1, capture=None):
     """Every field of the list builder's step; groups: (is_prompt, hit, [(query_len, context_len, table or None)])."""
     rows = [(is_prompt, hit, *s) for is_prompt, hit, sequences in groups for s in sequences]
-    out = {"slot_mapping": [], "seq_lens": [], "context_lens": [], "query_lens": []}
-    tables, pages, last_page, indices = [], [], [], []
-    any_hit = any(hit for _, hit, *_ in rows)
-    max_prefill = max_decode = 0
-    for is_prompt, hit, query_len, context_len, table in rows:
-        seq_len = query_len + context_len
-        start_idx = max(0, query_len - window) if is_prompt and window else 0
-        for i in range(context_len, seq_len):
-            if table is None or i < start_idx:
-                out["slot_mapping"].append(PAD)
-            else:
-                out["slot_mapping"].append(table[i // block_size] * block_size + i % block_size)
-        kernel_len = seq_len
+    padded, queries = max(pad, 0), [q for _, _, q, _, _ in rows]
+    any_hit = layout == "flash" and any(hit for _, hit, *_ in rows)
+    tables = [list_table(p, hit or any_hit, q + c, t, block_size, window, chunked) for p, hit, q, c, t in rows]
+    width = max(map(len, tables), default=0) if pad < 0 else cdiv(capture, block_size)
+    slots = [slot for p, _, q, c, t in rows for slot in list_slots(p, q, c, t, block_size, window)]
+    out = {
+        "slot_mapping": slots + [PAD] * padded,
+        "context_lens": [c for *_, c, _ in rows],
+        "query_lens": queries,
+        "token_to_req_indices": [i for i, q in enumerate(queries) for _ in range(q)]
+        + [len(rows) + i for i in range(padded)],
+        "positions": [i for _, _, q, c, _ in rows for i in range(c, c + q)] + [0] * padded,
+        "logits_indices": [end - 1 for end in sums(queries)[1:]],
+        "query_start_loc": sums(queries),
+        "block_tables": [(t + [0] * width)[:width] for t in tables] + [[0] * width] * padded,
+        "use_cuda_graph": pad >= 0,
+        **list_lengths(rows, block_size, window, padded),
+        **list_counts(rows, padded),
+    }
+    if layout == "flash":
+        out["max_decode_query_len"] = max((row[2] for row in rows if not row[0]), default=1)
+    if layout == "flashinfer":
+        out |= list_pages(rows, block_size, padded)
+    return out
+
+
+def list_slots(is_prompt, query_len, context_len, table, block_size, window):
+    """Slots of a row's new tokens; a prompt's tokens that its window has passed get none."""
+    start_idx = max(0, query_len - window) if is_prompt and window else 0
+    slots = []
+    for i in range(context_len, query_len + context_len):
+        if table is None or i < start_idx:
+            slots.append(PAD)
+        else:
+            slots.append(table[i // block_size] * block_size + i % block_size)
+    return slots
+
+
+def list_table(is_prompt, hit, seq_len, table, block_size, window, chunked):
+    """The blocks of a row that the kernel is given: of a decode under a window, the last ones."""
+    if table is None:
+        return []
+    if hit:
+        return list(table)
+    if is_prompt:
+        return list(table) if chunked else []
+    if window:
+        keep = cdiv(window, block_size) + (1 if seq_len % block_size else 0)
+        return list(table)[: cdiv(seq_len, block_size)][-keep:]
+    return list(table)
+
+
+def list_lengths(rows, block_size, window, padded):
+    """The lengths that the kernel is given, under a window a decode's is cut to whole blocks, and their maxima."""
+    lens, max_prefill, max_decode = [], 0, 0
+    for is_prompt, _, query_len, context_len, _ in rows:
+        seq_len = kernel_len = query_len + context_len
         if not is_prompt and window:
             kernel_len = min(seq_len, cdiv(window, block_size) * block_size + seq_len % block_size)
-        out["seq_lens"].append(kernel_len)
-        out["context_lens"].append(context_len)
-        out["query_lens"].append(query_len)
+        lens.append(kernel_len)
         if is_prompt:
             max_prefill = max(max_prefill, seq_len)
         else:
             max_decode = max(max_decode, kernel_len)
-        if table is None:
-            tables.append([])
-        elif hit or (layout == "flash" and any_hit):
-            tables.append(list(table))
-        elif is_prompt:
-            tables.append(list(table) if chunked else [])
-        elif window:
-            keep = cdiv(window, block_size) + (1 if seq_len % block_size else 0)
-            tables.append(list(table)[: cdiv(seq_len, block_size)][-keep:])
-        else:
-            tables.append(list(table))
+    lens += [1] * padded
+    return {
+        "seq_lens": lens,
+        "seq_start_loc": sums(lens),
+        "max_seq_len": max(max_prefill, max_decode),
+        "max_prefill_seq_len": max_prefill,
+        "max_decode_seq_len": max_decode,
+    }
+
+
+def list_counts(rows, padded):
+    """How many requests and tokens there are, and of which kind; padding counts as tokens of decodes."""
+    queries = [row[2] for row in rows]
+    prompts = [row[2] for row in rows if row[0]]
+    decodes = [row[2] for row in rows if not row[0]]
+    return {
+        "num_reqs": len(rows) + padded,
+        "num_tokens": sum(queries) + padded,
+        "num_decodes": len(decodes),
+        "num_prefills": len(prompts),
+        "num_prefill_tokens": sum(prompts),
+        "num_decode_tokens": sum(decodes) + padded,
+        "max_query_len": max(queries),
+    }
+
+
+def list_pages(rows, block_size, padded):
+    """The fields of layout ``flashinfer``: whole tables, whatever the kernel of another is given."""
+    pages, last_page, indices = [], [], []
+    for _, _, query_len, context_len, table in rows:
+        seq_len = query_len + context_len
         pages.append(0 if table is None else cdiv(seq_len, block_size))
         indices.extend([] if table is None else table[: pages[-1]])
         last_page.append(0 if table is None else (seq_len % block_size or block_size))
-    padded = max(pad, 0)
-    out["slot_mapping"] += [PAD] * padded
-    queries = out["query_lens"]
-    out["token_to_req_indices"] = [i for i, q in enumerate(queries) for _ in range(q)]
-    out["token_to_req_indices"] += [len(rows) + i for i in range(padded)]
-    out["positions"] = [i for _, _, q, c, _ in rows for i in range(c, c + q)] + [0] * padded
-    out["logits_indices"] = [end - 1 for end in sums(queries)[1:]]
-    out["num_reqs"], out["num_tokens"] = len(rows) + padded, sum(queries) + padded
-    out["num_decodes"] = sum(1 for row in rows if not row[0])
-    out["max_seq_len"] = max(max_prefill, max_decode)
-    out["query_start_loc"] = sums(queries)
-    out["seq_lens"] += [1] * padded
-    out["seq_start_loc"] = sums(out["seq_lens"])
-    width = max(map(len, tables), default=0) if pad < 0 else cdiv(capture, block_size)
-    out["block_tables"] = [(t + [0] * width)[:width] for t in tables] + [[0] * width] * padded
-    prompts = [row for row in rows if row[0]]
-    decodes = [row for row in rows if not row[0]]
-    out["num_prefills"] = len(prompts)
-    out["num_prefill_tokens"] = sum(row[2] for row in prompts)
-    out["num_decode_tokens"] = sum(row[2] for row in decodes) + padded
-    out["max_query_len"] = max(row[2] for row in rows)
-    out["max_prefill_seq_len"], out["max_decode_seq_len"] = max_prefill, max_decode
-    out["use_cuda_graph"] = pad >= 0
-    if layout == "flash":
-        out["max_decode_query_len"] = max((row[2] for row in decodes), default=1)
-    if layout == "flashinfer":
-        out["paged_kv_indptr"] = sums(pages + [0] * padded)
-        out["paged_kv_indices"] = indices
-        out["paged_kv_last_page_len"] = last_page + [0] * padded
-    return out
+    return {
+        "paged_kv_indptr": sums(pages + [0] * padded),
+        "paged_kv_indices": indices,
+        "paged_kv_last_page_len": last_page + [0] * padded,
+    }
 
 
 def encoder_step(groups, encoders, block_size, pad=-1, capture=None):

@@ -85,64 +85,63 @@ def site(tmp_path, monkeypatch):
     load.forget()
 
 
+BAD = {  # name -> (its light module, state, what its reason must hold)
+    "raises": ("raise RuntimeError('no licence file')", "broken", "RuntimeError: no licence file"),
+    "exits": ("raise SystemExit(7)", "broken", "SystemExit: 7"),
+    "absent": ("import a_library_that_is_not_there", "broken", "a_library_that_is_not_there"),
+    "hookless": ("x = 1", "broken", "implements no attncore_backend"),
+    "undecorated": ("def attncore_backend(): return None", "broken", "decorate it with @attncore.hookimpl"),
+    "misspelt": (
+        "import attncore\n@attncore.hookimpl\ndef attncore_bakend(): return None",
+        "broken",
+        "did you mean attncore_backend?",
+    ),
+    "argument": (
+        "import attncore\n@attncore.hookimpl\ndef attncore_backend(gpu): return None",
+        "broken",
+        "PluginValidationError",
+    ),
+    "nothing": (
+        "import attncore\n@attncore.hookimpl\ndef attncore_backend(): return None",
+        "broken",
+        "must return a BackendSpec",
+    ),
+    "dictionary": (
+        "import attncore\n@attncore.hookimpl\ndef attncore_backend(): return {'name': 'dictionary'}",
+        "broken",
+        "returned a dict",
+    ),
+    "misnamed": (SPEC.format(name="other", module="m", extra=""), "broken", "the entry point 'misnamed'"),
+    "later": (
+        SPEC.format(name="later", module="m", extra="hologram=True").replace("api=1", "api=2"),
+        "incompatible",
+        "built for contract 2; this attncore speaks 1",
+    ),
+    "earlier": (
+        SPEC.format(name="earlier", module="m", extra="").replace("api=1", "api=0"),
+        "incompatible",
+        "built for contract 0",
+    ),
+    "nonsense": (
+        SPEC.format(name="nonsense", module="m", extra="").replace("{64, 128}", "{-64}").replace('"any"', '"tpu:v5"'),
+        "broken",
+        "head_sizes: -64 is not a positive integer",
+    ),
+    "unprintable": (
+        "class E(Exception):\n    def __str__(self): raise ValueError\nraise E",
+        "broken",
+        "without a message",
+    ),
+}
+
+
 def zoo(site: Site) -> dict[str, tuple[str, str]]:
     """Plant one of every bad plugin that does not hang or crash; name -> (state, what its reason must hold)."""
-    good = SPEC
-    bad = {
-        "raises": ("raise RuntimeError('no licence file')", "broken", "RuntimeError: no licence file"),
-        "exits": ("raise SystemExit(7)", "broken", "SystemExit: 7"),
-        "absent": ("import a_library_that_is_not_there", "broken", "a_library_that_is_not_there"),
-        "hookless": ("x = 1", "broken", "implements no attncore_backend"),
-        "undecorated": ("def attncore_backend(): return None", "broken", "decorate it with @attncore.hookimpl"),
-        "misspelt": (
-            "import attncore\n@attncore.hookimpl\ndef attncore_bakend(): return None",
-            "broken",
-            "did you mean attncore_backend?",
-        ),
-        "argument": (
-            "import attncore\n@attncore.hookimpl\ndef attncore_backend(gpu): return None",
-            "broken",
-            "PluginValidationError",
-        ),
-        "nothing": (
-            "import attncore\n@attncore.hookimpl\ndef attncore_backend(): return None",
-            "broken",
-            "must return a BackendSpec",
-        ),
-        "dictionary": (
-            "import attncore\n@attncore.hookimpl\ndef attncore_backend(): return {'name': 'dictionary'}",
-            "broken",
-            "returned a dict",
-        ),
-        "misnamed": (good.format(name="other", module="m", extra=""), "broken", "the entry point 'misnamed'"),
-        "later": (
-            good.format(name="later", module="m", extra="hologram=True").replace("api=1", "api=2"),
-            "incompatible",
-            "built for contract 2; this attncore speaks 1",
-        ),
-        "earlier": (
-            good.format(name="earlier", module="m", extra="").replace("api=1", "api=0"),
-            "incompatible",
-            "built for contract 0",
-        ),
-        "nonsense": (
-            good.format(name="nonsense", module="m", extra="")
-            .replace("{64, 128}", "{-64}")
-            .replace('"any"', '"tpu:v5"'),
-            "broken",
-            "head_sizes: -64 is not a positive integer",
-        ),
-        "unprintable": (
-            "class E(Exception):\n    def __str__(self): raise ValueError\nraise E",
-            "broken",
-            "without a message",
-        ),
-    }
-    for name, (source, _, _) in bad.items():
+    for name, (source, _, _) in BAD.items():
         site.plugin(name, source, distribution=f"zoo-{name}")
     site.plugin("good", distribution="zoo-good")
     site.plugin("taken", distribution="zoo-taken-a")
     site.plugin("taken", distribution="zoo-taken-b")
     site.plugin("reference", distribution="zoo-thief")
-    expected = {name: (state, text) for name, (_, state, text) in bad.items()}
+    expected = {name: (state, text) for name, (_, state, text) in BAD.items()}
     return {**expected, "taken": ("duplicate", "claims the name 'taken'")}

@@ -1,6 +1,5 @@
 """attncore replay, as its user meets it."""
 
-import gzip
 import json
 import os
 import pty
@@ -9,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from replay_command import ran, reported
 
 from attncore.cli import main
 from attncore.replay import rank_builders
@@ -19,31 +19,6 @@ from attncore.replay.traces import synthetic
 TIMES = ("build_us", "attention_us", "wall_s")
 SMALL = ["--num-heads", "2", "--num-kv-heads", "1", "--head-size", "8", "--layers", "1"]
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
-
-
-@pytest.fixture
-def trace(tmp_path):
-    """A trace of three requests; 513 and 520 tokens of the prompts are longer than a default block of ids."""
-    path = tmp_path / "trace.jsonl"
-    records = [
-        {"timestamp": 0, "input_length": 513, "output_length": 6, "hash_ids": [0, 1]},
-        {"timestamp": 40, "input_length": 30, "output_length": 9, "hash_ids": [2]},
-        {"timestamp": 90, "input_length": 520, "output_length": 3, "hash_ids": [0, 3]},
-    ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
-def ran(capsys, *words):
-    code = main(["replay", *words])
-    output = capsys.readouterr()
-    return code, output.out, output.err
-
-
-def reported(capsys, *words):
-    code, out, err = ran(capsys, *words, "--json")
-    assert (code, err) == (0, "")
-    return json.loads(out)
 
 
 def test_the_report_of_attention(capsys, trace):
@@ -189,104 +164,6 @@ def test_an_unknown_backend_ends_with_3(capsys, trace):
     code, out, err = ran(capsys, trace, "--backend", "nonesuch")
     assert (code, out) == (3, "")
     assert "nonesuch" in err
-
-
-BAD = {
-    "no such file": (["absent.csv"], ["absent.csv", "No such file"]),
-    "two traces": (["TRACE", "--trace", "other"], ["--trace", "other"]),
-    "three words": (["TRACE", "other"], ["other"]),
-    "unknown option": (["TRACE", "--fast"], ["--fast"]),
-    "requests 0": (["TRACE", "--requests", "0"], ["--requests", "0 is not between 1 and"]),
-    "requests in words": (["TRACE", "--requests", "all"], ["--requests", "'all'"]),
-    "minutes 0": (["TRACE", "--minutes", "0"], ["--minutes", "0 is not between"]),
-    "rate 0": (["TRACE", "--rate", "0"], ["--rate", "0 is not between"]),
-    "rate nan": (["TRACE", "--rate", "nan"], ["--rate", "nan is not between"]),
-    "clock": (["TRACE", "--clock", "step=-1"], ["--clock", "step is '-1'"]),
-    "no clock": (["TRACE", "--clock", ""], ["--clock", "NAME=MICROSECONDS"]),
-    "one block": (["TRACE", "--num-blocks", "1"], ["--num-blocks", "1 is not between 2 and"]),
-    "blocks over int32": (["TRACE", "--num-blocks", "2147483648"], ["--num-blocks", "2147483647"]),
-    "too few blocks": (["TRACE", "--num-blocks", "20", "--metadata-only"], ["row 1", "--num-blocks 20", "34"]),
-    "too few blocks, attention": (["TRACE", "--num-blocks", "20"], ["row 1", "--num-blocks 20", "34"]),
-    "block size 0": (["TRACE", "--block-size", "0"], ["--block-size", "0 is not between 1 and"]),
-    "no sequences": (["TRACE", "--max-num-seqs", "-1"], ["--max-num-seqs", "-1 is not between 1 and"]),
-    "no tokens": (["TRACE", "--max-num-batched-tokens", "0"], ["--max-num-batched-tokens", "0 is not between 1"]),
-    "fewer tokens than sequences": (
-        ["TRACE", "--max-num-seqs", "9", "--max-num-batched-tokens", "8"],
-        ["--max-num-batched-tokens", "8 is less than --max-num-seqs 9"],
-    ),
-    "heads": (["TRACE", "--num-heads", "4", "--num-kv-heads", "3"], ["--num-kv-heads", "3 does not divide"]),
-    "head size": (["TRACE", "--head-size", "1.5"], ["--head-size", "'1.5'"]),
-    "layers": (["TRACE", "--layers", "0"], ["--layers", "0 is not between 1 and"]),
-    "seed": (["TRACE", "--seed", "-1"], ["--seed", "-1 is not between 0 and"]),
-    "verify": (["TRACE", "--verify-every", "0"], ["--verify-every", "0 is not between 1 and"]),
-    "nowhere to save": (["TRACE", "--metadata-only", "--save-steps", "absent/x"], ["absent/x", "No such file"]),
-    "group without a size": (["TRACE", "--groups", "full"], ["--groups", "'full' is not NAME:BLOCK_SIZE"]),
-    "group of size 0": (["TRACE", "--groups", "full:0"], ["--groups", "block size of full 0 is not between 1"]),
-    "group twice": (["TRACE", "--groups", "a:16,a:32"], ["--groups", "'a' stands twice"]),
-    "group and block size": (
-        ["TRACE", "--groups", "full:16", "--block-size", "16"],
-        ["--block-size", "16 given beside --groups"],
-    ),
-    "fewer layers than groups": (
-        ["TRACE", "--groups", "a:16,b:16", "--layers", "1"],
-        ["--layers", "1 given for 2 groups"],
-    ),
-    "too few blocks in a group": (
-        ["TRACE", "--groups", "a:16,b:8:4", "--num-blocks", "40"],
-        ["row 1", "blocks of 8 of group 'b'", "--num-blocks 40"],
-    ),
-    "no drafts": (["TRACE", "--speculative", "0"], ["--speculative", "K 0 is not between 1 and"]),
-    "acceptance": (["TRACE", "--speculative", "3:1.5"], ["--speculative", "1.5 is not between 0 and 1"]),
-    "fewer tokens than drafts": (
-        ["TRACE", "--speculative", "3", "--max-num-seqs", "9", "--max-num-batched-tokens", "32"],
-        ["--max-num-batched-tokens", "32 is less than --max-num-seqs 9 times 4 (--speculative)"],
-    ),
-    "one rank": (["TRACE", "--context-parallel", "1"], ["--context-parallel", "WORLD 1 is not between 2 and"]),
-    "ranks in words": (["TRACE", "--context-parallel", "2:1:1"], ["--context-parallel", "is not WORLD or WORLD:INTER"]),
-    "ranks of a window": (
-        ["TRACE", "--groups", "a:16,b:16:4", "--context-parallel", "2"],
-        ["--context-parallel", "group 'b' of --groups has a sliding window"],
-    ),
-    "ranks of other sizes": (
-        ["TRACE", "--groups", "a:16,b:8", "--context-parallel", "2"],
-        ["--context-parallel", "blocks of 16 and 8 tokens"],
-    ),
-    "interleave": (
-        ["TRACE", "--context-parallel", "2:3"],
-        ["--context-parallel", "3 does not divide the block size 16"],
-    ),
-    "another backend's ranks": (
-        ["TRACE", "--context-parallel", "2", "--backend", "other"],
-        ["--context-parallel", "--backend is other"],
-    ),
-    "saved over itself": (["TRACE", "--metadata-only", "--save-steps", "TRACE"], ["--save-steps", "the trace itself"]),
-}
-
-
-@pytest.mark.parametrize(("words", "named"), BAD.values(), ids=BAD.keys())
-def test_a_mistake_is_one_line_that_names_it(capsys, trace, tmp_path, monkeypatch, words, named):
-    monkeypatch.chdir(tmp_path)
-    before = Path(trace).read_bytes()
-    code, out, err = ran(capsys, *(trace if word == "TRACE" else word for word in words))
-    assert (code, out) == (2, "")
-    assert err.startswith("attncore: error: ")
-    assert err.count("\n") == 1
-    for word in named:
-        assert word in err
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.jsonl"]
-    assert Path(trace).read_bytes() == before
-
-
-def test_a_broken_trace_is_one_line_and_leaves_no_steps(capsys, tmp_path):
-    path = tmp_path / "trace.csv.gz"
-    rows = "".join(f"2023-11-16 18:15:{second}.0,9,9\r\n" for second in range(10, 60))
-    path.write_bytes(gzip.compress(f"TIMESTAMP,ContextTokens,GeneratedTokens\r\n{rows}".encode())[:-9])
-    code, out, err = ran(capsys, str(path), "--metadata-only", "--save-steps", str(tmp_path / "steps"))
-    assert (code, out) == (2, "")
-    assert str(path) in err
-    assert "gzip" in err
-    assert err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_steps_are_saved(capsys, trace, tmp_path):

@@ -76,135 +76,179 @@ def parts_of(cache, config):
     return [cache[..., : config.head_size], cache[..., config.head_size :]]
 
 
-def make_case(
-    rows,
-    *,
-    block_size=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=8,
-    head_size_v=None,
-    use_mla=False,
-    sliding_window=None,
-    logits_soft_cap=None,
-    alibi_slopes=None,
-    sinks=None,
-    dtype="float32",
-    kv_cache_dtype="auto",
-    list_builder=False,
-    null_passed=False,
-    padded_tokens=0,
-    padded_rows=0,
-    beyond=0,
-    device="cpu",
-    seed=0,
-    dead=float("nan"),
-) -> Case:
-    """``rows`` are Row or (context, query_len). Blocks are dealt in random order from a pool with none to spare.
+@dataclass(kw_only=True)
+class Options:
+    """How a case is made.
 
     ``dead`` fills every slot that no live token owns, block 0 and the sink too. ``null_passed`` puts block 0 where a
     window has passed. Padding is that of the builder: query_start_loc plateaus, or (list builder) leaves the padded
     rows out. ``beyond`` is the number of tokens that the tensors have and the metadata does not know.
     """
+
+    block_size: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 8
+    head_size_v: int | None = None
+    use_mla: bool = False
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    alibi_slopes: object = None
+    sinks: object = None
+    dtype: str = "float32"
+    kv_cache_dtype: str = "auto"
+    list_builder: bool = False
+    null_passed: bool = False
+    padded_tokens: int = 0
+    padded_rows: int = 0
+    beyond: int = 0
+    device: str = "cpu"
+    seed: int = 0
+    dead: float = float("nan")
+
+    @property
+    def size_v(self):
+        return self.head_size_v or self.head_size
+
+    def config(self):
+        names = ("num_heads", "num_kv_heads", "head_size", "head_size_v", "use_mla", "dtype", "kv_cache_dtype")
+        names += ("block_size", "device")
+        return BackendConfig(**{name: getattr(self, name) for name in names}, kv_cache_layout="NHD")
+
+    def features(self):
+        names = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
+        return {"scale": self.head_size**-0.5} | {name: getattr(self, name) for name in names}
+
+
+@dataclass
+class MadeRow:
+    """What one row adds to a step: its new tokens' tensors and slots, the answer, and its table and length."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    expected: torch.Tensor
+    slots: list[int]
+    table: list[int]
+    length: int
+
+
+def make_case(rows, **options) -> Case:
+    """``rows`` are Row or (context, query_len), ``options`` those of ``Options``.
+
+    Blocks are dealt in random order from a pool with none to spare.
+    """
+    options = Options(**options)
     rows = [row if isinstance(row, Row) else Row(*row) for row in rows]
-    random = np.random.default_rng(seed)
-    torch.manual_seed(seed)
-    config = BackendConfig(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        head_size_v=head_size_v,
-        use_mla=use_mla,
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        block_size=block_size,
-        kv_cache_layout="NHD",
-        device=device,
-    )
-    backend = ReferenceBackend(config)
-    features = {
-        "scale": head_size**-0.5,
-        "sliding_window": sliding_window,
-        "logits_soft_cap": logits_soft_cap,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-    }
-    torch_dtype = getattr(torch, dtype)
-    needs = [0 if row.profiling else -(-(row.context + row.query_len) // block_size) for row in rows]
+    random = np.random.default_rng(options.seed)
+    torch.manual_seed(options.seed)
+    backend = ReferenceBackend(options.config())
+    needs = [0 if row.profiling else -(-(row.context + row.query_len) // options.block_size) for row in rows]
     num_blocks = 1 + sum(needs)
     ids = list(1 + random.permutation(num_blocks - 1))
     cache = backend.allocate_kv_cache(num_blocks).cpu()
-    cache.fill_(dead)
-    parts, size_v = parts_of(cache, config), head_size_v or head_size
+    cache.fill_(options.dead)
+    parts = parts_of(cache, backend.config)
+    made = [
+        make_row(row, [int(ids.pop()) for _ in range(need)], parts, options)
+        for row, need in zip(rows, needs, strict=True)
+    ]
+    padding = options.padded_tokens + (options.padded_rows if options.list_builder else 0)
+    *tensors, expected = padded_tensors(made, padding + options.beyond, options)
+    metadata = make_metadata(rows, made, padding, options)
+    return Case(backend, options.features(), metadata, cache.to(options.device), *tensors, expected=expected, rows=rows)
 
-    queries, keys, values, expected, slots = [], [], [], [], []
-    tables, lengths = [], []
-    for row, need in zip(rows, needs, strict=True):
-        total = row.context + row.query_len
-        query = torch.randn(row.query_len, num_heads, head_size).mul(2).to(torch_dtype)
-        key, value = (torch.randn(total, num_kv_heads, size).to(torch_dtype) for size in (head_size, size_v))
-        value = key[..., :size_v] if use_mla else value
-        table = [int(ids.pop()) for _ in range(need)]
-        visible = 0 if sliding_window is None else max(0, row.context - sliding_window + 1)
-        masked = max(0, row.query_len - sliding_window) if row.prompt and sliding_window else 0
-        for token in range(row.context if not row.profiling else 0):
-            if token >= visible:
-                for part, new in zip(parts, (key, value), strict=False):
-                    part[table[token // block_size], token % block_size] = new[token]
-        for token in range(row.context, total):
-            hidden = row.profiling or token < masked
-            slots.append(-1 if hidden else table[token // block_size] * block_size + token % block_size)
-        answer_key, answer_value = (key[row.context :], value[row.context :]) if row.profiling else (key, value)
-        if kv_cache_dtype != "auto":
-            answer_key, answer_value = (x.to(getattr(torch, kv_cache_dtype)) for x in (answer_key, answer_value))
-        expected.append(dense_attention(query, answer_key, answer_value, **features))
-        if null_passed:
-            table = [0 if (i + 1) * block_size <= visible else block for i, block in enumerate(table)]
-        if list_builder and row.prompt and row.context == 0:
-            table = []
-        elif list_builder and not row.prompt and sliding_window is not None and not row.profiling:
-            kept = -(-sliding_window // block_size) + (total % block_size != 0)
-            table = table[-kept:]
-            total = min(total, -(-sliding_window // block_size) * block_size + total % block_size)
-        queries.append(query)
-        keys.append(key[row.context :])
-        values.append(value[row.context :])
-        tables.append(table)
-        lengths.append(total)
 
-    padding = padded_tokens + (padded_rows if list_builder else 0)
-    slots += [-1] * padding
-    padding += beyond
-    sizes = ((num_heads, head_size), (num_kv_heads, head_size), (num_kv_heads, size_v))
-    for group, shape in zip((queries, keys, values), sizes, strict=True):
-        group.append(torch.full((padding, *shape), dead, dtype=torch_dtype))
-    expected.append(torch.zeros(padding, num_heads, size_v))
+def make_row(row, table, parts, options) -> MadeRow:
+    """Draw a row's tensors and write its context to the cache's ``parts``, at the blocks of ``table``."""
+    window, dtype, total = options.sliding_window, getattr(torch, options.dtype), row.context + row.query_len
+    sizes = (options.head_size, options.size_v)
+    query = torch.randn(row.query_len, options.num_heads, options.head_size).mul(2).to(dtype)
+    key, value = (torch.randn(total, options.num_kv_heads, size).to(dtype) for size in sizes)
+    value = key[..., : options.size_v] if options.use_mla else value
+    visible = 0 if window is None else max(0, row.context - window + 1)
+    write_context(parts, (key, value), table, range(visible, 0 if row.profiling else row.context))
+    slots = slots_of(row, table, options)
+    expected = answer(row, query, key, value, options)
+    if options.null_passed:
+        table = [0 if (i + 1) * options.block_size <= visible else block for i, block in enumerate(table)]
+    if options.list_builder:
+        table, total = list_builders(row, table, total, options)
+    return MadeRow(query, key[row.context :], value[row.context :], expected, slots, table, total)
+
+
+def write_context(parts, tensors, table, tokens):
+    """Write the given tokens of keys and values to the cache."""
+    block_size = parts[0].shape[1]
+    for token in tokens:
+        for part, new in zip(parts, tensors, strict=False):
+            part[table[token // block_size], token % block_size] = new[token]
+
+
+def slots_of(row, table, options):
+    """Where the row's new tokens go: -1 in a profiling run, and where a prompt's window has passed."""
+    window, block_size = options.sliding_window, options.block_size
+    masked = max(0, row.query_len - window) if row.prompt and window else 0
+    slots = []
+    for token in range(row.context, row.context + row.query_len):
+        hidden = row.profiling or token < masked
+        slots.append(-1 if hidden else table[token // block_size] * block_size + token % block_size)
+    return slots
+
+
+def answer(row, query, key, value, options):
+    """The dense answer, from keys and values as the cache would hold them."""
+    if row.profiling:
+        key, value = key[row.context :], value[row.context :]
+    if options.kv_cache_dtype != "auto":
+        key, value = (x.to(getattr(torch, options.kv_cache_dtype)) for x in (key, value))
+    return dense_attention(query, key, value, **options.features())
+
+
+def list_builders(row, table, total, options):
+    """The table and length that the list builder gives a row: none to a new prompt, a decode's cut to its window."""
+    window, block_size = options.sliding_window, options.block_size
+    if row.prompt and row.context == 0:
+        return [], total
+    if not row.prompt and window is not None and not row.profiling:
+        kept = -(-window // block_size) + (total % block_size != 0)
+        return table[-kept:], min(total, -(-window // block_size) * block_size + total % block_size)
+    return table, total
+
+
+def padded_tensors(made, padding, options):
+    """Query, key, value and expected output of all rows, and ``padding`` dead tokens, whose answer is 0."""
+    heads = {"query": options.num_heads, "key": options.num_kv_heads, "value": options.num_kv_heads}
+    tensors = []
+    for name, num_heads in heads.items():
+        size = options.size_v if name == "value" else options.head_size
+        dead = torch.full((padding, num_heads, size), options.dead, dtype=getattr(torch, options.dtype))
+        tensors.append(torch.cat([*(getattr(row, name) for row in made), dead]).to(options.device))
+    zeros = torch.zeros(padding, options.num_heads, options.size_v)
+    return *tensors, torch.cat([*(row.expected for row in made), zeros]).to(options.device)
+
+
+def make_metadata(rows, made, padding, options):
+    """The step's metadata, with ``padding`` tokens, on the host and on the device."""
     starts = np.concatenate(([0], np.cumsum([row.query_len for row in rows])))
-    if not list_builder:
-        starts = np.concatenate((starts, [starts[-1]] * padded_rows))
-    block_table = np.zeros((len(rows) + padded_rows, max(map(len, tables), default=0)), dtype=np.int32)
-    for i, table in enumerate(tables):
-        block_table[i, : len(table)] = table
+    if not options.list_builder:
+        starts = np.concatenate((starts, [starts[-1]] * options.padded_rows))
+    width = max((len(row.table) for row in made), default=0)
+    block_table = np.zeros((len(rows) + options.padded_rows, width), dtype=np.int32)
+    for i, row in enumerate(made):
+        block_table[i, : len(row.table)] = row.table
     host = SimpleNamespace(
-        slot_mapping=np.array(slots, dtype=np.int64),
+        slot_mapping=np.array([slot for row in made for slot in row.slots] + [-1] * padding, dtype=np.int64),
         query_start_loc=starts.astype(np.int32),
-        seq_lens=np.array(lengths + [1] * padded_rows, dtype=np.int32),
+        seq_lens=np.array([row.length for row in made] + [1] * options.padded_rows, dtype=np.int32),
         block_table=block_table,
     )
     metadata = SimpleNamespace(host=host, num_reqs=len(rows), num_tokens=int(starts[-1]))
     for name, kind in DEVICE_FIELDS.items():
         array = getattr(host, name)
         assert array.dtype == kind
-        setattr(metadata, name, torch.from_numpy(array).to(device))
-    return Case(
-        backend,
-        features,
-        metadata,
-        cache.to(device),
-        *(torch.cat(group).to(device) for group in (queries, keys, values)),
-        torch.cat(expected).to(device),
-        rows,
-    )
+        setattr(metadata, name, torch.from_numpy(array).to(options.device))
+    return metadata
 
 
 @pytest.fixture(scope="session")

@@ -1,40 +1,24 @@
-"""Arenas and the transport copy: copies that run late, watermarks, poison, engine fields, closing a builder."""
+"""Arenas and the transport copy: copies that run late, watermarks, poison, and where a step's fields lie."""
 
 import contextlib
 import copy
 import random
-import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import batches
 import numpy as np
 import pytest
+from builder.device.arena_batches import CONFIG, Backend, two_requests
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from attncore import AttentionBackend, AttentionImpl, BackendConfig
 from attncore.builder import InputBatch, MetadataBuilder
 from attncore.builder.device.by_copy import CopyTransport
 from attncore.builder.persistent import assembly
-from attncore.errors import AttncoreError, CaptureError
+from attncore.errors import AttncoreError
 from attncore.kernels import codes
 from attncore.kernels import numba as numba_kernels
 
-CONFIG = BackendConfig(num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", block_size=4)
 SEEN = ("slot_mapping", "seq_lens", "query_start_loc", "paged_kv_indptr", "positions")
-
-
-class Impl(AttentionImpl):
-    def forward(self, query, key, value, kv_cache, metadata, output=None):
-        return query
-
-
-class Backend(AttentionBackend):
-    name = "late"
-    impl_class = Impl
-
-    def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
 
 
 class LateTransport(CopyTransport):
@@ -209,15 +193,12 @@ def test_no_watermark_may_be_left_high(monkeypatch, owner, name, rows_of):
         run_state_machine_as_test(Mirrored, settings=found)
 
 
-# ---- poison, fields, the end -----------------------------------------------------------------------------------------
+# ---- poison, and where fields lie ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def batch(kernels):
-    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4, kernels=kernels)
-    batch.add_request("a", range(1, 9), 3)
-    batch.add_request("b", range(9, 17), 6)
-    return batch
+    return two_requests(kernels)
 
 
 @pytest.mark.parametrize("transport", ["auto", "copy"])
@@ -239,92 +220,6 @@ def test_poison_makes_late_access_raise(monkeypatch, batch, transport):
         with pytest.raises(AttncoreError, match=r"step 0 was asked for .* after its arena was taken by step 2"):
             ask()
     assert [made.build().seq_lens.tolist() for _ in range(3)] == [[10, 11], [11, 12], [12, 13]]
-
-
-@pytest.mark.parametrize("transport", ["auto", "copy"])
-def test_fields_of_an_engines_own_ride_along(batch, transport):
-    made = MetadataBuilder(batch, max_num_batched_tokens=32, transport=transport)
-    tokens = {"a": list(range(100, 164)), "b": list(range(200, 264))}
-
-    def ids(metadata, out):
-        for row, req_id in enumerate(metadata.req_ids):
-            start, stop = metadata.host.query_start_loc[row : row + 2]
-            first = metadata.host.context_lens[row]
-            out[start:stop] = tokens[req_id][first : first + stop - start]
-
-    made.register_field("input_ids", np.int64, "token", ids)
-    made.register_field("temperature", np.float32, "request", lambda metadata, out: out.fill(0.5))
-    metadata = made.build({"a": 3})
-    assert metadata.req_ids == ("b", "a")
-    assert metadata.input_ids.tolist() == metadata.host.input_ids.tolist() == [206, 103, 104, 105]
-    assert metadata.temperature.tolist() == [0.5, 0.5]
-    assert made.build().input_ids.tolist() == [207, 106]
-    with pytest.raises(CaptureError, match="register fields before the first"):
-        made.register_field("more", np.int32, "request", ids)
-
-
-def test_a_field_that_cannot_be_filled_undoes_the_step(batch):
-    made = MetadataBuilder(batch, max_num_batched_tokens=32)
-
-    def fails(metadata, out):
-        raise KeyError("no such token")
-
-    made.register_field("input_ids", np.int32, "token", fails)
-    with pytest.raises(KeyError, match="no such token"):
-        made.build({"a": 3})
-    assert (batch.num_computed_tokens("a"), batch.req_ids) == (3, ("a", "b"))
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "per", "message"),
-    [
-        ("seq_lens", np.int32, "request", "name: 'seq_lens' is not a free name"),
-        ("two words", np.int32, "request", "is not a free name"),
-        ("num_reqs", np.int32, "request", "is not a free name"),
-        ("ids", "U4", "request", "dtype: <U4 is not one of numbers"),
-        ("ids", np.int32, "block", "per: 'block' is neither token nor request"),
-    ],
-)
-def test_fields_are_checked(batch, name, dtype, per, message):
-    made = MetadataBuilder(batch, max_num_batched_tokens=32)
-    with pytest.raises((ValueError, TypeError), match=message):
-        made.register_field(name, dtype, per, lambda metadata, out: None)
-    assert made.build().seq_lens.tolist() == [4, 7]
-
-
-@pytest.mark.parametrize("transport", ["auto", "copy"])
-def test_a_closed_builder_builds_nothing(batch, transport):
-    made = MetadataBuilder(batch, max_num_batched_tokens=32, transport=transport)
-    made.capture(2)
-    made.build()
-    made.close()
-    made.close()
-    for call in (made.build, lambda: made.build(bucket=2), lambda: made.build({"a": 2}), lambda: made.build_empty(2)):
-        with pytest.raises(AttncoreError, match="builder: closed"):
-            call()
-    assert batch.num_computed_tokens("a") == 4
-
-
-def test_a_released_size_may_be_captured_again(batch):
-    made = MetadataBuilder(batch, max_num_batched_tokens=32, decode_threshold=2)
-    made.capture(2)
-    made.release(2)
-    with pytest.raises(CaptureError, match="bucket: 2 was not captured"):
-        made.build(bucket=2)
-    assert made.capture(2, query_len=2).num_tokens == 4
-
-
-def test_a_second_builder_starts_from_nothing(batch):
-    first = MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy")
-    assert first.build().block_table[0, :3].tolist() == [1, 2, 3]
-    with pytest.raises(ValueError, match="batch: another builder's tables on a device follow it"):
-        MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy")
-    MetadataBuilder(batch, max_num_batched_tokens=32)  # on the CPU nothing follows
-    first.close()
-    assert MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy").build().block_table[1, :2].tolist() == [
-        9,
-        10,
-    ]
 
 
 def test_no_pinned_memory_is_an_error_that_names_it(monkeypatch, batch):
@@ -356,60 +251,6 @@ def test_metadata_can_be_copied(batch):
     metadata = MetadataBuilder(batch, max_num_batched_tokens=32).build()
     assert copy.copy(metadata).seq_lens.tolist() == metadata.seq_lens.tolist() == [4, 7]
     assert copy.copy(metadata.host).positions.tolist() == [3, 6]
-
-
-def _steps_of_a_thread(seed, transport):
-    """Forty steps of a batch of its own: prompts, decodes, arrivals; every field that a kernel reads."""
-    random, found = np.random.default_rng(seed), []
-    batch = InputBatch(max_num_reqs=8, max_model_len=256, block_size=4)
-    builder = MetadataBuilder(batch, max_num_batched_tokens=256, transport=transport)
-    fresh = iter(range(1, 10**6))
-    for step in range(40):
-        arrived = {}
-        if len(batch) < 8:
-            tokens = int(random.integers(1, 20))
-            batch.add_request(step, [next(fresh) for _ in range(-(-tokens // 4))])
-            arrived[step] = tokens
-        for name in batch.needs_block():
-            if name not in arrived:
-                batch.append_blocks(name, [next(fresh)])
-        metadata = builder.build(arrived)
-        fields = ("slot_mapping", "positions", "seq_lens", "query_start_loc", "block_table", "paged_kv_indptr")
-        found.append((metadata.req_ids, *(getattr(metadata, name).tolist() for name in fields)))
-        if random.random() < 0.2:
-            batch.remove_request(metadata.req_ids[0])
-    return found
-
-
-@pytest.mark.parametrize("transport", ["auto", "copy"])
-def test_two_builders_run_in_two_threads(transport):
-    expected = [_steps_of_a_thread(seed, transport) for seed in range(2)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(lambda seed: [_steps_of_a_thread(seed, transport) for _ in range(5)], range(2)))
-    finally:
-        sys.setswitchinterval(before)
-    assert found == [[one] * 5 for one in expected]
-
-
-@pytest.mark.parametrize("made_inside", [True, False])
-def test_a_builder_works_in_inference_mode_and_outside_of_it(made_inside):
-    """Engines run models in it, and may build, capture or warm up there first."""
-    import torch
-
-    backend = Backend(CONFIG)
-    inside, outside = torch.inference_mode(made_inside), torch.inference_mode(not made_inside)
-    with inside:
-        batch = InputBatch(max_num_reqs=2, max_model_len=32, block_size=4)
-        builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8, transport="copy")
-        batch.add_request("a", [3, 5], 4)
-        assert builder.build().paged_kv_indices.tolist() == [3, 5]
-    with outside:
-        metadata = builder.build()
-        assert metadata.paged_kv_indices.tolist() == [3, 5]
-        assert metadata.slot_mapping.tolist() == [21]
 
 
 def test_a_plan_finds_its_builder_and_where_page_indices_will_be(batch):

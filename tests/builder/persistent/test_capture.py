@@ -1,33 +1,18 @@
-"""Captured sizes of the persistent builder: padding, fixed addresses, replays of a recorded graph, and refusals."""
+"""Captured sizes of the persistent builder: padding, fixed addresses, and replays of a recorded graph."""
 
 import random
 
 import numpy as np
 import pytest
-from core_state import core_state
+from builder.persistent.capture_builders import BLOCK, MAX_LEN, MAX_REQS, Plain, config, new_builder, spec
 
-from attncore import AttentionBackend, AttentionImpl, BackendConfig, BackendSpec, MultipleOf, graphs
-from attncore.builder import InputBatch, KVCacheGroup, MetadataBuilder
-from attncore.errors import CaptureError
+from attncore import graphs
+from attncore.builder import KVCacheGroup
 
-BLOCK, MAX_REQS, MAX_LEN = 4, 8, 40
 FIELDS = (
     "slot_mapping", "positions", "token_to_req_indices", "seq_lens", "context_lens", "query_lens", "logits_indices",
     "query_start_loc", "seq_start_loc", "paged_kv_indptr", "paged_kv_last_page_len",
 )  # fmt: skip
-
-
-def new_builder(kernels, *, backend=None, threshold=3, groups=None, max_encoder_len=None, depth=2, max_tokens=24):
-    own = {"block_size": BLOCK} if groups is None else {"groups": groups, "max_encoder_len": max_encoder_len}
-    batch = InputBatch(max_num_reqs=MAX_REQS, max_model_len=MAX_LEN, kernels=kernels, **own)
-    return batch, MetadataBuilder(
-        batch, backend, max_num_batched_tokens=max_tokens, decode_threshold=threshold, depth=depth
-    )
-
-
-def state_of(batch, builder):
-    memories = [memory.tobytes() for memory in builder._assembly.ring.memory]
-    return core_state(batch), memories, builder.captured, builder.nbytes
 
 
 # ---- worked numbers --------------------------------------------------------------------------------------------------
@@ -244,171 +229,3 @@ def test_a_fault_in_padding_is_seen(monkeypatch):
     monkeypatch.setattr(engine.builder, "build", faulty)
     with pytest.raises(AssertionError):
         engine.step({"b": 0}, 4, np.arange(1, 25))
-
-
-# ---- what is refused -------------------------------------------------------------------------------------------------
-
-
-class Impl(AttentionImpl):
-    def forward(self, query, key, value, kv_cache, metadata, output=None):
-        return query
-
-
-class Plain(AttentionBackend):
-    name = "plain"
-    impl_class = Impl
-
-    def from_host(self, array):
-        return np.asarray(array)
-
-    def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
-
-
-class Planning(Plain):
-    refuses = False
-
-    def plan_layers(self, metadata, key):
-        self.seen = metadata.paged_kv_indices.tolist(), metadata.decode_metadata.host.seq_lens.tolist()
-        if self.refuses:
-            raise RuntimeError("the workspace is too small")
-
-
-def spec(level, **facts):
-    return BackendSpec(
-        name="plain", api=1, factory="tests:Plain", devices={"any": 0}, dtypes={"float32"}, cuda_graph=level,
-        head_sizes=MultipleOf(1), block_sizes=MultipleOf(1), features={"multi_token_decode"}, **facts,
-    )  # fmt: skip
-
-
-def config(spec=None):
-    return BackendConfig(num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", block_size=BLOCK, spec=spec)
-
-
-def planning():
-    backend = Planning(config())
-    backend.impl("layer", scale=1.0)
-    return backend
-
-
-BAD_CAPTURES = [
-    ("always", (9,), "num_reqs: 9 exceed the batch's max_num_reqs 8"),
-    ("always", (8, 3), "num_reqs: 8 of 3 tokens exceed max_num_batched_tokens 20"),
-    ("always", (2, 4), "query_len: 4 is above decode_threshold 3; graphs hold decodes only"),
-    ("always", (0,), "num_reqs: 0 is below 1"),
-    ("always", (2, 0), "query_len: 0 is below 1"),
-    ("always", (2.0,), "num_reqs: 2.0 is not an integer"),
-    ("always", (True,), "num_reqs: True is not an integer"),
-    ("never", (2,), "num_reqs: backend 'plain' cannot be captured in a graph"),
-    ("uniform_decode", (2, 2), "query_len: 2, but backend 'plain' captures decodes of one token only"),
-    ("uniform", (4, 2), "query_len: 4 requests were captured with 1 tokens each, not 2"),
-]
-
-
-@pytest.mark.parametrize(("level", "size", "message"), BAD_CAPTURES)
-def test_bad_captures_name_themselves(kernels, level, size, message):
-    batch, builder = new_builder(kernels, backend=Plain(config(spec(level))), max_tokens=20)
-    batch.add_request("a", [1])
-    if level != "never":
-        builder.capture(4)
-    before = state_of(batch, builder)
-    with pytest.raises((ValueError, TypeError), match=message):
-        builder.capture(*size)
-    assert state_of(batch, builder) == before
-
-
-def test_nothing_is_planned_or_copied_while_a_stream_captures(kernels):
-    batch, builder = new_builder(kernels, backend=planning())
-    batch.add_request("a", [1])
-    builder.capture(2)
-    before = state_of(batch, builder)
-    calls = {
-        "capture": lambda: builder.capture(2),
-        "build": lambda: builder.build(bucket=2),
-        "build_empty": lambda: builder.build_empty(2),
-    }
-    for what, call in (*calls.items(), ("build", builder.build)):
-        with graphs.capturing(graphs.new_graph("cpu")), pytest.raises(CaptureError, match=f"{what}: a stream is captu"):
-            call()
-        assert state_of(batch, builder) == before
-    assert builder.build(bucket=2).num_actual_reqs == 1
-
-
-BAD_BUCKETS = [
-    (3, {}, "bucket: 3 was not captured \\(captured: 2, 4\\); call builder.capture\\(3\\)"),
-    (0, {}, "bucket: 0 is below 1"),
-    ("2", {}, "bucket: '2' is not an integer"),
-    (True, {}, "bucket: True is not an integer"),
-    (2, {"a": 1, "b": 1, "c": 1}, "bucket: 2 rows were captured, but this step has 3 requests; choose a larger one"),
-    (2, {"b": 0, "c": 0, "a": 7}, r"bucket: 2 rows were captured with 1 tokens each, but row 0 \(request 'a'\) runs 7"),
-    (4, {"a": 2, "b": 2, "c": 1}, r"bucket: 4 rows were captured with 2 tokens each, but row 2 \(request 'c'\) runs 1"),
-    (4, {"a": 2, "b": 3, "c": 0}, r"with 2 tokens each, but row 1 \(request 'b'\) runs 3; schedule 2 of every request"),
-]
-
-
-@pytest.mark.parametrize(("bucket", "scheduled", "message"), BAD_BUCKETS)
-def test_steps_that_do_not_fit_a_captured_size(kernels, bucket, scheduled, message):
-    batch, builder = new_builder(kernels, backend=Plain(config(spec("uniform"))))
-    for index, name in enumerate("abc"):
-        batch.add_request(name, [2 * index + 1, 2 * index + 2])
-    builder.capture(2)
-    builder.capture(4, 2)
-    builder.build()
-    before = state_of(batch, builder)
-    with pytest.raises((ValueError, TypeError, CaptureError), match=message):
-        builder.build(scheduled, bucket=bucket)
-    assert state_of(batch, builder) == before
-    if bucket not in (2, 4):
-        with pytest.raises((ValueError, TypeError, CaptureError), match=message):
-            builder.build_empty(bucket)
-    assert builder.build(query_len=2, bucket=4).num_actual_reqs == 3
-
-
-def test_encoders_are_not_captured(kernels):
-    groups = [KVCacheGroup("full", 4), KVCacheGroup("encoder", 4, cross=True)]
-    batch, builder = new_builder(kernels, groups=groups, max_encoder_len=8)
-    batch.add_request("a", {"full": [1], "encoder": []})
-    batch.add_request("b", {"full": [2], "encoder": [3]}, encoder_seq_len=4)
-    builder.capture(2)
-    before = state_of(batch, builder)
-    with pytest.raises(ValueError, match=r"bucket: 2: row 1 \(request 'b'\) runs its encoder tokens in this step"):
-        builder.build(bucket=2)
-    assert state_of(batch, builder) == before
-    builder.build()
-    assert builder.build(bucket=2).groups["encoder"].seq_lens.tolist() == [0, 4]
-
-
-def test_backends_that_pad_differently_share_no_lengths(kernels):
-    groups = [KVCacheGroup("a", 4), KVCacheGroup("b", 4)]
-    backends = {name: Plain(config(spec("always", pad_seq_len=pad))) for name, pad in (("a", 0), ("b", 1))}
-    with pytest.raises(ValueError, match="backend: they state different pad_seq_len"):
-        new_builder(kernels, groups=groups, backend=backends)
-
-
-def test_the_least_of_the_levels_counts(kernels):
-    groups = [KVCacheGroup("a", 4), KVCacheGroup("b", 4)]
-    backends = {"a": Plain(config(spec("always"))), "b": Plain(config(spec("never")))}
-    _, builder = new_builder(kernels, groups=groups, backend=backends)
-    with pytest.raises(ValueError, match="num_reqs: backend 'plain' cannot be captured"):
-        builder.capture(2)
-
-
-@pytest.mark.parametrize("bucket", [None, 4])
-def test_a_step_that_was_taken_back_leaves_no_views(kernels, bucket):
-    """The next step has its number: what a plan looked at must not be found there again."""
-    backend = planning()
-    batch, builder = new_builder(kernels, backend=backend, depth=1)
-    for index, name in enumerate("abc"):
-        batch.add_request(name, [index + 1], index)
-    builder.capture(4)
-    backend.refuses = True
-    with pytest.raises(RuntimeError, match="the workspace is too small"):
-        builder.build(bucket=bucket)
-    assert backend.seen[0] == [1, 2, 3]
-    backend.refuses = False
-    batch.replace_block("b", 0, 9)
-    metadata = builder.build({"a": 0}, bucket=bucket)
-    assert metadata.paged_kv_indices.tolist() == [3, 9]
-    assert backend.seen[0] == [3, 9]
-    assert backend.seen[1][:2] == metadata.decode_metadata.seq_lens.tolist()[:2] == [3, 2]
-    assert (backend.seen[1] == [3, 2]) == (bucket is None)

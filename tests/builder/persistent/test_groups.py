@@ -1,22 +1,16 @@
-"""Several KV-cache groups with the persistent builder: worked numbers, windows, encoders, and what is refused."""
+"""Several KV-cache groups with the persistent builder: worked numbers, windows, encoders and rows."""
 
 import random
 
 import numpy as np
 import oracles
 import pytest
+from builder.persistent.group_batches import CROSS, FULL, WINDOW, batch_of, cross_batch
 from core_state import core_state
 
-from attncore import AttentionBackend, AttentionImpl, BackendConfig
 from attncore.builder import ContextParallel, InputBatch, KVCacheGroup, MetadataBuilder
 
-FULL, WINDOW = KVCacheGroup("full", 4), KVCacheGroup("window", 4, sliding_window=6)
 EXPANDED = KVCacheGroup("window", 8, kernel_block_size=4, sliding_window=6)
-CROSS = KVCacheGroup("encoder", 4, cross=True)
-
-
-def batch_of(kernels, *groups, max_num_reqs=4, max_model_len=40, **options):
-    return InputBatch(max_num_reqs=max_num_reqs, max_model_len=max_model_len, groups=groups, kernels=kernels, **options)
 
 
 # ---- worked numbers --------------------------------------------------------------------------------------------------
@@ -166,13 +160,6 @@ def test_a_rollback_into_a_released_block_is_refused(kernels):
 # ---- encoders --------------------------------------------------------------------------------------------------------
 
 
-def cross_batch(kernels, **options):
-    batch = batch_of(kernels, FULL, CROSS, max_encoder_len=12, **options)
-    batch.add_request("a", {"full": [1, 2], "encoder": [3, 4]}, encoder_seq_len=5)
-    batch.add_request("b", {"full": [5, 6], "encoder": []})
-    return batch
-
-
 def test_encoder_tokens_have_slots_in_the_first_step_only(kernels):
     builder = MetadataBuilder(cross_batch(kernels), max_num_batched_tokens=8, depth=1)
     metadata = builder.build()
@@ -225,211 +212,6 @@ def test_encoder_tokens_beyond_the_builder_are_refused(kernels):
     assert core_state(batch) == before
     assert builder.build({"b": 0}).cross_slot_mapping.shape == (12,)
     assert builder.build().encoder_query_lens.tolist() == [0, 12]
-
-
-# ---- what is refused -------------------------------------------------------------------------------------------------
-
-BAD_GROUPS = [
-    ([], "groups: none holds the decoder's own keys"),
-    ([CROSS], "groups: none holds the decoder's own keys"),
-    (5, "groups: 5 is not a list of KVCacheGroup"),
-    (["full"], r"groups\[0\]: 'full' is not a KVCacheGroup"),
-    ([FULL, FULL], r"groups\[1\].name: 'full' stands twice"),
-    ([KVCacheGroup("", 4)], r"groups\[0\].name: '' is not a name"),
-    ([FULL, KVCacheGroup("b", 0)], r"groups\[1\].block_size: 0 is below 1"),
-    ([FULL, KVCacheGroup("b", 8, kernel_block_size=3)], r"groups\[1\].kernel_block_size: 3 does not divide .* 8"),
-    ([FULL, KVCacheGroup("b", 8, kernel_block_size=0)], r"groups\[1\].kernel_block_size: 0 is below 1"),
-    ([FULL, KVCacheGroup("b", 8, sliding_window=0)], r"groups\[1\].sliding_window: 0 is below 1"),
-    ([FULL, KVCacheGroup("b", 8, num_blocks=0)], r"groups\[1\].num_blocks: 0 is below 1"),
-    ([FULL, KVCacheGroup("b", 8, cross="no")], r"groups\[1\].cross: 'no' is not true or false"),
-    ([FULL, CROSS._replace(sliding_window=4)], r"groups\[1\].sliding_window: given for a cross group"),
-    ([FULL, CROSS, CROSS._replace(name="other")], "groups: 'encoder' and 'other' are both cross"),
-    ([KVCacheGroup(str(i), 4) for i in range(65)], "groups: 65 given; a batch takes 64"),
-    (
-        [KVCacheGroup("a", 4, num_blocks=2**31 - 1), KVCacheGroup("b", 8, 4, num_blocks=2**30 + 1)],
-        "num_blocks: 1073741825 of 2",
-    ),
-]
-
-
-@pytest.mark.parametrize(("groups", "message"), BAD_GROUPS)
-def test_bad_groups_name_themselves(kernels, groups, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        InputBatch(max_num_reqs=2, max_model_len=16, groups=groups, kernels=kernels)
-
-
-BAD_BATCHES = [
-    ({"groups": [FULL], "block_size": 4}, "block_size: 4 given beside groups"),
-    ({"groups": [FULL], "num_blocks": 4}, "num_blocks: 4 given beside groups"),
-    ({"groups": [FULL], "max_encoder_len": 4}, "max_encoder_len: 4 given, but no group is cross"),
-    ({"groups": [FULL, CROSS]}, "max_encoder_len: missing; cross group"),
-    ({"groups": [FULL, CROSS], "max_encoder_len": 0}, "max_encoder_len: 0 is below 1"),
-    ({}, "block_size: missing; give it, or groups"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), BAD_BATCHES)
-def test_batches_that_contradict_themselves(arguments, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        InputBatch(max_num_reqs=2, max_model_len=16, **arguments)
-
-
-TWO = {"full": [7], "encoder": [8]}
-BAD_CALLS = [
-    (lambda b: b.add_request("z", {"full": [7]}), "block_ids: request 'z' has none for group 'encoder'"),
-    (lambda b: b.add_request("z", [7]), r"block_ids: \[7\] of request 'z' is not a mapping; .*: full, encoder"),
-    (lambda b: b.add_request("z", TWO | {"x": []}), "block_ids: request 'z' names group 'x'; known: full, encoder"),
-    (lambda b: b.add_request("z", TWO), r"encoder_seq_len: 0 of request 'z', which has blocks in cross group 'encode"),
-    (
-        lambda b: b.add_request("z", TWO, encoder_seq_len=13),
-        "encoder_seq_len: 13 of request 'z' exceed max_encoder_len",
-    ),
-    (lambda b: b.add_request("z", TWO, encoder_seq_len=-1), "encoder_seq_len: -1 is below 0"),
-    (lambda b: b.add_request("z", TWO, encoder_seq_len=5), "'z' has 5 encoder tokens but holds 1 blocks"),
-    (lambda b: b.add_request("z", {"full": [7], "encoder": [1] * 4}, encoder_seq_len=5), "4 block ids but room for 3"),
-    (lambda b: b.add_request("z", TWO, 5, encoder_seq_len=1), "'z' has 5 computed tokens but holds 1 blocks"),
-    (lambda b: b.add_request("z", {"full": [7], "encoder": [-1]}, encoder_seq_len=1), "block id -1 at index 0"),
-    (lambda b: b.append_blocks_many({"a": {"full": [7], "encoder": [True]}}), "'a': block id True at index 0"),
-    (lambda b: b.append_blocks_many({"a": {"full": [7]}, "b": {"none": [7]}}), "'b' names group 'none'"),
-    (lambda b: b.append_blocks_many({"a": {"full": [7]}, "b": [7]}), r"\[7\] of request 'b' is not a mapping"),
-    (lambda b: b.replace_block("a", 0, 9), "group: name one of full, encoder"),
-    (lambda b: b.replace_block("a", 0, 9, "none"), "group: 'none' is not one of full, encoder"),
-    (lambda b: b.replace_block("a", 0, 9, ["full"]), r"group: \['full'\] is not one of"),
-    (lambda b: b.replace_block("a", 2, 9, "full"), "index: 2, but request 'a' holds 2 blocks"),
-    (lambda b: b.replace_block("a", 0, -1, "full"), "block_id: -1 is below 0"),
-    (lambda b: b.replace_block("a", True, 1, "full"), "index: True is not an integer"),
-    (lambda b: b.truncate_blocks("a", 1, "encoder"), r"1 is outside 2\.\.2 \(request 'a' has 5 encoder tokens cached"),
-    (lambda b: b.truncate_blocks("a", 1), "group: name one of"),
-    (lambda b: b.needs_block("none"), "group: 'none' is not one of"),
-    (lambda b: b.release_passed_blocks(-1), "num_rollback: -1 is below 0"),
-    (lambda b: b.rollback_many([("a", 1)]), "num_tokens: .* is not a mapping"),
-    (lambda b: b.rollback_many({"b": 1, "a": 2}), "num_tokens: 2 goes past the start of request 'a'"),
-    (lambda b: b.rollback_many({"b": 1, "q": 1}), "req_id: 'q' is not in the batch"),
-    (lambda b: b.rollback_many({"b": 1, "a": 1.0}), "num_tokens: 1.0 is not an integer"),
-    (lambda b: b.swap_rows(0, 2), "j: row 2 is not in use; the batch has 2 rows"),
-    (lambda b: b.swap_rows(-1, 0), "i: -1 is below 0"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), BAD_CALLS)
-def test_a_refused_call_changes_nothing(kernels, call, message):
-    batch = cross_batch(kernels)
-    metadata = MetadataBuilder(batch, max_num_batched_tokens=8).build()
-    before = core_state(batch)
-    with pytest.raises((ValueError, TypeError), match=message):
-        call(batch)
-    assert core_state(batch) == before
-    assert metadata.paged_kv_indices.tolist() == [1, 5]  # nothing has moved
-
-
-def test_encoders_need_a_cross_group(kernels):
-    batch = batch_of(kernels, FULL, WINDOW)
-    blocks = {"full": [1], "window": [2]}
-    with pytest.raises(ValueError, match="encoder_seq_len: 3 of request 'a', but no group is cross"):
-        batch.add_request("a", blocks, encoder_seq_len=3)
-    with pytest.raises(ValueError, match="encoder_computed: true for request 'a', but no group is cross"):
-        batch.add_request("a", blocks, encoder_computed=True)
-    assert len(batch) == 0
-
-
-def test_the_group_of_a_missing_block_is_named(kernels):
-    batch = batch_of(kernels, FULL, KVCacheGroup("small", 8, kernel_block_size=2))
-    batch.add_request("a", {"full": [1, 2, 3], "small": [4]}, 6)
-    builder = MetadataBuilder(batch, max_num_batched_tokens=8)
-    before = core_state(batch)
-    message = r"row 0 \(request 'a'\) in group 'small' holds 1 blocks but token 8 needs block 1 \(block_size 8\)"
-    with pytest.raises(ValueError, match=message):
-        builder.build({"a": 3})
-    batch.replace_block("a", 0, 0, "small")
-    message = r"row 0 \(request 'a'\) in group 'small' would write token 6 to block 0"
-    for scheduled in ({}, {"a": 2}):
-        with pytest.raises(ValueError, match=message):
-            builder.build(scheduled)
-    batch.replace_block("a", 0, 4, "small")
-    assert core_state(batch)[:-1] == before[:-1]
-
-
-# ---- backends and ranks ----------------------------------------------------------------------------------------------
-
-
-class Impl(AttentionImpl):
-    def forward(self, query, key, value, kv_cache, metadata, output=None):
-        return query
-
-
-class Plain(AttentionBackend):
-    name = "plain"
-    impl_class = Impl
-
-    def from_host(self, array):
-        return np.asarray(array)
-
-    def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
-
-
-class Planning(Plain):
-    name = "planning"
-
-    def plan_layers(self, metadata, key):
-        self.planned = metadata.group, metadata.paged_kv_indices.tolist()
-
-
-def config(block_size=4):
-    return BackendConfig(num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", block_size=block_size)
-
-
-def planning():
-    backend = Planning(config())
-    backend.impl("layer", scale=1.0)
-    return backend
-
-
-def test_each_group_is_planned_with_its_own_pages(kernels):
-    batch = batch_of(kernels, FULL, WINDOW)
-    batch.add_request("a", {"full": [1, 2], "window": [3, 4]}, 5)
-    backends = {"full": planning(), "window": planning()}
-    MetadataBuilder(batch, backends, max_num_batched_tokens=8).build()
-    assert backends["full"].planned == ("full", [1, 2])
-    assert backends["window"].planned == ("window", [3, 4])
-
-
-def bad_builders():
-    one, plain = planning(), Plain(config())
-    two = {"full": plain, "window": plain}
-    ranks = ContextParallel(2, 0, 2)
-    return [
-        ({"backend": {"full": plain}}, "backend: none for group 'window'"),
-        ({"backend": two | {"other": plain}}, "backend: 'other' is no group of the batch; known: full, window"),
-        ({"backend": one}, "backend: 'planning' plans, and is given for several groups"),
-        ({"backend": {"full": one, "window": one}}, "backend: 'planning' plans, and is given for several groups"),
-        ({"backend": two | {"window": Plain(config(8))}}, "batch: group 'window': its block_size 4 is not the backend"),
-        ({"context_parallel": ranks}, "context_parallel: group 'window' is windowed"),
-        ({"context_parallel": 2}, "context_parallel: 2 is not a ContextParallel"),
-        ({"decode_threshold": 0}, "decode_threshold: 0 is below 1"),
-        ({"decode_threshold": 2**31}, "decode_threshold: 2147483648 does not fit int32"),
-        ({"max_num_encoder_tokens": 0}, "max_num_encoder_tokens: 0 is below 1"),
-    ]
-
-
-@pytest.mark.parametrize("index", range(len(bad_builders())))
-def test_builders_that_do_not_fit_the_batch(kernels, index):
-    arguments, message = bad_builders()[index]
-    with pytest.raises((ValueError, TypeError), match=message):
-        MetadataBuilder(batch_of(kernels, FULL, WINDOW), max_num_batched_tokens=8, **arguments)
-
-
-def test_worlds_that_do_not_divide():
-    with pytest.raises(ValueError, match="world_size: 3 does not divide the virtual block of 8 tokens"):
-        ContextParallel.of_virtual_blocks(8, 3, 0)
-    with pytest.raises(ValueError, match="world_size: 3 does not divide tensor_parallel_size 8"):
-        ContextParallel(3, 0, 4, tensor_parallel_size=8)
-    batch = InputBatch(max_num_reqs=2, max_model_len=24, block_size=8)
-    with pytest.raises(ValueError, match=r"blocks of 4 tokens on each of 3 ranks are virtual blocks of 12; .* has 8"):
-        MetadataBuilder(batch, max_num_batched_tokens=8, context_parallel=ContextParallel(3, 0, 4))
-    cross = batch_of("cython", KVCacheGroup("full", 8), CROSS._replace(block_size=8), max_encoder_len=8)
-    with pytest.raises(ValueError, match="context_parallel: group 'encoder' is cross"):
-        MetadataBuilder(cross, max_num_batched_tokens=8, context_parallel=ContextParallel(2, 0, 4))
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,77 @@
+"""What the decode and prefill wrappers of the stand-in share: plans recorded, attention computed in torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attncore.dense import dense_attention
+
+INT_WORKSPACE = 1 << 16
+"""What the stand-in's plans ask for beside the workspace."""
+
+
+class Recorder:
+    """Calls of plans, in order, as (name, arguments); and what a plan asks of the workspace."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.asks = 0
+        self.asks_of = ""
+        """Which plans ask; empty: all."""
+
+    def of(self, name: str) -> list[dict[str, Any]]:
+        return [arguments for called, arguments in self.calls if called == name]
+
+
+class Wrapper:
+    recorder: Recorder
+
+    def _made(self, workspace: Tensor, layout: str) -> None:
+        self._workspace, self._layout = workspace, layout
+        self._int_workspace = torch.empty(0, dtype=torch.uint8)
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        self._workspace, self._int_workspace = float_workspace_buffer, int_workspace_buffer
+
+    def _record(self, name: str, arguments: dict[str, Any]) -> None:
+        self.recorder.calls.append((name, {key: one for key, one in arguments.items() if key != "self"}))
+        if self._workspace.numel() < self.recorder.asks and self.recorder.asks_of in ("", name):
+            raise RuntimeError("Buffer overflow when allocating memory. Increase the workspace buffer size.")
+
+    def _attend(
+        self, q: Tensor, caches: Any, rows: list[tuple[int, int, int]], out: Tensor, lse: Tensor, *,
+        causal: bool, indices: Tensor, k_scale: float, v_scale: float,
+    ) -> None:  # fmt: skip
+        """``rows`` are (tokens, first page, keys): the tokens' queries, and where their keys are."""
+        keys, values = caches if isinstance(caches, tuple) else caches.unbind(1)
+        if self._layout == "HND":
+            keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        size, token = keys.shape[1], 0
+        cap = self.keywords["logits_soft_cap"] or None
+        window = self.keywords["window_left"]
+        for tokens, first, length in rows:
+            part = slice(token, token + tokens)
+            token += tokens
+            if not tokens:
+                continue
+            if not length:
+                out[part], lse[part] = 0, -math.inf
+                continue
+            chosen = indices[first : first - (-length // size)].long()
+            read = [half[chosen].flatten(0, 1)[:length].float() for half in (keys, values)]
+            found, found_lse = dense_attention(
+                q[part].float(), read[0] * k_scale, read[1] * v_scale, scale=self.keywords["sm_scale"], causal=causal,
+                sliding_window=None if window < 0 else window + 1, logits_soft_cap=cap, return_lse=True,
+            )  # fmt: skip
+            out[part], lse[part] = found.to(out.dtype), found_lse / math.log(2)
+
+
+def row_lengths(counts: list[int], indptr: Tensor, last: Tensor, page_size: int) -> list[tuple[int, int, int]]:
+    rows = []
+    for count, begin, end, rest in zip(counts, indptr.tolist()[:-1], indptr.tolist()[1:], last.tolist(), strict=True):
+        rows.append((count, begin, (end - begin - 1) * page_size + rest if end > begin else 0))
+    return rows

@@ -1,0 +1,104 @@
+"""Steps of the list builder on the CPU, the stand-in in FlashInfer's place."""
+
+from __future__ import annotations
+
+import gc
+
+import flashinfer_standin as standin
+import pytest
+import torch
+
+from attncore.builder import (
+    CommonMetadataBuilder,
+    Sequence,
+    SequenceGroup,
+)
+from attncore.testing.engines.engine import Engine
+
+
+def test_steps_of_the_list_builder() -> None:
+    engine = Engine(standin.backend())
+    for name, context in (("p", 6), ("d", 5), ("e", 8)):
+        engine.add(name, context + 8)
+    engine.fill({"p": 6, "d": 5, "e": 8})
+    engine.list_step({"p": 5}, {"d": 1, "e": 1}, hit=True)
+    engine.list_step({}, {"p": 3, "d": 3})  # decodes of several tokens: no page lists
+    engine.list_step({}, {"d": 1}, pad=2)
+
+
+def test_windowed_prompts_of_the_list_builder_are_refused() -> None:
+    engine = Engine(standin.backend(), sliding_window=5)
+    engine.add("a", 12)
+    with pytest.raises(ValueError, match="metadata: the list builder gives the early tokens of a windowed prompt no"):
+        engine.list_step({"a": 11}, {})
+
+
+def test_a_block_beyond_the_cache_is_refused() -> None:
+    backend = standin.backend()
+    backend.impl("layers.0", scale=0.5)
+    backend.allocate_kv_cache(8)
+    builder = CommonMetadataBuilder(4, "flashinfer", backend=backend)
+    with pytest.raises(ValueError, match="metadata: block 8 is beyond the cache's 8 blocks"):
+        builder.build([SequenceGroup(False, [Sequence(0, 1, 5, [3, 8])])])
+
+
+def test_captured_sizes_of_the_list_builder() -> None:
+    recorder = standin.Recorder()
+    backend = standin.backend(recorder)
+    impl = backend.impl("layers.0", scale=64**-0.5)
+    cache = backend.allocate_kv_cache(16)
+    builder = CommonMetadataBuilder(4, "flashinfer", max_seq_len_to_capture=32, backend=backend)
+    state = backend.get_state_cls()(backend, builder)
+    query, key, value = (torch.zeros(4, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    captured = {}
+    with state.graph_capture(max_batch_size=4):
+        for size in (4, 2):
+            captured[size] = state.metadata_for_capture(size)
+            impl.forward(query[:size], key[:size], value[:size], cache, captured[size])
+    decodes = [SequenceGroup(False, [Sequence(i, 1, 5 + i, [2 * i + 1, 2 * i + 2])]) for i in range(3)]
+    metadata = builder.build(decodes, state.pad_size(3))
+    state.prepare(metadata)
+    state.begin_forward(metadata)
+    cache.normal_()
+    for tensor in (query, key, value):
+        tensor.normal_()
+    # As a replay: the layer over the metadata of the capture, which has the buffers.
+    answer = impl.forward(query, key, value, cache, captured[4])
+    eager = impl.forward(query[:3], key[:3], value[:3], cache, builder.build(decodes))
+    torch.testing.assert_close(answer[:3], eager)
+    assert len(recorder.of("fast_decode_plan")) == 3
+
+
+def test_builders_of_the_list_builder_have_their_own_captured_sizes() -> None:
+    """Such as those of two pipeline stages in one process."""
+    backend = standin.backend()
+    backend.impl("layers.0", scale=64**-0.5)
+    stages = []
+    for _ in range(2):
+        builder = CommonMetadataBuilder(4, "flashinfer", max_seq_len_to_capture=32, backend=backend)
+        state = backend.get_state_cls()(backend, builder)
+        with state.graph_capture(max_batch_size=4):
+            stages.append((builder, state, state.metadata_for_capture(4)))
+    decodes = [SequenceGroup(False, [Sequence(i, 1, 5 + i, [2 * i + 1, 2 * i + 2])]) for i in range(3)]
+    for builder, state, captured in stages:
+        builder.build(decodes, state.pad_size(3))
+        (part,) = backend.plans_of(backend.plan_keys[0]).step.parts
+        assert part.run.__self__.buffers[0].data_ptr() == captured.paged_kv_indptr.data_ptr()  # type: ignore[attr-defined]
+
+
+def test_two_states_of_one_builder_keep_their_captured_sizes() -> None:
+    """What a graph reads stays, whichever was captured last."""
+    backend = standin.backend()
+    backend.impl("layers.0", scale=64**-0.5)
+    builder = CommonMetadataBuilder(4, "flashinfer", max_seq_len_to_capture=32, backend=backend)
+    states = [backend.get_state_cls()(backend, builder) for _ in range(2)]
+    captured = []
+    for state in states:
+        with state.graph_capture(max_batch_size=2):
+            captured.append(state.metadata_for_capture(2))
+    gc.collect()
+    plans = backend.plans_of(backend.plan_keys[0])
+    for metadata in captured:
+        backend.plan(metadata)
+        (part,) = plans.step.parts
+        assert part.run.__self__.buffers[0].data_ptr() == metadata.paged_kv_indptr.data_ptr()  # type: ignore[attr-defined]

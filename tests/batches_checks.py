@@ -1,0 +1,85 @@
+"""What the random sequences of batches.py look at after each step: every field, against the plain-Python oracle."""
+
+import numpy as np
+import oracles
+from batches_model import Model
+
+
+def address_of(array):
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr()
+
+
+class StepChecks(Model):
+    def step(self, scheduled, bucket=None):
+        queries = {n: scheduled.get(n, 0 if r.paused else 1) for n, r in self.requests.items()}
+        metadata = self.builder.build(scheduled, bucket=bucket)
+        if bucket is not None:
+            self.run(bucket, metadata)
+        for i, j in metadata.moves:
+            self.rows[i], self.rows[j] = self.rows[j], self.rows[i]
+        running = {name for name, query_len in queries.items() if query_len}
+        assert set(metadata.req_ids) == running
+        assert self.rows[: len(running)] == list(metadata.req_ids)
+        kinds = [queries[name] <= self.threshold for name in metadata.req_ids]
+        assert kinds == sorted(kinds, reverse=True)
+        self.check(metadata, [(self.requests[name], queries[name]) for name in metadata.req_ids], bucket)
+        for name in running:
+            self.requests[name].computed += queries[name]
+            self.requests[name].encoded = True
+
+    def check(self, metadata, running, bucket):
+        encoder = {}
+        if self.groups[-1].cross:
+            size, _ = self.columns(self.groups[-1], [])
+            held = [self.columns(self.groups[-1], r.blocks[self.groups[-1].name])[1] for r, _ in running]
+            rows = [(b, r.encoder, 0 if r.encoded else r.encoder) for b, (r, _) in zip(held, running, strict=True)]
+            encoder = oracles.persistent_encoder(rows, size)
+        for group in self.groups:
+            rows = [(*self.columns(group, r.blocks[group.name])[1:], r.computed, q) for r, q in running]
+            self.check_group(metadata, group, rows, encoder, bucket)
+
+    def check_group(self, metadata, group, rows, encoder, bucket):
+        of_group = metadata.groups[group.name]
+        size, _ = self.columns(group, [])
+        if group.cross:
+            expected = oracles.lengths([b for b, _, _ in rows], encoder["encoder_seq_lens"], size, 0)
+            expected = {n: expected[n] for n in ("seq_lens", "seq_start_loc", "paged_kv_indices", "max_seq_len")}
+        elif self.ranks:
+            ranks = self.ranks
+            own = ranks.block_size, ranks.world_size, ranks.rank, ranks.interleave
+            expected = oracles.rank_step(rows, *own, self.threshold)
+        else:
+            expected = oracles.persistent_step(rows, size, self.threshold)
+        if bucket is not None and not group.cross:
+            expected = oracles.padded(expected | encoder, bucket, self.captured[bucket], self.pad_seq_len)
+        elif bucket is None:
+            expected |= encoder
+        for name, value in expected.items():
+            if bucket is not None and group.cross and name != "paged_kv_indices":
+                continue  # what a cross group shares is looked at with the others
+            for found in (getattr(of_group, name), getattr(of_group.host, name, None)):
+                if found is not None:
+                    assert (found.tolist() if hasattr(found, "tolist") else found) == value, name
+        for row, (blocks, _, _) in enumerate(rows):
+            tail = [0] * (of_group.block_table.shape[1] - len(blocks))
+            assert of_group.host.block_table[row].tolist() == blocks + tail
+            assert of_group.block_table[row].tolist()[: len(blocks)] == blocks
+        if bucket is not None:
+            assert of_group.use_cuda_graph
+            for name, address in self.addresses[bucket].items():
+                if group.name == self.groups[0].name:
+                    assert address_of(of_group._device[name]) == address
+        elif not self.ranks and not group.cross:
+            self.check_views(of_group, rows, size)
+
+    def check_views(self, metadata, rows, block_size):
+        decodes = [row for row in rows if row[2] <= self.threshold]
+        prefills = rows[len(decodes) :]
+        for part, view in ((decodes, metadata.decode_metadata), (prefills, metadata.prefill_metadata)):
+            if not part:
+                assert view is None
+                continue
+            for name, expected in oracles.persistent_step(part, block_size, self.threshold).items():
+                for value in (getattr(view, name), getattr(view.host, name, None)):
+                    if value is not None:
+                        assert (value.tolist() if hasattr(value, "tolist") else value) == expected, name

@@ -1,0 +1,64 @@
+"""Fields of an engine's own, which register_field adds: they ride along with a step, and bad ones are refused."""
+
+import numpy as np
+import pytest
+from builder.device.arena_batches import two_requests
+
+from attncore.builder import MetadataBuilder
+from attncore.errors import CaptureError
+
+
+@pytest.fixture
+def batch(kernels):
+    return two_requests(kernels)
+
+
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+def test_fields_of_an_engines_own_ride_along(batch, transport):
+    made = MetadataBuilder(batch, max_num_batched_tokens=32, transport=transport)
+    tokens = {"a": list(range(100, 164)), "b": list(range(200, 264))}
+
+    def ids(metadata, out):
+        for row, req_id in enumerate(metadata.req_ids):
+            start, stop = metadata.host.query_start_loc[row : row + 2]
+            first = metadata.host.context_lens[row]
+            out[start:stop] = tokens[req_id][first : first + stop - start]
+
+    made.register_field("input_ids", np.int64, "token", ids)
+    made.register_field("temperature", np.float32, "request", lambda metadata, out: out.fill(0.5))
+    metadata = made.build({"a": 3})
+    assert metadata.req_ids == ("b", "a")
+    assert metadata.input_ids.tolist() == metadata.host.input_ids.tolist() == [206, 103, 104, 105]
+    assert metadata.temperature.tolist() == [0.5, 0.5]
+    assert made.build().input_ids.tolist() == [207, 106]
+    with pytest.raises(CaptureError, match="register fields before the first"):
+        made.register_field("more", np.int32, "request", ids)
+
+
+def test_a_field_that_cannot_be_filled_undoes_the_step(batch):
+    made = MetadataBuilder(batch, max_num_batched_tokens=32)
+
+    def fails(metadata, out):
+        raise KeyError("no such token")
+
+    made.register_field("input_ids", np.int32, "token", fails)
+    with pytest.raises(KeyError, match="no such token"):
+        made.build({"a": 3})
+    assert (batch.num_computed_tokens("a"), batch.req_ids) == (3, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "per", "message"),
+    [
+        ("seq_lens", np.int32, "request", "name: 'seq_lens' is not a free name"),
+        ("two words", np.int32, "request", "is not a free name"),
+        ("num_reqs", np.int32, "request", "is not a free name"),
+        ("ids", "U4", "request", "dtype: <U4 is not one of numbers"),
+        ("ids", np.int32, "block", "per: 'block' is neither token nor request"),
+    ],
+)
+def test_fields_are_checked(batch, name, dtype, per, message):
+    made = MetadataBuilder(batch, max_num_batched_tokens=32)
+    with pytest.raises((ValueError, TypeError), match=message):
+        made.register_field(name, dtype, per, lambda metadata, out: None)
+    assert made.build().seq_lens.tolist() == [4, 7]
