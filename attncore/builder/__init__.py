@@ -1,9 +1,9 @@
 """The two builders of metadata, and building blocks for engines that do more with a step.
 
 ``fields`` declares the fields, ``metadata`` has them as attributes of a step, ``slices`` and ``device_slices`` make
-views of a step, and ``pad_array`` pads its arrays. ``persistent`` builds steps from a batch that is kept from step to
-step and sends them to a device by ``device``; ``lists`` builds a step from groups of sequences. ``blocks`` is host
-arithmetic on metadata and its arrays (docs/building-blocks.md).
+views of a step. ``persistent`` builds steps from a batch that is kept from step to step and sends them to a device by
+``device``; ``lists`` builds a step from groups of sequences. ``blocks`` is host arithmetic on metadata and its arrays
+(docs/building-blocks.md).
 """
 
 from attncore.builder.blocks.cascade import (

@@ -2,11 +2,11 @@
 
 Everything that handles fields by name reads this table: the layout of arenas, views and slices, padded rows of the list
 builder's buffers, broadcasting, the replay's oracle, the table in docs/api.md. What cannot be derived, such as the
-kernels that fill the arrays and the attributes of ``CommonAttentionMetadata``, is compared with it by
+kernels that fill the arrays and the attributes of ``StepArrays``, is compared with it by
 tests/builder/test_fields.py.
 
-A new field is an entry here and an attribute with a docstring in ``metadata.py``. It is filled by its ``derive``, or by
-the kernels (kernels/cython and kernels/numba).
+A new field is an entry here and an attribute with a docstring in ``attncore/step_arrays.py``. It is filled by its
+``derive``, or by the kernels (kernels/cython and kernels/numba).
 """
 
 from __future__ import annotations

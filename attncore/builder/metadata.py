@@ -1,12 +1,12 @@
-"""CommonAttentionMetadata: the fields of a step, with dtype, shape and residence, and its views.
+"""CommonAttentionMetadata: the arrays and counts of a step, and its views.
 
-``fields.FIELDS`` declares the arrays; their docstrings are here.
+``step_arrays.StepArrays`` describes the arrays, ``fields.FIELDS`` says how they are handled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,13 @@ import numpy.typing as npt
 from attncore.builder import slices
 from attncore.builder.fields import ARRAYS, BROADCAST, COUNTS, DERIVED, FIELDS
 from attncore.builder.first_generation_names import FirstGenerationMetadataNames
+
+if TYPE_CHECKING:
+    from attncore.step_arrays import StepArrays
+
+    _Arrays = StepArrays[Any, Any]
+else:  # a Protocol among the bases would make isinstance slow, and has nothing at run time
+    _Arrays = object
 
 Wrap = Callable[[npt.NDArray[Any]], Any]
 
@@ -32,57 +39,13 @@ class Source(NamedTuple):
     """The groups that it was given."""
 
 
-class CommonAttentionMetadata(FirstGenerationMetadataNames):
+class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     """The metadata of one step of T tokens and n requests, including the rows that a graph's padding adds.
 
     Arrays are torch tensors on the backend's device, or NumPy arrays without a backend; ``host`` has the same fields as
     NumPy arrays, without a copy. A field that the builder does not make raises AttributeError, and so do the fields of
     encoders and of cross attention in a step without encoder input.
     """
-
-    # one per token
-    slot_mapping: Any
-    """int64[T]: the slot of the token's key and value, block * block_size + offset; -1: they are not written."""
-    positions: Any
-    """int64[T]: the index of the token in its request."""
-    token_to_req_indices: Any
-    """int32[T]: the row of the token's request."""
-    # one per request
-    seq_lens: Any
-    """int32[n]: tokens of context and query together (list builder: capped for windowed decodes)."""
-    context_lens: Any
-    """int32[n]: tokens that were in the cache before this step."""
-    query_lens: Any
-    """int32[n]: tokens of this step."""
-    logits_indices: Any
-    """int32[n]: the index among the T tokens of the request's last token."""
-    query_start_loc: Any
-    """int32[n + 1]: where the request's tokens start among the T tokens: prefix sums of query_lens."""
-    seq_start_loc: Any
-    """int32[n + 1]: prefix sums of seq_lens."""
-    block_table: Any
-    """int32[n, width]: the request's block ids, padded with 0. Persistent builder: the live table, of fixed stride."""
-    paged_kv_indptr: Any
-    """int32[n + 1]: where the request's pages start in paged_kv_indices."""
-    paged_kv_indices: Any
-    """int32[paged_kv_indptr[-1]]: the block ids of each request in turn."""
-    paged_kv_num_pages: Any
-    """int32[n]: the number of the request's pages; derived from ``paged_kv_indptr`` on access."""
-    paged_kv_last_page_len: Any
-    """int32[n]: tokens in the request's last page; 0 for an empty request."""
-    # encoders and cross attention; E is the number of encoder tokens that run in this step, row after row
-    encoder_seq_lens: Any
-    """int32[n]: encoder tokens of the request, 0 without encoder input. (List builder: padded with 1.)"""
-    encoder_query_lens: Any
-    """int32[n]: encoder tokens that run in this step. List builder: all of a prompt's, none of a decode's."""
-    encoder_seq_start_loc: Any
-    """int32[n + 1]: prefix sums of encoder_seq_lens."""
-    encoder_query_start_loc: Any
-    """int32[n + 1]: where the request's encoder tokens start among the E tokens."""
-    cross_slot_mapping: Any
-    """int64[E]: the slot of the encoder token's key and value in the cross cache; -1: they are not written."""
-    cross_block_table: Any
-    """int32[n, width]: the blocks of the request's encoder tokens, padded with 0 (list builder: for decodes only)."""
 
     # counts: plain ints
     num_reqs: int

@@ -22,6 +22,7 @@ from attncore.builder.device.arena import ArenaRing, Capacity
 from attncore.builder.fields import FIELDS, Field, Length, Owner, Pad
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.json_lines import list_builder, persistent_builder
+from attncore.step_arrays import StepArrays
 
 PAD_SEQ_LEN = 1
 PUBLIC = {name: field for name, field in FIELDS.items() if not field.internal}
@@ -56,11 +57,15 @@ def length_of(field, metadata):
     }.get(field.length)  # fmt: skip
 
 
-def test_metadata_documents_every_field_and_no_other():
-    source = inspect.getsource(CommonAttentionMetadata)
-    documented = dict(re.findall(r'^    (\w+): Any\n    """(int32|int64)\[', source, re.MULTILINE))
-    expected = {name: np.dtype(field.dtype).name for name, field in PUBLIC.items()}
-    assert documented == expected
+def test_step_arrays_describes_every_field_and_no_other():
+    """The type and the docstring of each attribute say its dtype, the docstring its length."""
+    attribute = re.compile(r'^    (\w+): Int(32|64)s = DECLARED\n    """int(32|64)\[(.+?)\](?=[:,])', re.MULTILINE)
+    described = {name: found for name, *found in attribute.findall(inspect.getsource(StepArrays))}
+    assert list(described) == list(StepArrays.__annotations__)
+    assert described.keys() == PUBLIC.keys()
+    for name, field in PUBLIC.items():
+        bits = str(8 * np.dtype(field.dtype).itemsize)
+        assert described[name] == [bits, bits, field.length.value], name
 
 
 def test_a_persistent_step_has_what_the_table_says(kernels):

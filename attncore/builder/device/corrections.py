@@ -10,7 +10,7 @@ from attncore.builder.device.arena import STEPS_OWN, ArenaRing, Capacity, Views
 from attncore.builder.device.tables import DeviceTables
 
 _STEP_FIELDS = ("previous_rows", "context_lens", "seq_lens", "seq_start_loc", "token_to_req_indices", "positions")
-"""In the order of the kernel's arguments (``device.kernels.correct_lengths``)."""
+"""In the order of the kernel's arguments (``device.triton_kernels.correct_lengths``)."""
 
 
 class Corrections:

@@ -71,12 +71,12 @@ class StepMetadata(CommonAttentionMetadata):
         self.__dict__[name] = value
         return value
 
-    @property
-    def paged_kv_indices(self) -> Any:
-        """int32[paged_kv_indptr[-1]]: the pages of each request in turn; on a GPU, gathered there."""
+    def _page_indices(self) -> Any:
         if self._pages is not None:
             return self._pages(self)
         return self.once_a_step("_indices", lambda: self._wrap(self.host.paged_kv_indices))
+
+    paged_kv_indices: Any = property(_page_indices)  # on a GPU, gathered there
 
     @property
     def builder(self) -> Any:

@@ -2,8 +2,8 @@
 
    Returns how many rows it did: a multiple of 4, and 0 without SSE2 (which every x86-64 has). The caller's plain loop
    does the rest. */
-#ifndef ATTNCORE_SUM_FOURS_H
-#define ATTNCORE_SUM_FOURS_H
+#ifndef ATTNCORE_PREFIX_SUM_H
+#define ATTNCORE_PREFIX_SUM_H
 
 #include <stdint.h>
 #if defined(__SSE2__)

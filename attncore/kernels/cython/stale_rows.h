@@ -2,8 +2,8 @@
 
    Returns how many rows it looked at: a multiple of 16, and 0 without SSE2 (which every x86-64 has). The caller's plain
    loop does the rest. */
-#ifndef ATTNCORE_STALE_FOURS_H
-#define ATTNCORE_STALE_FOURS_H
+#ifndef ATTNCORE_STALE_ROWS_H
+#define ATTNCORE_STALE_ROWS_H
 
 #include <stdint.h>
 #if defined(__SSE2__)
