@@ -111,7 +111,7 @@ _HOMES = {
         "CommonAttentionMetadata CommonAttentionState CommonMetadataBuilder InputBatch KVCacheGroup MetadataBuilder "
         "Sequence SequenceGroup"
     ),
-    "builder.lists.attention_state": "AttentionState",
+    "builder.lists.capture_state": "AttentionState",
     "ops.cache_writer": "CacheWriter",
     "ops.operator": "attention forward_context",
     "errors": "AttncoreError CaptureError ConcurrentUseError NoBackendError PluginError",

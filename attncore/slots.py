@@ -6,7 +6,7 @@ They are defined in ``attncore.kernels``.
 from attncore.array_arguments import Int32Array, Int64Array
 from attncore.kernels import KernelsName, load_kernels, why_kernels
 from attncore.kernels.codes import PAD_SLOT_ID
-from attncore.kernels.field_functions import (
+from attncore.kernels.host_functions import (
     build_logits_indices,
     build_page_lists,
     build_positions,

@@ -7,7 +7,7 @@ import torch
 
 from attncore import BackendConfig
 from attncore.builder import CommonMetadataBuilder, Sequence, SequenceGroup
-from attncore.builder.lists.attention_state import CommonAttentionState
+from attncore.builder.lists.capture_state import CommonAttentionState
 from attncore.dense import dense_attention
 from attncore.graphs import capturing, launch, new_graph
 from attncore.reference import ReferenceBackend

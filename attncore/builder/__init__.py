@@ -25,7 +25,7 @@ from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.blocks.kernel_blocks import expand_blocks, kernel_blocks_per_block
 from attncore.builder.blocks.local_attention import VirtualBatch, local_attention_batches, local_attention_metadata
 from attncore.builder.blocks.microbatches import BatchSlice, slice_by_requests, slice_by_tokens, slice_metadata
-from attncore.builder.blocks.multimodal import Placeholder, PlaceholderMap, PlaceholderRun, placeholder_map
+from attncore.builder.blocks.placeholder_map import Placeholder, PlaceholderMap, PlaceholderRun, placeholder_map
 from attncore.builder.blocks.splitting import (
     DecodePrefillSplit,
     ThreeWaySplit,
@@ -37,8 +37,8 @@ from attncore.builder.blocks.splitting import (
     split_three_ways,
 )
 from attncore.builder.lists.advance_step import advance_step
-from attncore.builder.lists.attention_state import CommonAttentionState
 from attncore.builder.lists.builder import CommonMetadataBuilder
+from attncore.builder.lists.capture_state import CommonAttentionState
 from attncore.builder.lists.encoders import token_counts
 from attncore.builder.lists.sequence_group import Sequence, SequenceGroup
 from attncore.builder.metadata import CommonAttentionMetadata, metadata_from_fields

@@ -19,7 +19,7 @@ from attncore.json_lines.json_fields import (
     refuse_duplicates,
     shown,
 )
-from attncore.json_lines.json_value import MAX_NUMBERS, json_value
+from attncore.json_lines.metadata_as_json import MAX_NUMBERS, json_value
 from attncore.kernels import KernelsName
 
 _BATCH = {

@@ -17,7 +17,7 @@ from attncore.builder.persistent.input_batch import InputBatch
 from attncore.builder.persistent.kv_cache_group import NULL_BLOCK_ID, KVCacheGroup
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.json_lines.json_fields import REQUIRED, fields_of, integer, list_of, read_record, refuse_duplicates, shown
-from attncore.json_lines.json_value import MAX_NUMBERS, json_value
+from attncore.json_lines.metadata_as_json import MAX_NUMBERS, json_value
 from attncore.kernels import KernelsName
 
 _SHARED = (

@@ -2,7 +2,7 @@
 
 Two implementations have the same topics, classes and functions: ``attncore._slots`` (Cython, compiled into wheels from
 ``kernels/cython``) and ``attncore.kernels.numba`` (for a platform without a compiler). :func:`load_kernels` chooses one
-and :func:`why_kernels` says why. ``codes`` declares the numbers that they share with Python; ``field_functions`` has
+and :func:`why_kernels` says why. ``codes`` declares the numbers that they share with Python; ``host_functions`` has
 functions on host arrays.
 """
 

@@ -11,7 +11,7 @@ from attncore.builder import (
     Sequence,
     SequenceGroup,
 )
-from attncore.builder.lists.attention_state import CommonAttentionState
+from attncore.builder.lists.capture_state import CommonAttentionState
 
 
 def persistent(rows, max_tokens=8192):

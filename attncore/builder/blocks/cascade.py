@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from attncore import arguments, array_arguments
 from attncore.array_arguments import Int32Array, Int64Array
-from attncore.kernels import field_functions
+from attncore.kernels import host_functions
 
 
 class CascadeRule(NamedTuple):
@@ -129,7 +129,7 @@ def plan_cascade(
     rows = np.asarray(shared.rows)
     _check_shared(shared, rows, table, contexts)
 
-    starts = field_functions.build_query_start_loc(queries)
+    starts = host_functions.build_query_start_loc(queries)
     row_lens = queries[rows]
     within = np.arange(int(row_lens.sum())) - np.repeat(np.cumsum(row_lens) - row_lens, row_lens)
     token_indices = np.repeat(starts[rows], row_lens) + within
@@ -147,7 +147,7 @@ def plan_cascade(
         causal=False,
     )
     suffix = CascadePass(
-        starts, suffix_lens, field_functions.build_query_start_loc(suffix_lens), suffix_table, causal=True
+        starts, suffix_lens, host_functions.build_query_start_loc(suffix_lens), suffix_table, causal=True
     )
     return Cascade(prefix, suffix, token_indices.astype(np.int64))
 

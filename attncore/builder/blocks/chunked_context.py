@@ -17,7 +17,7 @@ from attncore.array_arguments import Int32Array, Int64Array
 from attncore.builder.fields import ARRAYS, COUNTS, ENCODER_ARRAYS
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.slices import HostArrays
-from attncore.kernels import codes, field_functions
+from attncore.kernels import codes, host_functions
 
 
 class ContextChunks(NamedTuple):
@@ -72,7 +72,7 @@ def context_chunks(
     start, left = np.zeros_like(contexts), contexts.copy()
     while left.any():
         taken = _share_workspace(left, workspace_tokens, block_size)
-        places.append(field_functions.build_slot_mapping(table, start, taken, block_size))
+        places.append(host_functions.build_slot_mapping(table, start, taken, block_size))
         starts.append(start)
         lens.append(taken)
         start, left = start + taken, left - taken
@@ -124,7 +124,7 @@ def new_tokens_metadata(metadata: CommonAttentionMetadata, backend: Any = None) 
     queries, num_reqs = host.query_lens, len(host.query_lens)
     fields = _decoder_fields(metadata) | {
         "slot_mapping": np.full(len(host.slot_mapping), codes.PAD_SLOT_ID, np.int64),
-        "positions": field_functions.build_positions(np.zeros_like(queries), queries)[0],
+        "positions": host_functions.build_positions(np.zeros_like(queries), queries)[0],
         "seq_lens": queries,
         "context_lens": np.zeros_like(queries),
         "seq_start_loc": host.query_start_loc,

@@ -20,7 +20,7 @@ from attncore.builder.blocks.check_whole_requests import check_whole_requests
 from attncore.builder.fields import COUNTS
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.slices import HostArrays
-from attncore.kernels import codes, field_functions
+from attncore.kernels import codes, host_functions
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ContextParallel:
         """
         table = array_arguments.block_table(block_table)
         return self.local_slots(
-            field_functions.build_slot_mapping(table, context_lens, query_lens, self.virtual_block_size)
+            host_functions.build_slot_mapping(table, context_lens, query_lens, self.virtual_block_size)
         )
 
     def local_slots(self, slot_mapping: npt.ArrayLike) -> Int64Array:
@@ -138,7 +138,7 @@ class ContextParallel:
 
         Arguments as for ``block_table``. A request without tokens on this rank has no pages.
         """
-        return field_functions.build_page_lists(
+        return host_functions.build_page_lists(
             self.block_table(block_table, seq_lens), self.seq_lens(seq_lens), self.block_size
         )
 
@@ -164,8 +164,8 @@ class ContextParallel:
             query_start_loc=host.query_start_loc,
             block_table=self.block_table(host.block_table, lens),
         )
-        fields.seq_start_loc = field_functions.build_query_start_loc(fields.seq_lens)
-        pages = field_functions.build_page_lists(fields.block_table, fields.seq_lens, self.block_size)
+        fields.seq_start_loc = host_functions.build_query_start_loc(fields.seq_lens)
+        pages = host_functions.build_page_lists(fields.block_table, fields.seq_lens, self.block_size)
         fields.paged_kv_indptr, fields.paged_kv_indices, fields.paged_kv_last_page_len = pages
         first, last = (0, metadata.num_decodes) if metadata.decodes_first else (metadata.num_prefills, len(lens))
         decodes, others = fields.seq_lens[first:last], np.delete(fields.seq_lens, slice(first, last))

@@ -18,7 +18,7 @@ from attncore.builder.blocks.check_whole_requests import check_whole_requests
 from attncore.builder.fields import COUNTS
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.slices import HostArrays
-from attncore.kernels import field_functions
+from attncore.kernels import host_functions
 
 
 class VirtualBatch(NamedTuple):
@@ -65,8 +65,8 @@ def local_attention_batches(
     return VirtualBatch(
         virtual_queries.astype(np.int32),
         virtual_lens.astype(np.int32),
-        field_functions.build_query_start_loc(virtual_queries),
-        field_functions.build_query_start_loc(virtual_lens),
+        host_functions.build_query_start_loc(virtual_queries),
+        host_functions.build_query_start_loc(virtual_lens),
         _build_chunk_tables(table, rows, chunks, virtual_lens, virtual_queries, chunk_size // block_size, block_size),
         rows.astype(np.int32),
         chunks.astype(np.int32),
@@ -99,7 +99,7 @@ def local_attention_metadata(
         block_table=virtual.block_table,
     )
     if hasattr(host, "paged_kv_indptr"):
-        pages = field_functions.build_page_lists(virtual.block_table, virtual.seq_lens, block_size)
+        pages = host_functions.build_page_lists(virtual.block_table, virtual.seq_lens, block_size)
         fields.paged_kv_indptr, fields.paged_kv_indices, fields.paged_kv_last_page_len = pages
     is_decode = rows < metadata.num_decodes if metadata.decodes_first else rows >= metadata.num_prefills
     longest = [int(virtual.seq_lens[mask].max(initial=0)) for mask in (is_decode, ~is_decode)]

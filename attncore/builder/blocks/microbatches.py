@@ -11,7 +11,7 @@ from attncore import arguments, array_arguments
 from attncore.builder.blocks.check_whole_requests import first_partial
 from attncore.builder.device_slices import DeviceView
 from attncore.builder.metadata import CommonAttentionMetadata
-from attncore.kernels import field_functions
+from attncore.kernels import host_functions
 
 
 class BatchSlice(NamedTuple):
@@ -32,7 +32,7 @@ def slice_by_requests(query_lens: npt.ArrayLike, num_slices: int) -> tuple[Batch
     lens = array_arguments.lengths("query_lens", query_lens, 0)
     if num_slices > len(lens):
         raise ValueError(f"num_slices: {num_slices} slices of {len(lens)} requests; ask for at most one a request")
-    starts = field_functions.build_query_start_loc(lens)
+    starts = host_functions.build_query_start_loc(lens)
     bounds = [len(lens) * index // num_slices for index in range(num_slices + 1)]
     tokens = starts[bounds].tolist()
     return tuple(BatchSlice(*bounds[i : i + 2], *tokens[i : i + 2]) for i in range(num_slices))
@@ -45,7 +45,7 @@ def slice_by_tokens(query_lens: npt.ArrayLike, num_slices: int) -> tuple[BatchSl
     run in order, layer by layer. Rows without tokens go with the tokens before them, or with the first slice.
     """
     arguments.integer("num_slices", num_slices, 1)
-    starts = field_functions.build_query_start_loc(array_arguments.lengths("query_lens", query_lens, 0))
+    starts = host_functions.build_query_start_loc(array_arguments.lengths("query_lens", query_lens, 0))
     num_reqs, num_tokens = len(starts) - 1, int(starts[-1])
     if num_slices > num_tokens:
         raise ValueError(f"num_slices: {num_slices} slices of {num_tokens} tokens; ask for at most one a token")
@@ -160,15 +160,15 @@ def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int
     host.query_lens[-1] -= after
     if fewer_keys:
         host.seq_lens[-1] -= after
-    host.query_start_loc = field_functions.build_query_start_loc(host.query_lens)
-    host.seq_start_loc = field_functions.build_query_start_loc(host.seq_lens)
+    host.query_start_loc = host_functions.build_query_start_loc(host.query_lens)
+    host.seq_start_loc = host_functions.build_query_start_loc(host.seq_lens)
     host.logits_indices = host.query_start_loc[1:] - np.int32(1)
     view.max_query_len = int(host.query_lens.max(initial=0))
     if before and hasattr(host, "encoder_query_lens"):
         host.encoder_query_lens = host.encoder_query_lens.copy()
         host.cross_slot_mapping = host.cross_slot_mapping[host.encoder_query_lens[0] :]
         host.encoder_query_lens[0] = 0
-        host.encoder_query_start_loc = field_functions.build_query_start_loc(host.encoder_query_lens)
+        host.encoder_query_start_loc = host_functions.build_query_start_loc(host.encoder_query_lens)
     if fewer_keys and has_pages:
         _cut_pages(host, block_size or 1)
 

@@ -2,6 +2,6 @@
 
 ``sequence_group`` is what an engine passes, ``builder`` builds a step from it by the rules of a dialect (``dialects``),
 with the fields of ``encoders``; ``error_texts`` has the texts of errors. ``advance_step`` moves a built step on by one
-token. For captured graphs, ``attention_state`` is the engine's interface, ``captured_steps`` what was captured, and
+token. For captured graphs, ``capture_state`` is the engine's interface, ``captured_steps`` what was captured, and
 ``graph_buffers`` the arrays at fixed addresses.
 """

@@ -10,7 +10,7 @@ import numpy as np
 from attncore import arguments
 from attncore.builder.metadata import CommonAttentionMetadata, identity
 from attncore.builder.slices import HostArrays
-from attncore.kernels import field_functions
+from attncore.kernels import host_functions
 from attncore.kernels.codes import PAD_SLOT_ID
 
 
@@ -25,8 +25,8 @@ def profile_metadata(query_lens: Sequence[int], *, has_pages: bool, backend: Any
     if not len(lens):
         raise ValueError("query_lens: empty; a profiling run needs at least one request")
     none = np.zeros(len(lens), np.int32)
-    starts = field_functions.build_query_start_loc(lens)
-    positions, rows = field_functions.build_positions(none, lens)
+    starts = host_functions.build_query_start_loc(lens)
+    positions, rows = host_functions.build_positions(none, lens)
     host = HostArrays(
         slot_mapping=np.full(len(positions), PAD_SLOT_ID, np.int64),
         positions=positions,
@@ -34,7 +34,7 @@ def profile_metadata(query_lens: Sequence[int], *, has_pages: bool, backend: Any
         seq_lens=lens,
         context_lens=none,
         query_lens=lens.copy(),
-        logits_indices=field_functions.build_logits_indices(starts),
+        logits_indices=host_functions.build_logits_indices(starts),
         query_start_loc=starts,
         seq_start_loc=starts.copy(),
         block_table=np.zeros((len(lens), 0), np.int32),

@@ -13,8 +13,8 @@ from attncore.testing.engines.compare import StepRequest
 from attncore.testing.engines.cross_engine import CrossEngine
 from attncore.testing.engines.encoder_engine import EncoderEngine
 from attncore.testing.engines.engine import Engine
-from attncore.testing.engines.plan_step import planned
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_drawn_batches
+from attncore.testing.engines.steps_on_device import planned
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import FEATURES
 from attncore.testing.harness.errors import ConformanceError

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from attncore.testing.engines.plan_step import planned
 from attncore.testing.engines.run_batches import engine_on_gpu
+from attncore.testing.engines.steps_on_device import planned
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import ConformanceError
 from attncore.testing.harness.subject import Subject

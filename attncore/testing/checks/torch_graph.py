@@ -9,8 +9,8 @@ from torch import Tensor
 
 from attncore.testing.engines.compare import StepRequest, compare
 from attncore.testing.engines.engine import Engine
-from attncore.testing.engines.plan_step import planned
 from attncore.testing.engines.run_batches import engine_on_gpu
+from attncore.testing.engines.steps_on_device import planned
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject

@@ -10,7 +10,7 @@ import torch
 from attncore.ops.operator import attention, forward_context
 from attncore.testing.engines.compare import differs
 from attncore.testing.engines.engine import Engine
-from attncore.testing.engines.plan_step import planned
+from attncore.testing.engines.steps_on_device import planned
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import ConformanceError
 from attncore.testing.harness.subject import Subject

@@ -3,6 +3,7 @@
 ``engine`` runs decoder layers by either builder; ``encoder_engine``, ``cross_engine`` and ``captured_engine`` are its
 kinds for encoders, for cross attention and for captured graphs. An engine is made of ``requests`` (a batch, a pool of
 blocks, histories), ``random_tensors`` (queries, keys, values) and a ``cache_view`` (the cache by slots, over
-``blocks_first`` and ``token_elements``). A step goes from a builder through ``plan_step`` to the layer; its output,
-log-sum-exp and cache go to ``compare``, within ``tolerances``. ``run_batches`` runs whole batches through an engine.
+``blocks_first`` and ``cache_element_owners``). A step goes from a builder through ``steps_on_device`` to the layer; its
+output, log-sum-exp and cache go to ``compare``, within ``tolerances``. ``run_batches`` runs whole batches through an
+engine.
 """

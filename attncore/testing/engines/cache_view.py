@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attncore.testing.engines.blocks_first import as_integers, block_views
-from attncore.testing.engines.token_elements import slot_owners
+from attncore.testing.engines.cache_element_owners import slot_owners
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend

@@ -12,8 +12,8 @@ from attncore.builder import CommonMetadataBuilder, InputBatch, KVCacheGroup, Me
 from attncore.builder import Sequence as OneSequence
 from attncore.testing.engines.compare import EncoderStepRequest, StepRequest
 from attncore.testing.engines.engine import Engine
-from attncore.testing.engines.plan_step import planned
 from attncore.testing.engines.requests import MAX_REQUESTS, History
+from attncore.testing.engines.steps_on_device import planned
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend, AttentionImpl

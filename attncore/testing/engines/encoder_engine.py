@@ -12,7 +12,7 @@ from attncore.builder import CommonMetadataBuilder, SequenceGroup
 from attncore.builder import Sequence as OneSequence
 from attncore.testing.engines.compare import EncoderStepRequest, StepRequest
 from attncore.testing.engines.engine import Engine
-from attncore.testing.engines.plan_step import planned
+from attncore.testing.engines.steps_on_device import planned
 from attncore.testing.harness.errors import ConformanceError
 
 if TYPE_CHECKING:

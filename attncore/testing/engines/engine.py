@@ -17,9 +17,9 @@ from attncore.builder import CommonMetadataBuilder, MetadataBuilder, Sequence, S
 from attncore.dense import dense_attention
 from attncore.testing.engines.cache_view import CacheView
 from attncore.testing.engines.compare import StepRequest, compare, compare_cache, compare_lse, differs
-from attncore.testing.engines.plan_step import padded, planned
 from attncore.testing.engines.random_tensors import RandomTensors
 from attncore.testing.engines.requests import MAX_REQUESTS, History, Requests
+from attncore.testing.engines.steps_on_device import padded, planned
 from attncore.testing.engines.tolerances import tolerance
 from attncore.testing.harness.errors import ConformanceError
 

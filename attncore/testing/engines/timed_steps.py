@@ -11,7 +11,7 @@ import torch
 
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder
 from attncore.json_lines.list_builder import Batch, parse_batch
-from attncore.testing.engines.plan_step import planned
+from attncore.testing.engines.steps_on_device import planned
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 

@@ -216,7 +216,7 @@ def test_output_is_filled_and_padding_is_0(backend: Any) -> None:
 
 
 def wrapped(backend: Any, step: Any) -> Any:
-    from attncore.testing.engines import plan_step as steps
+    from attncore.testing.engines import steps_on_device as steps
 
     return steps.planned(backend, step)
 

@@ -1,7 +1,7 @@
 """Steps of decodes, and a state of the list builder with captured sizes, for the tests of CommonAttentionState."""
 
 from attncore.builder import CommonMetadataBuilder, Sequence, SequenceGroup
-from attncore.builder.lists.attention_state import CommonAttentionState
+from attncore.builder.lists.capture_state import CommonAttentionState
 
 
 def decodes(rows):

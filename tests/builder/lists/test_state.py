@@ -10,7 +10,7 @@ from graph_engine import GraphEngine, expected_buffers
 from attncore import BackendConfig
 from attncore.builder import CommonMetadataBuilder, metadata_from_fields
 from attncore.builder.device.memory import aligned_bytes
-from attncore.builder.lists.attention_state import CommonAttentionState
+from attncore.builder.lists.capture_state import CommonAttentionState
 from attncore.builder.lists.graph_buffers import GraphBuffers, _Arena
 from attncore.graphs import StandInGraph, capturing, launch
 from attncore.reference import ReferenceBackend

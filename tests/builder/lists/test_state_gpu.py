@@ -9,7 +9,7 @@ from graph_engine import GraphEngine
 
 from attncore import BackendConfig
 from attncore.builder import CommonMetadataBuilder, Sequence, SequenceGroup
-from attncore.builder.lists.attention_state import CommonAttentionState
+from attncore.builder.lists.capture_state import CommonAttentionState
 from attncore.errors import CaptureError
 from attncore.graphs import StandInGraph, capturing, is_capturing, launch, new_graph
 from attncore.reference import ReferenceBackend

@@ -12,7 +12,7 @@ import attncore
 from attncore import AttentionBackend
 from attncore.builder import CommonMetadataBuilder, Sequence, SequenceGroup
 from attncore.builder.first_generation_names import FirstGenerationStateNames
-from attncore.builder.lists.attention_state import CommonAttentionState
+from attncore.builder.lists.capture_state import CommonAttentionState
 from attncore.errors import CaptureError
 from attncore.reference import ReferenceBackend
 

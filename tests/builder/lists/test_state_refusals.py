@@ -6,7 +6,7 @@ from builder.lists.captured_state import decodes, made
 import attncore
 from attncore import BackendConfig
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
-from attncore.builder.lists.attention_state import CommonAttentionState
+from attncore.builder.lists.capture_state import CommonAttentionState
 from attncore.errors import CaptureError
 from attncore.graphs import StandInGraph, capturing
 from attncore.reference import ReferenceBackend

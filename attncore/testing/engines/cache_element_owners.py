@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attncore.builder import InputBatch, MetadataBuilder
 from attncore.testing.engines.blocks_first import as_integers, block_views
-from attncore.testing.engines.plan_step import planned
+from attncore.testing.engines.steps_on_device import planned
 from attncore.testing.harness.errors import ConformanceError
 
 if TYPE_CHECKING:
