@@ -28,8 +28,7 @@ class HostArrays(SimpleNamespace):
             return self.paged_kv_indices
         field = FIELDS.get(name)
         if field is not None and field.derive is not None:
-            value = self.__dict__[name] = field.derive(self)
-            return value
+            return field.derive(self)  # not kept: the arrays may be those of another step the next time
         raise AttributeError(f"metadata.host has no field {name!r}")
 
 

@@ -125,8 +125,7 @@ class Assembly:
 
     def acquire(self) -> None:
         """Waits until the device has read the arena that the next step is written to."""
-        if self.closed:
-            raise AttncoreError("builder: closed; make another one")
+        self.refuse_closed()
         step = self.kernel.next_step
         if self.side is not None:
             self.side.check_ready()
@@ -163,6 +162,11 @@ class Assembly:
         except BaseException:
             self._take_back(shape, metadata, num_rows)
             raise
+
+    def refuse_closed(self) -> None:
+        """AttncoreError after the builder's ``close``."""
+        if self.closed:
+            raise AttncoreError("builder: closed; make another one")
 
     def refuse_while_capturing(self, what: str) -> None:
         """CaptureError that begins with ``what`` while a stream is capturing."""

@@ -53,13 +53,13 @@ class LateTransport(CopyTransport):
 class Faulty(LateTransport):
     def attach(self, ring):
         super().attach(ring)
-        apply = self.tables._apply
+        apply = self.tables.apply
 
-        def forgiving(table, entries):
+        def forgiving(index, entries):
             with contextlib.suppress(IndexError):  # a journal of poison names columns that no table has
-                apply(table, entries)
+                apply(index, entries)
 
-        self.tables._apply = forgiving
+        self.tables.apply = forgiving
 
 
 class NeverWaits(Faulty):
