@@ -56,7 +56,7 @@ class CopyTransport:
         self.why = "asked for"
         self.tables = DeviceTables(device, host_tables)
         self.ticket = False
-        """Whether the engine replays graphs itself: a step's number is then written to the device when it is built."""
+        """Whether the engine replays graphs itself. Changes nothing here, since a step is sent when it is built."""
         self.corrections: Corrections | None = None
         """Makes the lengths of overlapped steps exact on the device; None where steps do not overlap."""
 

@@ -49,8 +49,10 @@ class MetadataBuilder:
     ``copy``: one packed copy and an event; on a CPU too, where otherwise nothing is copied. ``auto``: ``graph`` where
     a test of it succeeds, else ``copy``. The attribute ``transport`` says which one is used, ``why_transport`` why.
 
-    ``ticket`` is for engines that replay their graphs themselves: each step's number is written to the device, in
-    stream order, when the step is built. It costs one launch per step, and ``metadata.replay`` is not needed.
+    ``ticket`` is for engines that replay their graphs themselves: ``metadata.replay`` is not needed. With ``graph``,
+    each step's number is written to the device, in stream order, when the step is built, at the cost of one launch; a
+    replay without a build sees a step without rows. With ``copy`` it changes nothing: such a replay runs the last step
+    again.
 
     ``num_rejected`` is for engines that build a step while the last one runs: int32[max_num_reqs] on the device, to
     which the engine's sampler writes, by row of its step, how many of the tokens were rejected.
