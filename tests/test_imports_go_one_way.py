@@ -36,7 +36,8 @@ LAYERS = {
         "host request_from_config_json",
         "request",
         "reasons",
-        "device_patterns package_requirements printable child_process",
+        "device_patterns package_requirements child_process",
+        "printable",
     ),
 }
 """What stands in each folder, from the top layer down. A module imports from its own layer and from those below it.
