@@ -18,7 +18,7 @@ from attncore.errors import PluginError
 from attncore.registry import package_requirements
 from attncore.registry.plugins import discover
 from attncore.registry.plugins.plugin_record import PluginRecord
-from attncore.registry.printable import describe_error, json_value, type_name
+from attncore.registry.printable import describe_error, json_value, one_line, type_name
 from attncore.registry.reasons import Reason
 from attncore.registry.spec.backend_spec import ATTNCORE_API, BackendSpec, ContractVersionError, plain_spec
 
@@ -137,7 +137,7 @@ def _check_names(manager: Any, plugin: Any, record: PluginRecord) -> None:
 
 def _target(record: PluginRecord) -> str:
     """The module that the entry point names."""
-    return record.entry_point.value if record.entry_point else record.name
+    return one_line(record.entry_point.value) if record.entry_point else record.name
 
 
 def _failed(record: PluginRecord, error: BaseException) -> PluginRecord:
