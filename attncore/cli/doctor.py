@@ -35,12 +35,12 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.timeout < float("inf"):
         raise ValueError(f"--timeout: {args.timeout:g} is not a positive number of seconds")
     problems = env.problems()
-    plugins, rows = "", []
+    plugins, records = "", []
     try:
         records = discover.find()
-        rows = [diagnose(record, timeout=args.timeout, create=not args.no_create) for record in records]
     except ValueError as error:  # a bad value of a variable that says what may load: then nothing may
         plugins = f"no plugin is loaded: {error}"
+    rows = [diagnose(record, timeout=args.timeout, create=not args.no_create) for record in records]
     kernels, kernels_fine = _kernels()
     findings = [*problems.values(), *_unmatched(rows), *_broken(rows)]
     if not kernels_fine:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
         "kernels": kernels,
-        "environment": {name: os.environ[name] for name in sorted(os.environ) if name in env.VARIABLES},
+        "environment": {name: one_line(os.environ[name]) for name in sorted(os.environ) if name in env.VARIABLES},
         "host": Host.probe().as_json(),
         "backends": [row.as_json() for row in rows],
         "findings": findings,

@@ -18,7 +18,7 @@ from typing import Any
 
 from attncore._version import __version__
 from attncore.registry import package_requirements
-from attncore.registry.child_process import run_in_child
+from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.choice.choice import Choice
 
 STATES = ("agrees", "differs", "fails", "crashes", "hangs")
@@ -137,14 +137,12 @@ def _modified(module: str) -> dict[str, int]:
 
 def _ask(choice: Choice, blank: Verdict, timeout: float) -> Verdict:
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="attncore-verify-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="attncore-verify-", ignore_cleanup_errors=True) as temporary:
         question, answer = Path(temporary, "question"), Path(temporary, "answer")
         question.write_text(json.dumps({"backend": choice.name, **_asked(choice)}), encoding="utf-8")
-        ended = run_in_child("attncore.testing.verify_child", [str(question), str(answer)], timeout)
-        lines = answer.read_text(encoding="utf-8").splitlines() if answer.exists() else []
-    facts: dict[str, Any] = {}
-    for line in lines:
-        facts.update(json.loads(line))
+        ended = run_in_child(["-m", "attncore.testing.verify_child", str(question), str(answer)], timeout)
+        answers = read_answers(answer)
+    facts: dict[str, Any] = {name: value for told in answers for name, value in told.items()}
     phase = facts.pop("phase", "before it was imported")
     seconds = round(time.perf_counter() - started, 3)
     if ended:

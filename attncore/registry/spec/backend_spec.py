@@ -149,7 +149,7 @@ def plain_spec(spec: BackendSpec) -> BackendSpec:
     """A BackendSpec of the fields of ``spec``, each read once; raises as BackendSpec does, and what reading raises.
 
     ``spec`` may be of a subclass, whose fields are not checked or run code when they are read, or may have been changed
-    since it was made. The one returned is of no subclass, and nobody else has it.
+    since it was made. The one returned is of no subclass, and no plugin holds it.
     """
     return BackendSpec(**{declared.name: getattr(spec, declared.name) for declared in fields(BackendSpec)})
 
