@@ -20,7 +20,7 @@ LAYERS = {
         "builder",
         "graphs kernels slots _slots _slots_numba",
         "array_arguments",
-        "arguments vocabulary env errors frozen_map search_path standard_output step_arrays _version",
+        "arguments vocabulary env errors frozen_map kept_files search_path standard_output step_arrays _version",
     ),
     "builder": (
         "persistent lists",
