@@ -20,7 +20,7 @@ def without_current_folder() -> list[str]:
     named = {os.path.abspath(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place}
     if current in named or current == os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
         here.discard(current)
+    places = [place for place in sys.path if isinstance(place, str)]  # Python searches no other object
     library = os.path.dirname(os.__file__)
-    before = sys.path.index(library) if library in sys.path else len(sys.path)
-    kept = [place for place in sys.path[:before] if place not in here]
-    return kept + [place for place in sys.path[before:] if place]
+    before = places.index(library) if library in places else len(places)
+    return [place for place in places[:before] if place not in here] + [place for place in places[before:] if place]

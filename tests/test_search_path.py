@@ -79,6 +79,11 @@ def test_the_folder_that_attncore_is_imported_from_stays(monkeypatch):
     assert without_current_folder() == [here, LIBRARY]
 
 
+def test_objects_on_the_path_that_are_no_text_are_left_out(monkeypatch):
+    monkeypatch.setattr(sys, "path", [Path("/x"), "/y", LIBRARY, 3])
+    assert without_current_folder() == ["/y", LIBRARY]
+
+
 def test_a_current_folder_that_is_gone(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()

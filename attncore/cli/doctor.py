@@ -119,7 +119,7 @@ def _print(report: dict[str, Any], rows: list[Diagnosis], plugins: str) -> None:
     print_table(("WHAT", "FOUND"), facts)
     print()
     if plugins:
-        print(plugins)
+        print(one_line(plugins))
     elif rows:
         headers = ("NAME", "DISTRIBUTION", "VERSION", "STATE", "SECONDS", "CREATED OR REASON")
         print_table(headers, [_row(row) for row in rows])
@@ -130,7 +130,7 @@ def _print(report: dict[str, Any], rows: list[Diagnosis], plugins: str) -> None:
         print("no plugin is installed")
     print()
     for finding in report["findings"]:
-        print(f"finding: {finding}")
+        print(one_line(f"finding: {finding}"))
     if not report["findings"]:
         print("no findings")
 

@@ -181,9 +181,10 @@ def test_a_time_limit_must_be_one(site, capsys, command, limit):
     assert capsys.readouterr().err == f"attncore: error: --timeout: {limit} is not a positive number of seconds\n"
 
 
-def test_texts_that_cannot_be_encoded_are_escaped(site, capsys):
+def test_texts_that_cannot_be_encoded_are_escaped(site, capsys, monkeypatch):
     site.plugin("half", "raise ValueError('\\ud800 \\x1b[31m')")
     site.plugin("odd", SPEC.format(name="odd", module="m", extra="").replace("api=1", "api=object()"))
+    monkeypatch.setenv("ATTNCORE_\udcff\x1b[31m", "1")  # as os.environ has a byte that is no UTF-8
     for words in ([], ["--json"]):
         assert main(["doctor", "--no-create", *words]) == 1
         out = capsys.readouterr().out
