@@ -187,7 +187,7 @@ def _find_started_blocks(host: Any, settings: ListSettings, contexts: Int32Array
         ids.append(table[column])
     if ids and settings.kernels.fill_block_table([ids], started.ids[np.newaxis]) >= 0:
         index = next(
-            index for index, block_id in enumerate(ids) if array_arguments.bad_block_ids([block_id], INT32_MAX + 1)
+            (index for index, block_id in enumerate(ids) if array_arguments.bad_block_ids([block_id], INT32_MAX + 1)), 0
         )
         raise ValueError(f"metadata: row {rows[index]}: block id {ids[index]!r} is no integer of 0..{INT32_MAX}")
     return started
@@ -270,7 +270,9 @@ def _add_pages(host: Any, settings: ListSettings, rows: npt.NDArray[np.intp], id
         return
     host.paged_kv_indices = np.empty(int(indptr[-1]), np.int32)
     n = len(host.query_lens)
-    settings.kernels.fill_page_indices(host.block_table[:n], indptr[: n + 1], host.paged_kv_indices)
+    row = settings.kernels.fill_page_indices(host.block_table[:n], indptr[: n + 1], host.paged_kv_indices)
+    if row >= 0:
+        raise ValueError(f"metadata: paged_kv_indptr of row {row} was changed since the build; build the step anew")
 
 
 def _update_views(metadata: CommonAttentionMetadata, table_changed: bool) -> None:

@@ -242,11 +242,12 @@ class Assembly:
             row = order.row_of.get(req_id, -1)  # a key of a mapping: it is hashable
             if row < 0:
                 raise ValueError(f"scheduled: {req_id!r} is not in the batch")
-            if isinstance(num_tokens, bool) or not hasattr(num_tokens, "__index__"):
+            count = arguments.integer_or_none(num_tokens)
+            if count is None:
                 raise TypeError(f"scheduled: {num_tokens!r} tokens of {req_id!r} is not an integer")
-            if not 0 <= num_tokens <= INT32_MAX:
-                raise ValueError(f"scheduled: {num_tokens} tokens of {req_id!r} is outside 0..{INT32_MAX}")
-            query_lens[row] = num_tokens
+            if not 0 <= count <= INT32_MAX:
+                raise ValueError(f"scheduled: {count} tokens of {req_id!r} is outside 0..{INT32_MAX}")
+            query_lens[row] = count
 
     def _tokens_of_step(self) -> tuple[int, int]:
         """Tokens and encoder tokens of the scheduled step."""

@@ -4,9 +4,27 @@ from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBuffer_Release, PyObject_Check
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport PyObject
 
+from numpy import dtype
+
+from attncore.arguments import integer_or_none
+
 cdef extern from "kernels/cython/read_int.h":
     const char* ATTNCORE_READS_INTS
-    int read_int "attncore_read_int"(PyObject* item, slot_t* value) except -1
+    int read_plain_int "attncore_read_plain_int"(PyObject* item, slot_t* value) noexcept
+
+
+cdef frozenset NUMPY_INTEGERS = frozenset([dtype(code).type for code in "bhilqBHILQ"])
+
+
+cdef int read_other_int(object item, slot_t* value) except -1:
+    """read_int of what is no plain int, by the definition of attncore.arguments."""
+    cdef object number = int(item) if type(item) in NUMPY_INTEGERS else integer_or_none(item)
+    return 0 if number is None else read_plain_int(<PyObject*> number, value)
+
+
+cdef inline int read_int(PyObject* item, slot_t* value) except -1:
+    """Reads an integer of 64 bits: 1, or 0 for an object that is none. An item's __index__ is called once."""
+    return read_plain_int(item, value) or read_other_int(<object> item, value)
 
 
 cdef object readable(object ids):
