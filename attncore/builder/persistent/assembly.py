@@ -107,7 +107,8 @@ class Assembly:
         num_rows = len(self._core.order.req_ids)
         self.acquire()
         metadata = None
-        if not scheduled and query_len == 1:
+        # Poisoned memory is poisoned behind the checks, which this way and the filling of the arena are one call.
+        if not scheduled and query_len == 1 and not self._poison:
             step_shape = shape or self.shapes.eager(num_rows, 0)
             metadata = self.kernel.decode_step_inside(step_shape)
         if metadata is None:
@@ -119,6 +120,7 @@ class Assembly:
         """An empty step padded to a captured size; for the capture itself, with the largest lengths."""
         shape = self.shapes.find(bucket)
         self.acquire()
+        self._poison_arena()
         metadata: StepMetadata = self.kernel.empty_step(shape, self._core.max_model_len if capturing else 0)
         self.plan_and_send(shape, metadata, len(self._core.order), waits=not capturing)
         return metadata
@@ -133,8 +135,11 @@ class Assembly:
             self.side.wait(step - self.ring.depth)
             if self._backends.waits_for_last_plan:  # its library plans into one buffer
                 self.side.wait(step - 1)
+
+    def _poison_arena(self) -> None:
+        """Poisons the arena that the next step is written to; a refused step leaves the older one's there."""
         if self._poison:
-            arena = step % self.ring.depth
+            arena = self.kernel.next_step % self.ring.depth
             self.ring.memory[arena][:] = POISON
             self.kernel.forget_arena(arena)
 
@@ -214,6 +219,7 @@ class Assembly:
         core.set_step_rows(num_reqs, num_swaps > 0)
         if shape is None:
             shape = self.eager if self.side is None else self.shapes.eager(*self._tokens_of_step())
+        self._poison_arena()
         metadata: StepMetadata = kernel.step(shape, num_decodes, num_reqs)
         metadata._arena.moves = moves
         return shape, metadata
