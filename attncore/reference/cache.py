@@ -90,10 +90,10 @@ def allocate(
     use_mla: bool = False,
 ) -> Tensor:
     """A zeroed cache of ``num_blocks`` usable blocks and one sink block after them, on ``device``."""
-    num_blocks = integer("num_blocks", num_blocks, 1)
-    sizes = (block_size, num_kv_heads, head_size, layout)
-    cache_shape(num_blocks, *sizes, head_size_v=head_size_v, use_mla=use_mla)  # the sink must not hide a 0
-    shape = cache_shape(num_blocks + 1, *sizes, head_size_v=head_size_v, use_mla=use_mla)
+    num_blocks = integer("num_blocks", num_blocks, 1)  # the sink must not hide a 0
+    shape = cache_shape(
+        num_blocks + 1, block_size, num_kv_heads, head_size, layout, head_size_v=head_size_v, use_mla=use_mla
+    )
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
@@ -181,6 +181,7 @@ def copy_blocks(kv_caches: Tensor | Iterable[Caches], block_pairs: Any, *, block
     values are stacked in one tensor; in other caches it is the first. A block id outside the cache, the sink, or a
     destination named twice is a ValueError. Pairs on a GPU are brought back to be checked.
     """
+    block_dim = integer("block_dim", block_dim, 0)
     caches = [kv_caches] if isinstance(kv_caches, Tensor) else list(kv_caches)
     parts = [part for cache in caches for part in _parts(cache, block_dim)]
     if not parts:
@@ -197,6 +198,7 @@ def swap_blocks(source: Caches, target: Caches, block_pairs: Any, *, block_dim: 
     The caches may differ in device and in number of blocks; the shape of a block and the dtype have to agree. On
     return the data has left ``source`` in stream order: when ``target`` is on the CPU it is there.
     """
+    block_dim = integer("block_dim", block_dim, 0)
     sources, targets = _parts(source, block_dim), _parts(target, block_dim)
     for a, b in zip(sources, targets, strict=True):
         if a.shape[1:] != b.shape[1:] or a.dtype != b.dtype:
@@ -212,7 +214,6 @@ def swap_blocks(source: Caches, target: Caches, block_pairs: Any, *, block_dim: 
 def _parts(cache: Caches, block_dim: int) -> list[Tensor]:
     """Views of a cache whose first dimension counts blocks, as it does unless keys and values are stacked."""
     if isinstance(cache, Tensor):
-        block_dim = integer("block_dim", block_dim, 0)
         if block_dim >= cache.dim():
             raise ValueError(f"block_dim: {block_dim} found for a cache of {cache.dim()} dimensions")
         return [cache if cache.dim() < 5 else cache.movedim(block_dim, 0)]

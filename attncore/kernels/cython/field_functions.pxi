@@ -70,16 +70,18 @@ def fill_page_indices(const block_id_t[:, :] block_table, const length_t[::1] in
 
 def fill_block_table(list rows not None, block_id_t[:, ::1] out):
     """Pads rows of block ids to the rectangle out with 0; the index of the first bad or missing row, or -1."""
+    cdef object row
     cdef slot_t count, width = out.shape[1]
     cdef length_t i
     for i in range(<length_t> out.shape[0]):
         if i >= PyList_GET_SIZE(rows):  # reading a row may run the caller's code
             return i
+        row = readable(rows[i])
         if width == 0:
-            if len(rows[i]):
+            if row is None or len(row):
                 return i
             continue
-        count = read_ids(readable(rows[i]), &out[i, 0], width, <slot_t> MAX_INT32 + 1)
+        count = read_ids(row, &out[i, 0], width, <slot_t> MAX_INT32 + 1)
         if count < 0:
             return i
         memset(&out[i, 0] + count, 0, (width - count) * sizeof(block_id_t))
