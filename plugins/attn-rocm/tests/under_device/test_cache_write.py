@@ -13,7 +13,7 @@ DEVICE = "cuda" if os.environ["ATTNCORE_ROCM_DEV_DEVICE"] == "cuda" else "cpu"
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_slots(layout, dtype):
-    """Every token lands in its slot, slots of -1 and past the end change nothing, fp8 numbers are divided and cut off."""
+    """Every token lands in its slot, slots of -1 or past the end change nothing, fp8 is divided and cut off."""
     heads, size, page = 3, 24, 4
     random = torch.Generator().manual_seed(1)
     key, value = (500 * torch.randn(7, heads, size, generator=random) for _ in range(2))
