@@ -1,11 +1,13 @@
 """Checks of scalar arguments. Errors begin with the argument's name and say what was given and what is allowed.
 
-The module imports nothing, so that light modules may use it. Checks of arrays are in ``array_arguments``.
+The module imports next to nothing, so that light modules may use it. Checks of arrays are in ``array_arguments``.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from attncore.quoted import quoted
 
 INT32_MAX = 2**31 - 1
 
@@ -24,11 +26,13 @@ def integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> int:
     """``value`` as int; TypeError where it is not an integer, ValueError outside ``least``..``most``."""
     number = integer_or_none(value)
     if number is None:
-        raise TypeError(f"{name}: {value!r} is not an integer")
+        raise TypeError(f"{name}: {quoted(value)} is not an integer")
     if number < least:
-        raise ValueError(f"{name}: {number} is below {least}")
+        raise ValueError(f"{name}: {quoted(number)} is below {least}")
     if number > most:
-        raise ValueError(f"{name}: {number} " + ("does not fit int32" if most == INT32_MAX else f"exceeds {most}"))
+        raise ValueError(
+            f"{name}: {quoted(number)} " + ("does not fit int32" if most == INT32_MAX else f"exceeds {most}")
+        )
     return number
 
 
@@ -36,5 +40,5 @@ def positive_integer(name: str, value: Any) -> int:
     """Checks a value of a declaration or a file: ``value`` as int; ValueError where it is no integer, or below 1."""
     number = integer_or_none(value)
     if number is None or number < 1:
-        raise ValueError(f"{name}: {value!r} is not a positive integer")
+        raise ValueError(f"{name}: {quoted(value)} is not a positive integer")
     return number
