@@ -27,7 +27,7 @@ class Readable(Protocol):
 def read_file(path: str | Path, most: int) -> bytes:
     """A regular file of at most ``most`` bytes; ValueError for a larger one, and for a pipe, a device or a folder.
 
-    Opening never waits, as it would for a named pipe that nobody writes to. Links are followed.
+    Opening never waits, as it would for a named pipe without a writer. Links are followed.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

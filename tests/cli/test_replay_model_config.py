@@ -84,7 +84,7 @@ def test_code_beside_a_configuration_is_not_run(kind, model, no_network, capsys,
     assert no_network == []
 
 
-def test_nobody_is_asked_whether_code_may_run(model):
+def test_no_question_is_asked_whether_code_may_run(model):
     """In a process of its own, whose standard input says yes to everything."""
     (model.folder / "config.json").write_text(json.dumps({**LLAMA, **CODE, "model_type": "evil"}))
     (model.folder / "evil.py").write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n")
@@ -130,6 +130,7 @@ def test_a_name_that_is_no_file_is_not_fetched(name, model, no_network, capsys, 
         ({"vocab_size": 1.5}, "--model: "),
         ({"max_position_embeddings": -5}, "max_position_embeddings: -5 is not a positive integer"),
         ({"hidden_act": "os.system"}, "--model: "),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window 0 lets a token see none"),
         ({"rope_scaling": {"rope_type": "somebody"}}, "--model: "),
         ({"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, "--model: "),
         ({"rope_parameters": {"rope_theta": 0}}, "its own logits after"),

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from logging import CRITICAL
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def data_alone() -> Iterator[None]:
 
     offline, verbosity = constants.HF_HUB_OFFLINE, logging.get_verbosity()
     constants.HF_HUB_OFFLINE = True
-    logging.set_verbosity(logging.CRITICAL)
+    logging.set_verbosity(CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
