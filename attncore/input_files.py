@@ -89,12 +89,21 @@ def _finite(text: str) -> float:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        _refuse(f"has the field {quoted_json(twice)} twice in one object")
-    return fields
+    if (name := duplicate(pairs)) is not None:
+        _refuse(f"has the field {quoted_json(name)} twice in one object")
+    return dict(pairs)
+
+
+def duplicate(pairs: list[tuple[str, Any]]) -> str | None:
+    """The first name that stands twice; None where each stands once."""
+    if len(dict(pairs)) == len(pairs):
+        return None
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 def _refuse(text: str) -> NoReturn:

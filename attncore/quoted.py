@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from itertools import islice
 from typing import Any
 
 MOST = 200
@@ -42,14 +43,22 @@ def quoted(value: Any) -> str:
 
 
 def quoted_json(value: Any, most: int = 40) -> str:
-    """A value of JSON as JSON has it, cut to ``most`` characters."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return _cut(quoted(value), most)
-    try:
-        text = json.dumps(value[:MOST] if isinstance(value, str) else value)
-    except (ValueError, TypeError, RecursionError):
-        text = "something nested deeply" if isinstance(value, list | dict) else type(value).__name__
-    return _cut(text, most)
+    """A value of JSON as JSON has it, cut to ``most`` characters; no more of it is read than that."""
+    return _cut(json.dumps(_beginning(value, [most])), most)
+
+
+def _beginning(value: Any, left: list[int]) -> Any:
+    """The first ``left[0]`` values in a value, each of which takes a character at least."""
+    left[0] -= 1
+    if isinstance(value, str):
+        return value[:MOST]
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print thousands of digits
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, list):
+        return [_beginning(one, left) for one in value[:MOST] if left[0] > 0]
+    if isinstance(value, dict):
+        return {name[:MOST]: _beginning(one, left) for name, one in islice(value.items(), MOST) if left[0] > 0}
+    return value
 
 
 def printable(text: str, most: int = MOST) -> str:

@@ -196,10 +196,11 @@ class CommonMetadataBuilder(ListSettings):
     ) -> None:
         if max(num_tokens, num_seq_tokens + pad) > INT32_MAX:
             raise ValueError(f"cuda_graph_pad_size: {pad} padded requests do not fit int32")
-        if self.max_numbers is not None and num_tokens + num_reqs * width > self.max_numbers:
+        numbers = num_tokens + num_reqs * (width + 2)  # and seq_lens and seq_start_loc
+        if self.max_numbers is not None and numbers > self.max_numbers:
             raise ValueError(
                 f"groups: an answer of {num_tokens} tokens and a table of {num_reqs} x {width} is more than the "
-                f"{self.max_numbers} numbers allowed here"
+                f"{self.max_numbers} numbers allowed here (`attncore build` has --max-answer)"
             )
 
     def _fill(self, pad: int, host: SimpleNamespace) -> None:
