@@ -37,9 +37,8 @@ def as_json(fields: Mapping[str, Any], max_answer: int) -> dict[str, Any]:
 
     The text is what ``json.dumps`` makes of it; mappings of fields by group are allowed.
     """
-    most = _text_bytes(fields, exact=False)
-    if most > max_answer and (most := _text_bytes(fields, exact=True)) > max_answer:
-        raise ValueError(f"answer: {most} bytes are longer than {max_answer}; --max-answer allows more")
+    if _most_bytes(fields) > max_answer and (length := _text_bytes(fields)) > max_answer:
+        raise ValueError(f"answer: {length} bytes are longer than {max_answer}; --max-answer allows more")
     return _converted(fields)  # type: ignore[no-any-return]
 
 
@@ -49,18 +48,29 @@ def _converted(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def _text_bytes(value: Any, exact: bool) -> int:
-    """The length of the text of a value; not ``exact``: at most so much, found from the largest number alone."""
+def _most_bytes(fields: Mapping[str, Any]) -> int:
+    """No less than the length of the text, at the cost of a look at each field."""
+    most = 0
+    for name, value in fields.items():
+        most += len(name) + 32
+        if isinstance(value, np.ndarray):
+            most += 22 * (value.size + len(value))  # an int64 has 20 letters; and brackets for each row
+        elif isinstance(value, Mapping):
+            most += _most_bytes(value)
+        elif isinstance(value, list):
+            most += 22 * len(value)
+    return most
+
+
+def _text_bytes(value: Any) -> int:
+    """The length of the text of a value."""
     if isinstance(value, Mapping):
-        return sum(len(name) + 6 + _text_bytes(one, exact) for name, one in value.items())
+        return sum(len(name) + 6 + _text_bytes(one) for name, one in value.items())
     if not isinstance(value, np.ndarray):
         return len(json.dumps(value))
     separators = 2 * len(value) if value.ndim == 2 else 0  # a comma, a blank or brackets for each row, and each number
     if not value.size:
         return 2 * separators or 2
-    low, high = int(value.min()), int(value.max())
-    if not exact:
-        return separators + value.size * (2 + max(len(str(low)), len(str(high))))
-    longer = sum(int(np.count_nonzero(value >= 10**power)) for power in range(1, len(str(high))))
+    longer = sum(int(np.count_nonzero(value >= 10**power)) for power in range(1, len(str(int(value.max())))))
     signs = int(np.count_nonzero(value < 0))  # of -1, the one number below 0
     return separators + value.size * LEAST_OF_A_NUMBER + longer + signs
