@@ -11,6 +11,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+from attncore.quoted import quoted
+
 INT32_MAX = 2**31 - 1
 
 
@@ -29,9 +31,11 @@ def integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> int:
     except TypeError as error:
         raise _not_an_integer(name, value, error) from error.__cause__
     if number < least:
-        raise ValueError(f"{name}: {number} is below {least}")
+        raise ValueError(f"{name}: {quoted(number)} is below {least}")
     if number > most:
-        raise ValueError(f"{name}: {number} " + ("does not fit int32" if most == INT32_MAX else f"exceeds {most}"))
+        raise ValueError(
+            f"{name}: {quoted(number)} " + ("does not fit int32" if most == INT32_MAX else f"exceeds {most}")
+        )
     return number
 
 
@@ -44,7 +48,7 @@ def positive_integer(name: str, value: Any) -> int:
     """Checks a value of a declaration or a file: ``value`` as int; ValueError where it is no integer, or below 1."""
     number = integer_or_none(value)
     if number is None or number < 1:
-        raise ValueError(f"{name}: {value!r} is not a positive integer")
+        raise ValueError(f"{name}: {quoted(value)} is not a positive integer")
     return number
 
 
@@ -71,4 +75,4 @@ def _is_tensor_of_bools(value: Any) -> bool:
 def _not_an_integer(name: str, value: Any, error: TypeError) -> TypeError:
     cause = error.__cause__
     why = "" if cause is None else f": its __index__ raised {type(cause).__name__}: {cause}"
-    return TypeError(f"{name}: {value!r} is not an integer{why}")
+    return TypeError(f"{name}: {quoted(value)} is not an integer{why}")

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore.arguments import INT32_MAX, integer_or_none
+from attncore.quoted import quoted
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -106,7 +107,7 @@ def check_block_ids_fit(name: str, ids: npt.NDArray[Any]) -> None:
 def bad_block_ids(ids: Any, limit: int) -> tuple[type[ValueError] | type[TypeError], str] | None:
     """The error (type and text) of block ids that the kernels refused; None where only the room was too small."""
     if not hasattr(ids, "__len__"):
-        return TypeError, f"{ids!r} is not a sequence of block ids"
+        return TypeError, f"{quoted(ids)} is not a sequence of block ids"
     try:
         items = list(ids)
     except (TypeError, MemoryError, OverflowError):
@@ -115,9 +116,9 @@ def bad_block_ids(ids: Any, limit: int) -> tuple[type[ValueError] | type[TypeErr
         value = integer_or_none(item)
         if value is None:
             shown = item.item() if isinstance(item, np.generic) else item
-            return TypeError, f"block id {shown!r} at index {index} is not an integer"
+            return TypeError, f"block id {quoted(shown)} at index {index} is not an integer"
         if not 0 <= value < limit:
-            return ValueError, f"block id {value} at index {index} is outside 0..{limit - 1}"
+            return ValueError, f"block id {quoted(value)} at index {index} is outside 0..{limit - 1}"
     return None
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
+import operator
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +89,7 @@ class Request:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     keys: list[Any] = field(default_factory=list)  # of its full blocks, each made of the one before and its tokens
+    error: Exception | None = None  # why it was dropped: its step failed though it ran alone
 
     @property
     def output(self) -> list[int]:
@@ -104,7 +107,10 @@ class Request:
 
 
 class Engine:
-    """``add_request`` and ``cancel`` between steps; ``step`` runs one and returns the requests that it finished."""
+    """``add_request`` and ``cancel`` between steps; ``step`` runs one and returns the requests that it finished.
+
+    Where a step fails, its requests run again, one at a time, past the tokens that they failed at. One that fails alone
+    is dropped: ``step`` returns it with its ``error``, and all others finish."""
 
     def __init__(
         self, model: Any, *, num_blocks: int = 512, max_num_reqs: int = 64, max_num_batched_tokens: int = 2048,
@@ -131,7 +137,9 @@ class Engine:
         self.pool, self.block_size = BlockPool(num_blocks), self.choice.block_size
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # in order of arrival: the last one is the youngest
+        self.suspects: dict[Request, int] = {}  # of a step that failed: run alone until so many tokens are computed
         self.preemptions, self._ids = 0, itertools.count()
+        self.vocab_size = model.get_input_embeddings().num_embeddings
         torch.manual_seed(seed)
         model.set_attn_implementation("attncore")
         self.graphs = {n: self._captured(n) for n in sorted({min(n, max_num_reqs) for n in graph_sizes}, reverse=True)}
@@ -144,7 +152,8 @@ class Engine:
     def _request(
         self, prompt: list[int], max_new_tokens: int, *, temperature: float = 0.0, stop: tuple[int, ...] = ()
     ) -> Request:
-        longest = len(prompt) + max_new_tokens
+        prompt, ends = self._tokens("prompt", prompt), self._tokens("stop", stop)
+        longest = len(prompt) + operator.index(max_new_tokens)
         if not prompt or max_new_tokens < 1:
             raise ValueError(f"prompt: {len(prompt)} tokens, max_new_tokens: {max_new_tokens}; give at least one each")
         if not 0 <= temperature < float("inf"):
@@ -153,21 +162,34 @@ class Engine:
             raise ValueError(f"prompt: {longest} tokens with max_new_tokens exceed max_model_len {self.max_model_len}")
         if -(-longest // self.block_size) > self.pool.num_blocks - 1:
             raise ValueError(f"prompt: {longest} tokens need more than the pool's {self.pool.num_blocks - 1} blocks")
-        return Request(next(self._ids), list(prompt), len(prompt), max_new_tokens, temperature, frozenset(stop))
+        return Request(next(self._ids), prompt, len(prompt), max_new_tokens, temperature, frozenset(ends))
+
+    def _tokens(self, name: str, given: Any) -> list[int]:
+        """Token ids as ints; a wrong one would fail in the model, in the middle of everybody's step."""
+        try:
+            tokens = [operator.index(token) for token in given]
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}; give a list of token ids") from None
+        if wrong := [str(token)[:40] for token in tokens if not 0 <= token < self.vocab_size]:
+            raise ValueError(f"{name}: token {wrong[0]} is outside 0..{self.vocab_size - 1}, the vocabulary")
+        return tokens
 
     def cancel(self, request: Request) -> None:
         """Forgets a request, running, waiting or finished."""
+        self.suspects.pop(request, None)
         if request.id in self.running:
             self._leave(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int, **sampling: Any) -> list[list[int]]:
-        """The output tokens of each prompt. ValueError, with none queued, where one can never run."""
+        """The output tokens of each prompt. ValueError, with none queued, where one can never run; a dropped one's."""
         requests = [self._request(prompt, max_new_tokens, **sampling) for prompt in prompts]
         self.waiting += requests
         while self.waiting or self.running:
             self.step()
+        if error := next((request.error for request in requests if request.error), None):
+            raise error
         return [request.output for request in requests]
 
     def close(self) -> None:
@@ -191,14 +213,40 @@ class Engine:
                 graph, sampled = self.graphs[size]
                 metadata.replay(graph)
             tokens = sampled.tolist()
-        except BaseException:  # the batch counts tokens that were not computed: everybody begins again
+        except BaseException as error:  # the batch counts tokens that were not computed: everybody begins again
+            failed = {self.running[name]: self.running[name].computed + scheduled[name] for name in scheduled}
             for request in reversed(list(self.running.values())):
                 self._leave(request, again=True)
-            raise
+            if not isinstance(error, Exception):
+                raise
+            return self._suspect(failed, error)
         return self._book(scheduled, dict(zip(metadata.req_ids, tokens, strict=False)))
+
+    def _suspect(self, failed: dict[Request, int], error: Exception) -> list[Request]:
+        """Has the requests of a failed step run alone; one that did is dropped, and returned."""
+        self.suspects |= failed
+        if len(failed) > 1:
+            logging.getLogger(__name__).warning("%d requests failed; each runs alone now", len(failed), exc_info=error)
+            return []
+        for request in failed:
+            request.error = error
+            self.cancel(request)
+        return [*failed]
+
+    def _schedule_alone(self, request: Request) -> dict[int, int]:
+        """A step of one request. Blocks that it lacks are those of requests that run, which wait for it anyway."""
+        count = min(len(request.tokens) - request.computed, self.builder.max_num_batched_tokens)
+        while not (self._grow(request, count) if request.id in self.running else self._admit(request)):
+            self._leave(next(one for one in reversed(self.running.values()) if one is not request), again=True)
+        if request in self.waiting:
+            self.waiting.remove(request)
+            count = min(len(request.tokens) - request.computed, count)  # a part of it may have been there already
+        return {request.id: count}
 
     def _schedule(self) -> dict[int, int]:
         """Tokens of this step by request: first of those that run, in order of arrival, then of new ones."""
+        if self.suspects:
+            return self._schedule_alone(next(iter(self.suspects)))
         scheduled: dict[int, int] = {}
         budget, preemptions = self.builder.max_num_batched_tokens, self.preemptions
         for request in list(self.running.values()):
@@ -256,6 +304,8 @@ class Engine:
             first, request.computed = request.computed // self.block_size, request.computed + count
             for index in range(first, request.computed // self.block_size):
                 self.pool.publish(request.blocks[index], request.key(index, self.block_size))
+            if request.computed >= self.suspects.get(request, 0):
+                self.suspects.pop(request, None)
             if request.computed == len(request.tokens):
                 request.tokens.append(sampled[req_id])
                 if request.finished:

@@ -20,7 +20,9 @@ LAYERS = {
         "builder",
         "graphs kernels slots _slots _slots_numba",
         "array_arguments",
-        "arguments vocabulary env errors frozen_map kept_files search_path standard_output step_arrays _version",
+        "arguments input_files kept_files search_path standard_output vocabulary env errors",
+        "frozen_map step_arrays _version",
+        "quoted",
     ),
     "builder": (
         "persistent lists",
@@ -36,7 +38,7 @@ LAYERS = {
         "host request_from_config_json",
         "request",
         "reasons",
-        "device_patterns package_requirements child_process",
+        "device_patterns package_requirements child_process config_json",
         "printable",
     ),
 }

@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, BinaryIO
 
 from attncore.builder.lists.dialects import DIALECTS
+from attncore.cli.argument_types import add_integer
 from attncore.cli.persistent_builder_options import (
     GROUPS_METAVAR,
     Ranks,
@@ -27,7 +28,9 @@ from attncore.cli.persistent_builder_options import (
     parse_one_rank,
 )
 from attncore.cli.usage_errors import InputLineError, UsageError
+from attncore.input_files import bounded_lines
 from attncore.json_lines.list_builder import build_batch, parse_batch
+from attncore.json_lines.metadata_as_json import MAX_ANSWER
 from attncore.kernels import load_kernels
 
 
@@ -55,6 +58,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="decodes run up to K drafts beside their token",
     )
+    add_integer(
+        parser,
+        "--max-answer",
+        1,
+        2**40,
+        MAX_ANSWER,
+        "of the longest answer; a line that asks for more is refused before memory is taken for it",
+        metavar="BYTES",
+    )
     parser.add_argument(
         "--context-parallel",
         type=parse_one_rank,
@@ -69,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     answer = _answerer(args)
     load_kernels(args.kernels)  # before the first line, which an unavailable choice is no mistake of
     with nullcontext(sys.stdin.buffer) if args.file == "-" else open(args.file, "rb") as lines:
-        if not _answer_all(lines, answer):
+        if not _answer_all(_numbered(lines, max(args.max_answer, MAX_ANSWER) // 4), answer):
             raise UsageError("FILE: empty; expected a batch a line" if args.file == "-" else f"{args.file}: empty")
     return 0
 
@@ -77,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 def _answerer(args: argparse.Namespace) -> Callable[[bytes], dict[str, Any]]:
     """The function from a line to its answer: by the list builder, or with any of its options the persistent one."""
     if not (args.groups or args.speculative or args.context_parallel):
-        return lambda line: build_batch(parse_batch(line), args.layout, args.kernels)
+        return lambda line: build_batch(parse_batch(line), args.layout, args.kernels, args.max_answer)
     from attncore.json_lines.persistent_builder import StepOptions, build_step, parse_step
 
     if args.layout != "common":
@@ -88,14 +100,26 @@ def _answerer(args: argparse.Namespace) -> Callable[[bytes], dict[str, Any]]:
     ranks = args.context_parallel or Ranks()
     if args.context_parallel and args.groups:
         check_ranks(ranks, args.groups)
-    options = StepOptions(args.groups, 1 + (args.speculative or 0), ranks.world_size, ranks.rank, ranks.interleave)
+    options = StepOptions(
+        args.groups, 1 + (args.speculative or 0), ranks.world_size, ranks.rank, ranks.interleave, args.max_answer
+    )
     return lambda line: build_step(parse_step(line, options), options, args.kernels)
 
 
-def _answer_all(lines: Iterable[bytes], answer: Callable[[bytes], dict[str, Any]]) -> int:
+def _numbered(stream: BinaryIO, most: int) -> Iterator[tuple[int, bytes]]:
+    """The lines with their numbers; InputLineError for one of more than ``most`` bytes, which is not read on."""
+    number = 0
+    try:
+        for number, line in enumerate(bounded_lines(stream, most), 1):
+            yield number, line
+    except ValueError as error:
+        raise InputLineError(f"line {number + 1}: batch: {error}") from None
+
+
+def _answer_all(lines: Iterable[tuple[int, bytes]], answer: Callable[[bytes], dict[str, Any]]) -> int:
     """Write the answer of each line that is not blank; returns their number."""
     answered = 0
-    for number, line in enumerate(lines, 1):
+    for number, line in lines:
         if not line.strip():
             continue
         try:

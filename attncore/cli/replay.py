@@ -61,7 +61,10 @@ def _run(args: argparse.Namespace) -> int:
     if args.groups or args.speculative or args.context_parallel:
         line = functools.partial(persistent_line, groups=args.groups)
     with contextlib.ExitStack() as stack:
-        record = stack.enter_context(StepsFile(args.save_steps, settings.block_size, line)) if args.save_steps else None
+        record = StepsFile(args.save_steps, settings.block_size, line) if args.save_steps else None
+        if record is not None:
+            stack.push(record)  # first, so that an interrupt while it opens leaves nothing behind
+            record.open()
         progress = stack.enter_context(progress_bar(len(trace.requests)))
         if layers:
             stack.enter_context(torch_threads(args.threads))

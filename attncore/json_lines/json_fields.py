@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from attncore.arguments import INT32_MAX
+from attncore.input_files import duplicate
+from attncore.quoted import MOST, quoted_json
 
 REQUIRED = object()
 """In a mapping of known fields to defaults, the mark of a field that must be given."""
@@ -31,11 +33,9 @@ def refuse_duplicates(text: str) -> None:
     """ValueError that names a field which stands twice in an object."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        fields = dict(pairs)
-        if len(fields) != len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(f"{next(name for name in names if names.count(name) > 1)}: stands twice in one object")
-        return fields
+        if (name := duplicate(pairs)) is not None:
+            raise ValueError(f"{name[:MOST]}: stands twice in one object")
+        return dict(pairs)
 
     json.loads(text, object_pairs_hook=once)
 
@@ -43,11 +43,11 @@ def refuse_duplicates(text: str) -> None:
 def fields_of(prefix: str, whole: str, record: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of an object, with defaults. Errors put ``prefix`` before a field and name the object ``whole``."""
     if not isinstance(record, dict):
-        raise TypeError(f"{whole}: {shown(record)} is not an object")
+        raise TypeError(f"{whole}: {quoted_json(record)} is not an object")
     unknown = record.keys() - known.keys()
     if unknown:
         name = min(unknown)
-        text = name if name.isidentifier() else json.dumps(name)[:40]
+        text = name if name.isidentifier() and len(name) <= 40 else quoted_json(name)
         raise ValueError(f"{prefix}{text}: unknown field; known: {', '.join(known)}")
     fields = {**known, **record}
     for name, value in fields.items():
@@ -59,7 +59,7 @@ def fields_of(prefix: str, whole: str, record: Any, known: Mapping[str, Any]) ->
 def list_of(path: str, value: Any) -> list[Any]:
     """``value``, where it is a list that is not empty."""
     if not isinstance(value, list):
-        raise TypeError(f"{path}: {shown(value)} is not a list")
+        raise TypeError(f"{path}: {quoted_json(value)} is not a list")
     if not value:
         raise ValueError(f"{path}: empty; at least one is needed")
     return value
@@ -68,11 +68,11 @@ def list_of(path: str, value: Any) -> list[Any]:
 def integer(path: str, value: Any, least: int | None) -> int:
     """``value``, where it is an int32 from ``least`` on; any 64-bit integer where ``least`` is None."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{path}: {shown(value)} is not an integer")
+        raise TypeError(f"{path}: {quoted_json(value)} is not an integer")
     if least is None and not -(2**63) <= value < 2**63:
-        raise ValueError(f"{path}: {value} does not fit 64 bits")
+        raise ValueError(f"{path}: {quoted_json(value)} does not fit 64 bits")
     if least is not None and not least <= value <= INT32_MAX:
-        raise ValueError(f"{path}: {value} is outside {least}..{INT32_MAX}")
+        raise ValueError(f"{path}: {quoted_json(value)} is outside {least}..{INT32_MAX}")
     return value
 
 
@@ -84,17 +84,8 @@ def optional(path: str, value: Any) -> int | None:
 def boolean(path: str, value: Any) -> bool:
     """``value``, where it is true or false."""
     if not isinstance(value, bool):
-        raise TypeError(f"{path}: {shown(value)} is not true or false")
+        raise TypeError(f"{path}: {quoted_json(value)} is not true or false")
     return value
-
-
-def shown(value: Any) -> str:
-    """A value as a message shows it: as JSON, cut to 40 characters."""
-    try:
-        text = json.dumps(value)
-    except RecursionError:
-        text = "something nested deeply"
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -17,10 +17,10 @@ from attncore.json_lines.json_fields import (
     optional,
     read_record,
     refuse_duplicates,
-    shown,
 )
-from attncore.json_lines.metadata_as_json import MAX_NUMBERS, json_value
+from attncore.json_lines.metadata_as_json import LEAST_OF_A_NUMBER, MAX_ANSWER, as_json, fields_of_metadata
 from attncore.kernels import KernelsName
+from attncore.quoted import quoted_json
 
 _BATCH = {
     "block_size": REQUIRED, "groups": REQUIRED, "sliding_window": None, "chunked_prefill": False,
@@ -96,11 +96,13 @@ def parse_batch(line: str | bytes) -> Batch:
     return Batch(block_size, window, chunked, capture, pad, groups, encoder_decoder)
 
 
-def build_batch(batch: Batch, layout: str = "common", kernels: KernelsName | None = None) -> dict[str, Any]:
-    """The metadata of a batch as JSON types: ints, bools and lists."""
+def build_batch(
+    batch: Batch, layout: str = "common", kernels: KernelsName | None = None, max_answer: int = MAX_ANSWER
+) -> dict[str, Any]:
+    """The metadata of a batch as JSON types: ints, bools and lists; ValueError for more than ``max_answer`` bytes."""
     builder = _builder(
         batch.block_size, layout, batch.sliding_window, batch.chunked_prefill, batch.max_seq_len_to_capture,
-        batch.encoder_decoder, kernels,
+        batch.encoder_decoder, kernels, max_answer,
     )  # fmt: skip
     try:
         metadata = builder.build(batch.groups, batch.cuda_graph_pad_size)
@@ -108,7 +110,7 @@ def build_batch(batch: Batch, layout: str = "common", kernels: KernelsName | Non
         _check_values(batch.groups)
         raise
     names = _OUTPUT[layout] + _ENCODER_OUTPUT if batch.encoder_decoder else _OUTPUT[layout]
-    return {name: json_value(metadata, name) for name in names}
+    return as_json(fields_of_metadata(metadata, names), max_answer)
 
 
 @lru_cache(maxsize=64)
@@ -120,6 +122,7 @@ def _builder(
     capture: int | None,
     encoder_decoder: bool,
     kernels: Any,
+    max_answer: int,
 ) -> CommonMetadataBuilder:
     # the lines of a stream mostly share their settings, and a builder keeps its scratch memory
     builder = CommonMetadataBuilder(
@@ -131,7 +134,7 @@ def _builder(
         encoder_decoder=encoder_decoder,
         kernels=kernels,
     )
-    builder.max_numbers = MAX_NUMBERS
+    builder.max_numbers = max_answer // LEAST_OF_A_NUMBER
     return builder
 
 
@@ -211,4 +214,4 @@ def _checked_sequence(path: str, sequence: Sequence) -> None:
 
 def _check_table(path: str, table: Any) -> None:
     if table is not None and not isinstance(table, list):
-        raise TypeError(f"{path}: {shown(table)} is neither a list nor null")
+        raise TypeError(f"{path}: {quoted_json(table)} is neither a list nor null")

@@ -16,9 +16,10 @@ from attncore.builder.persistent.builder import MetadataBuilder
 from attncore.builder.persistent.input_batch import InputBatch
 from attncore.builder.persistent.kv_cache_group import NULL_BLOCK_ID, KVCacheGroup
 from attncore.builder.persistent.step_metadata import StepMetadata
-from attncore.json_lines.json_fields import REQUIRED, fields_of, integer, list_of, read_record, refuse_duplicates, shown
-from attncore.json_lines.metadata_as_json import MAX_NUMBERS, json_value
+from attncore.json_lines.json_fields import REQUIRED, fields_of, integer, list_of, read_record, refuse_duplicates
+from attncore.json_lines.metadata_as_json import MAX_ANSWER, as_json, check_numbers, fields_of_metadata
 from attncore.kernels import KernelsName
+from attncore.quoted import quoted_json
 
 _SHARED = (
     "num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens", "seq_lens", "context_lens", "query_lens",
@@ -37,6 +38,8 @@ class StepOptions(NamedTuple):
     world_size: int = 1
     rank: int = 0
     interleave: int = 1
+    max_answer: int = MAX_ANSWER
+    """Bytes of the longest answer."""
 
 
 class StepSequence(NamedTuple):
@@ -83,7 +86,7 @@ def parse_step(line: str | bytes, options: StepOptions) -> StepLine:
         if sequence.seq_id in seen:
             raise ValueError(f"sequences[{index}].seq_id: {sequence.seq_id} stands twice in one step")
         seen.add(sequence.seq_id)
-    _check_sums(groups, sequences)
+    _check_sums(groups, sequences, options.max_answer)
     return StepLine(groups, sequences)
 
 
@@ -112,15 +115,14 @@ def build_step(step: StepLine, options: StepOptions, kernels: KernelsName | None
         depth=1,
     )
     metadata = builder.build({sequence.seq_id: sequence.query_len for sequence in sequences})
-    answer = {"seq_ids": list(metadata.req_ids)} | {name: json_value(metadata, name) for name in _SHARED}
+    answer = {"seq_ids": list(metadata.req_ids)} | fields_of_metadata(metadata, _SHARED)
     own = {group.name: _of_group(metadata.groups[group.name]) for group in groups}
-    return answer | ({"groups": own} if options.groups else own[groups[0].name])
+    return as_json(answer | ({"groups": own} if options.groups else own[groups[0].name]), options.max_answer)
 
 
 def _of_group(metadata: StepMetadata) -> dict[str, Any]:
-    table = metadata.host.block_table.tolist()
-    fields = {name: json_value(metadata, name) for name in _OF_GROUP}
-    return {"slot_mapping": fields.pop("slot_mapping"), "block_tables": table} | fields
+    fields = fields_of_metadata(metadata, _OF_GROUP)
+    return {"slot_mapping": fields.pop("slot_mapping"), "block_tables": metadata.host.block_table} | fields
 
 
 def _longest(sequences: list[StepSequence]) -> int:
@@ -157,7 +159,7 @@ def _sequence(path: str, record: Any, groups: tuple[KVCacheGroup, ...], by_name:
 
 def _check_table(path: str, table: Any, seq_id: int, context_len: int, seq_len: int, block_size: int) -> None:
     if not isinstance(table, list):
-        raise TypeError(f"{path}: {shown(table)} is not a list")
+        raise TypeError(f"{path}: {quoted_json(table)} is not a list")
     if bad := array_arguments.bad_block_ids(table, INT32_MAX + 1):
         kind, text = bad
         raise kind(f"{path}: {text}")
@@ -177,13 +179,17 @@ def _check_table(path: str, table: Any, seq_id: int, context_len: int, seq_len: 
             )
 
 
-def _check_sums(groups: tuple[KVCacheGroup, ...], sequences: list[StepSequence]) -> None:
-    """ValueError where lengths overflow int32, or the answer would hold more than MAX_NUMBERS."""
+def _check_sums(groups: tuple[KVCacheGroup, ...], sequences: list[StepSequence], max_answer: int) -> None:
+    """ValueError where lengths overflow int32, or the answer, and so the builder's memory, would be too large."""
     tokens = sum(sequence.query_len for sequence in sequences)
     if sum(sequence.query_len + sequence.context_len for sequence in sequences) > INT32_MAX:
         raise ValueError("sequences: their lengths do not fit int32 in all")
     columns = sum(-(-_longest(sequences) // group.block_size) for group in groups)
-    if tokens * len(groups) + len(sequences) * columns > MAX_NUMBERS:
-        raise ValueError(
-            f"sequences: an answer of {tokens} tokens and tables of {len(sequences)} x {columns} blocks is too large"
-        )
+    per_token = 2 + len(groups)  # positions, token_to_req_indices; slots
+    per_sequence = 7 + 2 * len(groups)  # the lengths and starts, seq_ids; page counts
+    check_numbers(
+        "sequences",
+        f"{tokens} tokens and tables of {len(sequences)} x {columns} blocks",
+        per_token * tokens + (per_sequence + columns) * len(sequences),
+        max_answer,
+    )

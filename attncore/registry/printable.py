@@ -51,16 +51,6 @@ def _escaped(letter: str) -> str:
     return letter.encode("unicode_escape").decode()
 
 
-def shown(value: object) -> str:
-    """The repr of any value on one line; its type's name where it has none."""
-    try:
-        return one_line(repr(value), MAX_PART)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
-        return f"a {type_name(value)}"
-
-
 def type_name(value: object) -> str:
     """The name of a value's type, whatever its metaclass says."""
     return one_line(type.__dict__["__name__"].__get__(type(value)))

@@ -10,6 +10,7 @@ from attncore.abstract import check_value_size
 from attncore.arguments import integer
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
+from attncore.quoted import quoted
 from attncore.vocabulary import (
     DTYPES,
     FEATURES,
@@ -100,17 +101,17 @@ class AttentionRequest:
         for name, words in _WORDS.items():
             value = getattr(self, name)
             if value not in words and not (value is None and name in ("kv_cache_layout", "phase")):
-                raise ValueError(f"{name}: {value!r} is not one of {', '.join(words)}")
+                raise ValueError(f"{name}: {quoted(value)} is not one of {', '.join(words)}")
         for name in ("sinks", "use_mla", "allow_compile"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}: {getattr(self, name)!r} is neither True nor False")
+                raise TypeError(f"{name}: {quoted(getattr(self, name))} is neither True nor False")
         if self.alibi not in (True, False, "standard"):
-            raise ValueError(f"alibi: {self.alibi!r} is not True, False or 'standard'")
+            raise ValueError(f"alibi: {quoted(self.alibi)} is not True, False or 'standard'")
         cap = self.logits_soft_cap
         if cap is not None and (
             isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < float("inf")
         ):
-            raise ValueError(f"logits_soft_cap: {cap!r} is not a positive number")
+            raise ValueError(f"logits_soft_cap: {quoted(cap)} is not a positive number")
         if self.block_size and self.manager_block_size and self.manager_block_size % self.block_size:
             raise ValueError(
                 f"manager_block_size: {self.manager_block_size} is not a multiple of block_size {self.block_size}"
@@ -161,18 +162,18 @@ _WORDS = {
 
 def _names(field: str, value: object, known: Iterable[str] | None = None) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{field}: {value!r} is not a collection of names")
+        raise TypeError(f"{field}: {quoted(value)} is not a collection of names")
     names = tuple(value)
     for name in names:
         if known is not None and name not in known:
-            raise ValueError(f"{field}: {name!r} is not one of {', '.join(known)}")
+            raise ValueError(f"{field}: {quoted(name)} is not one of {', '.join(known)}")
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise ValueError(f"{field}: {name!r} is not a backend's name")
+            raise ValueError(f"{field}: {quoted(name)} is not a backend's name")
     return names
 
 
 def _check_options(value: object) -> Mapping[str, Mapping[str, Any]]:
     if not isinstance(value, Mapping) or not all(isinstance(one, Mapping) for one in value.values()):
-        raise TypeError(f"options: {value!r} is not a mapping of backends to mappings of options")
+        raise TypeError(f"options: {quoted(value)} is not a mapping of backends to mappings of options")
     _names("options", tuple(value))
     return FrozenMap({name: FrozenMap(dict(one)) for name, one in value.items()})

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from attncore.arguments import integer, positive_integer
+from attncore.registry.config_json import read_config
 
 _ALIBI_MODELS = ("bloom",)
 _SINK_MODELS = ("gpt_oss",)
@@ -15,18 +15,10 @@ _SINK_MODELS = ("gpt_oss",)
 
 def read(path: str | Path, *, tensor_parallel: int = 1) -> dict[str, Any]:
     """The fields from a file, or from the ``config.json`` of a folder; errors begin with ``config``."""
-    place = Path(path)
-    place = place / "config.json" if place.is_dir() else place
     try:
-        config = json.loads(place.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"config: {place} cannot be read: {error.strerror or error}") from None
+        config = read_config(path)
     except ValueError as error:
-        raise ValueError(f"config: {place} is not JSON: {error}") from None
-    except RecursionError:
-        raise ValueError(f"config: {place} is nested too deeply to be read") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"config: {place} holds a {type(config).__name__}, not an object")
+        raise ValueError(f"config: {error}") from None
     return request_fields(config, tensor_parallel=tensor_parallel)
 
 
@@ -88,7 +80,10 @@ def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
 def _head_size(config: Mapping[str, Any], heads: int) -> int:
     if stated := _optional(config, "head_dim"):
         return stated
-    return _count(config, "hidden_size", "n_embd", "d_model") // heads
+    size = _count(config, "hidden_size", "n_embd", "d_model")
+    if size % heads:
+        raise ValueError(f"config: hidden_size {size} is not a multiple of the {heads} heads; state head_dim")
+    return size // heads
 
 
 def _window(config: Mapping[str, Any]) -> int | None:

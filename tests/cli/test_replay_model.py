@@ -62,7 +62,7 @@ def test_a_wrong_cache_is_found(config, trace, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("facts", "options", "message"),
     [
-        ("{", [], "not a valid JSON file"),
+        ("{", [], "is not JSON: Expecting property name"),
         ({"hidden_size": 3}, [], "--model: "),
         (
             {"model_type": "bloom", "hidden_size": 32, "n_head": 4, "n_layer": 1, "vocab_size": 64},
@@ -87,7 +87,7 @@ def test_what_makes_no_model_is_one_line(facts, options, message, config, trace,
 
 def test_a_missing_file_is_said(trace, capsys):
     assert main(["replay", trace, "--model", "/nowhere.json"]) == 2
-    assert "--model: /nowhere.json: no such file" in capsys.readouterr().err
+    assert "--model: /nowhere.json cannot be read: No such file or directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["step", "check"])

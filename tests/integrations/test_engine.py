@@ -132,27 +132,6 @@ def test_requests_that_can_never_run_are_refused(prompt, new, message):
     assert is_empty(engine)
 
 
-def test_a_step_that_fails_is_run_again(monkeypatch):
-    def full(metadata):
-        raise RuntimeError("out of memory")
-
-    model = decoder("llama")
-    asked = prompts(5, 40, seed=2)
-    engine = Engine(model, num_blocks=40, max_num_reqs=4, max_num_batched_tokens=32, block_size=8)
-    requests = [engine.add_request(prompt, 6) for prompt in asked]
-    for _ in range(3):
-        engine.step()
-        with monkeypatch.context() as broken:
-            broken.setattr(engine, "_forward", full)
-            with pytest.raises(RuntimeError, match="out of memory"):
-                engine.step()
-    assert [request.id for request in engine.waiting] == [request.id for request in requests if not request.finished]
-    while engine.running or engine.waiting:
-        engine.step()
-    assert [request.output for request in requests] == [greedy(model, prompt, 6) for prompt in asked]
-    assert is_empty(engine)
-
-
 def test_no_prompt_is_queued_where_one_can_never_run():
     engine = Engine(decoder("llama"), num_blocks=10, max_num_reqs=4, max_num_batched_tokens=64, block_size=8)
     with pytest.raises(ValueError, match="504 tokens with max_new_tokens exceed max_model_len 256"):

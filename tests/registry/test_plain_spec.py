@@ -5,10 +5,11 @@ import pytest
 import attncore
 from attncore import AttentionRequest, BackendSpec, Host, MultipleOf, Option, Reason, Variant
 from attncore.cli import main
+from attncore.quoted import quoted
 from attncore.registry.choice.negotiate import negotiate
 from attncore.registry.plugins import load
 from attncore.registry.plugins.plugin_record import PluginRecord
-from attncore.registry.printable import MAX_ITEMS, describe_error, json_value, one_line, shown
+from attncore.registry.printable import MAX_ITEMS, describe_error, json_value, one_line
 from attncore.registry.spec.backend_spec import plain_spec
 
 HEADER = "from attncore import BackendSpec, MultipleOf, Option, Reason, Variant, hookimpl\n"
@@ -231,7 +232,7 @@ def test_any_value_has_a_text():
             return Text("a\tb")
 
     assert describe_error(Error()) == "Error: without a message"
-    assert shown(_Mute()) == "a _Mute"
+    assert quoted(_Mute()) == "a _Mute"
     assert one_line(Returns()) == "a b"
     assert one_line("x" * 5000).endswith("x ... (5000 letters)")
     assert json_value([10**5000, Text("t"), "", 2**64 - 1, True]) == ["int", "t", "", 2**64 - 1, True]

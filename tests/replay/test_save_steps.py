@@ -98,7 +98,7 @@ def test_a_device_is_written_to_and_not_replaced():
 @pytest.mark.parametrize("name", ["absent/steps.jsonl", "."])
 def test_a_place_that_cannot_be_written_is_named(tmp_path, name):
     with pytest.raises(OSError, match=r"No such file|is a directory") as caught:
-        StepsFile(tmp_path / name, 4)
+        StepsFile(tmp_path / name, 4).open()
     assert str(tmp_path) in str(caught.value)
 
 

@@ -140,10 +140,11 @@ class CommonMetadataBuilder(ListSettings):
         num_reqs, num_tokens = reader.num_seqs + pad, measures.num_tokens + pad
         if max(num_tokens, measures.num_seq_tokens + pad) > INT32_MAX:
             raise ValueError(f"cuda_graph_pad_size: {pad} padded requests do not fit int32")
-        if self.max_numbers is not None and num_tokens + num_reqs * width > self.max_numbers:
+        # Beside the tokens and the table: seq_lens and seq_start_loc.
+        if self.max_numbers is not None and num_tokens + num_reqs * (width + 2) > self.max_numbers:
             raise ValueError(
                 f"groups: an answer of {num_tokens} tokens and a table of {num_reqs} x {width} is more than the "
-                f"{self.max_numbers} numbers allowed here"
+                f"{self.max_numbers} numbers allowed here (`attncore build` has --max-answer)"
             )
         num_pages = measures.num_pages if self.dialect.page_lists else -1
         host = allocate(reader.num_seqs, num_reqs, num_tokens, width, num_pages)

@@ -62,11 +62,11 @@ def encoder_fields(
     if use_graph:
         width = _graph_width(settings, groups, lens, tables)
     widest_prompt = max(map(len, tables[:num_prefills]), default=0)
-    numbers = sum(lens[:num_prefills]) + num_prefills * widest_prompt + num_reqs * width
+    numbers = sum(lens[:num_prefills]) + num_prefills * widest_prompt + num_reqs * (width + 2)
     if settings.max_numbers is not None and numbers > settings.max_numbers:
         raise ValueError(
             f"groups: {num_tokens} encoder tokens and cross tables {max(width, widest_prompt)} wide are more than the "
-            f"{settings.max_numbers} numbers allowed here"
+            f"{settings.max_numbers} numbers allowed here (`attncore build` has --max-answer)"
         )
     seq_lens, query_lens = np.ones(num_reqs, np.int32), np.zeros(num_reqs, np.int32)
     seq_lens[:num_seqs] = lens

@@ -89,6 +89,8 @@ class _Recorder:
             raise ValueError(
                 f"layer {name}: it runs twice in a forward pass; its second keys would replace the first in its cache"
             )
+        if (window := asked.get("sliding_window")) is not None and window < 1:
+            raise ValueError(f"layer {name}: sliding_window {window} lets a token see none, not even itself")
         self.layers[name] = ModelLayer(
             name,
             module,
@@ -97,7 +99,7 @@ class _Recorder:
             sizes[0],
             sizes[1] if sizes[1] != sizes[0] else None,
             float(sizes[0] ** -0.5 if scale is None else scale),
-            asked.get("sliding_window") or None,
+            window,
             asked.get("softcap") or None,
             asked.get("s_aux"),
             AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from attncore.quoted import quoted
 from attncore.registry import package_requirements
 from attncore.registry.choice.cache_format import common_block_sizes, common_layouts
 from attncore.registry.device_patterns import best_match
 from attncore.registry.host.host import Host
-from attncore.registry.printable import MAX_ITEMS, describe_error, json_value, listed, plain_text, shown, type_name
+from attncore.registry.printable import MAX_ITEMS, describe_error, json_value, listed, plain_text, type_name
 from attncore.registry.reasons import USE_ANOTHER, Reason
 from attncore.registry.request import AttentionRequest
 from attncore.registry.spec import sizes
@@ -202,7 +203,7 @@ def option_problem(spec: BackendSpec, name: str, value: object) -> str | None:
     if option is None:
         return f"{name!r} is not declared by {spec.name}; declared: {listed(sorted(spec.options))}"
     wrong = option.problem(value)
-    return f"{name!r}: {shown(value)} {wrong}" if wrong else None
+    return f"{name!r}: {quoted(value)} {wrong}" if wrong else None
 
 
 def _own_check(spec: BackendSpec, request: AttentionRequest, host: Host, plugin: str) -> list[Reason]:

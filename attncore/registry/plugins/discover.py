@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attncore import env
+from attncore.quoted import quoted
 from attncore.registry.package_requirements import canonical_name
 from attncore.registry.plugins.known_backends import KNOWN
 from attncore.registry.plugins.plugin_record import PluginRecord
-from attncore.registry.printable import describe_error, listed, one_line, shown
+from attncore.registry.printable import describe_error, listed, one_line
 from attncore.registry.reasons import Reason
 
 GROUP = "attncore.backends"
@@ -154,7 +155,7 @@ def _without_misnamed(records: list[PluginRecord]) -> list[PluginRecord]:
             asked, accepted = record.name, env.NAME.pattern
             fix = "rename the entry point: lower-case letters, digits, '-', '_' and '.'"
         elif not _VALUE.fullmatch(point.value):
-            message = f"entry point {record.name!r} of {record.label} names no module: {shown(point.value)}"
+            message = f"entry point {record.name!r} of {record.label} names no module: {quoted(point.value)}"
             asked, accepted = one_line(point.value), _VALUE.pattern
             fix = f"reinstall {record.distribution}, or report it to its authors"
         else:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields, replace
 from typing import Any
 
-from attncore.registry.printable import shown
+from attncore.quoted import quoted
 from attncore.registry.spec.check_fields import check_fields
 from attncore.registry.spec.option import Option
 from attncore.registry.spec.sizes import MultipleOf
@@ -25,7 +25,7 @@ class ContractVersionError(ValueError):
 
     def __init__(self, api: object) -> None:
         self.api = api
-        super().__init__(f"api: built for contract {shown(api)}; this attncore speaks {ATTNCORE_API}")
+        super().__init__(f"api: built for contract {quoted(api)}; this attncore speaks {ATTNCORE_API}")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class BackendSpec:
     def __new__(cls, *args: object, **kwargs: object) -> BackendSpec:
         api = kwargs.get("api", ATTNCORE_API)
         if type(api) is not int:  # True and 1.0 equal 1, and are no version of a contract
-            raise TypeError(f"api: {shown(api)} is not an integer; state the contract, api={ATTNCORE_API}")
+            raise TypeError(f"api: {quoted(api)} is not an integer; state the contract, api={ATTNCORE_API}")
         if api != ATTNCORE_API:
             raise ContractVersionError(api)
         if args or kwargs:  # a copy is made without arguments

@@ -13,9 +13,10 @@ from typing import Any
 from attncore.arguments import integer_or_none
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
+from attncore.quoted import quoted
 from attncore.registry import package_requirements
 from attncore.registry.device_patterns import PATTERNS, is_pattern
-from attncore.registry.printable import one_line, plain_text, shown
+from attncore.registry.printable import one_line, plain_text
 from attncore.registry.spec.option import Option
 from attncore.registry.spec.plain_values import collection, mapping, positive, text
 from attncore.registry.spec.sizes import as_sizes
@@ -63,14 +64,14 @@ def _contradictions(values: Values) -> Iterable[str]:
 def _name(field: str, value: object) -> str:
     wrong = "not a name of lower-case letters, digits, '-', '_' and '.'"
     if not NAME.fullmatch(name := text(field, value, wrong)):
-        raise ValueError(f"{field}: {shown(name)} is {wrong}")
+        raise ValueError(f"{field}: {quoted(name)} is {wrong}")
     return name
 
 
 def _factory(field: str, value: object) -> str:
     wrong = "not of the form 'package.module:Class'"
     if not _FACTORY.fullmatch(path := text(field, value, wrong)):
-        raise ValueError(f"{field}: {shown(path)} is {wrong}")
+        raise ValueError(f"{field}: {quoted(path)} is {wrong}")
     return path
 
 
@@ -79,13 +80,13 @@ def _devices(field: str, value: object) -> Mapping[str, int]:
     devices = {}
     for device, given in mapping(field, value, wrong):
         if not is_pattern(device):
-            raise ValueError(f"{field}: {shown(device)} is no device; write one of {PATTERNS}")
+            raise ValueError(f"{field}: {quoted(device)} is no device; write one of {PATTERNS}")
         priority = integer_or_none(given)
         if priority is None or not 0 <= priority <= 100:
-            raise ValueError(f"{field}: the priority of {device!r} is {shown(given)}, not an integer from 0 to 100")
+            raise ValueError(f"{field}: the priority of {device!r} is {quoted(given)}, not an integer from 0 to 100")
         devices[device] = priority
     if not devices:
-        raise ValueError(f"{field}: {shown(value)} is {wrong}")
+        raise ValueError(f"{field}: {quoted(value)} is {wrong}")
     return FrozenMap(devices)
 
 
@@ -96,7 +97,7 @@ def _words(field: str, value: object, known: Collection[str]) -> tuple[str, ...]
 def _word_of(field: str, value: object, known: Collection[str]) -> str:
     wrong = f"not one of {', '.join(known)}"
     if (word := text(field, value, wrong)) not in known:
-        raise ValueError(f"{field}: {shown(word)} is {wrong}")
+        raise ValueError(f"{field}: {quoted(word)} is {wrong}")
     return word
 
 
@@ -135,7 +136,7 @@ def _unsupported(field: str, value: object) -> Mapping[str, str]:
     for feature, why in mapping(field, value, "not a mapping of features to sentences"):
         _word_of(field, feature, FEATURES)
         if not (sentence := plain_text(why)):
-            raise ValueError(f"{field}: the reason for {feature!r} is {shown(why)}, not a sentence")
+            raise ValueError(f"{field}: the reason for {feature!r} is {quoted(why)}, not a sentence")
         reasons[feature] = one_line(sentence)
     return FrozenMap(reasons)
 
@@ -144,7 +145,7 @@ def _notes(field: str, value: object) -> tuple[str, ...]:
     notes = []
     for note in collection(field, value, "not a collection of sentences"):
         if not (sentence := plain_text(note)) or "\n" in sentence:
-            raise ValueError(f"{field}: {shown(note)} is not a sentence on one line")
+            raise ValueError(f"{field}: {quoted(note)} is not a sentence on one line")
         notes.append(one_line(sentence))
     return tuple(notes)
 
@@ -166,14 +167,14 @@ def _optional_positive(field: str, value: object) -> int | None:
 
 def _flag(field: str, value: object) -> bool:
     if value is not True and value is not False:
-        raise ValueError(f"{field}: {shown(value)} is neither True nor False")
+        raise ValueError(f"{field}: {quoted(value)} is neither True nor False")
     return value is True
 
 
 def _pad(field: str, value: object) -> int:
     length = integer_or_none(value)
     if length not in (0, 1):
-        raise ValueError(f"{field}: {shown(value)} is neither 0 nor 1")
+        raise ValueError(f"{field}: {quoted(value)} is neither 0 nor 1")
     return length
 
 
@@ -181,16 +182,16 @@ def _options(field: str, value: object) -> Mapping[str, Option]:
     options = {}
     for name, option in mapping(field, value, "not a mapping of names to Option"):
         if not name.isidentifier():
-            raise ValueError(f"{field}: {shown(name)} is not an identifier")
+            raise ValueError(f"{field}: {quoted(name)} is not an identifier")
         if not isinstance(option, Option):
-            raise ValueError(f"{field}: {name!r} is {shown(option)}, not an Option")
+            raise ValueError(f"{field}: {name!r} is {quoted(option)}, not an Option")
         options[name] = Option(option.type, option.help, option.default, option.choices)
     return FrozenMap(options)
 
 
 def _check(field: str, value: object) -> object:
     if value is not None and not callable(value):
-        raise ValueError(f"{field}: {shown(value)} cannot be called")
+        raise ValueError(f"{field}: {quoted(value)} cannot be called")
     return value
 
 
@@ -198,7 +199,7 @@ def _variants(field: str, value: object) -> tuple[Variant, ...]:
     variants = []
     for variant in collection(field, value, "not a collection of Variant"):
         if not isinstance(variant, Variant):
-            raise ValueError(f"{field}: {shown(variant)} is not a Variant")
+            raise ValueError(f"{field}: {quoted(variant)} is not a Variant")
         requires, facts = _requires(field, variant.requires), dict(mapping(field, variant.facts, "not a mapping"))
         variants.append(Variant(_name(field, variant.name), requires=requires, **facts))  # type: ignore[arg-type]
     if len({variant.name for variant in variants}) < len(variants):

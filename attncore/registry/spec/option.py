@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attncore.registry.printable import shown
+from attncore.quoted import quoted
 from attncore.registry.spec.plain_values import collection, plain_scalar, text
 
 
@@ -23,12 +23,12 @@ class Option:
 
     def __post_init__(self) -> None:
         if not any(self.type is kind for kind in (bool, int, float, str)):
-            raise ValueError(f"type: {shown(self.type)} is not bool, int, float or str")
+            raise ValueError(f"type: {quoted(self.type)} is not bool, int, float or str")
         choices = tuple(map(plain_scalar, collection("choices", self.choices, "not a collection of values")))
         default = plain_scalar(self.default)
         for value in (*choices, *(() if default is None else (default,))):
             if wrong := _wrong_type(self.type, value) or _no_choice(choices, value):
-                raise ValueError(f"choices: {shown(value)} {wrong}")
+                raise ValueError(f"choices: {quoted(value)} {wrong}")
         for name, plain in (
             ("choices", choices),
             ("default", default),
@@ -49,4 +49,4 @@ def _wrong_type(kind: type, value: object) -> str | None:
 
 
 def _no_choice(choices: tuple[object, ...], value: object) -> str | None:
-    return f"is not one of {', '.join(map(shown, choices))}" if choices and value not in choices else None
+    return f"is not one of {', '.join(map(quoted, choices))}" if choices and value not in choices else None

@@ -11,7 +11,8 @@ from itertools import islice
 from typing import Any
 
 from attncore.arguments import integer_or_none
-from attncore.registry.printable import MAX_ITEMS, plain_text, shown
+from attncore.quoted import quoted
+from attncore.registry.printable import MAX_ITEMS, plain_text
 
 MOST = 2**63 - 1
 """The largest integer that a spec may hold; Python refuses to print one of thousands of digits."""
@@ -21,7 +22,7 @@ def positive(field: str, value: object) -> int:
     """``value`` as an int from 1 to MOST."""
     number = integer_or_none(value)
     if number is None or number < 1:
-        raise ValueError(f"{field}: {shown(value)} is not a positive integer")
+        raise ValueError(f"{field}: {quoted(value)} is not a positive integer")
     if number > MOST:
         raise ValueError(f"{field}: an integer of {number.bit_length()} bits; at most {MOST} is accepted")
     return number
@@ -30,14 +31,14 @@ def positive(field: str, value: object) -> int:
 def collection(field: str, value: object, wrong: str) -> tuple[object, ...]:
     """The items of a collection that is no string; ``wrong`` is what is said of another value."""
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"{field}: {shown(value)} is {wrong}")
+        raise ValueError(f"{field}: {quoted(value)} is {wrong}")
     return _bounded(field, value)
 
 
 def mapping(field: str, value: object, wrong: str) -> list[tuple[str, object]]:
     """The items of a mapping whose keys are strings."""
     if not isinstance(value, Mapping):
-        raise ValueError(f"{field}: {shown(value)} is {wrong}")
+        raise ValueError(f"{field}: {quoted(value)} is {wrong}")
     return [(text(field, key, "not a name"), value[key]) for key in _bounded(field, value)]
 
 
@@ -45,7 +46,7 @@ def text(field: str, value: object, wrong: str) -> str:
     """``value`` as a str."""
     plain = plain_text(value)
     if plain is None:
-        raise ValueError(f"{field}: {shown(value)} is {wrong}")
+        raise ValueError(f"{field}: {quoted(value)} is {wrong}")
     return plain
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from attncore.replay.checks.sampled_check import SampledCheck
-from attncore.replay.model_error import memory_error_as_model_error
+from attncore.replay.model_error import ModelError, memory_error_as_model_error
 from attncore.replay.token_content import content_ids, token_ids
 
 if TYPE_CHECKING:
@@ -70,6 +70,11 @@ class ModelCheck(SampledCheck):
         ):
             tokens = self.backend.from_host(ids)[None]
             logits: Tensor = self.model(tokens, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+        if not logits.isfinite().all():
+            raise ModelError(
+                f"model: its own logits after {length} tokens are not finite, so that nothing can be compared with "
+                "them; correct the configuration"
+            )
         return logits
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attncore.abstract import AttentionType
+from attncore.arguments import INT32_MAX, positive_integer
 from attncore.integrations.transformers import attention_layers, attncore_context, paged_caches, select_for_model
+from attncore.registry.config_json import read_config
 from attncore.replay.checks.model_check import ModelCheck
+from attncore.replay.layers.model_from_config import data_alone, errors_as_model_errors, random_model
 from attncore.replay.model_error import ModelError, first_line, memory_error_as_model_error
 from attncore.replay.token_content import step_content, token_ids
 
@@ -35,14 +37,14 @@ class ModelLayers:
 
     def __init__(self, path: str, settings: Settings, backend: str | None, device: str | None = None) -> None:
         self.model = _model(path, settings.seed, device)
-        config = self.model.config.get_text_config()
-        try:
+        with errors_as_model_errors(path), data_alone():
             with memory_error_as_model_error(f"{path}: a forward pass", "take a smaller model"):
                 layers = attention_layers(self.model)
-        except ModelError:
-            raise
-        except ValueError as error:
-            raise ModelError(f"{path}: {error}") from error
+            config = self.model.config.get_text_config()
+            self.vocab_size = positive_integer("vocab_size", config.vocab_size)
+            self.longest = positive_integer(
+                "max_position_embeddings", getattr(config, "max_position_embeddings", None) or INT32_MAX
+            )
         if any(layer.attn_type is not AttentionType.DECODER for layer in layers):
             raise ModelError(
                 f"{path}: {type(self.model).__name__} is an encoder and says no next token; take a decoder"
@@ -61,9 +63,8 @@ class ModelLayers:
             ) from error
         self.name, self.dtype = self.backend.name, self.backend.config.dtype
         self.label = f"{type(self.model).__name__}, {len(layers)} layers"
-        self.vocab_size = int(config.vocab_size)
-        self.longest = int(getattr(config, "max_position_embeddings", 0) or 2**31 - 1)
-        self.model.set_attn_implementation("attncore")
+        with errors_as_model_errors(path):
+            self.model.set_attn_implementation("attncore")
 
     def check_lengths(self, requests: Sequence[Request]) -> None:
         """ModelError that names the row of a request that is longer than the model."""
@@ -84,6 +85,7 @@ class ModelLayers:
             memory_error_as_model_error(
                 f"model: a step of {len(ids)} tokens", "pass a smaller --max-num-batched-tokens or --num-blocks"
             ),
+            errors_as_model_errors(f"model: a step of {len(ids)} tokens"),
             torch.inference_mode(),
             attncore_context(metadata, self.kv_caches),
         ):
@@ -103,18 +105,8 @@ class ModelLayers:
 
 
 def _model(path: str, seed: int, device: str | None) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if not Path(path).exists():
-        raise ModelError(f"{path}: no such file")
     try:
-        config = AutoConfig.from_pretrained(path)
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = config.dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
-        torch.manual_seed(seed)
-        with memory_error_as_model_error(f"{path}: the model", "take a smaller one"), torch.device(device):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()  # type: ignore[no-untyped-call]
-    except ModelError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ArithmeticError) as error:
-        raise ModelError(f"{path}: {first_line(error)}") from error
+        facts = read_config(path)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+    return random_model(path, facts, seed, device)

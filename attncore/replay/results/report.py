@@ -63,7 +63,11 @@ def print_table(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(markup=False, highlight=False, emoji=False)
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # rich would end the process
+
+    console = Plain(markup=False, highlight=False, emoji=False)
     console.width = min(console.width, 80)
     trace = report["trace"]
     facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
+import secrets
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class StepsFile:
     """``with StepsFile(path, block_size) as record: record(step)``. ``line`` makes what a line holds of a step.
 
-    The file appears under its name, and replaces one of that name, only when all is written and nothing went wrong. A
-    pipe or a device is written to directly. Raises OSError, naming the path, where it cannot be written.
+    The file appears under its name, and replaces one of that name, only when all is written and nothing went wrong;
+    until then it has a name of its own beside it, which is removed whatever ends the block. A pipe or a device is
+    written to directly. Raises OSError, naming the path, where it cannot be written.
     """
 
     def __init__(
@@ -31,20 +32,29 @@ class StepsFile:
         self._line = line or batch_line
         self._given = path
         self._path = Path(path).resolve()
-        direct = self._path.exists() and not self._path.is_file() and not self._path.is_dir()
-        self._partial = self._path if direct else self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
-        if self._path.is_dir():
-            raise IsADirectoryError(f"{path}: is a directory, a file is needed")
+        self._direct = self._path.exists() and not self._path.is_file()
+        # Random, and never an existing file: others may write to this folder.
+        beside = self._path.with_name(f".{self._path.name[:100]}.{secrets.token_hex(6)}.partial")
+        self._partial = self._path if self._direct else beside
+        self._file: TextIO | None = None
+
+    def open(self) -> None:
+        """What ``with`` does at its beginning."""
         with self._named_errors():
-            self._file = self._partial.open("w", encoding="utf-8")
+            if self._path.is_dir():
+                raise IsADirectoryError("is a directory, a file is needed")
+            self._file = self._partial.open("w" if self._direct else "x", encoding="utf-8")
 
     def __call__(self, step: Step) -> None:
         """One line for a step, whose requests stand as before it."""
+        if self._file is None:
+            raise ValueError("record: not open; use it inside its with block")
         line = json.dumps(self._line(step, self.block_size), separators=(",", ":"))
         with self._named_errors():
             self._file.write(line + "\n")
 
     def __enter__(self) -> Self:
+        self.open()
         return self
 
     def __exit__(
@@ -53,12 +63,13 @@ class StepsFile:
         try:
             # After a failure the file is removed, so it does not matter what cannot be flushed into it.
             with self._named_errors() if kind is None else suppress(OSError):
-                self._file.close()
-            if kind is None and self._partial != self._path:
+                if self._file is not None:
+                    self._file.close()
+            if kind is None and not self._direct:
                 with self._named_errors():
                     self._partial.replace(self._path)
         finally:
-            if self._partial != self._path:
+            if not self._direct:
                 with suppress(FileNotFoundError):
                     self._partial.unlink()
 

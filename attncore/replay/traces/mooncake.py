@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from attncore.quoted import quoted_json
 from attncore.replay.traces.trace import HASH_BLOCK, MAX_HASH_ID, Request, checked_length, checked_total
 
 if TYPE_CHECKING:
@@ -50,19 +51,19 @@ def _record(line: str) -> dict[str, Any]:
 
 def _milliseconds(value: object) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**53:  # NaN neither
-        raise ValueError(f"timestamp: {_short(value)} is not a number of milliseconds from 0 to 2**53")
+        raise ValueError(f"timestamp: {quoted_json(value)} is not a number of milliseconds from 0 to 2**53")
     return value
 
 
 def _tokens(name: str, value: object) -> int:
     if type(value) is not int:
-        raise ValueError(f"{name}: {_short(value)} is not a whole number of tokens")
+        raise ValueError(f"{name}: {quoted_json(value)} is not a whole number of tokens")
     return checked_length(name, value)
 
 
 def _hash_ids(value: object, prompt_tokens: int) -> tuple[int, ...]:
     if not isinstance(value, list):
-        raise ValueError(f"hash_ids: {_short(value)} is not a list of ids")
+        raise ValueError(f"hash_ids: {quoted_json(value)} is not a list of ids")
     expected = -(-prompt_tokens // HASH_BLOCK)
     if len(value) != expected:
         raise ValueError(
@@ -71,14 +72,5 @@ def _hash_ids(value: object, prompt_tokens: int) -> tuple[int, ...]:
         )
     for index, identity in enumerate(value):
         if type(identity) is not int or not 0 <= identity <= MAX_HASH_ID:
-            raise ValueError(f"hash_ids: [{index}] is {_short(identity)}, not a whole number from 0 to 2**62 - 1")
+            raise ValueError(f"hash_ids: [{index}] is {quoted_json(identity)}, not a whole number from 0 to 2**62 - 1")
     return tuple(value)
-
-
-def _short(value: object) -> str:
-    """A value in an error message: JSON rather than Python, and never a page of it."""
-    try:
-        text = json.dumps(value)
-    except (ValueError, RecursionError):
-        text = type(value).__name__
-    return text if len(text) <= 40 else text[:37] + "..."

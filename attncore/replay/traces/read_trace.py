@@ -1,20 +1,36 @@
-"""Reads a trace file: which format it has is told by its content, gzip by its first bytes."""
+"""Reads a trace file: which format it has is told by its content, gzip by its first bytes.
+
+It is read as a stream, so that a pipe will do, and what is taken of it is limited: a file of some megabytes may unpack
+to any number of them.
+"""
 
 from __future__ import annotations
 
 import gzip
-import io
 import math
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attncore.input_files import bounded_lines
+from attncore.quoted import quoted
 from attncore.replay.traces import azure, mooncake
 from attncore.replay.traces.trace import Request, Trace, TraceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
+
+    from attncore.input_files import Readable
+
+MAX_LINE = 2**22
+"""Bytes of a line: it has an id of some digits for each 512 tokens of a prompt."""
+MAX_BYTES = 2**33
+"""Bytes of a trace, unpacked; a week of a busy service has one or two 2**30."""
+MAX_REQUESTS = 10**6
+"""Requests that are kept where the number of requests is not limited."""
+MAX_HASH_IDS = 2 * 10**7
+"""Hash ids of all requests that are kept: some 10**10 tokens of prompts, and a gigabyte of memory."""
 
 _GZIP = b"\x1f\x8b"
 _FORMATS: dict[str, ModuleType] = {"azure": azure, "mooncake": mooncake}
@@ -23,19 +39,18 @@ _FORMATS: dict[str, ModuleType] = {"azure": azure, "mooncake": mooncake}
 def read_trace(path: str | Path, max_requests: int | None = None, max_seconds: float = math.inf) -> Trace:
     """The first ``max_requests`` requests of a file that arrive in its first ``max_seconds`` seconds.
 
-    The whole file is checked, also behind the last request kept: a broken file is refused, not half used.
+    The whole file is checked, also behind the last request kept: a broken file is refused, not half used. Without
+    ``max_requests`` at most MAX_REQUESTS may remain.
 
     Raises:
-        TraceError: the file is missing, empty, cut, of an unknown format, or has a bad row; one line that names the
-            file, the row (1 is the first request) and line, the field and the limit.
+        TraceError: the file is missing, empty, cut, of an unknown format, has a bad row, or is beyond a limit; one line
+            that names the file, the row (1 is the first request) and line, the field and the limit.
     """
     try:
         with Path(path).open("rb") as raw:
-            magic = raw.read(2)
-            raw.seek(0)
-            with gzip.open(raw) if magic == _GZIP else raw as data:
-                text = io.TextIOWrapper(data, encoding="utf-8-sig", newline="")
-                return _read(str(path), text, max_requests, max_seconds)
+            # Peeked at, since a pipe cannot be rewound.
+            with gzip.open(raw) if raw.peek(2)[:2] == _GZIP else raw as data:
+                return _read(str(path), data, max_requests, max_seconds)
     except OSError as error:
         # gzip reports a bad header or checksum as OSError without errno; the system's have one.
         reason = error.strerror or f"broken gzip data ({error})"
@@ -46,28 +61,52 @@ def read_trace(path: str | Path, max_requests: int | None = None, max_seconds: f
         raise TraceError(f"{path}: not a text file: byte {error.object[error.start]:#04x} is not UTF-8") from error
 
 
-def _read(path: str, text: io.TextIOBase, max_requests: int | None, max_seconds: float) -> Trace:
-    lines = (line.rstrip("\r\n") for line in text)
+def _read(path: str, data: Readable, max_requests: int | None, max_seconds: float) -> Trace:
+    lines = _text(path, data)
     first_line = next(lines, None)
     if first_line is None:
         raise TraceError(f"{path}: the file is empty; an Azure CSV or a Mooncake JSONL trace is expected")
     name = next((name for name, reader in _FORMATS.items() if reader.recognises(first_line)), None)
     if name is None:
         raise TraceError(
-            f"{path}: unknown format: line 1 is {first_line[:60]!r}, neither the header {','.join(azure.COLUMNS)} "
-            f"of an Azure CSV nor a JSON object with {', '.join(mooncake.FIELDS)}"
+            f"{path}: unknown format: line 1 is {quoted(first_line[:60])}, neither the header "
+            f"{','.join(azure.COLUMNS)} of an Azure CSV nor a JSON object with {', '.join(mooncake.FIELDS)}"
         )
     reader = _FORMATS[name]
     header_lines = 1 if reader is azure else 0
     requests: list[Request] = []
-    rows = 0
+    rows = num_ids = 0
     for request in _located(path, reader, lines if header_lines else _chain(first_line, lines), header_lines):
         rows += 1
         if (max_requests is None or len(requests) < max_requests) and request.arrival < max_seconds:
             requests.append(request)
+            num_ids += len(request.hash_ids or ())
+            _check_totals(path, len(requests), num_ids, max_requests)
     if not rows:
         raise TraceError(f"{path}: the file holds a header and no requests")
     return Trace(path, name, tuple(requests))
+
+
+def _text(path: str, data: Readable) -> Iterator[str]:
+    """The lines of a trace without their ends, and without a byte order mark."""
+    number = read = 0
+    try:
+        for number, line in enumerate(bounded_lines(data, MAX_LINE), 1):
+            read += len(line)
+            if read > MAX_BYTES:
+                raise TraceError(f"{path}: longer than {MAX_BYTES} bytes, unpacked")
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+    except (TraceError, UnicodeDecodeError):
+        raise
+    except ValueError as error:
+        raise TraceError(f"{path}: line {number + 1}: {error}") from None
+
+
+def _check_totals(path: str, num_requests: int, num_ids: int, max_requests: int | None) -> None:
+    if max_requests is None and num_requests > MAX_REQUESTS:
+        raise TraceError(f"{path}: more than {MAX_REQUESTS} requests; say how many with --requests, or give --minutes")
+    if num_ids > MAX_HASH_IDS:
+        raise TraceError(f"{path}: hash_ids: more than {MAX_HASH_IDS} in all; replay fewer requests with --requests")
 
 
 def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
@@ -85,7 +124,7 @@ def _located(path: str, reader: ModuleType, lines: Iterator[str], header_lines: 
             request = next(requests)
         except StopIteration:
             return
-        except UnicodeDecodeError:
+        except (UnicodeDecodeError, TraceError):
             raise
         except ValueError as error:
             line = f" (line {row + header_lines})" if header_lines else ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attncore.quoted import quoted
+
 HASH_BLOCK = 512  # prompt tokens that one hash id of a trace stands for
 MAX_TOKENS = 2**31 - 1  # sequence lengths are int32 in the metadata
 MAX_HASH_ID = 2**62 - 1  # content ids are int64, two for each number: one a hash id, one a request
@@ -41,7 +43,7 @@ class Trace:
 def checked_length(name: str, value: int) -> int:
     """``value``, a number of tokens, or a ValueError that begins with the field's name."""
     if not 1 <= value <= MAX_TOKENS:
-        raise ValueError(f"{name}: {value} is not between 1 and {MAX_TOKENS}")
+        raise ValueError(f"{name}: {quoted(value)} is not between 1 and {MAX_TOKENS}")
     return value
 
 

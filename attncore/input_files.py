@@ -1,0 +1,110 @@
+"""Reading what arrives from outside: never more of it than was said, whatever the file turns out to be.
+
+``read_file`` for a file that is read whole, ``bounded_lines`` for a stream of lines, ``parse_json`` for text that is
+data alone. Errors are ValueErrors (OSErrors of the system aside) whose text says what is wrong; who calls puts before
+it what was read. The module imports nothing of attncore but how values are quoted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from attncore.quoted import quoted_json
+
+
+class Readable(Protocol):
+    """A binary stream."""
+
+    def readline(self, size: int, /) -> bytes:
+        """The next line, or its first ``size`` bytes."""
+
+
+def read_file(path: str | Path, most: int) -> bytes:
+    """A regular file of at most ``most`` bytes; ValueError for a larger one, and for a pipe, a device or a folder.
+
+    Opening never waits, as it would for a named pipe without a writer. Links are followed.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("is not a regular file")
+        data = file.read(most + 1)  # and not by its size, which a file of /proc has not, and which may grow
+    if len(data) > most:
+        raise ValueError(f"is larger than {most} bytes")
+    return data
+
+
+def bounded_lines(stream: Readable, most: int) -> Iterator[bytes]:
+    """The lines of a stream with their line ends; ValueError for one of more than ``most`` bytes, which is not read."""
+    while line := stream.readline(most + 1):
+        if len(line) > most:
+            raise ValueError(f"longer than {most} bytes")
+        yield line
+
+
+def parse_json(data: bytes, depth: int) -> Any:
+    """A JSON value of at most ``depth`` levels; ValueError for what is not JSON, for NaN, and for a field given twice.
+
+    ``Infinity`` is read as it is: configurations of models have it.
+    """
+    try:
+        value = json.loads(
+            data.decode(), parse_constant=_constant, parse_float=_finite, object_pairs_hook=_without_duplicates
+        )
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8: {error.reason} at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply to be read") from None
+    if _is_deeper(value, depth):
+        raise ValueError(f"is nested too deeply to be read: more than {depth} levels")
+    return value
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth + 1):
+        if not (level := [one for one in level if isinstance(one, list | dict)]):
+            return False
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return True
+
+
+def _constant(name: str) -> float:
+    if name == "NaN":
+        _refuse("is not JSON: NaN is no number")
+    return float(name)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        _refuse(f"holds a number that is too large: {text[:20]}")
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if (name := duplicate(pairs)) is not None:
+        _refuse(f"has the field {quoted_json(name)} twice in one object")
+    return dict(pairs)
+
+
+def duplicate(pairs: list[tuple[str, Any]]) -> str | None:
+    """The first name that stands twice; None where each stands once."""
+    if len(dict(pairs)) == len(pairs):
+        return None
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(text)

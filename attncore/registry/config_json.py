@@ -1,0 +1,32 @@
+"""A model's configuration file, read as data.
+
+A configuration comes from wherever a model came from. It is read by size, as a regular file, as JSON; nothing that it
+names is opened, imported or fetched. Its fields are checked where they are used: by ``request_from_config_json``, and
+by ``attncore replay --model``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from attncore.input_files import parse_json, read_file
+
+MAX_BYTES = 4 * 2**20
+"""The largest configuration that is read; published ones have some kilobytes."""
+MAX_DEPTH = 32
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The object in a file, or in the ``config.json`` of a folder; ValueError that begins with the file's name."""
+    place = Path(path)
+    try:
+        place = place / "config.json" if place.is_dir() else place
+        config = parse_json(read_file(place, MAX_BYTES), MAX_DEPTH)
+    except OSError as error:
+        raise ValueError(f"{place} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ValueError(f"{place} {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{place} holds a {type(config).__name__}, not an object")
+    return config

@@ -1,0 +1,198 @@
+"""A model of transformers with random weights, by a configuration that is data: no code, no network, bounded memory.
+
+A configuration may name code to import, kernels to fetch, or another model to load. ``checked_fields`` leaves out the
+fields that do and refuses what is left and is neither a number nor a word; the class is transformers' own, found by
+``model_type`` alone. The model is made twice: first on torch's meta device, which counts what it takes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from logging import CRITICAL
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attncore.quoted import printable, quoted_json
+from attncore.replay.model_error import ModelError, memory_error_as_model_error
+from attncore.vocabulary import DTYPES
+
+MAX_LAYERS = 1024
+"""As many as ``--layers`` may state: configurations list their layers before any memory is taken."""
+MAX_MODULES = 200_000
+"""Of a model: one of this size takes a minute to make, whatever its modules hold."""
+
+_OF_CODE = frozenset(
+    (
+        "auto_map", "attn_implementation", "experts_implementation", "quantization_config", "compression_config",
+        "custom_pipelines", "name_or_path", "architectures", "transformers_version", "tokenizer_class",
+        "processor_class", "adapters", "peft_config",
+    )
+)  # fmt: skip
+"""What names code, a loader, a kernel or a place, and says nothing of a model's shape: left out, at every level."""
+_LABELS = frozenset(("id2label", "label2id", "num_labels", "task_specific_params", "license"))
+"""Texts, and names of classes, of which no model of language is made: left out too."""
+_WORD = re.compile(r"[A-Za-z0-9_.+*\-]{0,100}")
+_DTYPES = (*DTYPES, "float64")
+
+
+def random_model(path: str, facts: dict[str, Any], seed: int, device: str | None) -> Any:
+    """The model of a configuration's fields; ModelError, which begins with ``path``, where they make none."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = checked_fields(path, facts)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with errors_as_model_errors(path), data_alone():
+        kind = fields.pop("model_type", None)
+        if not isinstance(kind, str):
+            raise ModelError(f"{path}: model_type: missing; it names the class of transformers that is made")
+        if not kind or kind not in _known_kinds():
+            raise ModelError(
+                f"{path}: model_type: {quoted_json(kind)} is none of transformers' own; code of a configuration is "
+                "not run"
+            )
+
+        def make(place: str) -> Any:
+            config = AutoConfig.for_model(kind, **_copied(fields))
+            dtype = config.dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+            with torch.device(place):
+                return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    config, dtype=dtype, trust_remote_code=False
+                ).eval()
+
+        with _counted(path, _available_bytes(device)):
+            make("meta")
+        torch.manual_seed(seed)
+        with memory_error_as_model_error(f"{path}: the model", "take a smaller one"):
+            return make(device)
+
+
+def checked_fields(path: str, facts: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration that say what a model is; ModelError for one that is not a number or a word."""
+    return {name: _checked(path, name, value) for name, value in facts.items() if _is_of_shape(name)}
+
+
+def _is_of_shape(name: str) -> bool:
+    return not name.startswith("_") and name not in _OF_CODE and name not in _LABELS
+
+
+def _checked(path: str, name: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _checked(path, f"{name}.{key}", one) for key, one in value.items() if _is_of_shape(key)}
+    if isinstance(value, list):
+        return [_checked(path, name, one) for one in value]
+    last = name.rpartition(".")[2]
+    where = f"{path}: {printable(name, 60)}"
+    if last in ("dtype", "torch_dtype") or last.endswith("_dtype"):
+        return _checked_dtype(where, value)
+    if isinstance(value, str) and not _WORD.fullmatch(value):
+        raise ModelError(
+            f"{where}: {quoted_json(value)} is no word; a configuration is data, and what it names is not followed"
+        )
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ModelError(f"{where}: {quoted_json(value)} does not fit 64 bits")
+    if "layer" in last and isinstance(value, int | float) and value > MAX_LAYERS:
+        raise ModelError(f"{where}: {quoted_json(value)} is more than {MAX_LAYERS}")
+    return value
+
+
+def _checked_dtype(where: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    name = value.removeprefix("torch.") if isinstance(value, str) else value
+    if name not in _DTYPES:
+        raise ModelError(f"{where}: {quoted_json(value)} is not one of {', '.join(_DTYPES)}")
+    return str(name)
+
+
+def _known_kinds() -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING
+
+
+def _copied(value: Any) -> Any:
+    """The fields anew: configuration classes change what they are given."""
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def errors_as_model_errors(path: str) -> Iterator[None]:
+    """ModelError for whatever transformers raises: it does not check a configuration, and computes with it."""
+    try:
+        yield
+    except (ModelError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if "allocate memory" in str(error):  # torch's on a CPU: memory_error_as_model_error says what to do
+            raise
+        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ModelError(f"{path}: {name}{printable(str(error)) or 'no reason given'}") from error
+
+
+@contextmanager
+def data_alone() -> Iterator[None]:
+    """Inside, transformers reaches no network and prints nothing of what it thinks of a configuration."""
+    from huggingface_hub import constants
+    from transformers.utils import logging
+
+    offline, verbosity = constants.HF_HUB_OFFLINE, logging.get_verbosity()
+    constants.HF_HUB_OFFLINE = True
+    logging.set_verbosity(CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+        logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def _counted(path: str, most: int) -> Iterator[None]:
+    """Inside, a model may be made of MAX_MODULES modules and ``most`` bytes; ModelError where it is more."""
+    from torch.nn.modules import module as hooks
+
+    modules, numbers = 0, 0
+
+    def count_module(*_: Any) -> None:
+        nonlocal modules
+        modules += 1
+        if modules > MAX_MODULES:
+            raise ModelError(f"{path}: the model has more than {MAX_MODULES} modules; take a smaller one")
+
+    def count_tensor(_module: Any, _name: str, tensor: Any) -> None:
+        nonlocal numbers
+        numbers += 0 if tensor is None else tensor.numel() * tensor.element_size()
+        if numbers > 2 * most:  # tied weights are registered twice
+            raise ModelError(
+                f"{path}: the model does not fit in memory: more than the {most / 2**30:.1f} GiB that are free; take "
+                "a smaller one"
+            )
+
+    with ExitStack() as stack:
+        for handle in (
+            hooks.register_module_module_registration_hook(count_module),
+            hooks.register_module_parameter_registration_hook(count_tensor),
+            hooks.register_module_buffer_registration_hook(count_tensor),
+        ):
+            stack.callback(handle.remove)
+        yield
+
+
+def _available_bytes(device: str) -> int:
+    """Memory that is free for a model: of the GPU, or of the machine as the system estimates it."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info()[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,232 @@
+"""A configuration of ``attncore replay --model`` is data: it runs nothing, fetches nothing, and takes what fits."""
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from attncore.cli import main
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 8192,
+}  # fmt: skip
+CODE = {
+    "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
+    "_attn_implementation": "somebody/kernels",
+    "attn_implementation": "somebody/kernels",
+    "_experts_implementation": "somebody/experts",
+    "quantization_config": {"quant_method": "somebody", "load_in_4bit": True},
+    "custom_pipelines": {"x": {"impl": "evil.Pipe"}},
+    "_name_or_path": "somebody/model",
+    "architectures": ["EvilModel"],
+    "_commit_hash": "0" * 40,
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Runs ``replay --model`` over a folder with this configuration (fields, text, bytes): (code, standard error)."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:00.0,30,4\n")
+
+    def run(config, capsys, *words):
+        if config is not None:
+            data = config if isinstance(config, bytes | str) else json.dumps(config)
+            (folder / "config.json").write_bytes(data if isinstance(data, bytes) else data.encode())
+        code = main(["replay", str(trace), "--model", str(folder), "--num-blocks", "16", "--json", *words])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    run.folder, run.trace = folder, trace
+    return run
+
+
+def refused(result, message):
+    code, out, err = result
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert len(err) < 700
+    assert message in err
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """What tried to reach the network."""
+    tried = []
+
+    def refuse(*where, **_):
+        tried.append(where)
+        raise OSError("no network in this test")
+
+    for name in ("connect", "connect_ex", "sendto"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    return tried
+
+
+@pytest.mark.parametrize("kind", ["llama", "evil"])
+def test_code_beside_a_configuration_is_not_run(kind, model, no_network, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(model.folder))
+    (model.folder / "evil.py").write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n")
+    code, _, err = model({**LLAMA, **CODE, "model_type": kind}, capsys)
+    assert (code, "is none of transformers' own" in err) == ((0, False) if kind == "llama" else (2, True))
+    assert not (model.folder / "ran").exists()
+    assert no_network == []
+
+
+def test_no_question_is_asked_whether_code_may_run(model):
+    """In a process of its own, whose standard input says yes to everything."""
+    (model.folder / "config.json").write_text(json.dumps({**LLAMA, **CODE, "model_type": "evil"}))
+    (model.folder / "evil.py").write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "attncore", "replay", str(model.trace), "--model", str(model.folder)],
+        input="y\n" * 9,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert not (model.folder / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.1-8B"])
+def test_a_name_that_is_no_file_is_not_fetched(name, model, no_network, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code = main(["replay", str(model.trace), "--model", name])
+    assert (code, no_network) == (2, [])
+    assert f"{name} cannot be read: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vision_tower": "somebody/clip"}, 'vision_tower: "somebody/clip" is no word'),
+        ({"backbone": "hf-hub:somebody"}, 'backbone: "hf-hub:somebody" is no word'),
+        ({"sub": {"kernel": "../a"}}, 'sub.kernel: "../a" is no word'),
+        ({"sub": ["\x1b[31m"]}, 'sub: "\\u001b[31m" is no word'),
+        ({"dtype": "hub"}, 'dtype: "hub" is not one of'),
+        ({"torch_dtype": "os.system"}, 'torch_dtype: "os.system" is not one of'),
+        ({"router_dtype": ["hub"]}, 'router_dtype: "hub" is not one of'),
+        ({"hidden_size": 10**400}, "hidden_size: an integer of"),
+        ({"hidden_size": "9" * 90_000}, 'hidden_size: "9999'),
+        ({"model_type": ["llama"]}, "model_type: missing"),
+        ({"get_text_config": 3}, "'int' object is not callable"),
+        ({"hidden_size": 33}, "--model: "),
+        ({"hidden_size": "x"}, "--model: "),
+        ({"hidden_size": -1}, "--model: "),
+        ({"head_dim": 0}, "--model: "),
+        ({"num_attention_heads": 0}, "ZeroDivisionError: "),
+        ({"vocab_size": 0}, "--model: "),
+        ({"vocab_size": 1.5}, "--model: "),
+        ({"max_position_embeddings": -5}, "max_position_embeddings: -5 is not a positive integer"),
+        ({"hidden_act": "os.system"}, "--model: "),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window 0 lets a token see none"),
+        ({"rope_scaling": {"rope_type": "somebody"}}, "--model: "),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, "--model: "),
+        ({"rope_parameters": {"rope_theta": 0}}, "its own logits after"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_a_field_that_makes_no_model_is_one_line(fields, message, model, capsys):
+    refused(model({**LLAMA, **fields}, capsys), message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is more than 1024"),
+        ({"num_hidden_layers": 1e9}, "num_hidden_layers: 1000000000.0 is more than 1024"),
+        ({"vocab_size": 10**9}, "the model does not fit in memory: more than the"),
+        ({"vocab_size": 2 * 10**12}, "the model does not fit in memory: more than the"),
+        ({"intermediate_size": 2**31}, "the model does not fit in memory: more than the"),
+        ({"model_type": "gpt2", "n_inner": 10**9, "n_embd": 4096}, "the model does not fit in memory: more than the"),
+        ({"model_type": "nemotron", "num_labels": 10**9, "vocab_size": 10**11}, "the model does not fit in memory"),
+    ],
+)
+def test_what_a_model_takes_is_counted_first(fields, message, model, capsys):
+    model(LLAMA, capsys)  # what is imported is not counted below
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused(model({**LLAMA, **fields}, capsys), message)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+
+
+def test_modules_without_end_are_refused(model, capsys, monkeypatch):
+    from attncore.replay.layers import model_from_config
+
+    monkeypatch.setattr(model_from_config, "MAX_MODULES", 20)
+    refused(model(LLAMA, capsys), "the model has more than 20 modules; take a smaller one")
+
+
+def fifo(path):
+    os.mkfifo(path)
+
+
+def folder(path):
+    path.mkdir()
+
+
+def zeros(path):
+    path.symlink_to("/dev/zero")
+
+
+def gone(path):
+    path.symlink_to(path.with_name("gone"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (fifo, "is not a regular file"),
+        (folder, "Is a directory"),
+        (zeros, "is not a regular file"),
+        (gone, "No such file"),
+        (b"", "is not JSON"),
+        (b"[]", "holds a list, not an object"),
+        (b" " * (4 * 2**20 + 1), "is larger than 4194304 bytes"),
+        (b"[" * 100_000, "is nested too deeply"),
+        (b'{"a":' * 40 + b"1" + b"}" * 40, "is nested too deeply to be read: more than 32 levels"),
+        (b'{"a": NaN}', "NaN is no number"),
+        (b'{"a": 1e999}', "holds a number that is too large: 1e999"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
+        (b'{"a": 1, "a": 2}', 'has the field "a" twice in one object'),
+        (b'{"a": "\xff"}', "is not UTF-8"),
+        (json.dumps(LLAMA).encode()[:-9], "is not JSON"),
+    ],
+    ids=lambda value: (
+        value[:9].decode(errors="replace") if isinstance(value, bytes) else getattr(value, "__name__", "")
+    ),
+)
+@pytest.mark.parametrize("command", ["replay", "explain"])
+def test_a_file_that_is_no_configuration_is_one_line(make, message, command, model, capsys):
+    if callable(make):
+        make(model.folder / "config.json")
+    if command == "replay":
+        return refused(model(None if callable(make) else make, capsys), message)
+    if not callable(make):
+        (model.folder / "config.json").write_bytes(make)
+    code = main(["explain", "--config", str(model.folder)])
+    out, err = capsys.readouterr()
+    return refused((code, out, err), message)
+
+
+def test_a_link_to_a_configuration_is_followed(model, capsys, tmp_path):
+    """The folders of caches are made of such links."""
+    (tmp_path / "blob").write_text(json.dumps(LLAMA))
+    (model.folder / "config.json").symlink_to(tmp_path / "blob")
+    assert model(None, capsys)[0] == 0
+
+
+def test_fields_of_code_change_nothing(model, capsys):
+    plain, named = (json.loads(model({**LLAMA, **more}, capsys)[1]) for more in ({}, {**CODE, "num_labels": 5}))
+    assert plain["verification"]["failed"] == named["verification"]["failed"] == 0
+    assert plain["verification"]["max_abs_error"] == named["verification"]["max_abs_error"]

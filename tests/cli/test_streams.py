@@ -1,0 +1,188 @@
+"""Streams that are closed, full or read no more, encodings and signals: no traceback, and the exit code says it."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from attncore.cli import READER_GONE, main
+from attncore.cli.streams_and_signals import Terminated
+
+SEQUENCE = {"seq_id": 0, "query_len": 5, "context_len": 0, "block_table": [4, 6]}
+BATCH = {"block_size": 4, "groups": [{"is_prompt": True, "sequences": [SEQUENCE]}]}
+COMMANDS = {
+    "replay": ["replay", "--metadata-only", "--requests", "3"],
+    "replay as JSON": ["replay", "--metadata-only", "--requests", "3", "--json"],
+    "build": ["build", "batches.jsonl"],
+    "list": ["list"],
+    "explain": ["explain"],
+    "doctor": ["doctor", "--no-create"],
+    "new-backend": ["new-backend", "acme", "new"],
+    "help": ["--help"],
+    "a command's help": ["replay", "--help"],
+    "version": ["--version"],
+}
+HOW = [*((name, "") for name in COMMANDS), ("replay", "1"), ("a command's help", "1")]  # PYTHONUNBUFFERED
+NEEDS_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "batches.jsonl").write_text((json.dumps(BATCH) + "\n") * 3)
+    monkeypatch.setenv("ATTNCORE_PLUGINS", "reference")
+    return tmp_path
+
+
+def started(words, folder, **streams):
+    return subprocess.Popen([sys.executable, "-m", "attncore", *words], cwd=folder, stderr=subprocess.PIPE, **streams)
+
+
+@NEEDS_FULL
+@pytest.mark.parametrize(("name", "unbuffered"), HOW)
+def test_a_full_disk_is_one_line(name, unbuffered, folder, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    with open("/dev/full", "w") as full, started(COMMANDS[name], folder, stdout=full) as process:
+        said = process.stderr.read().decode()
+    assert (process.returncode, said) == (2, "attncore: error: standard output: No space left on device\n")
+
+
+@pytest.mark.parametrize(("name", "unbuffered"), HOW)
+def test_a_pipe_that_is_read_no_more_ends_a_command_silently(name, unbuffered, folder, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    read, write = os.pipe()
+    os.close(read)
+    with started(COMMANDS[name], folder, stdout=write) as process:
+        os.close(write)
+        said = process.stderr.read().decode()
+    assert (process.returncode, said) == (READER_GONE, "")
+
+
+@NEEDS_FULL
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_an_error_keeps_its_code_where_nothing_can_be_said(stream, folder):
+    with open("/dev/full", "w") as full:
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: full}
+        words = [sys.executable, "-m", "attncore", "build", "absent"]
+        assert subprocess.run(words, cwd=folder, check=False, **streams).returncode == 2
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("name", ["replay", "help"])
+def test_closed_streams_are_as_good_as_null_devices(name, closed, folder):
+    words = f"{sys.executable} -m attncore {' '.join(COMMANDS[name])} {closed}"
+    done = subprocess.run(["sh", "-c", words], cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "environ", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "ascii"}]
+)
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_names_that_an_encoding_lacks(environ, options, folder):
+    name = os.fsencode(folder) + b"/tr\xc3\xa4ce \xff\xf0\x9f\x98\x80.csv"
+    with open(name, "w") as file:
+        file.write("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:00.0,9,2\n")
+    words = [sys.executable, "-m", "attncore", "replay", name, "--metadata-only", *options]
+    done = subprocess.run(words, capture_output=True, env={**os.environ, **environ}, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    if options:
+        assert os.fsencode(json.loads(done.stdout)["trace"]["source"]) == name
+    missing = subprocess.run([*words[:4], name + b"\x1b", *words[5:]], capture_output=True, check=False)
+    assert missing.returncode == 2
+    assert missing.stderr.count(b"\n") == 1
+    assert b"\x1b" not in missing.stderr
+
+
+def mistaken_files(folder):
+    (folder / "empty").touch()
+    (folder / "gz").write_bytes(gzip.compress(os.urandom(9000))[:4000])
+    (folder / "half").write_text(json.dumps(BATCH)[:70])
+    (folder / "secret").touch(mode=0)
+    return [".", "absent", "empty", "gz", "half", "secret"]
+
+
+def test_files_that_hold_no_input_are_one_line(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    for name in mistaken_files(folder):
+        for words in (["build", name], ["replay", name, "--metadata-only"], ["explain", "--config", name]):
+            assert main(words) == 2, words
+            out, err = capsys.readouterr()
+            assert (out, err.count("\n")) == ("", 1), words
+
+
+def saving(folder, **streams):
+    """A replay that writes a file of steps for a long time, once it has begun to."""
+    words = ["replay", "--metadata-only", "--requests", "100000", "--save-steps", "steps.jsonl"]
+    process = started(words, folder, stdout=subprocess.PIPE, **streams)
+    end = time.monotonic() + 60
+    while not list(folder.glob("*.partial")):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (signal.SIGTERM, 143, b""),
+        (signal.SIGHUP, 129, b""),
+        (signal.SIGINT, 130, b"attncore: error: interrupted\n"),
+    ],
+)
+def test_a_signal_leaves_no_half_of_a_file(number, code, said, folder):
+    before = set(folder.iterdir())
+    with saving(folder) as process:
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (code, b"", said)
+    assert set(folder.iterdir()) == before
+
+
+def test_a_signal_that_is_ignored_stays_ignored(folder):
+    """As nohup has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with saving(folder) as process:
+            process.send_signal(signal.SIGHUP)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.3)
+            process.kill()
+            process.communicate()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("command", ["build", "list", "explain", "replay", "doctor", "verify", "new-backend"])
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (Terminated(15), 143)])
+def test_every_command_ends_by_its_signal(command, error, code, capsys, monkeypatch):
+    import attncore.cli
+
+    class Interrupted:
+        def parse_args(self, words):
+            return self
+
+        def run(self, args):
+            raise error
+
+    monkeypatch.setattr(attncore.cli, "_parser", lambda name: Interrupted())
+    before = signal.getsignal(signal.SIGTERM)
+    assert main([command]) == code
+    assert capsys.readouterr().err.count("\n") == (code == 130)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_build_that_waits_for_a_line_is_interrupted(folder):
+    with started(["build"], folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdin.write(json.dumps(BATCH).encode() + b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        assert process.stderr.read() == b"attncore: error: interrupted\n"

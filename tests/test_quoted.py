@@ -1,0 +1,67 @@
+"""Values in messages: short, printable, and made of any object."""
+
+import pytest
+
+from attncore.quoted import MOST, printable, quoted, quoted_json
+
+
+class Hostile:
+    def __repr__(self):
+        raise RuntimeError("not this one")
+
+
+class Loud:
+    def __repr__(self):
+        return "\x1b[31m" * 1000
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+VALUES = [
+    "x" * 10**6, "\x1b[31m\x7f\u202e\ud800", b"y" * 10**6, 10**5000, -(10**5000), [1] * 10**6, {"a": "b" * 10**6},
+    nested(10**5), Hostile(), Loud(), [Hostile()], {Hostile(): 1}, range(10**9), float("nan"), None, set(range(10**5)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_any_value_is_short_and_printable(value):
+    text = quoted(value)
+    assert 0 < len(text) <= MOST
+    assert text.isprintable()
+
+
+JSON = [
+    "x" * 10**6,
+    "\x1b\x7f\u202e\ud800",
+    10**5000,
+    [1] * 10**6,
+    {"a": "b" * 10**6},
+    nested(10**5),
+    float("nan"),
+    True,
+]
+
+
+@pytest.mark.parametrize("value", JSON, ids=range(len(JSON)))
+def test_any_value_of_json_is_short_and_printable(value):
+    assert 0 < len(quoted_json(value)) <= 40
+    assert quoted_json(value).isprintable()
+
+
+@pytest.mark.parametrize("value", [3, -1, "a", "é", None, [1, [2]], {"a": 1}, 1.5, True])
+def test_short_values_are_as_they_are(value):
+    import json
+
+    assert quoted(value) == repr(value)
+    assert quoted_json(value) == json.dumps(value)
+
+
+def test_text_of_others_is_one_line():
+    assert printable("a\n b\x1b[31m\t") == "a b\\x1b[31m"
+    assert len(printable("\x00" * 10**6)) == MOST
+    assert printable("") == ""
