@@ -29,6 +29,14 @@ class _Short(reprlib.Repr):
             return f"an integer of {value.bit_length()} bits"
         return super().repr_int(value, level)
 
+    def repr_instance(self, value: Any, level: int) -> str:
+        try:
+            return _cut(repr(value), MOST)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # __repr__ is the caller's code
+            return f"<{_type_name(value)}>"
+
 
 _short = _Short()
 
@@ -39,7 +47,7 @@ def quoted(value: Any) -> str:
         text = _short.repr(value)
     except KeyboardInterrupt:
         raise
-    except BaseException:  # __repr__ is the caller's code, or nested too deeply
+    except BaseException:  # a collection of the caller's, or one that is nested too deeply
         text = f"<{_type_name(value)}>"
     return _cut(text, MOST)
 
