@@ -1,0 +1,38 @@
+"""What a call came to: an answer, or a refusal that begins with the name of an argument."""
+
+import re
+
+import numpy as np
+from fuzz.hostile import FromObject, Stop
+
+from attncore.errors import AttncoreError
+
+NAMED = re.compile(r"[\w -]+[\w.\[\]'-]*: ")
+
+
+def outcome(call, *args, **kwargs):
+    """("answer", value), ("refused", type, text), ("stopped", type) where the object's own code raised, ("no memory",).
+
+    Any other exception than those that the documents name, and an error that does not begin with a name, fails.
+    """
+    try:
+        return "answer", call(*args, **kwargs)
+    except (FromObject, Stop) as error:
+        return "stopped", type(error)
+    except MemoryError:
+        return "no memory", None
+    except (ValueError, TypeError, AttncoreError) as error:
+        assert NAMED.match(str(error)), f"the text of {error!r} does not begin with an argument's name"
+        assert "\n" not in str(error), f"the text of {error!r} is not one line"
+        return "refused", type(error), str(error)
+
+
+def plain(value):
+    """A value as what Python compares: arrays as their dtype, shape and bytes, and the same inside containers."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [plain(one) for one in value]
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return value
