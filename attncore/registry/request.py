@@ -95,16 +95,19 @@ class AttentionRequest:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
         check_value_size(self.head_size, self.head_size_v, self.num_kv_heads, self.use_mla is True)
-        if self.kv_cache_dtype == "fp8":
+        if isinstance(self.kv_cache_dtype, str) and self.kv_cache_dtype == "fp8":
             object.__setattr__(self, "kv_cache_dtype", "fp8_e4m3")
         for name, words in _WORDS.items():
             value = getattr(self, name)
-            if value not in words and not (value is None and name in ("kv_cache_layout", "phase")):
+            if value is None and name in ("kv_cache_layout", "phase"):
+                continue
+            if not isinstance(value, str) or value not in words:
                 raise ValueError(f"{name}: {value!r} is not one of {', '.join(words)}")
         for name in ("sinks", "use_mla", "allow_compile"):
-            if not isinstance(getattr(self, name), bool):
+            if getattr(self, name) is not True and getattr(self, name) is not False:
                 raise TypeError(f"{name}: {getattr(self, name)!r} is neither True nor False")
-        if self.alibi not in (True, False, "standard"):
+        alibi = self.alibi
+        if alibi is not True and alibi is not False and (not isinstance(alibi, str) or alibi != "standard"):
             raise ValueError(f"alibi: {self.alibi!r} is not True, False or 'standard'")
         cap = self.logits_soft_cap
         if cap is not None and (
@@ -160,11 +163,14 @@ _WORDS = {
 
 
 def _names(field: str, value: object, known: Iterable[str] | None = None) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{field}: {value!r} is not a collection of names")
-    names = tuple(value)
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        names: tuple[Any, ...] = tuple(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{field}: {value!r} is not a collection of names") from None
     for name in names:
-        if known is not None and name not in known:
+        if known is not None and (not isinstance(name, str) or name not in known):
             raise ValueError(f"{field}: {name!r} is not one of {', '.join(known)}")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ValueError(f"{field}: {name!r} is not a backend's name")

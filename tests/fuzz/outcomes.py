@@ -9,6 +9,8 @@ from attncore.errors import AttncoreError
 
 NAMED = re.compile(r"[\w -]+[\w.\[\]'-]*: ")
 
+ADDRESS = re.compile(r"at 0x[0-9a-f]+")
+
 
 def outcome(call, *args, **kwargs):
     """("answer", value), ("refused", type, text), ("stopped", type) where the object's own code raised, ("no memory",).
@@ -23,8 +25,7 @@ def outcome(call, *args, **kwargs):
         return "no memory", None
     except (ValueError, TypeError, AttncoreError) as error:
         assert NAMED.match(str(error)), f"the text of {error!r} does not begin with an argument's name"
-        assert "\n" not in str(error), f"the text of {error!r} is not one line"
-        return "refused", type(error), str(error)
+        return "refused", type(error), ADDRESS.sub("at 0x", str(error))
 
 
 def plain(value):

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import pathlib
 import sys
 import tempfile
 from unittest import mock
@@ -26,24 +25,23 @@ LAYOUTS = [["--layout", layout] for layout in ("common", "flash", "flashinfer", 
 STEPS = [["--speculative", "2"], ["--context-parallel", "2:1:2"], ["--groups", "full:4,window:4:8"]]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_answers():
-    """The limit of an answer, lower, so that what it lets through is written in no time."""
-    with (
-        mock.patch.object(list_builder, "MAX_NUMBERS", 1 << 12),
-        mock.patch.object(persistent_builder, "MAX_NUMBERS", 1 << 12),
-    ):
-        list_builder._builder.cache_clear()
-        yield
-    list_builder._builder.cache_clear()
+SMALL = 1 << 12
+"""The limit of an answer, lower, so that what it lets through is written in no time."""
 
 
 def run(data, *words):
     """The command over bytes on standard input: exit code, standard output, standard error."""
     out, err = io.StringIO(), io.StringIO()
-    with mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(data))):
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(["build", *words])
+    list_builder._builder.cache_clear()
+    with (
+        mock.patch.object(list_builder, "MAX_NUMBERS", SMALL),
+        mock.patch.object(persistent_builder, "MAX_NUMBERS", SMALL),
+        mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(data))),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        code = main(["build", *words])
+    list_builder._builder.cache_clear()
     return code, out.getvalue(), err.getvalue()
 
 
@@ -74,12 +72,6 @@ def test_lines_of_the_list_builder(data, layout):
 @given(data=texts("steps"), options=st.sampled_from(STEPS))
 def test_lines_of_the_persistent_builder(data, options):
     check_run(data, *options)
-
-
-@pytest.fixture(scope="module")
-def folder():
-    with tempfile.TemporaryDirectory() as name:
-        yield pathlib.Path(name)
 
 
 def read_with(reader, data):
