@@ -37,6 +37,8 @@ class Source(NamedTuple):
     """The CommonMetadataBuilder."""
     groups: Any
     """The groups that it was given."""
+    num_ids: int
+    """Block ids that their tables had in all."""
 
 
 class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):

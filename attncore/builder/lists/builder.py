@@ -160,7 +160,7 @@ class CommonMetadataBuilder(ListSettings):
             use_cuda_graph=use_graph,
             max_decode_query_len=measures.max_decode_query_len,
             from_groups=True,
-            source=_new_source(Source, (self, groups)),
+            source=_new_source(Source, (self, groups, reader.num_ids)),
         )
         if self.encoder_decoder:
             fields, counts = encoder_fields(self, groups, measures.num_prefills, num_reqs, use_graph)

@@ -55,7 +55,7 @@ class CommonAttentionState(FirstGenerationStateNames):
         ``max_seq_len_to_capture``, and CaptureError inside another ``graph_capture``, while a stream is capturing, or
         where captured graphs read smaller buffers.
         """
-        arguments.integer("max_batch_size", max_batch_size, 1)
+        max_batch_size = arguments.integer("max_batch_size", max_batch_size, 1)
         spec = self.backend.config.spec if self.backend is not None else None
         if spec is not None and spec.cuda_graph == "never":
             raise ValueError(
@@ -80,6 +80,7 @@ class CommonAttentionState(FirstGenerationStateNames):
 
     def graph_clone(self, batch_size: int) -> Self:
         """A state for the graph of one size, which shares the buffers with this one."""
+        batch_size = arguments.integer("batch_size", batch_size, 1)
         if batch_size not in self.captured:
             self._check_capturable(batch_size, "graph_clone")
         clone = copy.copy(self)
@@ -95,6 +96,7 @@ class CommonAttentionState(FirstGenerationStateNames):
         a size captured before, the buffers hold an empty step again.
         """
         refuse_while_capturing(self._device, "metadata_for_capture")
+        batch_size = arguments.integer("batch_size", batch_size, 1)
         builder, steps = self._check_capturable(batch_size, "metadata_for_capture"), self._steps
         metadata = steps.metadata.get(batch_size)
         if metadata is None:
@@ -110,7 +112,6 @@ class CommonAttentionState(FirstGenerationStateNames):
 
     def _check_capturable(self, batch_size: int, what: str) -> CommonMetadataBuilder:
         """The builder; ValueError or CaptureError where ``batch_size`` cannot be captured now."""
-        arguments.integer("batch_size", batch_size, 1)
         limit = self._steps.limit
         if self.builder is None:
             raise ValueError(f"{what}: this state has no builder to say how steps are padded; make it with builder=")
@@ -129,7 +130,7 @@ class CommonAttentionState(FirstGenerationStateNames):
 
     def pad_size(self, num_reqs: int) -> int:
         """The ``cuda_graph_pad_size`` for ``num_reqs`` decodes, up to the next captured size; -1 beyond the largest."""
-        arguments.integer("num_reqs", num_reqs, 1)
+        num_reqs = arguments.integer("num_reqs", num_reqs, 1)
         return min((bucket - num_reqs for bucket in self.captured if bucket >= num_reqs), default=-1)
 
     def prepare(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
@@ -160,6 +161,7 @@ class CommonAttentionState(FirstGenerationStateNames):
         raise; the buffers have not changed then.
         """
         builder, steps = self.builder, self._steps
+        cuda_graph_pad_size = arguments.integer("cuda_graph_pad_size", cuda_graph_pad_size, -1)
         if builder is None:
             raise ValueError("build: this state has no builder; make it with builder=")
         metadata: CommonAttentionMetadata

@@ -81,6 +81,7 @@ class MetadataBuilder:
         self.batch, self._core = batch, batch.core
         self.max_num_batched_tokens = self._settings.max_num_batched_tokens
         self.max_num_encoder_tokens = self._settings.max_num_encoder_tokens
+        context_parallel = self._settings.context_parallel
         self.decode_threshold, self.context_parallel = self._settings.decode_threshold, context_parallel
         self._backends = backends_of(self._core, backend, context_parallel)
         self._poison = env.poison()
@@ -226,9 +227,9 @@ class MetadataBuilder:
     def build_empty(self, bucket: int) -> StepMetadata:
         """An empty step padded to a captured size, for a warm-up or a dummy replay; planned like any step."""
         self._refuse_while_capturing("build_empty")
-        self._assembly.shapes.find(bucket)
+        num_reqs = self._assembly.shapes.find(bucket).num_reqs
         with self._core.entered:
-            return self._answer(self._assembly.build_empty(bucket, capturing=False))
+            return self._answer(self._assembly.build_empty(num_reqs, capturing=False))
 
     def build_profile(self, query_lens: Iterable[int]) -> CommonAttentionMetadata:
         """Metadata of a profiling run, before the cache exists: requests of ``query_lens`` tokens without blocks.
@@ -236,7 +237,7 @@ class MetadataBuilder:
         Slots are -1 and tables are empty, so that a model runs without a cache and its memory can be measured. The
         batch does not change. The arrays belong to the caller. Raises ValueError beyond the builder's capacity.
         """
-        lens = list(query_lens)
+        lens = [arguments.integer(f"query_lens[{row}]", length, 1) for row, length in enumerate(query_lens)]
         if len(lens) > self.batch.max_num_reqs:
             raise ValueError(f"query_lens: {len(lens)} requests exceed max_num_reqs {self.batch.max_num_reqs}")
         if sum(lens) > self.max_num_batched_tokens:
@@ -267,6 +268,7 @@ class MetadataBuilder:
         """Releases a captured size whose graph was destroyed: it may be captured again, and the builder closed."""
         assembly = self._assembly
         shape = assembly.shapes.find(num_reqs)
+        num_reqs = shape.num_reqs
         with self._core.entered:
             assembly.shapes.captured.pop(num_reqs)
             assembly.kernel.drop_shape(num_reqs)

@@ -69,12 +69,15 @@ def _factory(field: str, value: object) -> str:
 def _devices(field: str, value: object) -> Mapping[str, int]:
     if not isinstance(value, Mapping) or not value:
         raise ValueError(f"{field}: {value!r} is not a mapping of devices to priorities")
+    priorities: dict[str, int] = {}
     for device, priority in value.items():
         if not is_pattern(device):
             raise ValueError(f"{field}: {device!r} is no device; write one of {PATTERNS}")
-        if integer_or_none(priority) is None or not 0 <= priority <= 100:
+        number = integer_or_none(priority)
+        if number is None or not 0 <= number <= 100:
             raise ValueError(f"{field}: the priority of {device!r} is {priority!r}, not an integer from 0 to 100")
-    return FrozenMap({device: int(priority) for device, priority in value.items()})
+        priorities[device] = number
+    return FrozenMap(priorities)
 
 
 def _words(field: str, value: object, known: Collection[str]) -> tuple[str, ...]:
@@ -164,9 +167,10 @@ def _flag(field: str, value: object) -> bool:
 
 
 def _pad(field: str, value: object) -> int:
-    if value not in (0, 1) or isinstance(value, bool):
+    number = integer_or_none(value)
+    if number not in (0, 1):
         raise ValueError(f"{field}: {value!r} is neither 0 nor 1")
-    return int(value == 1)
+    return number
 
 
 def _options(field: str, value: object) -> Mapping[str, Option]:
