@@ -12,6 +12,8 @@ import operator
 from typing import Any
 
 INT32_MAX = 2**31 - 1
+UNREADABLE = (TypeError, ValueError, OverflowError, NotImplementedError, MemoryError)
+"""What Python and NumPy raise where an object is not the list or array that it is read as; a memoryview too."""
 
 
 def integer_or_none(value: Any) -> int | None:
@@ -46,6 +48,14 @@ def positive_integer(name: str, value: Any) -> int:
     if number is None or number < 1:
         raise ValueError(f"{name}: {value!r} is not a positive integer")
     return number
+
+
+def items(name: str, values: Any) -> list[Any]:
+    """``values`` as a list, read once; TypeError where they cannot be read."""
+    try:
+        return list(values)
+    except UNREADABLE as error:
+        raise TypeError(f"{name}: {type(values).__name__} cannot be read as a list: {error}") from error
 
 
 def _to_int(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""SECURITY.md: every promise names tests, which exist and run in make test; what attncore never does is in no module."""
+"""SECURITY.md: every promise names tests, which run in make test; what attncore never does stands in no module."""
 
 import ast
 import pathlib
@@ -40,7 +40,17 @@ def test_named_tests_exist(name):
 
 def test_named_tests_are_collected():
     """None of them is deselected, skipped as a whole, or out of pytest's sight."""
-    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "not gpu and not slow"]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not gpu and not slow",
+    ]
     run = subprocess.run(
         [*words, *(f"tests/{name}" for name in sorted(set(NAMED)))], cwd=ROOT, capture_output=True, text=True
     )
@@ -76,5 +86,7 @@ def test_no_module_evaluates_what_it_reads():
     assert ("attncore/json_lines/json_fields.py", "isinstance") in called
     assert [one for one in called if one[1] in EVALUATE] == []
     assert [one for one in imported() if one[1] in LOADERS and one != KEPT] == []
-    loads = [(path, node) for path, node in nodes(ast.Attribute) if node.attr == "load" and isinstance(node.value, ast.Name)]
+    loads = [
+        (path, node) for path, node in nodes(ast.Attribute) if node.attr == "load" and isinstance(node.value, ast.Name)
+    ]
     assert [path for path, node in loads if node.value.id == "torch"] == []

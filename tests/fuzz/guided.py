@@ -27,7 +27,9 @@ def main():
     corpus = ROOT / ".fuzz" / f"{file}.{function}"
     corpus.mkdir(parents=True, exist_ok=True)
     options = [f"-max_total_time={sys.argv[2]}", f"-artifact_prefix={corpus.parent}/", "-timeout=60", "-rss_limit_mb=0"]
-    atheris.Setup([sys.argv[0], str(corpus), *options, "-max_len=8192", "-print_final_stats=1"], target.hypothesis.fuzz_one_input)
+    atheris.Setup(
+        [sys.argv[0], str(corpus), *options, "-max_len=8192", "-print_final_stats=1"], target.hypothesis.fuzz_one_input
+    )
     with limited_memory():
         atheris.Fuzz()
 

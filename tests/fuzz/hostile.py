@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 
-class FromObject(Exception):
+class FromObject(Exception):  # noqa: N818
     """What an object's own code raises."""
 
 
@@ -237,24 +237,39 @@ def shrinking(call, count):
 
 
 def growing(call, count):
-    """A list of ids, one of which makes it longer when it is read."""
+    """A list of ids, one of which makes it longer when it is first read."""
     ids = [1] * count
 
     def extend():
         call()
-        ids.extend([1] * 1000)
+        ids[count:] = [1] * 1000
 
     ids[0] = Index(extend, 1)
     return ids
 
 
-BIG = (2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**63 - 1, 2**63, 2**64 + 1, -1, -(2**31), -(2**31) - 1, -(2**63) - 1, 10**30)
+BIG = (
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**32 + 1,
+    2**63 - 1,
+    2**63,
+    2**64 + 1,
+    -1,
+    -(2**31),
+    -(2**31) - 1,
+    -(2**63) - 1,
+    10**30,
+)
 
 INTEGERS = [
     *map(fixed, BIG),
     *map(fixed, (None, True, False, 1.0, 1.5, float("nan"), "1", b"1", (), [1], {}, 1j)),
     *map(fixed, (np.int8(-3), np.uint64(2**64 - 1), np.int64(1), np.bool_(True), np.float32(2), np.array(1))),
-    *map(fixed, (np.array(True), np.array(2.0), np.array([1]), np.array("1"), np.datetime64(3, "D"), np.timedelta64(1))),
+    *map(
+        fixed, (np.array(True), np.array(2.0), np.array([1]), np.array("1"), np.datetime64(3, "D"), np.timedelta64(1))
+    ),
     Recipe("Index(1)", lambda call: Index(call, 1)),
     Recipe("Index(1, then 2**31 - 1)", lambda call: Index(call, 1, 2**31 - 1)),
     Recipe("Index(1, 1, then 2**40)", lambda call: Index(call, 1, 1, 2**40)),
@@ -271,7 +286,10 @@ INTEGERS = [
 """Where one integer belongs."""
 
 SEQUENCES = [
-    *map(fixed, (None, 7, 1.5, "12", b"\1\2", bytearray(b"\1"), range(3), {1: 2}, {1}, [[1]], [None], [1.0], [True], [""])),
+    *map(
+        fixed,
+        (None, 7, 1.5, "12", b"\1\2", bytearray(b"\1"), range(3), {1: 2}, {1}, [[1]], [None], [1.0], [True], [""]),
+    ),
     *(Recipe(f"[{item}]", lambda call, item=item: [1, item(call)]) for item in INTEGERS),
     *(
         Recipe(f"array({dtype})", lambda call, dtype=dtype: np.array([1, 2], dtype))

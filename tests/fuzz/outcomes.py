@@ -9,6 +9,8 @@ from attncore.errors import AttncoreError
 
 NAMED = re.compile(r"[\w -]+[\w.\[\]'-]*: ")
 
+BROKEN = re.compile(r"too many values to unpack|__len__\(\) should return|index-sized integer")
+"""Python's own words for an object that breaks a protocol; a mapping whose items are no pairs, a length below 0."""
 ADDRESS = re.compile(r"at 0x[0-9a-f]+")
 
 
@@ -24,8 +26,11 @@ def outcome(call, *args, **kwargs):
     except MemoryError:
         return "no memory", None
     except (ValueError, TypeError, AttncoreError) as error:
-        assert NAMED.match(str(error)), f"the text of {error!r} does not begin with an argument's name"
-        return "refused", type(error), ADDRESS.sub("at 0x", str(error))
+        kind, text = type(error), str(error)
+    if BROKEN.search(text):
+        return "stopped", kind
+    assert NAMED.match(text), f"the text of {kind.__name__}({text!r}) does not begin with an argument's name"
+    return "refused", kind, ADDRESS.sub("at 0x", text)
 
 
 def plain(value):

@@ -1,4 +1,4 @@
-"""The functions on host arrays and the building blocks, fed objects that lie: equal outcomes on both implementations."""
+"""Functions on host arrays and building blocks, fed objects that lie: equal outcomes on both implementations."""
 
 import inspect
 import os

@@ -17,7 +17,9 @@ from attncore.registry.plugins.plugin_record import PluginRecord
 
 REQUEST = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"}
 values = st.one_of(
-    objects, st.sampled_from(mappings("cpu")), st.sampled_from(["", "x\ny", "../x", "a" * 999, MultipleOf(8)]).map(fixed)
+    objects,
+    st.sampled_from(mappings("cpu")),
+    st.sampled_from(["", "x\ny", "../x", "a" * 999, MultipleOf(8)]).map(fixed),
 )
 
 

@@ -46,7 +46,9 @@ def groups_of(drawn, extra, call):
             continue
         is_prompt, sequences, hit = one
         listed = [Sequence(*(made(value, call) for value in values)) for values in sequences]
-        groups.append(SequenceGroup(made(is_prompt, call), listed, made(hit, call), made(length, call), made(cross, call)))
+        groups.append(
+            SequenceGroup(made(is_prompt, call), listed, made(hit, call), made(length, call), made(cross, call))
+        )
     return groups
 
 
@@ -74,7 +76,9 @@ def test_a_step_is_the_oracles(step):
 @given(options=options, drawn=st.lists(group | objects, min_size=1, max_size=3) | objects, data=st.data())
 def test_hostile_groups(options, drawn, data):
     count = len(drawn) if isinstance(drawn, list) else 0
-    extra = data.draw(st.lists(encoder if data.draw(st.booleans()) else st.just((None, None)), min_size=count, max_size=count))
+    extra = data.draw(
+        st.lists(encoder if data.draw(st.booleans()) else st.just((None, None)), min_size=count, max_size=count)
+    )
     pad = data.draw(mostly(st.integers(-1, 3), integers))
     outcomes = []
     for kernels in BOTH:

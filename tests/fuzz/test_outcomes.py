@@ -17,7 +17,9 @@ def test_an_answer_and_a_refusal():
     assert outcome(raising, Stop()) == ("stopped", Stop)
 
 
-@pytest.mark.parametrize("error", [TypeError("'>' not supported between instances of 'Index' and 'int'"), ValueError("")])
+@pytest.mark.parametrize(
+    "error", [TypeError("'>' not supported between instances of 'Index' and 'int'"), ValueError("")]
+)
 def test_an_error_without_a_name_fails(error):
     """These asserts stand in no test module: python -O has to keep them (make test-dev)."""
     with pytest.raises(AssertionError, match="does not begin with an argument's name"):

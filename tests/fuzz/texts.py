@@ -12,8 +12,8 @@ VALUES = (
     [0] * 40, {"a": 1}, "x" * 300,
 )  # fmt: skip
 RAW = (
-    b"NaN", b"Infinity", b"-Infinity", b"1e999", b"9" * 5000, b"[" * 5000, b"{\"a\":" * 2000, b"\x00", b"\xff\xfe", b"\r",
-    b"\n\n", b"\xef\xbb\xbf", b"\xe2\x80\xa8", b"\x1b]0;x\x07", b",", b"\"", b"\\u0000", b"\\ud800",
+    b"NaN", b"Infinity", b"-Infinity", b"1e999", b"9" * 5000, b"[" * 5000, b"{\"a\":" * 2000, b"\x00", b"\xff\xfe",
+    b"\r", b"\n\n", b"\xef\xbb\xbf", b"\xe2\x80\xa8", b"\x1b]0;x\x07", b",", b"\"", b"\\u0000", b"\\ud800",
 )  # fmt: skip
 
 
@@ -21,7 +21,9 @@ def texts(folder):
     """Bytes that are, or nearly are, what the seeds of a folder of the corpus are; one time in ten anything."""
     seeds = sorted((CORPUS / folder).iterdir())
     seed = st.sampled_from([path.read_bytes() for path in seeds])
-    return st.integers(0, 9).flatmap(lambda n: st.binary(max_size=200) if n == 0 else seed.flatmap(changed_bytes if n < 4 else changed_json))
+    return st.integers(0, 9).flatmap(
+        lambda n: st.binary(max_size=200) if n == 0 else seed.flatmap(changed_bytes if n < 4 else changed_json)
+    )
 
 
 @st.composite

@@ -38,6 +38,8 @@ def check_fields(given: Values) -> tuple[Values, list[str]]:
             values[name] = check(name, given[name])
         except ValueError as error:
             problems.append(str(error))
+        except TypeError as error:  # an array without dimensions has __iter__, and cannot be iterated
+            problems.append(f"{name}: {error}")
     if not problems:
         problems.extend(_contradictions(values))
     return values, problems
