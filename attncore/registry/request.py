@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from attncore.abstract import check_value_size
-from attncore.arguments import integer
+from attncore.arguments import UNREADABLE, integer
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
 from attncore.vocabulary import (
@@ -167,7 +167,7 @@ def _names(field: str, value: object, known: Iterable[str] | None = None) -> tup
         if isinstance(value, str):
             raise TypeError
         names: tuple[Any, ...] = tuple(value)  # type: ignore[arg-type]
-    except TypeError:
+    except UNREADABLE:
         raise TypeError(f"{field}: {value!r} is not a collection of names") from None
     for name in names:
         if known is not None and (not isinstance(name, str) or name not in known):

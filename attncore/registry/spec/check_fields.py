@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from attncore.arguments import integer_or_none, positive_integer
+from attncore.arguments import UNREADABLE, integer_or_none, positive_integer
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
 from attncore.registry import package_requirements
@@ -38,7 +38,7 @@ def check_fields(given: Values) -> tuple[Values, list[str]]:
             values[name] = check(name, given[name])
         except ValueError as error:
             problems.append(str(error))
-        except TypeError as error:  # an array without dimensions has __iter__, and cannot be iterated
+        except UNREADABLE as error:  # an array without dimensions has __iter__, and cannot be iterated
             problems.append(f"{name}: {error}")
     if not problems:
         problems.extend(_contradictions(values))
