@@ -34,7 +34,7 @@ def run_until(end, words):
 
 def rounds(end, jobs, paths):
     """Rounds of every target until the time is over; an exit code."""
-    words = [sys.executable, "-m", "pytest", "-q", "-n", str(jobs), "--hypothesis-profile=fuzz", *paths]
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-n", str(jobs), "--hypothesis-profile=fuzz", *paths]
     code = 0
     while code == 0 and time.monotonic() < end:
         code = run_until(end, words)

@@ -36,10 +36,9 @@ def check_fields(given: Values) -> tuple[Values, list[str]]:
     for name, check in _CHECKS.items():
         try:
             values[name] = check(name, given[name])
-        except ValueError as error:
-            problems.append(str(error))
-        except UNREADABLE as error:  # an array without dimensions has __iter__, and cannot be iterated
-            problems.append(f"{name}: {error}")
+        except UNREADABLE as error:  # one of Python's or NumPy's own does not begin with the field's name
+            text = str(error)
+            problems.append(text if text.startswith(f"{name}: ") else f"{name}: {text}")
     if not problems:
         problems.extend(_contradictions(values))
     return values, problems
