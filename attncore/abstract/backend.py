@@ -185,7 +185,7 @@ class AttentionBackend(FirstGenerationNames, ABC):
         """
         import torch
 
-        num_blocks = integer("num_blocks", num_blocks, 1)
+        num_blocks = integer("num_blocks", num_blocks, 1, 2**63 - 1)
         limit = self.config.spec.max_block_id if self.config.spec else None
         if limit is not None and num_blocks > limit:
             raise ValueError(

@@ -1,4 +1,8 @@
-"""Checked functions on host arrays, one for each field, for callers that keep their own state."""
+"""Checked functions on host arrays, for callers that keep their own state.
+
+One for each field, ``pad_block_table``, and three by which engines of the first generation compute slots sequence by
+sequence: ``is_block_tables_empty``, ``compute_slot_mapping_start_idx`` and ``compute_slot_mapping``.
+"""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def cache_shape(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout: {layout!r} is not supported here; choose one of {', '.join(LAYOUTS)}")
-    num_blocks = integer("num_blocks", num_blocks, 1)
+    num_blocks = integer("num_blocks", num_blocks, 1, 2**63 - 1)
     block_size = integer("block_size", block_size, 1)
     num_kv_heads = integer("num_kv_heads", num_kv_heads, 1)
     head_size = integer("head_size", head_size, 1)
@@ -90,7 +90,7 @@ def allocate(
     use_mla: bool = False,
 ) -> Tensor:
     """A zeroed cache of ``num_blocks`` usable blocks and one sink block after them, on ``device``."""
-    num_blocks = integer("num_blocks", num_blocks, 1)  # the sink must not hide a 0
+    num_blocks = integer("num_blocks", num_blocks, 1, 2**63 - 1)  # the sink must not hide a 0
     shape = cache_shape(
         num_blocks + 1, block_size, num_kv_heads, head_size, layout, head_size_v=head_size_v, use_mla=use_mla
     )

@@ -34,7 +34,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, least, most in (
-            ("num_blocks", 1, INT32_MAX),
+            ("num_blocks", 1, 2**63 - 1),
             ("block_size", 1, INT32_MAX),
             ("max_num_seqs", 1, INT32_MAX),
             ("max_num_batched_tokens", 1, INT32_MAX),

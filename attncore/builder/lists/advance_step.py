@@ -11,13 +11,12 @@ import numpy.typing as npt
 from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array
-from attncore.builder.fields import DERIVED
 from attncore.builder.lists import error_texts
+from attncore.builder.metadata import OF_ARRAYS, CommonAttentionMetadata
 from attncore.graphs import refuse_while_capturing
 
 if TYPE_CHECKING:
     from attncore.builder.lists.settings import ListSettings
-    from attncore.builder.metadata import CommonAttentionMetadata
 
 
 # The host arrays that change.
@@ -301,9 +300,8 @@ def _add_pages(host: Any, settings: ListSettings, rows: npt.NDArray[np.intp], id
 def _update_views(metadata: CommonAttentionMetadata, table_changed: bool) -> None:
     """Updates what was made of the host arrays: copies to tensors at the same addresses, and drops views."""
     wrapped = vars(metadata)
-    for name in ("_prefill", "_decode", "_bound", "_kept", *DERIVED):
+    for name in ("_prefill", "_decode", *OF_ARRAYS):
         wrapped.pop(name, None)
-        vars(metadata.host).pop(name, None)
     for name in _FIELDS:
         value = wrapped.get(name)
         if value is None or (name == "block_table" and not table_changed):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 from attncore import arguments
 from attncore.builder.first_generation_names import FirstGenerationStateNames
-from attncore.builder.lists.captured_steps import NOTHING, CapturedSteps
+from attncore.builder.lists.captured_steps import NOTHING, CapturedSteps, set_host
 from attncore.errors import CaptureError
 from attncore.graphs import refuse_while_capturing
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from attncore.builder.lists.builder import CommonMetadataBuilder
     from attncore.builder.lists.sequence_group import SequenceGroup
     from attncore.builder.metadata import CommonAttentionMetadata
+    from attncore.builder.slices import HostArrays
 
 
 class CommonAttentionState(FirstGenerationStateNames):
@@ -104,7 +104,7 @@ class CommonAttentionState(FirstGenerationStateNames):
             if self.backend is not None:
                 self.backend.prepare_capture(metadata, builder)
         steps.prepared = NOTHING
-        metadata.host = steps.buffers.write_empty(batch_size)
+        set_host(metadata, steps.buffers.write_empty(batch_size))
         if self.backend is not None and self.backend.has_plan:
             self.backend.plan(metadata)
         steps.metadata[batch_size] = metadata
@@ -149,7 +149,7 @@ class CommonAttentionState(FirstGenerationStateNames):
         steps.check_fits(metadata, self.builder)
         captured, steps.prepared = steps.metadata[bucket], NOTHING
         if captured is not metadata:
-            captured.host = steps.buffers.write(metadata.host, bucket)
+            set_host(captured, steps.buffers.write(metadata.host, bucket))
         steps.prepared = metadata, metadata.advanced
         return captured
 
@@ -173,7 +173,7 @@ class CommonAttentionState(FirstGenerationStateNames):
         refuse_while_capturing(self._device, "build")
         counts = 0, 0, 0
 
-        def allocate(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages: int) -> SimpleNamespace:
+        def allocate(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages: int) -> HostArrays:
             nonlocal counts
             steps.check_size(num_reqs, self._only)
             steps.check_counts(num_reqs, num_tokens, num_pages)
@@ -181,7 +181,7 @@ class CommonAttentionState(FirstGenerationStateNames):
             return steps.buffers.reserve(num_seqs, num_reqs, num_pages)
 
         metadata = builder._build(groups, cuda_graph_pad_size, allocate)
-        steps.metadata[metadata.num_reqs].host = steps.buffers.commit(*counts)
+        set_host(steps.metadata[metadata.num_reqs], steps.buffers.commit(*counts))
         metadata.source = None
         steps.prepared = metadata, 0
         return metadata

@@ -1,4 +1,4 @@
-"""The checked arguments of a CommonMetadataBuilder: block size, dialect, window, captured lengths, backend."""
+"""The checked arguments of a CommonMetadataBuilder, and what its steps need that follows from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checked arguments of a MetadataBuilder: limits, transport, depth."""
+"""The checked arguments of a MetadataBuilder beside batch, backend and ``num_rejected``, which are objects."""
 
 from __future__ import annotations
 

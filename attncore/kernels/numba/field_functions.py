@@ -1,4 +1,4 @@
-"""Slot mapping, positions, block tables and page indices: a function on host arrays for each field."""
+"""A function on host arrays for each of slot mapping, positions, block tables and page indices; the order of kinds."""
 
 from __future__ import annotations
 

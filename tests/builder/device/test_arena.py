@@ -53,13 +53,13 @@ class LateTransport(CopyTransport):
 class Faulty(LateTransport):
     def attach(self, ring):
         super().attach(ring)
-        apply = self.tables._apply
+        apply = self.tables.apply
 
-        def forgiving(table, entries):
+        def forgiving(index, entries):
             with contextlib.suppress(IndexError):  # a journal of poison names columns that no table has
-                apply(table, entries)
+                apply(index, entries)
 
-        self.tables._apply = forgiving
+        self.tables.apply = forgiving
 
 
 class NeverWaits(Faulty):
@@ -229,7 +229,7 @@ def test_a_refused_build_poisons_no_step(monkeypatch, batch, transport):
     step = made.build()
     before = {name: getattr(step.host, name).tolist() for name in SEEN}
     for refused in ({"a": 33}, {"nobody": 1}, {"a": 2.5}):
-        with pytest.raises((ValueError, TypeError), match="^(scheduled|block_table): "):
+        with pytest.raises((ValueError, TypeError), match=r"^(scheduled|block_table): "):
             made.build(refused)
     assert {name: getattr(step.host, name).tolist() for name in SEEN} == before
 
