@@ -12,8 +12,9 @@ import operator
 from typing import Any
 
 INT32_MAX = 2**31 - 1
-UNREADABLE = (TypeError, ValueError, OverflowError, NotImplementedError, MemoryError)
-"""What Python and NumPy raise where an object is not the list or array that it is read as; a memoryview too."""
+UNREADABLE = (TypeError, ValueError, OverflowError, NotImplementedError, MemoryError, SystemError)
+"""What Python and NumPy raise where an object is not the list or array that it is read as. A memoryview of two dimensions
+is a NotImplementedError; one that was released is a SystemError (CPython 3.11)."""
 
 
 def integer_or_none(value: Any) -> int | None:
