@@ -13,8 +13,10 @@ from typing import Any
 
 INT32_MAX = 2**31 - 1
 UNREADABLE = (TypeError, ValueError, OverflowError, NotImplementedError, MemoryError, SystemError)
-"""What Python and NumPy raise where an object is not the list or array that it is read as. A memoryview of two dimensions
-is a NotImplementedError; one that was released is a SystemError (CPython 3.11)."""
+"""What Python and NumPy raise where an object is not the list or array that it is read as.
+
+A memoryview of two dimensions is a NotImplementedError, a released one a SystemError (CPython 3.11).
+"""
 
 
 def integer_or_none(value: Any) -> int | None:
