@@ -18,7 +18,7 @@ TRACE ?= ../shared/traces/azure_llm_2023_conv.csv.gz
 # The first test run compiles numba's functions; both cores then share the rest.
 JOBS ?= 2
 
-.PHONY: help demo test test-all test-gpu lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay \
+.PHONY: help demo test test-all test-gpu test-debug test-asan test-dev fuzz lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay \
 	resolve clean
 
 help:
@@ -26,6 +26,10 @@ help:
 	@echo "make test           set up, lint, type-check, run the tests"
 	@echo "make test-all       the same, and the slow proofs"
 	@echo "make test-gpu       the tests that need a CUDA device, in the active Python"
+	@echo "make test-debug     the builders' tests and the fuzz targets over an extension with bounds checks"
+	@echo "make test-asan      the same over an extension with gcc's address and undefined-behaviour sanitizers"
+	@echo "make test-dev       tests under python -X dev, and under -O, which drops every assert outside of tests"
+	@echo "make fuzz           the fuzz targets for FUZZ_MINUTES=10 and more; continues where the last run stopped"
 	@echo "make bench          metadata-build latency: run, save, compare with the last saved run"
 	@echo "make bench-compare REV=...   the working tree beside a revision, turn by turn; fails where it got slower"
 	@echo "make bench-history  a diagram of the saved runs for each benchmark, in benchmarks/history/"
@@ -46,6 +50,10 @@ $(VENV)/.demo: requirements/demo.txt requirements/shared.txt | $(BIN)/python
 
 $(VENV)/.bench $(VENV)/.history $(VENV)/.test: $(VENV)/.%: requirements/%.txt requirements/bench.txt $(VENV)/.demo
 	$(PIP) install -q -r $<
+	touch $@
+
+$(VENV)/.fuzz: requirements/fuzz.txt $(VENV)/.test
+	$(PIP) install -q -r requirements/fuzz.txt || echo "no atheris here: hypothesis fuzzes alone"
 	touch $@
 
 $(VENV)/.kernels: requirements/kernels.txt $(VENV)/.test
@@ -87,6 +95,52 @@ test: $(VENV)/.plugins $(VENV)/.sources lint types
 
 test-all: $(VENV)/.plugins $(VENV)/.sources lint types
 	ATTN_FLASH_SOURCES=$(SOURCES)/4:$(SOURCES)/2 ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+	$(MAKE) test-debug test-dev
+
+# Another build of the extension, in a copy of the tree that comes first on the path: the one in use stays as it is. -P
+# leaves the working folder out of the path. Tests that run on numba alone would tell nothing new.
+BUILD_TESTS = -m "not gpu and not slow" -k "not numba" tests/fuzz tests/kernels tests/builder/lists \
+	tests/builder/persistent tests/builder/device tests/test_slots.py
+IN_BUILD = PYTHONPATH=$(CURDIR)/build/$(1) ATTNCORE_REQUIRE_EXT=1
+
+build/%/.built: setup.py pyproject.toml $(shell find attncore -name "*.p[yx]*" -o -name "*.h") | $(VENV)/.test
+	rm -rf build/$* && mkdir -p build/$*
+	cp -r attncore setup.py pyproject.toml README.md LICENSE build/$*
+	rm -f build/$*/attncore/_slots.c build/$*/attncore/_slots.*.so
+	cd build/$* && ATTNCORE_REQUIRE_EXT=1 $(SWITCH) $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	$(call IN_BUILD,$*) $(BIN)/python -P -c "import attncore; assert '/build/$*/' in attncore.__file__"
+	touch $@
+build/debug/.built: SWITCH := ATTNCORE_DEBUG_EXT=1
+build/asan/.built: SWITCH := ATTNCORE_SANITIZE_EXT=1
+
+test-debug: build/debug/.built $(VENV)/.plugins
+	$(call IN_BUILD,debug) $(BIN)/python -P -m pytest -n $(JOBS) $(BUILD_TESTS)
+
+# The sanitizer's library, and C++'s whose exceptions it follows, are loaded before Python; it sees the memory only that
+# malloc gives. pytest would swallow the report of a process that ends: it goes to a file. One allocation is limited to
+# 2 GiB, as the fuzz targets limit themselves elsewhere.
+LIBASAN = $(shell gcc -print-file-name=libasan.so 2>/dev/null)
+LIBSTDCXX = $(shell gcc -print-file-name=libstdc++.so.6 2>/dev/null)
+REPORT = $(CURDIR)/build/asan/report
+test-asan: $(VENV)/.plugins
+	@test -e "$(LIBASAN)" || { echo "test-asan: gcc has no libasan here; install gcc with its libasan"; exit 2; }
+	$(MAKE) build/asan/.built
+	rm -f $(REPORT)*
+	$(call IN_BUILD,asan) LD_PRELOAD=$(LIBASAN):$(LIBSTDCXX) PYTHONMALLOC=malloc \
+		UBSAN_OPTIONS=print_stacktrace=1:log_path=$(REPORT) \
+		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=2048:log_path=$(REPORT) \
+		$(BIN)/python -P -m pytest -n $(JOBS) $(BUILD_TESTS) || { cat $(REPORT)* 2>/dev/null; exit 1; }
+
+# pytest keeps the asserts of tests under -O, and those of the helpers that tests/conftest.py names.
+test-dev: $(VENV)/.plugins
+	ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -X dev -O -m pytest -n $(JOBS) -m "not gpu and not slow" \
+		-W "ignore:assertions not in test modules" tests
+
+# Each round has new seeds and first tries what failed before (.hypothesis); where atheris is installed, its turn follows.
+FUZZ_MINUTES ?= 10
+FUZZ ?= tests/fuzz
+fuzz: $(VENV)/.plugins $(VENV)/.fuzz
+	ATTNCORE_REQUIRE_EXT=1 $(BIN)/python tests/fuzz/run.py --minutes $(FUZZ_MINUTES) --jobs $(JOBS) $(FUZZ)
 
 # -P: the attncore that is installed there, not the source tree, which has no compiled extension.
 test-gpu:
@@ -143,4 +197,4 @@ resolve:
 	PYTHON=$(PYTHON) requirements/check.sh
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info attncore/_slots.c attncore/*.so .benchmarks .mypy_cache .ruff_cache .pytest_cache benchmarks/history
+	rm -rf $(VENV) $(PEERS) .fuzz build dist *.egg-info attncore/_slots.c attncore/*.so .benchmarks .mypy_cache .ruff_cache .pytest_cache benchmarks/history

@@ -1,6 +1,7 @@
 """The one extension module of attncore. Everything else about the build is in pyproject.toml.
 
 ATTNCORE_DEBUG_EXT=1       compiles with bounds checks on (for tests; slow)
+ATTNCORE_SANITIZE_EXT=1    compiles with gcc's address and undefined-behaviour sanitizers (make test-asan)
 ATTNCORE_PUBLIC_C_API=1    reads Python ints through the public C API only, the way other interpreters must
 ATTNCORE_REQUIRE_EXT=1     fails where the extension cannot be compiled; without it the install goes on, for numba
 """
@@ -21,13 +22,18 @@ def switch(name):
 
 
 debug = switch("ATTNCORE_DEBUG_EXT")
+release = ["/O2"] if sys.platform == "win32" else ["-O3", "-g0", "-fvisibility=hidden"]
+# Undefined behaviour ends the process too: a line on standard error would be lost among those of the tests.
+sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+sanitized = switch("ATTNCORE_SANITIZE_EXT")
 extension = Extension(
     "attncore._slots",
     ["attncore/_slots.pyx"],
     # The topics that _slots.pyx includes, and their C helpers.
     depends=sorted(glob("attncore/kernels/cython/*")),
     # The baseline instruction set of the platform (x86-64-v1 on x86-64): a wheel must run wherever it installs.
-    extra_compile_args=["/O2"] if sys.platform == "win32" else ["-O3", "-g0", "-fvisibility=hidden"],
+    extra_compile_args=[*sanitizers, "-O1", "-g1"] if sanitized else release,
+    extra_link_args=sanitizers if sanitized else [],
     define_macros=[("ATTNCORE_PUBLIC_C_API", "1")] if switch("ATTNCORE_PUBLIC_C_API") else [],
 )
 # The one place where directives are set.

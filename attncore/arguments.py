@@ -14,6 +14,11 @@ from typing import Any
 from attncore.quoted import quoted
 
 INT32_MAX = 2**31 - 1
+UNREADABLE = (TypeError, ValueError, OverflowError, NotImplementedError, MemoryError, SystemError)
+"""What Python and NumPy raise where an object is not the list or array that it is read as.
+
+A memoryview of two dimensions is a NotImplementedError, a released one a SystemError (CPython 3.11).
+"""
 
 
 def integer_or_none(value: Any) -> int | None:
@@ -50,6 +55,14 @@ def positive_integer(name: str, value: Any) -> int:
     if number is None or number < 1:
         raise ValueError(f"{name}: {quoted(value)} is not a positive integer")
     return number
+
+
+def items(name: str, values: Any) -> list[Any]:
+    """``values`` as a list, read once; TypeError where they cannot be read."""
+    try:
+        return list(values)
+    except UNREADABLE as error:
+        raise TypeError(f"{name}: {type(values).__name__} cannot be read as a list: {error}") from error
 
 
 def _to_int(value: Any) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attncore.arguments import INT32_MAX, integer_or_none
+from attncore.arguments import INT32_MAX, UNREADABLE, integer_or_none
 from attncore.quoted import quoted
 
 Int32Array = npt.NDArray[np.int32]
@@ -32,8 +32,16 @@ def lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
     return _check_lengths(name, values, least)
 
 
+def as_array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
+    """``values`` as an array of any dtype; ValueError where they are none, such as rows of two lengths."""
+    try:
+        return np.asarray(values)
+    except UNREADABLE as error:
+        raise ValueError(f"{name}: {type(values).__name__} cannot be read as an array: {error}") from error
+
+
 def _check_lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
-    array = np.asarray(values)
+    array = as_array(name, values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name}: {array.dtype}{list(array.shape)}; it must be a list of integers")
     wrong = np.flatnonzero((array < least) | (array > INT32_MAX))
@@ -81,7 +89,7 @@ def context_and_query(
 
 def block_table(values: npt.ArrayLike, num_rows: int | None = None) -> Int32Array:
     """``values`` as int32[n, width]; ValueError where an id does not fit 0..INT32_MAX or n is not ``num_rows``."""
-    array = np.asarray(values)
+    array = as_array("block_table", values)
     if array.ndim != 2 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(
             f"block_table: {array.dtype}{list(array.shape)}; it must be a rectangle (n, width) of integers"
@@ -110,7 +118,7 @@ def bad_block_ids(ids: Any, limit: int) -> tuple[type[ValueError] | type[TypeErr
         return TypeError, f"{quoted(ids)} is not a sequence of block ids"
     try:
         items = list(ids)
-    except (TypeError, MemoryError, OverflowError):
+    except UNREADABLE:
         return TypeError, f"{type(ids).__name__} is not a sequence of block ids that can be read"
     for index, item in enumerate(items):
         value = integer_or_none(item)

@@ -6,6 +6,9 @@ import pytest
 
 from attncore import env
 
+# Their asserts are kept under python -O (make test-dev), as those of the test modules are.
+pytest.register_assert_rewrite("batches", "batches_checks", "batches_requests", "batches_steps", "fuzz", "graph_engine")
+
 
 @pytest.fixture(params=["cython", "numba"])
 def kernels(request):

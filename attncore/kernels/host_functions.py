@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attncore import array_arguments
+from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX, integer, optional_integer
 from attncore.array_arguments import Int32Array, Int64Array, bad_block_ids, context_and_query, output
 from attncore.kernels import load_kernels
@@ -171,7 +171,7 @@ def pad_block_table(
 
     Raises ValueError, naming the row, for an id that is no int32 >= 0 and for a row longer than the width.
     """
-    rows = list(rows)  # one reading: a sequence's length and its items need not agree
+    rows = arguments.items("rows", rows)  # one reading: a sequence's length and its items need not agree
     for index, row in enumerate(rows):
         if not hasattr(row, "__len__"):
             raise TypeError(f"rows: row {index}: {row!r} is not a sequence of block ids")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from attncore.abstract import check_value_size
-from attncore.arguments import integer
+from attncore.arguments import UNREADABLE, integer
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
 from attncore.quoted import quoted
@@ -96,16 +96,19 @@ class AttentionRequest:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
         check_value_size(self.head_size, self.head_size_v, self.num_kv_heads, self.use_mla is True)
-        if self.kv_cache_dtype == "fp8":
+        if isinstance(self.kv_cache_dtype, str) and self.kv_cache_dtype == "fp8":
             object.__setattr__(self, "kv_cache_dtype", "fp8_e4m3")
         for name, words in _WORDS.items():
             value = getattr(self, name)
-            if value not in words and not (value is None and name in ("kv_cache_layout", "phase")):
+            if value is None and name in ("kv_cache_layout", "phase"):
+                continue
+            if not isinstance(value, str) or value not in words:
                 raise ValueError(f"{name}: {quoted(value)} is not one of {', '.join(words)}")
         for name in ("sinks", "use_mla", "allow_compile"):
-            if not isinstance(getattr(self, name), bool):
+            if getattr(self, name) is not True and getattr(self, name) is not False:
                 raise TypeError(f"{name}: {quoted(getattr(self, name))} is neither True nor False")
-        if self.alibi not in (True, False, "standard"):
+        alibi = self.alibi
+        if alibi is not True and alibi is not False and (not isinstance(alibi, str) or alibi != "standard"):
             raise ValueError(f"alibi: {quoted(self.alibi)} is not True, False or 'standard'")
         cap = self.logits_soft_cap
         if cap is not None and (
@@ -161,11 +164,14 @@ _WORDS = {
 
 
 def _names(field: str, value: object, known: Iterable[str] | None = None) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{field}: {quoted(value)} is not a collection of names")
-    names = tuple(value)
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        names: tuple[Any, ...] = tuple(value)  # type: ignore[arg-type]
+    except UNREADABLE:
+        raise TypeError(f"{field}: {quoted(value)} is not a collection of names") from None
     for name in names:
-        if known is not None and name not in known:
+        if known is not None and (not isinstance(name, str) or name not in known):
             raise ValueError(f"{field}: {quoted(name)} is not one of {', '.join(known)}")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ValueError(f"{field}: {quoted(name)} is not a backend's name")

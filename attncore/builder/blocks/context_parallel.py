@@ -90,7 +90,7 @@ class ContextParallel:
 
         Returns int64[T]; -1 stays -1, and a token that another rank keeps gets -1.
         """
-        virtual = np.asarray(slot_mapping)
+        virtual = array_arguments.as_array("slot_mapping", slot_mapping)
         if virtual.ndim != 1 or (virtual.size and virtual.dtype.kind not in "iu"):
             raise ValueError(f"slot_mapping: {virtual.dtype}{list(virtual.shape)}; it must be a list of integers")
         # A slot gives the virtual block and the offset in it. (-1 is the last slot of block -1,

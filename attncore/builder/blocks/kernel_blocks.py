@@ -32,7 +32,7 @@ def expand_blocks(
     (n, width) holds, the rest of a row is padded with 0; without it, padding is expanded like block 0. Host arrays.
     """
     kernel_blocks = arguments.integer("kernel_blocks", kernel_blocks, 1)
-    ids = np.asarray(block_ids)
+    ids = array_arguments.as_array("block_ids", block_ids)
     if ids.ndim not in (1, 2) or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"block_ids: {ids.dtype}{list(ids.shape)}; it must be a row or a rectangle of integers")
     held = None if num_blocks is None else _check_num_blocks(num_blocks, ids)

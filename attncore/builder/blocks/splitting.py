@@ -109,7 +109,7 @@ def plan_reorder(kinds: npt.ArrayLike) -> Int32Array:
     Each swap exchanges two whole rows. Rows of one kind keep no particular order among themselves. ``rows_after`` turns
     the swaps into a permutation.
     """
-    array = np.asarray(kinds)
+    array = array_arguments.as_array("kinds", kinds)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"kinds: {array.dtype}{list(array.shape)}; it must be a list of 0, 1 and 2")
     if array.size and not 0 <= int(array.min()) <= int(array.max()) <= PREFILL:
@@ -139,7 +139,7 @@ def rows_after(swaps: npt.ArrayLike, num_rows: int) -> Int32Array:
     For an engine's own tensors of one row per request. ``metadata.moves`` are swaps too.
     """
     num_rows = arguments.integer("num_rows", num_rows, 0)
-    pairs = np.asarray(swaps)
+    pairs = array_arguments.as_array("swaps", swaps)
     if pairs.size and (pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu"):
         raise ValueError(f"swaps: {pairs.dtype}{list(pairs.shape)}; give pairs of rows (k, 2)")
     if pairs.size and not 0 <= int(pairs.min()) <= int(pairs.max()) < num_rows:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attncore import arguments
-from attncore.arguments import INT32_MAX
+from attncore.arguments import INT32_MAX, UNREADABLE
 from attncore.builder.lists import error_texts
 from attncore.builder.lists.advance_step import advance_step
 from attncore.builder.lists.encoders import encoder_fields
@@ -123,9 +123,10 @@ class CommonMetadataBuilder(ListSettings):
     ) -> CommonAttentionMetadata:
         cuda_graph_pad_size = arguments.integer("cuda_graph_pad_size", cuda_graph_pad_size, -1)
         if not isinstance(groups, (list, tuple)):
-            if not isinstance(groups, Iterable):
-                raise error_texts.malformed_groups(groups)
-            groups = list(groups)
+            try:
+                groups = list(groups)
+            except UNREADABLE:
+                raise error_texts.malformed_groups(groups) from None
         if not self._reader.enter():
             raise ConcurrentUseError("builder: another caller is inside it; give each thread a builder of its own")
         try:

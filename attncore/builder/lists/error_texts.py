@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attncore import arguments, array_arguments
-from attncore.arguments import INT32_MAX
+from attncore.arguments import INT32_MAX, UNREADABLE
 from attncore.kernels import codes
 
 
@@ -66,7 +66,7 @@ def malformed_groups(groups: Any) -> ValueError | TypeError:
     """The error of groups that GroupReader.read refused, for the first wrong field, with its path."""
     try:
         groups = list(groups)
-    except TypeError:
+    except UNREADABLE:
         return TypeError(f"groups: {groups!r} is not a list of SequenceGroup")
     if not groups:
         return ValueError("groups: empty; a step needs at least one group")

@@ -241,7 +241,8 @@ class MetadataBuilder:
         Slots are -1 and tables are empty, so that a model runs without a cache and its memory can be measured. The
         batch does not change. The arrays belong to the caller. Raises ValueError beyond the builder's capacity.
         """
-        lens = [arguments.integer(f"query_lens[{row}]", length, 1) for row, length in enumerate(query_lens)]
+        given = arguments.items("query_lens", query_lens)
+        lens = [arguments.integer(f"query_lens[{row}]", length, 1) for row, length in enumerate(given)]
         if len(lens) > self.batch.max_num_reqs:
             raise ValueError(f"query_lens: {len(lens)} requests exceed max_num_reqs {self.batch.max_num_reqs}")
         if sum(lens) > self.max_num_batched_tokens:

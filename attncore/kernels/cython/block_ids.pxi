@@ -6,9 +6,9 @@ from cpython.long cimport PyLong_AsLongLongAndOverflow
 from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
 
-from numpy import dtype
+from numpy import dtype, ndarray
 
-from attncore.arguments import integer_or_none
+from attncore.arguments import UNREADABLE, integer_or_none
 
 cdef extern from "kernels/cython/read_int.h":
     const char* ATTNCORE_READS_INTS
@@ -41,7 +41,8 @@ cdef object readable(object ids):
         return list(ids)
     if not hasattr(ids, "__len__"):  # an iterator can be read only once, and a refusal reads it again
         return None
-    if PyObject_CheckBuffer(ids):
+    # A subclass of an array may say other items than its memory has: a masked one does.
+    if PyObject_CheckBuffer(ids) and (type(ids) is ndarray or not isinstance(ids, ndarray)):
         try:
             view = memoryview(ids)
             if view.ndim == 1 and view.format in ("i", "l", "q") and view.c_contiguous:
@@ -50,7 +51,7 @@ cdef object readable(object ids):
             pass
     try:
         return list(ids)
-    except (TypeError, MemoryError, OverflowError):
+    except UNREADABLE:
         return None
 
 

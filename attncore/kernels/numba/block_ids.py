@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from attncore.arguments import integer_or_none
+from attncore.arguments import UNREADABLE, integer_or_none
 
 
 def read_int(value: Any) -> int | None:
@@ -24,7 +24,7 @@ def readable(ids: Any) -> Any:
         return None
     try:
         return list(ids)
-    except (TypeError, MemoryError, OverflowError):
+    except UNREADABLE:
         return None
 
 

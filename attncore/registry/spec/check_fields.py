@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from attncore.arguments import integer_or_none
+from attncore.arguments import UNREADABLE, integer_or_none
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
 from attncore.quoted import quoted
@@ -43,8 +43,9 @@ def check_fields(given: Values) -> tuple[Values, list[str]]:
     for name, check in _CHECKS.items():
         try:
             values[name] = check(name, given[name])
-        except ValueError as error:
-            problems.append(str(error))
+        except UNREADABLE as error:  # one of Python's or NumPy's own does not begin with the field's name
+            text = str(error)
+            problems.append(text if text.startswith(f"{name}: ") else f"{name}: {text}")
     if not problems:
         problems.extend(_contradictions(values))
     return values, problems
