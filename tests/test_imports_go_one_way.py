@@ -20,7 +20,8 @@ LAYERS = {
         "builder",
         "graphs kernels slots _slots _slots_numba",
         "array_arguments",
-        "arguments input_files vocabulary env errors frozen_map step_arrays _version",
+        "arguments input_files vocabulary env errors frozen_map kept_files search_path standard_output step_arrays "
+        "_version",
         "quoted",
     ),
     "builder": (
@@ -37,7 +38,8 @@ LAYERS = {
         "host request_from_config_json",
         "request",
         "reasons",
-        "device_patterns package_requirements printable child_process config_json",
+        "device_patterns package_requirements child_process config_json",
+        "printable",
     ),
 }
 """What stands in each folder, from the top layer down. A module imports from its own layer and from those below it.

@@ -23,10 +23,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from attncore._version import __version__
+from attncore.cli.output import only_json
 from attncore.cli.streams_and_signals import READER_GONE, Terminated, prepared, settle
 from attncore.cli.usage_errors import InputLineError, UsageError
 from attncore.errors import AttncoreError, NoBackendError
-from attncore.quoted import printable, quoted
+from attncore.quoted import quoted
+from attncore.registry.printable import one_line
+from attncore.standard_output import own_standard_output
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -79,19 +82,26 @@ def _overview() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit code, also for a user's mistakes, which it prints as one line."""
+    """Run one command. Returns its exit code, also for a user's mistakes, which it prints as one line.
+
+    Without ``argv`` it is the process's last act, and what libraries print afterwards goes to standard error too.
+    """
+    with prepared(), own_standard_output(to_the_end=argv is None):
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     words = [*(sys.argv[1:] if argv is None else argv)]  # not list(), which the command of that name replaces
     code = READER_GONE
-    with prepared():
-        try:
-            code = _ended(words)
-        finally:
-            unwritten = settle()
-        if isinstance(unwritten, BrokenPipeError):
-            return READER_GONE
-        if unwritten is not None and code != 2:  # else it was said
-            code = _fail(f"standard output: {unwritten.strerror}", 2)
-            settle()
+    try:
+        code = _ended(words)
+    finally:
+        unwritten = settle()
+    if isinstance(unwritten, BrokenPipeError):
+        return READER_GONE
+    if unwritten is not None and code != 2:  # else it was said
+        code = _fail(f"standard output: {unwritten.strerror}", 2)
+        settle()
     return code
 
 
@@ -113,8 +123,8 @@ def _ended(words: list[str]) -> int:
         return _fail(f"not enough memory ({error})" if str(error) else "not enough memory", 2)
     except Terminated as error:
         return error.code
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+    except KeyboardInterrupt as error:
+        return _fail(" ".join(("interrupted", *getattr(error, "__notes__", ()))), 130)
 
 
 def _run(words: list[str]) -> int:
@@ -133,12 +143,13 @@ def _run(words: list[str]) -> int:
         args = parser.parse_args(words[1:])
     except SystemExit as ended:  # --help
         return int(ended.code or 0)
-    code: int = args.run(args)
+    with only_json() if getattr(args, "json", False) else contextlib.nullcontext():
+        code: int = args.run(args)
     return code
 
 
 def _fail(error: object, code: int) -> int:
     prefix = "" if isinstance(error, InputLineError) else "attncore: error: "
     with contextlib.suppress(OSError):  # standard error is full, or its reader has gone
-        print(prefix + printable(str(error), 2000), file=sys.stderr)  # no control codes to a terminal
+        print(prefix + (one_line(error, 1 << 16) or type(error).__name__), file=sys.stderr)
     return code

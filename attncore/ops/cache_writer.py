@@ -18,8 +18,9 @@ class CacheWriter:
     (blocks, block_size, num_kv_heads, head size) and ``slot_mapping`` int64 (T,), all on one device. Of each but the
     last only the last dimension has to be contiguous: a cache whose blocks hold heads first comes as
     ``cache.transpose(1, 2)``. On a GPU it is one launch, which may be captured and waits for nothing, and skips
-    negative slots; on a CPU these land in the last block, which has to be a sink. Numbers are converted to the cache's
-    dtype; in fp8 those beyond its range are cut off. A slot past the end is the caller's error.
+    negative slots and those past the end; on a CPU negative ones land in the last block, which has to be a sink, and
+    one past the end is an IndexError. Numbers are converted to the cache's dtype; in fp8 those beyond its range are cut
+    off.
 
     Raises ValueError naming the argument where shapes disagree, or where a scale is not positive.
     """

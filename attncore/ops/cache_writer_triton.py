@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -28,14 +29,14 @@ def _store(  # type: ignore[no-untyped-def]
 def store_both(  # type: ignore[no-untyped-def]
     key, value, key_cache, value_cache, slots, k_scale, v_scale,
     key_token, key_head, value_token, value_head, key_block, key_offset, key_cache_head,
-    value_block, value_offset, value_cache_head,
+    value_block, value_offset, value_cache_head, num_slots,
     block_size: tl.constexpr, largest: tl.constexpr, heads: tl.constexpr, size: tl.constexpr, size_v: tl.constexpr,
     heads_up: tl.constexpr, size_up: tl.constexpr, size_v_up: tl.constexpr,
 ):  # fmt: skip
     """The kernel of ``store``, a program a token. Public for those who compile it ahead; ``store`` launches it."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
-    if slot >= 0:
+    if (slot >= 0) & (slot < num_slots):
         block, offset = slot // block_size, slot % block_size
         _store(key, key_cache, k_scale, token, block, offset, key_token, key_head, key_block, key_offset,
                key_cache_head, largest, heads, size, heads_up, size_up)  # fmt: skip
@@ -47,7 +48,7 @@ def store(
     key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, k_scale: float, v_scale: float,
     largest: float, launches: dict[Any, Any] | None = None,
 ) -> None:  # fmt: skip
-    """One launch for keys and values of ``len(slot_mapping)`` tokens; negative slots are skipped.
+    """One launch for keys and values of ``len(slot_mapping)`` tokens; slots that the cache lacks are skipped.
 
     ``largest``: what the cache holds at most, where numbers are to be divided by the scales and cut off; 0 elsewhere.
     ``launches`` is the caller's, empty at first: what was compiled, for tensors of the same kind. Triton's own search
@@ -56,25 +57,44 @@ def store(
     num_tokens = slot_mapping.shape[0]
     if not num_tokens:
         return
-    # All on which Triton specialises: dtypes, strides, and whether addresses are multiples of 16.
+    # All on which Triton specialises, and that _check_addresses reads: dtypes, strides, devices, and whether addresses
+    # are multiples of 16.
     kind = (
         key.dtype, value.dtype, slot_mapping.dtype, key_cache.dtype, key.stride(), value.stride(), key_cache.stride(),
         value_cache.stride(), key_cache.data_ptr() & 15, value_cache.data_ptr() & 15, key.data_ptr() & 15,
-        value.data_ptr() & 15, slot_mapping.data_ptr() & 15, key_cache.shape[1:], value_cache.shape[3],
-        key.device.index,
+        value.data_ptr() & 15, slot_mapping.data_ptr() & 15, key_cache.shape, value_cache.shape, value_cache.dtype,
+        slot_mapping.stride(), key.device, value.device, key_cache.device, value_cache.device, slot_mapping.device,
     )  # fmt: skip
     known = launches.get(kind) if launches else None
     if known is not None:
         compiled, others = known
         compiled[(num_tokens, 1, 1)](key, value, key_cache, value_cache, slot_mapping, *others)
         return
-    _, block_size, heads, size = key_cache.shape
+    _check_addresses(key, value, key_cache, value_cache, slot_mapping)
+    num_blocks, block_size, heads, size = key_cache.shape
     size_v = value_cache.shape[3]
     others = (
         k_scale, v_scale, key.stride(0), key.stride(1), value.stride(0), value.stride(1), *key_cache.stride()[:3],
-        *value_cache.stride()[:3], block_size, largest, heads, size, size_v, triton.next_power_of_2(heads),
-        triton.next_power_of_2(size), triton.next_power_of_2(size_v),
+        *value_cache.stride()[:3], num_blocks * block_size, block_size, largest, heads, size, size_v,
+        triton.next_power_of_2(heads), triton.next_power_of_2(size), triton.next_power_of_2(size_v),
     )  # fmt: skip
     compiled = store_both[(num_tokens,)](key, value, key_cache, value_cache, slot_mapping, *others)
     if launches is not None and compiled is not None:  # the interpreter compiles nothing
         launches[kind] = compiled, others
+
+
+def _check_addresses(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> None:
+    """ValueError where the kernel, which takes last dimensions as contiguous and one device, would go astray."""
+    named = {
+        "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slot_mapping,
+    }  # fmt: skip
+    for name, tensor in named.items():
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name}: stride {tensor.stride(-1)} in its last dimension; give one that is contiguous")
+        if tensor.device != slot_mapping.device:
+            raise ValueError(f"{name}: on {tensor.device}, but slot_mapping is on {slot_mapping.device}")
+    if slot_mapping.dtype != torch.int64 or value_cache.dtype != key_cache.dtype:
+        raise ValueError(
+            f"slot_mapping: {slot_mapping.dtype} for caches of {key_cache.dtype} and {value_cache.dtype}; give int64, "
+            "and caches of one dtype"
+        )

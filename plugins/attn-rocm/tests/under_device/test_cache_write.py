@@ -13,7 +13,7 @@ DEVICE = "cuda" if os.environ["ATTNCORE_ROCM_DEV_DEVICE"] == "cuda" else "cpu"
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_slots(layout, dtype):
-    """Every token lands in its slot, slots of -1 change nothing, fp8 numbers are divided and cut off."""
+    """Every token lands in its slot, slots of -1 or past the end change nothing, fp8 is divided and cut off."""
     heads, size, page = 3, 24, 4
     random = torch.Generator().manual_seed(1)
     key, value = (500 * torch.randn(7, heads, size, generator=random) for _ in range(2))
@@ -23,7 +23,7 @@ def test_slots(layout, dtype):
     caches = torch.zeros(2, 6, page, heads, size).to(dtype).to(DEVICE)
     if layout == "HND":
         caches = torch.zeros(2, 6, heads, page, size).to(dtype).to(DEVICE).transpose(2, 3)
-    slots = torch.tensor([5, -1, 0, 23, 8, -1])
+    slots = torch.tensor([5, -1, 0, 23, 8, 24, 2**40])
     fp8 = dtype is not torch.float32
     largest = torch.finfo(dtype).max if fp8 else 0.0
     cache_kernels.store(
@@ -33,6 +33,6 @@ def test_slots(layout, dtype):
     for new, scale, cache in ((key, 2.0, caches[0]), (value, 4.0, caches[1])):
         wanted = torch.zeros(24, heads, size)
         for token, slot in enumerate(slots.tolist()):
-            if slot >= 0:
+            if 0 <= slot < 24:
                 wanted[slot] = (new[token] / scale).clamp(-largest, largest).to(dtype).float() if fp8 else new[token]
         assert torch.equal(cache.float().cpu().reshape(24, heads, size), wanted)
