@@ -3,7 +3,7 @@
 A command's module has ``configure(parser)`` and ``run(args) -> int``; its docstring is the command's description. Exit
 codes: 0 success, 1 a finding, 2 bad usage or input (one line on standard error), 3 no usable backend.
 
-- ``replay``, ``build``, ``list``, ``explain``, ``doctor``, ``verify``, ``new_backend``: the commands.
+- ``replay``, ``build``, ``list``, ``explain``, ``doctor``, ``verify``, ``bench``, ``new_backend``: the commands.
 - ``replay_options``: the options of ``replay``; ``persistent_builder_options``: those it shares with ``build``.
 - ``argument_types``: types for argparse; ``usage_errors``: mistakes of a user.
 - ``output``, ``progress_bar``: JSON, tables, a bar.
@@ -30,6 +30,7 @@ COMMANDS = {
     "explain": "say which backend would be chosen, on this machine or another, and why not the others",
     "doctor": "check the installation: versions, environment, each plugin in a child process",
     "verify": "compare a backend with the reference on this machine, in a child process",
+    "bench": "time a backend's steps beside the reference, and compare them with saved runs",
     "new-backend": "write the repository of a new backend, which works and is there to be changed",
 }
 

@@ -81,7 +81,7 @@ def test_a_wrong_failing_crashing_or_hanging_library_is_a_row(site, capsys, forw
 
 def test_the_error_shown_is_that_of_the_output_that_differs(site, capsys):
     site.plugin("off", heavy=REFERENCE.format(forward="key = key * 1.01"))
-    code, (found,) = verdicts(capsys, "off")
+    _, (found,) = verdicts(capsys, "off")
     (said,) = re.findall(r"differs from dense float32 attention by ([0-9.e-]+)", found["message"])
     assert found["max_abs_error"] == pytest.approx(float(said), rel=0.01)
     assert main(["verify", "off", *SMALL]) == 1
