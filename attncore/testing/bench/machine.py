@@ -13,7 +13,7 @@ _FIELDS = {"model name": "cpu", "cpu family": "family", "model": "model"}
 
 def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
     """The processor by name, family and model, and the number of its cores."""
-    found = {"cpu": platform.processor() or platform.machine(), "family": "", "model": ""}
+    found = {"cpu": "", "family": "", "model": ""}
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
     except OSError:  # no Linux
@@ -22,7 +22,7 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
         name, _, value = (part.strip() for part in line.partition(":"))
         if name in _FIELDS and value:
             found[_FIELDS[name]] = value
-    return {**found, "cores": str(os.cpu_count())}
+    return {**found, "cpu": found["cpu"] or platform.processor() or platform.machine(), "cores": str(os.cpu_count())}
 
 
 def machine_name(facts: dict[str, str]) -> str:
