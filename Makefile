@@ -105,8 +105,7 @@ bench-compare: $(VENV)/.built $(VENV)/.bench
 	$(BIN)/python benchmarks/compare.py run $(COMPARE) -- "$(REV)"
 
 bench-history: $(VENV)/.built $(VENV)/.history
-	$(BIN)/python -m pytest_benchmark --storage=file://benchmarks/results compare --sort=name --group-by=fullname \
-		--columns=median,iqr --histogram=benchmarks/history/run
+	$(BIN)/python benchmarks/history.py
 
 # vLLM's wheels without their requirements (CUDA is several GB) and their compiled code, which nothing timed uses; a
 # folder each, because two versions have no room in one environment. The same Python as .venv, whose extension it uses.
