@@ -174,6 +174,15 @@ def test_a_pass_times_the_backend_beside_the_reference(site):
     assert forward.to_reference[0] > 2
 
 
+def test_steps_of_a_phase_that_the_spec_has_not_are_unsupported(site):
+    site.plugin("decodes", heavy=REFERENCE.format(forward="pass"), extra="phases={'decode'}")
+    found = measure(Question("decodes", "attn-decodes 1.0", **QUICK), 1)
+    assert {row.step for row in found.rows} == {"decode of 1", "decode of 32"}
+    assert found.unsupported == dict.fromkeys(
+        ("prefill of 256", "chunk of 128 beside 16 decodes"), "its spec declares no phase prefill"
+    )
+
+
 @pytest.mark.parametrize(
     ("forward", "said"),
     [
