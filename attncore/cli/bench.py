@@ -5,8 +5,9 @@ one layer's forward, over steps of several shapes and over those of --steps. Sev
 the backend, the reference and a fixed piece of work take turns, on one thread. The run is saved in a folder of the
 user's, and compared with the last saved ones of the same backend, sizes and machine.
 
-A row counts as slower only if each of its passes took longer than every pass of the last five saved runs, by the clock
-and relative to the fixed work; the passes are then repeated and judged together. Exits with 0 also where a row is
+A row counts as slower only if its passes took longer than those of the last five saved runs, by the clock and relative
+to the fixed work, one pass in five left out; they are then repeated and judged together. That takes three saved runs,
+more than 3 %, and more than the fixed work itself has changed. Exits with 0 also where a row is
 slower, with 1 then if --strict is given, or where the backend cannot be timed; with 3 where it cannot be used here.
 """
 
@@ -168,14 +169,21 @@ def _print(found: Run, changes: list[Change], saved: list[Run], file: Path | Non
             print_table(headers[1:], [cells[1:] for cells in members])
     for step, reason in found.unsupported.items():
         print(f"{step}: unsupported, {reason}")
-    if saved:
-        slower = sum(one.verdict == "slower" for one in changes)
-        runs = "1 saved run" if len(saved) == 1 else f"{len(saved)} saved runs"
-        print(f"{slower} of {len(changes)} rows slower than in {runs} since {saved[0].time[:10]}")
-    else:
-        print("no saved run of this backend, these sizes and this machine to compare with: this is the first")
+    print(_summary(changes, saved))
     if file is not None:
         print(f"saved as {file}")
+
+
+def _summary(changes: list[Change], saved: list[Run]) -> str:
+    from attncore.testing.bench.change import ENOUGH
+
+    if not saved:
+        return "no saved run of this backend, these sizes and this machine to compare with: this is the first"
+    runs = "1 saved run" if len(saved) == 1 else f"{len(saved)} saved runs"
+    if len(saved) < ENOUGH:
+        return f"{runs} since {saved[0].time[:10]}: with {ENOUGH} or more, rows that got slower are named"
+    slower = sum(one.verdict == "slower" for one in changes)
+    return f"{slower} of {len(changes)} rows slower than in {runs} since {saved[0].time[:10]}"
 
 
 def _figures(row: Row) -> tuple[str, str]:
@@ -199,7 +207,7 @@ def _ratio(row: Row) -> str:
 def _change(one: Change) -> str:
     if one.percent is None:
         return one.verdict
-    return f"{one.percent:+.0f} %" + ("" if one.verdict == "same" else f" {one.verdict}")
+    return f"{one.percent:+.0f} %" + (f" {one.verdict}" if one.verdict in ("slower", "faster") else "")
 
 
 def _usual(one: Change) -> str:

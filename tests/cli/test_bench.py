@@ -70,12 +70,16 @@ def test_the_first_run_is_saved_and_the_second_is_compared(measured, capsys, sta
     out = capsys.readouterr().out.splitlines()
     assert out[1].split()[-3:] == ["CHANGE", "USUAL", "TREND"]
     assert out[2].endswith("+0 %    +0 to +0 %  ▄▄")
-    assert out[5] == "0 of 2 rows slower than in 1 saved run since 2026-11-22"
+    assert out[5] == "1 saved run since 2026-11-22: with 3 or more, rows that got slower are named"
     assert len(list(state.rglob("*.json"))) == 2
+    for _ in range(2):
+        main(["bench", "reference"])
+    assert "0 of 2 rows slower than in 3 saved runs since 2026-11-22" in capsys.readouterr().out
 
 
 def test_what_is_slower_is_measured_again_and_said_but_no_error(measured, capsys):
-    main(["bench", "reference"])
+    for _ in range(3):
+        main(["bench", "reference"])
     capsys.readouterr()
     measured.factors += [1.5, 1.5]
     assert main(["bench", "reference", "--no-save"]) == 0
@@ -88,7 +92,7 @@ def test_what_is_slower_is_measured_again_and_said_but_no_error(measured, capsys
     assert main(["bench", "reference", "--no-save", "--strict"]) == 0
     measured.factors += [1.5, 1.5]
     assert main(["bench", "reference", "--no-save", "--strict"]) == 1
-    assert len(measured.asked) == 7
+    assert len(measured.asked) == 9
 
 
 def test_json_has_every_pass_and_the_change(measured, capsys, state):
@@ -100,13 +104,14 @@ def test_json_has_every_pass_and_the_change(measured, capsys, state):
     assert err == ""
     assert (found["backend"], found["compared_with"]) == ("reference", ["2026-11-22T00:00:00.000Z"])
     assert [len(row["median"]) for row in found["rows"]] == [3, 3]
-    assert found["rows"][1]["change"] == {"verdict": "same", "percent": 0, "usual": [0, 0]}
+    assert found["rows"][1]["change"] == {"verdict": "too few runs", "percent": 0, "usual": [0, 0]}
     assert os.path.dirname(found["saved"]).startswith(str(state))
 
 
 @pytest.mark.parametrize("columns", [60, 80, 109])
 def test_a_narrow_terminal_has_what_fits(measured, capsys, monkeypatch, columns):
-    main(["bench", "reference"])
+    for _ in range(3):
+        main(["bench", "reference"])
     capsys.readouterr()
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

@@ -100,5 +100,10 @@ def _read(file: Path) -> Run | None:
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     lists = [getattr(row, name) for row in rows for name in ("median", "to_yardstick")]
-    whole = all(isinstance(values, list) and values and all(type(one) is float for one in values) for values in lists)
-    return run if whole and isinstance(run.time, str) else None
+    whole = all(isinstance(values, list) and values and all(_is_figure(one) for one in values) for values in lists)
+    paired = whole and all(len(row.median) == len(row.to_yardstick) for row in rows)
+    return run if paired and isinstance(run.time, str) else None
+
+
+def _is_figure(value: object) -> bool:
+    return isinstance(value, float) and 0 < value < float("inf")
