@@ -7,8 +7,8 @@ user's, and compared with the last saved ones of the same backend, sizes and mac
 
 A row counts as slower only if its passes took longer than those of the last five saved runs, by the clock and relative
 to the fixed work, one pass in five left out; they are then repeated and judged together. That takes three saved runs,
-more than 3 %, and more than the fixed work itself has changed. Exits with 0 also where a row is
-slower, with 1 then if --strict is given, or where the backend cannot be timed; with 3 where it cannot be used here.
+more than 3 %, and more than the fixed work itself has changed. Exits with 0 also where a row is slower, with 1 then if
+--strict is given, or where the backend cannot be timed; with 3 where it cannot be used here.
 """
 
 from __future__ import annotations
