@@ -30,9 +30,9 @@ help:
 	@echo "make test-asan      the same over an extension with gcc's address and undefined-behaviour sanitizers"
 	@echo "make test-dev       tests under python -X dev, and under -O, which drops every assert outside of tests"
 	@echo "make fuzz           the fuzz targets for FUZZ_MINUTES=10 and more; continues where the last run stopped"
-	@echo "make bench          metadata-build latency: run, save, compare with the last saved run"
+	@echo "make bench          metadata-build latency: run, save, compare with this machine's last run; STRICT=1 judges goals"
 	@echo "make bench-compare REV=...   the working tree beside a revision, turn by turn; fails where it got slower"
-	@echo "make bench-history  a diagram of the saved runs for each benchmark, in benchmarks/history/"
+	@echo "make bench-history  pages of the saved runs, one for each machine: benchmarks/history/index.html"
 	@echo "make bench-peers    the same steps by vLLM's own builders, in an environment of their own (.venv-peers)"
 	@echo "make bench-gpu      on a CUDA device, in the active Python: until a step is there, calls, bytes, a race (RACE=100000)"
 	@echo "make bench-replay   builds of a whole trace that take over 50 us"
@@ -147,23 +147,19 @@ test-gpu:
 	@$(PYTHON) -P benchmarks/gpu_here.py
 	$(PYTHON) -P -m pytest -m gpu
 
-# Compares with the last saved run of this kind of machine where there is one, then checks the goals. Words for pytest in
-# BENCH, such as BENCH="-k TestDecode", run a part: it is compared, and neither saved nor judged.
+# Words for pytest in BENCH, such as BENCH="-k TestDecode", run a part: it is compared, and neither saved nor judged.
+# STRICT=1 makes a missed goal an error.
 BENCH ?=
 bench: $(VENV)/.built $(VENV)/.bench
-	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable --benchmark-only $(if $(BENCH),$(BENCH),--benchmark-autosave) \
-		--benchmark-storage=file://benchmarks/results --benchmark-compare --benchmark-columns=median,min,iqr,rounds \
-		--benchmark-group-by=group --benchmark-sort=min -W "default::pytest_benchmark.logger.PytestBenchmarkWarning"
-	$(if $(BENCH),,$(BIN)/python benchmarks/reach.py "$$(ls -t benchmarks/results/*/[0-9]*.json | head -1)")
+	$(BIN)/python benchmarks/run.py $(if $(filter-out 0,$(STRICT)),--strict) $(if $(BENCH),-- $(BENCH))
 
 # More words for it in COMPARE, such as COMPARE="-k TestDecode --rounds 6".
 bench-compare: $(VENV)/.built $(VENV)/.bench
 	@test -n "$(REV)" || { echo "bench-compare: say with what: make bench-compare REV=main"; exit 2; }
-	$(BIN)/python benchmarks/compare.py run $(REV) $(COMPARE)
+	$(BIN)/python benchmarks/compare.py run $(COMPARE) -- "$(REV)"
 
 bench-history: $(VENV)/.built $(VENV)/.history
-	$(BIN)/python -m pytest_benchmark --storage=file://benchmarks/results compare --sort=name --group-by=fullname \
-		--columns=median,iqr --histogram=benchmarks/history/run
+	$(BIN)/python benchmarks/history.py
 
 # vLLM's wheels without their requirements (CUDA is several GB) and their compiled code, which nothing timed uses; a
 # folder each, because two versions have no room in one environment. The same Python as .venv, whose extension it uses.
@@ -197,4 +193,4 @@ resolve:
 	PYTHON=$(PYTHON) requirements/check.sh
 
 clean:
-	rm -rf $(VENV) $(PEERS) .fuzz build dist *.egg-info attncore/_slots.c attncore/*.so .benchmarks .mypy_cache .ruff_cache .pytest_cache benchmarks/history
+	rm -rf $(VENV) $(PEERS) .fuzz build dist *.egg-info attncore/_slots.c attncore/*.so .mypy_cache .ruff_cache .pytest_cache benchmarks/history

@@ -10,15 +10,19 @@ arithmetic on saved runs, the first of --old beside the first of --new.
 A machine of two cores changes its speed from one minute to the next, so a benchmark has got slower only where two
 figures say so, each more than LIMIT %: the median of its ratios, turn by turn (both sides of a turn see about the same
 machine), and the ratio of the two sides' best medians (noise only adds). What looks slower is then run again by itself
-as often as before, and judged on all its turns. Exit code 1 where something got slower, 2 where a run failed.
+as often as before, and judged on all its turns. Exit code 1 where something got slower, 2 where nothing could be
+compared, which one line explains.
 """
 
 import argparse
 import json
 import os
+import re
+import shutil
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +34,10 @@ PYTEST = (
     "-m", "pytest", "-q", "-p", "no:cacheprovider", "--benchmark-enable", "--benchmark-only",
     "-W", "default::pytest_benchmark.logger.PytestBenchmarkWarning",
 )  # fmt: skip
+
+
+class ComparisonError(Exception):
+    """Why nothing can be compared, in a line."""
 
 
 class Compared(NamedTuple):
@@ -69,6 +77,8 @@ def compare(old, new):
 def show(compared, limit):
     """Prints the table; the exit code."""
     found, only_old, only_new = compared
+    if not found:
+        raise ComparisonError("the two sides have no benchmark in common that -k selects")
     print(f"{'new / old: median':>18} {'best':>6} {'old, us':>12} {'new, us':>12}")
     for one in found:
         verdict = "SLOWER" if one.slower(limit) else ""
@@ -90,7 +100,7 @@ class Side:
         self.environment = {**os.environ, "PYTHONPATH": str(root), "ATTNCORE_REQUIRE_EXT": "1"}
         shown = self._started("-c", "import attncore; print(attncore.__file__)").stdout.strip()
         if not Path(shown).resolve().is_relative_to(root.resolve()):
-            sys.exit(f"compare: {root} has no attncore of its own; {shown} was imported")
+            raise ComparisonError(f"{root} has no attncore of its own; {shown} was imported")
 
     def run(self, folder, selection):
         """One run of some benchmarks; its medians."""
@@ -107,9 +117,7 @@ class Side:
             [sys.executable, *words], cwd=self.root, env=self.environment, capture_output=True, text=True
         )
         if done.returncode not in (0, may_be):
-            print(done.stdout[-4000:], done.stderr[-4000:], file=sys.stderr)
-            print(f"compare: a run in {self.root} failed", file=sys.stderr)
-            sys.exit(2)
+            raise ComparisonError(f"a run in {self.root} failed: {said(done)}")
         return done
 
 
@@ -137,19 +145,56 @@ def by_file(sides, expression):
     return [{side: ["-k", chosen, file] if file in files[side] else None for side in sides} for file in every]
 
 
+def said(done):
+    """What a command that failed said was wrong, in a line: pytest's failures, a compiler's error, or its last line."""
+    lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
+    for telling in (r"FAILED |ERROR ", r".*\berror:"):
+        if found := [line for line in lines if re.match(telling, line)]:
+            return "; ".join(found[:3])
+    return lines[-1] if lines else f"exit code {done.returncode}"
+
+
+def started(what, words, **options):
+    """Runs a command; its standard output. ComparisonError that begins with ``what`` where it fails."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, **options)
+    except OSError as error:
+        raise ComparisonError(f"{what}: {error}") from error
+    if done.returncode:
+        raise ComparisonError(f"{what}: {said(done)}")
+    return done.stdout
+
+
 def git(*words):
-    subprocess.run(["git", "-C", str(ROOT), *words], check=True)
+    return started("git", ["git", "-C", str(ROOT), *words])
+
+
+def check(revision):
+    """Says on standard error what is compared; ComparisonError where that is not possible."""
+    git("rev-parse", "--git-dir")
+    try:
+        git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+    except ComparisonError:
+        raise ComparisonError(
+            f"REV: {revision!r} is no revision of this repository; name a commit, a branch or a tag that it has"
+        ) from None
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
+    if shutil.which(compiler) is None:
+        raise ComparisonError(
+            f"the revision's extension needs the C compiler {compiler!r}, which is not here; install it"
+        )
+    if git("status", "--porcelain"):
+        print("the working tree has uncommitted changes: they are timed, too", file=sys.stderr)
 
 
 def run(options):
+    check(options.revision)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         tree = folder / "revision"
         git("worktree", "add", "--quiet", "--detach", str(tree), options.revision)
         try:
-            print(f"building {options.revision}", file=sys.stderr)
-            words = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-            subprocess.run(words, cwd=tree, env={**os.environ, "ATTNCORE_REQUIRE_EXT": "1"}, check=True)
+            build(tree, options.revision)
             old, new = Side(tree), Side(ROOT)
             turns = take_turns(old, new, options.rounds, by_file((old, new), options.k), folder)
             suspects = [one.name for one in compare(*turns)[0] if one.slower(options.limit)]
@@ -162,11 +207,28 @@ def run(options):
             git("worktree", "remove", "--force", str(tree))
 
 
+def build(tree, revision):
+    """Compiles the extension of the revision in its own tree."""
+    print(f"building {revision}", file=sys.stderr)
+    words = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    started(f"{revision} does not build", words, cwd=tree, env={**os.environ, "ATTNCORE_REQUIRE_EXT": "1"})
+
+
 def judge(options):
     if len(options.old) != len(options.new):
-        sys.exit("compare: --old and --new need as many runs each; they are compared turn by turn")
-    sides = [[medians(json.loads(path.read_text())) for path in paths] for paths in (options.old, options.new)]
+        raise ComparisonError("--old and --new need as many runs each; they are compared turn by turn")
+    try:
+        sides = [[medians(json.loads(path.read_text())) for path in paths] for paths in (options.old, options.new)]
+    except (OSError, ValueError, KeyError) as error:
+        raise ComparisonError(f"a file holds no saved run: {error!r}") from error
     return show(compare(*sides), options.limit)
+
+
+def rounds(text):
+    """The type of --rounds."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rounds, 1 or more")
+    return int(text)
 
 
 def parsed(words):
@@ -174,7 +236,7 @@ def parsed(words):
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("run", help="runs both and compares")
     command.add_argument("revision", metavar="REV")
-    command.add_argument("--rounds", type=int, default=4, help="runs of each side (4)")
+    command.add_argument("--rounds", type=rounds, default=4, help="runs of each side (4)")
     command.add_argument("-k", metavar="EXPRESSION", help="benchmarks to run, as pytest's -k")
     command.set_defaults(call=run)
     other = commands.add_parser("judge", help="compares saved runs")
@@ -188,7 +250,14 @@ def parsed(words):
 
 def main(words):
     options = parsed(words)
-    return options.call(options)
+    try:
+        return options.call(options)
+    except ComparisonError as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("compare: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

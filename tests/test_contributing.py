@@ -36,9 +36,9 @@ def test_the_picture_of_the_tree_is_readable_at_80_columns():
     assert max(map(len, picture)) <= 80
 
 
-def test_ten_questions_are_answered_with_a_test():
+def test_questions_are_answered_with_a_test():
     answers = re.split(r"^\*\*\.\.\. .*?\?\*\*", CONTRIBUTING.partition("\n## Rules")[0], flags=re.MULTILINE)[1:]
-    assert len(answers) == 10
+    assert len(answers) >= 10
     for answer in answers:
         assert "Held" in answer
         assert any("test" in name or "golden" in name for name in paths(answer))

@@ -121,6 +121,9 @@ def test_its_wheel_works_beside_attncores_wheel_in_a_clean_environment(rendered,
     cache = {"XDG_CACHE_HOME": str(tmp_path)}
     (verdict,) = json.loads(in_venv(attncore, "verify", "acme-x", "--json", cwd=tmp_path, **cache))
     assert verdict["state"] == "agrees"
+    words = ("bench", "acme-x", "--json", "--passes", "3", "--seconds", "0.001")
+    timed = json.loads(in_venv(attncore, *words, cwd=tmp_path, XDG_STATE_HOME=str(tmp_path)))
+    assert (timed["backend"], timed["compared_with"], len(timed["rows"])) == ("acme-x", [], 16)
     assert "| NaN canary | supported |" in in_venv(python, "-m", "pytest", cwd=rendered)
     table = json.loads(in_venv(python, "-m", "attncore.testing", "acme-x", "--json", "--examples", "5", cwd=tmp_path))
     assert (table["distribution"], table["failures"]) == ("attn-acme-x", [])

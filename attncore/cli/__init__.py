@@ -4,7 +4,7 @@ A command's module has ``configure(parser)`` and ``run(args) -> int``; its docst
 codes: 0 success, 1 a finding, 2 bad usage or input (one line on standard error), 3 no usable backend, 130 interrupted,
 141 the pipe that it writes to is read no more (silently), 143 terminated.
 
-- ``replay``, ``build``, ``list``, ``explain``, ``doctor``, ``verify``, ``new_backend``: the commands.
+- ``replay``, ``build``, ``list``, ``explain``, ``doctor``, ``verify``, ``bench``, ``new_backend``: the commands.
 - ``replay_options``: the options of ``replay``; ``persistent_builder_options``: those it shares with ``build``.
 - ``argument_types``: types for argparse; ``usage_errors``: mistakes of a user.
 - ``output``, ``progress_bar``: JSON, tables, a bar.
@@ -41,6 +41,7 @@ COMMANDS = {
     "explain": "say which backend would be chosen, on this machine or another, and why not the others",
     "doctor": "check the installation: versions, environment, each plugin in a child process",
     "verify": "compare a backend with the reference on this machine, in a child process",
+    "bench": "time a backend's steps beside the reference, and compare them with saved runs",
     "new-backend": "write the repository of a new backend, which works and is there to be changed",
 }
 
@@ -86,23 +87,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Without ``argv`` it is the process's last act, and what libraries print afterwards goes to standard error too.
     """
-    with own_standard_output(to_the_end=argv is None):
+    with prepared(), own_standard_output(to_the_end=argv is None):
         return _main(argv)
 
 
 def _main(argv: Sequence[str] | None) -> int:
     words = [*(sys.argv[1:] if argv is None else argv)]  # not list(), which the command of that name replaces
     code = READER_GONE
-    with prepared():
-        try:
-            code = _ended(words)
-        finally:
-            unwritten = settle()
-        if isinstance(unwritten, BrokenPipeError):
-            return READER_GONE
-        if unwritten is not None and code != 2:  # else it was said
-            code = _fail(f"standard output: {unwritten.strerror}", 2)
-            settle()
+    try:
+        code = _ended(words)
+    finally:
+        unwritten = settle()
+    if isinstance(unwritten, BrokenPipeError):
+        return READER_GONE
+    if unwritten is not None and code != 2:  # else it was said
+        code = _fail(f"standard output: {unwritten.strerror}", 2)
+        settle()
     return code
 
 

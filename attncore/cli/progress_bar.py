@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def progress_bar(num_requests: int) -> Iterator[Callable[[int], None] | None]:
-    """The function to call with the number of requests finished; None where standard error is no terminal."""
+def progress_bar(total: int, what: str = "requests") -> Iterator[Callable[[int], None] | None]:
+    """The function to call with the number of ``what`` that are finished; None where standard error is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("requests", total=num_requests)
+        task = bar.add_task(what, total=total)
         yield lambda finished: bar.update(task, completed=finished)

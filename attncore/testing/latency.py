@@ -6,8 +6,7 @@
 It times build, plan, commit (all that an engine's call does: build, plan, and the host's part of sending the step to
 the device) and forward of a step over ``SHAPES`` and over saved steps. The file may set ``STEPS`` (a batch file, as
 `attncore replay --save-steps` writes it), ``REQUEST`` (fields of the AttentionRequest), ``DEVICE`` and ``OPTIONS``.
-`pytest --benchmark-autosave --benchmark-compare --benchmark-compare-fail=median:10%` keeps history and fails on a
-regression.
+`attncore bench acme` needs neither a file nor pytest, times the reference beside it and compares with saved runs.
 """
 
 from __future__ import annotations

@@ -71,6 +71,8 @@ def compared(backend: AttentionBackend, asked: dict[str, Any]) -> dict[str, Any]
                     message = f"its output differs from reference by {worst:.3g}"
         except ConformanceError as error:
             message = str(error)
+            # An error that is not one of numbers has no size: none is shown rather than that of earlier steps.
+            worst = max(worst, float("inf") if error.max_error is None else error.max_error)
         if message:
             break
     worst = max(worst, tested.max_error)

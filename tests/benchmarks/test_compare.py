@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import random
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -108,9 +110,68 @@ def test_benchmarks_of_one_side_are_listed_and_not_failed(judged):
     assert "3 compared" in out
 
 
-def test_sides_of_different_length_are_refused(judged):
-    with pytest.raises(SystemExit, match="as many runs each"):
-        judged(runs(3), runs(4))
+def test_sides_of_different_length_are_refused(judged, capsys):
+    assert compare.main(["judge", "--old", "a", "b", "--new", "c"]) == 2
+    assert capsys.readouterr().err == (
+        "compare: --old and --new need as many runs each; they are compared turn by turn\n"
+    )
+
+
+def test_sides_with_nothing_in_common_are_refused(judged, capsys):
+    assert judged([{"a::x": 1.0}], [{"a::y": 1.0}])[0] == 2
+
+
+def refusal(capsys, *words):
+    """The one line that a comparison was refused with."""
+    assert compare.main([*words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("compare: ")
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository of one commit whose setup.py fails, with tree and index as committed."""
+    root = tmp_path / "repository"
+    root.mkdir()
+    (root / "setup.py").write_text("import sys\nsys.exit('slots.c:1:1: error: expected a bracket')\n")
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "x"]):
+        subprocess.run(["git", "-C", root, *words], check=True)
+    monkeypatch.setattr(compare, "ROOT", root)
+    return root
+
+
+@pytest.mark.parametrize("revision", ["nosuch", "--help", "HEAD~9", ""])
+def test_a_revision_that_is_not_there_is_one_line(repository, capsys, revision):
+    assert f"REV: {revision!r} is no revision" in refusal(capsys, "run", "--", revision)
+
+
+def test_no_repository_and_no_compiler_are_one_line(repository, capsys, monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler -O3")
+    assert "needs the C compiler 'no-such-compiler'" in refusal(capsys, "run", "HEAD")
+    shutil.rmtree(repository / ".git")
+    assert refusal(capsys, "run", "HEAD").startswith("compare: git: fatal: not a git repository")
+
+
+def test_a_revision_that_does_not_build_is_one_line_and_its_tree_is_removed(repository, capsys):
+    (repository / "new.txt").write_text("not committed")
+    assert compare.main(["run", "HEAD"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "the working tree has uncommitted changes: they are timed, too",
+        "building HEAD",
+        "compare: HEAD does not build: slots.c:1:1: error: expected a bracket",
+    ]
+    listed = subprocess.run(["git", "-C", repository, "worktree", "list"], capture_output=True, text=True, check=True)
+    assert len(listed.stdout.splitlines()) == 1
+
+
+def test_a_number_of_rounds_is_checked(capsys):
+    with pytest.raises(SystemExit) as end:
+        compare.main(["run", "HEAD", "--rounds", "0"])
+    assert end.value.code == 2
+    assert "'0' is not a number of rounds" in capsys.readouterr().err
 
 
 def counted(log):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,26 @@ def test_a_wrong_failing_crashing_or_hanging_library_is_a_row(site, capsys, forw
     code, (found,) = verdicts(capsys, "bad", *(["--timeout", "8"] if state == "hangs" else []))
     assert (code, found["state"]) == (1, state)
     assert message in found["message"]
+
+
+def test_the_error_shown_is_that_of_the_output_that_differs(site, capsys):
+    site.plugin("off", heavy=REFERENCE.format(forward="key = key * 1.01"))
+    _, (found,) = verdicts(capsys, "off")
+    (said,) = re.findall(r"differs from dense float32 attention by ([0-9.e-]+)", found["message"])
+    assert found["max_abs_error"] == pytest.approx(float(said), rel=0.01)
+    assert main(["verify", "off", *SMALL]) == 1
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert float(row[row.index("differs") + 1]) == pytest.approx(float(said), rel=0.1)
+
+
+NAN = "return super().forward(query, key, value, kv_cache, metadata, output) * float('nan')"
+
+
+@pytest.mark.parametrize("forward", ["query.mul_(2)", NAN], ids=["argument", "NaN"])
+def test_what_differs_by_no_number_shows_none(site, capsys, forward):
+    site.plugin("off", heavy=REFERENCE.format(forward=forward))
+    code, (found,) = verdicts(capsys, "off")
+    assert (code, found["state"], found["max_abs_error"]) == (1, "differs", None), found["message"]
 
 
 def test_what_cannot_be_used_here_exits_3_with_its_reasons(site, capsys):

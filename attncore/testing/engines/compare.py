@@ -58,9 +58,14 @@ def compare(answer: Tensor, expected: list[Tensor], requests: list[StepRequest],
         start += request.tokens
         error = (found - wanted).abs()
         if not close(found / unit, wanted / unit, engine.tolerance):
-            raise ConformanceError(_sentence(found, wanted, request, requests, engine))
+            raise ConformanceError(_sentence(found, wanted, request, requests, engine), _largest(error))
         worst = max(worst, float(error.max())) if error.numel() else worst
     return worst
+
+
+def _largest(error: Tensor) -> float:
+    """The largest error; infinite where one is no number."""
+    return float(error.nan_to_num(nan=float("inf")).max())
 
 
 def compare_lse(found: Tensor, expected: list[Tensor], requests: list[StepRequest], engine: Compared) -> None:

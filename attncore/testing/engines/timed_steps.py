@@ -47,6 +47,8 @@ class Timed:
 
     def __init__(self, subject: Subject, shape: str, request: Mapping[str, Any], saved: str | Path | None) -> None:
         form = subject.form
+        if shape != SAVED:
+            subject.require_phase(*sorted({"prefill" if tokens > 1 else "decode" for _, tokens in SHAPES[shape]}))
         heads = request["head_size"] if request["head_size"] in form.head_sizes else subject.request().head_size
         self.backend = subject.backend(**{**request, "head_size": heads})
         self.config = self.backend.config

@@ -14,7 +14,14 @@ _LIBRARIES = {"torch", "_pytest", "pluggy", "hypothesis"}
 
 
 class ConformanceError(AssertionError):
-    """The backend does not do what the contract says; the text says what, where, and what to look at."""
+    """The backend does not do what the contract says; the text says what, where, and what to look at.
+
+    ``max_error`` is the largest error of an output that is wrong; None where something else is.
+    """
+
+    def __init__(self, text: str, max_error: float | None = None) -> None:
+        super().__init__(text)
+        self.max_error = max_error
 
 
 class UnsupportedError(AttncoreError):

@@ -1,0 +1,227 @@
+"""Time a backend's steps on this machine, beside the reference, and compare them with saved runs.
+
+Times the build of a step's metadata, the backend's plan, the commit (all that an engine's call does on the host) and
+one layer's forward, over steps of several shapes and over those of --steps. Several passes, a process each; in a pass
+the backend, the reference and a fixed piece of work take turns, on one thread. The run is saved in a folder of the
+user's, and compared with the last saved ones of the same backend, sizes and machine.
+
+A row counts as slower only if its passes took longer than those of the last five saved runs, by the clock and relative
+to the fixed work, one pass in five left out; they are then repeated and judged together. That takes three saved runs,
+more than 3 %, and more than the fixed work itself has changed. Exits with 0 also where a row is slower, with 1 then if
+--strict is given, or where the backend cannot be timed; with 3 where it cannot be used here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import itertools
+import math
+import shutil
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attncore.cli.argument_types import add_integer, number
+from attncore.cli.output import print_json, print_table, stdout_to_stderr
+from attncore.cli.progress_bar import progress_bar
+from attncore.errors import NoBackendError
+from attncore.registry.plugins.load import registry
+
+if TYPE_CHECKING:
+    from attncore.testing.bench.change import Change
+    from attncore.testing.bench.run import Question
+    from attncore.testing.bench.saved_runs import Row, Run
+
+NARROW, WIDE = 80, 110
+"""Columns of a terminal: with fewer than the first every step has a table of its own, from the second on the trend is
+shown. A pipe or a file has room for all.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("name", metavar="NAME", help="the backend, as `attncore list` prints it")
+    parser.add_argument("--device", help="a torch device (default: the negotiation's)")
+    parser.add_argument(
+        "--steps", type=Path, metavar="FILE", help="also steps that `attncore replay --save-steps` wrote"
+    )
+    add_integer(parser, "--passes", 3, 100, 5, "how often all is measured, each time in a new process")
+    parser.add_argument(
+        "--seconds", type=number(0.001, 60), default=0.15, metavar="S", help="for each row and pass (default 0.15)"
+    )
+    parser.add_argument(
+        "--timeout", type=number(1, 1e6), default=600.0, metavar="SECONDS", help="for each pass (default 600)"
+    )
+    parser.add_argument("--no-save", action="store_true", help="compare with saved runs, and do not add this one")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 where a row is slower than in saved runs")
+    parser.add_argument("--json", action="store_true", help="print the run and how it differs as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, compare, save, print; 1 where the backend cannot be timed, or with --strict is slower."""
+    if importlib.util.find_spec("torch") is None:
+        raise NoBackendError("torch is not installed and a backend's steps need it: pip install 'attncore[torch]'")
+    from attncore.testing.bench.run import PassError, Question, joined, measure
+    from attncore.testing.bench.saved_runs import load, root_folder
+
+    with stdout_to_stderr():
+        version = _installed(args.name, args.device)
+    question = Question(args.name, version, args.device, args.steps, args.seconds, args.timeout)
+    try:
+        found = _measured(question, args.passes, measure)
+        saved = load(found, root_folder())
+        if any(one.verdict == "slower" for one in _changes(found, saved)):
+            print("some rows look slower than in the saved runs: all is measured once more", file=sys.stderr)
+            found = joined(found, _measured(question, args.passes, measure))
+    except PassError as error:
+        print(f"attncore: error: {error}", file=sys.stderr)
+        return 1
+    changes = _changes(found, saved)
+    file = None if args.no_save else _saved(found)
+    if args.json:
+        print_json(_as_json(found, changes, saved, file))
+    else:
+        _print(found, changes, saved, file)
+    return 1 if args.strict and any(one.verdict == "slower" for one in changes) else 0
+
+
+def _installed(name: str, device: str | None) -> str:
+    """The backend's distribution and version; NoBackendError where it is not installed or cannot be used here."""
+    from attncore.testing.harness.errors import UnsupportedError
+    from attncore.testing.harness.subject import Subject
+
+    names = sorted({record.name for record in registry().records})
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise NoBackendError(f"NAME: no backend {name!r} is installed; installed: {', '.join(names)}{hint}")
+    subject = Subject(name, device=device)
+    try:
+        refusal = subject.refusal
+    except UnsupportedError as error:  # the plugin did not load
+        raise NoBackendError(f"NAME: {error}".replace("BACKEND: ", "")) from error
+    if refusal:
+        raise NoBackendError(f"NAME: {name!r} cannot be used here: {refusal}")
+    return f"{subject.record.distribution} {subject.record.version}"
+
+
+def _measured(question: Question, passes: int, measure: Any) -> Run:
+    with progress_bar(passes, "passes") as done:
+        found: Run = measure(question, passes, done)
+    if not found.rows:
+        reasons = "; ".join(dict.fromkeys(found.unsupported.values()))
+        raise NoBackendError(f"NAME: {question.backend!r} runs none of the steps: {reasons}")
+    return found
+
+
+def _changes(found: Run, saved: list[Run]) -> list[Change]:
+    from attncore.testing.bench.change import change
+
+    return [change(row, saved) for row in found.rows]
+
+
+def _saved(found: Run) -> Path | None:
+    """Where the run was saved; None, with a line on standard error, where that is not possible."""
+    from attncore.testing.bench.saved_runs import root_folder, save
+
+    try:
+        return save(found, root_folder())
+    except OSError as error:
+        print(f"attncore bench: the run is not saved: {error}", file=sys.stderr)
+        return None
+
+
+def _as_json(found: Run, changes: list[Change], saved: list[Run], file: Path | None) -> dict[str, Any]:
+    shown = found.as_json()
+    for row, one in zip(shown["rows"], changes, strict=True):
+        row["change"] = {"verdict": one.verdict, "percent": one.percent, "usual": [one.low, one.high]}
+    return {**shown, "compared_with": [run.time for run in saved], "saved": None if file is None else str(file)}
+
+
+def _print(found: Run, changes: list[Change], saved: list[Run], file: Path | None) -> None:
+    config = found.config
+    passes = len(found.rows[0].median)
+    print(
+        f"{found.backend} ({found.versions['distribution']}) on {config['device']}: {config['num_heads']} heads over "
+        f"{config['num_kv_heads']}, head size {config['head_size']}, {config['dtype']}, blocks of "
+        f"{config['block_size']}; {passes} passes, one thread"
+    )
+    beside = any(row.to_reference for row in found.rows)
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE
+    headers = ["STEP", "PART", "MEDIAN", "IQR", *(["TO REF"] if beside else []), "CHANGE"]
+    rows = [
+        [row.step, row.part, *_figures(row), *([_ratio(row)] if beside else []), _change(one)]
+        for row, one in zip(found.rows, changes, strict=True)
+    ]
+    if columns >= WIDE and saved:
+        headers[-1:] = ["CHANGE", "USUAL", "TREND"]
+        for cells, one in zip(rows, changes, strict=True):
+            cells += [_usual(one), _sparkline(one.trend)]
+    if columns >= NARROW:
+        print_table(headers, rows)
+    else:  # a table for each step, whose name has a line of its own
+        for step, members in itertools.groupby(rows, key=lambda cells: cells[0]):
+            print(f"{step}:")
+            print_table(headers[1:], [cells[1:] for cells in members])
+    for step, reason in found.unsupported.items():
+        print(f"{step}: unsupported, {reason}")
+    print(_summary(changes, saved))
+    if file is not None:
+        print(f"saved as {file}")
+
+
+def _summary(changes: list[Change], saved: list[Run]) -> str:
+    from attncore.testing.bench.change import ENOUGH
+
+    if not saved:
+        return "no saved run of this backend, these sizes and this machine to compare with: this is the first"
+    runs = "1 saved run" if len(saved) == 1 else f"{len(saved)} saved runs"
+    if len(saved) < ENOUGH:
+        return f"{runs} since {saved[0].time[:10]}: with {ENOUGH} or more, rows that got slower are named"
+    slower = sum(one.verdict == "slower" for one in changes)
+    return f"{slower} of {len(changes)} rows slower than in {runs} since {saved[0].time[:10]}"
+
+
+def _figures(row: Row) -> tuple[str, str]:
+    """The median of the passes' medians, and their usual quartiles' distance in percent of it."""
+    middle = statistics.median(row.median)
+    spread = statistics.median(high - low for low, high in zip(row.q1, row.q3, strict=True))
+    return _time(middle), f"{spread / middle * 100:.0f} %"
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _ratio(row: Row) -> str:
+    return f"{statistics.median(row.to_reference):.2f}x" if row.to_reference else "-"
+
+
+def _change(one: Change) -> str:
+    if one.percent is None:
+        return one.verdict
+    return f"{one.percent:+.0f} %" + (f" {one.verdict}" if one.verdict in ("slower", "faster") else "")
+
+
+def _usual(one: Change) -> str:
+    return "-" if one.low is None or one.high is None else f"{one.low:+.0f} to {one.high:+.0f} %"
+
+
+def _sparkline(values: Sequence[float]) -> str:
+    """A bar for each run, from half the median up to twice as much."""
+    if len(values) < 2:
+        return ""
+    bars, middle = "▁▂▃▄▅▆▇█", statistics.median(values)
+    levels = [min(7, max(0, round(3 + 4 * math.log2(value / middle)))) for value in values]
+    try:
+        bars.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        bars = "12345678"
+    return "".join(bars[level] for level in levels)

@@ -1,0 +1,121 @@
+"""A run of ``attncore bench``: its passes, each in a child process, put together."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import platform
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attncore._version import __version__
+from attncore.errors import AttncoreError
+from attncore.registry.child_process import run_in_child
+from attncore.testing.bench.machine import machine
+from attncore.testing.bench.saved_runs import Row, Run
+
+FIGURES = ("median", "q1", "q3", "to_yardstick", "to_reference")
+
+
+class PassError(AttncoreError):
+    """A pass of a backend that failed, crashed or hung; says which and where."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What every pass is asked."""
+
+    backend: str
+    version: str
+    """The distribution that the backend is of, with its version."""
+    device: str | None = None
+    steps: Path | None = None
+    seconds: float = 0.15
+    """For each row, in each pass."""
+    timeout: float = 600.0
+
+    def as_json(self) -> str:
+        """What the child reads."""
+        facts: dict[str, Any] = {"backend": self.backend, "device": self.device, "seconds": self.seconds}
+        facts["steps"] = None if self.steps is None else str(self.steps.resolve())
+        if self.steps is not None:
+            facts["block_size"] = _block_size(self.steps)
+        return json.dumps(facts)
+
+
+def measure(question: Question, passes: int, done: Callable[[int], None] | None = None) -> Run:
+    """Run ``passes`` one after the other; ``done`` is told how many have ended. PassError where one fails."""
+    asked = question.as_json()
+    rows: dict[tuple[str, str], Row] = {}
+    config: dict[str, Any] = {}
+    unsupported: dict[str, str] = {}
+    for number in range(passes):
+        for facts in _one_pass(question, asked):
+            config = facts.get("config", config)
+            unsupported |= facts.get("unsupported", {})
+            if row := facts.get("row"):
+                into = rows.setdefault((row["step"], row["part"]), Row(row["step"], row["part"]))
+                for name in FIGURES:
+                    if row[name] is not None:
+                        getattr(into, name).append(row[name])
+        if done is not None:
+            done(number + 1)
+    return Run(
+        backend=question.backend,
+        machine=machine(),
+        time=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z",
+        versions=_versions(question),
+        config=config,
+        steps="" if question.steps is None else hashlib.sha256(question.steps.read_bytes()).hexdigest()[:12],
+        rows=list(rows.values()),
+        unsupported=unsupported,
+    )
+
+
+def joined(first: Run, second: Run) -> Run:
+    """The passes of two runs of the same question as those of one."""
+    more = {(row.step, row.part): row for row in second.rows}
+    for row in first.rows:
+        for name in FIGURES:
+            getattr(row, name).extend(getattr(more[row.step, row.part], name))
+    return first
+
+
+def _one_pass(question: Question, asked: str) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="attncore-bench-") as temporary:
+        ask, answer = Path(temporary, "question"), Path(temporary, "answer")
+        ask.write_text(asked, encoding="utf-8")
+        ended = run_in_child("attncore.testing.bench.one_pass", [str(ask), str(answer)], question.timeout)
+        lines = answer.read_text(encoding="utf-8").splitlines() if answer.exists() else []
+    found = [json.loads(line) for line in lines]
+    phase = next((one["phase"] for one in reversed(found) if "phase" in one), "before it was imported")
+    failed = next((one["failed"] for one in found if "failed" in one), ended)
+    if failed:
+        raise PassError(f"NAME: {question.backend} cannot be timed: {failed} {phase}")
+    return found
+
+
+def _block_size(steps: Path) -> int:
+    try:
+        with steps.open(encoding="utf-8") as file:
+            line = next((line for line in file if line.strip()), "")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--steps: {steps} cannot be read: {error}") from error
+    try:
+        return int(json.loads(line)["block_size"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError(
+            f"--steps: {steps} does not begin with a batch; it takes what `attncore replay --save-steps FILE` writes"
+        ) from None
+
+
+def _versions(question: Question) -> dict[str, str]:
+    found = {"python": platform.python_version(), "attncore": __version__, "distribution": question.version}
+    for name in ("numpy", "torch"):
+        found[name] = importlib.metadata.version(name)
+    return found

@@ -1,0 +1,109 @@
+"""The saved runs of ``attncore bench``: a JSON file each, in a folder of the user's, apart by what must be the same.
+
+They are kept under ``$XDG_STATE_HOME/attncore/bench/MACHINE/BACKEND-CONDITIONS/``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attncore.testing.bench.machine import machine_name
+
+FORMAT = 1
+MAX_RUNS = 20
+"""As many of the last runs are read."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One part of one step: a figure for each pass, seconds and ratios."""
+
+    step: str
+    part: str
+    median: list[float] = field(default_factory=list)
+    q1: list[float] = field(default_factory=list)
+    q3: list[float] = field(default_factory=list)
+    to_yardstick: list[float] = field(default_factory=list)
+    """The backend's time over the yardstick's: what a slow moment of the machine does not change."""
+    to_reference: list[float] = field(default_factory=list)
+    """The backend's time over the reference's; empty where there is no reference beside it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What ``attncore bench`` measured at one time."""
+
+    backend: str
+    machine: dict[str, str]
+    time: str
+    """UTC, ISO 8601."""
+    versions: dict[str, str]
+    config: dict[str, Any]
+    steps: str
+    """A digest of the file of saved steps; empty without one."""
+    rows: list[Row]
+    unsupported: dict[str, str]
+    format: int = FORMAT
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON types."""
+        return asdict(self)
+
+    def folder(self, root: Path) -> Path:
+        """Where runs of the same conditions are kept."""
+        python = ".".join(self.versions.get("python", "").split(".")[:2])
+        facts = json.dumps([self.config, self.steps, python, FORMAT], sort_keys=True)
+        digest = hashlib.sha256(facts.encode()).hexdigest()[:8]
+        return root / machine_name(self.machine) / f"{self.backend}-{digest}"
+
+
+def root_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Under XDG_STATE_HOME where that is an absolute path, else under ``~/.local/state``."""
+    base = environ.get("XDG_STATE_HOME", "")
+    return Path(base if os.path.isabs(base) else Path.home() / ".local" / "state", "attncore", "bench")
+
+
+def save(run: Run, root: Path) -> Path:
+    """Write ``run`` beside those of the same conditions; OSError where that is not possible."""
+    folder = run.folder(root)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{run.time.replace(':', '')}.json"
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_text(json.dumps(run.as_json()), encoding="utf-8")
+    partial.replace(file)
+    return file
+
+
+def load(like: Run, root: Path) -> list[Run]:
+    """The last runs of the same conditions as ``like``, the oldest first. A file that is damaged is passed over."""
+    try:
+        files = sorted(like.folder(root).glob("[0-9]*.json"))[-MAX_RUNS:]
+    except OSError:
+        return []
+    runs = (_read(file) for file in files)
+    return [run for run in runs if run is not None]
+
+
+def _read(file: Path) -> Run | None:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["format"] != FORMAT:
+            return None
+        rows = [Row(**row) for row in found.pop("rows")]
+        run = Run(**found, rows=rows)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    lists = [getattr(row, name) for row in rows for name in ("median", "to_yardstick")]
+    whole = all(isinstance(values, list) and values and all(_is_figure(one) for one in values) for values in lists)
+    paired = whole and all(len(row.median) == len(row.to_yardstick) for row in rows)
+    return run if paired and isinstance(run.time, str) else None
+
+
+def _is_figure(value: object) -> bool:
+    return isinstance(value, float) and 0 < value < float("inf")

@@ -1,0 +1,207 @@
+"""attncore bench, the command: what it prints, saves and answers. tests/testing/test_bench.py has what it stands on."""
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from attncore.cli import main
+from attncore.testing.bench import run as runs
+from attncore.testing.bench.run import PassError
+from attncore.testing.bench.saved_runs import Row, Run
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path_factory, monkeypatch):
+    """A folder of saved runs of this test's own."""
+    folder = tmp_path_factory.mktemp("state")
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Runs that are made up; appended to the list is the factor of the next one, else it is 1. The questions asked."""
+    factors, asked, times = [], [], itertools.count()
+
+    def measure(question, passes, done=None):
+        asked.append(question)
+        factor = factors.pop(0) if factors else 1.0
+        rows = [
+            Row(step, part, [4e-6 * f] * passes, [3e-6] * passes, [5e-6] * passes, [0.4 * f] * passes, [0.5] * passes)
+            for step, part, f in (("decode of 1", "build", 1.0), ("chunk of 128 beside 16 decodes", "forward", factor))
+        ]
+        config = {"device": "cpu", "num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": "float32"}
+        return Run(
+            question.backend,
+            {"cpu": "c", "family": "", "model": "", "cores": "2"},
+            f"2026-11-22T00:00:{next(times):02}.000Z",
+            {"python": "3.11.7", "distribution": question.version},
+            {**config, "block_size": 16},
+            "",
+            rows,
+            {"prefill of 256": "its spec declares no phase prefill"},
+        )
+
+    monkeypatch.setattr(runs, "measure", measure)
+    measure.factors, measure.asked = factors, asked
+    return measure
+
+
+def test_the_first_run_is_saved_and_the_second_is_compared(measured, capsys, state):
+    assert main(["bench", "reference"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("reference (attncore ")
+    assert out[0].endswith("on cpu: 8 heads over 2, head size 64, float32, blocks of 16; 5 passes, one thread")
+    assert out[1].split() == ["STEP", "PART", "MEDIAN", "IQR", "TO", "REF", "CHANGE"]
+    assert out[2].split() == ["decode", "of", "1", "build", "4", "us", "50", "%", "0.50x", "first", "run"]
+    assert out[4] == "prefill of 256: unsupported, its spec declares no phase prefill"
+    assert out[5].startswith("no saved run of this backend, these sizes and this machine")
+    assert len(list(state.rglob("*.json"))) == 1
+
+    assert main(["bench", "reference"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[1].split()[-3:] == ["CHANGE", "USUAL", "TREND"]
+    assert out[2].endswith("+0 %    +0 to +0 %  ▄▄")
+    assert out[5] == "1 saved run since 2026-11-22: with 3 or more, rows that got slower are named"
+    assert len(list(state.rglob("*.json"))) == 2
+    for _ in range(2):
+        main(["bench", "reference"])
+    assert "0 of 2 rows slower than in 3 saved runs since 2026-11-22" in capsys.readouterr().out
+
+
+def test_what_is_slower_is_measured_again_and_said_but_no_error(measured, capsys):
+    for _ in range(3):
+        main(["bench", "reference"])
+    capsys.readouterr()
+    measured.factors += [1.5, 1.5]
+    assert main(["bench", "reference", "--no-save"]) == 0
+    found = capsys.readouterr()
+    assert found.err == "some rows look slower than in the saved runs: all is measured once more\n"
+    assert "10 passes" in found.out
+    assert next(line for line in found.out.splitlines() if "slower" in line).split()[-8:-5] == ["+50", "%", "slower"]
+    assert "1 of 2 rows slower" in found.out
+    measured.factors += [1.5, 1.0]
+    assert main(["bench", "reference", "--no-save", "--strict"]) == 0
+    measured.factors += [1.5, 1.5]
+    assert main(["bench", "reference", "--no-save", "--strict"]) == 1
+    assert len(measured.asked) == 9
+
+
+def test_json_has_every_pass_and_the_change(measured, capsys, state):
+    main(["bench", "reference"])
+    capsys.readouterr()
+    assert main(["bench", "reference", "--json", "--passes", "3"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err == ""
+    assert (found["backend"], found["compared_with"]) == ("reference", ["2026-11-22T00:00:00.000Z"])
+    assert [len(row["median"]) for row in found["rows"]] == [3, 3]
+    assert found["rows"][1]["change"] == {"verdict": "too few runs", "percent": 0, "usual": [0, 0]}
+    assert os.path.dirname(found["saved"]).startswith(str(state))
+
+
+@pytest.mark.parametrize("columns", [60, 80, 109])
+def test_a_narrow_terminal_has_what_fits(measured, capsys, monkeypatch, columns):
+    for _ in range(3):
+        main(["bench", "reference"])
+    capsys.readouterr()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    measured.factors += [0.3]
+    assert main(["bench", "reference"]) == 0
+    lines = re.sub("\x1b\\[[0-9]*m", "", capsys.readouterr().out).splitlines()
+    table = [
+        line.rstrip()
+        for line in lines[1 : lines.index("prefill of 256: unsupported, its spec declares no phase prefill")]
+    ]
+    assert len(table) == (6 if columns < 80 else 3)
+    assert ("chunk of 128 beside 16 decodes:" in table) == (columns < 80)
+    assert [line.split()[-1] for line in table if "CHANGE" in line] == ["CHANGE"] * (2 if columns < 80 else 1)
+    assert table[-1].endswith("0.50x   -70 % faster")
+    assert max(map(len, table)) <= columns
+
+
+def test_a_wide_terminal_has_the_trend(measured, capsys, monkeypatch):
+    main(["bench", "reference"])
+    capsys.readouterr()
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["bench", "reference"]) == 0
+    assert "TREND" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_written_is_a_line_and_no_error(measured, capsys, state):
+    (state / "attncore").write_text("a file where a folder should be")
+    assert main(["bench", "reference"]) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("attncore bench: the run is not saved: ")
+    assert err.count("\n") == 1
+    assert "saved as" not in out
+
+
+def test_a_backend_that_fails_is_one_line(measured, capsys, monkeypatch):
+    def fails(question, passes, done=None):
+        raise PassError("NAME: reference cannot be timed: it crashed")
+
+    monkeypatch.setattr(runs, "measure", fails)
+    assert main(["bench", "reference"]) == 1
+    assert capsys.readouterr().err == "attncore: error: NAME: reference cannot be timed: it crashed\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["nosuch"], 3, "NAME: no backend 'nosuch' is installed; installed: elsewhere, reference"),
+        (["referense"], 3, "; did you mean reference?"),
+        (["elsewhere"], 3, "NAME: 'elsewhere' cannot be used here: "),
+        ([], 2, "the following arguments are required: NAME"),
+        (["reference", "--passes", "2"], 2, "argument --passes: 2 is not between 3 and 100"),
+        (["reference", "--seconds", "-1"], 2, "argument --seconds: -1 is not between 0.001 and 60"),
+        (["reference", "--steps", "none.jsonl"], 2, "--steps: none.jsonl cannot be read: "),
+    ],
+    ids=["unknown", "misspelt", "not here", "no name", "passes", "seconds", "steps"],
+)
+def test_mistakes_are_one_line(site, capsys, words, code, said):
+    site.plugin("elsewhere", extra="requires=('a-library-that-is-not-there>=2',)")
+    assert main(["bench", *words]) == code
+    error = capsys.readouterr().err
+    assert error.startswith("attncore: error: ")
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def passes_of(parent):
+    """The processes that ``parent`` has started for a pass."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            ppid = int((folder / "stat").read_text().rpartition(") ")[2].split()[1])
+            if ppid == parent and b"one_pass" in (folder / "cmdline").read_bytes():
+                found.append(folder)
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def test_interrupted_it_leaves_nothing_behind(state):
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "attncore", "bench", "reference"],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        while process.poll() is None and not (children := passes_of(process.pid)):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == "attncore: error: interrupted\n"
+        assert process.wait() == 130
+    assert not any(child.exists() for child in children)
+    assert not list(state.rglob("*.json"))

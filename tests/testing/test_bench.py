@@ -1,0 +1,247 @@
+"""attncore bench: turns, the machine, saved runs, and what counts as slower."""
+
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+from attncore.testing.bench import run as runs
+from attncore.testing.bench import turns
+from attncore.testing.bench.change import change
+from attncore.testing.bench.machine import machine, machine_name
+from attncore.testing.bench.run import PassError, Question, joined, measure
+from attncore.testing.bench.saved_runs import MAX_RUNS, Row, Run, load, root_folder, save
+
+REFERENCE = """
+from attncore.reference import ReferenceBackend, ReferenceImpl
+
+class Impl(ReferenceImpl):
+    def forward(self, query, key, value, kv_cache, metadata, output=None):
+        {forward}
+        return super().forward(query, key, value, kv_cache, metadata, output)
+
+class Backend(ReferenceBackend):
+    impl_class = Impl
+"""
+QUICK = {"seconds": 0.001, "timeout": 300.0}
+
+
+def made(medians=(1e-6,) * 5, *, yardstick=1e-5, number=0, **changes):
+    """A run of one row, made up; the yardstick takes ``yardstick`` in every pass."""
+    row = Row("decode of 1", "plan", [*medians], [*medians], [*medians], [one / yardstick for one in medians], [])
+    fields = {
+        "backend": "acme",
+        "machine": {"cpu": "a processor", "family": "6", "model": "1", "cores": "2"},
+        "time": f"2026-11-22T00:00:{number:02}.000Z",
+        "versions": {"python": "3.11.7"},
+        "config": {"device": "cpu"},
+        "steps": "",
+        "rows": [row],
+        "unsupported": {},
+    }
+    return Run(**{**fields, **changes})
+
+
+def verdict(new, *saved):
+    return change(new.rows[0], saved)
+
+
+def noisy(seed, factor=1.0, noise=0.1):
+    rng = random.Random(seed)
+    return made([1e-6 * factor * (1 + noise * rng.random()) for _ in range(5)])
+
+
+def test_a_first_run_has_nothing_to_be_slower_than():
+    assert verdict(made()) == change(made().rows[0], [])
+    assert (verdict(made()).verdict, verdict(made()).percent) == ("first run", None)
+
+
+def test_one_or_two_saved_runs_are_too_few_to_tell():
+    for count in (1, 2):
+        found = verdict(made([9e-6] * 5), *[made()] * count)
+        assert (found.verdict, round(found.percent)) == ("too few runs", 800)
+    assert verdict(made([9e-6] * 5), *[made()] * 3).verdict == "slower"
+
+
+def test_what_the_passes_say_is_a_change_and_what_lies_among_them_is_none():
+    usual = [made([1.0e-6, 1.1e-6, 1.05e-6])] * 3  # one of nine is left out at either end: 1.0 to 1.1 remain
+    assert verdict(made([1.2e-6, 1.3e-6, 1.14e-6]), *usual).verdict == "slower"
+    assert verdict(made([1.2e-6, 1.3e-6, 1.13e-6]), *usual).verdict == "same"
+    assert verdict(made([0.8e-6, 0.9e-6, 0.96e-6]), *usual).verdict == "faster"
+    assert verdict(made([0.8e-6, 0.9e-6, 0.98e-6]), *usual).verdict == "same"
+    found = verdict(made([1.26e-6] * 3), *usual)
+    assert (round(found.percent), round(found.low), round(found.high)) == (20, -5, 5)
+
+
+def test_a_pass_that_other_work_spoiled_neither_hides_a_change_nor_makes_one():
+    usual = [made([1e-6, 1e-6, 9e-6, 1e-6, 1e-6])] * 3
+    assert verdict(made([1.3e-6, 1.3e-6, 1.3e-6, 1.3e-6, 0.9e-6]), *usual).verdict == "slower"
+    assert verdict(made([1e-6, 1e-6, 1e-6, 9e-6, 9e-6]), *usual).verdict == "same"
+
+
+def test_a_machine_that_is_slow_as_a_whole_is_no_change():
+    usual = [made()] * 3
+    assert verdict(made([2e-6] * 5, yardstick=2e-5), *usual).verdict == "same"
+    assert verdict(made([1e-6] * 5, yardstick=2e-5), *usual).verdict == "same"
+    assert verdict(made([2e-6] * 5, yardstick=1e-5), *usual).verdict == "slower"
+
+
+def test_a_load_that_slows_the_row_more_than_the_yardstick_is_no_change():
+    usual = [made()] * 3
+    assert verdict(made([1.43e-6] * 5, yardstick=1.3e-5), *usual).verdict == "same"  # 10 % more than the yardstick's 30
+    assert verdict(made([1.8e-6] * 5, yardstick=1.3e-5), *usual).verdict == "slower"  # 38 % more
+
+
+def test_noise_alone_is_not_called_slower_and_a_quarter_more_is():
+    verdicts, slower = [], []
+    for seed in range(0, 2000, 10):
+        saved = [noisy(seed + i) for i in range(5)]
+        verdicts.append(verdict(noisy(seed + 6), *saved).verdict)
+        slower.append(verdict(noisy(seed + 6, 1.25), *saved).verdict)
+    assert verdicts.count("slower") == 0
+    assert slower.count("slower") > 190
+
+
+def test_runs_from_long_ago_say_nothing_of_what_is_usual():
+    assert verdict(made([1.5e-6] * 5), made([9e-6] * 5), *[made()] * 5).verdict == "slower"
+    assert len(verdict(made([1.5e-6] * 5), made([9e-6] * 5), *[made()] * 5).trend) == 7
+
+
+def test_passes_of_two_runs_are_judged_as_one():
+    first, second = made([1.5e-6] * 3), made([1e-6, 1e-6, 1.5e-6])
+    assert verdict(first, *[made()] * 3).verdict == "slower"
+    assert verdict(joined(first, second), *[made()] * 3).verdict == "same"
+    assert len(first.rows[0].to_yardstick) == 6
+
+
+def test_runs_are_kept_apart_by_what_must_be_the_same(tmp_path):
+    save(made(), tmp_path)
+    assert load(made(number=1), tmp_path) == [made()]
+    other = {"cpu": "another", "family": "6", "model": "1", "cores": "2"}
+    for changes in ({"machine": other}, {"backend": "b"}, {"config": {"device": "cuda:0"}}, {"steps": "12ab"}):
+        assert load(made(**changes), tmp_path) == []
+    assert load(made(versions={"python": "3.12.1"}), tmp_path) == []
+    assert load(made(versions={"python": "3.11.9", "torch": "3.0"}), tmp_path) == [made()]
+
+
+def test_runs_are_read_in_their_order_and_the_last_ones_only(tmp_path):
+    for number in (3, 1, *range(4, 4 + MAX_RUNS)):
+        save(made(number=number), tmp_path)
+    times = [run.time for run in load(made(), tmp_path)]
+    assert times == sorted(times)
+    assert len(times) == MAX_RUNS
+    assert times[-1] == made(number=3 + MAX_RUNS).time
+
+
+def test_a_run_whose_figures_are_none_is_passed_over(tmp_path):
+    save(made([0.0] * 5), tmp_path)
+    save(made([float("nan")] * 5, number=1), tmp_path)
+    assert load(made(), tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "null", "[" * 100_000, '{"format": 1}', {"format": 0}, {"rows": [{}]}, {"rows": [["x"]]}, {"time": 3}],
+    ids=["empty", "null", "deep", "fields missing", "format", "row", "row's type", "time"],
+)
+def test_a_damaged_run_is_passed_over(tmp_path, damage):
+    file = save(made(), tmp_path)
+    save(made(number=1), tmp_path)
+    file.write_text(damage if isinstance(damage, str) else json.dumps({**made().as_json(), **damage}))
+    assert load(made(), tmp_path) == [made(number=1)]
+
+
+def test_a_row_without_figures_is_passed_over(tmp_path):
+    save(made([]), tmp_path)
+    assert load(made(), tmp_path) == []
+
+
+def test_where_runs_are_kept_follows_the_environment(tmp_path):
+    assert root_folder({"XDG_STATE_HOME": str(tmp_path)}) == tmp_path / "attncore" / "bench"
+    assert root_folder({"XDG_STATE_HOME": "relative"}).parts[-4:] == (".local", "state", "attncore", "bench")
+
+
+def test_a_machine_is_named_after_its_processor_and_nothing_else(tmp_path):
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\ncpu family\t: 6\nmodel\t\t: 85\nmodel name\t: Intel(R) Xeon(R) CPU @ 2.20GHz\n")
+    facts = machine(info)
+    assert facts == {"cpu": "Intel(R) Xeon(R) CPU @ 2.20GHz", "family": "6", "model": "85", "cores": facts["cores"]}
+    name = machine_name(facts)
+    assert name.startswith(f"intel-xeon-{facts['cores']}-cores-")
+    assert name != machine_name({**facts, "model": "86"})
+    assert machine_name({**facts, "cpu": "../.."}).startswith("unknown-")
+    assert machine(tmp_path / "none")["cpu"]
+
+
+def test_turns_alternate_and_resets_are_not_timed():
+    log = []
+    calls = {
+        "a": turns.Call(lambda: log.append("a") or time.sleep(0.001)),
+        "b": turns.Call(lambda: log.append("b"), lambda: log.append("reset") or time.sleep(0.001)),
+    }
+    found = turns.in_turns(calls, 0.0)
+    assert {name: len(values) for name, values in found.items()} == dict.fromkeys("ab", turns.MIN_ROUNDS)
+    assert min(found["a"]) >= 0.001
+    assert sorted(found["b"])[4] < 0.001
+    assert log.count("reset") == log.count("b") > turns.MIN_ROUNDS
+    assert all(log[i - 1] == "reset" for i, one in enumerate(log) if one == "b")
+
+
+def test_a_pass_times_the_backend_beside_the_reference(site):
+    site.plugin("acme", heavy=REFERENCE.format(forward="import time; time.sleep(0.05)"), version="1.5")
+    found = measure(Question("acme", "attn-acme 1.5", **QUICK), 1)
+    assert {row.part for row in found.rows} == {"build", "plan", "commit", "forward"}
+    assert len(found.rows) == 16
+    assert found.versions["distribution"] == "attn-acme 1.5"
+    assert (found.config["device"], found.config["head_size"]) == ("cpu", 64)
+    for row in found.rows:
+        assert len(row.median) == len(row.to_yardstick) == len(row.to_reference) == 1
+        assert (row.median[0] > 0.05) == (row.part == "forward")
+    (forward,) = (row for row in found.rows if (row.step, row.part) == ("decode of 1", "forward"))
+    assert forward.to_reference[0] > 2
+
+
+def test_steps_of_a_phase_that_the_spec_has_not_are_unsupported(site):
+    site.plugin("decodes", heavy=REFERENCE.format(forward="pass"), extra="phases={'decode'}")
+    found = measure(Question("decodes", "attn-decodes 1.0", **QUICK), 1)
+    assert {row.step for row in found.rows} == {"decode of 1", "decode of 32"}
+    assert found.unsupported == dict.fromkeys(
+        ("prefill of 256", "chunk of 128 beside 16 decodes"), "its spec declares no phase prefill"
+    )
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        ("import os; os.abort()", "the process died of SIGABRT while forward of 'decode of 1' was timed"),
+        ("raise RuntimeError('no kernel')", "RuntimeError: no kernel while forward of 'decode of 1' was timed"),
+    ],
+    ids=["crashes", "fails"],
+)
+def test_a_backend_that_fails_is_said_to_with_where(site, forward, said):
+    site.plugin("bad", heavy=REFERENCE.format(forward=forward))
+    with pytest.raises(PassError, match=r"^NAME: bad cannot be timed: ") as error:
+        measure(Question("bad", "attn-bad 1.0", **QUICK), 1)
+    assert said in str(error.value)
+
+
+def test_steps_that_are_none_are_refused(tmp_path):
+    for text in ("", "not JSON", '{"block_size": "x"}', "[1]"):
+        file = tmp_path / "steps.jsonl"
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"^--steps: .* does not begin with a batch"):
+            runs.Question("acme", "", steps=file).as_json()
+    with pytest.raises(ValueError, match=r"^--steps: .* cannot be read"):
+        dataclasses.replace(Question("acme", ""), steps=tmp_path / "none").as_json()
+
+
+def test_it_runs_without_the_test_tools():
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(('pytest', 'hypothesis', 'pytest_benchmark')));"
+        "import attncore.testing.bench.run, attncore.testing.bench.one_pass"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program], check=True)
