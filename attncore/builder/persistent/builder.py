@@ -22,7 +22,9 @@ from attncore.builder.persistent.poison import expiring
 from attncore.builder.persistent.profiling_run import profile_metadata
 from attncore.builder.persistent.settings import check_settings
 from attncore.builder.persistent.step_metadata import StepMetadata
+from attncore.builder.show import builder_text
 from attncore.errors import CaptureError
+from attncore.show import guarded
 
 _ALL_REQUESTS: Mapping[Any, int] = MappingProxyType({})
 
@@ -112,6 +114,10 @@ class MetadataBuilder:
         self._core.follower = weakref.ref(self)
         if self._assembly.side is not None:
             self._assembly.side.tables.forget()
+
+    @guarded
+    def __repr__(self) -> str:
+        return builder_text(self, self._backends, self._settings.depth, self._assembly.closed)
 
     @property
     def kernels(self) -> str:
