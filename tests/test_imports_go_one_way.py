@@ -14,18 +14,20 @@ import attncore
 LAYERS = {
     "": (
         "cli __main__",
+        "versions",
         "json_lines replay testing integrations",
         "registry reference ops dense merge",
         "abstract",
         "builder",
         "graphs kernels slots _slots _slots_numba",
         "array_arguments",
-        "arguments vocabulary env errors frozen_map step_arrays _version",
+        "arguments vocabulary env errors frozen_map step_arrays show did_you_mean _version",
     ),
     "builder": (
         "persistent lists",
         "device blocks",
         "metadata slices device_slices first_generation_names",
+        "grid show",
         "fields",
     ),
     "registry": (

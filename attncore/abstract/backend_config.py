@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from attncore.frozen_map import FrozenMap
+from attncore.vocabulary import dtype_name
 
 if TYPE_CHECKING:
     from attncore.abstract.spec_protocol import SpecFacts
@@ -24,7 +25,7 @@ class BackendConfig:
     num_kv_heads: int
     head_size: int
     dtype: str
-    """Dtype of query, key, value and output, by its torch name: ``bfloat16``."""
+    """Dtype of query, key, value and output, by its torch name: ``bfloat16``. ``torch.bfloat16`` is taken too."""
     block_size: int
     """Tokens per block of the kernel."""
     _: KW_ONLY
@@ -47,6 +48,8 @@ class BackendConfig:
     """The spec (of the variant) that was chosen; None where a backend is made by hand, and nothing is checked."""
 
     def __post_init__(self) -> None:
+        for name in ("dtype", "kv_cache_dtype"):
+            object.__setattr__(self, name, dtype_name(getattr(self, name)))
         for name in ("num_heads", "num_kv_heads", "head_size", "block_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):

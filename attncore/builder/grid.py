@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from attncore.builder.show import age, lengths_are_bounds, peek
-from attncore.kernels import codes
 from attncore.show import Markup, cut, escaped, html_table, preformatted, short
 
 MOST_ROWS = 12

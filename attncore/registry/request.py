@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from attncore.abstract import check_value_size
 from attncore.arguments import integer
+from attncore.did_you_mean import did_you_mean
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
+from attncore.show import cut, guarded
 from attncore.vocabulary import (
     DTYPES,
     FEATURES,
@@ -18,7 +20,11 @@ from attncore.vocabulary import (
     KV_CACHE_LAYOUTS,
     PHASES,
     POLICIES,
+    dtype_name,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 _COUNTS = ("num_heads", "num_kv_heads", "head_size")
 _OPTIONAL_COUNTS = (
@@ -29,6 +35,36 @@ _OPTIONAL_COUNTS = (
     "sliding_window",
     "num_blocks",
 )
+
+
+class RequestFields(TypedDict, total=False):
+    """The fields of an AttentionRequest, for the functions that take them as keyword arguments."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str | torch.dtype
+    head_size_v: int | None
+    kv_cache_dtype: str | torch.dtype
+    block_size: int | None
+    manager_block_size: int | None
+    kv_cache_layout: str | None
+    max_model_len: int | None
+    num_blocks: int | None
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    alibi: bool | Literal["standard"]
+    sinks: bool
+    use_mla: bool
+    features: Iterable[str]
+    cuda_graph: str
+    phase: Literal["prefill", "decode"] | None
+    allow_compile: bool
+    backend: str | None
+    prefer: Iterable[str]
+    exclude: Iterable[str]
+    policy: Literal["strict", "fallback"]
+    options: Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +78,7 @@ class AttentionRequest:
     num_kv_heads: int
     head_size: int
     dtype: str
-    """Of DTYPES."""
+    """Of DTYPES; a torch dtype is taken by its name."""
     head_size_v: int | None = None
     """Size of a value head where it differs."""
     kv_cache_dtype: str = "auto"
@@ -95,12 +131,14 @@ class AttentionRequest:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
         check_value_size(self.head_size, self.head_size_v, self.num_kv_heads, self.use_mla is True)
+        for name in ("dtype", "kv_cache_dtype"):
+            object.__setattr__(self, name, dtype_name(getattr(self, name)))
         if self.kv_cache_dtype == "fp8":
             object.__setattr__(self, "kv_cache_dtype", "fp8_e4m3")
         for name, words in _WORDS.items():
             value = getattr(self, name)
             if value not in words and not (value is None and name in ("kv_cache_layout", "phase")):
-                raise ValueError(f"{name}: {value!r} is not one of {', '.join(words)}")
+                raise ValueError(f"{name}: {value!r} is not one of {', '.join(words)}{did_you_mean(value, words)}")
         for name in ("sinks", "use_mla", "allow_compile"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: {getattr(self, name)!r} is neither True nor False")
@@ -121,6 +159,12 @@ class AttentionRequest:
         if self.backend is not None:
             _names("backend", (self.backend,))
         object.__setattr__(self, "options", _check_options(self.options))
+
+    @guarded
+    def __repr__(self) -> str:
+        """The fields that are not at their defaults."""
+        stated = (f"{name}={cut(repr(value), 60)}" for name, value in self.as_json().items())
+        return f"AttentionRequest({', '.join(stated)})"
 
     @property
     def asked_features(self) -> tuple[str, ...]:
@@ -165,7 +209,7 @@ def _names(field: str, value: object, known: Iterable[str] | None = None) -> tup
     names = tuple(value)
     for name in names:
         if known is not None and name not in known:
-            raise ValueError(f"{field}: {name!r} is not one of {', '.join(known)}")
+            raise ValueError(f"{field}: {name!r} is not one of {', '.join(known)}{did_you_mean(name, known)}")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ValueError(f"{field}: {name!r} is not a backend's name")
     return names

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from attncore.arguments import integer_or_none, positive_integer
+from attncore.did_you_mean import did_you_mean
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
 from attncore.registry import package_requirements
@@ -24,6 +25,7 @@ from attncore.vocabulary import (
     NEEDS,
     PHASES,
     PLAN_STAGING,
+    dtype_name,
 )
 
 _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -80,10 +82,10 @@ def _devices(field: str, value: object) -> Mapping[str, int]:
 def _words(field: str, value: object, known: Collection[str]) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(f"{field}: {value!r} is not a collection of words")
-    words = tuple(value)
+    words = tuple(dtype_name(word) for word in value)
     for word in words:
         if word not in known:
-            raise ValueError(f"{field}: {word!r} is not one of {', '.join(known)}")
+            raise ValueError(f"{field}: {word!r} is not one of {', '.join(known)}{did_you_mean(word, known)}")
     return words
 
 
@@ -115,7 +117,7 @@ def _ordered_words(known: Collection[str]) -> Callable[[str, object], tuple[str,
 def _word(known: Collection[str]) -> Callable[[str, object], str]:
     def check(field: str, value: object) -> str:
         if not isinstance(value, str) or value not in known:
-            raise ValueError(f"{field}: {value!r} is not one of {', '.join(known)}")
+            raise ValueError(f"{field}: {value!r} is not one of {', '.join(known)}{did_you_mean(value, known)}")
         return value
 
     return check
