@@ -35,7 +35,7 @@ class GridRow(NamedTuple):
 
     def _cell(self, column: int, block: int) -> str:
         start, stop = column * self.block_size, (column + 1) * self.block_size
-        if stop > self.cached and start < self.cached + self.new:
+        if self.new and stop > self.cached and start < self.cached + self.new:
             return "+"
         if block == 0 and stop <= self.cached:
             return "-"

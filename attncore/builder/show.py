@@ -33,8 +33,9 @@ def _batch_facts(batch: Any) -> Iterator[str]:
     for name, table in core.tables.items():
         of_group = f"group {short(name)}: " if len(core.tables) > 1 else ""
         limit = "" if table.group.num_blocks is None else f" of {table.group.num_blocks}"
-        size = counted(table.group.block_size, "token")
-        yield f"{of_group}{table.num_held(num_rows)}{limit} blocks of {size} held"
+        held, size = table.num_held(num_rows), counted(table.group.block_size, "token")
+        blocks = "block" if held == 1 and not limit else "blocks"
+        yield f"{of_group}{held}{limit} {blocks} of {size} held"
     yield f"max_model_len {batch.max_model_len}"
     yield batch.kernels
 
