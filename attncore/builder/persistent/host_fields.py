@@ -36,10 +36,11 @@ class HostFields:
         if name in DERIVED:  # not kept: the next step in this arena has other values
             derived: npt.NDArray[Any] = FIELDS[name].derive(self)  # type: ignore[misc]
             return derived
-        if name.startswith("_"):  # copy.copy asks before the copy has any attribute
-            raise AttributeError(name)
-        if name not in STEP_ARRAYS and name not in self._extra:
-            raise no_such_field("metadata.host", name, self._extra)
+        if name not in STEP_ARRAYS:
+            if name.startswith("_"):  # copy.copy asks before the copy has any attribute
+                raise AttributeError(name)
+            if name not in self._extra:
+                raise no_such_field("metadata.host", name, self._extra)
         view: npt.NDArray[Any] = cut(self._array(name), name, self._arena, self._extra)
         self.__dict__[name] = view
         return view
