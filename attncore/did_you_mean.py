@@ -10,10 +10,11 @@ LONGEST = 64
 
 
 def close_name(name: object, known: Iterable[str]) -> str | None:
-    """The one of ``known`` that is spelt most like ``name``; None where none is close."""
-    if not isinstance(name, str) or len(name) > LONGEST:
+    """The one of ``known`` that is spelt most like ``name``; None where none is close, or it is one."""
+    names = frozenset(known)
+    if not isinstance(name, str) or len(name) > LONGEST or name in names:
         return None
-    return _closest(name, frozenset(known))
+    return _closest(name, names)
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

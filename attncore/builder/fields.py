@@ -216,10 +216,9 @@ BROADCAST = (*COUNTS, *ORDER, *ACTUAL_COUNTS)
 
 def no_such_field(of: str, name: str, more: Iterable[str] = ()) -> AttributeError:
     """The error for a name that is no field of ``of``, or none of this step; ``more`` are fields of an engine."""
-    known = ARRAYS.union(BROADCAST, more)
-    if name in known:
+    if name in FIELDS:  # asked in every view of a step, of which most have no encoder: nothing is compared for it
         return AttributeError(f"{of} has no field {name!r} in this step (docs/api.md says which steps have it)")
-    return AttributeError(f"{of} has no field {name!r}{did_you_mean(name, known)}")
+    return AttributeError(f"{of} has no field {name!r}{did_you_mean(name, (*ARRAYS, *BROADCAST, *more))}")
 
 
 def engine_field(name: str, dtype: type[np.generic], length: Length) -> Field:
