@@ -79,6 +79,17 @@ def test_steps_of_the_list_builder():
     assert lines[2:4] == ["0    0 + 6", "1    9 + 1  ##+"]  # a plain prompt has no table
 
 
+def test_a_windowed_decode_of_the_list_builder():
+    """Its length is the window's, and so is its table."""
+    builder = CommonMetadataBuilder(4, "flash", sliding_window=8)
+    step = builder.build([SequenceGroup(False, [Sequence(0, 1, 20, [1, 2, 3, 4, 5, 6])])])
+    length, width = int(step.seq_lens[0]), step.block_table.shape[1]
+    assert length < 21
+    cells = "#" * (-(-length // 4) - 1) + "+"
+    assert len(cells) <= width
+    assert str(step).splitlines()[-2] == f"0    {length - 1} + 1  {cells}"
+
+
 def test_the_last_blocks_of_long_requests():
     batch = InputBatch(max_num_reqs=20, max_model_len=400, block_size=4)
     for index in range(20):

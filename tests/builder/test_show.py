@@ -131,6 +131,14 @@ def test_nothing_is_kept_or_changed():
         assert all(value is before[name] for name, value in vars(one).items())
 
 
+def test_no_view_of_an_arena_is_kept(kernels):
+    metadata = builder_of(kernels).build({"b": 6})
+    before = vars(metadata).keys() | vars(metadata.host).keys()
+    for show in (repr, str, dir, type(metadata)._repr_html_, lambda one: repr(one.host), lambda one: dir(one.host)):
+        show(metadata)
+        assert vars(metadata).keys() | vars(metadata.host).keys() == before
+
+
 def test_no_tensor_is_touched():
     """The wrap, which puts an array on a device, is not called."""
     builder = builder_of()
