@@ -43,7 +43,8 @@ if TYPE_CHECKING:
         PluginError,
     )
     from attncore.ops.cache_writer import CacheWriter
-    from attncore.ops.operator import attention, forward_context
+    from attncore.ops.forward_context import forward_context
+    from attncore.ops.operator import attention
     from attncore.registry.choice.choice import Choice
     from attncore.registry.choice.prefill_decode_choice import JointChoice
     from attncore.registry.choice.select import select, select_joint
@@ -125,7 +126,8 @@ _HOMES = {
     ),
     "builder.lists.capture_state": "AttentionState",
     "ops.cache_writer": "CacheWriter",
-    "ops.operator": "attention forward_context",
+    "ops.forward_context": "forward_context",
+    "ops.operator": "attention",
     "errors": "AttncoreError CaptureError ConcurrentUseError FallbackWarning NoBackendError PluginError",
     "registry.choice.choice": "Choice",
     "registry.plugins.hookspecs": "hookimpl",

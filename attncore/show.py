@@ -7,6 +7,7 @@ nothing. What comes from outside (names of requests, texts of plugins) is shorte
 from __future__ import annotations
 
 import reprlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
@@ -50,18 +51,19 @@ def short(value: object, width: int = 24) -> str:
 
     Tensors are named by their type: printing one waits for its device.
     """
-    kind = type(value)
-    if kind.__module__.partition(".")[0] == "torch":
-        return f"<{kind.__name__}>"
+    name = type.__dict__["__name__"].__get__(type(value))  # whatever its metaclass says
+    torch = sys.modules.get("torch")
     shortener = reprlib.Repr()
     shortener.maxstring = shortener.maxother = shortener.maxlong = width
     shortener.maxlevel = 2
     try:
+        if issubclass(type(value), getattr(torch, "Tensor", ())):
+            return f"<{name}>"
         text = " ".join(shortener.repr(value).split())
     except KeyboardInterrupt:
         raise
     except BaseException:
-        return f"<{kind.__name__}>"
+        return f"<{name}>"
     return cut("".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text), 2 * width)
 
 

@@ -6,6 +6,7 @@ A word that is not here is a mistake of whoever wrote it, and refused; new words
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,8 +35,8 @@ _TORCH_NAMES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 
 def dtype_name(dtype: Any) -> Any:
     """The name of a torch dtype (``torch.bfloat16`` is ``bfloat16``); any other value as it is. Imports no torch."""
-    kind = type(dtype)
-    if (kind.__module__, kind.__name__) != ("torch", "dtype"):
+    torch = sys.modules.get("torch")  # without it loaded, there is no dtype of it
+    if torch is None or type(dtype) is not getattr(torch, "dtype", None):
         return dtype
     name = str(dtype).removeprefix("torch.")
     return _TORCH_NAMES.get(name, name)
@@ -104,7 +105,7 @@ REASON_CODES: Mapping[str, str] = {
     "unknown": "the request names a backend that nobody provides",
     "joint": "no common block size, layout and cache dtype with a backend for the other phase",
     "blocked": "kept out by ATTNCORE_PLUGINS or ATTNCORE_DISABLE_PLUGINS",
-    "duplicate": "two distributions claim the name",
+    "duplicate": "the name is claimed twice, or its distribution is installed twice in one folder",
     "broken": "the plugin failed while it was loaded",
     "incompatible": "the plugin was built for another version of the contract",
     "heavy_import": "the plugin's light module imports a heavy library (a warning: it works, slowly)",

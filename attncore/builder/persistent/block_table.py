@@ -96,8 +96,8 @@ class BlockTable:
 
     def replace(self, row: int, req_id: Hashable, index: int, block_id: int) -> int:
         """Replaces manager block number ``index`` of the row; returns the block that it had."""
-        arguments.integer("index", index, 0)
-        arguments.integer("block_id", block_id, 0)
+        index = arguments.integer("index", index, 0)
+        block_id = arguments.integer("block_id", block_id, 0)
         held, per_block = self.held(row), self.group.kernel_blocks
         if index >= len(held):
             raise ValueError(f"index: {index}, but request {req_id!r} holds {len(held)} blocks")
@@ -130,5 +130,7 @@ class BlockTable:
     def page_indices(self, indptr: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The first ``indptr[i + 1] - indptr[i]`` blocks of each row i, concatenated: a new int32[indptr[-1]]."""
         indices = np.empty(int(indptr[-1]), np.int32)
-        self.kernels.fill_page_indices(self.array, indptr, indices)
+        row = self.kernels.fill_page_indices(self.array, indptr, indices)
+        if row >= 0:
+            raise ValueError(f"paged_kv_indptr: row {row} was changed since the build; metadata is read-only")
         return indices

@@ -43,15 +43,15 @@ class InputBatch:
         max_encoder_len: int | None = None,
         kernels: KernelsName | None = None,
     ) -> None:
-        arguments.integer("max_num_reqs", max_num_reqs, 1)
-        arguments.integer("max_model_len", max_model_len, 1)
+        max_num_reqs = arguments.integer("max_num_reqs", max_num_reqs, 1)
+        max_model_len = arguments.integer("max_model_len", max_model_len, 1)
         self.groups = groups_of(groups, block_size, num_blocks)
         decoders = [group for group in self.groups if not group.cross]
         has_cross = len(decoders) < len(self.groups)
         if has_cross:
             if max_encoder_len is None:
                 raise ValueError(f"max_encoder_len: missing; cross group {self.groups[-1].name!r} needs it")
-            arguments.integer("max_encoder_len", max_encoder_len, 1)
+            max_encoder_len = arguments.integer("max_encoder_len", max_encoder_len, 1)
         elif max_encoder_len is not None:
             raise ValueError(f"max_encoder_len: {max_encoder_len} given, but no group is cross")
         self.max_num_reqs, self.max_model_len = max_num_reqs, max_model_len
@@ -130,7 +130,9 @@ class InputBatch:
         the tokens.
         """
         with self.core.entered:
-            check_new_request(self.core, req_id, num_computed_tokens, encoder_seq_len, encoder_computed)
+            num_computed_tokens, encoder_seq_len = check_new_request(
+                self.core, req_id, num_computed_tokens, encoder_seq_len, encoder_computed
+            )
             given = self._by_group(req_id, block_ids, all_groups=True)
             changes = self.core.state.changes
             row = self.core.order.free_row()
@@ -201,7 +203,7 @@ class InputBatch:
         with self.core.entered:
             row, table = self.core.order.row(req_id), self._table(group)
             tokens = self.core.num_encoded(row) if table.group.cross else self.core.num_computed(row)
-            arguments.integer("num_blocks", num_blocks, 0)
+            num_blocks = arguments.integer("num_blocks", num_blocks, 0)
             held, needed = table.held(row), -(-tokens // table.group.block_size)
             if not needed <= num_blocks <= len(held):
                 what = "encoder tokens cached" if table.group.cross else "computed tokens"
@@ -221,7 +223,7 @@ class InputBatch:
         none are left out. Call it between steps: afterwards the last step's page indices can no longer be read.
         """
         with self.core.entered:
-            arguments.integer("num_rollback", num_rollback, 0)
+            num_rollback = arguments.integer("num_rollback", num_rollback, 0)
             released: dict[Hashable, dict[str, list[int]]] = {}
             for table in self.core.decoders:
                 for row, passed in table.pass_windows(len(self.core.order), num_rollback):
@@ -264,7 +266,7 @@ class InputBatch:
             new: list[tuple[int, int]] = []
             for req_id, count in num_tokens.items():
                 row = self.core.order.row(req_id)
-                arguments.integer("num_tokens", count, 0)
+                count = arguments.integer("num_tokens", count, 0)
                 computed = self.core.num_computed(row)
                 if count > computed:
                     raise ValueError(
@@ -284,8 +286,8 @@ class InputBatch:
         The next build still puts decodes before prefills.
         """
         with self.core.entered:
+            i, j = arguments.integer("i", i, 0), arguments.integer("j", j, 0)
             for name, row in (("i", i), ("j", j)):
-                arguments.integer(name, row, 0)
                 if row >= len(self.core.order):
                     raise ValueError(f"{name}: row {row} is not in use; the batch has {len(self.core.order)} rows")
             if i != j:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from attncore.kernels.codes import ENCODER_DONE
 from attncore.kernels.numba.arrange import count_ones, mark_kinds, plan_swaps
 from attncore.kernels.numba.batch import BatchState
@@ -68,7 +70,7 @@ class StepKernel:
             return None
         if shape.pads and (count > shape.num_reqs or shape.query_len != 1):
             return None
-        longest = decodes_fit(self.batch, self.max_model_len)
+        longest = decodes_fit(self.batch, shape, self.max_model_len)
         return None if longest < 0 else self._run(shape, count, count, count, longest)
 
     def forget_arena(self, arena: int) -> None:
@@ -86,7 +88,7 @@ class StepKernel:
         batch = self.batch
         code, row, count = check_shape(
             batch.state, self.query_lens, batch.num_rows, batch.cross is not None, shape.query_len, shape.uniform,
-            shape.num_reqs,
+            shape.num_reqs, shape.pad_seq_len,
         )  # fmt: skip
         return code, row, count
 
@@ -121,7 +123,7 @@ class StepKernel:
         self.next_step -= 1
         batch, out = self.batch, shape.arenas[self.next_step % self.depth]
         n = out.num_actual_reqs
-        batch.num_computed[:n] -= out.query_lens[:n]
+        batch.num_computed[:n] = np.maximum(batch.num_computed[:n] - np.maximum(out.query_lens[:n], 0), 0)
         if batch.cross is not None:
             batch.state[ENCODER_DONE, :n][out.encoder_query_lens[:n] > 0] = 0
         batch.version += 1
