@@ -34,7 +34,14 @@ if TYPE_CHECKING:
         SequenceGroup,
     )
     from attncore.builder import CommonAttentionState as AttentionState
-    from attncore.errors import AttncoreError, CaptureError, ConcurrentUseError, NoBackendError, PluginError
+    from attncore.errors import (
+        AttncoreError,
+        CaptureError,
+        ConcurrentUseError,
+        FallbackWarning,
+        NoBackendError,
+        PluginError,
+    )
     from attncore.ops.cache_writer import CacheWriter
     from attncore.ops.forward_context import forward_context
     from attncore.ops.operator import attention
@@ -43,6 +50,7 @@ if TYPE_CHECKING:
     from attncore.registry.choice.select import select, select_joint
     from attncore.registry.host.host import Host
     from attncore.registry.plugins.hookspecs import hookimpl
+    from attncore.registry.plugins.installed import backends
     from attncore.registry.reasons import Reason
     from attncore.registry.request import AttentionRequest
     from attncore.registry.spec.backend_spec import ATTNCORE_API, BackendSpec
@@ -55,6 +63,7 @@ if TYPE_CHECKING:
         compute_slot_mapping_start_idx,
         is_block_tables_empty,
     )
+    from attncore.versions import show_versions
 
 __all__ = [
     "ATTNCORE_API",
@@ -77,6 +86,7 @@ __all__ = [
     "CommonAttentionState",
     "CommonMetadataBuilder",
     "ConcurrentUseError",
+    "FallbackWarning",
     "Host",
     "InputBatch",
     "JointChoice",
@@ -94,6 +104,7 @@ __all__ = [
     "Variant",
     "__version__",
     "attention",
+    "backends",
     "compute_slot_mapping",
     "compute_slot_mapping_start_idx",
     "forward_context",
@@ -101,6 +112,7 @@ __all__ = [
     "is_block_tables_empty",
     "select",
     "select_joint",
+    "show_versions",
 ]
 
 _HOMES = {
@@ -116,9 +128,10 @@ _HOMES = {
     "ops.cache_writer": "CacheWriter",
     "ops.forward_context": "forward_context",
     "ops.operator": "attention",
-    "errors": "AttncoreError CaptureError ConcurrentUseError NoBackendError PluginError",
+    "errors": "AttncoreError CaptureError ConcurrentUseError FallbackWarning NoBackendError PluginError",
     "registry.choice.choice": "Choice",
     "registry.plugins.hookspecs": "hookimpl",
+    "registry.plugins.installed": "backends",
     "registry.host.host": "Host",
     "registry.choice.prefill_decode_choice": "JointChoice",
     "registry.reasons": "Reason",
@@ -128,6 +141,7 @@ _HOMES = {
     "registry.spec.backend_spec": "ATTNCORE_API BackendSpec",
     "registry.spec.option": "Option",
     "registry.spec.variant": "Variant",
+    "versions": "show_versions",
     "slots": "PAD_SLOT_ID compute_slot_mapping compute_slot_mapping_start_idx is_block_tables_empty",
 }
 _HOME = {name: f"attncore.{module}" for module, names in _HOMES.items() for name in names.split()}
@@ -135,12 +149,17 @@ _HOME = {name: f"attncore.{module}" for module, names in _HOMES.items() for name
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(home), name)
-    return value
+if not TYPE_CHECKING:  # a checker knows the names from the imports above, and refuses others
+
+    def __getattr__(name: str) -> Any:
+        home = _HOME.get(name)
+        if home is None:
+            from attncore.did_you_mean import did_you_mean
+
+            hint = "" if name.startswith("_") else did_you_mean(name, _HOME)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        value = globals()[name] = getattr(import_module(home), name)
+        return value
 
 
 def __dir__() -> list[str]:

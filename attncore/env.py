@@ -5,11 +5,12 @@ A bad value is a ValueError that begins with the variable's name.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Generic, Literal, TypeVar, cast
+
+from attncore.did_you_mean import did_you_mean
 
 NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 """The form of a backend's name."""
@@ -98,6 +99,5 @@ def problems() -> dict[str, str]:
             found[variable.name] = str(error)
     for name in sorted(os.environ):
         if name.startswith("ATTNCORE_") and name not in VARIABLES:
-            close = difflib.get_close_matches(name, VARIABLES, n=1)
-            found[name] = f"{name}: attncore reads no such variable" + (f"; did you mean {close[0]}?" if close else "")
+            found[name] = f"{name}: attncore reads no such variable{did_you_mean(name, VARIABLES)}"
     return found

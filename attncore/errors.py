@@ -17,6 +17,10 @@ class NoBackendError(AttncoreError):
     """No installed backend satisfies the request; the text lists every candidate with its reasons."""
 
 
+class FallbackWarning(UserWarning):
+    """The backend that was named cannot be used, and ``policy="fallback"`` took another one."""
+
+
 class PluginError(AttncoreError):
     """A plugin failed; raised instead of recorded under ``ATTNCORE_STRICT_PLUGINS=1``. The cause is chained."""
 

@@ -6,7 +6,9 @@ A word that is not here is a mistake of whoever wrote it, and refused; new words
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 
 class AttentionType(enum.StrEnum):
@@ -27,6 +29,18 @@ class AttentionType(enum.StrEnum):
 DTYPES = ("float16", "bfloat16", "float32")
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8_e4m3", "fp8_e5m2")
 """``auto`` is the model's own dtype."""
+
+_TORCH_NAMES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
+
+
+def dtype_name(dtype: Any) -> Any:
+    """The name of a torch dtype (``torch.bfloat16`` is ``bfloat16``); any other value as it is. Imports no torch."""
+    torch = sys.modules.get("torch")  # without it loaded, there is no dtype of it
+    if torch is None or type(dtype) is not getattr(torch, "dtype", None):
+        return dtype
+    name = str(dtype).removeprefix("torch.")
+    return _TORCH_NAMES.get(name, name)
+
 
 KV_CACHE_LAYOUTS = ("NHD", "HND")
 """Order of the last three axes of a block: tokens, heads, head size, or heads first."""

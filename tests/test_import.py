@@ -32,6 +32,27 @@ def test_choosing_a_backend_loads_no_torch_numpy_or_rich():
     assert heavy_after(code) == "pluggy"
 
 
+def test_showing_what_is_installed_loads_no_torch_numba_or_rich():
+    code = (
+        "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()):\n"
+        "    attncore.show_versions(); print(attncore.backends())"
+    )
+    assert heavy_after(code) in ("pluggy", "numpy,pluggy")  # kernels may import NumPy
+
+
+def test_a_choice_prints_without_numpy():
+    code = (
+        "one = attncore.select(num_heads=1, num_kv_heads=1, head_size=1, dtype='float32', "
+        "host=attncore.Host.assume('cpu'))\nrepr(one), one._repr_html_(), repr(one.spec), repr(one.host)"
+    )
+    assert heavy_after(code) == "pluggy"
+
+
+def test_difflib_is_loaded_where_a_name_is_misspelt():
+    loaded = "import sys; assert 'difflib' not in sys.modules"
+    assert heavy_after(f"attncore.select; attncore.BackendSpec; {loaded}") == ""
+
+
 def test_writing_a_spec_loads_no_pluggy():
     assert heavy_after("attncore.BackendSpec, attncore.AttentionBackend, attncore.AttentionRequest") == ""
 

@@ -14,20 +14,22 @@ import attncore
 LAYERS = {
     "": (
         "cli __main__",
+        "versions",
         "json_lines replay testing integrations",
         "registry reference ops dense merge",
         "abstract",
         "builder",
         "graphs kernels slots _slots _slots_numba",
         "array_arguments",
-        "arguments input_files kept_files search_path standard_output vocabulary env errors",
-        "frozen_map step_arrays _version",
+        "arguments input_files kept_files search_path standard_output vocabulary env errors show",
+        "frozen_map step_arrays did_you_mean _version",
         "quoted",
     ),
     "builder": (
         "persistent lists",
         "device blocks",
         "metadata slices device_slices first_generation_names",
+        "grid show",
         "fields",
     ),
     "registry": (

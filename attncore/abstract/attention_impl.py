@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Required, TypedDict
 
+from attncore.show import angled, guarded, short
 from attncore.vocabulary import AttentionType
 
 if TYPE_CHECKING:
@@ -91,6 +92,19 @@ class AttentionImpl(ABC):
         self.k_scale = k_scale
         self.v_scale = v_scale
         self.attn_type = attn_type
+
+    @guarded
+    def __repr__(self) -> str:
+        facts = [f"scale {short(self.scale)}"]
+        for name in ("sliding_window", "logits_soft_cap"):
+            if (value := getattr(self, name)) is not None:
+                facts.append(f"{name} {short(value)}")
+        facts += [name for name in ("alibi_slopes", "sinks") if getattr(self, name) is not None]
+        # A scale may be a tensor: comparing it would wait for its device.
+        scales = [(name, short(getattr(self, name))) for name in ("k_scale", "v_scale")]
+        facts += [f"{name} {text}" for name, text in scales if text != "1.0"]
+        facts += [f"attn_type {self.attn_type}", f"backend {short(self.backend.name)} on {self.backend.config.device}"]
+        return angled(f"{type(self).__name__} of layer {short(self.layer_name)}", facts)
 
     @abstractmethod
     def forward(

@@ -12,6 +12,7 @@ from attncore.abstract.attention_impl import AttentionImpl, PlanKey
 from attncore.abstract.config_against_spec import checked
 from attncore.abstract.first_generation_names import FirstGenerationNames
 from attncore.arguments import integer, optional_integer
+from attncore.show import angled, guarded, short
 from attncore.vocabulary import AttentionType
 
 if TYPE_CHECKING:
@@ -176,6 +177,16 @@ class AttentionBackend(FirstGenerationNames, ABC):
 
         names = {"auto": self.config.dtype, "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
         return getattr(torch, names.get(self.config.kv_cache_dtype, self.config.kv_cache_dtype))
+
+    @guarded
+    def __repr__(self) -> str:
+        config = self.config
+        heads = f"{config.num_heads} heads ({config.num_kv_heads} of keys) of size {config.head_size}"
+        cache = f"kv_cache {config.kv_cache_dtype} {config.kv_cache_layout}"
+        variant = f"variant {config.variant}" if config.variant else ""
+        layers = f"{len(self._plan_keys)} kinds of layers" if self._plan_keys else "no layers yet"
+        head = f"{type(self).__name__} {short(self.name)} on {config.device}"
+        return angled(head, (variant, config.dtype, heads, f"block_size {config.block_size}", cache, layers))
 
     def allocate_kv_cache(self, num_blocks: int) -> Any:
         """One layer's cache on the backend's device, zeroed, with a sink block after the ``num_blocks`` asked for.

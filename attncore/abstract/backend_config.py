@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncore.arguments import integer, optional_integer
 from attncore.frozen_map import FrozenMap
+from attncore.vocabulary import dtype_name
 
 if TYPE_CHECKING:
     from attncore.abstract.spec_protocol import SpecFacts
@@ -25,7 +26,7 @@ class BackendConfig:
     num_kv_heads: int
     head_size: int
     dtype: str
-    """Dtype of query, key, value and output, by its torch name: ``bfloat16``."""
+    """Dtype of query, key, value and output, by its torch name: ``bfloat16``. ``torch.bfloat16`` is taken too."""
     block_size: int
     """Tokens per block of the kernel."""
     _: KW_ONLY
@@ -48,6 +49,8 @@ class BackendConfig:
     """The spec (of the variant) that was chosen; None where a backend is made by hand, and nothing is checked."""
 
     def __post_init__(self) -> None:
+        for name in ("dtype", "kv_cache_dtype"):
+            object.__setattr__(self, name, dtype_name(getattr(self, name)))
         for name in ("num_heads", "num_kv_heads", "head_size", "block_size"):
             object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         for name in ("head_size_v", "max_model_len", "sliding_window"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attncore.builder.fields import ARRAYS, DERIVED, FIELDS, Length, Rebase
 from attncore.builder.metadata import CommonAttentionMetadata
@@ -25,12 +25,14 @@ class DeviceView(CommonAttentionMetadata):
         super().__init__(values.pop("host"), values.pop("_wrap"), **values)
         self._whole, self._rows, self._tokens = whole, slice(first, last), slice(start, stop)
 
-    def __getattr__(self, name: str) -> Any:
-        # Called only for missing attributes.
-        if name in ARRAYS and name not in DERIVED:
-            value = self.__dict__[name] = self._slice(name)
-            return value
-        return super().__getattr__(name)
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Called only for missing attributes.
+            if name in ARRAYS and name not in DERIVED:
+                value = self.__dict__[name] = self._slice(name)
+                return value
+            return super().__getattr__(name)
 
     def _slice(self, name: str) -> Any:
         field, whole, host, rows = FIELDS[name], getattr(self._whole, name), self._whole.host, self._rows

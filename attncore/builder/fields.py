@@ -12,11 +12,12 @@ A new field is an entry here and an attribute with a docstring in ``attncore/ste
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from attncore.did_you_mean import did_you_mean
 from attncore.kernels.codes import PAD_SLOT_ID
 
 
@@ -208,6 +209,13 @@ ORDER = ("decodes_first", "from_groups")
 
 BROADCAST = (*COUNTS, *ORDER, *ACTUAL_COUNTS)
 """What is sent to other ranks beside the arrays."""
+
+
+def no_such_field(of: str, name: str, more: Iterable[str] = ()) -> AttributeError:
+    """The error for a name that is no field of ``of``, or none of this step; ``more`` are fields of an engine."""
+    if name in FIELDS:  # asked in every view of a step, of which most have no encoder: nothing is compared for it
+        return AttributeError(f"{of} has no field {name!r} in this step (docs/api.md says which steps have it)")
+    return AttributeError(f"{of} has no field {name!r}{did_you_mean(name, (*ARRAYS, *BROADCAST, *more))}")
 
 
 def engine_field(name: str, dtype: type[np.generic], length: Length) -> Field:

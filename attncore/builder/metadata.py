@@ -6,19 +6,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from attncore.builder import slices
-from attncore.builder.fields import ARRAYS, BROADCAST, COUNTS, DERIVED, FIELDS
+from attncore.builder.fields import ARRAYS, BROADCAST, COUNTS, DERIVED, FIELDS, no_such_field
 from attncore.builder.first_generation_names import FirstGenerationMetadataNames
+from attncore.builder.grid import step_grid, step_html
+from attncore.builder.show import metadata_text
+from attncore.show import guarded, guarded_html
 
 if TYPE_CHECKING:
     from attncore.step_arrays import StepArrays
 
     _Arrays = StepArrays[Any, Any]
+    _HostArrays = StepArrays[npt.NDArray[np.int64], npt.NDArray[np.int32]]
 else:  # a Protocol among the bases would make isinstance slow, and has nothing at run time
     _Arrays = object
 
@@ -95,17 +99,38 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     """What a step of the list builder was built from; None for views, captured sizes and the persistent builder."""
 
     def __init__(self, host: Any, wrap: Wrap = identity, **values: Any) -> None:
-        self.host = host
+        self.host: _HostArrays = host
         self._wrap = wrap
         self.__dict__.update(values)
 
-    def __getattr__(self, name: str) -> Any:
-        # Called only for missing attributes: wraps an array on first use and keeps it.
-        if name in ARRAYS:
-            value = FIELDS[name].derive(self) if name in DERIVED else self._wrapped(name)  # type: ignore[misc]
-            self.__dict__[name] = value
-            return value
-        raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+    if not TYPE_CHECKING:  # a checker knows the fields from StepArrays, and refuses other names
+
+        def __getattr__(self, name: str) -> Any:
+            # Called only for missing attributes: wraps an array on first use and keeps it.
+            if name in ARRAYS:
+                value = FIELDS[name].derive(self) if name in DERIVED else self._wrapped(name)
+                self.__dict__[name] = value
+                return value
+            raise no_such_field(type(self).__name__, name)
+
+    __repr__ = guarded(metadata_text)
+    __str__ = guarded(step_grid)
+    _repr_html_ = guarded_html(step_html)
+
+    def __dir__(self) -> list[str]:
+        """The attributes, and the fields that this step has."""
+        return sorted({*super().__dir__(), *ARRAYS.intersection(dir(self.host))})
+
+    def __copy__(self) -> Self:
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise TypeError(
+            "metadata: it cannot be pickled or copied deeply, for it belongs to its builder and its device; send "
+            "metadata.asdict_zerocopy(), and make metadata of that with attncore.builder.metadata_from_fields"
+        )
 
     @property
     def kept(self) -> dict[Any, Any]:
@@ -159,7 +184,7 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     def _wrapped(self, name: str) -> Any:
         array = getattr(self.host, name, None)
         if array is None:
-            raise AttributeError(f"{type(self).__name__} of this builder and layout has no field {name!r}")
+            raise no_such_field(type(self).__name__, name)
         return self._wrap(array)
 
     def _cached(self, key: str, make: Callable[[], Any]) -> Any:

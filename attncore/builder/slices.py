@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from attncore.builder.fields import ENCODER_ARRAYS, FIELDS, Length, Rebase
+from attncore.builder.fields import DERIVED, ENCODER_ARRAYS, FIELDS, Length, Rebase, no_such_field
+from attncore.builder.show import host_text
+from attncore.show import guarded
 
 _WITH_ENCODER = tuple(
     (name, field.length, field.rebase, name in ENCODER_ARRAYS)
@@ -30,7 +32,23 @@ class HostArrays(SimpleNamespace):
         field = FIELDS.get(name)
         if field is not None and field.derive is not None:
             return field.derive(self)  # not kept: the arrays may be those of another step the next time
-        raise AttributeError(f"metadata.host has no field {name!r}")
+        raise no_such_field("metadata.host", name)
+
+    __repr__ = guarded(host_text)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self.field_names()})
+
+    def field_names(self) -> list[str]:
+        """The fields that the step has."""
+        names = {name for name in self.__dict__ if name in FIELDS}
+        if "paged_kv_indptr" in names:
+            names |= {"paged_kv_indices", *DERIVED}
+        return sorted(names)
+
+    def peek(self, name: str) -> Any:
+        """A field, of which no view is kept; None for one that the step does not have, or would gather."""
+        return self.__dict__.get(name)
 
 
 def slice_host(

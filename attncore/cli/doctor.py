@@ -7,7 +7,6 @@ time limit, so that one that hangs or crashes is a row. Exits with 1 where there
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform
 from typing import Any
@@ -19,8 +18,7 @@ from attncore.registry.doctor.diagnose_plugin import Diagnosis, diagnose
 from attncore.registry.host.host import Host
 from attncore.registry.plugins import discover
 from attncore.registry.printable import listed, one_line
-
-PACKAGES = ("numpy", "pluggy", "rich", "torch", "numba", "triton", "transformers")
+from attncore.versions import PACKAGES, version_of
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         "attncore": __version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: version_of(name) for name in PACKAGES},
         "kernels": kernels,
         "environment": {name: one_line(os.environ[name]) for name in sorted(os.environ) if name in env.VARIABLES},
         "host": Host.probe().as_json(),
@@ -63,13 +61,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(report, rows, plugins)
     return 1 if findings else 0
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except Exception:
-        return None
 
 
 def _kernels() -> tuple[str, bool]:

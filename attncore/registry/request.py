@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from attncore.abstract import check_value_size
 from attncore.arguments import UNREADABLE, integer
+from attncore.did_you_mean import did_you_mean
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
 from attncore.quoted import quoted
+from attncore.show import cut, guarded
 from attncore.vocabulary import (
     DTYPES,
     FEATURES,
@@ -19,7 +21,11 @@ from attncore.vocabulary import (
     KV_CACHE_LAYOUTS,
     PHASES,
     POLICIES,
+    dtype_name,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 _COUNTS = ("num_heads", "num_kv_heads", "head_size")
 _OPTIONAL_COUNTS = (
@@ -30,6 +36,36 @@ _OPTIONAL_COUNTS = (
     "sliding_window",
     "num_blocks",
 )
+
+
+class RequestFields(TypedDict, total=False):
+    """The fields of an AttentionRequest, for the functions that take them as keyword arguments."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str | torch.dtype
+    head_size_v: int | None
+    kv_cache_dtype: str | torch.dtype
+    block_size: int | None
+    manager_block_size: int | None
+    kv_cache_layout: str | None
+    max_model_len: int | None
+    num_blocks: int | None
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    alibi: bool | Literal["standard"]
+    sinks: bool
+    use_mla: bool
+    features: Iterable[str]
+    cuda_graph: str
+    phase: Literal["prefill", "decode"] | None
+    allow_compile: bool
+    backend: str | None
+    prefer: Iterable[str]
+    exclude: Iterable[str]
+    policy: Literal["strict", "fallback"]
+    options: Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +79,7 @@ class AttentionRequest:
     num_kv_heads: int
     head_size: int
     dtype: str
-    """Of DTYPES."""
+    """Of DTYPES; a torch dtype is taken by its name."""
     head_size_v: int | None = None
     """Size of a value head where it differs."""
     kv_cache_dtype: str = "auto"
@@ -96,6 +132,8 @@ class AttentionRequest:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
         check_value_size(self.head_size, self.head_size_v, self.num_kv_heads, self.use_mla is True)
+        for name in ("dtype", "kv_cache_dtype"):
+            object.__setattr__(self, name, dtype_name(getattr(self, name)))
         if isinstance(self.kv_cache_dtype, str) and self.kv_cache_dtype == "fp8":
             object.__setattr__(self, "kv_cache_dtype", "fp8_e4m3")
         for name, words in _WORDS.items():
@@ -103,7 +141,9 @@ class AttentionRequest:
             if value is None and name in ("kv_cache_layout", "phase"):
                 continue
             if not isinstance(value, str) or value not in words:
-                raise ValueError(f"{name}: {quoted(value)} is not one of {', '.join(words)}")
+                raise ValueError(
+                    f"{name}: {quoted(value)} is not one of {', '.join(words)}{did_you_mean(value, words)}"
+                )
         for name in ("sinks", "use_mla", "allow_compile"):
             if getattr(self, name) is not True and getattr(self, name) is not False:
                 raise TypeError(f"{name}: {quoted(getattr(self, name))} is neither True nor False")
@@ -125,6 +165,12 @@ class AttentionRequest:
         if self.backend is not None:
             _names("backend", (self.backend,))
         object.__setattr__(self, "options", _check_options(self.options))
+
+    @guarded
+    def __repr__(self) -> str:
+        """The fields that are not at their defaults."""
+        stated = (f"{name}={cut(repr(value), 60)}" for name, value in self.as_json().items())
+        return f"AttentionRequest({', '.join(stated)})"
 
     @property
     def asked_features(self) -> tuple[str, ...]:
@@ -172,7 +218,7 @@ def _names(field: str, value: object, known: Iterable[str] | None = None) -> tup
         raise TypeError(f"{field}: {quoted(value)} is not a collection of names") from None
     for name in names:
         if known is not None and (not isinstance(name, str) or name not in known):
-            raise ValueError(f"{field}: {quoted(name)} is not one of {', '.join(known)}")
+            raise ValueError(f"{field}: {quoted(name)} is not one of {', '.join(known)}{did_you_mean(name, known)}")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ValueError(f"{field}: {quoted(name)} is not a backend's name")
     return names

@@ -129,13 +129,14 @@ def test_fields_beside_a_request_replace_its_own(site):
     assert attncore.select(request, block_size=48).block_size == 48
 
 
-def test_a_choice_is_logged_once_and_rejections_at_debug(site, caplog):
+def test_every_choice_is_a_line_of_the_log_and_rejections_are_at_debug(site, caplog):
     site.plugin("acme-logged")
     with caplog.at_level(logging.DEBUG, "attncore"):
         for _ in range(2):
             attncore.select(**FIELDS)
-    chosen = [entry for entry in caplog.records if "acme-logged" in entry.message and entry.levelno == logging.INFO]
-    assert len(chosen) == 1
+    chosen = [(entry.name, entry.message) for entry in caplog.records if entry.levelno == logging.INFO]
+    line = "using acme-logged (attn-acme-logged 1.0) on cpu because its priority 5 comes first of 2 usable backends"
+    assert chosen == [("attncore", line)] * 2
     assert any(entry.levelno == logging.DEBUG and "flash: not installed" in entry.message for entry in caplog.records)
 
 

@@ -15,9 +15,11 @@ from attncore.builder.lists.encoders import encoder_fields
 from attncore.builder.lists.sequence_group import SequenceGroup
 from attncore.builder.lists.settings import ListSettings
 from attncore.builder.metadata import CommonAttentionMetadata, Source
+from attncore.builder.show import list_builder_text
 from attncore.builder.slices import HostArrays
 from attncore.errors import ConcurrentUseError
 from attncore.kernels import KernelsName, codes
+from attncore.show import guarded
 
 
 class _Measures(NamedTuple):
@@ -99,6 +101,8 @@ class CommonMetadataBuilder(ListSettings):
             max_encoder_seq_len_to_capture, backend, kernels,
         )  # fmt: skip
         self._reader = self.kernels.GroupReader()
+
+    __repr__ = guarded(list_builder_text)
 
     def build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int = -1) -> CommonAttentionMetadata:
         """Builds the metadata of one step of ``groups``, prompts before decodes.

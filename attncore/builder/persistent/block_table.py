@@ -54,6 +54,10 @@ class BlockTable:
         """The number of kernel blocks that the row holds."""
         return int(self._lengths[codes.NUM_BLOCKS, row])
 
+    def num_held(self, num_rows: int) -> int:
+        """The number of manager blocks that the first rows hold together."""
+        return int(self._lengths[codes.NUM_BLOCKS, :num_rows].sum()) // self.group.kernel_blocks
+
     def held(self, row: int) -> list[int]:
         """The manager blocks that the row holds, in order."""
         per_block = self.group.kernel_blocks

@@ -23,7 +23,9 @@ from attncore.builder.persistent.poison import expiring
 from attncore.builder.persistent.profiling_run import profile_metadata
 from attncore.builder.persistent.settings import check_settings
 from attncore.builder.persistent.step_metadata import StepMetadata
+from attncore.builder.show import builder_text
 from attncore.errors import CaptureError
+from attncore.show import guarded
 
 _ALL_REQUESTS: Mapping[Any, int] = MappingProxyType({})
 
@@ -117,6 +119,10 @@ class MetadataBuilder:
         other = self._core.follower() if self._core.follower else None
         if other is not None and other is not self and not other._assembly.closed:
             raise ValueError("batch: another builder's tables on a device follow it; close that builder first")
+
+    @guarded
+    def __repr__(self) -> str:
+        return builder_text(self, self._backends, self._settings.depth, self._assembly.closed)
 
     @property
     def kernels(self) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore.builder.fields import FIELDS, Field, Length, engine_field
+from attncore.builder.persistent.host_fields import HostFields
 from attncore.builder.persistent.step_metadata import StepMetadata
 
 FillField = Callable[[StepMetadata, npt.NDArray[Any]], None]
@@ -36,7 +37,8 @@ class EngineFields:
 
     def register(self, name: Any, dtype: Any, per: str, fill: Any) -> None:
         """Adds a field; raises ValueError or TypeError that names the wrong argument."""
-        if not isinstance(name, str) or not name.isidentifier() or hasattr(StepMetadata, name) or name in FIELDS:
+        taken = isinstance(name, str) and (name in FIELDS or hasattr(StepMetadata, name) or hasattr(HostFields, name))
+        if not isinstance(name, str) or not name.isidentifier() or taken:
             raise ValueError(f"name: {name!r} is not a free name for a field of metadata")
         if name in self._fills:
             raise ValueError(f"name: {name!r} is registered already")

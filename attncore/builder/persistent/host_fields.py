@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore.builder.device.arena import Arrays
-from attncore.builder.fields import DERIVED, FIELDS, Field, Length, named
+from attncore.builder.fields import DERIVED, FIELDS, Field, Length, named, no_such_field
+from attncore.builder.show import host_text
 from attncore.errors import AttncoreError
+from attncore.show import guarded
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.block_table import BlockTable
@@ -35,11 +37,41 @@ class HostFields:
         if name in DERIVED:  # not kept: the next step in this arena has other values
             derived: npt.NDArray[Any] = FIELDS[name].derive(self)  # type: ignore[misc]
             return derived
-        if name not in STEP_ARRAYS and (name.startswith("_") or name not in self._extra):
-            raise AttributeError(f"metadata.host has no field {name!r}")
+        if name not in STEP_ARRAYS:
+            if name.startswith("_"):  # copy.copy asks before the copy has any attribute
+                raise AttributeError(name)
+            if name not in self._extra:
+                raise no_such_field("metadata.host", name, self._extra)
         view: npt.NDArray[Any] = cut(self._array(name), name, self._arena, self._extra)
         self.__dict__[name] = view
         return view
+
+    __repr__ = guarded(host_text)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self.field_names()})
+
+    def field_names(self) -> list[str]:
+        """The fields that steps of this group have."""
+        names = (STEP_ARRAYS | self._extra.keys()) & (self._arrays.keys() | self._tables.keys())
+        return sorted({*names, "paged_kv_indices", *DERIVED})
+
+    def peek(self, name: str) -> npt.NDArray[Any] | None:
+        """A field of the step, of which no view is kept; None for one that it does not have, or would gather."""
+        if name not in self._tables and name not in self._arrays:
+            return None
+        array: npt.NDArray[Any] = cut(self._array(name), name, self._arena, self._extra)
+        return array
+
+    @property
+    def live_table(self) -> BlockTable:
+        """The table of the step's group, which later changes of the batch change too."""
+        return self._tables["block_table"]
+
+    @property
+    def table_changed(self) -> bool:
+        """Whether blocks have moved or left since the step was built."""
+        return bool(self._arena.changes != self._state.changes)
 
     def _array(self, name: str) -> npt.NDArray[Any]:
         if name in self._tables:
@@ -54,7 +86,7 @@ class HostFields:
 
         Raises AttncoreError once blocks have moved or left since the step was built.
         """
-        if self._arena.changes != self._state.changes:
+        if self.table_changed:
             raise AttncoreError(
                 "paged_kv_indices: blocks have moved or left since this step was built; ask for them before the batch "
                 "changes"

@@ -9,11 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore import arguments
+from attncore.builder.grid import batch_grid, batch_html
 from attncore.builder.persistent.batch_arguments import ONLY_GROUP, check_new_request, groups_of, ids_by_group
 from attncore.builder.persistent.batch_core import BatchCore
 from attncore.builder.persistent.block_table import BlockTable
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
+from attncore.builder.show import batch_text
 from attncore.kernels import KernelsName
+from attncore.show import guarded, guarded_html
 
 
 class InputBatch:
@@ -58,6 +61,10 @@ class InputBatch:
         self.core = BatchCore(self.groups, max_num_reqs, max_model_len, self.max_encoder_len, kernels)
         """The state that the builder reads and writes. An engine uses the methods of the batch instead."""
         self.block_table: npt.NDArray[np.int32] = self.core.tables[self.groups[0].name].array
+
+    __repr__ = guarded(batch_text)
+    __str__ = guarded(batch_grid)
+    _repr_html_ = guarded_html(batch_html)
 
     @property
     def nbytes(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.errors import AttncoreError
+from attncore.show import guarded
 
 POISON = 0xA5
 """The byte that a released arena is filled with."""
@@ -21,6 +22,8 @@ class _Expiring:
         self.__dict__.update(_metadata=metadata, _step=metadata.step)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked of every object by copy and pickle, before it has any attribute
+            raise AttributeError(name)
         metadata: StepMetadata = self.__dict__["_metadata"]
         if metadata.step != self._step:
             raise AttncoreError(
@@ -35,6 +38,22 @@ class _Expiring:
         if name == "groups":
             return {key: _Expiring(of_group) for key, of_group in metadata.groups.items()}
         return getattr(metadata, name)
+
+    @guarded
+    def __repr__(self) -> str:
+        if (later := self._metadata.step) != self._step:
+            return f"<{type(self._metadata).__name__} of step {self._step}: STALE: its arena was taken by step {later}>"
+        return repr(self._metadata)
+
+    @guarded
+    def __str__(self) -> str:
+        return str(self._metadata) if self._metadata.step == self._step else repr(self)
+
+    def __dir__(self) -> list[str]:
+        return dir(self._metadata)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._metadata.__reduce_ex__(protocol)
 
 
 def expiring(metadata: StepMetadata) -> Any:

@@ -56,20 +56,25 @@ class StepMetadata(CommonAttentionMetadata):
         self._buffer = buffer
         self.group, self.use_cuda_graph, self._owner = group, padded, owner
 
-    def __getattr__(self, name: str) -> Any:
-        # Called only for missing attributes. On a device, and for a captured graph, fields have fixed addresses.
-        if name.startswith("_"):  # copy.copy asks before the copy has any attribute
-            raise AttributeError(name)
-        if name in DERIVED:
-            return self.once_a_step(f"_{name}", lambda: FIELDS[name].derive(self))  # type: ignore[misc]
-        if self._device is not None and name in self._device:
-            value = cut(self._device[name], name, self._arena, self._extra)
-        elif name in self._extra:
-            value = self._wrap(getattr(self.host, name))
-        else:
-            return super().__getattr__(name)
-        self.__dict__[name] = value
-        return value
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Called only for missing attributes. On a device, and for a captured graph, fields have fixed addresses.
+            if name.startswith("_"):  # asked of every object by copy, pickle and NumPy
+                raise AttributeError(name)
+            if name in DERIVED:
+                return self.once_a_step(f"_{name}", lambda: FIELDS[name].derive(self))
+            if self._device is not None and name in self._device:
+                value = cut(self._device[name], name, self._arena, self._extra)
+            elif name in self._extra:
+                value = self._wrap(getattr(self.host, name))
+            else:
+                return super().__getattr__(name)
+            self.__dict__[name] = value
+            return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._extra})
 
     def _page_indices(self) -> Any:
         if self._pages is not None:
@@ -116,7 +121,7 @@ class StepMetadata(CommonAttentionMetadata):
     def forget_views(self) -> None:
         """Called by the kernel when the number of tokens or requests differs from the arena's last step."""
         for metadata in self.groups.values():
-            metadata.host.forget()
+            metadata.host.forget()  # type: ignore[attr-defined]  # of HostFields
             for name in (STEP_ARRAYS | self._extra.keys()) & metadata.__dict__.keys():
                 del metadata.__dict__[name]
 
@@ -154,6 +159,7 @@ class StepMetadata(CommonAttentionMetadata):
         self, first: int, last: int, start: int, stop: int, *, whole_encoder: bool = False, **counts: int
     ) -> CommonAttentionMetadata:
         view = super()._view(first, last, start, stop, whole_encoder=whole_encoder, **counts)
+        vars(view)["_taken_of"] = self, self._arena.step  # what its repr tells its age by
         return view if self._device is None else DeviceView(view, self, first, last, start, stop)
 
 

@@ -3,6 +3,7 @@
 - ``select``: ``select`` and ``select_joint``, what an engine calls: a choice, or NoBackendError.
 - ``negotiate_installed``: a negotiation among the plugins of this process, with ATTNCORE_BACKEND.
 - ``prefill_decode_choice``, ``choice``: what an engine gets; ``create_backend`` imports the plugin's library.
+- ``show``: a choice as text and as HTML.
 - ``explain``: a negotiation in words.
 - ``negotiate_prefill_decode``, ``negotiate``: the candidates in order and the one chosen, for two phases and for one.
 - ``candidates``: every backend with all reasons against it.

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from attncore.did_you_mean import close_name
 from attncore.registry import package_requirements
 from attncore.registry.choice.reasons_against import reasons_against
 from attncore.registry.device_patterns import Match, best_match
 from attncore.registry.host.host import Host
-from attncore.registry.plugins.known_backends import KNOWN, install_line
+from attncore.registry.plugins.known_backends import KNOWN, not_installed
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.printable import listed
 from attncore.registry.reasons import Reason
@@ -76,10 +77,7 @@ def candidates(request: AttentionRequest, host: Host, records: Iterable[PluginRe
     names = {candidate.name for candidate in found}
     for name, known in KNOWN.items():
         if name not in names:
-            reason = Reason(
-                "not_installed", "not installed", name, known.distribution, "attncore", install_line(name, host)
-            )
-            found.append(Candidate(name, known.distribution, "", "not_installed", (reason,)))
+            found.append(Candidate(name, known.distribution, "", "not_installed", (not_installed(name, host),)))
     names.update(KNOWN)
     asked = (*((request.backend,) if request.backend else ()), *request.prefer)
     found.extend(_unknown(name, sorted(names)) for name in dict.fromkeys(asked) if name not in names)
@@ -88,7 +86,8 @@ def candidates(request: AttentionRequest, host: Host, records: Iterable[PluginRe
 
 def _unknown(name: str, names: list[str]) -> Candidate:
     message = f"no distribution installed here provides a backend of this name; known: {listed(names)}"
-    fix = "correct the name, or install what provides it"
+    close = close_name(name, names)
+    fix = f"correct the name{f' (did you mean {close}?)' if close else ''}, or install what provides it"
     return Candidate(name, "", "", "unknown", (Reason("unknown", message, name, names, "attncore", fix),))
 
 

@@ -11,10 +11,12 @@ from attncore.registry.choice.candidates import Candidate
 from attncore.registry.choice.explain import explain
 from attncore.registry.choice.negotiate import Negotiation
 from attncore.registry.choice.reasons_against import option_problem
+from attncore.registry.choice.show import choice_html, choice_text
 from attncore.registry.host.host import Host
 from attncore.registry.reasons import Reason
 from attncore.registry.request import AttentionRequest
 from attncore.registry.spec.backend_spec import BackendSpec
+from attncore.show import guarded, guarded_html
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend, BackendConfig
@@ -34,6 +36,14 @@ class Choice:
     kv_cache_layout: str
     candidate: Candidate = field(repr=False)
     negotiation: Negotiation = field(repr=False)
+
+    __repr__ = guarded(choice_text)
+    _repr_html_ = guarded_html(choice_html)
+
+    @property
+    def fell_back_from(self) -> str | None:
+        """The backend that was named and cannot be used, in whose place this is (policy ``fallback``); else None."""
+        return self.negotiation.fell_back_from
 
     @property
     def request(self) -> AttentionRequest:

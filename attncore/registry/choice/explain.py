@@ -29,7 +29,7 @@ def _why(chosen: Candidate, negotiation: Negotiation) -> Iterator[str]:
     request, asked_by = negotiation.request, negotiation.asked_by
     if request.backend == chosen.name:
         yield f"named by {asked_by}"
-    elif request.backend:
+    elif negotiation.fell_back_from:
         yield f"in place of {request.backend}, which {asked_by} names and which cannot be used"
     yield from _standing(chosen, request)
 

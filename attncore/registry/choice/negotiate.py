@@ -9,6 +9,7 @@ from attncore.registry.choice.candidates import Candidate, candidates
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.request import AttentionRequest
+from attncore.show import angled, guarded
 
 _LAST_STATES = {"loaded": 0, "not_installed": 1, "unknown": 1}
 """State of a rejected candidate -> its place; those whose plugin could not be loaded come last."""
@@ -27,6 +28,17 @@ class Negotiation:
     usable: tuple[Candidate, ...]
     rejected: tuple[Candidate, ...]
     asked_by: str = "the request"
+
+    @property
+    def fell_back_from(self) -> str | None:
+        """The backend that was named and cannot be used, where another is chosen in its place; else None."""
+        named = self.request.backend
+        return named if named and self.chosen is not None and self.chosen.name != named else None
+
+    @guarded
+    def __repr__(self) -> str:
+        chosen = f"{self.chosen.name} chosen" if self.chosen is not None else "none chosen"
+        return angled("Negotiation", (chosen, f"{len(self.usable)} usable", f"{len(self.rejected)} rejected"))
 
     @property
     def refusal(self) -> str:

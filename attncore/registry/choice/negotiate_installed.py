@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import MISSING, fields, replace
-from typing import Any
+from typing import Any, Unpack, cast
 
 from attncore import env
+from attncore.did_you_mean import did_you_mean
 from attncore.registry.choice.negotiate import Negotiation, negotiate
 from attncore.registry.choice.negotiate_prefill_decode import JointNegotiation, negotiate_joint
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
-from attncore.registry.request import AttentionRequest
+from attncore.registry.request import AttentionRequest, RequestFields
 
 _FIELDS = {declared.name: declared for declared in fields(AttentionRequest)}
 
 
 def negotiate_installed(
-    request: AttentionRequest | None = None, *, host: Host | None = None, **given: Any
+    request: AttentionRequest | None = None, *, host: Host | None = None, **given: Unpack[RequestFields]
 ) -> Negotiation:
     """Negotiate for a request, given whole or as fields, on ``host`` (None: this machine). Errors as of ``select``."""
     request, asked_by = _request(request, given)
@@ -33,7 +33,7 @@ def negotiate_installed_joint(
     host: Host | None = None,
     prefer_prefill: Iterable[str] = (),
     prefer_decode: Iterable[str] = (),
-    **given: Any,
+    **given: Unpack[RequestFields],
 ) -> JointNegotiation:
     """Negotiate for both phases together. Errors as of ``select_joint``."""
     request, asked_by = _request(request, given)
@@ -50,22 +50,20 @@ def _host(host: Host | None) -> Host:
     return host or Host.probe()
 
 
-def _request(request: AttentionRequest | None, given: dict[str, Any]) -> tuple[AttentionRequest, str]:
+def _request(request: AttentionRequest | None, given: RequestFields) -> tuple[AttentionRequest, str]:
     """The request, and who named its backend."""
     if request is not None and not isinstance(request, AttentionRequest):
         raise TypeError(f"request: {request!r} is not an AttentionRequest")
     for name in given:
         if name not in _FIELDS:
-            close = difflib.get_close_matches(name, _FIELDS, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise TypeError(f"{name}: a request has no such field{hint}")
+            raise TypeError(f"{name}: a request has no such field{did_you_mean(name, _FIELDS)}")
     if request is None:
         for name, declared in _FIELDS.items():
             if declared.default is MISSING and declared.default_factory is MISSING and name not in given:
                 raise TypeError(f"{name}: a request must state it")
-        request = AttentionRequest(**given)
+        request = AttentionRequest(**cast(dict[str, Any], given))
     elif given:
-        request = replace(request, **given)
+        request = replace(request, **cast(dict[str, Any], given))
     if request.backend is None and (named := env.backend()) is not None:
         return replace(request, backend=named), "ATTNCORE_BACKEND"
     return request, "the request"

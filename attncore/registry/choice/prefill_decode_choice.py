@@ -8,6 +8,7 @@ from typing import Any
 from attncore.registry.choice.cache_format import choose_block_size
 from attncore.registry.choice.choice import Choice, choice_of
 from attncore.registry.choice.negotiate_prefill_decode import JointNegotiation
+from attncore.show import guarded
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,10 @@ class JointChoice:
 
     prefill: Choice
     decode: Choice
+
+    @guarded
+    def __repr__(self) -> str:
+        return f"JointChoice(\n prefill={self.prefill!r},\n decode={self.decode!r})"
 
     @property
     def block_size(self) -> int:

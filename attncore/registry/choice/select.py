@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import logging
+import sys
+import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Unpack
 
-from attncore.errors import NoBackendError
+from attncore.errors import FallbackWarning, NoBackendError
+from attncore.registry.choice.candidates import Candidate
 from attncore.registry.choice.choice import Choice, choose
 from attncore.registry.choice.explain import explain
 from attncore.registry.choice.negotiate import Negotiation
 from attncore.registry.choice.negotiate_installed import negotiate_installed, negotiate_installed_joint
 from attncore.registry.choice.prefill_decode_choice import JointChoice, choose_joint
 from attncore.registry.host.host import Host
-from attncore.registry.request import AttentionRequest
+from attncore.registry.request import AttentionRequest, RequestFields
 
-logger = logging.getLogger(__name__)
-_told: set[str] = set()
+logger = logging.getLogger("attncore")
 
 
-def select(request: AttentionRequest | None = None, /, *, host: Host | None = None, **fields: Any) -> Choice:
+def select(
+    request: AttentionRequest | None = None, /, *, host: Host | None = None, **fields: Unpack[RequestFields]
+) -> Choice:
     """The backend for a request, given whole or as its fields (fields given beside a request replace its own).
 
     ``host`` is this machine unless another is given. ATTNCORE_BACKEND names the backend where the request names none.
-    Raises ValueError or TypeError naming the field for a bad request, and NoBackendError, with every candidate and all
-    its reasons, where no backend can be used.
+    The choice is a line of the logger ``attncore`` at INFO; where another backend takes the place of the one named
+    (policy ``fallback``), it is a FallbackWarning too. Raises ValueError or TypeError naming the field for a bad
+    request, and NoBackendError, with every candidate and all its reasons, where no backend can be used.
     """
     negotiation = negotiate_installed(request, host=host, **fields)
-    _log(negotiation)
+    _tell(negotiation)
     choice = choose(negotiation)
     if choice is None:
         raise NoBackendError(f"{negotiation.refusal}\n{explain(negotiation)}")
@@ -41,7 +46,7 @@ def select_joint(
     host: Host | None = None,
     prefer_prefill: Iterable[str] = (),
     prefer_decode: Iterable[str] = (),
-    **fields: Any,
+    **fields: Unpack[RequestFields],
 ) -> JointChoice:
     """A backend for prefill and one for decode, perhaps the same, with one block size, one layout and one cache dtype.
 
@@ -55,23 +60,53 @@ def select_joint(
         phases = (("prefill", joint.prefill), ("decode", joint.decode))
         texts = [f"{name}:\n{explain(negotiation)}" for name, negotiation in phases]
         raise NoBackendError("\n".join((joint.refusal, *texts)))
-    _log(joint.prefill)
-    _log(joint.decode)
+    _tell(joint.prefill, "prefill")
+    _tell(joint.decode, "decode")
     return choice
 
 
-def _log(negotiation: Negotiation) -> None:
-    """Each choice once at INFO (a fallback at WARNING), the reasons against the rejected ones at DEBUG."""
-    chosen, request = negotiation.chosen, negotiation.request
+def _tell(negotiation: Negotiation, phase: str = "") -> None:
+    """Logs a choice (INFO; a fallback is a WARNING, and warns too) and the reasons against the others (DEBUG)."""
+    chosen, named = negotiation.chosen, negotiation.fell_back_from
     if chosen is not None:
-        line = f"attention backend {chosen.label} on {negotiation.host.device}"
-        replaces = request.backend is not None and request.backend != chosen.name
-        if replaces:
-            line += f" in place of {request.backend}, which cannot be used"
-        if line not in _told:
-            _told.add(line)
-            logger.log(logging.WARNING if replaces else logging.INFO, "%s", line)
-    if logger.isEnabledFor(logging.DEBUG):
-        for candidate in negotiation.rejected:
-            for reason in candidate.reasons:
-                logger.debug("%s: %s", candidate.label, reason)
+        used = f"using {chosen.label}{f' for {phase}' if phase else ''} on {negotiation.host.device}"
+        logger.log(logging.WARNING if named else logging.INFO, "%s because %s", used, _because(negotiation, chosen))
+    for candidate in negotiation.rejected if logger.isEnabledFor(logging.DEBUG) else ():
+        for reason in candidate.reasons:
+            logger.debug("%s: %s", candidate.label, reason)
+    if chosen is not None and named:
+        why = next((f": {one.reasons[0]}" for one in negotiation.rejected if one.name == named and one.reasons), "")
+        warnings.warn(
+            f"{used} in place of {named}, which {negotiation.asked_by} names and which {_cannot(negotiation)}{why}; "
+            "choice.explain() has every reason, and policy='strict' makes this an error",
+            FallbackWarning,
+            stacklevel=_level_of_caller(),
+        )
+
+
+def _because(negotiation: Negotiation, chosen: Candidate) -> str:
+    request = negotiation.request
+    if negotiation.fell_back_from:
+        return f"{negotiation.fell_back_from}, which {negotiation.asked_by} names, {_cannot(negotiation)}"
+    if request.backend:
+        return f"{negotiation.asked_by} names it"
+    if len(negotiation.usable) == 1:
+        return "no other backend can be used"
+    if chosen.name in request.prefer:
+        return "the request prefers it"
+    where = f" on {chosen.match.pattern}" if chosen.match and chosen.match.pattern != "any" else ""
+    priority = f"priority {chosen.match.priority}{where}" if chosen.match else "order"
+    return f"its {priority} comes first of {len(negotiation.usable)} usable backends"
+
+
+def _cannot(negotiation: Negotiation) -> str:
+    usable = any(one.name == negotiation.fell_back_from for one in negotiation.usable)
+    return "shares no cache with a backend for the other phase" if usable else "cannot be used"
+
+
+def _level_of_caller() -> int:
+    """The ``stacklevel``, in the calling function, of the first frame outside attncore."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "attncore":
+        level, frame = level + 1, frame.f_back
+    return level

@@ -12,6 +12,7 @@ from attncore.arguments import integer
 from attncore.frozen_map import FrozenMap
 from attncore.registry.device_patterns import canonical
 from attncore.registry.package_requirements import canonical_name
+from attncore.show import angled, cut, guarded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,16 @@ class Host:
         object.__setattr__(self, "device", canonical(self.device))
         object.__setattr__(self, "device_count", integer("device_count", self.device_count, 0))
         object.__setattr__(self, "packages", FrozenMap(_normalised(self.packages)))
+
+    @guarded
+    def __repr__(self) -> str:
+        number = f"{self.device_count} devices" if self.device_count > 1 else ""
+        facts = (
+            "assumed" if self.assumed else "probed", cut(self.device_name, 40), number,
+            f"driver {cut(self.driver, 24)}" if self.driver else "", self.machine, f"{len(self.packages)} packages",
+            *(f"note: {note}" for note in self.notes[:3]),
+        )  # fmt: skip
+        return angled(f"Host {self.device}", facts)
 
     @property
     def platform(self) -> str:

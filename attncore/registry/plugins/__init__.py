@@ -1,5 +1,6 @@
 """Installed plugins: found by their entry points, and loaded so that none stops another.
 
+- ``installed``: ``attncore.backends``, the specs and the known backends that are missing, as a table.
 - ``load``: the specs of all plugins, cached for the process.
 - ``discover``: the entry points that may load, read from metadata.
 - ``known_backends``: the names that belong to distributions known to attncore.

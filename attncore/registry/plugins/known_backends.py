@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attncore.registry.host.host import Host
+from attncore.registry.reasons import Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,13 @@ KNOWN: Mapping[str, KnownBackend] = {
     "rocm": KnownBackend("attn-rocm", "rocm", "an AMD GPU"),
 }
 """Name -> the backend. Each name belongs to its distribution: another that claims it is refused."""
+
+
+def not_installed(name: str, host: Host) -> Reason:
+    """The reason of the backend ``name`` where its distribution is not installed."""
+    return Reason(
+        "not_installed", "not installed", name, KNOWN[name].distribution, "attncore", install_line(name, host)
+    )
 
 
 def install_line(name: str, host: Host) -> str:

@@ -6,7 +6,6 @@ hangs the caller; `attncore doctor` loads each in a child process instead.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import sys
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 
 from attncore import env
 from attncore._version import __version__
+from attncore.did_you_mean import close_name
 from attncore.errors import PluginError
 from attncore.registry import package_requirements
 from attncore.registry.plugins import discover
@@ -121,8 +121,8 @@ def _check_names(manager: Any, plugin: Any, record: PluginRecord) -> None:
         known = set(HOOKS)
         for name in dir(plugin):
             if name not in known and manager.parse_hookimpl_opts(plugin, name) is not None:
-                close = difflib.get_close_matches(name, HOOKS, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"the hooks are {', '.join(HOOKS)}"
+                close = close_name(name, HOOKS)
+                hint = f"did you mean {close}?" if close else f"the hooks are {', '.join(HOOKS)}"
                 raise TypeError(f"{_target(record)} implements {name}, which is no hook of attncore; {hint}") from None
         raise
     if not manager.hook.attncore_backend.get_hookimpls():

@@ -5,16 +5,17 @@ A backend does not support what its spec does not declare.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields, replace
 from typing import Any
 
+from attncore.did_you_mean import did_you_mean
 from attncore.quoted import quoted
 from attncore.registry.spec.check_fields import check_fields
 from attncore.registry.spec.option import Option
-from attncore.registry.spec.sizes import MultipleOf
+from attncore.registry.spec.sizes import MultipleOf, describe
 from attncore.registry.spec.variant import Check, Variant
+from attncore.show import angled, guarded, short, some
 
 ATTNCORE_API = 1
 """The version of the contract between attncore and a backend that this attncore speaks."""
@@ -133,6 +134,20 @@ class BackendSpec:
             raise ValueError("; ".join(problems))
         object.__setattr__(self, "_by_variant", tuple(by_variant) or (("", self),))
 
+    @guarded
+    def __repr__(self) -> str:
+        """What it supports, in a few lines; fields at their defaults are left out."""
+        facts = [f"contract {self.api}"]
+        facts += [f"{name} (priority {priority})" for name, priority in [*self.devices.items()][:4]]
+        for name in ("dtypes", "kv_cache_dtypes", "features", "requires"):
+            if words := getattr(self, name):
+                facts.append(f"{name} {some(words if name == 'requires' else sorted(words), most=4)}")
+        facts += [f"{name} {describe(getattr(self, name))}" for name in ("head_sizes", "block_sizes")]
+        facts.append(f"kv_cache_layouts {some(self.kv_cache_layouts)}")
+        facts += [f"cuda_graph {self.cuda_graph}", "use_mla" if self.use_mla else ""]
+        facts.append(f"variants {some(variant.name for variant in self.variants)}" if self.variants else "")
+        return angled(f"BackendSpec {short(self.name)}", facts)
+
     @property
     def by_variant(self) -> tuple[tuple[str, BackendSpec], ...]:
         """Each variant's name and the spec as it states it; for a spec without variants ``""`` and the spec itself."""
@@ -160,8 +175,7 @@ def _check_names(known: Mapping[str, Field[Any]], has_positional_name: bool, giv
         raise TypeError(f"api: missing; state the contract, api={ATTNCORE_API}")
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise TypeError(f"{name}: a spec has no such field" + (f"; did you mean {close[0]}?" if close else ""))
+            raise TypeError(f"{name}: a spec has no such field{did_you_mean(name, known)}")
     for name, declared in known.items():
         required = declared.default is MISSING and declared.default_factory is MISSING
         if required and name not in given and not (has_positional_name and name == "name"):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from attncore.arguments import UNREADABLE, integer_or_none
+from attncore.did_you_mean import did_you_mean
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
 from attncore.quoted import quoted
@@ -31,6 +32,7 @@ from attncore.vocabulary import (
     NEEDS,
     PHASES,
     PLAN_STAGING,
+    dtype_name,
 )
 
 _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -97,8 +99,8 @@ def _words(field: str, value: object, known: Collection[str]) -> tuple[str, ...]
 
 def _word_of(field: str, value: object, known: Collection[str]) -> str:
     wrong = f"not one of {', '.join(known)}"
-    if (word := text(field, value, wrong)) not in known:
-        raise ValueError(f"{field}: {quoted(word)} is {wrong}")
+    if (word := text(field, dtype_name(value), wrong)) not in known:
+        raise ValueError(f"{field}: {quoted(word)} is {wrong}{did_you_mean(word, known)}")
     return word
 
 

@@ -90,7 +90,7 @@ def _one_pass(question: Question, asked: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="attncore-bench-") as temporary:
         ask, answer = Path(temporary, "question"), Path(temporary, "answer")
         ask.write_text(asked, encoding="utf-8")
-        ended = run_in_child("attncore.testing.bench.one_pass", [str(ask), str(answer)], question.timeout)
+        ended = run_in_child(["-m", "attncore.testing.bench.one_pass", str(ask), str(answer)], question.timeout)
         lines = answer.read_text(encoding="utf-8").splitlines() if answer.exists() else []
     found = [json.loads(line) for line in lines]
     phase = next((one["phase"] for one in reversed(found) if "phase" in one), "before it was imported")
