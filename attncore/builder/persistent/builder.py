@@ -164,8 +164,8 @@ class MetadataBuilder:
         then.
         """
         shape = None
-        if overlapped or self._overlap is not None:
-            self._begin_overlapped(overlapped)
+        if overlapped and self._overlap is None:
+            raise ValueError("overlapped: this builder was made without num_rejected, so lengths must be exact")
         if bucket is None and query_len == 1 and not scheduled:
             metadata = self._decode_step()
             if metadata is not None:
@@ -178,10 +178,12 @@ class MetadataBuilder:
                     if metadata is not None:
                         return metadata  # type: ignore[no-any-return]
             shape = self._assembly.shapes.find(bucket)
-        with self._core.entered:
+        with self._core.enter():
             if shape is None and not self._longer:
                 return self._assembly.arrange(None, scheduled, query_len)[1]
             self._refuse_while_capturing("build")
+            if self._overlap is not None:
+                self._overlap.overlapped = overlapped
             return self._answer(self._assembly.build(shape, scheduled, query_len))
 
     def capture(self, num_reqs: int, query_len: int = 1) -> StepMetadata:
@@ -197,18 +199,13 @@ class MetadataBuilder:
         self._refuse_while_capturing("capture")
         self._check_capacity(num_reqs, query_len)
         assembly = self._assembly
-        with self._core.entered:
-            known = num_reqs in self.captured
+        with self._core.enter():
+            if num_reqs not in assembly.shapes.captured:
+                self._core.undo.append((assembly.drop_size, num_reqs))
             assembly.kernel.add_shape(assembly.shapes.capture(num_reqs, query_len))
-            try:
-                metadata = assembly.build_empty(num_reqs, capturing=True)
-                on_cpu = self._backends.device.startswith("cpu")
-                return assembly.shapes.at_capture(metadata) if on_cpu else self._answer(metadata)
-            except BaseException:
-                if not known:
-                    assembly.shapes.captured.pop(num_reqs)
-                    assembly.kernel.drop_shape(num_reqs)
-                raise
+            metadata = assembly.build_empty(num_reqs, capturing=True)
+            on_cpu = self._backends.device.startswith("cpu")
+            return assembly.shapes.at_capture(metadata) if on_cpu else self._answer(metadata)
 
     def _check_capacity(self, num_reqs: int, query_len: int) -> None:
         if query_len > self.decode_threshold:
@@ -227,7 +224,7 @@ class MetadataBuilder:
         """An empty step padded to a captured size, for a warm-up or a dummy replay; planned like any step."""
         self._refuse_while_capturing("build_empty")
         self._assembly.shapes.find(bucket)
-        with self._core.entered:
+        with self._core.enter():
             return self._answer(self._assembly.build_empty(bucket, capturing=False))
 
     def build_profile(self, query_lens: Iterable[int]) -> CommonAttentionMetadata:
@@ -266,10 +263,10 @@ class MetadataBuilder:
     def release(self, num_reqs: int) -> None:
         """Releases a captured size whose graph was destroyed: it may be captured again, and the builder closed."""
         assembly = self._assembly
-        shape = assembly.shapes.find(num_reqs)
-        with self._core.entered:
-            assembly.shapes.captured.pop(num_reqs)
-            assembly.kernel.drop_shape(num_reqs)
+        with self._core.enter():
+            shape = assembly.shapes.find(num_reqs)
+            self._core.undo.append((assembly.keep_size, num_reqs, shape))
+            assembly.drop_size(num_reqs)
             if assembly.side is not None:
                 assembly.side.release(shape)
 
@@ -279,7 +276,7 @@ class MetadataBuilder:
         Raises CaptureError while captured graphs still read the arenas: ``release`` them first.
         """
         assembly = self._assembly
-        with self._core.entered:
+        with self._core.enter():
             if assembly.closed:
                 return
             if assembly.side is not None:
@@ -290,13 +287,8 @@ class MetadataBuilder:
                         "call builder.release(size) for each"
                     )
                 assembly.side.close()
-            assembly.closed = self._longer = True
             self._decode_step = self._padded_step = _no_short_way
+            assembly.closed = self._longer = True
 
     def _answer(self, metadata: StepMetadata) -> StepMetadata:
         return expiring(metadata) if self._poison else metadata
-
-    def _begin_overlapped(self, overlapped: bool) -> None:
-        if self._overlap is None:
-            raise ValueError("overlapped: this builder was made without num_rejected, so lengths must be exact")
-        self._overlap.overlapped = overlapped

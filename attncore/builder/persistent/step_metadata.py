@@ -113,12 +113,10 @@ class StepMetadata(CommonAttentionMetadata):
         """
         self._owner.abandon(self)
 
-    def forget_views(self) -> None:
-        """Called by the kernel when the number of tokens or requests differs from the arena's last step."""
-        for metadata in self.groups.values():
-            metadata.host.forget()
-            for name in (STEP_ARRAYS | self._extra.keys()) & metadata.__dict__.keys():
-                del metadata.__dict__[name]
+    def views(self) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+        """Where arrays of a step are cached, and under which names: the kernel drops them where their lengths change."""
+        names = tuple(STEP_ARRAYS | self._extra.keys())
+        return [(vars(self), names), (vars(self.host), names)]
 
     def forget_step(self) -> None:
         """Called by the kernel when this arena's step is taken back: the next step has the same number."""

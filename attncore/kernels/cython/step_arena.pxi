@@ -62,6 +62,7 @@ cdef class StepArena:
     cdef readonly slot_t changes
     cdef readonly object req_ids
     cdef public object moves
+    cdef public tuple views     # (mapping, names): cached arrays of the step, which another number of rows or tokens drops
 
     def __init__(self, dict fields, list groups, bint has_cross):
         cdef dict group, other
@@ -95,7 +96,7 @@ cdef class StepArena:
                 other = groups[h]
                 out.shares_pages |= other["paged_kv_indptr"] is group["paged_kv_indptr"]
         self.step = -1
-        self.req_ids = self.moves = ()
+        self.req_ids = self.moves = self.views = ()
         # Nothing is written before the first step: this memory may hold a step of another shape.
 
     cdef void _forget(self) noexcept:
@@ -109,3 +110,13 @@ cdef class StepArena:
                 self.groups[g].paged_kv_indptr[0] = 0
         if self.encoder_seq_lens != NULL:
             self.encoder_seq_start_loc[0] = self.encoder_query_start_loc[0] = 0
+
+
+cdef void drop_views(tuple views):
+    """Drops the cached arrays of an arena's last step. In C: an exception in the middle would leave some."""
+    cdef dict cached
+    cdef tuple names
+    for cached, names in views:
+        for name in names:
+            if name in cached:
+                del cached[name]

@@ -21,7 +21,6 @@ def fill_encoder_fields(
         fresh = 0 if state[ENCODER_DONE, i] else length
         if fresh:
             fill_slots(slots[token:], table[i], 0, length, block_size)
-            state[ENCODER_DONE, i] = 1
             token += fresh
         seq_start += length
         seq_lens[i], query_lens[i] = length, fresh
