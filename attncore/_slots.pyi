@@ -119,6 +119,7 @@ class StepSender:
 
 class StepKernel:
     next_step: int
+    last: list[StepArena | None]
     def __init__(
         self,
         batch: BatchState,

@@ -95,6 +95,14 @@ class Assembly:
         """The number of the last step that was built; -1: none."""
         return int(self.kernel.next_step) - 1
 
+    def last_metadata(self) -> StepMetadata | None:
+        """The metadata of the last step; None before the first, and where its arena holds another step by now."""
+        arena = self.kernel.last[self.last_step % self.ring.depth]
+        if self.last_step < 0 or arena is None or arena.step != self.last_step:
+            return None
+        metadata: StepMetadata | None = self.shapes.holding(arena)
+        return metadata
+
     @property
     def nbytes(self) -> int:
         """Memory of arenas, host and device, and of the device's tables and page indices, bytes."""

@@ -90,17 +90,16 @@ class BatchCore:
 
     def add(self, req_id: Hashable, row: int) -> None:
         """Puts the request into ``row``, whose tables are filled already."""
+        self.undo.append((self._put, row, None, False))
         self.order.add(req_id, row)
         self._count_rows()
         self.state.dirty = True
 
     def vacate(self, row: int) -> None:
-        """Takes back what ``add``, and the filling of ``row`` before it, may have done."""
+        """Takes back the filling of a row for a request that was not added to it."""
         for table in self.tables.values():
             table.clear(row)
         self.state.start(row, 0, 0, False)
-        if row < len(self.order) and self.order.req_ids[row] is not None:
-            self._put(row, None, False)
 
     def clear(self, row: int, *, keeps_encoder: bool = False) -> dict[str, list[int]]:
         """Clears the row's blocks and progress; returns the blocks by group name. A roll-back refills the row."""

@@ -121,7 +121,19 @@ class MetadataBuilder:
     @property
     def last_step(self) -> int:
         """The number of the last step that was built; -1 before the first."""
+        self._core.settle()
         return self._assembly.last_step
+
+    @property
+    def last_metadata(self) -> StepMetadata | None:
+        """The metadata of step ``last_step``, as its build returned it.
+
+        For an engine whose build was interrupted behind its last line (KeyboardInterrupt): where ``last_step`` has
+        grown, the step was built. None before the first step, and where a failed build has taken the step's arena.
+        """
+        self._core.settle()
+        metadata = self._assembly.last_metadata()
+        return None if metadata is None else self._answer(metadata)
 
     @property
     def transport(self) -> str:
@@ -161,7 +173,8 @@ class MetadataBuilder:
 
         Raises ValueError where a token has no block, a limit is exceeded, a request is unknown or the step does not fit
         the bucket, and CaptureError where the bucket was not captured or a stream is capturing; nothing has changed
-        then.
+        then. Where an exception from outside interrupts it (KeyboardInterrupt), the step was built or nothing has
+        changed: ``last_step`` tells which, and ``last_metadata`` is the step.
         """
         shape = None
         if overlapped and self._overlap is None:

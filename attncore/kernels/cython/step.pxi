@@ -23,7 +23,7 @@ cdef class StepKernel:
     cdef Py_ssize_t depth
     cdef length_t max_model_len, max_num_tokens, max_num_encoder_tokens, decode_threshold
     cdef Ranks ranks
-    cdef list last              # by arena of the ring: the StepArena whose step it holds
+    cdef readonly list last     # by arena of the ring: the StepArena whose step it holds
     cdef readonly slot_t next_step
     cdef dict shapes            # by num_reqs, those of add_shape
 
@@ -109,8 +109,9 @@ cdef class StepKernel:
         count = plan_swaps(self.kinds, n, num_decodes, num_prefills, self.swaps)
         cdef tuple moves = tuple([(self.swaps[2 * i], self.swaps[2 * i + 1]) for i in range(count)]) if count else ()
         if count:
-            self.batch.swap(moves)
+            self.batch.undo.append((self.batch.unswap, moves))
         for i in range(count):
+            swap_rows(self.batch, self.swaps[2 * i], self.swaps[2 * i + 1])
             exchange_lengths(self.query_lens, self.swaps[2 * i], self.swaps[2 * i + 1])
         return moves, num_decodes, num_decodes + num_prefills
 
