@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from attncore.builder import CommonAttentionState as AttentionState
     from attncore.errors import AttncoreError, CaptureError, ConcurrentUseError, NoBackendError, PluginError
     from attncore.ops.cache_writer import CacheWriter
-    from attncore.ops.operator import attention, forward_context
+    from attncore.ops.forward_context import forward_context
+    from attncore.ops.operator import attention
     from attncore.registry.choice.choice import Choice
     from attncore.registry.choice.prefill_decode_choice import JointChoice
     from attncore.registry.choice.select import select, select_joint
@@ -113,7 +114,8 @@ _HOMES = {
     ),
     "builder.lists.capture_state": "AttentionState",
     "ops.cache_writer": "CacheWriter",
-    "ops.operator": "attention forward_context",
+    "ops.forward_context": "forward_context",
+    "ops.operator": "attention",
     "errors": "AttncoreError CaptureError ConcurrentUseError NoBackendError PluginError",
     "registry.choice.choice": "Choice",
     "registry.plugins.hookspecs": "hookimpl",

@@ -1,10 +1,14 @@
 """Checks of scalar arguments. Errors begin with the argument's name and say what was given and what is allowed.
 
-The module imports nothing, so that light modules may use it. Checks of arrays are in ``array_arguments``.
+An integer is a Python int, a NumPy integer of any width, a 0-d array or tensor of integers, or any other object whose
+``__index__`` gives one. A bool of any library, a float and an array with dimensions are none. A value is converted
+once: what goes on is the int that is returned here, and never the object, which may answer differently when it is asked
+again. Checks of arrays are in ``array_arguments``. The module imports nothing heavy, so that light modules may use it.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 INT32_MAX = 2**31 - 1
@@ -12,24 +16,28 @@ INT32_MAX = 2**31 - 1
 
 def integer_or_none(value: Any) -> int | None:
     """``value`` as int where it is an integer of any library; None for a bool and for anything else."""
-    if isinstance(value, bool) or getattr(getattr(value, "dtype", None), "kind", "") == "b":
-        return None
     try:
-        return int(value.__index__())
-    except Exception:  # __index__ may be the caller's code: whatever it raises, the value is not an integer
+        return _to_int(value)
+    except TypeError:
         return None
 
 
 def integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> int:
     """``value`` as int; TypeError where it is not an integer, ValueError outside ``least``..``most``."""
-    number = integer_or_none(value)
-    if number is None:
-        raise TypeError(f"{name}: {value!r} is not an integer")
+    try:
+        number = _to_int(value)
+    except TypeError as error:
+        raise _not_an_integer(name, value, error) from error.__cause__
     if number < least:
         raise ValueError(f"{name}: {number} is below {least}")
     if number > most:
         raise ValueError(f"{name}: {number} " + ("does not fit int32" if most == INT32_MAX else f"exceeds {most}"))
     return number
+
+
+def optional_integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> int | None:
+    """``integer`` of an argument that may be None, which stays None."""
+    return None if value is None else integer(name, value, least, most)
 
 
 def positive_integer(name: str, value: Any) -> int:
@@ -38,3 +46,29 @@ def positive_integer(name: str, value: Any) -> int:
     if number is None or number < 1:
         raise ValueError(f"{name}: {value!r} is not a positive integer")
     return number
+
+
+def _to_int(value: Any) -> int:
+    """``value`` as int; TypeError, caused by what its ``__index__`` raised, where it is no integer."""
+    if type(value) is int:
+        return value
+    try:
+        if not (isinstance(value, bool) or _is_tensor_of_bools(value) or getattr(value, "ndim", None)):
+            return int.__index__(operator.index(value))  # a subclass of int becomes a plain one
+    except TypeError:
+        pass  # what operator.index says of an object that is no integer
+    except Exception as error:  # __index__ may be the caller's code, and raises what it likes
+        raise TypeError("no integer: its __index__ raised") from error
+    raise TypeError("no integer")
+
+
+def _is_tensor_of_bools(value: Any) -> bool:
+    # torch's bools have an __index__; NumPy's, whose dtypes have a kind, have none.
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and not hasattr(dtype, "kind") and "bool" in str(dtype)
+
+
+def _not_an_integer(name: str, value: Any, error: TypeError) -> TypeError:
+    cause = error.__cause__
+    why = "" if cause is None else f": its __index__ raised {type(cause).__name__}: {cause}"
+    return TypeError(f"{name}: {value!r} is not an integer{why}")

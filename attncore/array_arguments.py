@@ -21,9 +21,10 @@ _INT32 = np.dtype(np.int32)
 def lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
     """``values`` as int32[n]; ValueError where one is below ``least`` or does not fit. An int32 array is not copied."""
     if (
-        isinstance(values, np.ndarray)
+        type(values) is np.ndarray  # what a subclass says of itself is its own code
         and values.dtype is _INT32
         and values.ndim == 1
+        and values.flags.c_contiguous
         and (not values.size or np.minimum.reduce(values) >= least)
     ):
         return values
@@ -128,6 +129,7 @@ def output(name: str, out: Any, shape: int | tuple[int, ...], dtype: type[np.gen
     wanted = f"it must be {np.dtype(dtype)}{list(shape)}, contiguous and writable"
     if not isinstance(out, np.ndarray):
         raise TypeError(f"{name}: {type(out).__name__} is no array; {wanted}")
+    out = np.asarray(out)  # of a subclass, which may say anything of itself, the plain array
     if out.shape != shape or out.dtype != dtype or not out.flags.carray:
         raise ValueError(f"{name}: {out.dtype}{list(out.shape)}; {wanted}")
     return out

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
+from attncore.arguments import optional_integer
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -76,8 +78,9 @@ def dense_attention(
     Returns ``(num_queries, num_heads, value_size)`` float32, and with ``return_lse`` also the natural logarithm of the
     softmax's sum (the sink included), ``(num_queries, num_heads)`` float32. Without any key they are 0 and -inf.
     """
+    sliding_window = optional_integer("sliding_window", sliding_window, 1)  # a query sees at least itself
     placed = causal or sliding_window is not None or alibi_slopes is not None
-    _check(query, key, value, sliding_window, logits_soft_cap, placed)
+    _check(query, key, value, logits_soft_cap, placed)
     num_queries, num_heads = query.shape[:2]
     num_keys, num_kv_heads = key.shape[:2]
     slopes = _per_head("alibi_slopes", alibi_slopes, num_heads)
@@ -109,7 +112,7 @@ def dense_attention(
     return (output, torch.stack(sums, dim=1)) if return_lse else output
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, window: int | None, cap: float | None, placed: bool) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, cap: float | None, placed: bool) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 3 or not tensor.is_floating_point():
             raise ValueError(
@@ -124,8 +127,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor, window: int | None, cap: f
         raise ValueError(f"value: tokens and heads {tuple(value.shape[:2])} found; the key has {tuple(key.shape[:2])}")
     if placed and query.shape[0] > key.shape[0]:
         raise ValueError(f"query: {query.shape[0]} tokens found; the whole sequence has {key.shape[0]} keys")
-    if window is not None and window < 1:
-        raise ValueError(f"sliding_window: {window} found; a query sees at least itself, so give 1 or more, or None")
     if cap is not None and not cap > 0:
         raise ValueError(f"logits_soft_cap: {cap} found; give a positive number, or None")
 

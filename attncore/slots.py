@@ -1,6 +1,7 @@
 """Public functions on host arrays: slot mapping, positions, page indices; the choice of kernels, the pad value.
 
-They are defined in ``attncore.kernels``.
+The functions, the kernels and the pad value are defined in ``attncore.kernels``, the types of arrays in
+``attncore.array_arguments``.
 """
 
 from attncore.array_arguments import Int32Array, Int64Array

@@ -91,7 +91,7 @@ REASON_CODES: Mapping[str, str] = {
     "unknown": "the request names a backend that nobody provides",
     "joint": "no common block size, layout and cache dtype with a backend for the other phase",
     "blocked": "kept out by ATTNCORE_PLUGINS or ATTNCORE_DISABLE_PLUGINS",
-    "duplicate": "two distributions claim the name",
+    "duplicate": "the name is claimed twice, or its distribution is installed twice in one folder",
     "broken": "the plugin failed while it was loaded",
     "incompatible": "the plugin was built for another version of the contract",
     "heavy_import": "the plugin's light module imports a heavy library (a warning: it works, slowly)",

@@ -69,8 +69,8 @@ class Sent:
         self.builder, self.side = builder, builder._assembly.side
         self.fields, self.entries, self.surpluses, self.in_surplus = 0, 0, 0, False
         tables = self.side.tables
-        self.send, self.surplus, self.apply = self.side.send, tables.send_surplus, tables.apply
-        self.side.send, tables.send_surplus, tables.apply = self._send, self._send_surplus, self._apply
+        self.send, self.surplus, self.apply = self.side.send, self.side.send_surplus, tables.apply
+        self.side.send, self.side.send_surplus, tables.apply = self._send, self._send_surplus, self._apply
 
     def _send(self, step, shape, *rest):
         self.send(step, shape, *rest)

@@ -68,10 +68,9 @@ def race(args):
                 row = gpu_race.race(each, depth, transport, args.device, 100 * depth + seed, plan)
                 rows.append(row | {"seconds": round(time.perf_counter() - started, 1)})
                 print(rows[-1], flush=True)
-        if transport == "graph":
-            for drops in (0.0, 0.01):
-                rows.append(gpu_race.race(-(-args.race // 20), 2, transport, args.device, 8, ticket=True, drops=drops))
-                print(rows[-1], flush=True)
+        for drops in (0.0, 0.01):
+            rows.append(gpu_race.race(-(-args.race // 20), 2, transport, args.device, 8, ticket=True, drops=drops))
+            print(rows[-1], flush=True)
         if args.device != "cpu":
             rows.append(gpu_race.race(300, 2, transport, args.device, 7, receipts=False))
             print(rows[-1], flush=True)

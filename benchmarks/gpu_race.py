@@ -113,8 +113,9 @@ class Requests:
 def race(steps, depth, transport, device, seed, plan_staging="per_slot", receipts=True, ticket=False, drops=0.0):
     """Steps run, wrong ones among them, and what they were.
 
-    With ``ticket`` graphs are replayed by themselves, dummy replays come without a build, and of builds for a graph a
-    part of ``drops`` is never replayed.
+    With ``ticket`` graphs are replayed by themselves, and of builds for a graph a part of ``drops`` is never replayed.
+    Dummy replays come without a build then, if the transport is ``graph``: over ``copy`` such a replay runs the step
+    that was sent last.
     ``receipts`` False is the control: no arena is waited for, the device is late in every step; some must go wrong.
     """
     run = Race(depth, transport, device, seed, plan_staging, receipts=receipts, ticket=ticket, drops=drops)
@@ -134,6 +135,7 @@ class Race:
         self.rng = np.random.default_rng(seed)
         self.device, self.cuda, self.transport = device, device != "cpu", transport
         self.receipts, self.ticket, self.drops = receipts, ticket, drops
+        self.builds_dummies = not ticket or transport == "copy"
         self.batch = InputBatch(max_num_reqs=ROWS, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
         self.backend = CopyingPlan(device, plan_staging)
         self.builder = builder_of(self.batch, self.backend, transport, depth, ticket)
@@ -159,7 +161,7 @@ class Race:
             fall_behind(rng, always=not self.receipts)
         query_lens = {name: 0 for name in self.requests.place if rng.random() < 0.03}
         kind = rng.random()
-        if kind < 0.05 and not self.dropped:  # a dummy replay after a dropped build would run that
+        if kind < 0.05 and (self.builds_dummies or not self.dropped):  # a replay after a dropped build would run that
             size, expected, num_positions = self.empty_step()
         else:
             prefill = kind < 0.15 and self.requests.place
@@ -182,7 +184,7 @@ class Race:
     def empty_step(self):
         """A replay of a graph without requests: its size, what it should see, and how many positions."""
         size = int(self.rng.choice(BUCKETS))
-        self.metadata = self.models[size][3] if self.ticket else self.builder.build_empty(size)
+        self.metadata = self.builder.build_empty(size) if self.builds_dummies else self.models[size][3]
         replay(self.metadata, self.models[size][0], self.ticket)
         expected, num_positions = self.requests.expected((), {}, size, size)
         self.kinds["empty"] += 1
@@ -222,7 +224,7 @@ class Race:
         found = [seen[0], seen[1][:num_positions], *seen[2:], seen_pages[:num_pages]]
         bad = (torch.cat([one.long() for one in found]) != sent).any()
         indptr = sent[metadata.num_tokens + num_positions + metadata.num_reqs :][: metadata.num_reqs + 1]
-        if num_positions or not self.ticket:  # a dummy replay was not planned
+        if num_positions or self.builds_dummies:  # a replay without a build was not planned
             bad |= (self.backend.copied[: metadata.num_reqs + 1] != indptr).any()
         self.first_wrong.copy_(torch.where(bad & (self.first_wrong < 0), self.done, self.first_wrong))
         self.wrong += bad

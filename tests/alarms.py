@@ -13,7 +13,7 @@ import random
 import time
 from collections import Counter, defaultdict
 
-from interrupted_calls import Engine, by_alarm
+from interrupted_calls import ByAlarm, Engine
 
 KINDS = [
     {"groups": groups, "kernels": kernels, "fills": fills, "transport": transport}
@@ -43,7 +43,7 @@ def raise_alarms(count, *, kinds=KINDS, seed=0, seconds=float("inf")):
             name, function, change = engine.next_call()
             key = name, *kind.values()
             delay = draw.uniform(1e-6, 1.3 * durations[key])
-            alarm = by_alarm(delay, [draw.uniform(1e-6, 60e-6) for _ in range(draw.choice([0, 0, 1, 2]))])
+            alarm = ByAlarm(delay, [draw.uniform(1e-6, 60e-6) for _ in range(draw.choice([0, 0, 1, 2]))])
             try:
                 engine.call(function, change, alarm)
             except BaseException as error:

@@ -1,7 +1,7 @@
 """Calls on a batch and its builder that are interrupted, and a model that says what the batch may hold afterwards.
 
 An interrupted call has happened fully or not at all. ``Engine.call`` makes a call of which the model knows both
-outcomes; ``at_opcode`` interrupts it before one opcode of attncore's Python code, ``by_alarm`` by a signal's handler.
+outcomes; ``AtOpcode`` interrupts it before one opcode of attncore's Python code, ``ByAlarm`` by a signal's handler.
 """
 
 import signal
@@ -30,7 +30,7 @@ class Interrupt(BaseException):
     """What the handler of a signal raises; no library knows it."""
 
 
-class at_opcode:
+class AtOpcode:
     """Raises Interrupt before opcode number ``count`` of attncore; ``fired`` says whether there were so many."""
 
     def __init__(self, count):
@@ -56,7 +56,7 @@ class at_opcode:
         return self._trace
 
 
-class by_alarm:
+class ByAlarm:
     """Raises Interrupt from a signal's handler ``delay`` seconds from now, and again after each of ``others``."""
 
     def __init__(self, delay, others=()):
@@ -116,7 +116,8 @@ class Engine(StepChecks):
 
     def expected(self):
         return {
-            name: (r.blocks, r.computed, r.encoder, self.rows.index(name), r.paused) for name, r in self.requests.items()
+            name: (request.blocks, request.computed, request.encoder, self.rows.index(name), request.paused)
+            for name, request in self.requests.items()
         }, self.num_steps, tuple(sorted(self.captured))  # fmt: skip
 
     def by_name(self, given):
@@ -160,7 +161,9 @@ class Engine(StepChecks):
         name = f"r{self.next_id}"
         self.next_id += 1
         encoder = int(self.draw.integers(0, 9)) if self.groups[-1].cross else 0
-        blocks = {g.name: self.fresh(-(-encoder // 4) if g.cross else 2 if g.block_size == 8 else 4) for g in self.groups}
+        blocks = {
+            g.name: self.fresh(-(-encoder // 4) if g.cross else 2 if g.block_size == 8 else 4) for g in self.groups
+        }
         computed = int(self.draw.integers(0, 9))
 
         def change():
@@ -298,7 +301,11 @@ class Engine(StepChecks):
             room = max(min(self.room(request), left), 0) if self.ready(request) else 0
             count = int(self.draw.choice([0, 1, 1, 1, 2, 7]))
             if each is not None:
-                fits = room >= each and (request.encoded or not request.encoder) and sum(map(bool, scheduled.values())) < bucket
+                fits = (
+                    room >= each
+                    and (request.encoded or not request.encoder)
+                    and sum(map(bool, scheduled.values())) < bucket
+                )
                 count = each if fits else 0
             scheduled[name] = min(count, room)
             left -= scheduled[name]

@@ -148,7 +148,7 @@ def test_impl_hands_everything_on():
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"sliding_window": 0}, "sliding_window: 0 is not positive"),
+        ({"sliding_window": 0}, "sliding_window: 0 is below 1"),
         ({"logits_soft_cap": -1.0}, "logits_soft_cap: -1.0 is not positive"),
         ({"alibi_slopes": [1.0]}, "alibi_slopes: 1 given; the backend has 4 query heads"),
         ({"sinks": [1.0] * 5}, "sinks: 5 given"),
@@ -215,7 +215,7 @@ def test_caches_that_no_kernel_could_address():
     backend.allocate_kv_cache(7)
     with pytest.raises(ValueError, match="num_blocks: 8 and the sink block reach beyond acme's largest id 7"):
         backend.allocate_kv_cache(8)
-    with pytest.raises(ValueError, match="num_blocks: 0 is not positive"):
+    with pytest.raises(ValueError, match="num_blocks: 0 is below 1"):
         backend.allocate_kv_cache(0)
 
 

@@ -114,7 +114,7 @@ def test_a_latent_cache_is_for_decoders(kind):
     [
         ({"use_mla": True}, ValueError, "num_kv_heads: 2 found; a latent cache"),
         ({"use_mla": True, "num_kv_heads": 1, "head_size_v": 9}, ValueError, "head_size_v: 9 found; with use_mla"),
-        ({"head_size_v": 0}, ValueError, "head_size_v: 0 is not positive"),
+        ({"head_size_v": 0}, ValueError, "head_size_v: 0 is below 1"),
         ({"head_size_v": 8.0}, TypeError, "head_size_v: 8.0 is not an integer"),
     ],
 )

@@ -20,7 +20,7 @@ LAYERS = {
         "builder",
         "graphs kernels slots _slots _slots_numba",
         "array_arguments",
-        "arguments vocabulary env errors frozen_map step_arrays _version",
+        "arguments vocabulary env errors frozen_map kept_files search_path standard_output step_arrays _version",
     ),
     "builder": (
         "persistent lists",
@@ -36,7 +36,8 @@ LAYERS = {
         "host request_from_config_json",
         "request",
         "reasons",
-        "device_patterns package_requirements printable child_process",
+        "device_patterns package_requirements child_process",
+        "printable",
     ),
 }
 """What stands in each folder, from the top layer down. A module imports from its own layer and from those below it.

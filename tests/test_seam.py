@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[1]
 TEMPLATE = sorted((ROOT / "attncore" / "template").rglob("*.py.txt"))
 SOURCES = [*sorted(ROOT.glob("plugins/*/src/**/*.py")), *TEMPLATE]
 PUBLIC_MODULES = {
-    "attncore", "attncore.builder", "attncore.dense", "attncore.graphs", "attncore.merge", "attncore.ops",
-    "attncore.ops.cache_writer_triton", "attncore.reference", "attncore.testing", "attncore.testing.latency",
-    "attncore.testing.suite",
+    "attncore", "attncore.builder", "attncore.dense", "attncore.graphs", "attncore.kept_files", "attncore.merge",
+    "attncore.ops", "attncore.ops.cache_writer_triton", "attncore.reference", "attncore.testing",
+    "attncore.testing.latency", "attncore.testing.suite",
 }  # fmt: skip
 OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}

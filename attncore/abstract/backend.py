@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attncore.abstract.attention_impl import AttentionImpl, PlanKey
 from attncore.abstract.config_against_spec import checked
 from attncore.abstract.first_generation_names import FirstGenerationNames
+from attncore.arguments import integer, optional_integer
 from attncore.vocabulary import AttentionType
 
 if TYPE_CHECKING:
@@ -77,8 +78,7 @@ class AttentionBackend(FirstGenerationNames, ABC):
         declare, or makes no sense for the type of attention.
         """
         attn_type = self._checked_type(attn_type, sliding_window, alibi_slopes)
-        if sliding_window is not None and sliding_window < 1:
-            raise ValueError(f"sliding_window: {sliding_window} is not positive; a query sees at least itself")
+        sliding_window = optional_integer("sliding_window", sliding_window, 1)  # a query sees at least itself
         if logits_soft_cap is not None and not logits_soft_cap > 0:
             raise ValueError(f"logits_soft_cap: {logits_soft_cap} is not positive")
         for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
@@ -181,12 +181,11 @@ class AttentionBackend(FirstGenerationNames, ABC):
         """One layer's cache on the backend's device, zeroed, with a sink block after the ``num_blocks`` asked for.
 
         A slot of -1 is the last slot of the sink. Called by the engine at start-up, once a layer. ValueError where
-        ``num_blocks`` is not positive or a block id would be larger than the spec's ``max_block_id``.
+        ``num_blocks`` is below 1 or a block id would be larger than the spec's ``max_block_id``.
         """
         import torch
 
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks: {num_blocks} is not positive")
+        num_blocks = integer("num_blocks", num_blocks, 1)
         limit = self.config.spec.max_block_id if self.config.spec else None
         if limit is not None and num_blocks > limit:
             raise ValueError(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from attncore.arguments import integer, optional_integer
 from attncore.frozen_map import FrozenMap
 
 if TYPE_CHECKING:
@@ -48,11 +49,9 @@ class BackendConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_size", "block_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name}: {value!r} is not an integer")
-            if value < 1:
-                raise ValueError(f"{name}: {value} is not positive")
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
+        for name in ("head_size_v", "max_model_len", "sliding_window"):
+            object.__setattr__(self, name, optional_integer(name, getattr(self, name), 1))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
         check_value_size(self.head_size, self.head_size_v, self.num_kv_heads, self.use_mla)
@@ -60,14 +59,9 @@ class BackendConfig:
 
 
 def check_value_size(head_size: int, head_size_v: int | None, num_kv_heads: int, use_mla: bool) -> None:
-    """Raise TypeError or ValueError, naming the field, where sizes make no cache: a latent one has a single head,
+    """ValueError that names the field where sizes, checked integers, make no cache: a latent one has a single head,
     whose first ``head_size_v`` columns are the values.
     """
-    if head_size_v is not None:
-        if not isinstance(head_size_v, int) or isinstance(head_size_v, bool):
-            raise TypeError(f"head_size_v: {head_size_v!r} is not an integer")
-        if head_size_v < 1:
-            raise ValueError(f"head_size_v: {head_size_v} is not positive")
     if not use_mla:
         return
     if num_kv_heads != 1:

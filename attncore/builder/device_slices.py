@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attncore.builder.fields import ARRAYS, DERIVED, FIELDS, Length
+from attncore.builder.fields import ARRAYS, DERIVED, FIELDS, Length, Rebase
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.slices import rebased
 
@@ -33,19 +33,20 @@ class DeviceView(CommonAttentionMetadata):
         return super().__getattr__(name)
 
     def _slice(self, name: str) -> Any:
-        whole, host, rows = getattr(self._whole, name), self._whole.host, self._rows
-        match FIELDS[name].length:
+        field, whole, host, rows = FIELDS[name], getattr(self._whole, name), self._whole.host, self._rows
+        match field.length:
             case Length.PAGE:
-                return whole[int(host.paged_kv_indptr[rows.start]) : int(host.paged_kv_indptr[rows.stop])]
+                part = whole[int(host.paged_kv_indptr[rows.start]) : int(host.paged_kv_indptr[rows.stop])]
             case Length.ENCODER_TOKEN:
                 starts = host.encoder_query_start_loc
-                return whole[int(starts[rows.start]) : int(starts[rows.stop])]
+                part = whole[int(starts[rows.start]) : int(starts[rows.stop])]
             case Length.START:
-                first = int(getattr(host, name)[rows.start])  # read on the host, which needs no synchronisation
                 part = whole[rows.start : rows.stop + 1]
-                return part - first if first else part
             case Length.TOKEN:
                 part = whole[self._tokens]
             case _:
                 part = whole[rows]
-        return rebased(part, FIELDS[name].rebase, rows.start, self._tokens.start)
+        if field.rebase is Rebase.FIRST_VALUE:
+            first = int(getattr(host, name)[rows.start])  # read on the host, which needs no synchronisation
+            return part - first if first else part
+        return rebased(part, field.rebase, rows.start, self._tokens.start)

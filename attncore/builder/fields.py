@@ -193,9 +193,6 @@ def named(*lengths: Length, owners: frozenset[Owner] | None = None) -> tuple[str
     )
 
 
-OWN = frozenset((Owner.STEP, Owner.GROUP, Owner.BLOCK_SIZE))
-"""Owners of the fields that every step has, with or without an encoder."""
-
 COUNTS = (
     "num_reqs", "num_tokens", "num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens",
     "max_query_len", "max_seq_len", "max_prefill_seq_len", "max_decode_seq_len", "max_decode_query_len",

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 else:  # a Protocol among the bases would make isinstance slow, and has nothing at run time
     _Arrays = object
 
+OF_ARRAYS = ("_bound", "_kept", *DERIVED)
+"""What metadata keeps that was made of a step's arrays: with other arrays it is dropped."""
+
 Wrap = Callable[[npt.NDArray[Any]], Any]
 
 
@@ -37,6 +40,8 @@ class Source(NamedTuple):
     """The CommonMetadataBuilder."""
     groups: Any
     """The groups that it was given."""
+    num_ids: int
+    """Block ids that their tables had in all."""
 
 
 class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):

@@ -9,11 +9,12 @@ import numpy as np
 
 from attncore.builder.fields import ENCODER_ARRAYS, FIELDS, Length, Rebase
 
-_SLICED = tuple(
+_WITH_ENCODER = tuple(
     (name, field.length, field.rebase, name in ENCODER_ARRAYS)
     for name, field in FIELDS.items()
     if field.length is not Length.PAGE and not field.internal and field.derive is None
 )
+_WITHOUT_ENCODER = tuple(sliced for sliced in _WITH_ENCODER if sliced[0] not in ENCODER_ARRAYS)
 
 
 class HostArrays(SimpleNamespace):
@@ -28,8 +29,7 @@ class HostArrays(SimpleNamespace):
             return self.paged_kv_indices
         field = FIELDS.get(name)
         if field is not None and field.derive is not None:
-            value = self.__dict__[name] = field.derive(self)
-            return value
+            return field.derive(self)  # not kept: the arrays may be those of another step the next time
         raise AttributeError(f"metadata.host has no field {name!r}")
 
 
@@ -41,9 +41,9 @@ def slice_host(
     ``whole_encoder``: the encoder's arrays cover all rows, as in views of the first generation.
     """
     host = HostArrays()
-    for name, length, rebase, of_encoder in _SLICED:
+    for name, length, rebase, of_encoder in _WITH_ENCODER if hasattr(whole, "encoder_seq_lens") else _WITHOUT_ENCODER:
         array = getattr(whole, name, None)
-        if array is None:  # a cross group has no slot_mapping; most steps have no encoder
+        if array is None:  # a cross group has no slot_mapping
             continue
         rows = (0, len(whole.encoder_seq_lens)) if of_encoder and whole_encoder else (first, last)
         setattr(host, name, rebased(_cut(array, length, rows, (start, stop), whole), rebase, rows[0], start))

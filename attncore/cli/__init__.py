@@ -12,6 +12,7 @@ codes: 0 success, 1 a finding, 2 bad usage or input (one line on standard error)
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import os
@@ -20,8 +21,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from attncore._version import __version__
+from attncore.cli.output import only_json
 from attncore.cli.usage_errors import InputLineError, UsageError
 from attncore.errors import AttncoreError, NoBackendError
+from attncore.registry.printable import one_line
+from attncore.standard_output import own_standard_output
 
 COMMANDS = {
     "replay": "replay a request trace: scheduling, paged cache, metadata and attention, verified",
@@ -67,7 +71,15 @@ def _overview() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit code, also for a user's mistakes, which it prints as one line."""
+    """Run one command. Returns its exit code, also for a user's mistakes, which it prints as one line.
+
+    Without ``argv`` it is the process's last act, and what libraries print afterwards goes to standard error too.
+    """
+    with own_standard_output(to_the_end=argv is None):
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     for name in ("stdin", "stdout", "stderr"):  # closed by the parent process: read nothing, write nothing
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
@@ -84,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UsageError(f"command: {words[0]!r} is not one of {', '.join(COMMANDS)}{hint}")
         args = _parser(words[0]).parse_args(words[1:])
-        code: int = args.run(args)
+        with only_json() if getattr(args, "json", False) else contextlib.nullcontext():
+            code: int = args.run(args)
         sys.stdout.flush()
         return code
     except NoBackendError as error:
@@ -96,12 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except MemoryError as error:
         return _fail(f"not enough memory ({error})" if str(error) else "not enough memory", 2)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+    except KeyboardInterrupt as error:
+        return _fail(" ".join(("interrupted", *getattr(error, "__notes__", ()))), 130)
 
 
 def _fail(error: object, code: int) -> int:
     prefix = "" if isinstance(error, InputLineError) else "attncore: error: "
-    text = "".join(letter if letter.isprintable() else " " for letter in str(error))  # no control codes to a terminal
-    print(prefix + " ".join(text.split()), file=sys.stderr)
+    print(prefix + (one_line(error, 1 << 16) or type(error).__name__), file=sys.stderr)
     return code

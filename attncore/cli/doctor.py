@@ -35,12 +35,12 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.timeout < float("inf"):
         raise ValueError(f"--timeout: {args.timeout:g} is not a positive number of seconds")
     problems = env.problems()
-    plugins, rows = "", []
+    plugins, records = "", []
     try:
         records = discover.find()
-        rows = [diagnose(record, timeout=args.timeout, create=not args.no_create) for record in records]
     except ValueError as error:  # a bad value of a variable that says what may load: then nothing may
         plugins = f"no plugin is loaded: {error}"
+    rows = [diagnose(record, timeout=args.timeout, create=not args.no_create) for record in records]
     kernels, kernels_fine = _kernels()
     findings = [*problems.values(), *_unmatched(rows), *_broken(rows)]
     if not kernels_fine:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
         "kernels": kernels,
-        "environment": {name: os.environ[name] for name in sorted(os.environ) if name in env.VARIABLES},
+        "environment": {name: one_line(os.environ[name]) for name in sorted(os.environ) if name in env.VARIABLES},
         "host": Host.probe().as_json(),
         "backends": [row.as_json() for row in rows],
         "findings": findings,
@@ -119,7 +119,7 @@ def _print(report: dict[str, Any], rows: list[Diagnosis], plugins: str) -> None:
     print_table(("WHAT", "FOUND"), facts)
     print()
     if plugins:
-        print(plugins)
+        print(one_line(plugins))
     elif rows:
         headers = ("NAME", "DISTRIBUTION", "VERSION", "STATE", "SECONDS", "CREATED OR REASON")
         print_table(headers, [_row(row) for row in rows])
@@ -130,7 +130,7 @@ def _print(report: dict[str, Any], rows: list[Diagnosis], plugins: str) -> None:
         print("no plugin is installed")
     print()
     for finding in report["findings"]:
-        print(f"finding: {finding}")
+        print(one_line(f"finding: {finding}"))
     if not report["findings"]:
         print("no findings")
 

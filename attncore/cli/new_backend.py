@@ -6,10 +6,13 @@ NAME is the backend's name; its distribution is attn-NAME, its package attn_NAME
 from __future__ import annotations
 
 import argparse
+import importlib.resources
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from attncore import env
@@ -17,7 +20,7 @@ from attncore._version import __version__
 from attncore.cli.output import print_json
 from attncore.registry.plugins.known_backends import KNOWN
 
-TEMPLATE = Path(__file__).parents[1] / "template"
+TEMPLATE = importlib.resources.files("attncore") / "template"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -60,14 +63,20 @@ def names(name: str) -> dict[str, str]:
 
 
 def render(words: dict[str, str], directory: Path) -> list[str]:
-    """Write the template with ``words`` filled in, all of it or nothing; returns the sorted paths of the files."""
+    """Write the template with ``words`` filled in, all of it or nothing; returns the sorted paths of the files.
+
+    The template may be in a zip file, as attncore itself may.
+    """
+    sources = list(_sources(TEMPLATE))
+    if not sources:
+        raise FileNotFoundError("the template of a backend is missing in this installation of attncore; reinstall it")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"DIR: {directory} exists and is not an empty directory")
     made = [path for path in (directory.parent, *directory.parent.parents) if not path.exists()]
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        files = [_write(source, words, partial) for source in sorted(TEMPLATE.rglob("*.txt"))]
+        files = [_write(path, source, words, partial) for path, source in sources]
         partial.chmod(0o777 & ~_umask())
         os.replace(partial, directory)
     except BaseException:
@@ -78,8 +87,17 @@ def render(words: dict[str, str], directory: Path) -> list[str]:
     return sorted(files)
 
 
-def _write(source: Path, words: dict[str, str], root: Path) -> str:
-    path = str(source.relative_to(TEMPLATE)).removesuffix(".txt").replace("PACKAGE", words["package"])
+def _sources(folder: Traversable, above: str = "") -> Iterator[tuple[str, Traversable]]:
+    """Every file of the template, with its path in it."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name) if folder.is_dir() else ():
+        if entry.is_dir():
+            yield from _sources(entry, f"{above}{entry.name}/")
+        elif entry.name.endswith(".txt"):
+            yield above + entry.name, entry
+
+
+def _write(path: str, source: Traversable, words: dict[str, str], root: Path) -> str:
+    path = path.removesuffix(".txt").replace("PACKAGE", words["package"])
     path = ".gitignore" if path == "gitignore" else path
     text = source.read_text(encoding="utf-8")
     for word, value in words.items():

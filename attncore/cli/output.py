@@ -6,19 +6,34 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from attncore.registry.printable import one_line
+
+_of_json: list[TextIO] = []
+"""Standard output, where ``only_json`` has taken it."""
+
+
+@contextlib.contextmanager
+def only_json() -> Iterator[None]:
+    """What ``print_json`` prints is all that reaches standard output; the rest goes to standard error."""
+    _of_json.append(sys.stdout)
+    try:
+        with stdout_to_stderr():
+            yield
+    finally:
+        _of_json.pop()
 
 
 def print_json(value: Any) -> None:
     """``value`` as indented JSON on standard output."""
+    stream = _of_json[-1] if _of_json else sys.stdout
     text = json.dumps(value, indent=2, ensure_ascii=False)
     try:
-        text.encode(sys.stdout.encoding or "utf-8")
+        text.encode(stream.encoding or "utf-8")
     except UnicodeEncodeError:  # a letter that the terminal's encoding lacks, or half of a surrogate pair
         text = json.dumps(value, indent=2)
-    print(text)
+    print(text, file=stream)
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -35,7 +50,7 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Redirects what plugins print while they load to standard error, so that the output of ``--json`` is JSON."""
+    """Redirects what plugins print while they load to standard error, so that the command's own output stays clean."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 

@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
                 verdict.state,
                 "-" if verdict.max_abs_error is None else f"{verdict.max_abs_error:.2g}",
                 f"{verdict.seconds:.1f}" + (" (kept)" if verdict.cached else ""),
-                verdict.message or f"{verdict.steps} steps compared with {verdict.against}",
+                (verdict.message or f"{verdict.steps} steps compared with {verdict.against}")
+                + (f"; what was kept is ignored: {verdict.ignored}" if verdict.ignored else ""),
             )
             for verdict in verdicts
         ]

@@ -29,27 +29,39 @@ def load_kernels(name: KernelsName | None = None) -> Any:
             raise ValueError(f"kernels: {wanted!r} is not one of {', '.join(_MODULES)}")
         try:
             return importlib.import_module(_MODULES[wanted])
-        except ImportError as error:
-            raise ImportError(f"kernels: {wanted} was asked for and cannot be imported: {error}") from error
+        except Exception as error:
+            raise ImportError(f"kernels: {wanted} was asked for and cannot be imported: {_text(error)}") from error
     failures = []
     for candidate, module in _MODULES.items():
         try:
             return importlib.import_module(module)
-        except ImportError as error:
-            failures.append(f"{candidate}: {error}")
+        except Exception as error:  # a library that is there and broken raises whatever it likes
+            failures.append(f"{candidate}: {_text(error)}")
     raise ImportError(
         f"kernels: none can be imported ({'; '.join(failures)}); reinstall attncore with a C compiler, "
         "or pip install attncore[numba]"
     )
 
 
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+
+
 def why_kernels(name: KernelsName | None = None) -> str:
-    """One sentence: which implementation is used and why."""
+    """One sentence: which implementation is used and why; for numba also why it has no cache, where it has none."""
     kernels = load_kernels(name)
     if name:
-        return f"{kernels.IMPLEMENTATION}: asked for by the caller"
-    if env.kernels():
-        return f"{kernels.IMPLEMENTATION}: asked for by ATTNCORE_KERNELS"
-    if kernels.IMPLEMENTATION == "cython":
-        return f"cython: the compiled extension is installed (reads Python ints by {kernels.READS_INTS})"
-    return "numba: the compiled extension is not installed"
+        why = "asked for by the caller"
+    elif env.kernels():
+        why = "asked for by ATTNCORE_KERNELS"
+    elif kernels.IMPLEMENTATION == "cython":
+        why = f"the compiled extension is installed (reads Python ints by {kernels.READS_INTS})"
+    else:
+        why = "the compiled extension is not installed"
+    if kernels.IMPLEMENTATION == "numba":
+        from attncore.kernels.numba.jit import cache_problem
+
+        why += (
+            f"; compiled anew in each process, for it has no cache ({problem})" if (problem := cache_problem()) else ""
+        )
+    return f"{kernels.IMPLEMENTATION}: {why}"

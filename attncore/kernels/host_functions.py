@@ -1,4 +1,8 @@
-"""Checked functions on host arrays, one for each field, for callers that keep their own state."""
+"""Checked functions on host arrays, for callers that keep their own state.
+
+One for each field, ``pad_block_table``, and three by which engines of the first generation compute slots sequence by
+sequence: ``is_block_tables_empty``, ``compute_slot_mapping_start_idx`` and ``compute_slot_mapping``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore import array_arguments
-from attncore.arguments import INT32_MAX, integer
+from attncore.arguments import INT32_MAX, integer, optional_integer
 from attncore.array_arguments import Int32Array, Int64Array, bad_block_ids, context_and_query, output
 from attncore.kernels import load_kernels
 from attncore.kernels.codes import PAD_SLOT_ID
@@ -27,12 +31,10 @@ def compute_slot_mapping_start_idx(
 
     It is compared with a token's absolute index (context included), as in the first generation.
     """
-    integer("query_len", query_len, 1)
-    integer("context_len", context_len, 0)
-    if sliding_window is None:
-        return 0
-    integer("sliding_window", sliding_window, 1)
-    return max(0, query_len - sliding_window) if is_prompt else 0
+    query_len = integer("query_len", query_len, 1)
+    context_len = integer("context_len", context_len, 0)
+    sliding_window = optional_integer("sliding_window", sliding_window, 1)
+    return max(0, query_len - sliding_window) if is_prompt and sliding_window is not None else 0
 
 
 def compute_slot_mapping(
@@ -51,10 +53,10 @@ def compute_slot_mapping(
     ``block_tables[seq_id][i // block_size] * block_size + i % block_size``. Raises ValueError, and appends nothing,
     where the table is missing or too short.
     """
-    integer("context_len", context_len, 0)
-    integer("seq_len", seq_len, context_len + 1)
-    integer("start_idx", start_idx, 0)
-    integer("block_size", block_size, 1)
+    context_len = integer("context_len", context_len, 0)
+    seq_len = integer("seq_len", seq_len, context_len + 1)
+    start_idx = integer("start_idx", start_idx, 0)
+    block_size = integer("block_size", block_size, 1)
     if is_profile_run:
         slot_mapping.extend([PAD_SLOT_ID] * (seq_len - context_len))
         return
@@ -95,7 +97,7 @@ def build_slot_mapping(
 
     Raises ValueError, naming the row, where a token's block lies beyond the table's width.
     """
-    integer("block_size", block_size, 1)
+    block_size = integer("block_size", block_size, 1)
     table = array_arguments.block_table(block_table)
     context, query = context_and_query(context_lens, query_lens, len(table))
     last = context.astype(np.int64) + query - 1
@@ -108,7 +110,7 @@ def build_slot_mapping(
         )
     out = output("out", out, int(query.sum(dtype=np.int64)), np.int64)
     if len(out):
-        load_kernels().fill_slot_mapping(table, context, query, block_size, out)
+        _check_unchanged("query_lens", load_kernels().fill_slot_mapping(table, context, query, block_size, out))
     return out
 
 
@@ -118,7 +120,7 @@ def build_positions(context_lens: npt.ArrayLike, query_lens: npt.ArrayLike) -> t
     total = int(query.sum(dtype=np.int64))
     positions, rows = np.empty(total, np.int64), np.empty(total, np.int32)
     if total:
-        load_kernels().fill_positions(context, query, positions, rows)
+        _check_unchanged("query_lens", load_kernels().fill_positions(context, query, positions, rows))
     return positions, rows
 
 
@@ -138,7 +140,7 @@ def build_page_lists(
     From ``block_table`` int32[n, width] and ``seq_lens`` int[n]; an empty request has no pages and a last length of 0.
     Raises ValueError, naming the row, where a table is too short.
     """
-    integer("block_size", block_size, 1)
+    block_size = integer("block_size", block_size, 1)
     table = array_arguments.block_table(block_table)
     lengths = array_arguments.lengths("seq_lens", seq_lens, 0)
     if len(lengths) != len(table):
@@ -151,9 +153,15 @@ def build_page_lists(
     indptr = build_query_start_loc(pages)
     indices = np.empty(int(indptr[-1]), np.int32)
     if len(indices):
-        load_kernels().fill_page_indices(table, indptr, indices)
+        _check_unchanged("seq_lens", load_kernels().fill_page_indices(table, indptr, indices))
     last_page_len = np.where(lengths > 0, (lengths - 1) % block_size + 1, 0).astype(np.int32)
     return indptr, indices, last_page_len
+
+
+def _check_unchanged(name: str, row: int) -> None:
+    """ValueError where the kernels refused a ``row`` that the checks had accepted."""
+    if row >= 0:
+        raise ValueError(f"{name}: row {row} changed while it was read; call again when no other thread writes to it")
 
 
 def pad_block_table(
@@ -163,12 +171,13 @@ def pad_block_table(
 
     Raises ValueError, naming the row, for an id that is no int32 >= 0 and for a row longer than the width.
     """
+    rows = list(rows)  # one reading: a sequence's length and its items need not agree
     for index, row in enumerate(rows):
         if not hasattr(row, "__len__"):
             raise TypeError(f"rows: row {index}: {row!r} is not a sequence of block ids")
     columns = max((len(row) for row in rows), default=0) if width is None else integer("width", width, 0)
     table = np.empty((len(rows), columns), np.int32)
-    bad = load_kernels().fill_block_table(list(rows), table) if len(rows) else -1
+    bad = load_kernels().fill_block_table(rows, table) if rows else -1
     if bad >= 0:
         error, text = bad_block_ids(rows[bad], INT32_MAX + 1) or (
             ValueError,

@@ -1,1 +1,1 @@
-"""Operations for backends and models: the cache writer with its kernel, and the torch operator."""
+"""Operations for backends and models: the cache writer with its kernel, the torch operator, the forward context."""

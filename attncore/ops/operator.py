@@ -7,71 +7,12 @@ every backend, and a compiled model holds nothing of a step.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from attncore.abstract import AttentionImpl, AttentionMetadata
-
-
-class ForwardContext:
-    """What layers of a step find by their names. Entered with ``with``; contexts nest, a thread sees its own only."""
-
-    __slots__ = ("_by_layer", "_of_all", "_outer", "impls", "metadata")
-
-    def __init__(
-        self, metadata: AttentionMetadata | Mapping[str, AttentionMetadata], impls: Mapping[str, AttentionImpl]
-    ) -> None:
-        self.metadata, self.impls = metadata, impls
-        self._by_layer: Mapping[str, AttentionMetadata] | None = None
-        self._of_all: AttentionMetadata | None = None
-        if isinstance(metadata, Mapping):
-            self._by_layer = metadata
-        else:
-            self._of_all = metadata
-        self._outer: list[ForwardContext | None] = []
-
-    def __enter__(self) -> ForwardContext:
-        self._outer.append(_here.context)
-        _here.context = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _here.context = self._outer.pop()
-
-    def layer(self, name: str) -> tuple[AttentionImpl, AttentionMetadata]:
-        """The layer's implementation and metadata; KeyError that names the layer where there is none."""
-        impl = self.impls.get(name)
-        if impl is None:
-            known = ", ".join(list(self.impls)[:4]) or "none"
-            raise KeyError(f"layer_name: {name!r} is not in this forward context; its layers: {known}")
-        if self._of_all is not None:
-            return impl, self._of_all
-        if self._by_layer is None or name not in self._by_layer:
-            raise KeyError(f"layer_name: {name!r} has no metadata in this forward context")
-        return impl, self._by_layer[name]
-
-
-class _Here(threading.local):
-    context: ForwardContext | None = None
-
-
-_here = _Here()
-
-
-def forward_context(
-    metadata: AttentionMetadata | Mapping[str, AttentionMetadata], impls: Mapping[str, AttentionImpl]
-) -> ForwardContext:
-    """A context in which ``attncore.attention`` finds a step: ``with forward_context(metadata, impls): model(...)``.
-
-    ``impls`` maps layer names to what ``backend.impl`` made; ``metadata`` is the step's, or a mapping of layer names to
-    metadata where layers belong to several KV-cache groups (``metadata.groups[...]``). Making one costs no copy.
-    """
-    return ForwardContext(metadata, impls)
+from attncore.ops.forward_context import here
 
 
 def attention(
@@ -100,7 +41,7 @@ def attention(
 def _attention(
     query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: list[Tensor], output: Tensor, layer_name: str
 ) -> None:
-    context = _here.context
+    context = here.context
     if context is None:
         raise RuntimeError(
             f"attention: layer {layer_name!r} ran outside a forward context; run the model inside "

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attncore.abstract import check_value_size
+from attncore.arguments import integer, optional_integer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,14 +64,15 @@ def cache_shape(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout: {layout!r} is not supported here; choose one of {', '.join(LAYOUTS)}")
-    sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_kv_heads": num_kv_heads, "head_size": head_size}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name}: {size} is not a size; give at least 1")
+    num_blocks = integer("num_blocks", num_blocks, 1)
+    block_size = integer("block_size", block_size, 1)
+    num_kv_heads = integer("num_kv_heads", num_kv_heads, 1)
+    head_size = integer("head_size", head_size, 1)
+    head_size_v = optional_integer("head_size_v", head_size_v, 1)
     check_value_size(head_size, head_size_v, num_kv_heads, use_mla)
     if use_mla:
         return (num_blocks, block_size, head_size)
-    if head_size_v not in (None, head_size):
+    if head_size_v is not None and head_size_v != head_size:
         return (num_blocks, block_size, num_kv_heads, head_size + head_size_v)
     return (2, num_blocks, block_size, num_kv_heads, head_size)
 
@@ -88,9 +90,10 @@ def allocate(
     use_mla: bool = False,
 ) -> Tensor:
     """A zeroed cache of ``num_blocks`` usable blocks and one sink block after them, on ``device``."""
-    sizes = (block_size, num_kv_heads, head_size, layout)
-    cache_shape(num_blocks, *sizes, head_size_v=head_size_v, use_mla=use_mla)  # the sink must not hide a 0
-    shape = cache_shape(num_blocks + 1, *sizes, head_size_v=head_size_v, use_mla=use_mla)
+    num_blocks = integer("num_blocks", num_blocks, 1)  # the sink must not hide a 0
+    shape = cache_shape(
+        num_blocks + 1, block_size, num_kv_heads, head_size, layout, head_size_v=head_size_v, use_mla=use_mla
+    )
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
@@ -101,6 +104,7 @@ def key_value(kv_cache: Caches, head_size_v: int | None = None) -> tuple[Tensor,
     ``head_size_v`` says where the values lie in a row that they share with the keys, and in a latent one, whose single
     head has all its columns as values where it is None.
     """
+    head_size_v = optional_integer("head_size_v", head_size_v, 1)
     if isinstance(kv_cache, Tensor):
         size, values = kv_cache.shape[-1] if kv_cache.dim() else 0, head_size_v
         if kv_cache.dim() == 5 and kv_cache.shape[0] == 2 and values in (None, size):
@@ -177,6 +181,7 @@ def copy_blocks(kv_caches: Tensor | Iterable[Caches], block_pairs: Any, *, block
     values are stacked in one tensor; in other caches it is the first. A block id outside the cache, the sink, or a
     destination named twice is a ValueError. Pairs on a GPU are brought back to be checked.
     """
+    block_dim = integer("block_dim", block_dim, 0)
     caches = [kv_caches] if isinstance(kv_caches, Tensor) else list(kv_caches)
     parts = [part for cache in caches for part in _parts(cache, block_dim)]
     if not parts:
@@ -193,6 +198,7 @@ def swap_blocks(source: Caches, target: Caches, block_pairs: Any, *, block_dim: 
     The caches may differ in device and in number of blocks; the shape of a block and the dtype have to agree. On
     return the data has left ``source`` in stream order: when ``target`` is on the CPU it is there.
     """
+    block_dim = integer("block_dim", block_dim, 0)
     sources, targets = _parts(source, block_dim), _parts(target, block_dim)
     for a, b in zip(sources, targets, strict=True):
         if a.shape[1:] != b.shape[1:] or a.dtype != b.dtype:
@@ -208,7 +214,7 @@ def swap_blocks(source: Caches, target: Caches, block_pairs: Any, *, block_dim: 
 def _parts(cache: Caches, block_dim: int) -> list[Tensor]:
     """Views of a cache whose first dimension counts blocks, as it does unless keys and values are stacked."""
     if isinstance(cache, Tensor):
-        if not 0 <= block_dim < cache.dim():
+        if block_dim >= cache.dim():
             raise ValueError(f"block_dim: {block_dim} found for a cache of {cache.dim()} dimensions")
         return [cache if cache.dim() < 5 else cache.movedim(block_dim, 0)]
     return list(cache)

@@ -12,6 +12,8 @@ import sys
 from functools import lru_cache
 from typing import NamedTuple
 
+from attncore.registry.printable import one_line
+
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(.*)")
 _CLAUSE = re.compile(r"\s*(~=|==|!=|<=|>=|<|>)\s*([0-9][0-9A-Za-z.+!_-]*?(?:\.\*)?)\s*")
 _VERSION = re.compile(
@@ -76,7 +78,7 @@ def _installed(names: tuple[str, ...], path: tuple[str, ...]) -> tuple[tuple[str
     found = []
     for name in names:
         try:
-            found.append((name, importlib.metadata.version(name)))
+            found.append((name, one_line(importlib.metadata.version(name) or "")))
         except Exception:  # not installed, or its metadata cannot be read
             continue
     return tuple(found)

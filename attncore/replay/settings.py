@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from attncore.arguments import INT32_MAX, integer
 from attncore.builder.persistent.batch_arguments import ONLY_GROUP
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.replay.scheduling.cost_model import CostModel
@@ -30,6 +31,19 @@ class Settings:
     speculation: Speculation | None = None
     world_size: int = 1
     interleave: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("num_blocks", 1, INT32_MAX),
+            ("block_size", 1, INT32_MAX),
+            ("max_num_seqs", 1, INT32_MAX),
+            ("max_num_batched_tokens", 1, INT32_MAX),
+            ("verify_every", 0, INT32_MAX),
+            ("seed", 0, 2**63 - 1),
+            ("world_size", 1, INT32_MAX),
+            ("interleave", 1, INT32_MAX),
+        ):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least, most))
 
     @property
     def groups_of_rank(self) -> tuple[KVCacheGroup, ...]:

@@ -6,16 +6,28 @@ here.
 
 from __future__ import annotations
 
+import sys
+
+from attncore.search_path import without_current_folder
+
+if __name__ == "__main__":
+    sys.path[:] = without_current_folder()
+
 import argparse
 import contextlib
 import json
-import sys
 
+from attncore.standard_output import own_standard_output
 from attncore.testing.harness.errors import UnsupportedError
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; its exit code."""
+    with own_standard_output(to_the_end=argv is None):
+        return _main(argv)
+
+
+def _main(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m attncore.testing", description=__doc__)
     parser.add_argument("name", help="the backend, as `attncore list` prints it")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")

@@ -6,22 +6,26 @@ what else the answer depends on, under ``$XDG_CACHE_HOME/attncore/verify``.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from attncore._version import __version__
+from attncore.kept_files import cache_folder, read_kept, write_kept
 from attncore.registry import package_requirements
-from attncore.registry.child_process import run_in_child
+from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.choice.choice import Choice
 
 STATES = ("agrees", "differs", "fails", "crashes", "hangs")
+MOST = 1e300
+"""What every number of a verdict is below."""
+
+_NUMBERS = ("steps", "max_abs_error", "tolerance", "seconds", "cached")
 REQUEST = (
     "num_heads", "num_kv_heads", "head_size", "head_size_v", "use_mla", "dtype", "kv_cache_dtype", "sliding_window",
     "logits_soft_cap", "phase",
@@ -48,6 +52,8 @@ class Verdict:
     tolerance: float | None = None
     seconds: float = 0.0
     cached: bool = False
+    ignored: str = ""
+    """Why a verdict that was kept is not this one; empty where none was, or where it is."""
 
     @property
     def fine(self) -> bool:
@@ -65,21 +71,19 @@ def verify(choice: Choice, *, timeout: float, fresh: bool = False, folder: Path 
     Verdicts of a process that ended by itself or by its own fault are kept; one that took longer than ``timeout``
     seconds is not, for the limit may have been too short.
     """
-    folder = cache_folder() if folder is None else folder
+    try:
+        folder = cache_folder("verify") if folder is None else folder
+    except RuntimeError:  # a user without a home keeps none
+        return _ask(choice, _blank(choice), timeout)
     blank = _blank(choice)
     file = folder / f"{choice.name}-{_digest(choice, blank)}.json"
-    if not fresh and (kept := _read(file, blank)) is not None:
+    kept, ignored = (None, "") if fresh else _read(file, blank)
+    if kept is not None:
         return kept
     verdict = _ask(choice, blank, timeout)
     if verdict.state != "hangs":
         _write(file, verdict)
-    return verdict
-
-
-def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where verdicts are kept: under XDG_CACHE_HOME where that is an absolute path, else under ``~/.cache``."""
-    base = environ.get("XDG_CACHE_HOME", "")
-    return Path(base if os.path.isabs(base) else Path.home() / ".cache", "attncore", "verify")
+    return replace(verdict, ignored=ignored)
 
 
 def _blank(choice: Choice) -> Verdict:
@@ -137,42 +141,52 @@ def _modified(module: str) -> dict[str, int]:
 
 def _ask(choice: Choice, blank: Verdict, timeout: float) -> Verdict:
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="attncore-verify-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="attncore-verify-", ignore_cleanup_errors=True) as temporary:
         question, answer = Path(temporary, "question"), Path(temporary, "answer")
         question.write_text(json.dumps({"backend": choice.name, **_asked(choice)}), encoding="utf-8")
-        ended = run_in_child("attncore.testing.verify_child", [str(question), str(answer)], timeout)
-        lines = answer.read_text(encoding="utf-8").splitlines() if answer.exists() else []
-    facts: dict[str, Any] = {}
-    for line in lines:
-        facts.update(json.loads(line))
+        ended = run_in_child(["-m", "attncore.testing.verify_child", str(question), str(answer)], timeout)
+        answers = read_answers(answer)
+    facts: dict[str, Any] = {name: value for told in answers for name, value in told.items()}
     phase = facts.pop("phase", "before it was imported")
-    seconds = round(time.perf_counter() - started, 3)
     if ended:
-        state = "hangs" if "no answer" in ended else "crashes"
-        facts = {"state": state, "message": f"{ended} {phase}"}
-    return replace(blank, **facts, seconds=seconds)
+        facts = {"state": "hangs" if "no answer" in ended else "crashes", "message": f"{ended} {phase}"}
+    elif "state" not in facts or _verdict({**asdict(blank), **facts}) is None:
+        facts = {"state": "crashes", "message": f"the process ended without an answer {phase}"}
+    return replace(blank, **facts, seconds=round(time.perf_counter() - started, 3))
 
 
-def _read(file: Path, blank: Verdict) -> Verdict | None:
-    """The verdict kept in ``file``; None where there is none, or where it is not one on what is asked."""
+def _verdict(facts: Any) -> Verdict | None:
+    """A verdict of its fields as JSON types; None where one of them is no value of such a field."""
     try:
-        kept = Verdict(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError):  # none there, or of another attncore: ask again
+        verdict = Verdict(**facts)
+    except TypeError:  # no mapping, or other fields
         return None
-    same = all(getattr(kept, name) == getattr(blank, name) for name in ("name", "distribution", "version", "device"))
-    texts = (kept.library, kept.driver, kept.message, kept.against)
-    numbers = (kept.max_abs_error or 0.0, kept.tolerance or 0.0, kept.seconds)
-    typed = all(isinstance(one, str) for one in texts) and all(type(one) in (int, float) for one in numbers)
-    known = isinstance(kept.state, str) and kept.state in STATES and type(kept.steps) is int
-    return replace(kept, cached=True) if same and typed and known else None
+    texts = [value for name, value in facts.items() if name not in _NUMBERS]
+    numbers = [value for name in _NUMBERS[:-1] if (value := getattr(verdict, name)) is not None]
+    fine = all(isinstance(text, str) for text in texts) and all(
+        type(number) in (int, float) and 0 <= number < MOST for number in numbers
+    )
+    known = verdict.state in STATES and type(verdict.steps) is int and type(verdict.seconds) in (int, float)
+    return verdict if fine and known and type(verdict.cached) is bool else None
+
+
+def _read(file: Path, blank: Verdict) -> tuple[Verdict | None, str]:
+    """The verdict kept in ``file``, None where there is none on what is asked; and why one that is there is ignored."""
+    try:
+        kept = _verdict(json.loads(read_kept(file)))
+    except FileNotFoundError:
+        return None, ""
+    except OSError as error:
+        return None, str(error)
+    except (ValueError, RecursionError):
+        kept = None
+    same = ("name", "distribution", "version", "device")
+    if kept is None or any(getattr(kept, name) != getattr(blank, name) for name in same):
+        return None, f"{file} holds no verdict on this"
+    return replace(kept, cached=True), ""
 
 
 def _write(file: Path, verdict: Verdict) -> None:
     """A cache that cannot be written is no cache: the verdict stands all the same."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.name}.{os.getpid()}")
-        partial.write_text(json.dumps(verdict.as_json()), encoding="utf-8")
-        partial.replace(file)
-    except OSError:
-        return
+    with contextlib.suppress(OSError):
+        write_kept(file, json.dumps(verdict.as_json()).encode())

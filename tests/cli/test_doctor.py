@@ -181,12 +181,47 @@ def test_a_time_limit_must_be_one(site, capsys, command, limit):
     assert capsys.readouterr().err == f"attncore: error: --timeout: {limit} is not a positive number of seconds\n"
 
 
-def test_texts_that_cannot_be_encoded_are_escaped(site, capsys):
+def test_texts_that_cannot_be_encoded_are_escaped(site, capsys, monkeypatch):
     site.plugin("half", "raise ValueError('\\ud800 \\x1b[31m')")
     site.plugin("odd", SPEC.format(name="odd", module="m", extra="").replace("api=1", "api=object()"))
+    monkeypatch.setenv("ATTNCORE_\udcff\x1b[31m", "1")  # as os.environ has a byte that is no UTF-8
     for words in ([], ["--json"]):
         assert main(["doctor", "--no-create", *words]) == 1
         out = capsys.readouterr().out
         assert "ud800" in out
         assert out.isascii()
         assert "\x1b" not in out
+
+
+def test_a_plugin_that_is_killed_within_a_line_loses_its_own_row_alone(site, capsys):
+    dying = "import os\nreal = os.write\nimport attncore.registry.doctor.child_main as child, signal\n"
+    dying += 'def tell(file, **answer):\n    file.write(\'{"facts": {"a": \'); file.flush(); os.kill(os.getpid(), 9)\n'
+    dying += "import sys\nsys.modules['__main__']._tell = tell\n"
+    site.plugin("dies", dying + SPEC.format(name="dies", module="attn_dies", extra=""))
+    site.plugin("good")
+    code, report = doctor(capsys, "--no-create")
+    assert code == 1
+    assert rows(report)["good"]["state"] == "loaded"
+    assert "died of SIGKILL while its spec was read" in rows(report)["dies"]["reasons"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "text"),
+    [
+        ("raise KeyboardInterrupt", "attncore_doctor failed: KeyboardInterrupt"),
+        ("return 3", "attncore_doctor failed: TypeError"),
+        ("return {'a': Mute(), Mute(): 'b'}", ""),
+        ("return {str(number): 'x' * 10000 for number in range(5000)}", ""),
+    ],
+    ids=["interrupt", "number", "mute", "many"],
+)
+def test_whatever_the_doctor_hook_answers(site, capsys, hook, text):
+    source = SPEC.format(name="odd", module="attn_odd", extra="")
+    source += "class Mute:\n    def __str__(self): raise SystemExit(3)\n"
+    source += f"@hookimpl\ndef attncore_doctor(host):\n    {hook}\n"
+    site.plugin("odd", source)
+    code, report = doctor(capsys, "--no-create")
+    row = rows(report)["odd"]
+    assert (code, row["state"]) == ((1, "broken") if text else (0, "loaded"))
+    assert text in "".join(reason["message"] for reason in row["reasons"])
+    assert len(row["facts"]) <= 1000

@@ -80,3 +80,9 @@ def test_entry_points_that_cannot_be_read_are_a_row_of_list_and_doctor(site, cap
     for command, code in ((["list"], 0), (["doctor"], 1)):
         assert main(command) == code
         assert any(line.startswith("?  ") for line in capsys.readouterr().out.splitlines())
+
+
+def test_ctrl_c_is_one_line_that_names_the_plugin(site, capsys):
+    site.plugin("waits", "raise KeyboardInterrupt")
+    assert main(["list"]) == 130
+    assert capsys.readouterr().err == "attncore: error: interrupted while waits (attn-waits 1.0) was loaded\n"

@@ -1,9 +1,16 @@
 """attncore new-backend: names, refusals, all or nothing. tests/test_template.py runs what it writes."""
 
+import filecmp
 import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 
+import attncore
 from attncore.cli import main, new_backend
 
 
@@ -18,6 +25,30 @@ def test_it_says_what_it_wrote(tmp_path, capsys):
     assert sorted(written) == found["files"]
     project = (tmp_path / "some/where/pyproject.toml").read_text()
     assert '"acme.v2" = "attn_acme_v2"' in project
+
+
+def test_attncore_in_a_zip_file_writes_the_same(tmp_path, capsys):
+    package = Path(attncore.__file__).parent
+    with zipfile.ZipFile(tmp_path / "attncore.zip", "w") as archive:
+        for file in package.rglob("*"):
+            if file.suffix in (".py", ".txt") and "__pycache__" not in file.parts:
+                archive.write(file, file.relative_to(package.parent))
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path / "attncore.zip")}
+    words = ["-m", "attncore", "new-backend", "acme", str(tmp_path / "zipped"), "--json"]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True, timeout=100
+    )
+    assert main(["new-backend", "acme", str(tmp_path / "plain"), "--json"]) == 0
+    assert json.loads(done.stdout)["files"] == json.loads(capsys.readouterr().out)["files"] != []
+    compared = filecmp.dircmp(tmp_path / "zipped", tmp_path / "plain")
+    assert (compared.left_only, compared.right_only, compared.diff_files) == ([], [], [])
+
+
+def test_a_template_that_is_missing_is_an_error(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(new_backend, "TEMPLATE", tmp_path / "template")
+    assert main(["new-backend", "acme", str(tmp_path / "x")]) == 2
+    assert "the template of a backend is missing" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_empty_directory_will_do(tmp_path, capsys):

@@ -2,11 +2,12 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
 from attncore.cli import main
-from attncore.testing.verify import _modified, cache_folder
+from attncore.testing.verify import _modified
 
 REFERENCE = """
 from attncore.reference import ReferenceBackend, ReferenceImpl
@@ -105,11 +106,6 @@ def test_bad_usage_is_one_line(capsys, words, field):
     assert error.count("\n") == 1
 
 
-def test_the_cache_folder_follows_the_environment(tmp_path):
-    assert cache_folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "attncore" / "verify"
-    assert cache_folder({"XDG_CACHE_HOME": "relative"}).parts[-3:] == (".cache", "attncore", "verify")
-
-
 def test_a_cache_that_cannot_be_written_or_read_is_no_cache(site, capsys, cache):
     (cache / "attncore").write_text("a file where a folder should be")
     site.plugin("bad", heavy="raise RuntimeError('no')")
@@ -118,18 +114,107 @@ def test_a_cache_that_cannot_be_written_or_read_is_no_cache(site, capsys, cache)
         assert (code, found["state"], found["cached"]) == (1, "fails", False)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    ['{"state": "agrees"}', "[" * 100_000, "not JSON", '{"max_abs_error": "x"}', "null"],
-    ids=["fields missing", "deep", "no JSON", "wrong type", "null"],
-)
-def test_a_damaged_verdict_is_asked_again(site, capsys, cache, damage):
-    site.plugin("right", heavy=REFERENCE.format(forward="pass"))
-    verdicts(capsys, "right")
-    (kept,) = (cache / "attncore" / "verify").iterdir()
-    kept.write_text(damage)
-    code, (found,) = verdicts(capsys, "right")
-    assert (code, found["state"], found["cached"]) == (0, "agrees", False)
+def edited(**fields):
+    """Fields of the kept verdict, replaced by JSON texts."""
+
+    def edit(file):
+        kept = json.loads(file.read_text())
+        assert fields.keys() <= kept.keys()
+        texts = {name: json.dumps(value) for name, value in kept.items()} | fields
+        file.write_text("{" + ", ".join(f'"{name}": {text}' for name, text in texts.items()) + "}")
+
+    return edit
+
+
+def replaced(make):
+    def replace(file):
+        file.unlink()
+        make(file)
+
+    return replace
+
+
+DAMAGE = {
+    "fields missing": lambda file: file.write_text('{"state": "agrees"}'),
+    "deep": lambda file: file.write_text("[" * 100_000),
+    "deep fields": edited(message="[" * 90_000 + "]" * 90_000),
+    "no JSON": lambda file: file.write_text("not JSON"),
+    "no text": lambda file: file.write_bytes(b"\xff\xfe\x00"),
+    "null": lambda file: file.write_text("null"),
+    "wrong type": edited(max_abs_error='"x"'),
+    "huge integer": edited(steps="9" * 4000),
+    "huger integer": edited(steps="9" * 5000),
+    "infinite": edited(seconds="1e999"),
+    "NaN": edited(tolerance="NaN"),
+    "negative": edited(steps="-1"),
+    "no number of steps": edited(steps="null"),
+    "another state": edited(state='["agrees"]'),
+    "another text": edited(against="{}"),
+    "another device": edited(device='"cuda:sm_90"'),
+    "long": lambda file: file.write_text(file.read_text() + " " * (1 << 21)),
+    "pipe": replaced(os.mkfifo),
+    "folder": replaced(os.mkdir),
+    "device": replaced(lambda file: file.symlink_to("/dev/zero")),
+    "every user's": lambda file: file.chmod(0o666),
+    "another user's": lambda file: os.chown(file, 12345, 12345),
+}
+
+
+@pytest.fixture
+def quick(site, monkeypatch):
+    """A plugin whose verdict is there at once."""
+
+    def child(arguments, timeout):
+        Path(arguments[-1]).write_text('{"state": "fails", "message": "no"}\n')
+        return ""
+
+    monkeypatch.setattr("attncore.testing.verify.run_in_child", child)
+    site.plugin("quick")
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_verdict_is_ignored_with_a_reason_and_asked_again(capsys, cache, damage):
+    if damage == "another user's" and os.geteuid():
+        pytest.skip("only root can give a file away")
+    code, (first,) = verdicts(capsys, "quick")
+    (file,) = (cache / "attncore" / "verify").iterdir()
+    assert verdicts(capsys, "quick") == (code, [{**first, "cached": True}])
+    DAMAGE[damage](file)
+    code, (found,) = verdicts(capsys, "quick")
+    assert (code, found["state"], found["cached"]) == (1, "fails", False)
+    assert str(file) in found["ignored"]
+    assert [one.name for one in file.parent.iterdir()] == [file.name]
+    if damage != "folder":  # which only its owner may delete
+        assert verdicts(capsys, "quick")[1][0]["cached"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_why_a_verdict_is_ignored_is_in_the_table(capsys, cache):
+    verdicts(capsys, "quick")
+    (file,) = (cache / "attncore" / "verify").iterdir()
+    file.chmod(0o666)
+    assert main(["verify", "quick", *SMALL]) == 1
+    assert f"what was kept is ignored: {file} may be written to by every user" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_user_without_a_home_keeps_no_verdict(capsys, monkeypatch):
+    def homeless(name):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("attncore.testing.verify.cache_folder", homeless)
+    for _ in range(2):
+        assert not verdicts(capsys, "quick")[1][0]["cached"]
+
+
+@pytest.mark.parametrize("ends", ["import os; os._exit(0)", "raise KeyboardInterrupt", "import sys; sys.exit()"])
+def test_a_library_that_ends_the_process_is_a_row(site, capsys, ends):
+    site.plugin("bad", heavy=REFERENCE.format(forward=ends))
+    code, (found,) = verdicts(capsys, "bad")
+    assert code == 1
+    assert found["state"] in ("crashes", "fails")
+    assert found["message"]
 
 
 def test_a_change_in_a_file_of_the_same_name_elsewhere_is_seen(tmp_path, monkeypatch):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import attncore
 
 ASK = """
@@ -34,3 +36,76 @@ def test_a_change_in_another_file_reaches_a_compiled_function(tmp_path):
     slots = copy / "kernels" / "numba" / "slots.py"
     slots.write_text(slots.read_text().replace("return token % block_size", "return token % block_size + 100"))
     assert ask() == "121"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A folder with what numba has compiled of one function, and of those that it calls."""
+    folder = tmp_path_factory.mktemp("compiled")
+    assert ask(folder) == ("21\n", "")
+    return folder
+
+
+def ask(folder, program=ASK, **variables):
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder), **variables}
+    process = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=300
+    )
+    return process.stdout, process.stderr
+
+
+def files(folder, kind):
+    return [file for file in folder.rglob(f"*.{kind}") if "fill_slot_mapping" in file.name or "column_of" in file.name]
+
+
+def test_without_a_folder_for_the_cache_it_works_and_says_so_once(tmp_path):
+    (tmp_path / "file").touch()
+    program = f"{ASK}\nfrom attncore.kernels import why_kernels\nprint(why_kernels('numba'))"
+    out, err = ask(tmp_path / "file" / "cache", program, NUMBA_CACHE_LOCATOR_CLASSES="UserProvidedCacheLocator")
+    slot, why = out.splitlines()
+    assert slot == "21"
+    assert err.count("numba's cache is not used, and the kernels are compiled anew") == 1
+    assert "Traceback" not in err
+    assert why.startswith("numba: asked for by the caller; compiled anew in each process, for it has no cache (Runtime")
+
+
+DAMAGE = {
+    "empty": lambda file: file.write_bytes(b""),
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-100]),
+    "a bit": lambda file: file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:]),
+    "a pickle": lambda file: file.write_bytes(b"cposix\nsystem\n(S'touch ran'\ntR."),
+    "long": lambda file: os.truncate(file, 1 << 27),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_a_damaged_file_is_compiled_again(compiled, tmp_path, monkeypatch, kind, damage):
+    folder = tmp_path / "compiled"
+    shutil.copytree(compiled, folder)
+    monkeypatch.chdir(tmp_path)
+    for file in files(folder, kind):
+        DAMAGE[damage](file)
+    assert ask(folder)[0] == "21\n"
+    assert not (tmp_path / "ran").exists()
+    assert ask(folder) == ("21\n", "")
+
+
+@pytest.mark.parametrize("place", ["pipe", "folder", "every user's", "another user's"])
+def test_what_is_no_file_of_ours_is_not_read(compiled, tmp_path, place):
+    folder = tmp_path / "compiled"
+    shutil.copytree(compiled, folder)
+    for file in files(folder, "nbi"):
+        if place == "every user's":
+            file.chmod(0o666)
+        elif place == "another user's":
+            if os.geteuid():
+                pytest.skip("only root can give a file away")
+            os.chown(file, 12345, 12345)
+        else:
+            file.unlink()
+            os.mkfifo(file) if place == "pipe" else file.mkdir()
+    out, err = ask(folder)
+    assert out == "21\n"
+    assert err.count("numba's cache is not used") == 1
+    assert ("no regular file" in err) is (place in ("pipe", "folder"))

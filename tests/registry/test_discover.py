@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+from attncore.cli import main
+from attncore.errors import PluginError
 from attncore.registry.plugins import discover, load
 
 
@@ -70,6 +72,105 @@ def test_a_distribution_twice_on_the_path_counts_once(site, tmp_path, monkeypatc
     assert [(record.version, record.state) for record in load.registry().records if record.name == "one"] == [
         ("2.0", "loaded")
     ]
+
+
+def entry_points(info, text):
+    (info / "entry_points.txt").write_bytes(b"[attncore.backends]\n" + text)
+    load.forget()
+
+
+def beside(info, name, distribution="Attn_One", version="2.0"):
+    """Another metadata folder in the folder of ``info``."""
+    other = info.with_name(name)
+    other.mkdir()
+    (other / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    entry_points(other, b"one = attn_two\n")
+
+
+def test_two_copies_of_a_distribution_in_one_folder_are_refused(site, monkeypatch):
+    info = site.plugin("one")
+    beside(info, "Attn.One-2.0.dist-info")
+    found = [record for record in load.registry().records if record.name == "one"]
+    assert [(record.version, record.state) for record in found] == [("2.0", "duplicate"), ("1.0", "duplicate")]
+    for record in found:
+        assert "is installed 2 times in" in record.reasons[0].message
+        assert "attn-one 1.0" in record.reasons[0].message
+        assert "Attn_One 2.0" in record.reasons[0].message
+    assert "attn_one" not in sys.modules
+    monkeypatch.setenv("ATTNCORE_STRICT_PLUGINS", "1")
+    with pytest.raises(PluginError, match="is installed 2 times"):
+        load.registry()
+
+
+@pytest.mark.parametrize("name", ["one", "reference", "flash"])
+def test_one_distribution_that_gives_a_name_to_two_modules_is_refused(site, name):
+    owner = {"one": "attn-one", "reference": "zoo-thief", "flash": "attn-flash"}[name]
+    info = site.plugin(name, distribution=owner)
+    entry_points(info, f"{name} = attn_a\n{name} = attn_b\n".encode())
+    found = [record for record in load.registry().records if record.distribution == owner]
+    assert [record.state for record in found] == ["duplicate", "duplicate"]
+    text = "belongs to attncore" if name == "reference" else f"gives the name {name!r} to more than one module"
+    assert all(text in record.reasons[0].message for record in found)
+    assert "loaded" in {record.state for record in load.registry().records if record.name == "reference"}
+
+
+def test_the_same_line_twice_is_one_entry_point(site):
+    entry_points(site.plugin("one"), b"one = attn_one\none = attn_one\n")
+    assert [record.state for record in load.registry().records if record.name == "one"] == ["loaded"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"one = \n", "names no module: ''"),
+        (b"one = 1 + 1\n", "names no module: '1 + 1'"),
+        (b"one = attn_one; import os\n", "names no module"),
+        (b"one = " + b"x" * 1_000_000 + b"!\n", "names no module"),
+        (b"o\x1b[31mne = attn_one\n", "entry point 'o\\\\x1b[31mne' of"),
+        (b"x" * 1_000_000 + b" = attn_one\n", "(1000000 letters)' of attn-one 1.0 is not a backend's name"),
+        ("one\u202e = attn_one\n".encode(), "'one\\\\u202e' of"),
+    ],
+    ids=["empty", "sum", "statement", "long", "escape", "long name", "turned"],
+)
+def test_a_malformed_entry_point_is_a_row(site, capsys, line, message):
+    entry_points(site.plugin("one"), line)
+    site.plugin("two")
+    record = next(record for record in load.registry().records if record.distribution == "attn-one")
+    assert (record.state, record.spec) == ("broken", None)
+    assert message in record.reasons[0].message
+    assert states()["two"] == "loaded"
+    for words in (["list"], ["list", "--json"], ["explain"], ["explain", "--json"]):
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        assert len(out) < 20_000
+        assert all(letter.isprintable() or letter == "\n" for letter in out)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        b"Name: attn-\xff\nVersion: 1\n",
+        b"Name: attn-\x1b[31m\nVersion: \x9b\n",
+        b"Version: \x1b[2J\n",
+        b"",
+        b"N" * 10**6,
+    ],
+    ids=["not UTF-8", "escapes", "no name", "empty", "long"],
+)
+def test_malformed_metadata_hides_nothing(site, capsys, metadata):
+    info = site.plugin("one")
+    (info / "METADATA").write_bytes(metadata)
+    site.plugin("two")
+    assert states()["two"] == "loaded"
+    assert main(["list", "--json"]) == 0
+    assert capsys.readouterr().out.replace("\n", "").isprintable()
+
+
+def test_thousands_of_claims_of_one_name_are_told_briefly(site):
+    entry_points(site.plugin("one"), b"".join(b"one = attn_%d\n" % number for number in range(5000)))
+    found = [record for record in load.registry().records if record.name == "one"]
+    assert {record.state for record in found} == {"duplicate"}
+    assert max(len(record.reasons[0].message) for record in found) < 1000
 
 
 def test_specs_are_loaded_once(site):

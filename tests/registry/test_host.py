@@ -1,6 +1,7 @@
 """The host as a value, and the probe on machines made of files."""
 
 import dataclasses
+import time
 
 import pytest
 
@@ -181,3 +182,24 @@ def test_names_of_distributions_are_normalised():
     assert dict(host.packages) == {"acme-kernels": "2.0"}
     assert dict(host.stating({"acme.kernels": "3"}).packages) == {"acme-kernels": "3"}
     assert dict(host.with_packages({"ACME-kernels": "1"}).packages) == {"acme-kernels": "2.0"}
+
+
+def test_a_process_that_the_driver_starts_is_not_waited_for(monkeypatch):
+    program = (
+        "import json, subprocess, sys\nprint('noise')\nsubprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+    )
+    program += "with open(sys.argv[1], 'w') as file: json.dump({'devices': [['cuda:sm_90', 'H200']]}, file)"
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: None)
+    monkeypatch.setattr(nvidia, "_ASK_DRIVER", program)
+    started = time.monotonic()
+    assert nvidia._ask_driver() == [Accelerator("cuda:sm_90", "H200")]
+    assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize(
+    "program", ["import os; os.abort()", "pass", "open(__import__('sys').argv[1], 'w').write('[')"]
+)
+def test_a_driver_that_gives_no_answer_has_no_devices(monkeypatch, program):
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: None)
+    monkeypatch.setattr(nvidia, "_ASK_DRIVER", program)
+    assert nvidia._ask_driver() == []

@@ -97,6 +97,7 @@ def find_shared_prefix(
     Arguments as for ``count_common_blocks``; ``rule`` None is ``CascadeRule()``.
     """
     rule = _check_rule(CascadeRule() if rule is None else rule)
+    block_size = arguments.integer("block_size", block_size, 1)
     table, usable = _count_usable_blocks(block_table, context_lens, block_size, null_block)
     if len(table) < rule.min_requests:
         return None
@@ -126,8 +127,8 @@ def plan_cascade(
     lens = array_arguments.lengths("seq_lens", seq_lens, 0)
     contexts = array_arguments.contexts(queries, lens)
     table = array_arguments.block_table(block_table, len(queries))
-    rows = np.asarray(shared.rows)
-    _check_shared(shared, rows, table, contexts)
+    rows = np.array(shared.rows)
+    shared = _check_shared(shared, rows, table, contexts)
 
     starts = host_functions.build_query_start_loc(queries)
     row_lens = queries[rows]
@@ -156,7 +157,8 @@ def _count_usable_blocks(
     block_table: npt.ArrayLike, context_lens: npt.ArrayLike, block_size: int, null_block: int | None
 ) -> tuple[Int32Array, npt.NDArray[np.int64]]:
     """The table, and for each row the number of leading blocks that are filled with context and not null."""
-    arguments.integer("block_size", block_size, 1)
+    block_size = arguments.integer("block_size", block_size, 1)
+    null_block = arguments.optional_integer("null_block", null_block, 0)
     contexts = array_arguments.lengths("context_lens", context_lens, 0)
     table = array_arguments.block_table(block_table, len(contexts))
     full = contexts.astype(np.int64) // block_size
@@ -207,18 +209,27 @@ def _find_plateaus(common: list[int]) -> list[tuple[int, int, int]]:
 
 
 def _check_rule(rule: CascadeRule) -> CascadeRule:
-    arguments.integer("rule.min_requests", rule.min_requests, 2)
-    arguments.integer("rule.min_prefix_tokens", rule.min_prefix_tokens, 1)
+    rule = CascadeRule(
+        arguments.integer("rule.min_requests", rule.min_requests, 2),
+        arguments.integer("rule.min_prefix_tokens", rule.min_prefix_tokens, 1),
+        rule.min_saving,
+    )
     if not 0 <= rule.min_saving <= 1:
         raise ValueError(f"rule.min_saving: {rule.min_saving} is outside 0..1, the part of all keys")
     return rule
 
 
-def _check_shared(shared: SharedPrefix, rows: npt.NDArray[np.integer], table: Int32Array, contexts: Int32Array) -> None:
+def _check_shared(
+    shared: SharedPrefix, rows: npt.NDArray[np.integer], table: Int32Array, contexts: Int32Array
+) -> SharedPrefix:
+    """``shared`` with plain ints; ValueError or TypeError where it is no prefix of the batch's ``rows``."""
     if rows.ndim != 1 or not rows.size or rows.min() < 0 or rows.max() >= len(table) or (np.diff(rows) <= 0).any():
         raise ValueError(f"shared.rows: {rows.tolist()} are not ascending rows of this batch of {len(table)}")
-    arguments.integer("shared.num_blocks", shared.num_blocks, 1)
-    arguments.integer("shared.num_tokens", shared.num_tokens, 1)
+    shared = SharedPrefix(
+        shared.rows,
+        arguments.integer("shared.num_blocks", shared.num_blocks, 1),
+        arguments.integer("shared.num_tokens", shared.num_tokens, 1),
+    )
     if shared.num_tokens % shared.num_blocks:
         raise ValueError(f"shared.num_tokens: {shared.num_tokens} are not {shared.num_blocks} whole blocks")
     early = np.flatnonzero(contexts[rows] < shared.num_tokens)
@@ -231,3 +242,4 @@ def _check_shared(shared: SharedPrefix, rows: npt.NDArray[np.integer], table: In
     blocks = table[rows, : shared.num_blocks]
     if blocks.shape[1] < shared.num_blocks or (blocks != blocks[0]).any():
         raise ValueError(f"shared.num_blocks: the rows do not share their first {shared.num_blocks} blocks")
+    return shared

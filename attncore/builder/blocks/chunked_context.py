@@ -58,8 +58,8 @@ def context_chunks(
     ones leave goes to longer ones. A share is whole blocks. Raises ValueError where the workspace is less than a block
     for each prefill with context, or a table is too short for its context.
     """
-    arguments.integer("block_size", block_size, 1)
-    arguments.integer("workspace_tokens", workspace_tokens, 1)
+    block_size = arguments.integer("block_size", block_size, 1)
+    workspace_tokens = arguments.integer("workspace_tokens", workspace_tokens, 1)
     contexts = array_arguments.lengths("context_lens", context_lens, 0)
     table = array_arguments.block_table(block_table, len(contexts))
     waiting = np.count_nonzero(contexts)
@@ -96,7 +96,7 @@ def context_chunk_metadata(
     layer attends to them without a mask and writes nothing: its slots are -1, and its ``kv_cache`` may be None.
     ``backend`` wraps the arrays (None: as the batch's).
     """
-    arguments.integer("index", index, 0)
+    index = arguments.integer("index", index, 0)
     if index >= chunks.num_chunks:
         raise ValueError(f"index: {index} found; there are {chunks.num_chunks} chunks")
     lens, starts = chunks.chunk_seq_lens[index], chunks.chunk_start_loc[index]

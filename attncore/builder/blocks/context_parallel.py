@@ -39,29 +39,28 @@ class ContextParallel:
     tensor_parallel_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "block_size", "interleave"):
-            arguments.integer(name, getattr(self, name), 1)
-        arguments.integer("rank", self.rank, 0)
+        for name, least in (("world_size", 1), ("block_size", 1), ("interleave", 1), ("rank", 0)):
+            object.__setattr__(self, name, arguments.integer(name, getattr(self, name), least))
+        ranks = arguments.optional_integer("tensor_parallel_size", self.tensor_parallel_size, 1)
+        object.__setattr__(self, "tensor_parallel_size", ranks)
         if self.rank >= self.world_size:
             raise ValueError(f"rank: {self.rank} is outside 0..{self.world_size - 1} (world_size {self.world_size})")
         if self.block_size % self.interleave:
             raise ValueError(f"interleave: {self.interleave} does not divide block_size {self.block_size}")
         if self.virtual_block_size > INT32_MAX:
             raise ValueError(f"world_size: {self.world_size} blocks of {self.block_size} tokens do not fit int32")
-        if self.tensor_parallel_size is not None:
-            arguments.integer("tensor_parallel_size", self.tensor_parallel_size, 1)
-            if self.tensor_parallel_size % self.world_size:
-                raise ValueError(
-                    f"world_size: {self.world_size} does not divide tensor_parallel_size {self.tensor_parallel_size}"
-                )
+        if self.tensor_parallel_size is not None and self.tensor_parallel_size % self.world_size:
+            raise ValueError(
+                f"world_size: {self.world_size} does not divide tensor_parallel_size {self.tensor_parallel_size}"
+            )
 
     @classmethod
     def of_virtual_blocks(
         cls, virtual_block_size: int, world_size: int, rank: int, interleave: int = 1
     ) -> ContextParallel:
         """The same for tables of virtual blocks of ``virtual_block_size`` tokens, such as those of an InputBatch."""
-        arguments.integer("virtual_block_size", virtual_block_size, 1)
-        arguments.integer("world_size", world_size, 1)
+        virtual_block_size = arguments.integer("virtual_block_size", virtual_block_size, 1)
+        world_size = arguments.integer("world_size", world_size, 1)
         if virtual_block_size % world_size:
             raise ValueError(
                 f"world_size: {world_size} does not divide the virtual block of {virtual_block_size} tokens"
@@ -116,7 +115,7 @@ class ContextParallel:
 
     def positions(self, seq_len: int) -> Int64Array:
         """int64[seq_lens([seq_len])[0]]: which of a request's first ``seq_len`` tokens this rank keeps, in order."""
-        arguments.integer("seq_len", seq_len, 0)
+        seq_len = arguments.integer("seq_len", seq_len, 0)
         local = np.arange(self.seq_lens([seq_len])[0], dtype=np.int64)
         rounds, within = np.divmod(local, self.interleave)
         positions: Int64Array = (rounds * self.world_size + self.rank) * self.interleave + within

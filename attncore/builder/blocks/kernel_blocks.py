@@ -12,8 +12,8 @@ from attncore.array_arguments import Int32Array
 
 def kernel_blocks_per_block(manager_block_size: int, kernel_block_size: int) -> int:
     """The number of kernel blocks in a manager block; both sizes are in tokens."""
-    arguments.integer("manager_block_size", manager_block_size, 1)
-    arguments.integer("kernel_block_size", kernel_block_size, 1)
+    manager_block_size = arguments.integer("manager_block_size", manager_block_size, 1)
+    kernel_block_size = arguments.integer("kernel_block_size", kernel_block_size, 1)
     if manager_block_size % kernel_block_size:
         raise ValueError(
             f"kernel_block_size: {kernel_block_size} does not divide the manager's block of {manager_block_size} "
@@ -31,7 +31,7 @@ def expand_blocks(
     [0, 1, 2, 3, 8, 9, 10, 11]. Slots do not change. With ``num_blocks`` int[n], the blocks that each row of a rectangle
     (n, width) holds, the rest of a row is padded with 0; without it, padding is expanded like block 0. Host arrays.
     """
-    arguments.integer("kernel_blocks", kernel_blocks, 1)
+    kernel_blocks = arguments.integer("kernel_blocks", kernel_blocks, 1)
     ids = np.asarray(block_ids)
     if ids.ndim not in (1, 2) or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"block_ids: {ids.dtype}{list(ids.shape)}; it must be a row or a rectangle of integers")

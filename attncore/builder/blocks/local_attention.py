@@ -49,7 +49,7 @@ def local_attention_batches(
     virtual request. A chunk without context reads no cache, so that its blocks may be missing from the table (plain
     prompts of the list builder); otherwise a row that is too short for a chunk raises ValueError.
     """
-    _check_sizes(chunk_size, block_size)
+    chunk_size, block_size = _check_sizes(chunk_size, block_size)
     queries = array_arguments.lengths("query_lens", query_lens, 0)
     lens = array_arguments.lengths("seq_lens", seq_lens, 0)
     contexts = array_arguments.contexts(queries, lens).astype(np.int64)
@@ -83,6 +83,7 @@ def local_attention_metadata(
     padded for a graph, of a cross group or of one rank of several, and for lengths that a sliding window has capped.
     """
     host = metadata.host
+    chunk_size, block_size = _check_sizes(chunk_size, block_size)
     check_whole_requests(metadata, "chunks are of whole requests")
     virtual = local_attention_batches(host.query_lens, host.seq_lens, host.block_table, chunk_size, block_size)
     rows, count = virtual.request_indices, len(virtual.request_indices)
@@ -125,11 +126,13 @@ def local_attention_metadata(
     )
 
 
-def _check_sizes(chunk_size: int, block_size: int) -> None:
-    arguments.integer("block_size", block_size, 1)
-    arguments.integer("chunk_size", chunk_size, 1)
+def _check_sizes(chunk_size: int, block_size: int) -> tuple[int, int]:
+    """Both as ints; ValueError where a chunk is no whole number of blocks."""
+    block_size = arguments.integer("block_size", block_size, 1)
+    chunk_size = arguments.integer("chunk_size", chunk_size, 1)
     if chunk_size % block_size:
         raise ValueError(f"chunk_size: {chunk_size} is no multiple of block_size {block_size}; a chunk is whole blocks")
+    return chunk_size, block_size
 
 
 def _build_chunk_tables(

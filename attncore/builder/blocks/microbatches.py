@@ -28,7 +28,7 @@ class BatchSlice(NamedTuple):
 
 def slice_by_requests(query_lens: npt.ArrayLike, num_slices: int) -> tuple[BatchSlice, ...]:
     """``num_slices`` slices of a batch of ``query_lens`` int[n], as equal as possible in requests, none of them cut."""
-    arguments.integer("num_slices", num_slices, 1)
+    num_slices = arguments.integer("num_slices", num_slices, 1)
     lens = array_arguments.lengths("query_lens", query_lens, 0)
     if num_slices > len(lens):
         raise ValueError(f"num_slices: {num_slices} slices of {len(lens)} requests; ask for at most one a request")
@@ -44,7 +44,7 @@ def slice_by_tokens(query_lens: npt.ArrayLike, num_slices: int) -> tuple[BatchSl
     A request that lies across a border is cut: its later part has the earlier one as context, so that the slices must
     run in order, layer by layer. Rows without tokens go with the tokens before them, or with the first slice.
     """
-    arguments.integer("num_slices", num_slices, 1)
+    num_slices = arguments.integer("num_slices", num_slices, 1)
     starts = host_functions.build_query_start_loc(array_arguments.lengths("query_lens", query_lens, 0))
     num_reqs, num_tokens = len(starts) - 1, int(starts[-1])
     if num_slices > num_tokens:
@@ -74,7 +74,14 @@ def slice_metadata(
     tables and lengths may be trimmed. Raises ValueError where the slice is not one of this batch, and for a step padded
     to a captured size.
     """
+    batch_slice = BatchSlice(
+        *(
+            arguments.integer(f"batch_slice.{name}", value, 0)
+            for name, value in zip(BatchSlice._fields, batch_slice, strict=True)
+        )
+    )
     req_start, req_stop, token_start, token_stop = batch_slice
+    block_size = arguments.optional_integer("block_size", block_size, 1)
     bounds = _row_starts(metadata)
     _check_slice(metadata, batch_slice, bounds)
     before, after = int(token_start - bounds[req_start]), int(bounds[req_stop] - token_stop)
@@ -111,8 +118,6 @@ def _row_starts(metadata: CommonAttentionMetadata) -> npt.NDArray[np.int64]:
 
 def _check_slice(metadata: CommonAttentionMetadata, batch_slice: BatchSlice, bounds: npt.NDArray[np.int64]) -> None:
     req_start, req_stop, token_start, token_stop = batch_slice
-    for name, value in zip(BatchSlice._fields, batch_slice, strict=True):
-        arguments.integer(f"batch_slice.{name}", value, 0)
     if metadata.use_cuda_graph and not metadata.from_groups:
         raise ValueError("metadata: padded to a captured size; slice the step that is built without a bucket")
     if not req_start < req_stop <= metadata.num_reqs:
@@ -149,10 +154,8 @@ def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int
     host: Any = view.host
     fewer_keys = after > 0 and _is_decoder(host)
     has_pages = hasattr(host, "paged_kv_indptr")
-    if fewer_keys and has_pages:
-        if block_size is None:
-            raise ValueError("block_size: needed to slice through a request, whose page list changes")
-        arguments.integer("block_size", block_size, 1)
+    if fewer_keys and has_pages and block_size is None:
+        raise ValueError("block_size: needed to slice through a request, whose page list changes")
     for name in ("query_lens", "context_lens", "seq_lens"):
         setattr(host, name, getattr(host, name).copy())
     host.query_lens[0] -= before

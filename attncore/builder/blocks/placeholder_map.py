@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore import arguments, array_arguments
-from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array, Int64Array
 
 
@@ -102,15 +101,20 @@ def _sort_ranges(row: int, ranges: Sequence[Placeholder]) -> list[Placeholder]:
     """A request's placeholders, checked and sorted by offset."""
     if not isinstance(ranges, (list, tuple)) or isinstance(ranges, Placeholder):
         raise TypeError(f"placeholders[{row}]: {ranges!r} is not a list of Placeholder")
+    checked: list[Placeholder] = []
     for index, placeholder in enumerate(ranges):
         path = f"placeholders[{row}][{index}]"
         if not isinstance(placeholder, tuple) or len(placeholder) != 4:
             raise TypeError(f"{path}: {placeholder!r} is not a Placeholder")
-        for name, value, least in zip(Placeholder._fields, placeholder, (0, 0, 1, 0), strict=True):
-            arguments.integer(f"{path}.{name}", value, least)
-            if value > INT32_MAX:
-                raise ValueError(f"{path}.{name}: {value} does not fit int32")
-    in_order = sorted(ranges, key=lambda placeholder: placeholder.offset)
+        checked.append(
+            Placeholder(
+                *(
+                    arguments.integer(f"{path}.{name}", value, least)
+                    for name, value, least in zip(Placeholder._fields, placeholder, (0, 0, 1, 0), strict=True)
+                )
+            )
+        )
+    in_order = sorted(checked, key=lambda placeholder: placeholder.offset)
     for before, after in pairwise(in_order):
         if after.offset < before.offset + before.length:
             raise ValueError(

@@ -52,7 +52,7 @@ def split_decodes_and_prefills(
     Rows without tokens (padding) count with the part that they follow. Raises ValueError where a decode follows a
     prefill: put the batch in order first.
     """
-    arguments.integer("decode_threshold", decode_threshold, 1)
+    decode_threshold = arguments.integer("decode_threshold", decode_threshold, 1)
     lens = array_arguments.lengths("query_lens", query_lens, 0)
     long = lens > decode_threshold
     num_decodes = _count_leading(long)
@@ -138,7 +138,7 @@ def rows_after(swaps: npt.ArrayLike, num_rows: int) -> Int32Array:
 
     For an engine's own tensors of one row per request. ``metadata.moves`` are swaps too.
     """
-    arguments.integer("num_rows", num_rows, 0)
+    num_rows = arguments.integer("num_rows", num_rows, 0)
     pairs = np.asarray(swaps)
     if pairs.size and (pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu"):
         raise ValueError(f"swaps: {pairs.dtype}{list(pairs.shape)}; give pairs of rows (k, 2)")
@@ -154,13 +154,13 @@ def _classify(
     lens: Int32Array, context_lens: npt.ArrayLike | None, decode_threshold: int, extend_threshold: int | None
 ) -> tuple[npt.NDArray[np.int8], ThreeWaySplit]:
     """The kind of each row, and the numbers of rows and tokens by kind, for any order of rows."""
-    arguments.integer("decode_threshold", decode_threshold, 1)
+    decode_threshold = arguments.integer("decode_threshold", decode_threshold, 1)
     if extend_threshold is None:
         extend_threshold = INT32_MAX
     elif context_lens is None:
         raise ValueError("extend_threshold: given without context_lens, which say who extends; give both")
     else:
-        arguments.integer("extend_threshold", extend_threshold, decode_threshold)
+        extend_threshold = arguments.integer("extend_threshold", extend_threshold, decode_threshold)
     contexts = _NONE
     if context_lens is not None:
         contexts = array_arguments.lengths("context_lens", context_lens, 0)

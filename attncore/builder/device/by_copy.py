@@ -54,9 +54,9 @@ class CopyTransport:
         self.journal_entries = JOURNAL_ENTRIES
         self.page_lists = list(page_lists)
         self.why = "asked for"
-        self.tables = DeviceTables(device, host_tables, self._issue)
+        self.tables = DeviceTables(device, host_tables)
         self.ticket = False
-        """Whether the engine replays graphs itself: a step's number is then written to the device when it is built."""
+        """Whether the engine replays graphs itself. Changes nothing here, since a step is sent when it is built."""
         self.corrections: Corrections | None = None
         """Makes the lengths of overlapped steps exact on the device; None where steps do not overlap."""
 
@@ -82,7 +82,7 @@ class CopyTransport:
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Pinned host memory, uint8[nbytes]; MemoryError where it cannot be allocated."""
-        return pinned_bytes(nbytes, self.device)
+        return pinned_bytes(nbytes, self.device, "max_num_batched_tokens, max_num_reqs or depth")
 
     def correct(self, num_rejected: Any) -> None:
         """Makes steps overlap from now on; ``num_rejected`` is int32 on the device, by row of the last step."""
@@ -153,7 +153,7 @@ class CopyTransport:
         arena = step % self._ring.depth
         total = self._sender.write(step, shape, out, num_rows)
         if total == self._ring.journal_entries:
-            self.tables.send_surplus(num_rows)
+            self.send_surplus(num_rows)
         start = shape.tail
         stop = start + JOURNAL_ENTRY_NBYTES * total
         counts = self._ring.header(arena)[HEADER_COUNTS : HEADER_COUNTS + len(self.tables)].tolist()
@@ -162,11 +162,16 @@ class CopyTransport:
         for index, count in enumerate(counts):
             if count:
                 end = start + JOURNAL_ENTRY_NBYTES * count
-                self.tables.apply(index, self._arena[start:end].view(torch.int64))
+                self._issue(self.tables.apply, index, self._arena[start:end].view(torch.int64))
                 start = end
         if self.corrections is not None:
             self._issue(self._correct, shape.capacity, out.num_reqs, out.num_tokens)
         self.sent = step
+
+    def send_surplus(self, num_rows: int) -> None:
+        """Brings the tables up to date with the entries of ``num_rows`` rows for which the journal has no room."""
+        for index, entries in self.tables.surplus(num_rows):
+            self._issue(self.tables.apply, index, entries)
 
     def pages_of(self, index: int, metadata: Any) -> Any:
         """``paged_kv_indices`` of a step, gathered on the first access after it was sent.
@@ -193,7 +198,8 @@ class CopyTransport:
         self._readers.wait(arena)
 
     def _copy(self, arena: int, nbytes: int) -> None:
-        self._arena[:nbytes].copy_(self._pinned[arena][:nbytes], non_blocking=True)
+        # Elsewhere no event says when the arena has been read: the copy is complete when this returns.
+        self._arena[:nbytes].copy_(self._pinned[arena][:nbytes], non_blocking=self._cuda)
 
     def _correct(self, capacity: Capacity, num_rows: int, num_tokens: int) -> None:
         if self.corrections is None:

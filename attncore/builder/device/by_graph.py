@@ -77,7 +77,7 @@ class GraphTransport(CopyTransport):
         if self.ticket:
             self._keep_watermarks(step)
         if self._sender.write(step, shape, out, num_rows) == self.journal_entries:
-            self.tables.send_surplus(num_rows)
+            self.send_surplus(num_rows)
         if waits and not self.ticket:
             self._pending_shape = shape
             self.pending = step

@@ -26,20 +26,17 @@ def aligned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
     return memory[start : start + nbytes]
 
 
-def pinned_bytes(nbytes: int, device: str) -> npt.NDArray[np.uint8]:
+def pinned_bytes(nbytes: int, device: str, lower: str) -> npt.NDArray[np.uint8]:
     """Aligned host memory, uint8[nbytes] of zeros, that ``device`` copies from asynchronously: pinned for CUDA.
 
-    Raises MemoryError where it cannot be allocated.
+    Raises MemoryError where it cannot be allocated; its text says to ``lower`` the arguments named there.
     """
     import torch
 
     try:
         memory = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=device.startswith("cuda"))
     except RuntimeError as error:
-        raise MemoryError(
-            f"arenas: no {nbytes} bytes of pinned host memory ({error}); lower max_num_batched_tokens, max_num_reqs or "
-            "depth"
-        ) from error
+        raise MemoryError(f"arenas: no {nbytes} bytes of pinned host memory ({error}); lower {lower}") from error
     array: npt.NDArray[np.uint8] = memory.numpy()
     start = -memory.data_ptr() % ALIGNMENT
     return array[start : start + nbytes]  # a view: it keeps the pinned memory

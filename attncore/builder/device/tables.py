@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,13 +36,10 @@ class HostTable(Protocol):
 
 
 class DeviceTables:
-    """A table int32[rows, width] on ``device`` for each table of the batch, with a fixed stride and address.
+    """A table int32[rows, width] on ``device`` for each table of the batch, with a fixed stride and address."""
 
-    ``issue(function, *args)`` runs work of the device, in the order of its stream.
-    """
-
-    def __init__(self, device: str, host: Sequence[HostTable], issue: Callable[..., None]) -> None:
-        self.device, self.host, self._issue = device, list(host), issue
+    def __init__(self, device: str, host: Sequence[HostTable]) -> None:
+        self.device, self.host = device, list(host)
         self._cuda = device.startswith("cuda")
         with torch.inference_mode(False):  # steps are sent in that mode and outside of it
             self.tensors = [torch.zeros(table.array.shape, dtype=torch.int32, device=device) for table in host]
@@ -64,12 +61,16 @@ class DeviceTables:
 
     def apply(self, index: int, entries: Any) -> None:
         """Writes journal entries int64 (flat index in the low half, block id in the high half) to table ``index``."""
-        self._issue(self._apply, self.tensors[index], entries)
+        table = self.tensors[index]
+        if self._kernels is not None:
+            self._kernels.apply_journal(table, entries)
+            return
+        table.view(-1).index_copy_(0, entries & 0xFFFFFFFF, (entries >> 32).to(torch.int32))
 
-    def send_surplus(self, num_rows: int) -> None:
-        """Sends the entries that the arena's journal has no room for (long prompts that join together) in extra copies.
+    def surplus(self, num_rows: int) -> Iterator[tuple[int, Any]]:
+        """The entries that the arena's journal has no room for (long prompts that join together), for ``apply``.
 
-        torch keeps the pinned memory of such a copy until it is complete.
+        Each is a copy of its own; torch keeps the pinned memory of such a copy until it is complete.
         """
         for index, host in enumerate(self.host):
             while True:
@@ -77,7 +78,7 @@ class DeviceTables:
                 count = host.state.journal(num_rows, entries.numpy())
                 if count == 0:
                     break
-                self.apply(index, entries[: 2 * count].view(torch.int64).to(self.device, non_blocking=True))
+                yield index, entries[: 2 * count].view(torch.int64).to(self.device, non_blocking=self._cuda)
 
     def forget(self) -> None:
         """Makes the next step send every block again: after a failure it is not known what arrived."""
@@ -116,9 +117,3 @@ class DeviceTables:
         columns = torch.arange(num_pages, device=self.device) - device_indptr[rows]
         buffer[:num_pages] = table[rows, columns]
         return buffer[:num_pages]
-
-    def _apply(self, table: Any, entries: Any) -> None:
-        if self._kernels is not None:
-            self._kernels.apply_journal(table, entries)
-            return
-        table.view(-1).index_copy_(0, entries & 0xFFFFFFFF, (entries >> 32).to(torch.int32))

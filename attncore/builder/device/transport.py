@@ -1,4 +1,8 @@
-"""The choice of a transport: ``graph`` where a test of its nodes succeeds, else ``copy``."""
+"""The choice of a transport.
+
+None on a CPU, where steps are read where they are built, unless ``copy`` is asked for; elsewhere ``graph`` where a test
+of its nodes succeeds, else ``copy``.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,16 @@ if TYPE_CHECKING:
 TRANSPORTS = ("auto", "graph", "copy")
 
 
+def sends(transport: str, device: str) -> bool:
+    """Whether steps are sent to ``device``, and not read where they are built.
+
+    Raises ValueError for an unknown transport.
+    """
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport: {transport!r} is not one of {', '.join(TRANSPORTS)}")
+    return transport != "auto" or not device.startswith("cpu")
+
+
 def new_transport(
     transport: str, device: str, tables: Sequence[HostTable], page_lists: Sequence[int]
 ) -> CopyTransport | None:
@@ -20,16 +34,18 @@ def new_transport(
 
     Raises ValueError for a transport that is unknown or that the device does not have.
     """
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport: {transport!r} is not one of {', '.join(TRANSPORTS)}")
-    if device == "cpu" and transport == "auto":
+    if not sends(transport, device):
         return None
     from attncore.builder.device.by_copy import CopyTransport
 
     if transport == "copy":
         return CopyTransport(device, tables, page_lists)
     if not device.startswith("cuda"):
-        raise ValueError(f"transport: graph, but {device} has no graphs; leave it at auto")
+        if transport == "graph":
+            raise ValueError(f"transport: graph, but {device} has no CUDA graphs; leave it at auto")
+        side = CopyTransport(device, tables, page_lists)
+        side.why = f"{device} has no CUDA graphs"
+        return side
     try:
         from attncore.builder.device.by_graph import GraphTransport
     except ImportError as error:
@@ -42,7 +58,7 @@ def new_transport(
 
 
 def attach_transport(side: CopyTransport, ring: ArenaRing, transport: str) -> CopyTransport:
-    """Attaches ``side`` to the ring's arenas, or the transport ``copy`` in its place where its test fails.
+    """Attaches ``side`` to the ring's arenas; ``copy`` in its place where its test fails and ``transport`` is ``auto``.
 
     RuntimeError where the test fails and ``transport`` is ``graph``.
     """
@@ -52,6 +68,7 @@ def attach_transport(side: CopyTransport, ring: ArenaRing, transport: str) -> Co
     problem = side.problem()
     if not problem:
         return side
+    side.close()  # its graphs are gone: nothing reads its memory
     if transport == "graph":
         raise RuntimeError(f"transport: graph does not work on {side.device}: {problem}; leave it at auto")
     other = CopyTransport(side.device, side.tables.host, side.page_lists)

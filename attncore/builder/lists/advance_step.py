@@ -11,12 +11,12 @@ import numpy.typing as npt
 from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array
-from attncore.builder.fields import DERIVED
+from attncore.builder.lists import error_texts
+from attncore.builder.metadata import OF_ARRAYS, CommonAttentionMetadata
 from attncore.graphs import refuse_while_capturing
 
 if TYPE_CHECKING:
     from attncore.builder.lists.settings import ListSettings
-    from attncore.builder.metadata import CommonAttentionMetadata
 
 
 # The host arrays that change.
@@ -24,6 +24,9 @@ _FIELDS = (
     "context_lens", "positions", "slot_mapping", "seq_lens", "seq_start_loc", "block_table", "paged_kv_indptr",
     "paged_kv_indices", "paged_kv_last_page_len",
 )  # fmt: skip
+
+
+_NO_ROWS = np.empty(0, np.intp)
 
 
 class _Rows(NamedTuple):
@@ -43,6 +46,8 @@ class _Next(NamedTuple):
     seq_lens: Int32Array | None
     """The lengths of decodes with a window; None: each grows by 1."""
     max_seq_len: int
+    table_lens: list[int]
+    """The lengths of the groups' tables; [] with a window, which leaves no lookahead blocks in a table."""
 
 
 def advance_step(
@@ -149,8 +154,9 @@ def _plan_next(metadata: CommonAttentionMetadata, settings: ListSettings, n: int
     if total > INT32_MAX:
         raise ValueError(f"metadata: lengths or pages of this step, {total} in all, do not fit int32")
     if lengths is None:
-        return _Next(started, _lengthen_rows(metadata, contexts // block_size, started), None, longest)
-    return _Next(started, _trim_rows(metadata, block_size, contexts, lengths, started), lengths, longest)
+        table_lens = list(map(len, tables))
+        return _Next(started, _read_grown_rows(metadata, settings, tables, table_lens), None, longest, table_lens)
+    return _Next(started, _trim_rows(metadata, block_size, contexts, lengths, started), lengths, longest, [])
 
 
 def _read_row_tables(metadata: CommonAttentionMetadata, n: int) -> list[Any]:
@@ -187,24 +193,39 @@ def _find_started_blocks(host: Any, settings: ListSettings, contexts: Int32Array
         ids.append(table[column])
     if ids and settings.kernels.fill_block_table([ids], started.ids[np.newaxis]) >= 0:
         index = next(
-            index for index, block_id in enumerate(ids) if array_arguments.bad_block_ids([block_id], INT32_MAX + 1)
+            (index for index, block_id in enumerate(ids) if array_arguments.bad_block_ids([block_id], INT32_MAX + 1)), 0
         )
         raise ValueError(f"metadata: row {rows[index]}: block id {ids[index]!r} is no integer of 0..{INT32_MAX}")
     return started
 
 
-def _lengthen_rows(metadata: CommonAttentionMetadata, columns: Int32Array, started: _Rows) -> _Rows:
-    """Whole rows of the table that get a block that was appended since the build."""
-    rows, table = started.rows, metadata.host.block_table
-    columns, ids = columns[rows], started.ids
-    width = max(table.shape[1], int(columns.max(initial=-1)) + 1)
+def _read_grown_rows(
+    metadata: CommonAttentionMetadata, settings: ListSettings, tables: list[Any], lens: list[int]
+) -> _Rows:
+    """Whole rows of the table whose groups' tables have grown since the last step: lookahead blocks belong to it."""
+    table, known = metadata.host.block_table, vars(metadata).get("_table_lens")
+    if lens == known or (known is None and metadata.source is not None and sum(lens) == metadata.source.num_ids):
+        return _Rows(_NO_ROWS, np.empty((0, table.shape[1]), np.int32))
+    # How long each table was at the build is not known: where one has grown since, all of them are read.
+    grown = np.arange(len(lens)) if known is None else np.flatnonzero(np.array(lens) != known)
+    width = max(table.shape[1], max(lens))
+    if metadata.use_cuda_graph and width > table.shape[1]:
+        width = table.shape[1]
+        if not settings.dialect.cuts_lookahead:
+            capture = settings.max_seq_len_to_capture or 0
+            groups = metadata.source.groups if metadata.source is not None else ()
+            raise error_texts.beyond_capture(groups, settings.block_size, None, capture, settings.dialect.name)
+    longer = np.empty((len(grown), width), np.int32)
+    bad = settings.kernels.fill_block_table(
+        [tables[row] if lens[row] <= width else tables[row][:width] for row in grown.tolist()], longer
+    )
+    if bad >= 0:
+        found = array_arguments.bad_block_ids(tables[grown[bad]], INT32_MAX + 1)
+        raise ValueError(f"metadata: row {grown[bad]}: {found[1] if found else 'its table changed while it was read'}")
     if width == table.shape[1]:
-        new = table[rows, columns] != ids
-        rows, columns, ids = rows[new], columns[new], ids[new]
-    longer = np.zeros((len(rows), width), np.int32)
-    longer[:, : table.shape[1]] = table[rows]
-    longer[np.arange(len(rows)), columns] = ids
-    return _Rows(rows, longer)
+        changed = (longer != table[grown]).any(axis=1)
+        grown, longer = grown[changed], longer[changed]
+    return _Rows(grown, longer)
 
 
 def _trim_rows(
@@ -256,6 +277,7 @@ def _write(metadata: CommonAttentionMetadata, step: _Next, settings: ListSetting
             _add_pages(host, settings, rows, ids)
     metadata.max_seq_len = metadata.max_decode_seq_len = step.max_seq_len
     metadata.advanced += 1
+    vars(metadata)["_table_lens"] = step.table_lens
     _update_views(metadata, table_changed=len(changed.rows) > 0)
 
 
@@ -270,15 +292,16 @@ def _add_pages(host: Any, settings: ListSettings, rows: npt.NDArray[np.intp], id
         return
     host.paged_kv_indices = np.empty(int(indptr[-1]), np.int32)
     n = len(host.query_lens)
-    settings.kernels.fill_page_indices(host.block_table[:n], indptr[: n + 1], host.paged_kv_indices)
+    row = settings.kernels.fill_page_indices(host.block_table[:n], indptr[: n + 1], host.paged_kv_indices)
+    if row >= 0:
+        raise ValueError(f"metadata: paged_kv_indptr of row {row} was changed since the build; build the step anew")
 
 
 def _update_views(metadata: CommonAttentionMetadata, table_changed: bool) -> None:
     """Updates what was made of the host arrays: copies to tensors at the same addresses, and drops views."""
     wrapped = vars(metadata)
-    for name in ("_prefill", "_decode", "_bound", "_kept", *DERIVED):
+    for name in ("_prefill", "_decode", *OF_ARRAYS):
         wrapped.pop(name, None)
-        vars(metadata.host).pop(name, None)
     for name in _FIELDS:
         value = wrapped.get(name)
         if value is None or (name == "block_table" and not table_changed):
@@ -300,6 +323,7 @@ def _write_planned(metadata: CommonAttentionMetadata, step: _Next, settings: Lis
     host = metadata.host
     before = {name: (array, array.copy()) for name in _FIELDS if (array := getattr(host, name, None)) is not None}
     counts = {name: getattr(metadata, name) for name in ("max_seq_len", "max_decode_seq_len", "advanced")}
+    table_lens = vars(metadata).get("_table_lens")
     _write(metadata, step, settings)
     try:
         settings.plan(metadata)
@@ -307,6 +331,6 @@ def _write_planned(metadata: CommonAttentionMetadata, step: _Next, settings: Lis
         for name, (array, values) in before.items():
             array[...] = values
             setattr(host, name, array)
-        vars(metadata).update(counts)
+        vars(metadata).update(counts, _table_lens=table_lens)
         _update_views(metadata, table_changed=True)
         raise

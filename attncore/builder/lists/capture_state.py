@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 from attncore import arguments
 from attncore.builder.first_generation_names import FirstGenerationStateNames
-from attncore.builder.lists.captured_steps import NOTHING, CapturedSteps
+from attncore.builder.lists.captured_steps import NOTHING, CapturedSteps, set_host
 from attncore.errors import CaptureError
 from attncore.graphs import refuse_while_capturing
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from attncore.builder.lists.builder import CommonMetadataBuilder
     from attncore.builder.lists.sequence_group import SequenceGroup
     from attncore.builder.metadata import CommonAttentionMetadata
+    from attncore.builder.slices import HostArrays
 
 
 class CommonAttentionState(FirstGenerationStateNames):
@@ -55,7 +55,7 @@ class CommonAttentionState(FirstGenerationStateNames):
         ``max_seq_len_to_capture``, and CaptureError inside another ``graph_capture``, while a stream is capturing, or
         where captured graphs read smaller buffers.
         """
-        arguments.integer("max_batch_size", max_batch_size, 1)
+        max_batch_size = arguments.integer("max_batch_size", max_batch_size, 1)
         spec = self.backend.config.spec if self.backend is not None else None
         if spec is not None and spec.cuda_graph == "never":
             raise ValueError(
@@ -80,6 +80,7 @@ class CommonAttentionState(FirstGenerationStateNames):
 
     def graph_clone(self, batch_size: int) -> Self:
         """A state for the graph of one size, which shares the buffers with this one."""
+        batch_size = arguments.integer("batch_size", batch_size, 1)
         if batch_size not in self.captured:
             self._check_capturable(batch_size, "graph_clone")
         clone = copy.copy(self)
@@ -95,6 +96,7 @@ class CommonAttentionState(FirstGenerationStateNames):
         a size captured before, the buffers hold an empty step again.
         """
         refuse_while_capturing(self._device, "metadata_for_capture")
+        batch_size = arguments.integer("batch_size", batch_size, 1)
         builder, steps = self._check_capturable(batch_size, "metadata_for_capture"), self._steps
         metadata = steps.metadata.get(batch_size)
         if metadata is None:
@@ -102,7 +104,7 @@ class CommonAttentionState(FirstGenerationStateNames):
             if self.backend is not None:
                 self.backend.prepare_capture(metadata, builder)
         steps.prepared = NOTHING
-        metadata.host = steps.buffers.write_empty(batch_size)
+        set_host(metadata, steps.buffers.write_empty(batch_size))
         if self.backend is not None and self.backend.has_plan:
             self.backend.plan(metadata)
         steps.metadata[batch_size] = metadata
@@ -110,7 +112,6 @@ class CommonAttentionState(FirstGenerationStateNames):
 
     def _check_capturable(self, batch_size: int, what: str) -> CommonMetadataBuilder:
         """The builder; ValueError or CaptureError where ``batch_size`` cannot be captured now."""
-        arguments.integer("batch_size", batch_size, 1)
         limit = self._steps.limit
         if self.builder is None:
             raise ValueError(f"{what}: this state has no builder to say how steps are padded; make it with builder=")
@@ -129,7 +130,7 @@ class CommonAttentionState(FirstGenerationStateNames):
 
     def pad_size(self, num_reqs: int) -> int:
         """The ``cuda_graph_pad_size`` for ``num_reqs`` decodes, up to the next captured size; -1 beyond the largest."""
-        arguments.integer("num_reqs", num_reqs, 1)
+        num_reqs = arguments.integer("num_reqs", num_reqs, 1)
         return min((bucket - num_reqs for bucket in self.captured if bucket >= num_reqs), default=-1)
 
     def prepare(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
@@ -148,7 +149,7 @@ class CommonAttentionState(FirstGenerationStateNames):
         steps.check_fits(metadata, self.builder)
         captured, steps.prepared = steps.metadata[bucket], NOTHING
         if captured is not metadata:
-            captured.host = steps.buffers.write(metadata.host, bucket)
+            set_host(captured, steps.buffers.write(metadata.host, bucket))
         steps.prepared = metadata, metadata.advanced
         return captured
 
@@ -160,6 +161,7 @@ class CommonAttentionState(FirstGenerationStateNames):
         raise; the buffers have not changed then.
         """
         builder, steps = self.builder, self._steps
+        cuda_graph_pad_size = arguments.integer("cuda_graph_pad_size", cuda_graph_pad_size, -1)
         if builder is None:
             raise ValueError("build: this state has no builder; make it with builder=")
         metadata: CommonAttentionMetadata
@@ -171,7 +173,7 @@ class CommonAttentionState(FirstGenerationStateNames):
         refuse_while_capturing(self._device, "build")
         counts = 0, 0, 0
 
-        def allocate(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages: int) -> SimpleNamespace:
+        def allocate(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_pages: int) -> HostArrays:
             nonlocal counts
             steps.check_size(num_reqs, self._only)
             steps.check_counts(num_reqs, num_tokens, num_pages)
@@ -179,7 +181,7 @@ class CommonAttentionState(FirstGenerationStateNames):
             return steps.buffers.reserve(num_seqs, num_reqs, num_pages)
 
         metadata = builder._build(groups, cuda_graph_pad_size, allocate)
-        steps.metadata[metadata.num_reqs].host = steps.buffers.commit(*counts)
+        set_host(steps.metadata[metadata.num_reqs], steps.buffers.commit(*counts))
         metadata.source = None
         steps.prepared = metadata, 0
         return metadata

@@ -6,13 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 from attncore.builder.device.captured_sizes import CapturedSizes
 from attncore.builder.lists.graph_buffers import GraphBuffers
-from attncore.builder.metadata import CommonAttentionMetadata, identity
+from attncore.builder.metadata import OF_ARRAYS, CommonAttentionMetadata, identity
 from attncore.errors import CaptureError
 
 if TYPE_CHECKING:
     from attncore.builder.lists.settings import ListSettings
+    from attncore.builder.slices import HostArrays
 
 NOTHING: tuple[Any, int] = (None, 0)
+
+
+def set_host(metadata: CommonAttentionMetadata, host: HostArrays) -> None:
+    """Gives a captured size's metadata the host arrays of another step; what was made of the last one's is dropped."""
+    held = vars(metadata)
+    for name in OF_ARRAYS:
+        if name in held:  # most steps: none
+            del held[name]
+    held["host"] = host
 
 
 class CapturedSteps:

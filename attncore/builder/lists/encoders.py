@@ -117,7 +117,9 @@ def _build_slots(settings: ListSettings, groups: Any, query_lens: Int32Array, ta
     slot_mapping = np.empty(num_held, np.int64)
     if num_held:
         context = np.zeros(len(held), np.int32)
-        settings.kernels.fill_slot_mapping(table, context, held, settings.block_size, slot_mapping)
+        row = settings.kernels.fill_slot_mapping(table, context, held, settings.block_size, slot_mapping)
+        if row >= 0:
+            raise ValueError(f"groups[{_group_of(groups, row)}].encoder_seq_len: its tokens do not fit the cross table")
     if num_held == query_lens.sum():
         return slot_mapping
     whole = np.full(int(query_lens.sum()), codes.PAD_SLOT_ID, np.int64)

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore.builder.device.memory import Readers, aligned_bytes, aligned_up, device_bytes, pinned_bytes
-from attncore.builder.fields import FIELDS, Length, Owner, named
-from attncore.kernels.codes import PAD_SLOT_ID
+from attncore.builder.fields import FIELDS, Field, Length, Owner, Pad, named
+from attncore.builder.slices import HostArrays
 
 if TYPE_CHECKING:
     from attncore.builder.lists.settings import ListSettings
@@ -37,8 +37,20 @@ _PADDED, _UNPADDED = _arrays(_STEP, padded=True), _arrays(_STEP, padded=False)
 _UNPADDED_ROWS = tuple(name for name in _UNPADDED if FIELDS[name].length is Length.REQUEST)
 _PADDED_PAGES = _arrays(frozenset((Owner.BLOCK_SIZE,)), padded=True)
 _ENCODER = _arrays(frozenset((Owner.ENCODER,)), padded=True)
-_PADDED_ENCODER = tuple(name for name in _ENCODER if "query" not in name)
-"""The others stay 0: decodes run no encoder tokens."""
+_PADDED_ENCODER = tuple(name for name in _ENCODER if FIELDS[name].pad in (Pad.SEQ_LEN, Pad.GROW))
+"""Those in which a padded row has a length. The others stay 0: decodes run no encoder tokens."""
+
+
+def _pad_value(field: Field, bucket: int) -> Any:
+    """What an array holds in a step of ``bucket`` padded rows and no others."""
+    match field.pad:
+        case Pad.SEQ_LEN:
+            return 1
+        case Pad.GROW:
+            return np.arange(bucket + 1)
+        case Pad.REPEAT:
+            return 0
+    return field.pad
 
 
 class _Place(NamedTuple):
@@ -64,8 +76,8 @@ class _Arena:
         self.memory, self.index = memory, index
         self.tensor: Any = None
         """The same memory as a tensor, for copies to a device."""
-        self.hosts: dict[int, SimpleNamespace] = {}
-        self.reserved: dict[tuple[int, int], SimpleNamespace] = {}
+        self.hosts: dict[int, HostArrays] = {}
+        self.reserved: dict[tuple[int, int], HostArrays] = {}
         self.num_pages = 0
         """Leading page indices that may differ from 0."""
 
@@ -129,18 +141,18 @@ class GraphBuffers:
             views["cross_slot_mapping"] = torch.empty(0, dtype=torch.int64, device=self._device_name)
         return views
 
-    def write(self, step: Any, bucket: int) -> SimpleNamespace:
+    def write(self, step: Any, bucket: int) -> HostArrays:
         """Writes the host arrays of a step that was padded to ``bucket``, padded rows included, and sends them.
 
         Returns the same arrays on the host. On CUDA it waits only for an earlier copy out of the same staging block.
         """
         arena = self._acquire()
-        out, num_reqs = vars(self._host(arena, bucket)), len(step.query_lens)
+        out, num_seqs = vars(self._host(arena, bucket)), len(step.query_lens)
         for name in _PADDED:
             out[name][...] = getattr(step, name)
         for name in _UNPADDED_ROWS:
-            out[name][:num_reqs] = getattr(step, name)
-        out["query_start_loc"][: num_reqs + 1] = step.query_start_loc
+            out[name][:num_seqs] = getattr(step, name)
+        out["query_start_loc"][: num_seqs + 1] = step.query_start_loc
         out["block_table"][...] = step.block_table
         if self.has_encoder:
             for name in (*_PADDED_ENCODER, "cross_block_table"):
@@ -151,35 +163,35 @@ class GraphBuffers:
                 out[name][...] = getattr(step, name)
             num_pages = len(step.paged_kv_indices)
             out["paged_kv_indices"][:num_pages] = step.paged_kv_indices
-        return self._finish(arena, bucket, num_reqs, num_pages)
+        return self._finish(arena, bucket, num_seqs, num_pages)
 
-    def reserve(self, num_reqs: int, bucket: int, num_pages: int) -> SimpleNamespace:
-        """Host arrays for a builder to write a step of ``num_reqs`` rows padded to ``bucket`` to, before ``commit``."""
+    def reserve(self, num_seqs: int, bucket: int, num_pages: int) -> HostArrays:
+        """Host arrays for a builder to write a step of ``num_seqs`` rows padded to ``bucket`` to, before ``commit``."""
         arena = self._acquire()
-        arrays = arena.reserved.get((bucket, num_reqs))
+        arrays = arena.reserved.get((bucket, num_seqs))
         if arrays is None:
             whole = vars(self._host(arena, bucket))
-            arrays = arena.reserved[bucket, num_reqs] = SimpleNamespace(**whole)
+            arrays = arena.reserved[bucket, num_seqs] = HostArrays(**whole)
             for name in _UNPADDED_ROWS:
-                setattr(arrays, name, whole[name][:num_reqs])
-            arrays.query_start_loc = whole["query_start_loc"][: num_reqs + 1]
-        arrays = SimpleNamespace(**vars(arrays))
+                setattr(arrays, name, whole[name][:num_seqs])
+            arrays.query_start_loc = whole["query_start_loc"][: num_seqs + 1]
+        arrays = HostArrays(**vars(arrays))
         if self.has_pages:
             arrays.paged_kv_indices = arrays.paged_kv_indices[:num_pages]
         return arrays
 
-    def commit(self, num_reqs: int, bucket: int, num_pages: int) -> SimpleNamespace:
+    def commit(self, num_seqs: int, bucket: int, num_pages: int) -> HostArrays:
         """Sends what was written to the arrays of ``reserve``; returns the host arrays, as ``write`` does."""
-        return self._finish(self._acquire(), bucket, num_reqs, max(num_pages, 0))
+        return self._finish(self._acquire(), bucket, num_seqs, max(num_pages, 0))
 
-    def _finish(self, arena: _Arena, bucket: int, num_reqs: int, num_pages: int) -> SimpleNamespace:
+    def _finish(self, arena: _Arena, bucket: int, num_seqs: int, num_pages: int) -> HostArrays:
         """Resets what the step's rows leave, and sends the block; the next step takes the next staging block."""
         host = self._host(arena, bucket)
         self._next = (self._next + 1) % len(self._arenas)
-        if num_reqs < bucket:
+        if num_seqs < bucket:
             for name in _UNPADDED_ROWS:
-                getattr(host, name)[num_reqs:] = 0
-            host.query_start_loc[num_reqs + 1 :] = num_reqs
+                getattr(host, name)[num_seqs:] = 0
+            host.query_start_loc[num_seqs + 1 :] = num_seqs
         if num_pages < arena.num_pages:
             host.paged_kv_indices[num_pages : arena.num_pages] = 0
         arena.num_pages = num_pages
@@ -188,28 +200,11 @@ class GraphBuffers:
             self._device_pages = num_pages
         return host
 
-    def write_empty(self, bucket: int) -> SimpleNamespace:
+    def write_empty(self, bucket: int) -> HostArrays:
         """Writes an empty step: padded rows only."""
-        none, zeros = np.zeros(0, np.int32), np.zeros(bucket, np.int32)
-        ones, sums = np.ones(bucket, np.int32), np.arange(bucket + 1, dtype=np.int32)
-        step = SimpleNamespace(
-            slot_mapping=np.full(bucket, PAD_SLOT_ID, np.int64),
-            positions=zeros,
-            seq_lens=ones,
-            seq_start_loc=sums,
-            context_lens=none,
-            query_lens=none,
-            logits_indices=none,
-            query_start_loc=0,
-            block_table=0,
-            paged_kv_indptr=0,
-            paged_kv_indices=none,
-            paged_kv_last_page_len=0,
-            encoder_seq_lens=ones,
-            encoder_seq_start_loc=sums,
-            cross_block_table=0,
-        )
-        return self.write(step, bucket)
+        rows = {name: _pad_value(FIELDS[name], bucket) for name in self._places}
+        none = np.zeros(0, np.int32)
+        return self.write(SimpleNamespace(**rows | dict.fromkeys((*_UNPADDED_ROWS, "paged_kv_indices"), none)), bucket)
 
     def _allocate(self, device: str | None) -> list[_Arena]:
         if device is None or device.startswith("cpu"):
@@ -219,17 +214,18 @@ class GraphBuffers:
 
             self._device = device_bytes(self.nbytes, device)
             depth = STAGING_DEPTH if device.startswith("cuda") else 1
-            arenas = [_Arena(pinned_bytes(self.nbytes, device), index) for index in range(depth)]
+            lower = "max_batch_size or max_seq_len_to_capture"
+            arenas = [_Arena(pinned_bytes(self.nbytes, device, lower), index) for index in range(depth)]
             for arena in arenas:
                 arena.tensor = torch.from_numpy(arena.memory)
         for arena in arenas:  # constant, since every row is a decode of one token
             vars(self._host(arena, self.max_batch_size))[_FIXED][...] = np.arange(self.max_batch_size)
         return arenas
 
-    def _host(self, arena: _Arena, bucket: int) -> SimpleNamespace:
+    def _host(self, arena: _Arena, bucket: int) -> HostArrays:
         views = arena.hosts.get(bucket)
         if views is None:
-            views = arena.hosts[bucket] = SimpleNamespace()
+            views = arena.hosts[bucket] = HostArrays()
             for name, place in self._places.items():
                 array = arena.memory[place.offset : place.end].view(place.dtype).reshape(place.shape)
                 setattr(views, name, self._cut(name, array, bucket))

@@ -1,4 +1,4 @@
-"""The checked arguments of a CommonMetadataBuilder: block size, dialect, window, captured lengths, backend."""
+"""The checked arguments of a CommonMetadataBuilder, and what its steps need that follows from them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,11 @@ class ListSettings:
         backend: Any,
         kernels: KernelsName | None,
     ) -> None:
-        for name, value in (
-            ("block_size", block_size),
-            ("sliding_window", sliding_window),
-            ("max_seq_len_to_capture", max_seq_len_to_capture),
-            ("max_encoder_seq_len_to_capture", max_encoder_seq_len_to_capture),
-        ):
-            if value is not None:
-                arguments.integer(name, value, 1)
+        optional = arguments.optional_integer
+        block_size = arguments.integer("block_size", block_size, 1)
+        sliding_window = optional("sliding_window", sliding_window, 1)
+        max_seq_len_to_capture = optional("max_seq_len_to_capture", max_seq_len_to_capture, 1)
+        max_encoder_seq_len_to_capture = optional("max_encoder_seq_len_to_capture", max_encoder_seq_len_to_capture, 1)
         if layout not in DIALECTS:
             raise ValueError(f"layout: {layout!r} is not one of {', '.join(DIALECTS)}")
         for name, flag in (("chunked_prefill", chunked_prefill), ("encoder_decoder", encoder_decoder)):

@@ -113,7 +113,8 @@ class Assembly:
         num_rows = len(self._core.order.req_ids)
         self.acquire()
         metadata = None
-        if not scheduled and query_len == 1:
+        # Poisoned memory is poisoned behind the checks, which this way and the filling of the arena are one call.
+        if not scheduled and query_len == 1 and not self._poison:
             step_shape = shape or self.shapes.eager(num_rows, 0)
             self._begin(step_shape)
             metadata = self.kernel.decode_step_inside(step_shape)
@@ -126,6 +127,7 @@ class Assembly:
         """An empty step padded to a captured size; for the capture itself, with the largest lengths."""
         shape = self.shapes.find(bucket)
         self.acquire()
+        self._poison_arena()
         self._begin(shape)
         metadata: StepMetadata = self.kernel.empty_step(shape, self._core.max_model_len if capturing else 0)
         self.plan_and_send(shape, metadata, waits=not capturing)
@@ -137,16 +139,19 @@ class Assembly:
 
     def acquire(self) -> None:
         """Waits until the device has read the arena that the next step is written to."""
-        if self.closed:
-            raise AttncoreError("builder: closed; make another one")
+        if self.closed:  # asked here: a call would cost a planned step 5 %
+            self.refuse_closed()
         step = self.kernel.next_step
         if self.side is not None:
             self.side.check_ready()
             self.side.wait(step - self.ring.depth)
             if self._backends.waits_for_last_plan:  # its library plans into one buffer
                 self.side.wait(step - 1)
+
+    def _poison_arena(self) -> None:
+        """Poisons the arena that the next step is written to; a refused step leaves the older one's there."""
         if self._poison:
-            arena = step % self.ring.depth
+            arena = self.kernel.next_step % self.ring.depth
             self.ring.memory[arena][:] = POISON
             self.kernel.forget_arena(arena)
 
@@ -179,6 +184,11 @@ class Assembly:
         """Makes a size no captured one, where it is one."""
         self.kernel.drop_shape(num_reqs)
         self.shapes.captured.drop(num_reqs)
+
+    def refuse_closed(self) -> None:
+        """AttncoreError after the builder's ``close``."""
+        if self.closed:
+            raise AttncoreError("builder: closed; make another one")
 
     def refuse_while_capturing(self, what: str) -> None:
         """CaptureError that begins with ``what`` while a stream is capturing."""
@@ -246,10 +256,11 @@ class Assembly:
         self._check(shape)
         moves, num_decodes, num_reqs = kernel.arrange()
         core.take_moves(moves)
-        core.set_step_rows(num_reqs, bool(moves))
         if shape is None:
             shape = self.eager if self.side is None else self.shapes.eager(*self._tokens_of_step())
+        self._poison_arena()
         self._begin(shape)
+        core.set_step_rows(num_reqs, bool(moves))
         metadata: StepMetadata = kernel.step(shape, num_decodes, num_reqs)
         metadata._arena.moves = moves
         return shape, metadata
@@ -278,11 +289,12 @@ class Assembly:
             row = order.row_of.get(req_id, -1)  # a key of a mapping: it is hashable
             if row < 0:
                 raise ValueError(f"scheduled: {req_id!r} is not in the batch")
-            if isinstance(num_tokens, bool) or not hasattr(num_tokens, "__index__"):
+            count = arguments.integer_or_none(num_tokens)
+            if count is None:
                 raise TypeError(f"scheduled: {num_tokens!r} tokens of {req_id!r} is not an integer")
-            if not 0 <= num_tokens <= INT32_MAX:
-                raise ValueError(f"scheduled: {num_tokens} tokens of {req_id!r} is outside 0..{INT32_MAX}")
-            query_lens[row] = num_tokens
+            if not 0 <= count <= INT32_MAX:
+                raise ValueError(f"scheduled: {count} tokens of {req_id!r} is outside 0..{INT32_MAX}")
+            query_lens[row] = count
 
     def _tokens_of_step(self) -> tuple[int, int]:
         """Tokens and encoder tokens of the scheduled step."""

@@ -26,16 +26,15 @@ def groups_of(
         return checked_groups(groups)
     if block_size is None:
         raise ValueError("block_size: missing; give it, or groups that state their own")
-    arguments.integer("block_size", block_size, 1)
-    if num_blocks is not None:
-        arguments.integer("num_blocks", num_blocks, 1)
+    block_size = arguments.integer("block_size", block_size, 1)
+    num_blocks = arguments.optional_integer("num_blocks", num_blocks, 1)
     return (KVCacheGroup(ONLY_GROUP, block_size, num_blocks=num_blocks),)
 
 
 def check_new_request(
     core: BatchCore, req_id: Hashable, num_computed_tokens: int, encoder_seq_len: int, encoder_computed: bool
-) -> None:
-    """Raises ValueError or TypeError where a request cannot be added to the batch."""
+) -> tuple[int, int]:
+    """Computed tokens and encoder tokens as ints; ValueError or TypeError where the request cannot be added."""
     if req_id is None:
         raise ValueError("req_id: None cannot name a request")
     try:
@@ -44,13 +43,13 @@ def check_new_request(
         raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
     if req_id in core.order.row_of:
         raise ValueError(f"req_id: {req_id!r} is in the batch already; remove it first")
-    arguments.integer("num_computed_tokens", num_computed_tokens, 0)
+    num_computed_tokens = arguments.integer("num_computed_tokens", num_computed_tokens, 0)
     if num_computed_tokens > core.max_model_len:
         raise ValueError(
             f"num_computed_tokens: {num_computed_tokens} of request {req_id!r} exceed "
             f"max_model_len {core.max_model_len}"
         )
-    arguments.integer("encoder_seq_len", encoder_seq_len, 0)
+    encoder_seq_len = arguments.integer("encoder_seq_len", encoder_seq_len, 0)
     if encoder_seq_len > core.max_encoder_len:
         if core.cross is None:
             raise ValueError(f"encoder_seq_len: {encoder_seq_len} of request {req_id!r}, but no group is cross")
@@ -61,6 +60,7 @@ def check_new_request(
         raise ValueError(f"encoder_computed: true for request {req_id!r}, but no group is cross")
     if len(core.order.row_of) == core.max_num_reqs:
         raise ValueError(f"req_id: no row for {req_id!r}; the batch holds max_num_reqs {core.max_num_reqs}")
+    return num_computed_tokens, encoder_seq_len
 
 
 def ids_by_group(

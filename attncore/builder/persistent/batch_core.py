@@ -13,8 +13,7 @@ from attncore.builder.persistent.block_table import BlockTable
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.builder.persistent.request_rows import RequestRows
 from attncore.errors import ConcurrentUseError
-from attncore.kernels import KernelsName, codes, load_kernels
-
+from attncore.kernels import KernelsName, load_kernels
 
 Moves = tuple[tuple[int, int], ...]
 

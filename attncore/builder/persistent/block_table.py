@@ -93,16 +93,19 @@ class BlockTable:
         self.clear(row)
         self.state.append(row, held)
 
-    def check_replaces(self, row: int, req_id: Hashable, index: int, block_id: int) -> int:
-        """The manager block that the row has at ``index``; ValueError or TypeError where it cannot be replaced."""
-        arguments.integer("index", index, 0)
-        arguments.integer("block_id", block_id, 0)
+    def replaces(self, row: int, req_id: Hashable, index: Any, block_id: Any) -> tuple[int, int, int]:
+        """``index`` and ``block_id`` as ints, and the manager block that the row has at ``index``.
+
+        ValueError or TypeError where it cannot be replaced.
+        """
+        index = arguments.integer("index", index, 0)
+        block_id = arguments.integer("block_id", block_id, 0)
         held = self.held(row)
         if index >= len(held):
             raise ValueError(f"index: {index}, but request {req_id!r} holds {len(held)} blocks")
         if block_id >= self.limit:
             raise ValueError(f"block_id: {block_id} is outside 0..{self.limit - 1}")
-        return held[index]
+        return index, block_id, held[index]
 
     def put(self, row: int, index: int, block_id: int) -> None:
         """Makes ``block_id`` the row's manager block number ``index``."""
@@ -140,5 +143,7 @@ class BlockTable:
     def page_indices(self, indptr: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The first ``indptr[i + 1] - indptr[i]`` blocks of each row i, concatenated: a new int32[indptr[-1]]."""
         indices = np.empty(int(indptr[-1]), np.int32)
-        self.kernels.fill_page_indices(self.array, indptr, indices)
+        row = self.kernels.fill_page_indices(self.array, indptr, indices)
+        if row >= 0:
+            raise ValueError(f"paged_kv_indptr: row {row} was changed since the build; metadata is read-only")
         return indices

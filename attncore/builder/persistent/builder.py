@@ -11,6 +11,7 @@ import numpy as np
 
 from attncore import arguments, env
 from attncore.builder.blocks.context_parallel import ContextParallel
+from attncore.builder.device.transport import sends
 from attncore.builder.fields import Length, engine_field
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.persistent.assembly import Assembly
@@ -48,8 +49,10 @@ class MetadataBuilder:
     ``copy``: one packed copy and an event; on a CPU too, where otherwise nothing is copied. ``auto``: ``graph`` where
     a test of it succeeds, else ``copy``. The attribute ``transport`` says which one is used, ``why_transport`` why.
 
-    ``ticket`` is for engines that replay their graphs themselves: each step's number is written to the device, in
-    stream order, when the step is built. It costs one launch per step, and ``metadata.replay`` is not needed.
+    ``ticket`` is for engines that replay their graphs themselves: ``metadata.replay`` is not needed. With ``graph``,
+    each step's number is written to the device, in stream order, when the step is built, at the cost of one launch; a
+    replay without a build sees a step without rows. With ``copy`` it changes nothing: such a replay runs the last step
+    again.
 
     ``num_rejected`` is for engines that build a step while the last one runs: int32[max_num_reqs] on the device, to
     which the engine's sampler writes, by row of its step, how many of the tokens were rejected.
@@ -81,6 +84,7 @@ class MetadataBuilder:
         self.batch, self._core = batch, batch.core
         self.max_num_batched_tokens = self._settings.max_num_batched_tokens
         self.max_num_encoder_tokens = self._settings.max_num_encoder_tokens
+        context_parallel = self._settings.context_parallel
         self.decode_threshold, self.context_parallel = self._settings.decode_threshold, context_parallel
         self._backends = backends_of(self._core, backend, context_parallel)
         self._poison = env.poison()
@@ -92,26 +96,27 @@ class MetadataBuilder:
 
     def _lay_out(self) -> None:
         """Takes all memory, and chooses a step's path: the kernel's direct calls, or the longer one."""
-        self._assembly = Assembly(
+        if sends(self._settings.transport, self._backends.device):
+            self._refuse_other_follower()
+        assembly = Assembly(
             self._core, self._backends, self._settings, self._engine_fields, self._overlap, self, self._poison
         )
-        side, kernel = self._assembly.side, self._assembly.kernel
+        side, kernel = assembly.side, assembly.kernel
         if side is not None:
-            self._follow()
-        self._refuse_while_capturing = self._assembly.refuse_while_capturing
+            self._core.follower = weakref.ref(self)
+            side.tables.forget()
+        self._assembly = assembly
+        self._refuse_while_capturing = assembly.refuse_while_capturing
         # A step that is planned or sent takes the longer path, which holds the batch until both are done.
         self._longer = bool(self._backends.plans or self._engine_fields) or side is not None or self._poison
         self._decode_step = _no_short_way if self._longer else kernel.decode_step
         self._padded_step = _no_short_way if self._longer else kernel.padded_step
 
-    def _follow(self) -> None:
-        """Makes this builder's device tables follow the batch's, from nothing; ValueError where another's do."""
+    def _refuse_other_follower(self) -> None:
+        """ValueError where the device tables of another builder follow the batch's."""
         other = self._core.follower() if self._core.follower else None
         if other is not None and other is not self and not other._assembly.closed:
             raise ValueError("batch: another builder's tables on a device follow it; close that builder first")
-        self._core.follower = weakref.ref(self)
-        if self._assembly.side is not None:
-            self._assembly.side.tables.forget()
 
     @property
     def kernels(self) -> str:
@@ -236,9 +241,9 @@ class MetadataBuilder:
     def build_empty(self, bucket: int) -> StepMetadata:
         """An empty step padded to a captured size, for a warm-up or a dummy replay; planned like any step."""
         self._refuse_while_capturing("build_empty")
-        self._assembly.shapes.find(bucket)
+        num_reqs = self._assembly.shapes.find(bucket).num_reqs
         with self._core.enter():
-            return self._answer(self._assembly.build_empty(bucket, capturing=False))
+            return self._answer(self._assembly.build_empty(num_reqs, capturing=False))
 
     def build_profile(self, query_lens: Iterable[int]) -> CommonAttentionMetadata:
         """Metadata of a profiling run, before the cache exists: requests of ``query_lens`` tokens without blocks.
@@ -246,7 +251,7 @@ class MetadataBuilder:
         Slots are -1 and tables are empty, so that a model runs without a cache and its memory can be measured. The
         batch does not change. The arrays belong to the caller. Raises ValueError beyond the builder's capacity.
         """
-        lens = list(query_lens)
+        lens = [arguments.integer(f"query_lens[{row}]", length, 1) for row, length in enumerate(query_lens)]
         if len(lens) > self.batch.max_num_reqs:
             raise ValueError(f"query_lens: {len(lens)} requests exceed max_num_reqs {self.batch.max_num_reqs}")
         if sum(lens) > self.max_num_batched_tokens:
@@ -266,25 +271,34 @@ class MetadataBuilder:
 
         ``per`` is ``"token"`` (T elements) or ``"request"`` (n elements). ``fill(metadata, out)`` writes the values of
         a step: ``out`` is a host array of zeros, in the order of ``metadata.req_ids``. Each build calls it, before the
-        plan. Raises ValueError where the name is in use, and CaptureError once a step was built or a size captured.
+        plan. Raises ValueError where the name is in use, CaptureError once a step was built or a size captured, and
+        AttncoreError after ``close``; the builder is as it was then.
         """
-        if self._assembly.kernel.next_step or self.captured:
+        replaced = self._assembly
+        replaced.refuse_closed()
+        if replaced.kernel.next_step or self.captured:
             raise CaptureError("register_field: steps were built already; register fields before the first")
         self._engine_fields.register(name, dtype, per, fill)
-        self._lay_out()
+        try:
+            self._lay_out()
+        except BaseException:
+            self._engine_fields.remove(name)
+            raise
+        if replaced.side is not None:
+            replaced.side.close()  # no graph reads its memory
 
     def release(self, num_reqs: int) -> None:
         """Releases a captured size whose graph was destroyed: it may be captured again, and the builder closed."""
         assembly = self._assembly
         with self._core.enter():
             shape = assembly.shapes.find(num_reqs)
-            self._core.undo.append((assembly.keep_size, num_reqs, shape))
-            assembly.drop_size(num_reqs)
+            self._core.undo.append((assembly.keep_size, shape.num_reqs, shape))
+            assembly.drop_size(shape.num_reqs)
             if assembly.side is not None:
                 assembly.side.release(shape)
 
     def close(self) -> None:
-        """Waits for the device and frees the arenas; no step can be built afterwards.
+        """Waits for the device; no step can be built afterwards, and the memory is freed with the builder.
 
         Raises CaptureError while captured graphs still read the arenas: ``release`` them first.
         """

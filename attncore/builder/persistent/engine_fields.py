@@ -30,6 +30,10 @@ class EngineFields:
     def add(self, field: Field, fill: FillField) -> None:
         self._fills[field.name] = field, fill
 
+    def remove(self, name: str) -> None:
+        """Takes back what ``add`` or ``register`` added."""
+        del self._fills[name]
+
     def register(self, name: Any, dtype: Any, per: str, fill: Any) -> None:
         """Adds a field; raises ValueError or TypeError that names the wrong argument."""
         if not isinstance(name, str) or not name.isidentifier() or hasattr(StepMetadata, name) or name in FIELDS:

@@ -63,6 +63,11 @@ def refused_bucket(core: BatchCore, code: int, row: int, count: int, query_lens:
     name, each = f"bucket: {shape.num_reqs}", shape.query_len
     if code == codes.TOO_MANY_ROWS:
         return ValueError(f"{name} rows were captured, but this step has {count} requests; choose a larger one")
+    if code == codes.TOO_MANY_SEQ_TOKENS:
+        return ValueError(
+            f"{name} rows, the padded ones included, have lengths whose sum does not fit int32; schedule fewer "
+            "requests, or build without a bucket"
+        )
     who = f"row {row} (request {core.order.req_ids[row]!r})"
     if code == codes.ENCODER_NOT_CAPTURED:
         return ValueError(f"{name}: {who} runs its encoder tokens in this step; run it without a graph")

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 BY_TOKEN = frozenset(named(Length.TOKEN))
 BY_REQUEST = frozenset(named(Length.REQUEST, Length.TABLE))
 BY_START = frozenset(named(Length.START))
-STEP_ARRAYS = BY_TOKEN | BY_REQUEST | BY_START | {"cross_slot_mapping"}
+BY_ENCODER_TOKEN = frozenset(named(Length.ENCODER_TOKEN))
+STEP_ARRAYS = BY_TOKEN | BY_REQUEST | BY_START | BY_ENCODER_TOKEN
 """The arrays that a step has without gathering or deriving them."""
 
 
@@ -65,6 +66,6 @@ def cut(array: Any, name: str, arena: Any, extra: Mapping[str, Field]) -> Any:
     """The part of an array that a step in ``arena`` fills."""
     if name in BY_TOKEN or (name in extra and extra[name].length is Length.TOKEN):
         return array[: arena.num_tokens]
-    if name == "cross_slot_mapping":
+    if name in BY_ENCODER_TOKEN:
         return array[: arena.num_cross_slots]
     return array[: arena.num_reqs + (name in BY_START)]

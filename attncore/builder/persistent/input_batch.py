@@ -41,15 +41,15 @@ class InputBatch:
         max_encoder_len: int | None = None,
         kernels: KernelsName | None = None,
     ) -> None:
-        arguments.integer("max_num_reqs", max_num_reqs, 1)
-        arguments.integer("max_model_len", max_model_len, 1)
+        max_num_reqs = arguments.integer("max_num_reqs", max_num_reqs, 1)
+        max_model_len = arguments.integer("max_model_len", max_model_len, 1)
         self.groups = groups_of(groups, block_size, num_blocks)
         decoders = [group for group in self.groups if not group.cross]
         has_cross = len(decoders) < len(self.groups)
         if has_cross:
             if max_encoder_len is None:
                 raise ValueError(f"max_encoder_len: missing; cross group {self.groups[-1].name!r} needs it")
-            arguments.integer("max_encoder_len", max_encoder_len, 1)
+            max_encoder_len = arguments.integer("max_encoder_len", max_encoder_len, 1)
         elif max_encoder_len is not None:
             raise ValueError(f"max_encoder_len: {max_encoder_len} given, but no group is cross")
         self.max_num_reqs, self.max_model_len = max_num_reqs, max_model_len
@@ -131,7 +131,9 @@ class InputBatch:
         the tokens.
         """
         with self.core.enter():
-            check_new_request(self.core, req_id, num_computed_tokens, encoder_seq_len, encoder_computed)
+            num_computed_tokens, encoder_seq_len = check_new_request(
+                self.core, req_id, num_computed_tokens, encoder_seq_len, encoder_computed
+            )
             given = self._by_group(req_id, block_ids, all_groups=True)
             row = self.core.order.free_row()
             self.core.undo.append((self.core.vacate, row))
@@ -177,7 +179,7 @@ class InputBatch:
         """
         with self.core.enter():
             row, table = self.core.order.row(req_id), self._table(group)
-            was = table.check_replaces(row, req_id, index, block_id)
+            index, block_id, was = table.replaces(row, req_id, index, block_id)
             self.core.undo.append((table.put, row, index, was))
             table.put(row, index, block_id)
             self.core.state.changes += 1
@@ -191,7 +193,7 @@ class InputBatch:
         with self.core.enter():
             row, table = self.core.order.row(req_id), self._table(group)
             tokens = self.core.num_encoded(row) if table.group.cross else self.core.num_computed(row)
-            arguments.integer("num_blocks", num_blocks, 0)
+            num_blocks = arguments.integer("num_blocks", num_blocks, 0)
             held, needed = table.held(row), -(-tokens // table.group.block_size)
             if not needed <= num_blocks <= len(held):
                 what = "encoder tokens cached" if table.group.cross else "computed tokens"
@@ -212,7 +214,7 @@ class InputBatch:
         none are left out. Call it between steps: afterwards the last step's page indices can no longer be read.
         """
         with self.core.enter():
-            arguments.integer("num_rollback", num_rollback, 0)
+            num_rollback = arguments.integer("num_rollback", num_rollback, 0)
             released: dict[Hashable, dict[str, list[int]]] = {}
             for table in self.core.decoders:
                 passed: list[tuple[int, int, list[int]]] = []
@@ -257,7 +259,7 @@ class InputBatch:
             new: list[tuple[int, int]] = []
             for req_id, count in num_tokens.items():
                 row = self.core.order.row(req_id)
-                arguments.integer("num_tokens", count, 0)
+                count = arguments.integer("num_tokens", count, 0)
                 computed = self.core.num_computed(row)
                 if count > computed:
                     raise ValueError(
@@ -278,8 +280,8 @@ class InputBatch:
         The next build still puts decodes before prefills.
         """
         with self.core.enter():
+            i, j = arguments.integer("i", i, 0), arguments.integer("j", j, 0)
             for name, row in (("i", i), ("j", j)):
-                arguments.integer(name, row, 0)
                 if row >= len(self.core.order):
                     raise ValueError(f"{name}: row {row} is not in use; the batch has {len(self.core.order)} rows")
             if i != j:

@@ -46,33 +46,14 @@ def checked_groups(groups: Iterable[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
         given = tuple(groups)
     except TypeError:
         raise TypeError(f"groups: {groups!r} is not a list of KVCacheGroup") from None
+    checked = [_checked_group(f"groups[{index}]", group) for index, group in enumerate(given)]
     names: set[str] = set()
-    for index, group in enumerate(given):
-        path = f"groups[{index}]"
-        if not isinstance(group, KVCacheGroup):
-            raise TypeError(f"{path}: {group!r} is not a KVCacheGroup")
-        if not isinstance(group.name, str) or not group.name:
-            raise TypeError(f"{path}.name: {group.name!r} is not a name")
+    for index, group in enumerate(checked):
         if group.name in names:
-            raise ValueError(f"{path}.name: {group.name!r} stands twice; name each group differently")
+            raise ValueError(f"groups[{index}].name: {group.name!r} stands twice; name each group differently")
         names.add(group.name)
-        arguments.integer(f"{path}.block_size", group.block_size, 1)
-        if group.kernel_block_size is not None:
-            arguments.integer(f"{path}.kernel_block_size", group.kernel_block_size, 1)
-            if group.block_size % group.kernel_block_size:
-                raise ValueError(
-                    f"{path}.kernel_block_size: {group.kernel_block_size} does not divide its block_size "
-                    f"{group.block_size}; choose a block size that is a multiple of the kernel's"
-                )
-        for field in ("sliding_window", "num_blocks"):
-            if getattr(group, field) is not None:
-                arguments.integer(f"{path}.{field}", getattr(group, field), 1)
-        if not isinstance(group.cross, bool):
-            raise TypeError(f"{path}.cross: {group.cross!r} is not true or false")
-        if group.cross and group.sliding_window is not None:
-            raise ValueError(f"{path}.sliding_window: given for a cross group, whose queries see the whole encoder")
-    decoders = tuple(group for group in given if not group.cross)
-    crosses = tuple(group for group in given if group.cross)
+    decoders = tuple(group for group in checked if not group.cross)
+    crosses = tuple(group for group in checked if group.cross)
     if not decoders:
         raise ValueError("groups: none holds the decoder's own keys; give one that is not cross")
     if len(crosses) > 1:
@@ -80,3 +61,26 @@ def checked_groups(groups: Iterable[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
     if len(decoders) > MAX_GROUPS:
         raise ValueError(f"groups: {len(decoders)} given; a batch takes {MAX_GROUPS}")
     return decoders + crosses
+
+
+def _checked_group(path: str, given: object) -> KVCacheGroup:
+    """The group with plain ints, each of its fields read once; ValueError or TypeError that names the field."""
+    if not isinstance(given, KVCacheGroup):
+        raise TypeError(f"{path}: {given!r} is not a KVCacheGroup")
+    name, block_size, kernel_block_size, sliding_window, cross, num_blocks = tuple.__iter__(given)
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"{path}.name: {name!r} is not a name")
+    block_size = arguments.integer(f"{path}.block_size", block_size, 1)
+    kernel_block_size = arguments.optional_integer(f"{path}.kernel_block_size", kernel_block_size, 1)
+    if kernel_block_size is not None and block_size % kernel_block_size:
+        raise ValueError(
+            f"{path}.kernel_block_size: {kernel_block_size} does not divide its block_size {block_size}; "
+            "choose a block size that is a multiple of the kernel's"
+        )
+    sliding_window = arguments.optional_integer(f"{path}.sliding_window", sliding_window, 1)
+    num_blocks = arguments.optional_integer(f"{path}.num_blocks", num_blocks, 1)
+    if not isinstance(cross, bool):
+        raise TypeError(f"{path}.cross: {cross!r} is not true or false")
+    if cross and sliding_window is not None:
+        raise ValueError(f"{path}.sliding_window: given for a cross group, whose queries see the whole encoder")
+    return KVCacheGroup(name, block_size, kernel_block_size, sliding_window, cross, num_blocks)

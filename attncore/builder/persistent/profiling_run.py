@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from attncore import arguments
 from attncore.builder.metadata import CommonAttentionMetadata, identity
 from attncore.builder.slices import HostArrays
 from attncore.kernels import host_functions
@@ -17,11 +16,10 @@ from attncore.kernels.codes import PAD_SLOT_ID
 def profile_metadata(query_lens: Sequence[int], *, has_pages: bool, backend: Any) -> CommonAttentionMetadata:
     """Metadata of prompts of ``query_lens`` tokens with slots of -1 and empty tables; NumPy arrays without ``backend``.
 
-    It is marked ``from_groups``, since backends handle a prompt without a table by the list builder's rules.
+    ``query_lens`` are ints of at least 1, whose sum fits int32. The metadata is marked ``from_groups``, since backends
+    handle a prompt without a table by the list builder's rules.
     """
-    lens = np.array(
-        [arguments.integer(f"query_lens[{row}]", length, 1) for row, length in enumerate(query_lens)], np.int32
-    )
+    lens = np.array(query_lens, np.int32)
     if not len(lens):
         raise ValueError("query_lens: empty; a profiling run needs at least one request")
     none = np.zeros(len(lens), np.int32)

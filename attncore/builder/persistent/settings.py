@@ -1,4 +1,4 @@
-"""The checked arguments of a MetadataBuilder: limits, transport, depth."""
+"""The checked arguments of a MetadataBuilder beside batch, backend and ``num_rejected``, which are objects."""
 
 from __future__ import annotations
 
@@ -37,6 +37,17 @@ def check_settings(
     if max_num_encoder_tokens is None:
         max_num_encoder_tokens = max(max_num_batched_tokens, max_encoder_len)
     max_num_encoder_tokens = arguments.integer("max_num_encoder_tokens", max_num_encoder_tokens, 1)
+    if context_parallel is not None:
+        if not isinstance(context_parallel, ContextParallel):
+            raise TypeError(f"context_parallel: {context_parallel!r} is not a ContextParallel")
+        # A copy, whose numbers are checked: a subclass may leave that out, and the caller's may change later.
+        context_parallel = ContextParallel(
+            context_parallel.world_size,
+            context_parallel.rank,
+            context_parallel.block_size,
+            context_parallel.interleave,
+            context_parallel.tensor_parallel_size,
+        )
     return Settings(
         max_num_batched_tokens,
         max_num_encoder_tokens,

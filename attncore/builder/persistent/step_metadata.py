@@ -114,7 +114,7 @@ class StepMetadata(CommonAttentionMetadata):
         self._owner.abandon(self)
 
     def views(self) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
-        """Where arrays of a step are cached, and under which names: the kernel drops them where their lengths change."""
+        """Where arrays are cached, and by which names: the kernel drops them where a step has other counts."""
         names = tuple(STEP_ARRAYS | self._extra.keys())
         return [(vars(self), names), (vars(self.host), names)]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from attncore.abstract import AttentionBackend, AttentionImpl, AttentionType
 from attncore.integrations.transformers.attention_interface import attending_by
 from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
-from attncore.ops.operator import ForwardContext
+from attncore.ops.forward_context import ForwardContext
 
 
 class PagedCaches(Mapping[str, Any]):

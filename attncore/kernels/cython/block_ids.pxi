@@ -2,11 +2,35 @@
 
 from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.long cimport PyLong_AsLongLongAndOverflow
+from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
+
+from numpy import dtype
+
+from attncore.arguments import integer_or_none
 
 cdef extern from "kernels/cython/read_int.h":
     const char* ATTNCORE_READS_INTS
-    int read_int "attncore_read_int"(PyObject* item, slot_t* value) except -1
+    int read_small_int "attncore_read_small_int"(PyObject* item, slot_t* value) noexcept
+
+
+cdef frozenset NUMPY_INTEGERS = frozenset([dtype(code).type for code in "bhilqBHILQ"])
+
+
+cdef int read_other_int(object item, slot_t* value) except -1:
+    """read_int of what is no small int, by the definition of attncore.arguments."""
+    cdef int overflow = 0
+    cdef object number = PyNumber_Index(item) if type(item) in NUMPY_INTEGERS else integer_or_none(item)
+    if number is None:
+        return 0
+    value[0] = PyLong_AsLongLongAndOverflow(number, &overflow)
+    return overflow == 0
+
+
+cdef inline int read_int(PyObject* item, slot_t* value) except -1:
+    """Reads an integer of 64 bits: 1, or 0 for an object that is none. An item's __index__ is called once."""
+    return read_small_int(item, value) or read_other_int(<object> item, value)
 
 
 cdef inline int check_row(length_t row, length_t capacity) except -1:
@@ -40,6 +64,7 @@ cdef object readable(object ids):
 cdef slot_t read_ids(object row, block_id_t* out, slot_t capacity, slot_t limit) except -3:
     """Block ids 0 <= id < limit of a ``readable`` row into out: the count, or -1 where one is bad."""
     cdef slot_t k, value = 0, count
+    cdef PyObject* item
     cdef list items
     if row is None or len(row) > capacity:
         return -1
@@ -52,7 +77,10 @@ cdef slot_t read_ids(object row, block_id_t* out, slot_t capacity, slot_t limit)
     k = 0
     # The size is read each time: an item's __index__ may be the caller's own code.
     while k < PyList_GET_SIZE(items) and k < count:
-        if read_int(<PyObject*> PyList_GET_ITEM(items, k), &value) == 0 or value < 0 or value >= limit:
+        item = <PyObject*> PyList_GET_ITEM(items, k)
+        if read_small_int(item, &value) == 0 and read_other_int(<object> item, &value) == 0:
+            return -1
+        if value < 0 or value >= limit:
             return -1
         out[k] = <block_id_t> value
         k += 1

@@ -53,12 +53,21 @@ cdef inline bint find_stale(TableView* view, length_t count) noexcept nogil:
     return True
 
 
-cdef inline length_t decodes_fit(BatchState batch, length_t max_model_len) noexcept nogil:
+cdef inline slot_t most_padded(StepShape shape, length_t num_reqs) noexcept nogil:
+    """How many keys ``num_reqs`` rows may have in all, so that the sum with the shape's padded rows fits int32."""
+    cdef slot_t padded = 0
+    if shape.pads:
+        padded = <slot_t> (shape.num_reqs - num_reqs) * shape.pad_seq_len
+    return MAX_INT32 - padded
+
+
+cdef inline length_t decodes_fit(BatchState batch, StepShape shape, length_t max_model_len) noexcept nogil:
     """Whether every row can run one token: the tokens of the longest row before it, or -1 where some row cannot.
 
     The blocks of these tokens are cached, so that the filling loops need no table.
     """
     cdef length_t g, count = batch.num_rows, longest
+    cdef slot_t most = most_padded(shape, count)
     for g in range(batch.num_decoders):
         if not batch.decoders[g].follows and not find_stale(batch.decoders[g], count):
             return -1
@@ -66,7 +75,9 @@ cdef inline length_t decodes_fit(BatchState batch, length_t max_model_len) noexc
     if longest >= max_model_len and count:
         return -1
     # A sum can be too large only where the largest possible one is.
-    if <slot_t> count * max_model_len > MAX_INT32 and sum_of(batch.num_computed, count) + count > MAX_INT32:
+    if <slot_t> count * max_model_len > most and sum_of(batch.num_computed, count) + count > most:
+        return -1
+    if most < MAX_INT32 and batch.cross != NULL and sum_of(batch.encoder_lens, count) > most:
         return -1
     for g in range(batch.num_decoders):
         if not batch.decoders[g].follows:
@@ -139,6 +150,7 @@ cdef length_t check_shape(BatchState batch, const length_t* query_lens, StepShap
     Where no row is at fault, ``failure.token`` is the number of rows that run.
     """
     cdef length_t i, query_len, count = 0
+    cdef slot_t num_seq_tokens = 0, num_encoder_seq_tokens = 0
     failure.row = failure.token = 0
     for i in range(batch.num_rows):
         query_len = query_lens[i]
@@ -149,6 +161,10 @@ cdef length_t check_shape(BatchState batch, const length_t* query_lens, StepShap
             return QUERY_NOT_CAPTURED
         if batch.cross != NULL and batch.encoder_lens[i] and not batch.encoder_done[i]:
             return ENCODER_NOT_CAPTURED
+        num_seq_tokens += batch.num_computed[i] + query_len
+        num_encoder_seq_tokens += batch.encoder_lens[i]
         count += 1
     failure.row, failure.token = 0, count
-    return OK if count <= shape.num_reqs else TOO_MANY_ROWS
+    if count > shape.num_reqs:
+        return TOO_MANY_ROWS
+    return OK if max(num_seq_tokens, num_encoder_seq_tokens) <= most_padded(shape, count) else TOO_MANY_SEQ_TOKENS

@@ -71,7 +71,7 @@ cdef class Entrance:
 @cython.freelist(4)
 @cython.no_gc
 cdef class Stay:
-    """The time of one caller inside. It ends with the object too: an interrupted caller may never reach ``__exit__``."""
+    """One caller's time inside. It ends with the object too: an interrupted caller may never reach ``__exit__``."""
 
     cdef Entrance entrance
     cdef bint inside

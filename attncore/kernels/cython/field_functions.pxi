@@ -1,51 +1,87 @@
-# Slot mapping, positions, block tables and page indices: a function on host arrays for each field.
+# A function on host arrays for each of slot mapping, positions, block tables and page indices; the order of kinds.
 
 from libc.string cimport memcpy, memset
 
 
+# The arrays of these functions are a caller's, which another thread may write to after they were checked. Each number
+# is read once, and what lies outside the arrays is refused here again: the answer is the first row at fault, or -1.
+cdef inline bint has_room(slot_t start, slot_t count, slot_t room) noexcept nogil:
+    """Whether start..start + count lies in 0..room."""
+    return start >= 0 and count >= 0 and start + count <= room
+
+
 def fill_slot_mapping(const block_id_t[:, ::1] block_table, const length_t[::1] context_lens,
                       const length_t[::1] query_lens, length_t block_size, slot_t[::1] out):
-    """slot_mapping of a rectangle of block ids; the caller has checked that every token has a column."""
-    cdef BlockSize block = block_size_of(block_size)
-    cdef length_t i
-    cdef slot_t token = 0
+    """slot_mapping of a rectangle of block ids: the first row with a token beyond its columns or ``out``, or -1."""
+    cdef BlockSize block
+    cdef length_t i, start, count
+    cdef slot_t token = 0, held
+    if block_size < 1:
+        return 0
+    block = block_size_of(block_size)
+    held = min(<slot_t> block_table.shape[1] * block_size, <slot_t> MAX_INT32)
     for i in range(<length_t> query_lens.shape[0]):
-        if query_lens[i]:
-            fill_slots(&out[token], &block_table[i, 0], context_lens[i], context_lens[i] + query_lens[i], block)
-            token += query_lens[i]
+        count = query_lens[i]
+        if count == 0:
+            continue
+        if i >= context_lens.shape[0] or i >= block_table.shape[0]:
+            return i
+        start = context_lens[i]
+        if not has_room(start, count, held) or not has_room(token, count, out.shape[0]):
+            return i
+        fill_slots(&out[token], &block_table[i, 0], start, start + count, block)
+        token += count
+    return -1
 
 
 def fill_positions(const length_t[::1] context_lens, const length_t[::1] query_lens, slot_t[::1] positions,
                    length_t[::1] token_to_req_indices):
-    """positions and token_to_req_indices of a batch; both int[num_tokens]."""
-    cdef length_t i
-    cdef slot_t token = 0
+    """positions and token_to_req_indices of a batch, both int[num_tokens]: the first row beyond them, or -1."""
+    cdef length_t i, count
+    cdef slot_t token = 0, room = min(positions.shape[0], token_to_req_indices.shape[0])
     for i in range(<length_t> query_lens.shape[0]):
-        if query_lens[i]:
-            count_up(&positions[token], context_lens[i], query_lens[i])
-            repeat(&token_to_req_indices[token], i, query_lens[i])
-            token += query_lens[i]
+        count = query_lens[i]
+        if count == 0:
+            continue
+        if i >= context_lens.shape[0] or not has_room(token, count, room):
+            return i
+        count_up(&positions[token], context_lens[i], count)
+        repeat(&token_to_req_indices[token], i, count)
+        token += count
+    return -1
 
 
 def fill_page_indices(const block_id_t[:, :] block_table, const length_t[::1] indptr, block_id_t[::1] out):
-    """paged_kv_indices of a rectangle (rows contiguous): the first indptr[i + 1] - indptr[i] ids of every row."""
-    cdef length_t i, count
+    """paged_kv_indices of a rectangle (rows contiguous): the first indptr[i + 1] - indptr[i] ids of every row.
+
+    Returns the first row whose ids lie beyond its columns or ``out``, or -1.
+    """
+    cdef length_t i, start, count
     for i in range(<length_t> indptr.shape[0] - 1):
-        count = indptr[i + 1] - indptr[i]
-        if count:
-            memcpy(&out[indptr[i]], &block_table[i, 0], count * sizeof(block_id_t))
+        start = indptr[i]
+        count = <length_t> max(min(<slot_t> indptr[i + 1] - start, <slot_t> MAX_INT32), -1)
+        if count == 0:
+            continue
+        if i >= block_table.shape[0] or count > block_table.shape[1] or not has_room(start, count, out.shape[0]):
+            return i
+        memcpy(&out[start], &block_table[i, 0], count * sizeof(block_id_t))
+    return -1
 
 
-def fill_block_table(list rows, block_id_t[:, ::1] out):
-    """Pads rows of block ids to the rectangle out with 0; the index of the first bad row, or -1."""
-    cdef slot_t count
-    cdef length_t i, width = <length_t> out.shape[1]
+def fill_block_table(list rows not None, block_id_t[:, ::1] out):
+    """Pads rows of block ids to the rectangle out with 0; the index of the first bad or missing row, or -1."""
+    cdef object row
+    cdef slot_t count, width = out.shape[1]
+    cdef length_t i
     for i in range(<length_t> out.shape[0]):
+        if i >= PyList_GET_SIZE(rows):  # reading a row may run the caller's code
+            return i
+        row = readable(rows[i])
         if width == 0:
-            if len(rows[i]):
+            if row is None or len(row):
                 return i
             continue
-        count = read_ids(readable(rows[i]), &out[i, 0], width, <slot_t> MAX_INT32 + 1)
+        count = read_ids(row, &out[i, 0], width, <slot_t> MAX_INT32 + 1)
         if count < 0:
             return i
         memset(&out[i, 0] + count, 0, (width - count) * sizeof(block_id_t))
@@ -63,7 +99,7 @@ def classify(const length_t[::1] query_lens, const length_t[::1] context_lens, l
     cdef length_t num_rows[3]
     cdef slot_t num_tokens[3]
     cdef signed char kind
-    cdef bint extends = context_lens.shape[0] > 0
+    cdef bint extends = context_lens.shape[0] >= query_lens.shape[0] > 0
     num_rows[:] = [0, 0, 0]
     num_tokens[:] = [0, 0, 0]
     for i in range(<length_t> query_lens.shape[0]):

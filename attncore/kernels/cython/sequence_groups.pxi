@@ -14,7 +14,8 @@ cdef class GroupReader(Entrance):
     cdef Entry* entries
     cdef Py_ssize_t capacity
     cdef block_id_t* ids
-    cdef slot_t ids_capacity, num_ids
+    cdef slot_t ids_capacity
+    cdef readonly slot_t num_ids
     cdef readonly length_t num_seqs
 
     def __cinit__(self):

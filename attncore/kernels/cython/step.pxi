@@ -69,11 +69,11 @@ cdef class StepKernel:
         """decode_step in a shape, for the caller that has entered the batch."""
         cdef BatchState batch = self.batch
         cdef length_t longest
-        if batch.dirty or batch.num_rows > self.max_num_tokens:
+        if batch.dirty or batch.num_rows > shape.max_rows:
             return None
         if shape.pads and (batch.num_rows > shape.num_reqs or shape.query_len != 1):
             return None
-        longest = decodes_fit(batch, self.max_model_len)
+        longest = decodes_fit(batch, shape, self.max_model_len)
         if longest < 0:
             return None
         return self._run(shape, batch.num_rows, batch.num_rows, batch.num_rows, longest)
@@ -149,7 +149,8 @@ cdef class StepKernel:
         self.next_step = step
         out = <StepArena> PyList_GET_ITEM(shape.arenas, <Py_ssize_t> (self.next_step % self.depth))
         for i in range(out.num_actual_reqs):
-            batch.num_computed[i] -= out.query_lens[i]
+            # The arena is the caller's to read, and may have been written to: a length is never negative.
+            batch.num_computed[i] = max(batch.num_computed[i] - max(out.query_lens[i], 0), 0)
             if batch.cross != NULL and out.encoder_query_lens[i]:
                 batch.encoder_done[i] = 0
         batch.version += 1

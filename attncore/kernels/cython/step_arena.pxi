@@ -58,11 +58,11 @@ cdef class StepArena:
     cdef readonly length_t max_query_len, max_seq_len, max_prefill_seq_len, max_decode_seq_len, max_decode_query_len
     cdef length_t max_prefill_query_len
     cdef readonly length_t num_encoder_tokens, max_encoder_seq_len, num_cross_slots
-    cdef length_t num_seq_tokens
+    cdef length_t num_seq_tokens, max_reqs, max_tokens, max_cross_slots
     cdef readonly slot_t changes
     cdef readonly object req_ids
     cdef public object moves
-    cdef public tuple views     # (mapping, names): cached arrays of the step, which another number of rows or tokens drops
+    cdef public tuple views     # (mapping, names): the arrays of a step that are cached, until it has other counts
 
     def __init__(self, dict fields, list groups, bint has_cross):
         cdef dict group, other
@@ -95,6 +95,8 @@ cdef class StepArena:
             for h in range(g):
                 other = groups[h]
                 out.shares_pages |= other["paged_kv_indptr"] is group["paged_kv_indptr"]
+        self.max_reqs, self.max_tokens = <length_t> len(fields["seq_lens"]), <length_t> len(fields["positions"])
+        self.max_cross_slots = <length_t> len(groups[len(groups) - 1]["slot_mapping"]) if has_cross else 0
         self.step = -1
         self.req_ids = self.moves = self.views = ()
         # Nothing is written before the first step: this memory may hold a step of another shape.

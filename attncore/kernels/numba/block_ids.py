@@ -7,16 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from attncore.arguments import integer_or_none
+
 
 def read_int(value: Any) -> int | None:
-    """A Python int of 64 bits (no bool), None otherwise."""
-    if isinstance(value, (bool, np.bool_)):
-        return None
-    try:
-        number = int(value.__index__())
-    except Exception:  # the caller's own code; whatever it raises, this is no int
-        return None
-    return number if -(2**63) <= number < 2**63 else None
+    """An integer of 64 bits, None for an object that is none. An item's __index__ is called once."""
+    number = integer_or_none(value)
+    return number if number is not None and -(2**63) <= number < 2**63 else None
 
 
 def check_row(row: int, capacity: int) -> None:
@@ -26,7 +23,7 @@ def check_row(row: int, capacity: int) -> None:
 
 def readable(ids: Any) -> Any:
     """What read_ids takes of a row: a list, or a one-dimensional int32 or int64 array; None where it is no row."""
-    if type(ids) is list or (isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype in (np.int32, np.int64)):
+    if type(ids) is list or (type(ids) is np.ndarray and ids.ndim == 1 and ids.dtype in (np.int32, np.int64)):
         return ids
     if not hasattr(ids, "__len__"):  # an iterator can be read only once, and a refusal reads it again
         return None
@@ -50,6 +47,7 @@ def read_ids(row: Any, limit: int) -> Any:
 
 
 def read_buffer(array: Any, limit: int) -> Any:
+    array = array.astype(np.int64)  # a copy: the caller's may change between the check and the use
     if len(array) and (int(array.min()) < 0 or int(array.max()) >= limit):
         return None
     return array.astype(np.int32)

@@ -9,6 +9,7 @@ import numpy as np
 from attncore.arguments import INT32_MAX
 from attncore.kernels.codes import (
     CACHED_COLUMN,
+    COMPUTED,
     ENCODER_DONE,
     ENCODER_LENS,
     ENCODER_NOT_CAPTURED,
@@ -27,6 +28,7 @@ from attncore.kernels.numba.batch import BatchState
 from attncore.kernels.numba.block_table import TableState, cache_stale_blocks
 from attncore.kernels.numba.jit import jit
 from attncore.kernels.numba.slots import column_of
+from attncore.kernels.numba.step_shape import StepShape
 
 
 @jit
@@ -60,8 +62,14 @@ def find_stale(computed, state, table, block_size, null_ids, count, stale):
     return num_stale
 
 
-def decodes_fit(batch: BatchState, max_model_len: int) -> int:
+@jit
+def most_padded(pads, shape_reqs, pad_seq_len, num_reqs):
+    return INT32_MAX - ((shape_reqs - num_reqs) * pad_seq_len if pads else 0)
+
+
+def decodes_fit(batch: BatchState, shape: StepShape, max_model_len: int) -> int:
     count, computed = batch.num_rows, batch.num_computed
+    most = most_padded(shape.pads, shape.num_reqs, shape.pad_seq_len, count)
     for table in batch.decoders:
         table.num_stale = find_stale(
             computed, table.state, table.table, table.block_size, table.kernel_blocks, count, table.stale
@@ -71,7 +79,9 @@ def decodes_fit(batch: BatchState, max_model_len: int) -> int:
     longest = int(longest_of(computed, count))
     if longest >= max_model_len and count:
         return -1
-    if count * max_model_len > INT32_MAX and sum_of(computed, count) + count > INT32_MAX:
+    if count * max_model_len > most and sum_of(computed, count) + count > most:
+        return -1
+    if most < INT32_MAX and batch.cross is not None and sum_of(batch.state[ENCODER_LENS], count) > most:
         return -1
     for table in batch.decoders:
         if table.num_stale:
@@ -135,8 +145,8 @@ def check_rows(
 
 
 @jit
-def check_shape(state, query_lens, num_rows, has_cross, query_len, uniform, num_reqs):
-    count = 0
+def check_shape(state, query_lens, num_rows, has_cross, query_len, uniform, num_reqs, pad_seq_len):
+    count = num_seq_tokens = num_encoder_seq_tokens = 0
     for i in range(num_rows):
         if query_lens[i] == 0:
             continue
@@ -144,5 +154,10 @@ def check_shape(state, query_lens, num_rows, has_cross, query_len, uniform, num_
             return QUERY_NOT_CAPTURED, i, 0
         if has_cross and state[ENCODER_LENS, i] and not state[ENCODER_DONE, i]:
             return ENCODER_NOT_CAPTURED, i, 0
+        num_seq_tokens += state[COMPUTED, i] + query_lens[i]
+        num_encoder_seq_tokens += state[ENCODER_LENS, i]
         count += 1
-    return (OK if count <= num_reqs else TOO_MANY_ROWS), 0, count
+    if count > num_reqs:
+        return TOO_MANY_ROWS, 0, count
+    most = most_padded(True, num_reqs, pad_seq_len, count)
+    return (OK if max(num_seq_tokens, num_encoder_seq_tokens) <= most else TOO_MANY_SEQ_TOKENS), 0, count

@@ -1,7 +1,8 @@
-"""Slot mapping, positions, block tables and page indices: a function on host arrays for each field."""
+"""A function on host arrays for each of slot mapping, positions, block tables and page indices; the order of kinds."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -15,32 +16,61 @@ from attncore.kernels.numba.slots import count_up, fill_slots, repeat
 
 
 @jit
+def has_room(start, count, room):
+    return start >= 0 and count >= 0 and start + count <= room
+
+
+@jit
 def fill_slot_mapping(block_table, context_lens, query_lens, block_size, out):
     token = 0
+    if block_size < 1:
+        return 0
+    held = min(block_table.shape[1] * block_size, INT32_MAX)
     for i in range(len(query_lens)):
-        if query_lens[i]:
-            fill_slots(out[token:], block_table[i], context_lens[i], context_lens[i] + query_lens[i], block_size)
-            token += query_lens[i]
+        count = int(query_lens[i])
+        if count == 0:
+            continue
+        if i >= len(context_lens) or i >= len(block_table):
+            return i
+        start = int(context_lens[i])
+        if not has_room(start, count, held) or not has_room(token, count, len(out)):
+            return i
+        fill_slots(out[token:], block_table[i], start, start + count, block_size)
+        token += count
+    return -1
 
 
 @jit
 def fill_positions(context_lens, query_lens, positions, token_to_req_indices):
-    token = 0
+    token, room = 0, min(len(positions), len(token_to_req_indices))
     for i in range(len(query_lens)):
-        if query_lens[i]:
-            count_up(positions[token:], context_lens[i], query_lens[i])
-            repeat(token_to_req_indices[token:], i, query_lens[i])
-            token += query_lens[i]
+        count = int(query_lens[i])
+        if count == 0:
+            continue
+        if i >= len(context_lens) or not has_room(token, count, room):
+            return i
+        count_up(positions[token:], context_lens[i], count)
+        repeat(token_to_req_indices[token:], i, count)
+        token += count
+    return -1
 
 
-def fill_page_indices(block_table: Any, indptr: Any, out: Any) -> None:
-    for i, (start, stop) in enumerate(zip(indptr[:-1].tolist(), indptr[1:].tolist(), strict=True)):
+def fill_page_indices(block_table: Any, indptr: Any, out: Any) -> int:
+    indptr = indptr.tolist()
+    for i, (start, stop) in enumerate(itertools.pairwise(indptr)):
+        if start == stop:
+            continue
+        if i >= len(block_table) or stop - start > block_table.shape[1] or not has_room(start, stop - start, len(out)):
+            return i
         out[start:stop] = block_table[i, : stop - start]
+    return -1
 
 
 def fill_block_table(rows: list[Any], out: Any) -> int:
-    for i, row in enumerate(rows):
-        ids = read_ids(readable(row), INT32_MAX + 1)
+    for i in range(len(out)):
+        if i >= len(rows):  # reading a row may run the caller's code
+            return i
+        ids = read_ids(readable(rows[i]), INT32_MAX + 1)
         if ids is None or len(ids) > out.shape[1]:
             return i
         out[i, : len(ids)] = ids
@@ -52,7 +82,7 @@ def classify(
     query_lens: Any, context_lens: Any, decode_threshold: int, extend_threshold: int, kinds: Any, counts: Any
 ) -> None:
     kinds[:] = np.where(query_lens > decode_threshold, SPLIT_PREFILL, SPLIT_DECODE)
-    if len(context_lens):
+    if 0 < len(query_lens) <= len(context_lens):
         kinds[(kinds == SPLIT_PREFILL) & (context_lens > 0) & (query_lens <= extend_threshold)] = SPLIT_EXTEND
     for kind in range(3):
         counts[kind] = (kinds == kind).sum()

@@ -1,28 +1,122 @@
-"""The decorator that compiles the loops, with a cache that follows every file of the kernels."""
+"""The decorator that compiles the loops, with a cache that follows every file of the kernels.
+
+Without a cache the loops are compiled anew in each process, which takes a minute, and a warning says why.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import pickle
+import warnings
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from numba import njit
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 
+from attncore.kept_files import read_kept
 from attncore.kernels import codes
+
+MAX_BYTES = 1 << 26
+"""Bytes of a compiled function."""
+
+_problems: list[str] = []
 
 
 def jit(function: Callable[..., Any]) -> Any:
     """The function, compiled by numba at first use and kept in its cache."""
-    compiled: Any = njit(cache=True, nogil=False, boundscheck=False)(function)
-    # numba compiles a function again where its own file has changed. What is called from another file, and the numbers
-    # of codes, are compiled into it too: the cache must see a change in any of these files.
-    compiled._cache._cache_file._source_stamp = _STAMP
+    compiled: Any = njit(nogil=False, boundscheck=False)(function)
+    try:
+        compiled._cache = _Cache(function)
+    except Exception as error:  # no folder for it can be written to
+        _tell(error)
     return compiled
 
 
+def cache_problem() -> str:
+    """Why the cache is not used, or was not for one of the functions; empty where it works."""
+    return _problems[0] if _problems else ""
+
+
+def _tell(error: Exception) -> None:
+    """Warn of the first problem; the others have the same cause more often than not."""
+    if not _problems:
+        _problems.append(f"{type(error).__name__}: {error}")
+        warnings.warn(
+            f"numba's cache is not used, and the kernels are compiled anew, which takes a minute ({_problems[0]}); "
+            "NUMBA_CACHE_DIR may name a folder for it",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+class _Cache(FunctionCache):
+    """numba's cache of one function; what goes wrong with it is told, and the function compiled."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file = _CheckedFiles(self._cache_path, self._impl.filename_base, _stamp())
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:
+            _tell(error)
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except Exception as error:
+            _tell(error)
+
+
+class _CheckedFiles(IndexDataCacheFile):
+    """The files of one function's cache, each behind a digest of what it holds.
+
+    numba runs what is in them. One that is damaged, or that another user may have written, is as good as none.
+    """
+
+    def _load_index(self) -> dict[Any, str]:
+        version, stamp, names = self._load(Path(self._index_path)) or (None, None, {})
+        return names if (version, stamp) == (self._version, self._source_stamp) else {}
+
+    def _save_index(self, names: dict[Any, str]) -> None:
+        self._save(self._index_path, (self._version, self._source_stamp, names))
+
+    def _load_data(self, name: str) -> Any:
+        return self._load(Path(self._data_path(name)))
+
+    def _save_data(self, name: str, data: Any) -> None:
+        self._save(self._data_path(name), data)
+
+    def _load(self, file: Path) -> Any:
+        try:
+            whole = read_kept(file, MAX_BYTES)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            _tell(error)
+            return None
+        digest, data = whole[:32], whole[32:]
+        if hashlib.sha256(data).digest() != digest:
+            return None  # written again when the function has been compiled
+        return pickle.loads(data)
+
+    def _save(self, path: str, value: Any) -> None:
+        data = self._dump(value)
+        with self._open_for_write(path) as file:
+            file.write(hashlib.sha256(data).digest() + data)
+
+
+@lru_cache(maxsize=1)
 def _stamp() -> tuple[tuple[str, float, int], ...]:
+    """What a compiled function is good for.
+
+    numba compiles a function again where its own file has changed. What is called from another file, and the numbers of
+    codes, are compiled into it too: the cache must see a change in any of these files.
+    """
     files = [*sorted(Path(__file__).parent.glob("*.py")), Path(codes.__file__)]
     return tuple((file.name, file.stat().st_mtime, file.stat().st_size) for file in files)
-
-
-_STAMP = _stamp()

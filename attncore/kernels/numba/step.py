@@ -35,7 +35,7 @@ def go_back(state, query_lens, encoders_ran, num_reqs, next_step):
     """The inverse of ``advance``, for the step before ``next_step``."""
     next_step[0] -= 1
     for i in range(num_reqs):
-        state[COMPUTED, i] -= query_lens[i]
+        state[COMPUTED, i] = max(state[COMPUTED, i] - max(query_lens[i], 0), 0)
         if encoders_ran[i]:
             state[ENCODER_DONE, i] = 0
 
@@ -95,11 +95,11 @@ class StepKernel:
 
     def decode_step_inside(self, shape: StepShape) -> Any | None:
         count = self.batch.num_rows
-        if self.batch.dirty or count > self.max_num_tokens:
+        if self.batch.dirty or count > shape.max_rows:
             return None
         if shape.pads and (count > shape.num_reqs or shape.query_len != 1):
             return None
-        longest = decodes_fit(self.batch, self.max_model_len)
+        longest = decodes_fit(self.batch, shape, self.max_model_len)
         return None if longest < 0 else self._run(shape, count, count, count, longest)
 
     def forget_arena(self, arena: int) -> None:
@@ -117,7 +117,7 @@ class StepKernel:
         batch = self.batch
         code, row, count = check_shape(
             batch.state, self.query_lens, batch.num_rows, batch.cross is not None, shape.query_len, shape.uniform,
-            shape.num_reqs,
+            shape.num_reqs, shape.pad_seq_len,
         )  # fmt: skip
         return code, row, count
 
@@ -163,12 +163,11 @@ class StepKernel:
     def _run(self, shape: StepShape, num_ones: int, num_decodes: int, num_reqs: int, longest_one: int) -> Any:
         k, batch = self.next_step % self.depth, self.batch
         out, metadata = shape.arenas[k], shape.metadata[k]
-        before = None
-        if self.last[k] is out:
+        before, last, self.last[k] = None, self.last[k], None  # until all is written
+        if last is out:
             before = out.num_tokens, out.num_reqs, out.num_cross_slots
         else:
             out._forget()
-        self.last[k] = None  # until all is written
         fill_decodes(out, batch, num_ones, longest_one)
         start_counting(out, num_ones)
         out.max_decode_query_len = 1

@@ -8,7 +8,7 @@ from attncore.registry import package_requirements
 from attncore.registry.choice.cache_format import common_block_sizes, common_layouts
 from attncore.registry.device_patterns import best_match
 from attncore.registry.host.host import Host
-from attncore.registry.printable import describe_error, listed
+from attncore.registry.printable import MAX_ITEMS, describe_error, json_value, listed, plain_text, shown, type_name
 from attncore.registry.reasons import USE_ANOTHER, Reason
 from attncore.registry.request import AttentionRequest
 from attncore.registry.spec import sizes
@@ -202,7 +202,7 @@ def option_problem(spec: BackendSpec, name: str, value: object) -> str | None:
     if option is None:
         return f"{name!r} is not declared by {spec.name}; declared: {listed(sorted(spec.options))}"
     wrong = option.problem(value)
-    return f"{name!r}: {value!r} {wrong}" if wrong else None
+    return f"{name!r}: {shown(value)} {wrong}" if wrong else None
 
 
 def _own_check(spec: BackendSpec, request: AttentionRequest, host: Host, plugin: str) -> list[Reason]:
@@ -215,18 +215,27 @@ def _own_check(spec: BackendSpec, request: AttentionRequest, host: Host, plugin:
         if answers is None or isinstance(answers, str | Reason):
             answers = () if answers is None else (answers,)
         for answer in answers:  # type: ignore[attr-defined]
-            if isinstance(answer, Reason):
-                reasons.append(answer)
-            elif isinstance(answer, str):
-                reasons.append(Reason("check", answer, source=plugin, fix=USE_ANOTHER))
-            else:
-                raise TypeError(f"it yields a {type(answer).__name__}, neither a sentence nor a Reason")
-    except KeyboardInterrupt:
+            if len(reasons) == MAX_ITEMS:
+                raise ValueError(f"it yields more than {MAX_ITEMS} reasons")
+            reasons.append(_plain_reason(answer, plugin))
+    except KeyboardInterrupt as error:
+        error.add_note(f"while the check of {plugin} ran")
         raise
     except BaseException as error:  # the plugin's code: its failure is a reason against it, not against the others
         message = f"the check of {plugin} failed: {describe_error(error)}"
         reasons.append(Reason("check", message, source=plugin, fix=f"update {plugin}, or report it to its authors"))
     return reasons
+
+
+def _plain_reason(answer: object, plugin: str) -> Reason:
+    """An answer of a plugin's check as a Reason that holds none of its objects."""
+    if isinstance(answer, Reason):
+        code = plain_text(answer.code) or ""
+        asked, accepted = json_value(answer.asked), json_value(answer.accepted)
+        return Reason(code, answer.message, asked, accepted, answer.source, answer.fix)
+    if isinstance(answer, str):
+        return Reason("check", answer, source=plugin, fix=USE_ANOTHER)
+    raise TypeError(f"it yields a {type_name(answer)}, neither a sentence nor a Reason")
 
 
 _Check = Callable[[BackendSpec, AttentionRequest, Host, str], Iterator[Reason]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +20,7 @@ from attncore.registry.host.host import Host
 from attncore.registry.plugins import discover, load
 from attncore.registry.plugins.hookspecs import PROJECT, Hooks
 from attncore.registry.plugins.plugin_record import PluginRecord
-from attncore.registry.printable import describe_error
+from attncore.registry.printable import MAX_ITEMS, describe_error, one_line, type_name
 from attncore.registry.reasons import Reason
 from attncore.registry.request import AttentionRequest
 from attncore.registry.spec.backend_spec import BackendSpec
@@ -45,20 +46,21 @@ def main(name: str, distribution: str, path: str, *options: str) -> None:
 
 
 def _tell(file: IO[str], **answer: Any) -> None:
-    file.write(json.dumps(answer, default=str) + "\n")
+    file.write(json.dumps(answer) + "\n")
     file.flush()
 
 
 def _doctor(record: PluginRecord) -> dict[str, Any]:
     if record.entry_point is None:
         return {}
-    manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(Hooks)
-    manager.register(record.entry_point.load())
     try:
+        manager = pluggy.PluginManager(PROJECT)
+        manager.add_hookspecs(Hooks)
+        manager.register(record.entry_point.load())
         answers = manager.hook.attncore_doctor(host=Host.probe())
-        return {"facts": {str(key): str(value) for answer in answers for key, value in answer.items()}}
-    except (Exception, SystemExit) as error:
+        items = [(key, answer[key]) for answer in answers for key in islice(answer, MAX_ITEMS)]
+        return {"facts": {one_line(key): one_line(value) for key, value in items}}
+    except BaseException as error:  # nothing interrupts this process but its plugin
         return _broken(record, f"attncore_doctor failed: {describe_error(error)}")
 
 
@@ -74,9 +76,9 @@ def _create(record: PluginRecord, spec: BackendSpec) -> dict[str, Any]:
         return {"created": f"not tried: {' | '.join(map(str, mine.reasons))}"}
     try:
         backend = choice.create()
-    except (Exception, SystemExit) as error:
+        return {"created": one_line(f"{type_name(backend)} on {backend.config.device}")}
+    except BaseException as error:
         return _broken(record, f"creating it failed: {describe_error(error)}")
-    return {"created": f"{type(backend).__name__} on {backend.config.device}"}
 
 
 def _broken(record: PluginRecord, message: str) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from attncore.registry.child_process import run_in_child
+from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
 
@@ -56,12 +55,12 @@ def diagnose(record: PluginRecord, *, timeout: float, create: bool = True) -> Di
     if record.state != "found":
         return Diagnosis(record)
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="attncore-doctor-") as folder:
-        answers = Path(folder, "answers")
-        arguments = [record.name, record.distribution, str(answers), *(["--create"] if create else [])]
-        ended = run_in_child("attncore.registry.doctor.child_main", arguments, timeout)
-        lines = answers.read_text().splitlines() if answers.exists() else []
-    diagnosis = _read(record, [json.loads(line) for line in lines], ended)
+    with tempfile.TemporaryDirectory(prefix="attncore-doctor-", ignore_cleanup_errors=True) as folder:
+        file = Path(folder, "answers")
+        arguments = [record.name, record.distribution, str(file), *(["--create"] if create else [])]
+        ended = run_in_child(["-m", "attncore.registry.doctor.child_main", *arguments], timeout)
+        answers = read_answers(file)
+    diagnosis = _read(record, answers, ended)
     return replace(diagnosis, seconds=time.perf_counter() - started)
 
 

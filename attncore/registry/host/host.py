@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+from attncore.arguments import integer
 from attncore.frozen_map import FrozenMap
 from attncore.registry.device_patterns import canonical
 from attncore.registry.package_requirements import canonical_name
@@ -42,6 +43,7 @@ class Host:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", canonical(self.device))
+        object.__setattr__(self, "device_count", integer("device_count", self.device_count, 0))
         object.__setattr__(self, "packages", FrozenMap(_normalised(self.packages)))
 
     @property

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import re
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
+from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.host.accelerator import Accelerator
 
 _ASK_DRIVER = """
-import ctypes, json
+import ctypes, json, sys
 cuda = ctypes.CDLL("libcuda.so.1")
 number, major, minor, name = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
 found = []
@@ -24,7 +23,8 @@ if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(number)) == 0:
         cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
         cuda.cuDeviceGetName(name, 256, device)
         found.append((f"cuda:sm_{major.value}{minor.value}", name.value.decode(errors="replace")))
-print(json.dumps(found))
+with open(sys.argv[1], "w") as file:
+    json.dump({"devices": found}, file)
 """
 
 
@@ -93,10 +93,8 @@ def _ask_driver() -> list[Accelerator]:
         ctypes.CDLL("libcuda.so.1")  # opening it makes no context; cuInit, which would, runs in the child process
     except OSError:
         return []
-    try:
-        answer = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _ASK_DRIVER], capture_output=True, timeout=20, check=True, text=True
-        )
-        return [Accelerator(device, name) for device, name in json.loads(answer.stdout)]
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return []
+    with tempfile.TemporaryDirectory(prefix="attncore-host-", ignore_cleanup_errors=True) as folder:
+        answer = Path(folder, "answer")  # a file: a process that the driver starts may keep a pipe open
+        run_in_child(["-I", "-S", "-c", _ASK_DRIVER, str(answer)], timeout=20)
+        found = [pair for facts in read_answers(answer) for pair in facts["devices"]]
+    return [Accelerator(device, name) for device, name in found]

@@ -6,16 +6,22 @@ import importlib.metadata
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
 from attncore import env
 from attncore.registry.package_requirements import canonical_name
 from attncore.registry.plugins.known_backends import KNOWN
 from attncore.registry.plugins.plugin_record import PluginRecord
+from attncore.registry.printable import describe_error, listed, one_line, shown
 from attncore.registry.reasons import Reason
 
 GROUP = "attncore.backends"
+_VALUE = re.compile(r"[A-Za-z_]\w*(\.\w+)*(\s*:\s*\w+(\.\w+)*)?\s*(\[.*\])?")
+_LETTERS, _RIVALS = 200, 5
+"""Letters of a name or a version, and claimants of a name, beyond which the rest is left out."""
 logger = logging.getLogger(__name__)
 
 
@@ -23,34 +29,74 @@ def find() -> list[PluginRecord]:
     """Every entry point of the group, sorted by (name, distribution): found, blocked, duplicate or broken.
 
     A distribution whose entry points cannot be parsed is broken under each name that its text shows, else under ``?``.
-    One that is on the path twice counts where it is met first, as for imports.
+    One that is in two folders of the path counts where it is met first, as for imports; one that is twice in one folder
+    is disputed, as is a name that two distributions claim.
     """
     records = sorted(_entry_points(), key=lambda record: (record.name, record.distribution))
     return _without_duplicates(_without_blocked(_without_misnamed(records)))
 
 
-def _entry_points() -> Iterator[PluginRecord]:
-    seen = set()
+def _entry_points() -> Iterable[PluginRecord]:
+    installed: dict[str, list[_Installed]] = {}
     for distribution in importlib.metadata.distributions():
         try:
             # most distributions have no such entry point; searching the text is cheaper than parsing the file
             text = distribution.read_text("entry_points.txt")
             if not text or GROUP not in text:
                 continue
-            points = [point for point in distribution.entry_points if point.group == GROUP]
+            # the same line twice is one entry point; another value for the same name is a dispute
+            points = {(point.name, point.value): point for point in distribution.entry_points if point.group == GROUP}
             failure = None
         except Exception as error:
-            points, failure = [], error
+            points, failure = {}, error
         if failure is None and not points:
             continue
         name, version = _distribution_name(distribution), _distribution_version(distribution)
-        records = [PluginRecord(point.name, name, version, "found", entry_point=point) for point in points]
+        records = [
+            PluginRecord(one_line(point.name, _LETTERS), name, version, "found", entry_point=point)
+            for point in points.values()
+        ]
         if failure is not None:
             records = _unreadable(distribution, name, version, failure)
-        if not records or (key := canonical_name(name)) in seen:
-            continue
-        seen.add(key)
-        yield from records
+        if records:
+            place = getattr(distribution, "_path", None)
+            installed.setdefault(canonical_name(name), []).append(_Installed(place, records))
+    return [record for copies in installed.values() for record in _of_first_folder(copies)]
+
+
+class _Installed(NamedTuple):
+    """The plugins of one distribution, and the folder of its metadata, None where it is not one."""
+
+    place: Path | None
+    records: list[PluginRecord]
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the path that it is installed in."""
+        return self.place.parent if self.place is not None else None
+
+
+def _of_first_folder(copies: list[_Installed]) -> list[PluginRecord]:
+    """The records of a distribution's first copy on the path; disputed where a second one is beside it."""
+    first = copies[0]
+    beside = [one for one in copies[1:] if one.place != first.place and one.folder == first.folder]
+    if not beside:
+        return first.records
+    records = [record for one in (first, *beside) for record in one.records]
+    labels = listed(dict.fromkeys(record.label for record in records))
+    return [
+        _disputed(
+            record,
+            f"{record.distribution} is installed {1 + len(beside)} times in {first.folder}: {labels}",
+            f"pip uninstall {record.distribution} until none is left, then install it once",
+        )
+        for record in records
+    ]
+
+
+def _disputed(record: PluginRecord, message: str, fix: str, accepted: list[str] | None = None) -> PluginRecord:
+    reason = Reason("duplicate", message, asked=record.name, accepted=accepted, source="attncore", fix=fix)
+    return replace(record, state="duplicate", reasons=(reason,))
 
 
 def _unreadable(
@@ -63,14 +109,14 @@ def _unreadable(
     except OSError:
         text = ""
     if GROUP not in text:
-        logger.warning("%s is skipped, its metadata is unreadable: %s: %s", name, type(error).__name__, error)
+        logger.warning("%s is skipped, its metadata is unreadable: %s", name, describe_error(error))
         return []
     section = text.partition(f"[{GROUP}]")[2].partition("\n[")[0]
     names = dict.fromkeys(re.findall(rf"(?m)^[ \t]*({env.NAME.pattern})[ \t]*=", section)) or {"?": None}
     label = " ".join(part for part in (name, version) if part)
     reason = Reason(
         "broken",
-        f"entry_points.txt of {label} cannot be read: {type(error).__name__}: {error}",
+        f"entry_points.txt of {label} cannot be read: {describe_error(error)}",
         asked=getattr(place, "name", None),
         source=label,
         fix=f"reinstall {name}, or report it to its authors",
@@ -84,32 +130,36 @@ def _distribution_name(distribution: importlib.metadata.Distribution) -> str:
     except Exception:
         name = None
     if isinstance(name, str) and name.strip():
-        return name.strip()
+        return one_line(name, _LETTERS)
     path = getattr(distribution, "_path", None)  # without METADATA the folder's name is left
-    return str(getattr(path, "name", "unnamed")).partition(".dist-info")[0].partition("-")[0]
+    return one_line(str(getattr(path, "name", "unnamed")).partition(".dist-info")[0].partition("-")[0], _LETTERS)
 
 
 def _distribution_version(distribution: importlib.metadata.Distribution) -> str:
     try:
-        return str(distribution.version or "")
+        return one_line(distribution.version or "", _LETTERS)
     except Exception:
         return ""
 
 
 def _without_misnamed(records: list[PluginRecord]) -> list[PluginRecord]:
-    """The records, broken where the entry point's name is no backend's name."""
+    """The records, broken where the entry point's name is no backend's name, or its value names no module."""
 
     def checked(record: PluginRecord) -> PluginRecord:
-        if record.state != "found" or env.NAME.fullmatch(record.name):
+        point = record.entry_point
+        if record.state != "found" or point is None:
             return record
-        reason = Reason(
-            "broken",
-            f"entry point {record.name!r} of {record.label} is not a backend's name",
-            asked=record.name,
-            accepted=env.NAME.pattern,
-            source=record.label,
-            fix="rename the entry point: lower-case letters, digits, '-', '_' and '.'",
-        )
+        if not env.NAME.fullmatch(point.name):
+            message = f"entry point {record.name!r} of {record.label} is not a backend's name"
+            asked, accepted = record.name, env.NAME.pattern
+            fix = "rename the entry point: lower-case letters, digits, '-', '_' and '.'"
+        elif not _VALUE.fullmatch(point.value):
+            message = f"entry point {record.name!r} of {record.label} names no module: {shown(point.value)}"
+            asked, accepted = one_line(point.value), _VALUE.pattern
+            fix = f"reinstall {record.distribution}, or report it to its authors"
+        else:
+            return record
+        reason = Reason("broken", message, asked=asked, accepted=accepted, source=record.label, fix=fix)
         return replace(record, state="broken", reasons=(reason,))
 
     return [checked(record) for record in records]
@@ -138,29 +188,33 @@ def _without_blocked(records: list[PluginRecord]) -> list[PluginRecord]:
 
 
 def _without_duplicates(records: list[PluginRecord]) -> list[PluginRecord]:
-    """A name of KNOWN belongs to its distribution; every claimant of another name that is claimed twice is refused."""
-    claims = Counter(record.name for record in records if record.state == "found")
+    """A name of KNOWN belongs to its distribution; every claimant of another name that is claimed twice is refused.
+
+    So is a distribution that gives one name to two modules.
+    """
+    claims: dict[str, list[PluginRecord]] = {}
+    gives = Counter((record.name, record.distribution) for record in records if record.state == "found")
+    for record in records:
+        if record.state == "found":
+            claims.setdefault(record.name, []).append(record)
 
     def checked(record: PluginRecord) -> PluginRecord:
         if record.state != "found":
             return record
         known = KNOWN.get(record.name)
-        if known is not None and canonical_name(record.distribution) == known.distribution and _claims_of(record) == 1:
-            return record
-        if known is None and claims[record.name] == 1:
-            return record
-        if known is not None:
+        others = [one for one in claims[record.name][: _RIVALS + 1] if one is not record]
+        if known is not None and canonical_name(record.distribution) != known.distribution:
             message = f"{record.label} claims the name {record.name!r}, which belongs to {known.distribution}"
-            accepted, fix = [known.distribution], f"pip uninstall {record.distribution}, or have it renamed"
-        else:
-            others = [one.label for one in records if one.name == record.name and one is not record]
-            accepted = None
-            message = f"{record.label} claims the name {record.name!r}, and so does {', '.join(others)}"
-            fix = "uninstall one of them"
-        reason = Reason("duplicate", message, asked=record.name, accepted=accepted, source="attncore", fix=fix)
-        return replace(record, state="duplicate", reasons=(reason,))
-
-    def _claims_of(record: PluginRecord) -> int:
-        return sum(one.name == record.name and one.distribution == record.distribution for one in records)
+            fix = f"pip uninstall {record.distribution}, or have it renamed"
+            return _disputed(record, message, fix, [known.distribution])
+        if gives[record.name, record.distribution] > 1:
+            message = f"{record.label} gives the name {record.name!r} to more than one module"
+            return _disputed(record, message, f"update {record.distribution}, or report it to its authors")
+        if known is None and others:
+            message = (
+                f"{record.label} claims the name {record.name!r}, and so does {listed(one.label for one in others)}"
+            )
+            return _disputed(record, message, "uninstall one of them")
+        return record
 
     return [checked(record) for record in records]

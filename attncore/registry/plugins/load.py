@@ -18,9 +18,9 @@ from attncore.errors import PluginError
 from attncore.registry import package_requirements
 from attncore.registry.plugins import discover
 from attncore.registry.plugins.plugin_record import PluginRecord
-from attncore.registry.printable import describe_error, one_line
+from attncore.registry.printable import describe_error, json_value, one_line, type_name
 from attncore.registry.reasons import Reason
-from attncore.registry.spec.backend_spec import ATTNCORE_API, BackendSpec, ContractVersionError
+from attncore.registry.spec.backend_spec import ATTNCORE_API, BackendSpec, ContractVersionError, plain_spec
 
 HEAVY_MODULES = ("torch", "triton", "flashinfer", "flash_attn", "aiter", "jax", "tensorflow", "cupy", "numba")
 """What a spec must not import."""
@@ -63,14 +63,16 @@ def forget() -> None:
 def load(record: PluginRecord, *, strict: bool = False) -> PluginRecord:
     """The record with its plugin loaded, or with the reason why it cannot be.
 
-    Whatever a plugin raises, SystemExit too, is a reason of its record; only KeyboardInterrupt passes. ``strict``
-    raises PluginError for a record that is a duplicate, broken or incompatible.
+    Whatever a plugin raises, SystemExit too, is a reason of its record. Only KeyboardInterrupt passes, which is the
+    user's; a note says which plugin it met. ``strict`` raises PluginError for a record that is a duplicate, broken or
+    incompatible.
     """
     if record.state == "found":
         heavy = {name for name in HEAVY_MODULES if name in sys.modules}
         try:
             spec = _spec(record)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
+            error.add_note(f"while {record.name} ({record.label}) was loaded")
             raise
         except BaseException as error:
             record = _failed(record, error)
@@ -82,6 +84,7 @@ def load(record: PluginRecord, *, strict: bool = False) -> PluginRecord:
 
 
 def _spec(record: PluginRecord) -> BackendSpec:
+    """The plugin's spec, read once into one of our own: after this, code of the plugin runs in its hooks alone."""
     import pluggy
 
     from attncore.registry.plugins.hookspecs import PROJECT, Hooks
@@ -101,7 +104,8 @@ def _spec(record: PluginRecord) -> BackendSpec:
     if type(api) is int and api != ATTNCORE_API:
         raise ContractVersionError(api)
     if not isinstance(spec, BackendSpec):
-        raise TypeError(f"attncore_backend returned a {type(spec).__name__}; it must return a BackendSpec")
+        raise TypeError(f"attncore_backend returned a {type_name(spec)}; it must return a BackendSpec")
+    spec = plain_spec(spec)
     if spec.name != record.name:
         raise ValueError(f"name: the spec says {spec.name!r}, the entry point {record.name!r}; they must be equal")
     return spec
@@ -133,12 +137,12 @@ def _check_names(manager: Any, plugin: Any, record: PluginRecord) -> None:
 
 def _target(record: PluginRecord) -> str:
     """The module that the entry point names."""
-    return record.entry_point.value if record.entry_point else record.name
+    return one_line(record.entry_point.value) if record.entry_point else record.name
 
 
 def _failed(record: PluginRecord, error: BaseException) -> PluginRecord:
-    if isinstance(error, ContractVersionError):
-        reason = _other_contract(record, error)
+    if type(error) is ContractVersionError and type(error.api) is int:
+        reason = _other_contract(record, error.api)
     else:
         reason = Reason(
             "broken",
@@ -151,15 +155,15 @@ def _failed(record: PluginRecord, error: BaseException) -> PluginRecord:
     return replace(record, state=reason.code, reasons=(reason,), error=error)
 
 
-def _other_contract(record: PluginRecord, error: ContractVersionError) -> Reason:
-    older = isinstance(error.api, int) and error.api < ATTNCORE_API
+def _other_contract(record: PluginRecord, api: int) -> Reason:
+    older = api < ATTNCORE_API
     version = record.version
     while version.endswith(".0"):
         version = version[:-2]
     return Reason(
         "incompatible",
-        f"built for contract {one_line(error.api)}; this attncore speaks {ATTNCORE_API}",
-        asked=error.api,
+        f"built for contract {json_value(api)}; this attncore speaks {ATTNCORE_API}",
+        asked=api,
         accepted=ATTNCORE_API,
         source=f"attncore {__version__}",
         fix=f"install {record.distribution}{'>' if older else '<'}{version}",

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields, replace
 from typing import Any
 
+from attncore.registry.printable import shown
 from attncore.registry.spec.check_fields import check_fields
 from attncore.registry.spec.option import Option
 from attncore.registry.spec.sizes import MultipleOf
@@ -24,7 +25,7 @@ class ContractVersionError(ValueError):
 
     def __init__(self, api: object) -> None:
         self.api = api
-        super().__init__(f"api: built for contract {api}; this attncore speaks {ATTNCORE_API}")
+        super().__init__(f"api: built for contract {shown(api)}; this attncore speaks {ATTNCORE_API}")
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class BackendSpec:
     def __new__(cls, *args: object, **kwargs: object) -> BackendSpec:
         api = kwargs.get("api", ATTNCORE_API)
         if type(api) is not int:  # True and 1.0 equal 1, and are no version of a contract
-            raise TypeError(f"api: {api!r} is not an integer; state the contract, api={ATTNCORE_API}")
+            raise TypeError(f"api: {shown(api)} is not an integer; state the contract, api={ATTNCORE_API}")
         if api != ATTNCORE_API:
             raise ContractVersionError(api)
         if args or kwargs:  # a copy is made without arguments
@@ -122,9 +123,12 @@ class BackendSpec:
         for variant in self.variants:
             requires = (*self.requires, *variant.requires)
             try:
-                by_variant.append((variant.name, replace(self, variants=(), requires=requires, **variant.facts)))
+                stated = replace(self, variants=(), requires=requires, **variant.facts)
             except ValueError as error:
                 problems.append(f"variants: {variant.name!r}: {error}")
+                continue
+            variant.facts = {name: getattr(stated, name) for name in variant.facts}  # as checked
+            by_variant.append((variant.name, stated))
         if problems:
             raise ValueError("; ".join(problems))
         object.__setattr__(self, "_by_variant", tuple(by_variant) or (("", self),))
@@ -139,6 +143,15 @@ class BackendSpec:
     def all_requires(self) -> tuple[str, ...]:
         """Every requirement of any variant."""
         return tuple(dict.fromkeys(text for _, spec in self.by_variant for text in spec.requires))
+
+
+def plain_spec(spec: BackendSpec) -> BackendSpec:
+    """A BackendSpec of the fields of ``spec``, each read once; raises as BackendSpec does, and what reading raises.
+
+    ``spec`` may be of a subclass, whose fields are not checked or run code when they are read, or may have been changed
+    since it was made. The one returned is of no subclass, and no plugin holds it.
+    """
+    return BackendSpec(**{declared.name: getattr(spec, declared.name) for declared in fields(BackendSpec)})
 
 
 def _check_names(known: Mapping[str, Field[Any]], has_positional_name: bool, given: Collection[str]) -> None:

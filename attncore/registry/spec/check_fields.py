@@ -1,4 +1,8 @@
-"""Checks of a spec's fields: each is made immutable, and every bad one is reported, not the first alone."""
+"""Checks of a spec's fields: each is made immutable, and every bad one is reported, not the first alone.
+
+A checked value holds no object of a plugin but its ``check``: a collection, a string or an integer of a plugin's own
+class is read once, into an exact one (``plain_values``).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,14 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from attncore.arguments import integer_or_none, positive_integer
+from attncore.arguments import integer_or_none
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
 from attncore.registry import package_requirements
 from attncore.registry.device_patterns import PATTERNS, is_pattern
+from attncore.registry.printable import one_line, plain_text, shown
 from attncore.registry.spec.option import Option
+from attncore.registry.spec.plain_values import collection, mapping, positive, text
 from attncore.registry.spec.sizes import as_sizes
 from attncore.registry.spec.variant import Variant
 from attncore.vocabulary import (
@@ -55,36 +61,43 @@ def _contradictions(values: Values) -> Iterable[str]:
 
 
 def _name(field: str, value: object) -> str:
-    if not isinstance(value, str) or not NAME.fullmatch(value):
-        raise ValueError(f"{field}: {value!r} is not a name of lower-case letters, digits, '-', '_' and '.'")
-    return value
+    wrong = "not a name of lower-case letters, digits, '-', '_' and '.'"
+    if not NAME.fullmatch(name := text(field, value, wrong)):
+        raise ValueError(f"{field}: {shown(name)} is {wrong}")
+    return name
 
 
 def _factory(field: str, value: object) -> str:
-    if not isinstance(value, str) or not _FACTORY.fullmatch(value):
-        raise ValueError(f"{field}: {value!r} is not of the form 'package.module:Class'")
-    return value
+    wrong = "not of the form 'package.module:Class'"
+    if not _FACTORY.fullmatch(path := text(field, value, wrong)):
+        raise ValueError(f"{field}: {shown(path)} is {wrong}")
+    return path
 
 
 def _devices(field: str, value: object) -> Mapping[str, int]:
-    if not isinstance(value, Mapping) or not value:
-        raise ValueError(f"{field}: {value!r} is not a mapping of devices to priorities")
-    for device, priority in value.items():
+    wrong = "not a mapping of devices to priorities"
+    devices = {}
+    for device, given in mapping(field, value, wrong):
         if not is_pattern(device):
-            raise ValueError(f"{field}: {device!r} is no device; write one of {PATTERNS}")
-        if integer_or_none(priority) is None or not 0 <= priority <= 100:
-            raise ValueError(f"{field}: the priority of {device!r} is {priority!r}, not an integer from 0 to 100")
-    return FrozenMap({device: int(priority) for device, priority in value.items()})
+            raise ValueError(f"{field}: {shown(device)} is no device; write one of {PATTERNS}")
+        priority = integer_or_none(given)
+        if priority is None or not 0 <= priority <= 100:
+            raise ValueError(f"{field}: the priority of {device!r} is {shown(given)}, not an integer from 0 to 100")
+        devices[device] = priority
+    if not devices:
+        raise ValueError(f"{field}: {shown(value)} is {wrong}")
+    return FrozenMap(devices)
 
 
 def _words(field: str, value: object, known: Collection[str]) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"{field}: {value!r} is not a collection of words")
-    words = tuple(value)
-    for word in words:
-        if word not in known:
-            raise ValueError(f"{field}: {word!r} is not one of {', '.join(known)}")
-    return words
+    return tuple(_word_of(field, word, known) for word in collection(field, value, "not a collection of words"))
+
+
+def _word_of(field: str, value: object, known: Collection[str]) -> str:
+    wrong = f"not one of {', '.join(known)}"
+    if (word := text(field, value, wrong)) not in known:
+        raise ValueError(f"{field}: {shown(word)} is {wrong}")
+    return word
 
 
 def _words_at_least_one(known: Collection[str]) -> Callable[[str, object], frozenset[str]]:
@@ -103,9 +116,10 @@ def _words_or_none(known: Collection[str]) -> Callable[[str, object], frozenset[
 
 def _ordered_words(known: Collection[str]) -> Callable[[str, object], tuple[str, ...]]:
     def check(field: str, value: object) -> tuple[str, ...]:
-        if isinstance(value, set | frozenset) and len(value) > 1:
+        words = _words(field, value, known)
+        if isinstance(value, set | frozenset) and len(words) > 1:
             raise ValueError(f"{field}: a set has no order; give a tuple, the preferred one first")
-        if not (words := _words(field, value, known)):
+        if not words:
             raise ValueError(f"{field}: nothing is declared; the words are {', '.join(known)}")
         return tuple(dict.fromkeys(words))
 
@@ -113,91 +127,83 @@ def _ordered_words(known: Collection[str]) -> Callable[[str, object], tuple[str,
 
 
 def _word(known: Collection[str]) -> Callable[[str, object], str]:
-    def check(field: str, value: object) -> str:
-        if not isinstance(value, str) or value not in known:
-            raise ValueError(f"{field}: {value!r} is not one of {', '.join(known)}")
-        return value
-
-    return check
+    return lambda field, value: _word_of(field, value, known)
 
 
 def _unsupported(field: str, value: object) -> Mapping[str, str]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{field}: {value!r} is not a mapping of features to sentences")
-    _words(field, value, FEATURES)
-    for feature, text in value.items():
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"{field}: the reason for {feature!r} is {text!r}, not a sentence")
-    return FrozenMap(dict(value))
+    reasons = {}
+    for feature, why in mapping(field, value, "not a mapping of features to sentences"):
+        _word_of(field, feature, FEATURES)
+        if not (sentence := plain_text(why)):
+            raise ValueError(f"{field}: the reason for {feature!r} is {shown(why)}, not a sentence")
+        reasons[feature] = one_line(sentence)
+    return FrozenMap(reasons)
 
 
 def _notes(field: str, value: object) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"{field}: {value!r} is not a collection of sentences")
-    notes = tuple(value)
-    for note in notes:
-        if not isinstance(note, str) or not note or "\n" in note:
-            raise ValueError(f"{field}: {note!r} is not a sentence on one line")
-    return notes
+    notes = []
+    for note in collection(field, value, "not a collection of sentences"):
+        if not (sentence := plain_text(note)) or "\n" in sentence:
+            raise ValueError(f"{field}: {shown(note)} is not a sentence on one line")
+        notes.append(one_line(sentence))
+    return tuple(notes)
 
 
 def _requires(field: str, value: object) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"{field}: {value!r} is not a collection of requirements")
-    texts = tuple(value)
-    for text in texts:
+    texts = collection(field, value, "not a collection of requirements")
+    requires = tuple(text(field, one, "not a requirement such as 'acme-kernels>=2,<3'") for one in texts)
+    for one in requires:
         try:
-            package_requirements.parse(text)
+            package_requirements.parse(one)
         except ValueError as error:
             raise ValueError(f"{field}: {error}") from None
-    return texts
+    return requires
 
 
 def _optional_positive(field: str, value: object) -> int | None:
-    return None if value is None else positive_integer(field, value)
+    return None if value is None else positive(field, value)
 
 
 def _flag(field: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{field}: {value!r} is neither True nor False")
-    return value
+    if value is not True and value is not False:
+        raise ValueError(f"{field}: {shown(value)} is neither True nor False")
+    return value is True
 
 
 def _pad(field: str, value: object) -> int:
-    if value not in (0, 1) or isinstance(value, bool):
-        raise ValueError(f"{field}: {value!r} is neither 0 nor 1")
-    return int(value == 1)
+    length = integer_or_none(value)
+    if length not in (0, 1):
+        raise ValueError(f"{field}: {shown(value)} is neither 0 nor 1")
+    return length
 
 
 def _options(field: str, value: object) -> Mapping[str, Option]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{field}: {value!r} is not a mapping of names to Option")
-    for name, option in value.items():
-        if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"{field}: {name!r} is not an identifier")
+    options = {}
+    for name, option in mapping(field, value, "not a mapping of names to Option"):
+        if not name.isidentifier():
+            raise ValueError(f"{field}: {shown(name)} is not an identifier")
         if not isinstance(option, Option):
-            raise ValueError(f"{field}: {name!r} is {option!r}, not an Option")
-    return FrozenMap(dict(value))
+            raise ValueError(f"{field}: {name!r} is {shown(option)}, not an Option")
+        options[name] = Option(option.type, option.help, option.default, option.choices)
+    return FrozenMap(options)
 
 
 def _check(field: str, value: object) -> object:
     if value is not None and not callable(value):
-        raise ValueError(f"{field}: {value!r} cannot be called")
+        raise ValueError(f"{field}: {shown(value)} cannot be called")
     return value
 
 
 def _variants(field: str, value: object) -> tuple[Variant, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"{field}: {value!r} is not a collection of Variant")
-    variants = tuple(value)
-    for variant in variants:
+    variants = []
+    for variant in collection(field, value, "not a collection of Variant"):
         if not isinstance(variant, Variant):
-            raise ValueError(f"{field}: {variant!r} is not a Variant")
-        _name(field, variant.name)
-        _requires(field, variant.requires)
+            raise ValueError(f"{field}: {shown(variant)} is not a Variant")
+        requires, facts = _requires(field, variant.requires), dict(mapping(field, variant.facts, "not a mapping"))
+        variants.append(Variant(_name(field, variant.name), requires=requires, **facts))  # type: ignore[arg-type]
     if len({variant.name for variant in variants}) < len(variants):
         raise ValueError(f"{field}: two variants have the same name")
-    return variants
+    return tuple(variants)
 
 
 _CHECKS: Mapping[str, Callable[[str, object], object]] = {

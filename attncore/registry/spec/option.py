@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attncore.registry.printable import shown
+from attncore.registry.spec.plain_values import collection, plain_scalar, text
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -19,17 +22,31 @@ class Option:
     choices: tuple[bool | int | float | str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.type not in (bool, int, float, str):
-            raise ValueError(f"type: {self.type!r} is not bool, int, float or str")
-        for value in (*self.choices, *(() if self.default is None else (self.default,))):
-            if wrong := self.problem(value):
-                raise ValueError(f"choices: {value!r} {wrong}")
+        if not any(self.type is kind for kind in (bool, int, float, str)):
+            raise ValueError(f"type: {shown(self.type)} is not bool, int, float or str")
+        choices = tuple(map(plain_scalar, collection("choices", self.choices, "not a collection of values")))
+        default = plain_scalar(self.default)
+        for value in (*choices, *(() if default is None else (default,))):
+            if wrong := _wrong_type(self.type, value) or _no_choice(choices, value):
+                raise ValueError(f"choices: {shown(value)} {wrong}")
+        for name, plain in (
+            ("choices", choices),
+            ("default", default),
+            ("help", text("help", self.help, "not a text")),
+        ):
+            object.__setattr__(self, name, plain)
 
     def problem(self, value: object) -> str | None:
         """What is wrong with ``value``, as the end of a sentence; None where it is allowed."""
-        fits = isinstance(value, (int, float) if self.type is float else self.type)
-        if not fits or (self.type is not bool and isinstance(value, bool)):
-            return f"is not {'an' if self.type is int else 'a'} {self.type.__name__}"
-        if self.choices and value not in self.choices:
-            return f"is not one of {', '.join(map(repr, self.choices))}"
-        return None
+        return _wrong_type(self.type, value) or _no_choice(self.choices, value)
+
+
+def _wrong_type(kind: type, value: object) -> str | None:
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if not fits or (kind is not bool and isinstance(value, bool)):
+        return f"is not {'an' if kind is int else 'a'} {kind.__name__}"
+    return None
+
+
+def _no_choice(choices: tuple[object, ...], value: object) -> str | None:
+    return f"is not one of {', '.join(map(shown, choices))}" if choices and value not in choices else None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isqrt, lcm
 from typing import Any
 
-from attncore.arguments import positive_integer
+from attncore.registry.spec.plain_values import MOST, collection, positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +17,9 @@ class MultipleOf:
     maximum: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "base", positive_integer("base", self.base))
+        object.__setattr__(self, "base", positive("base", self.base))
         if self.maximum is not None:
-            object.__setattr__(self, "maximum", positive_integer("maximum", self.maximum))
+            object.__setattr__(self, "maximum", positive("maximum", self.maximum))
         if self.maximum is not None and self.maximum < self.base:
             raise ValueError(f"maximum: {self.maximum} leaves no multiple of {self.base}")
 
@@ -40,10 +39,9 @@ def as_sizes(name: str, value: object) -> Sizes:
     integers.
     """
     if isinstance(value, MultipleOf):
-        return value
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"{name}: {value!r} is neither a MultipleOf nor a set of sizes")
-    sizes = frozenset([positive_integer(name, size) for size in value])
+        return MultipleOf(value.base, value.maximum)  # it may be of a subclass, and be changed afterwards
+    items = collection(name, value, "neither a MultipleOf nor a set of sizes")
+    sizes = frozenset([positive(name, size) for size in items])
     if not sizes:
         raise ValueError(f"{name}: no size is declared")
     return sizes
@@ -69,7 +67,7 @@ def intersection(first: Sizes, second: Sizes) -> Sizes:
         return frozenset(size for size in second if size in first)
     base = lcm(first.base, second.base)
     bounds = [bound for bound in (first.maximum, second.maximum) if bound is not None]
-    if bounds and min(bounds) < base:
+    if min((MOST, *bounds)) < base:
         return frozenset()
     return MultipleOf(base, min(bounds) if bounds else None)
 

@@ -6,13 +6,13 @@ row that see equally many are the queries of one request of a layer that is not 
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.slices import HostArrays
 from attncore.replay.layers.attention_layers import AttentionLayers
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def over_shard(
     differs = (owners[1:] != owners[:-1]) | (visible[1:] != visible[:-1])
     starts = np.flatnonzero(np.concatenate(([True], differs)))
     rows = len(starts)
-    fields = SimpleNamespace(
+    fields = HostArrays(
         query_start_loc=np.append(starts, len(owners)).astype(np.int32),
         encoder_seq_lens=visible[starts],
         encoder_query_lens=np.zeros(rows, np.int32),

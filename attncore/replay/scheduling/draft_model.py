@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from attncore.arguments import integer
+
 DEFAULT_ACCEPTANCE = 0.7
 
 
@@ -16,6 +18,9 @@ class Speculation:
 
     num_drafts: int
     acceptance: float = DEFAULT_ACCEPTANCE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_drafts", integer("num_drafts", self.num_drafts, 1))
 
     def __str__(self) -> str:
         return f"{self.num_drafts}:{self.acceptance:g}"

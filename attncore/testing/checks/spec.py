@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from attncore.abstract import AttentionBackend, AttentionImpl
+from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.plugins.load import HEAVY_MODULES
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError
@@ -19,14 +19,15 @@ __all__ = [
     "test_the_spec_is_read_without_heavy_imports",
 ]
 _LIGHT = """
-import sys
+import json, sys
 from attncore.registry.plugins import discover, load
 records = [record for record in discover.find() if record.name == {name!r} and record.state == "found"]
 heavy = {heavy!r}
-print(",".join(name for name in heavy if name in sys.modules), end=";")
+listed = ",".join(name for name in heavy if name in sys.modules)
 records = [load.load(record) for record in records]
-print(",".join(name for name in heavy if name in sys.modules), end=";")
-print(",".join(record.state for record in records))
+spec = ",".join(name for name in heavy if name in sys.modules)
+with open(sys.argv[1], "w") as file:
+    json.dump(dict(listed=listed, spec=spec, states=",".join(record.state for record in records)), file)
 """
 
 
@@ -46,13 +47,13 @@ def test_the_plugin_loads(attncore_subject: Subject) -> None:
 def test_the_spec_is_read_without_heavy_imports(attncore_subject: Subject) -> None:
     """In a fresh process, listing imports nothing of the plugin, and its spec imports no heavy library."""
     script = _LIGHT.format(name=attncore_subject.name, heavy=HEAVY_MODULES)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environ, check=False
-    )
-    if done.returncode:
-        raise ConformanceError(f"reading the spec in a process of its own failed: {done.stderr.strip()[-2000:]}")
-    listed, spec, states = done.stdout.strip().rpartition("\n")[2].split(";")
+    with tempfile.TemporaryDirectory(prefix="attncore-spec-", ignore_cleanup_errors=True) as folder:
+        file = Path(folder, "answer")
+        ended = run_in_child(["-c", script, str(file)], timeout=120)
+        answers = read_answers(file)
+    if ended or not answers:
+        raise ConformanceError(f"reading the spec in a process of its own failed: {ended or 'it gave no answer'}")
+    listed, spec, states = (answers[0][name] for name in ("listed", "spec", "states"))
     if listed:
         raise ConformanceError(f"listing alone imported {listed}")
     if spec:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from attncore.ops.operator import attention, forward_context
+from attncore.ops.forward_context import forward_context
+from attncore.ops.operator import attention
 from attncore.testing.engines.compare import differs
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.steps_on_device import planned

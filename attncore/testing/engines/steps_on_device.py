@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from attncore.builder import CommonAttentionMetadata
 from attncore.builder.fields import ARRAYS, COUNTS, DERIVED, FIELDS
+from attncore.builder.slices import HostArrays
 from attncore.testing.engines.pad_array import pad_array
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ COPIED = (
 
 def planned(backend: AttentionBackend, step: CommonAttentionMetadata) -> CommonAttentionMetadata:
     """A copy of a step built on the host: its arrays on the backend's device, ``plan`` called."""
-    host = SimpleNamespace(
+    host = HostArrays(
         **{name: np.array(getattr(step.host, name)) for name in ARRAYS - DERIVED if hasattr(step.host, name)}
     )
     values = {name: getattr(step, name) for name in COPIED if hasattr(step, name)}
@@ -35,7 +35,7 @@ def padded(step: CommonAttentionMetadata, num_reqs: int, num_tokens: int, pad_se
     """The step padded as the persistent builder pads for a captured graph: ``query_start_loc`` repeats its last value,
     slots are -1, lengths ``pad_seq_len``, rows of the table 0, page lists empty."""
     rows, tokens = num_reqs - step.num_reqs, num_tokens - step.num_tokens
-    host = SimpleNamespace()
+    host = HostArrays()
     for name in ARRAYS - DERIVED:
         array = getattr(step.host, name, None)
         if array is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from attn_flash.spec import make_spec
 
 import attncore
 from attncore import AttentionRequest, Host
+from attncore.kept_files import cache_folder
 from attncore.registry.plugins import load
 
 CPU = torch.device("cpu")
@@ -94,12 +96,64 @@ def test_findings_are_kept_until_the_library_changes(installed: Path) -> None:
     assert probe_results.read("2") is None
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"library": "x"}', '{"library": 1, "device": 2, "lacks": 3}'])
-def test_findings_that_nobody_can_read_are_none(installed: Path, text: str) -> None:
-    probe_results.write("2", made_by_calls())
-    next(probe_results.folder().glob("*.json")).write_text(text)
+def edited(**fields: object) -> Callable[[Path], object]:
+    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def replaced(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda file: (file.unlink(), make(file))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "empty": lambda file: file.write_text(""),
+    "a list": lambda file: file.write_text("[]"),
+    "no fields": lambda file: file.write_text("{}"),
+    "a field": lambda file: file.write_text('{"library": "x"}'),
+    "numbers": lambda file: file.write_text('{"library": 1, "device": 2, "lacks": 3}'),
+    "deep": lambda file: file.write_text("[" * 100_000),
+    "huge": lambda file: file.write_text("9" * 5000),
+    "no text": lambda file: file.write_bytes(b"\xff"),
+    "no size": edited(lacks={"head_size x": "no"}),
+    "huge size": edited(lacks={"head_size " + "9" * 5000: "no"}),
+    "no feature": edited(lacks={"wings": "no"}),
+    "every size": edited(lacks={f"head_size {size}": "no" for size in range(8, 257, 8)}),
+    "every dtype": edited(lacks={"dtype float16": "no", "dtype bfloat16": "no"}),
+    "a number": edited(lacks={"alibi": 3}),
+    "long": edited(fails="x" * 2000),
+    "no flag": edited(synchronises=[1]),
+    "pipe": replaced(os.mkfifo),
+    "folder": replaced(os.mkdir),
+    "every user's": lambda file: file.chmod(0o666),
+    "another user's": lambda file: os.chown(file, 12345, 12345),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_findings_are_ignored_with_a_reason(installed: Path, damage: str) -> None:
+    if damage == "another user's" and os.geteuid():
+        pytest.skip("only root can give a file away")
+    found = made_by_calls()
+    probe_results.write("2", found)
+    (file,) = cache_folder("flash").glob("*.json")
+    DAMAGE[damage](file)
     assert probe_results.read("2") is None
-    make_spec()
+    (why,) = probe_results.ignored("2")
+    assert str(file) in why
+    assert doctor.facts(Host.assume("cpu"))["generation 2 kept"] == f"ignored: {why}"
+    assert [name for name, _ in make_spec().by_variant] == ["fa4", "fa2"]
+    if damage != "folder":  # which only its owner may delete
+        probe_results.write("2", found)
+        assert (probe_results.read("2"), probe_results.ignored("2")) == (found, [])
+
+
+def test_whatever_calls_find_is_credible(installed: Path) -> None:
+    sizes = [f"head_size {size}" for size in probe_results.HEAD_SIZES if size != 64]
+    found = made_by_calls("sliding_window", "logits_soft_cap", "alibi", "torch.float16", *sizes)
+    assert len(found.lacks) == len(sizes) + 5
+    assert set(probe.FEATURES) < set(probe_results.FEATURES)
+    assert set(probe.DTYPES) == set(probe_results.DTYPES)
+    probe_results.write("2", found)
+    assert probe_results.read("2") == found
 
 
 def test_a_device_that_is_full_says_nothing_of_the_library(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +266,7 @@ def test_only_failures_of_the_library_are_kept_for_other_processes(
     found = probe.found("2", CPU)
     assert found.fails == str(error)
     assert probe_results.read("2", "cpu") == found, "this process goes around it"
-    assert bool(list(probe_results.folder().glob("*.json"))) == kept
+    assert bool(list(cache_folder("flash").glob("*.json"))) == kept
     probe_results.forget("2")
 
 
@@ -239,4 +293,4 @@ def test_the_doctor_says_what_is_there(installed: Path) -> None:
     assert facts["generation 2 called"] == (
         "runs on a GPU; left out of this build: logits_soft_cap, all head sizes but 64"
     )
-    assert json.loads(next(probe_results.folder().glob("*.json")).read_text())["library"] == LIBRARY
+    assert json.loads(next(cache_folder("flash").glob("*.json")).read_text())["library"] == LIBRARY

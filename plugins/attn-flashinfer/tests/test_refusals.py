@@ -40,7 +40,7 @@ def test_configurations(changes: dict[str, Any], says: str) -> None:
         ({"sinks": [0.1] * 4}, "sinks: flashinfer does not support sinks"),
         ({"alibi_slopes": [0.1] * 4}, "alibi_slopes: flashinfer does not support alibi"),
         ({"attn_type": "encoder"}, "attn_type: flashinfer does not support encoder"),
-        ({"sliding_window": 0}, "sliding_window: 0 is not positive"),
+        ({"sliding_window": 0}, "sliding_window: 0 is below 1"),
     ],
     ids=str,
 )

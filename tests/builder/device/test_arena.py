@@ -53,13 +53,13 @@ class LateTransport(CopyTransport):
 class Faulty(LateTransport):
     def attach(self, ring):
         super().attach(ring)
-        apply = self.tables._apply
+        apply = self.tables.apply
 
-        def forgiving(table, entries):
+        def forgiving(index, entries):
             with contextlib.suppress(IndexError):  # a journal of poison names columns that no table has
-                apply(table, entries)
+                apply(index, entries)
 
-        self.tables._apply = forgiving
+        self.tables.apply = forgiving
 
 
 class NeverWaits(Faulty):
@@ -220,6 +220,18 @@ def test_poison_makes_late_access_raise(monkeypatch, batch, transport):
         with pytest.raises(AttncoreError, match=r"step 0 was asked for .* after its arena was taken by step 2"):
             ask()
     assert [made.build().seq_lens.tolist() for _ in range(3)] == [[10, 11], [11, 12], [12, 13]]
+
+
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+def test_a_refused_build_poisons_no_step(monkeypatch, batch, transport):
+    monkeypatch.setenv("ATTNCORE_POISON", "1")
+    made = MetadataBuilder(batch, max_num_batched_tokens=32, depth=1, transport=transport)
+    step = made.build()
+    before = {name: getattr(step.host, name).tolist() for name in SEEN}
+    for refused in ({"a": 33}, {"nobody": 1}, {"a": 2.5}):
+        with pytest.raises((ValueError, TypeError), match="^(scheduled|block_table): "):
+            made.build(refused)
+    assert {name: getattr(step.host, name).tolist() for name in SEEN} == before
 
 
 def test_no_pinned_memory_is_an_error_that_names_it(monkeypatch, batch):

@@ -1,6 +1,8 @@
 """The life of a builder over its arenas: closing, release, a second builder, threads, and inference mode."""
 
+import gc
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 from builder.device.arena_batches import CONFIG, Backend, two_requests
 
 from attncore.builder import InputBatch, MetadataBuilder
+from attncore.builder.device.by_copy import CopyTransport
+from attncore.builder.persistent import assembly
 from attncore.errors import AttncoreError, CaptureError
 
 
@@ -38,17 +42,39 @@ def test_a_released_size_may_be_captured_again(batch):
     assert made.capture(2, query_len=2).num_tokens == 4
 
 
-def test_a_second_builder_starts_from_nothing(batch):
+def test_a_second_builder_starts_from_nothing(batch, monkeypatch):
     first = MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy")
     assert first.build().block_table[0, :3].tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="batch: another builder's tables on a device follow it"):
         MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy")
+    taken = []
+    monkeypatch.setattr(assembly, "new_transport", taken.append)
+    monkeypatch.setattr(assembly, "ArenaRing", taken.append)
+    with pytest.raises(ValueError, match="batch: another builder's tables on a device follow it"):
+        MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy")
+    assert not taken  # it is refused before any memory of a device is
+    monkeypatch.undo()
     MetadataBuilder(batch, max_num_batched_tokens=32)  # on the CPU nothing follows
     first.close()
     assert MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy").build().block_table[1, :2].tolist() == [
         9,
         10,
     ]
+
+
+def test_a_dropped_transport_frees_its_memory_at_once(batch):
+    """Memory of a device is scarce: it does not wait for Python's collector."""
+    side = MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy")._assembly.side
+    tables = list(batch.core.tables.values())
+    gc.disable()
+    try:
+        other = CopyTransport("cpu", tables)
+        other.attach(side._ring)
+        memory = [weakref.ref(tensor) for tensor in (other._arena, *other.tables.tensors)]
+        del other
+        assert [ref() for ref in memory] == [None] * len(memory)
+    finally:
+        gc.enable()
 
 
 def _steps_of_a_thread(seed, transport):

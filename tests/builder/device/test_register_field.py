@@ -5,7 +5,9 @@ import pytest
 from builder.device.arena_batches import two_requests
 
 from attncore.builder import MetadataBuilder
-from attncore.errors import CaptureError
+from attncore.builder.device.by_copy import CopyTransport
+from attncore.builder.persistent import builder
+from attncore.errors import AttncoreError, CaptureError
 
 
 @pytest.fixture
@@ -62,3 +64,56 @@ def test_fields_are_checked(batch, name, dtype, per, message):
     with pytest.raises((ValueError, TypeError), match=message):
         made.register_field(name, dtype, per, lambda metadata, out: None)
     assert made.build().seq_lens.tolist() == [4, 7]
+
+
+def ones(metadata, out):
+    out[:] = 1
+
+
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+def test_a_closed_builder_takes_no_field(batch, transport):
+    """It would take new memory for the field, and build again."""
+    made = MetadataBuilder(batch, max_num_batched_tokens=32, transport=transport)
+    made.close()
+    with pytest.raises(AttncoreError, match="builder: closed; make another one"):
+        made.register_field("ones", np.int32, "request", ones)
+    with pytest.raises(AttncoreError, match="builder: closed"):
+        made.build()
+
+
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+def test_a_field_for_which_there_is_no_memory_changes_nothing(batch, monkeypatch, transport):
+    made = MetadataBuilder(batch, max_num_batched_tokens=32, transport=transport)
+    made.register_field("ones", np.int32, "request", ones)
+    nbytes = made.nbytes
+
+    def no_memory(*args):
+        raise MemoryError("arenas: no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builder, "Assembly", no_memory)
+        with pytest.raises(MemoryError, match="arenas: no memory"):
+            made.register_field("more", np.int32, "request", ones)
+    assert made.nbytes == nbytes
+    metadata = made.build()
+    assert metadata.ones.tolist() == [1, 1]
+    assert not hasattr(metadata, "more")
+
+
+def test_the_name_of_a_field_without_memory_is_free(batch, monkeypatch):
+    made = MetadataBuilder(batch, max_num_batched_tokens=32)
+    with monkeypatch.context() as patch:
+        patch.setattr(builder, "Assembly", None)
+        with pytest.raises(TypeError):
+            made.register_field("ones", np.int32, "request", ones)
+    made.register_field("ones", np.int32, "request", ones)
+    assert made.build().ones.tolist() == [1, 1]
+
+
+def test_memory_that_a_field_replaces_is_given_back(batch, monkeypatch):
+    closed = []
+    monkeypatch.setattr(CopyTransport, "close", lambda side: closed.append(side))
+    made = MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy")
+    side = made._assembly.side
+    made.register_field("ones", np.int32, "request", ones)
+    assert closed == [side]

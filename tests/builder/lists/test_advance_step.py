@@ -97,6 +97,38 @@ def test_every_field_is_that_of_the_longer_batch(kernels, batch, on_torch, kind)
         assert metadata.advanced == step
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pad", [-1, 2])
+def test_blocks_that_were_appended_since_the_build(kernels, layout, pad):
+    """A build gives a decode its whole table, lookahead blocks too, and so does a step that is moved on."""
+    builder = CommonMetadataBuilder(2, layout, max_seq_len_to_capture=16, kernels=kernels)
+    tables = [[5, 6], [7], [8, 9, 10]]
+    metadata = builder.build(decodes(zip((2, 0, 1), tables, strict=True)), pad)
+    for step, appended in enumerate([(), (0, 0, 1, 2), (1,), (1, 1, 1), (2, 0)], 1):
+        for row in appended:
+            tables[row].append(100 * step + len(tables[row]))
+        if step == 2:  # a row of a token that starts a block, which has just been appended
+            assert len(tables[0]) == 4
+        metadata.advance_step()
+        fresh = builder.build(decodes(zip((2 + step, step, 1 + step), tables, strict=True)), pad)
+        assert fields(metadata) == fields(fresh)
+
+
+def test_appended_blocks_beyond_a_captured_table(kernels):
+    tables = [[5, 6]]
+    metadata = CommonMetadataBuilder(2, max_seq_len_to_capture=4, kernels=kernels).build(decodes([(1, tables[0])]), 0)
+    before = fields(metadata)
+    tables[0].append(7)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"block_table: 3 blocks exceed the 2 columns"):
+            metadata.advance_step()
+        assert fields(metadata) == before
+    tables[0][2] = 2.5
+    tables[0].pop()
+    metadata.advance_step()
+    assert metadata.seq_lens.tolist() == [3]
+
+
 def test_an_encoders_fields_stay(kernels):
     builder = CommonMetadataBuilder(4, encoder_decoder=True, max_seq_len_to_capture=16, kernels=kernels)
 

@@ -7,6 +7,7 @@ import attncore
 from attncore import BackendConfig
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
 from attncore.builder.lists.capture_state import CommonAttentionState
+from attncore.builder.lists.graph_buffers import GraphBuffers
 from attncore.errors import CaptureError
 from attncore.graphs import StandInGraph, capturing
 from attncore.reference import ReferenceBackend
@@ -264,3 +265,18 @@ def test_without_a_builder_there_are_no_buffers():
     )
     with pytest.raises(ValueError, match="max_batch_size: reference cannot be captured in a graph"):
         CommonAttentionState(chosen.create()).graph_capture(2)
+
+
+def test_no_pinned_memory_names_the_arguments_of_this_builder(monkeypatch):
+    torch = pytest.importorskip("torch")
+    zeros = torch.zeros
+
+    def exhausted(*args, **kwargs):
+        if "pin_memory" in kwargs:
+            raise RuntimeError("CUDA error: out of memory")
+        return zeros(*args, **kwargs)
+
+    builder = CommonMetadataBuilder(4, max_seq_len_to_capture=16)
+    monkeypatch.setattr(torch, "zeros", exhausted)
+    with pytest.raises(MemoryError, match=r"pinned host memory .* lower max_batch_size or max_seq_len_to_capture"):
+        GraphBuffers(builder, "meta", 4)

@@ -1,11 +1,13 @@
 """Captured sizes of the persistent builder: what is refused, and that a refused call changes nothing."""
 
+import dataclasses
+
 import pytest
 from builder.persistent.capture_builders import Plain, config, new_builder, spec
 from core_state import core_state
 
 from attncore import graphs
-from attncore.builder import KVCacheGroup
+from attncore.builder import InputBatch, KVCacheGroup, MetadataBuilder
 from attncore.errors import CaptureError
 
 
@@ -150,3 +152,45 @@ def test_a_step_that_was_taken_back_leaves_no_views(kernels, bucket):
     assert backend.seen[0] == [3, 9]
     assert backend.seen[1][:2] == metadata.decode_metadata.seq_lens.tolist()[:2] == [3, 2]
     assert (backend.seen[1] == [3, 2]) == (bucket is None)
+
+
+# ---- sums over padded rows -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_padded_lengths_whose_sum_does_not_fit(kernels, decodes):
+    """2**31 - 3 keys in two rows, and a padded row of one: with three of them the sum passes int32."""
+    longest, block_size = 2**30, 2**20
+    batch = InputBatch(max_num_reqs=8, max_model_len=longest, block_size=block_size, kernels=kernels)
+    backend = Plain(dataclasses.replace(config(spec("always", pad_seq_len=1)), block_size=block_size))
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8)
+    blocks = list(range(1, 1025))
+    batch.add_request("a", blocks, longest - 1)
+    batch.add_request("b", blocks, longest - 4)
+    builder.capture(3)
+    builder.capture(8)
+    if decodes:
+        builder.build()
+        batch.rollback_many({"a": 1, "b": 1})
+    with pytest.raises(ValueError, match="bucket: 8 rows, the padded ones included, have lengths whose sum"):
+        builder.build(bucket=8)
+    assert batch.num_computed_tokens("a") == longest - 1
+    assert builder.build(bucket=3).seq_start_loc.tolist() == [0, 2**30, 2**31 - 3, 2**31 - 2]
+
+
+def test_padded_encoder_lengths_whose_sum_does_not_fit(kernels):
+    longest = 2**30
+    groups = [KVCacheGroup("full", 2**20), KVCacheGroup("encoder", 2**20, cross=True)]
+    batch = InputBatch(max_num_reqs=8, max_model_len=8, groups=groups, max_encoder_len=longest, kernels=kernels)
+    backend = Plain(dataclasses.replace(config(spec("always", pad_seq_len=1)), block_size=2**20))
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8, max_num_encoder_tokens=8)
+    for name, length in (("a", longest), ("b", longest - 3)):
+        blocks = {"full": [1], "encoder": list(range(1, 1025))}
+        batch.add_request(name, blocks, encoder_seq_len=length, encoder_computed=True)
+    builder.capture(3)
+    builder.capture(8)
+    builder.build()
+    for _ in range(2):  # the second is a step whose rows need not be arranged
+        with pytest.raises(ValueError, match="bucket: 8 rows, the padded ones included, have lengths whose sum"):
+            builder.build(bucket=8)
+        assert builder.build(bucket=3).groups["encoder"].seq_start_loc.tolist() == [0, 2**30, 2**31 - 3, 2**31 - 2]

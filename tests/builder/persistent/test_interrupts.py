@@ -2,15 +2,10 @@
 
 import contextlib
 import signal
-import threading
 
 import alarms
-import numpy as np
 import pytest
-from interrupted_calls import GROUPS, Engine, at_opcode
-
-from attncore.builder import InputBatch, MetadataBuilder
-from attncore.errors import ConcurrentUseError
+from interrupted_calls import GROUPS, AtOpcode, Engine
 
 CALLS = ["add", "append", "remove", "preempt", "replace", "truncate", "rollback", "swap", "capture", "release", "build"]
 
@@ -24,14 +19,14 @@ def until(engine, name):
         engine.call(function, change, contextlib.nullcontext())
 
 
-@pytest.mark.parametrize("groups, fills, transport", [("windows", False, "auto"), ("cross", True, "copy")])
+@pytest.mark.parametrize(("groups", "fills", "transport"), [("windows", False, "auto"), ("cross", True, "copy")])
 @pytest.mark.parametrize("name", CALLS)
 def test_opcodes_of_a_call(name, groups, fills, transport):
     """The same call again and again, interrupted some opcodes later each time, until it is not interrupted."""
     engine = Engine(len(name), groups, fills=fills, transport=transport)
     function, change = until(engine, name)
     count, step = 0, {"capture": 131, "build": 7}.get(name, 1)
-    while not engine.call(function, change, at_opcode(count)):
+    while not engine.call(function, change, AtOpcode(count)):
         count += step
     assert count > 10 * step
     for _ in range(10):
@@ -44,7 +39,7 @@ def test_opcodes_of_the_numba_twin(groups):
     engine = Engine(1, groups, kernels="numba")
     for k in range(150):
         _, function, change = engine.next_call()
-        engine.call(function, change, at_opcode(int(engine.draw.integers(600))) if k > 50 else contextlib.nullcontext())
+        engine.call(function, change, AtOpcode(int(engine.draw.integers(600))) if k > 50 else contextlib.nullcontext())
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timer that signals")

@@ -21,6 +21,8 @@ def _of(generation: str, host: Host) -> Iterator[tuple[str, str]]:
         yield label, f"{probe_results.DISTRIBUTIONS[generation]} is not installed"
         return
     yield label, f"{library}, {file or 'without its files'}"
+    if why := probe_results.ignored(generation):
+        yield f"{label} kept", f"ignored: {', '.join(why)}"
     if host.platform != "cuda" or file is None:
         return
     found = probe_results.read(generation, host.device_name)
@@ -39,7 +41,7 @@ def said(found: probe_results.ProbeResult) -> str:
     lacks = [*found.missing(""), *(f"dtype {name}" for name in found.missing("dtype"))]
     sizes = sorted(found.head_sizes)
     if sizes:
-        has = [str(size) for size in range(8, 257, 8) if size not in found.head_sizes]
+        has = [str(size) for size in probe_results.HEAD_SIZES if size not in found.head_sizes]
         lacks.append(f"all head sizes but {', '.join(has)}")
     text = f"runs on {found.device}; left out of this build: {', '.join(lacks) or 'nothing'}"
     return text + ("; its decode function waits for the device, so the other one is used" if found.synchronises else "")

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from attn_flash import generation2, generation4, probe_results
-from attn_flash.probe_results import ProbeResult
+from attn_flash.probe_results import HEAD_SIZES, ProbeResult
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-HEAD_SIZES = tuple(range(8, 257, 8))
 FEATURES: dict[str, dict[str, Any]] = {
     "sliding_window": {"window_size": (2, 0)},
     "logits_soft_cap": {"softcap": 20.0},

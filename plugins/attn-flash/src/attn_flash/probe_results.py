@@ -12,14 +12,21 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from attncore.kept_files import cache_folder, read_kept, write_kept
+
 DISTRIBUTIONS: Mapping[str, str] = {"2": "flash-attn", "4": "flash-attn-4"}
 """Generation -> the distribution that provides it."""
+
+DTYPES = ("bfloat16", "float16")
+HEAD_SIZES = tuple(range(8, 257, 8))
+FEATURES = ("sliding_window", "logits_soft_cap", "alibi", "alibi_standard")
+"""What calls can show a build to lack."""
 
 
 @dataclass(frozen=True)
@@ -84,17 +91,42 @@ def read(generation: str, device: str = "") -> ProbeResult | None:
     known = [_parsed(file) for file in files if found is not None]
     key = _key(generation)
     known += [one for (of, name), one in _here.items() if of == key and device in ("", name)]
-    here = [one for one in known if one is not None and one.library == found and device in ("", one.device)]
+    here = [
+        one for one in known if isinstance(one, ProbeResult) and one.library == found and device in ("", one.device)
+    ]
     return min(here, key=lambda one: bool(one.fails), default=None)
 
 
-def _parsed(file: Path) -> ProbeResult | None:
+def ignored(generation: str) -> list[str]:
+    """Why findings that are kept on the library as it is installed now are not read: a sentence for each file."""
+    return [why for file in _files(generation, "") if isinstance(why := _parsed(file), str)]
+
+
+def _parsed(file: Path) -> ProbeResult | str | None:
+    """The findings kept in a file; None where there are none; why they are ignored, as a sentence."""
     try:
-        result = ProbeResult(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # none there, or of another version of this plugin: probe again
+        result = ProbeResult(**json.loads(read_kept(file)))
+    except FileNotFoundError:
         return None
-    texts = isinstance(result.lacks, dict) and all(isinstance(text, str) for text in result.lacks.values())
-    return result if texts else None
+    except OSError as error:
+        return str(error)
+    except (ValueError, TypeError, RecursionError):  # damaged, or of another version of this plugin: probe again
+        return f"{file} holds no findings"
+    return result if _credible(result) else f"{file} holds findings that no call makes"
+
+
+def _credible(result: ProbeResult) -> bool:
+    """Whether every value is one that calls make: the spec is made of them."""
+    lacks = result.lacks
+    if not isinstance(lacks, dict) or type(result.synchronises) is not bool:
+        return False
+    texts = (result.library, result.device, result.fails, *lacks.values())
+    dtypes, sizes = {f"dtype {name}" for name in DTYPES}, {f"head_size {size}" for size in HEAD_SIZES}
+    return (
+        all(isinstance(text, str) and len(text) <= 1000 for text in texts)
+        and lacks.keys() <= {*dtypes, *sizes, *FEATURES}
+        and not (dtypes <= lacks.keys() or sizes <= lacks.keys())  # it would run nothing, and `fails` says so
+    )
 
 
 def write(generation: str, result: ProbeResult, *, lasting: bool = True) -> None:
@@ -108,13 +140,8 @@ def write(generation: str, result: ProbeResult, *, lasting: bool = True) -> None
     file = _file(generation, result.device)
     if file is None:
         return
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.name}.{os.getpid()}")
-        partial.write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
-        partial.replace(file)
-    except OSError:
-        return
+    with suppress(OSError):
+        write_kept(file, json.dumps(asdict(result), indent=1).encode())
 
 
 def forget(generation: str, device: str = "") -> None:
@@ -126,15 +153,6 @@ def forget(generation: str, device: str = "") -> None:
             file.unlink(missing_ok=True)
         except OSError:  # a folder that is read only: what it says stays true of this library file
             return
-
-
-def folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where findings are kept: under XDG_CACHE_HOME where that is an absolute path, else under ``~/.cache``.
-
-    RuntimeError for a user without a home.
-    """
-    base = environ.get("XDG_CACHE_HOME", "")
-    return Path(base if os.path.isabs(base) else Path.home() / ".cache", "attncore", "flash")
 
 
 def _key(generation: str) -> str:
@@ -153,7 +171,7 @@ def _key(generation: str) -> str:
 def _file(generation: str, device: str) -> Path | None:
     key, name = _key(generation), re.sub(r"[^A-Za-z0-9]+", "-", device)
     try:
-        return folder() / f"generation{generation}-{key}-{name}.json" if key else None
+        return cache_folder("flash") / f"generation{generation}-{key}-{name}.json" if key else None
     except RuntimeError:  # a user without a home
         return None
 
@@ -165,6 +183,6 @@ def _files(generation: str, device: str) -> list[Path]:
         return [file] if file is not None else []
     key = _key(generation)
     try:
-        return sorted(folder().glob(f"generation{generation}-{key}-*.json")) if key else []
+        return sorted(cache_folder("flash").glob(f"generation{generation}-{key}-*.json")) if key else []
     except (OSError, RuntimeError):
         return []

@@ -42,7 +42,6 @@ _PAGES = {
 }
 _REQUIRES = {"2": "flash-attn>=2.8,<2.9", "4": "flash-attn-4>=4.0.0b36,<5"}
 _SIZES = MultipleOf(8, 256)
-_DTYPES = ("bfloat16", "float16")
 _FIX = "install another build of it, or use another backend"
 
 
@@ -53,7 +52,7 @@ def make_spec() -> BackendSpec:
         api=1,
         factory="attn_flash.backend:FlashBackend",
         devices={"cuda:sm_80+": 55, "cuda:sm_90": 60, "cuda:sm_100+": 60},
-        dtypes=_DTYPES,
+        dtypes=probe_results.DTYPES,
         head_sizes=_SIZES,
         block_sizes=MultipleOf(16),
         kv_cache_layouts=("NHD", "HND"),
@@ -74,9 +73,9 @@ def _variant(generation: str) -> Variant:
         lacks = found.missing("")
         facts["features"] = _FEATURES[generation] - lacks.keys()
         unsupported |= {name: _left_out(found, text) for name, text in lacks.items()}
-        facts["dtypes"] = [name for name in _DTYPES if name not in found.missing("dtype")]
+        facts["dtypes"] = [name for name in probe_results.DTYPES if name not in found.missing("dtype")]
         if found.head_sizes:
-            facts["head_sizes"] = [size for size in range(8, 257, 8) if size not in found.head_sizes]
+            facts["head_sizes"] = [size for size in probe_results.HEAD_SIZES if size not in found.head_sizes]
     facts["unsupported"] = unsupported
     check = partial(_check, generation, found)
     return Variant(f"fa{generation}", requires=(_REQUIRES[generation],), check=check, **facts)

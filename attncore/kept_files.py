@@ -1,0 +1,64 @@
+"""Files that a program keeps for its next run in a folder such as ``~/.cache``: written whole, read with suspicion.
+
+Such a folder may be one that others write to. What is read is a regular file of this user (or of root), which no other
+user may write to, and not a long one; all else is an error, before a byte of it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+MAX_BYTES = 1 << 20
+"""Bytes of a kept file that are read at most, unless the reader says otherwise."""
+
+
+def cache_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """``attncore/name`` under XDG_CACHE_HOME where that is an absolute path, else under ``~/.cache``.
+
+    RuntimeError for a user without a home.
+    """
+    base = environ.get("XDG_CACHE_HOME", "")
+    return Path(base if os.path.isabs(base) else Path.home() / ".cache", "attncore", name)
+
+
+def read_kept(file: Path, most: int = MAX_BYTES) -> bytes:
+    """The bytes of a kept file. FileNotFoundError where there is none.
+
+    OSError, which names the file and says why, where it is no regular file, belongs to another user, may be written to
+    by every user, or has more than ``most`` bytes. Does not wait, whatever stands in the file's place.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a named pipe is opened without a writer
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{file} is no regular file")
+        if status.st_uid not in (os.geteuid(), 0):
+            raise OSError(f"{file} belongs to another user ({status.st_uid})")
+        if status.st_mode & stat.S_IWOTH:
+            raise OSError(f"{file} may be written to by every user")
+        with open(descriptor, "rb", closefd=False) as opened:
+            data = opened.read(most + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > most:
+        raise OSError(f"{file} has more than {most} bytes")
+    return data
+
+
+def write_kept(file: Path, data: bytes) -> None:
+    """Write a kept file, all of it or nothing, for this user alone; makes its folder. OSError where it cannot be."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, partial = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    try:
+        with open(descriptor, "wb") as opened:
+            opened.write(data)
+        os.replace(partial, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise

@@ -1,0 +1,70 @@
+"""The forward context: where the layers of a step find its metadata and their implementations, by their names.
+
+The engine enters one around the model. ``attncore.ops.operator`` reads it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attncore.abstract import AttentionImpl, AttentionMetadata
+
+
+class ForwardContext:
+    """What layers of a step find by their names. Entered with ``with``; contexts nest, a thread sees its own only."""
+
+    __slots__ = ("_by_layer", "_of_all", "_outer", "impls", "metadata")
+
+    def __init__(
+        self, metadata: AttentionMetadata | Mapping[str, AttentionMetadata], impls: Mapping[str, AttentionImpl]
+    ) -> None:
+        self.metadata, self.impls = metadata, impls
+        self._by_layer: Mapping[str, AttentionMetadata] | None = None
+        self._of_all: AttentionMetadata | None = None
+        if isinstance(metadata, Mapping):
+            self._by_layer = metadata
+        else:
+            self._of_all = metadata
+        self._outer: list[ForwardContext | None] = []
+
+    def __enter__(self) -> ForwardContext:
+        self._outer.append(here.context)
+        here.context = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        here.context = self._outer.pop()
+
+    def layer(self, name: str) -> tuple[AttentionImpl, AttentionMetadata]:
+        """The layer's implementation and metadata; KeyError that names the layer where there is none."""
+        impl = self.impls.get(name)
+        if impl is None:
+            known = ", ".join(list(self.impls)[:4]) or "none"
+            raise KeyError(f"layer_name: {name!r} is not in this forward context; its layers: {known}")
+        if self._of_all is not None:
+            return impl, self._of_all
+        if self._by_layer is None or name not in self._by_layer:
+            raise KeyError(f"layer_name: {name!r} has no metadata in this forward context")
+        return impl, self._by_layer[name]
+
+
+class _Here(threading.local):
+    context: ForwardContext | None = None
+
+
+here = _Here()
+"""``here.context`` is the innermost context of this thread; None outside of one."""
+
+
+def forward_context(
+    metadata: AttentionMetadata | Mapping[str, AttentionMetadata], impls: Mapping[str, AttentionImpl]
+) -> ForwardContext:
+    """A context in which ``attncore.attention`` finds a step: ``with forward_context(metadata, impls): model(...)``.
+
+    ``impls`` maps layer names to what ``backend.impl`` made; ``metadata`` is the step's, or a mapping of layer names to
+    metadata where layers belong to several KV-cache groups (``metadata.groups[...]``). Making one costs no copy.
+    """
+    return ForwardContext(metadata, impls)

@@ -1,0 +1,199 @@
+"""What a caller's objects may do while they are read: lie about their length, change, run code. Nothing is written
+outside of the arrays; a wrong answer of ours would be a number that no array holds.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from attncore import slots
+from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
+from attncore.kernels import load_kernels
+
+GUARD = -77
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+def guarded(count, dtype=np.int64):
+    """An array of ``count`` numbers, and the memory around it."""
+    memory = np.full(count + 16, GUARD, dtype)
+    return memory[8 : 8 + count], memory
+
+
+def untouched(memory):
+    """Whether nothing was written around the four numbers of ``guarded``."""
+    return (np.delete(memory, range(8, 12)) == GUARD).all()
+
+
+# ---- the functions on arrays refuse what their callers' checks did not see -------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("contexts", "queries", "block_size"),
+    [
+        (ints(0, 0), ints(2, 9), 4),  # beyond out
+        (ints(0, 7), ints(2, 2), 4),  # beyond the table's columns
+        (ints(0, 2**31 - 1), ints(2, 2), 4),
+        (ints(0, -1), ints(2, 2), 4),
+        (ints(0, 1), ints(2, -1), 4),
+        (ints(0), ints(2, 2), 4),  # fewer contexts
+        (ints(0, 0, 0), ints(1, 1, 1), 4),  # fewer rows of the table
+        (ints(0, 0), ints(2, 2), 0),
+    ],
+)
+def test_slots_stay_inside(kernels, contexts, queries, block_size):
+    out, memory = guarded(4)
+    row = load_kernels(kernels).fill_slot_mapping(np.ones((2, 2), np.int32), contexts, queries, block_size, out)
+    assert row == (0 if block_size == 0 else len(queries) - 1)
+    assert untouched(memory)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "queries"), [(ints(0, 0), ints(2, 9)), (ints(0, 0), ints(2, -2)), (ints(0), ints(2, 2))]
+)
+def test_positions_stay_inside(kernels, contexts, queries):
+    positions, memory = guarded(4)
+    rows, row_memory = guarded(4, np.int32)
+    assert load_kernels(kernels).fill_positions(contexts, queries, positions, rows) == 1
+    for array in (memory, row_memory):
+        assert untouched(array)
+
+
+@pytest.mark.parametrize(
+    "indptr", [ints(0, 2, 9), ints(0, 2, 5), ints(0, 2, 1), ints(0, 2, -1), ints(0, 2, -(2**31)), ints(0, 1, 2, 3)]
+)
+def test_pages_stay_inside(kernels, indptr):
+    out, memory = guarded(4, np.int32)
+    assert load_kernels(kernels).fill_page_indices(np.ones((2, 2), np.int32), indptr, out) == len(indptr) - 2
+    assert untouched(memory)
+
+
+def test_missing_rows_are_bad(kernels):
+    assert load_kernels(kernels).fill_block_table([[1]], np.zeros((3, 2), np.int32)) == 1
+
+
+# ---- arrays that are not what they say -------------------------------------------------------------------------------
+
+
+class Shorter(np.ndarray):
+    """An array that says it has the shape (4,)."""
+
+    shape = property(lambda self: (4,))
+
+    def __len__(self):
+        return 4
+
+
+def test_a_subclass_is_not_believed(kernels, monkeypatch):
+    monkeypatch.setenv("ATTNCORE_KERNELS", kernels)
+    out = np.zeros(2, np.int64).view(Shorter)
+    with pytest.raises(ValueError, match=r"out: int64\[2\]"):
+        slots.build_slot_mapping([[1], [2]], [0, 0], [2, 2], 4, out)
+    contexts = ints(0, 0).view(Shorter)
+    with pytest.raises(ValueError, match="query_lens: 4 lengths for 2 context_lens"):
+        slots.build_positions(contexts, [1, 1, 1, 1])
+
+
+def test_lengths_that_change_after_the_checks(kernels, monkeypatch):
+    """Another thread, here the allocation of the result, writes to the caller's array."""
+    monkeypatch.setenv("ATTNCORE_KERNELS", kernels)
+    from attncore.kernels import host_functions
+
+    queries = ints(1, 2)
+
+    def late(*args):
+        out = np.empty(3, np.int64)
+        queries[1] = 10**6
+        return out
+
+    monkeypatch.setattr(host_functions, "output", late)
+    with pytest.raises(ValueError, match="query_lens: row 1 changed while it was read"):
+        slots.build_slot_mapping([[1], [2]], [0, 0], queries, 4)
+
+
+@pytest.mark.parametrize("claimed", [0, 1, 50, 10**6])
+def test_rows_whose_number_and_items_differ(kernels, monkeypatch, claimed):
+    monkeypatch.setenv("ATTNCORE_KERNELS", kernels)
+
+    class Rows(list):
+        def __len__(self):
+            return claimed
+
+    assert slots.pad_block_table(Rows([[1, 2], [3]])).tolist() == [[1, 2], [3, 0]]
+
+
+@pytest.mark.parametrize("claimed", [0, 1, 3, 10**6])
+def test_ids_whose_number_and_items_differ(kernels, monkeypatch, claimed):
+    monkeypatch.setenv("ATTNCORE_KERNELS", kernels)
+
+    class Ids(list):
+        def __len__(self):
+            return claimed
+
+    if claimed >= 2:
+        expected = [[5, 6] + [0] * (claimed - 2)]
+        assert slots.pad_block_table([Ids([5, 6])]).tolist() == expected
+    else:
+        with pytest.raises(ValueError, match="rows: row 0: "):
+            slots.pad_block_table([Ids([5, 6])])
+
+
+# ---- items that run code ---------------------------------------------------------------------------------------------
+
+
+class Shrinks:
+    """A block id that empties the list that it is in."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def __index__(self):
+        self.ids.clear()
+        return 1
+
+
+def test_a_list_that_an_item_empties(kernels):
+    batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4, kernels=kernels)
+    ids = [1, 2]
+    ids.append(Shrinks(ids))
+    batch.add_request("a", ids)  # what was read before it was emptied, and nothing of the list's old memory
+    assert set(batch.block_ids("a")) <= {1, 2}
+    table = [1, 2]
+    table.append(Shrinks(table))
+    builder = CommonMetadataBuilder(4, kernels=kernels)
+    groups = [SequenceGroup(False, [Sequence(0, 1, 2, table)])]
+    assert set(builder.build(groups).host.block_table.ravel().tolist()) <= {0, 1, 2}
+
+
+def test_lengths_of_an_arena_that_were_written_to(kernels):
+    """A step that fails is taken back; its arena is the backend's to read, and a backend may have written there."""
+
+    class Backend:
+        config = SimpleNamespace(device="cpu", block_size=4, spec=None)
+        name, spec, has_plan = "writes", None, True
+        from_host = staticmethod(lambda array: array)
+
+        def plan(self, metadata):
+            metadata.host.query_lens[:] = [2**31 - 1, -(2**31)]
+            raise RuntimeError("no plan")
+
+    batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4, kernels=kernels)
+    batch.add_request("a", [1, 2], 3)
+    batch.add_request("b", [3, 4], 3)
+    builder = MetadataBuilder(batch, Backend(), max_num_batched_tokens=8)
+    with pytest.raises(RuntimeError, match="no plan"):
+        builder.build()
+    assert all(0 <= batch.num_computed_tokens(name) <= 16 for name in "ab")
+
+
+def test_page_lists_that_were_written_to(kernels):
+    batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4, kernels=kernels)
+    batch.add_request("a", [1, 2], 5)
+    metadata = MetadataBuilder(batch, max_num_batched_tokens=8).build()
+    metadata.host.paged_kv_indptr[1] = 10**6
+    with pytest.raises(ValueError, match="paged_kv_indptr: row 0 was changed since the build"):
+        _ = metadata.paged_kv_indices

@@ -1,0 +1,59 @@
+"""Child processes: how they end, what they answer, and what they leave behind."""
+
+import os
+import time
+
+import pytest
+
+from attncore.registry.child_process import MAX_BYTES, read_answers, run_in_child
+
+GRANDCHILD = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)"
+
+
+@pytest.mark.parametrize(
+    ("program", "ended"),
+    [
+        ("pass", ""),
+        ("import sys; sys.exit(3)", "the process ended with code 3"),
+        ("raise ValueError('no\\x1b[31m')", "the process ended with code 1 (ValueError: no\\x1b[31m)"),
+        ("raise KeyboardInterrupt", "the process died of SIGINT"),
+        ("import os; os.kill(os.getpid(), 64)", "the process died of SIGRTMAX"),
+        ("import sys; assert not sys.stdin.read(1)", ""),
+        ("import os\nwhile True: os.write(1, b'x' * 65536)", "it gave no answer within 1 s"),
+        (GRANDCHILD, ""),
+    ],
+    ids=["well", "code", "error", "interrupt", "signal", "reads", "writes", "grandchild"],
+)
+def test_how_a_child_ends_is_a_sentence(program, ended):
+    started = time.monotonic()
+    assert run_in_child(["-c", program], 1 if "within" in ended else 30) == ended
+    assert time.monotonic() - started < 30
+
+
+def test_a_child_that_cannot_be_started_is_a_sentence(monkeypatch):
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    assert run_in_child(["-c", "pass"], 30).startswith("no process can be started: [Errno 2]")
+
+
+@pytest.mark.parametrize(
+    ("written", "answers"),
+    [
+        (b'{"a": 1}\n{"b": 2}\n', [{"a": 1}, {"b": 2}]),
+        (b'{"a": 1}\n{"phase": "do', [{"a": 1}]),
+        (b'{"a": 1}\n[1]\n"x"\n\xff\n', [{"a": 1}]),
+        (b'{"a": 1}\n' + b"[" * 100_000 + b"\n", [{"a": 1}]),
+        (b'{"a": 1}\n{"b": ' + b"9" * 5000 + b"}\n", [{"a": 1}]),
+        (b'{"a": 1}\n{"b": "' + b"x" * MAX_BYTES + b'"}\n', [{"a": 1}]),
+    ],
+    ids=["whole", "cut", "other values", "deep", "huge number", "long"],
+)
+def test_answers_are_the_whole_lines(tmp_path, written, answers):
+    file = tmp_path / "answers"
+    file.write_bytes(written)
+    assert read_answers(file) == answers
+
+
+def test_what_is_no_file_has_no_answers(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "missing", "."):
+        assert read_answers(tmp_path / name) == []

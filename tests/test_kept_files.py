@@ -1,0 +1,52 @@
+"""Files kept for the next run: where they are, how they are written, and which are not read."""
+
+import os
+
+import pytest
+
+from attncore.kept_files import cache_folder, read_kept, write_kept
+
+
+def test_the_cache_folder_follows_the_environment(tmp_path):
+    assert cache_folder("verify", {"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "attncore" / "verify"
+    assert cache_folder("verify", {"XDG_CACHE_HOME": "relative"}).parts[-3:] == (".cache", "attncore", "verify")
+
+
+def test_what_is_written_is_read(tmp_path):
+    file = tmp_path / "deep" / "er" / "file"
+    write_kept(file, b"one")
+    write_kept(file, b"two")
+    assert read_kept(file) == b"two"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "file" / "inside").mkdir(parents=True)
+    with pytest.raises(OSError):
+        write_kept(tmp_path / "file", b"one")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_is_not_read(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_kept(tmp_path / "file")
+    with pytest.raises(OSError, match="is no regular file"):
+        read_kept(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="is no regular file"):
+        read_kept(tmp_path / "pipe")
+    write_kept(tmp_path / "file", b"x" * 100)
+    with pytest.raises(OSError, match="has more than 99 bytes"):
+        read_kept(tmp_path / "file", 99)
+    (tmp_path / "file").chmod(0o602)
+    with pytest.raises(OSError, match="may be written to by every user"):
+        read_kept(tmp_path / "file")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_another_users_file_is_not_read(tmp_path):
+    write_kept(tmp_path / "file", b"one")
+    os.chown(tmp_path / "file", 12345, 12345)
+    with pytest.raises(OSError, match=r"belongs to another user \(12345\)"):
+        read_kept(tmp_path / "file")
