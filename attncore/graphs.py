@@ -83,8 +83,8 @@ def new_graph(device: str) -> Any:
 def uncollected() -> Iterator[None]:
     """Collects no garbage inside, since a CUDA graph that is destroyed during another's capture invalidates that."""
     collects = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if collects:
@@ -111,8 +111,8 @@ def capturing(graph: Any, **options: Any) -> Iterator[Any]:
         raise CaptureError("capturing: a capture is open in this thread; end that capture first")
     if graph._captured:
         raise CaptureError("capturing: this graph holds a capture already; take a new graph, or reset this one")
-    _open.graph = graph
     try:
+        _open.graph = graph
         yield graph
         graph._captured = True
     finally:

@@ -15,6 +15,7 @@ from attncore.kernels.numba import sequence_checks
 
 KERNELS = Path(attncore.kernels.__file__).parent
 STRUCT = "a C struct; a loop of numba's takes arrays and returns tuples"
+NO_STEP = "a method in C runs whole; in Python a signal's handler may run in the middle, and a roll-back begin anew"
 EXCEPTIONS = {
     "types": "C types",
     "codes": "attncore/kernels/codes.py for C; the numba side imports that",
@@ -32,6 +33,12 @@ EXCEPTIONS = {
     "step_sender.store_word": "an atomic store; NumPy has none, and the numba side serves no device",
     "step_sender.load_word": "an atomic load, the same",
     "step_sender.words_at": "memory at an address, for which C has a cast",
+    "entrance.after_fork": "in a forked child sys._current_frames() has no frame of another thread",
+    "entrance.Stay.lasts": "in C a Stay that is let go ends: no frame is looked for",
+    "batch.BatchState._restore_later": NO_STEP,
+    "step.StepKernel.next_step": "a field in C",
+    "step.advance": NO_STEP,
+    "step.go_back": NO_STEP,
     "sequence_checks.Entry": STRUCT,
     "sequence_checks.GroupTotals": STRUCT,
     "sequence_groups.GroupReader._reserve_entries": "realloc; NumPy allocates",

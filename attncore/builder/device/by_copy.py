@@ -128,9 +128,13 @@ class CopyTransport:
         """The captured sizes whose graphs fetch their steps from the arenas."""
         return []
 
-    def abandon(self, step: int) -> bool:
-        """Takes back ``step`` where it waits for its replay; whether it did."""
-        return False
+    pending = -1
+    """The step that waits for the replay of its graph; -1: none."""
+
+    def take_back(self, step: int) -> None:
+        """Makes ``step`` unsent; the next step sends every block again, since it is not known what arrived."""
+        self.sent = min(self.sent, step - 1)
+        self.tables.forget()
 
     def views(self, capacity: Capacity) -> Views:
         """The device arena's fields for steps of ``capacity``, as tensors."""

@@ -38,7 +38,6 @@ class GraphTransport(CopyTransport):
         super().__init__(device, host_tables, page_lists)
         self._small: dict[Capacity, Any] = {}
         self._recorded_shapes: list[Any] = []
-        self._pending = -1  # the step that waits for its replay
         # With tickets: steps without a receipt, and the tables' ``synced`` before each.
         self._unread: list[tuple[int, list[Any]]] = []
 
@@ -80,7 +79,8 @@ class GraphTransport(CopyTransport):
         if self._sender.write(step, shape, out, num_rows) == self.journal_entries:
             self.send_surplus(num_rows)
         if waits and not self.ticket:
-            self._pending, self._pending_shape = step, shape
+            self._pending_shape = shape
+            self.pending = step
             return
         self._sender.publish(step)
         if self.ticket:
@@ -126,16 +126,21 @@ class GraphTransport(CopyTransport):
         if self.ticket:
             graph.replay()
             return
-        if step != self._pending:
+        if step != self.pending:
             raise CaptureError(f"replay: step {step} is not waiting for a replay; each build is replayed once")
         if not self._pending_shape.recorded:
             raise CaptureError(
                 f"replay: the graph of {self._pending_shape.num_reqs} requests does not fetch its metadata; call "
                 "metadata.record() first inside its capture"
             )
+        launched = False
+        if self._headers[step % self._ring.depth][HEADER_STEP] == step:  # a replay of this step was interrupted
+            torch.cuda.synchronize()
+            launched = self._sender.seen(step)
         self._sender.publish(step)
-        graph.replay()
-        self.sent, self._pending = step, -1
+        if not launched:
+            graph.replay()
+        self.sent, self.pending = step, -1
 
     def release(self, shape: Any) -> None:
         shape.recorded = False
@@ -144,16 +149,25 @@ class GraphTransport(CopyTransport):
     def recorded(self) -> list[int]:
         return sorted(shape.num_reqs for shape in self._recorded_shapes)
 
-    def abandon(self, step: int) -> bool:
-        waited, self._pending = self._pending == step, -1 if self._pending == step else self._pending
-        return waited
+    def take_back(self, step: int) -> None:
+        """Also makes the device expect ``step`` again, where its nodes have read it."""
+        super().take_back(step)
+        self.pending = -1
+        header = self._headers[step % self._ring.depth]
+        if header[HEADER_STEP] == step:
+            torch.cuda.synchronize()
+            header[HEADER_STEP] = -1
+            if self._seen[0] == step:
+                self._state[:1].fill_(step - 1)
+                torch.cuda.synchronize()
+                self._seen[0] = step - 1
 
     def check_ready(self) -> None:
         """Also raises CaptureError where the last step still waits for its replay."""
         super().check_ready()
-        if self._pending >= 0:
+        if self.pending >= 0:
             raise CaptureError(
-                f"build: step {self._pending} was built for a graph of {self._pending_shape.num_reqs} requests and "
+                f"build: step {self.pending} was built for a graph of {self._pending_shape.num_reqs} requests and "
                 "not replayed; call metadata.replay(graph), or metadata.abandon() where it will not run"
             )
 

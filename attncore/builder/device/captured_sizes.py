@@ -36,9 +36,9 @@ class CapturedSizes(Generic[Entry]):
         """The size's entry; None where it was not captured."""
         return self._entries.get(num_reqs)
 
-    def pop(self, num_reqs: int) -> Entry:
-        """Removes a size; returns its entry."""
-        return self._entries.pop(num_reqs)
+    def drop(self, num_reqs: int) -> None:
+        """Removes a size, where it was captured."""
+        self._entries.pop(num_reqs, None)
 
     def sizes(self, only: int | None = None) -> tuple[int, ...]:
         """The captured sizes, ascending; ``only``, where given, leaves out the others."""

@@ -28,6 +28,9 @@ _FIELDS = (
 
 _NO_ROWS = np.empty(0, np.intp)
 
+_WRITTEN = tuple(name for name in _FIELDS if name not in ("block_table", "paged_kv_indices"))
+"""Those that keep their memory. Of a table some rows change, or it is replaced; page indices are replaced."""
+
 
 class _Rows(NamedTuple):
     """Rows of the step, ascending, and for each a block id or a row of block ids."""
@@ -67,22 +70,29 @@ def advance_step(
     A token that starts a block takes it from the tables of the groups that the step was built from: an engine may
     append to these tables, but must not change their entries. Raises ValueError or TypeError that names the argument or
     the row, and changes nothing, for a step with prompts, a decode of several tokens, a token without a block, and a
-    step that a captured graph can no longer hold; CaptureError while a stream is capturing.
+    step that a captured graph can no longer hold; CaptureError while a stream is capturing. Where an exception from
+    outside interrupts it (KeyboardInterrupt), ``metadata.advanced`` says whether it has happened.
     """
     settings = _check_metadata(metadata)
+    settle(metadata)
     n = len(metadata.host.query_lens)
     if num_queries is not None and arguments.integer("num_queries", num_queries, 1) != n:
         raise ValueError(f"num_queries: {num_queries}, but the step has {n} decodes without padding; build it anew")
     tokens = _check_tokens(metadata, n, input_tokens, sampled_token_ids)
     refuse_while_capturing("cpu" if settings.backend is None else settings.backend.config.device, "advance_step")
     step = _plan_next(metadata, settings, n)
-    if settings.plan is None:
+    vars(metadata)["_unfinished"] = _before(metadata, step)
+    try:
         _write(metadata, step, settings)
-    else:
-        _write_planned(metadata, step, settings)
-    if tokens is not None:
-        input_tokens[:n] = tokens
-        input_tokens[n : metadata.num_reqs] = 0
+        if settings.plan is not None:
+            settings.plan(metadata)
+        if tokens is not None:
+            input_tokens[:n] = tokens
+            input_tokens[n : metadata.num_reqs] = 0
+        del vars(metadata)["_unfinished"]
+    except BaseException:
+        settle(metadata)
+        raise
 
 
 def _check_metadata(metadata: CommonAttentionMetadata) -> ListSettings:
@@ -318,19 +328,43 @@ def _update_views(metadata: CommonAttentionMetadata, table_changed: bool) -> Non
             value.copy_(torch.from_numpy(array), non_blocking=True)
 
 
-def _write_planned(metadata: CommonAttentionMetadata, step: _Next, settings: ListSettings) -> None:
-    """Writes the step and plans it; restores the step before where planning fails."""
+class _Before(NamedTuple):
+    """What an advance changes, as it was before."""
+
+    arrays: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+    """Host arrays that are written in place, and copies of them."""
+    table: npt.NDArray[np.int32]
+    rows: npt.NDArray[np.intp]
+    table_rows: npt.NDArray[np.int32]
+    """The rows of ``table`` that change."""
+    pages: Any
+    attributes: dict[str, Any]
+
+
+def _before(metadata: CommonAttentionMetadata, step: _Next) -> _Before:
     host = metadata.host
-    before = {name: (array, array.copy()) for name in _FIELDS if (array := getattr(host, name, None)) is not None}
-    counts = {name: getattr(metadata, name) for name in ("max_seq_len", "max_decode_seq_len", "advanced")}
-    table_lens = vars(metadata).get("_table_lens")
-    _write(metadata, step, settings)
-    try:
-        settings.plan(metadata)
-    except BaseException:
-        for name, (array, values) in before.items():
-            array[...] = values
-            setattr(host, name, array)
-        vars(metadata).update(counts, _table_lens=table_lens)
-        _update_views(metadata, table_changed=True)
-        raise
+    arrays = [array for name in _WRITTEN if (array := getattr(host, name, None)) is not None]
+    rows = step.table.rows
+    attributes = {name: getattr(metadata, name) for name in ("max_seq_len", "max_decode_seq_len", "advanced")}
+    attributes["_table_lens"] = vars(metadata).get("_table_lens")
+    return _Before(
+        [(array, array.copy()) for array in arrays], host.block_table, rows, host.block_table[rows],
+        getattr(host, "paged_kv_indices", None), attributes,
+    )  # fmt: skip
+
+
+def settle(metadata: Any) -> None:
+    """Takes back an advance that was interrupted, where one was; right to call again where it is interrupted itself."""
+    before: _Before | None = vars(metadata).get("_unfinished")
+    if before is None:
+        return
+    host = metadata.host
+    for array, values in before.arrays:
+        array[...] = values
+    before.table[before.rows] = before.table_rows
+    host.block_table = before.table
+    if before.pages is not None:
+        host.paged_kv_indices = before.pages
+    vars(metadata).update(before.attributes)
+    _update_views(metadata, table_changed=True)
+    del vars(metadata)["_unfinished"]

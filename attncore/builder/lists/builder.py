@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,6 +102,9 @@ class CommonMetadataBuilder(ListSettings):
             max_encoder_seq_len_to_capture, backend, kernels,
         )  # fmt: skip
         self._reader = self.kernels.GroupReader()
+        self._reader.refused = partial(
+            ConcurrentUseError, "builder: another caller is inside it; give each thread a builder of its own"
+        )
 
     __repr__ = guarded(list_builder_text)
 
@@ -131,12 +135,8 @@ class CommonMetadataBuilder(ListSettings):
                 groups = list(groups)
             except UNREADABLE:
                 raise error_texts.malformed_groups(groups) from None
-        if not self._reader.enter():
-            raise ConcurrentUseError("builder: another caller is inside it; give each thread a builder of its own")
-        try:
+        with self._reader.enter():
             return self._build_step(groups, cuda_graph_pad_size, allocate)
-        finally:
-            self._reader.leave()
 
     def _build_step(self, groups: Any, cuda_graph_pad_size: int, allocate: Allocate) -> CommonAttentionMetadata:
         reader, measures = self._reader, self._measure(groups)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attncore import arguments
 from attncore.builder.first_generation_names import FirstGenerationStateNames
+from attncore.builder.lists.advance_step import settle
 from attncore.builder.lists.captured_steps import NOTHING, CapturedSteps, set_host
 from attncore.errors import CaptureError
 from attncore.graphs import refuse_while_capturing
@@ -72,8 +73,8 @@ class CommonAttentionState(FirstGenerationStateNames):
         refuse_while_capturing(self._device, "graph_capture")
         if self.builder is not None:
             self._steps.allocate(self.builder, None if self.backend is None else self._device, max_batch_size)
-        self._steps.limit = max_batch_size
         try:
+            self._steps.limit = max_batch_size
             yield
         finally:
             self._steps.limit = 0
@@ -144,6 +145,7 @@ class CommonAttentionState(FirstGenerationStateNames):
         refuse_while_capturing(self._device, "prepare")
         steps = self._steps
         bucket = steps.size_of(metadata, self._only)
+        settle(metadata)
         if self.builder is None:  # no size is captured without one
             raise ValueError("prepare: this state has no builder; make it with builder=")
         steps.check_fits(metadata, self.builder)

@@ -162,6 +162,7 @@ class GraphBuffers:
             for name in _PADDED_PAGES:
                 out[name][...] = getattr(step, name)
             num_pages = len(step.paged_kv_indices)
+            arena.num_pages = max(arena.num_pages, num_pages)  # before: an interrupted step leaves some of them
             out["paged_kv_indices"][:num_pages] = step.paged_kv_indices
         return self._finish(arena, bucket, num_seqs, num_pages)
 
@@ -171,13 +172,15 @@ class GraphBuffers:
         arrays = arena.reserved.get((bucket, num_seqs))
         if arrays is None:
             whole = vars(self._host(arena, bucket))
-            arrays = arena.reserved[bucket, num_seqs] = HostArrays(**whole)
+            arrays = HostArrays(**whole)
             for name in _UNPADDED_ROWS:
                 setattr(arrays, name, whole[name][:num_seqs])
             arrays.query_start_loc = whole["query_start_loc"][: num_seqs + 1]
+            arena.reserved[bucket, num_seqs] = arrays
         arrays = HostArrays(**vars(arrays))
         if self.has_pages:
             arrays.paged_kv_indices = arrays.paged_kv_indices[:num_pages]
+            arena.num_pages = max(arena.num_pages, num_pages)
         return arrays
 
     def commit(self, num_seqs: int, bucket: int, num_pages: int) -> HostArrays:
@@ -196,7 +199,8 @@ class GraphBuffers:
             host.paged_kv_indices[num_pages : arena.num_pages] = 0
         arena.num_pages = num_pages
         if self._device is not None:
-            self._send(arena, bucket, max(num_pages, self._device_pages))
+            self._device_pages = max(num_pages, self._device_pages)
+            self._send(arena, bucket, self._device_pages)
             self._device_pages = num_pages
         return host
 
@@ -225,12 +229,13 @@ class GraphBuffers:
     def _host(self, arena: _Arena, bucket: int) -> HostArrays:
         views = arena.hosts.get(bucket)
         if views is None:
-            views = arena.hosts[bucket] = HostArrays()
+            views = HostArrays()
             for name, place in self._places.items():
                 array = arena.memory[place.offset : place.end].view(place.dtype).reshape(place.shape)
                 setattr(views, name, self._cut(name, array, bucket))
             if self.has_encoder:
                 views.cross_slot_mapping = np.zeros(0, np.int64)
+            arena.hosts[bucket] = views  # now that it has all of them
         return views
 
     def _cut(self, name: str, array: Any, bucket: int) -> Any:

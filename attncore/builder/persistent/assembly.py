@@ -1,4 +1,4 @@
-"""One step from the batch to the device: arrange rows, fill arrays, plan, send. A failure undoes all of them."""
+"""One step from the batch to the device: arrange rows, fill arrays, plan, send. A roll-back undoes all of them."""
 
 from __future__ import annotations
 
@@ -70,10 +70,8 @@ class Assembly:
         self.eager = self.shapes.eager(settings.max_num_batched_tokens, settings.max_num_encoder_tokens)
         self.shapes.make_all()
         self._query_lens = np.zeros(max_num_reqs, np.int32)
-        self._swaps = np.zeros((max_num_reqs, 2), np.int32)
         self.kernel = self._new_kernel(settings.context_parallel)
         self._is_capturing = side.is_capturing if side else partial(graphs.is_capturing, backends.device)
-        self._rows_before = 0
 
     def _new_kernel(self, ranks: ContextParallel | None) -> Any:
         core, settings = self._core, self._settings
@@ -81,7 +79,7 @@ class Assembly:
             core.state,
             self.eager,
             self._query_lens,
-            self._swaps,
+            np.zeros((len(self._query_lens), 2), np.int32),
             np.zeros(len(self._query_lens), np.int8),
             core.max_model_len,
             settings.max_num_batched_tokens,
@@ -97,6 +95,14 @@ class Assembly:
         """The number of the last step that was built; -1: none."""
         return int(self.kernel.next_step) - 1
 
+    def last_metadata(self) -> StepMetadata | None:
+        """The metadata of the last step; None before the first, and where its arena holds another step by now."""
+        arena = self.kernel.last[self.last_step % self.ring.depth]
+        if self.last_step < 0 or arena is None or arena.step != self.last_step:
+            return None
+        metadata: StepMetadata | None = self.shapes.holding(arena)
+        return metadata
+
     @property
     def nbytes(self) -> int:
         """Memory of arenas, host and device, and of the device's tables and page indices, bytes."""
@@ -110,10 +116,11 @@ class Assembly:
         # Poisoned memory is poisoned behind the checks, which this way and the filling of the arena are one call.
         if not scheduled and query_len == 1 and not self._poison:
             step_shape = shape or self.shapes.eager(num_rows, 0)
+            self._begin(step_shape)
             metadata = self.kernel.decode_step_inside(step_shape)
         if metadata is None:
             step_shape, metadata = self.arrange(shape, scheduled, query_len)
-        self.plan_and_send(step_shape, metadata, num_rows)
+        self.plan_and_send(step_shape, metadata)
         return metadata
 
     def build_empty(self, bucket: int, *, capturing: bool) -> StepMetadata:
@@ -121,9 +128,14 @@ class Assembly:
         shape = self.shapes.find(bucket)
         self.acquire()
         self._poison_arena()
+        self._begin(shape)
         metadata: StepMetadata = self.kernel.empty_step(shape, self._core.max_model_len if capturing else 0)
-        self.plan_and_send(shape, metadata, len(self._core.order), waits=not capturing)
+        self.plan_and_send(shape, metadata, waits=not capturing)
         return metadata
+
+    def _begin(self, shape: Any) -> None:
+        """A roll-back from now on takes back the next step."""
+        self._core.undo.append((self.kernel.take_back, shape, self.kernel.next_step))
 
     def acquire(self) -> None:
         """Waits until the device has read the arena that the next step is written to."""
@@ -143,31 +155,35 @@ class Assembly:
             self.ring.memory[arena][:] = POISON
             self.kernel.forget_arena(arena)
 
-    def plan_and_send(self, shape: Any, metadata: StepMetadata, num_rows: int, *, waits: bool = True) -> None:
-        """Plans the step and sends it to the device; ``num_rows`` is the batch's number of rows before it.
-
-        ``waits``: a padded step waits for the replay of its graph.
-        """
+    def plan_and_send(self, shape: Any, metadata: StepMetadata, *, waits: bool = True) -> None:
+        """Plans the step and sends it to the device. ``waits``: a padded step waits for the replay of its graph."""
         core, side = self._core, self.side
-        self._rows_before = num_rows
-        try:
-            if self._fill is not None:
-                self._fill(metadata)
-            if self._backends.plans:
-                self._backends.plan(metadata)
-            if side is not None:
-                arena = metadata._arena
-                side.send(arena.step, shape, arena, len(core.order.req_ids), waits and shape.pads)
-                if side.name == "copy":
-                    for index in side.page_lists:
-                        _ = metadata.groups[core.groups[index].name].paged_kv_indices
-            elif shape.pads:
-                shape.commit(metadata.step)
-            if self._overlap is not None:
-                self._overlap.remember(metadata)
-        except BaseException:
-            self._take_back(shape, metadata, num_rows)
-            raise
+        if self._fill is not None:
+            self._fill(metadata)
+        if self._backends.plans:
+            self._backends.plan(metadata)
+        if side is not None:
+            arena = metadata._arena
+            core.undo.append((side.take_back, arena.step))
+            side.send(arena.step, shape, arena, len(core.order.req_ids), waits and shape.pads)
+            if side.name == "copy":
+                for index in side.page_lists:
+                    _ = metadata.groups[core.groups[index].name].paged_kv_indices
+        elif shape.pads:
+            shape.commit(metadata.step)
+        if self._overlap is not None:
+            core.undo.append((self._overlap.forget, self._overlap.last))
+            self._overlap.remember(metadata)
+
+    def keep_size(self, num_reqs: int, shape: Any) -> None:
+        """Makes ``shape`` that of a captured size."""
+        self.shapes.captured[num_reqs] = shape
+        self.kernel.add_shape(shape)
+
+    def drop_size(self, num_reqs: int) -> None:
+        """Makes a size no captured one, where it is one."""
+        self.kernel.drop_shape(num_reqs)
+        self.shapes.captured.drop(num_reqs)
 
     def refuse_closed(self) -> None:
         """AttncoreError after the builder's ``close``."""
@@ -201,11 +217,31 @@ class Assembly:
 
     def abandon(self, metadata: StepMetadata) -> None:
         """``metadata.abandon()``: takes back the last step, which waits for its replay; CaptureError for any other."""
-        with self._core.entered:
+        core, side = self._core, self.side
+        with core.enter():
             step = metadata.step
-            if step != self.last_step or self.side is None or not self.side.abandon(step):
+            if step != self.last_step or side is None or side.pending != step:
                 raise CaptureError(f"abandon: step {step} is not waiting for a replay; nothing is to be taken back")
-            self._take_back(self.shapes.of(metadata), metadata, self._rows_before)
+            self._check_unchanged(metadata)
+            # As a roll-back of that build: where it is interrupted, the next call goes on with it.
+            core.move_back(metadata.moves)
+            core.undo.append((self.kernel.take_back, self.shapes.of(metadata), step))
+            core.undo.append((side.take_back, step))
+            if self._overlap is not None:
+                core.undo.append((self._overlap.forget, self._overlap.before_last))
+            core.state.roll_back()
+
+    def _check_unchanged(self, metadata: StepMetadata) -> None:
+        """CaptureError where a request of the last step left, or was preempted or rolled back, since it was built."""
+        n, order = metadata.num_actual_reqs, self._core.order
+        computed, fields = self._core.lengths[codes.COMPUTED, :n], metadata.host
+        for row, req_id in enumerate(metadata.req_ids):
+            known = row < len(order) and order.req_ids[row] is req_id
+            if not known or computed[row] != fields.context_lens[row] + fields.query_lens[row]:
+                raise CaptureError(
+                    f"abandon: request {req_id!r} has changed since step {metadata.step} was built; abandon a step "
+                    "before its requests are removed, preempted or rolled back"
+                )
 
     def arrange(self, shape: Any, scheduled: Mapping[Hashable, int], query_len: int) -> tuple[Any, StepMetadata]:
         """Checks the scheduled step, orders its rows and fills its arrays; its shape and metadata.
@@ -218,13 +254,13 @@ class Assembly:
         kernel.schedule_all(arguments.integer("query_len", query_len, 1))
         self._schedule(scheduled)
         self._check(shape)
-        num_swaps, num_decodes, num_reqs = kernel.arrange()
-        moves = tuple(map(tuple, self._swaps[:num_swaps].tolist())) if num_swaps else ()
+        moves, num_decodes, num_reqs = kernel.arrange()
         core.take_moves(moves)
-        core.set_step_rows(num_reqs, num_swaps > 0)
         if shape is None:
             shape = self.eager if self.side is None else self.shapes.eager(*self._tokens_of_step())
         self._poison_arena()
+        self._begin(shape)
+        core.set_step_rows(num_reqs, bool(moves))
         metadata: StepMetadata = kernel.step(shape, num_decodes, num_reqs)
         metadata._arena.moves = moves
         return shape, metadata
@@ -266,11 +302,3 @@ class Assembly:
         lengths = self._core.lengths[:, : len(query_lens)]
         fresh = (query_lens > 0) & (lengths[codes.ENCODER_DONE] == 0)
         return int(query_lens.sum()), int(lengths[codes.ENCODER_LENS][fresh].sum())
-
-    def _take_back(self, shape: Any, metadata: StepMetadata, num_rows: int) -> None:
-        """Undoes the last step: computed tokens, order of rows and step number."""
-        if self.side is not None:
-            self.side.tables.forget()
-        moves = metadata.moves
-        self.kernel.undo(shape, len(moves))
-        self._core.take_back(moves, num_rows)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,28 +13,17 @@ from attncore.builder.persistent.block_table import BlockTable
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.builder.persistent.request_rows import RequestRows
 from attncore.errors import ConcurrentUseError
-from attncore.kernels import KernelsName, codes, load_kernels
+from attncore.kernels import KernelsName, load_kernels
 
-
-class _Entered:
-    """A context manager in which one caller has the batch to itself; ConcurrentUseError for a second one.
-
-    A plain class: ``contextlib.contextmanager`` would cost each build a microsecond.
-    """
-
-    def __init__(self, state: Any) -> None:
-        self._enter, self._leave = state.enter, state.leave
-
-    def __enter__(self) -> None:
-        if not self._enter():
-            raise ConcurrentUseError("batch: another thread is inside it or its builder; one at a time")
-
-    def __exit__(self, *_: object) -> None:
-        self._leave()
+Moves = tuple[tuple[int, int], ...]
 
 
 class BatchCore:
-    """The block tables by group name (decoder groups first), the kernels' BatchState and the order of rows."""
+    """The block tables by group name (decoder groups first), the kernels' BatchState and the order of rows.
+
+    A call changes them inside ``with core.enter():``, and appends to ``undo`` first how each change is taken back: it
+    then happens fully or not at all, whatever interrupts it (see the kernels' Entrance).
+    """
 
     def __init__(
         self,
@@ -60,7 +50,11 @@ class BatchCore:
             self.lengths, [table.state for table in self.decoders], self.cross.state if self.cross else None
         )
         self.state.max_encoder_len = max_encoder_len
-        self.entered = _Entered(self.state)
+        self.state.refused = partial(
+            ConcurrentUseError, "batch: a caller is inside it or its builder already, in this thread or another"
+        )
+        self.enter: Callable[[], Any] = self.state.enter
+        self.undo: list[tuple[Any, ...]] = self.state.undo
         self.order = RequestRows()
         self.follower: Callable[[], Any] | None = None
         """A weak reference to the builder whose device tables are kept in step with these."""
@@ -71,59 +65,104 @@ class BatchCore:
         """Host memory of tables and lengths, bytes."""
         return int(sum(table.nbytes for table in self.tables.values()) + self.lengths.nbytes + self._scratch.nbytes)
 
+    def settle(self) -> None:
+        """Undoes what an interrupted call has left, for callers that read without entering."""
+        if self.state.unfinished:
+            with self.enter():
+                pass
+
     def num_computed(self, row: int) -> int:
-        return int(self.lengths[codes.COMPUTED, row])
+        return self.state.progress(row)[0]  # type: ignore[no-any-return]
 
     def encoder_len(self, row: int) -> int:
-        return int(self.lengths[codes.ENCODER_LENS, row])
+        return self.state.progress(row)[1]  # type: ignore[no-any-return]
 
     def num_encoded(self, row: int) -> int:
         """Encoder tokens of the row that are in the cache: all of them, or none."""
-        return self.encoder_len(row) * int(self.lengths[codes.ENCODER_DONE, row])
+        _, encoder_len, encoder_done = self.state.progress(row)
+        return encoder_len if encoder_done else 0
 
     def rows_without_block(self, table: BlockTable) -> list[int]:
         """Rows whose next token has no block in ``table``."""
         count = table.state.needs_block(len(self.order), self._scratch)
         return self._scratch[:count].tolist()  # type: ignore[no-any-return]
 
-    def clear(self, row: int) -> dict[str, list[int]]:
-        """Clears the row's blocks and progress; returns the blocks by group name."""
-        held = {name: table.clear(row) for name, table in self.tables.items()}
-        self.state.start(row, 0, 0, False)
-        self.state.changes += 1
-        return held
-
     def add(self, req_id: Hashable, row: int) -> None:
         """Puts the request into ``row``, whose tables are filled already."""
+        self.undo.append((self._put, row, None, False))
         self.order.add(req_id, row)
         self._count_rows()
         self.state.dirty = True
+
+    def vacate(self, row: int) -> None:
+        """Takes back the filling of a row for a request that was not added to it."""
+        for table in self.tables.values():
+            table.clear(row)
+        self.state.start(row, 0, 0, False)
+
+    def clear(self, row: int, *, keeps_encoder: bool = False) -> dict[str, list[int]]:
+        """Clears the row's blocks and progress; returns the blocks by group name. A roll-back refills the row."""
+        held = {name: table.held(row) for name, table in self.tables.items()}
+        progress = self.state.progress(row)
+        self.undo.append((self._refill, row, self.order.req_ids[row], row in self.order.paused, progress, held))
+        for table in self.tables.values():
+            table.clear(row)
+        self.state.start(row, 0, progress[1] if keeps_encoder else 0, False)
+        self.state.dirty = True
+        return held
 
     def remove(self, req_id: Hashable) -> dict[str, list[int]]:
         """Removes the request; returns the blocks that it held, by group name."""
         held = self.clear(self.order.row(req_id))
         self.order.remove(req_id)
         self._count_rows()
-        self.state.dirty = True
+        self.state.changes += 1
         return held
+
+    def _refill(
+        self, row: int, req_id: Hashable, paused: bool, progress: tuple[int, int, bool], held: dict[str, list[int]]
+    ) -> None:
+        """Takes back what ``clear`` and ``remove`` have done."""
+        for name, table in self.tables.items():
+            table.refill(row, held[name])
+        self.state.start(row, *progress)
+        self._put(row, req_id, paused)
+
+    def _put(self, row: int, req_id: Hashable | None, paused: bool) -> None:
+        self.order.put(row, req_id, paused=paused)
+        self._count_rows()
+        self.state.dirty = True
 
     def swap(self, i: int, j: int) -> None:
         """Exchanges two rows, outside of a build."""
-        self.state.swap(i, j)
-        self.take_moves([(i, j)])
+        moves = ((i, j),)
+        self.state.swap(moves)
+        self.take_moves(moves)
         self.state.dirty = True
         self.state.changes += 1
 
-    def take_moves(self, moves: Iterable[tuple[int, int]]) -> None:
-        """Follows the swaps that the kernels made in the order of rows."""
-        self.order.exchange(moves)
-        self.order.drop_last_holes()
+    def take_moves(self, moves: Moves) -> None:
+        """Follows the swaps that the kernels made in the order of rows; a roll-back brings back the order before."""
+        order = self.order
+        if not moves and not (order.req_ids and order.req_ids[-1] is None):
+            return
+        self.undo.append((self._reorder, order.req_ids.copy(), order.paused.copy()))
+        order.exchange(moves)
+        order.drop_last_holes()
         self._count_rows()
 
-    def take_back(self, moves: tuple[tuple[int, int], ...], num_rows: int) -> None:
-        """Undoes ``take_moves``; ``num_rows`` is the number of rows before it."""
-        self.order.restore(num_rows)
-        self.order.exchange(reversed(moves))
+    def move_back(self, moves: Moves) -> None:
+        """Makes a roll-back take back these swaps, which the last step made, in tables and order."""
+        before, num_rows = RequestRows(), 1 + max((max(move) for move in moves), default=-1)
+        before.req_ids = [*self.order.req_ids, *[None] * (num_rows - len(self.order))]
+        before.paused = self.order.paused.copy()
+        before.exchange(reversed(moves))
+        self.undo.append((self._reorder, before.req_ids, before.paused))
+        self.state.swap_back(moves)
+
+    def _reorder(self, req_ids: list[Any], paused: set[int]) -> None:
+        self.order.req_ids, self.order.paused = req_ids, paused
+        self.order.derive()
         self._count_rows()
         self.state.dirty = True
 
@@ -135,4 +174,4 @@ class BatchCore:
         self.state.changes += moved
 
     def _count_rows(self) -> None:
-        self.state.num_rows = len(self.order)
+        self.state.set_num_rows(len(self.order))

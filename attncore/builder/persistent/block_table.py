@@ -52,7 +52,7 @@ class BlockTable:
 
     def num_columns(self, row: int) -> int:
         """The number of kernel blocks that the row holds."""
-        return int(self._lengths[codes.NUM_BLOCKS, row])
+        return self.state.num_columns(row)  # type: ignore[no-any-return]
 
     def num_held(self, num_rows: int) -> int:
         """The number of manager blocks that the first rows hold together."""
@@ -87,36 +87,53 @@ class BlockTable:
                 f"{held // self.group.kernel_blocks} blocks (block_size {self.group.block_size})"
             )
 
-    def clear(self, row: int) -> list[int]:
-        """Removes all blocks of the row; returns them."""
-        held = self.held(row)
+    def clear(self, row: int) -> None:
+        """Removes all blocks of the row."""
         self.state.truncate(row, 0)
         self.state.start(row)
-        return held
 
-    def replace(self, row: int, req_id: Hashable, index: int, block_id: int) -> int:
-        """Replaces manager block number ``index`` of the row; returns the block that it had."""
+    def refill(self, row: int, held: list[int]) -> None:
+        """Makes the row hold these manager blocks, which it held before."""
+        self.clear(row)
+        self.state.append(row, held)
+
+    def replaces(self, row: int, req_id: Hashable, index: Any, block_id: Any) -> tuple[int, int, int]:
+        """``index`` and ``block_id`` as ints, and the manager block that the row has at ``index``.
+
+        ValueError or TypeError where it cannot be replaced.
+        """
         index = arguments.integer("index", index, 0)
         block_id = arguments.integer("block_id", block_id, 0)
-        held, per_block = self.held(row), self.group.kernel_blocks
+        held = self.held(row)
         if index >= len(held):
             raise ValueError(f"index: {index}, but request {req_id!r} holds {len(held)} blocks")
         if block_id >= self.limit:
             raise ValueError(f"block_id: {block_id} is outside 0..{self.limit - 1}")
+        return index, block_id, held[index]
+
+    def put(self, row: int, index: int, block_id: int) -> None:
+        """Makes ``block_id`` the row's manager block number ``index``."""
+        per_block = self.group.kernel_blocks
         for extra in range(per_block):
             self.state.replace(row, index * per_block + extra, block_id * per_block + extra)
-        return held[index]
 
     def first_seen(self, num_computed: int) -> int:
         """The first token that the next query of a request with ``num_computed`` tokens sees in the group's window."""
         return max(0, num_computed + 1 - (self.group.sliding_window or num_computed + 1))
 
-    def pass_windows(self, num_rows: int, num_rollback: int) -> list[tuple[int, list[int]]]:
-        """Releases the blocks before what the next queries see; each row that had any, with manager block ids."""
-        if self.group.sliding_window is None:
-            return []
-        passed: list[tuple[int, list[int]]] = self.state.pass_windows(num_rows, self.group.sliding_window, num_rollback)
-        return passed
+    def pass_windows(self, num_rows: int, num_rollback: int, released: list[tuple[int, int, list[int]]]) -> None:
+        """Releases the blocks before what the next queries see.
+
+        Adds to ``released``, for each row that has any: the row, the index of the first, and manager block ids.
+        """
+        if self.group.sliding_window is not None:
+            self.state.pass_windows(num_rows, self.group.sliding_window, num_rollback, released)
+
+    def take_back_passed(self, released: list[tuple[int, int, list[int]]]) -> None:
+        """The inverse of ``pass_windows``."""
+        for row, first, block_ids in released:
+            for index, block_id in enumerate(block_ids, first):
+                self.put(row, index, block_id)
 
     def check_sees(self, row: int, req_id: Hashable, num_computed: int) -> None:
         """ValueError where a request rolled back to ``num_computed`` tokens would see released blocks."""

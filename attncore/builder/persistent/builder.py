@@ -132,7 +132,19 @@ class MetadataBuilder:
     @property
     def last_step(self) -> int:
         """The number of the last step that was built; -1 before the first."""
+        self._core.settle()
         return self._assembly.last_step
+
+    @property
+    def last_metadata(self) -> StepMetadata | None:
+        """The metadata of step ``last_step``, as its build returned it.
+
+        For an engine whose build was interrupted behind its last line (KeyboardInterrupt): where ``last_step`` has
+        grown, the step was built. None before the first step, and where a failed build has taken the step's arena.
+        """
+        self._core.settle()
+        metadata = self._assembly.last_metadata()
+        return None if metadata is None else self._answer(metadata)
 
     @property
     def transport(self) -> str:
@@ -172,11 +184,12 @@ class MetadataBuilder:
 
         Raises ValueError where a token has no block, a limit is exceeded, a request is unknown or the step does not fit
         the bucket, and CaptureError where the bucket was not captured or a stream is capturing; nothing has changed
-        then.
+        then. Where an exception from outside interrupts it (KeyboardInterrupt), the step was built or nothing has
+        changed: ``last_step`` tells which, and ``last_metadata`` is the step.
         """
         shape = None
-        if overlapped or self._overlap is not None:
-            self._begin_overlapped(overlapped)
+        if overlapped and self._overlap is None:
+            raise ValueError("overlapped: this builder was made without num_rejected, so lengths must be exact")
         if bucket is None and query_len == 1 and not scheduled:
             metadata = self._decode_step()
             if metadata is not None:
@@ -189,10 +202,12 @@ class MetadataBuilder:
                     if metadata is not None:
                         return metadata  # type: ignore[no-any-return]
             shape = self._assembly.shapes.find(bucket)
-        with self._core.entered:
+        with self._core.enter():
             if shape is None and not self._longer:
                 return self._assembly.arrange(None, scheduled, query_len)[1]
             self._refuse_while_capturing("build")
+            if self._overlap is not None:
+                self._overlap.overlapped = overlapped
             return self._answer(self._assembly.build(shape, scheduled, query_len))
 
     def capture(self, num_reqs: int, query_len: int = 1) -> StepMetadata:
@@ -208,18 +223,13 @@ class MetadataBuilder:
         self._refuse_while_capturing("capture")
         self._check_capacity(num_reqs, query_len)
         assembly = self._assembly
-        with self._core.entered:
-            known = num_reqs in self.captured
+        with self._core.enter():
+            if num_reqs not in assembly.shapes.captured:
+                self._core.undo.append((assembly.drop_size, num_reqs))
             assembly.kernel.add_shape(assembly.shapes.capture(num_reqs, query_len))
-            try:
-                metadata = assembly.build_empty(num_reqs, capturing=True)
-                on_cpu = self._backends.device.startswith("cpu")
-                return assembly.shapes.at_capture(metadata) if on_cpu else self._answer(metadata)
-            except BaseException:
-                if not known:
-                    assembly.shapes.captured.pop(num_reqs)
-                    assembly.kernel.drop_shape(num_reqs)
-                raise
+            metadata = assembly.build_empty(num_reqs, capturing=True)
+            on_cpu = self._backends.device.startswith("cpu")
+            return assembly.shapes.at_capture(metadata) if on_cpu else self._answer(metadata)
 
     def _check_capacity(self, num_reqs: int, query_len: int) -> None:
         if query_len > self.decode_threshold:
@@ -238,7 +248,7 @@ class MetadataBuilder:
         """An empty step padded to a captured size, for a warm-up or a dummy replay; planned like any step."""
         self._refuse_while_capturing("build_empty")
         num_reqs = self._assembly.shapes.find(bucket).num_reqs
-        with self._core.entered:
+        with self._core.enter():
             return self._answer(self._assembly.build_empty(num_reqs, capturing=False))
 
     def build_profile(self, query_lens: Iterable[int]) -> CommonAttentionMetadata:
@@ -287,11 +297,10 @@ class MetadataBuilder:
     def release(self, num_reqs: int) -> None:
         """Releases a captured size whose graph was destroyed: it may be captured again, and the builder closed."""
         assembly = self._assembly
-        shape = assembly.shapes.find(num_reqs)
-        num_reqs = shape.num_reqs
-        with self._core.entered:
-            assembly.shapes.captured.pop(num_reqs)
-            assembly.kernel.drop_shape(num_reqs)
+        with self._core.enter():
+            shape = assembly.shapes.find(num_reqs)
+            self._core.undo.append((assembly.keep_size, shape.num_reqs, shape))
+            assembly.drop_size(shape.num_reqs)
             if assembly.side is not None:
                 assembly.side.release(shape)
 
@@ -301,7 +310,7 @@ class MetadataBuilder:
         Raises CaptureError while captured graphs still read the arenas: ``release`` them first.
         """
         assembly = self._assembly
-        with self._core.entered:
+        with self._core.enter():
             if assembly.closed:
                 return
             if assembly.side is not None:
@@ -312,13 +321,8 @@ class MetadataBuilder:
                         "call builder.release(size) for each"
                     )
                 assembly.side.close()
-            assembly.closed = self._longer = True
             self._decode_step = self._padded_step = _no_short_way
+            assembly.closed = self._longer = True
 
     def _answer(self, metadata: StepMetadata) -> StepMetadata:
         return expiring(metadata) if self._poison else metadata
-
-    def _begin_overlapped(self, overlapped: bool) -> None:
-        if self._overlap is None:
-            raise ValueError("overlapped: this builder was made without num_rejected, so lengths must be exact")
-        self._overlap.overlapped = overlapped

@@ -93,11 +93,6 @@ class HostFields:
             )
         return self._tables["block_table"].page_indices(self.paged_kv_indptr)
 
-    def forget(self) -> None:
-        """Drops the views, which have another length in the next step."""
-        for name in (STEP_ARRAYS | self._extra.keys()) & self.__dict__.keys():
-            del self.__dict__[name]
-
 
 def cut(array: Any, name: str, arena: Any, extra: Mapping[str, Field]) -> Any:
     """The part of an array that a step in ``arena`` fills."""

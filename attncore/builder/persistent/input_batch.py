@@ -14,6 +14,7 @@ from attncore.builder.persistent.batch_arguments import ONLY_GROUP, check_new_re
 from attncore.builder.persistent.batch_core import BatchCore
 from attncore.builder.persistent.block_table import BlockTable
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
+from attncore.builder.persistent.request_rows import RequestRows
 from attncore.builder.show import batch_text
 from attncore.kernels import KernelsName
 from attncore.show import guarded, guarded_html
@@ -77,39 +78,46 @@ class InputBatch:
         return str(self.core.kernels.IMPLEMENTATION)
 
     @property
+    def _order(self) -> RequestRows:
+        """The order of rows, for methods that only read: nothing in it is of a call that was interrupted."""
+        if self.core.state.unfinished:
+            self.core.settle()
+        return self.core.order
+
+    @property
     def num_reqs(self) -> int:
-        return len(self.core.order.row_of)
+        return len(self._order.row_of)
 
     @property
     def num_rows(self) -> int:
         """Rows in use, including the empty rows of removed requests, which the next build fills."""
-        return len(self.core.order)
+        return len(self._order)
 
     @property
     def req_ids(self) -> tuple[Hashable, ...]:
         """All requests, in the order of rows."""
-        return tuple(req_id for req_id in self.core.order.req_ids if req_id is not None)
+        return tuple(req_id for req_id in self._order.req_ids if req_id is not None)
 
     def __contains__(self, req_id: object) -> bool:
-        return req_id in self.core.order.row_of
+        return req_id in self._order.row_of
 
     def __len__(self) -> int:
-        return len(self.core.order.row_of)
+        return len(self._order.row_of)
 
     def num_computed_tokens(self, req_id: Hashable) -> int:
         """Tokens of the request that are in the cache."""
-        return self.core.num_computed(self.core.order.row(req_id))
+        return self.core.num_computed(self._order.row(req_id))
 
     def encoder_seq_len(self, req_id: Hashable) -> int:
         """Encoder tokens of the request; 0: it has no encoder input."""
-        return self.core.encoder_len(self.core.order.row(req_id))
+        return self.core.encoder_len(self._order.row(req_id))
 
     def block_ids(self, req_id: Hashable) -> Any:
         """The blocks that the request holds, in order: list[int], or with groups a dict of such lists by group name.
 
         These are manager blocks; 0 where a window has passed.
         """
-        row = self.core.order.row(req_id)
+        row = self._order.row(req_id)
         return self._answer({name: table.held(row) for name, table in self.core.tables.items()})
 
     def add_request(
@@ -129,29 +137,23 @@ class InputBatch:
         batch is full, the name is in use, a block id is invalid, a group has no blocks given or the blocks do not hold
         the tokens.
         """
-        with self.core.entered:
+        with self.core.enter():
             num_computed_tokens, encoder_seq_len = check_new_request(
                 self.core, req_id, num_computed_tokens, encoder_seq_len, encoder_computed
             )
             given = self._by_group(req_id, block_ids, all_groups=True)
-            changes = self.core.state.changes
             row = self.core.order.free_row()
+            self.core.undo.append((self.core.vacate, row))
             self.core.state.start(row, num_computed_tokens, encoder_seq_len, bool(encoder_computed))
-            try:
-                for name, ids in given.items():
-                    table = self.core.tables[name]
-                    table.state.start(row)
-                    table.append(row, req_id, ids)
-                    table.check_holds(row, req_id, encoder_seq_len if table.group.cross else num_computed_tokens)
-                    if table.group.cross and not encoder_seq_len and table.num_columns(row):
-                        raise ValueError(
-                            f"encoder_seq_len: 0 of request {req_id!r}, which has blocks in cross group {name!r}; "
-                            "say how many encoder tokens they are for, or give none"
-                        )
-            except BaseException:
-                self.core.clear(row)
-                self.core.state.changes = changes
-                raise
+            for name, ids in given.items():
+                table = self.core.tables[name]
+                table.append(row, req_id, ids)
+                table.check_holds(row, req_id, encoder_seq_len if table.group.cross else num_computed_tokens)
+                if table.group.cross and not encoder_seq_len and table.num_columns(row):
+                    raise ValueError(
+                        f"encoder_seq_len: 0 of request {req_id!r}, which has blocks in cross group {name!r}; "
+                        "say how many encoder tokens they are for, or give none"
+                    )
             self.core.add(req_id, row)
             return row
 
@@ -163,23 +165,16 @@ class InputBatch:
         """``append_blocks`` for several requests in one call; where one is wrong, it raises and changes none."""
         if not isinstance(block_ids, Mapping):
             raise TypeError(f"block_ids: {block_ids!r} is not a mapping of request to block ids")
-        with self.core.entered:
-            done: list[tuple[BlockTable, int, int]] = []
-            try:
-                for req_id, ids in block_ids.items():
-                    row = self.core.order.row(req_id)
-                    for name, ids_of_group in self._by_group(req_id, ids).items():
-                        table = self.core.tables[name]
-                        held = table.num_columns(row)
-                        table.append(row, req_id, ids_of_group)
-                        done.append((table, row, held))
-            except BaseException:
-                for table, row, held in reversed(done):
-                    table.state.truncate(row, held)
-                raise
-            paused = self.core.order.paused
-            for _, row, _ in done if paused else ():
+        with self.core.enter():
+            undo, paused = self.core.undo, self.core.order.paused
+            for req_id, ids in block_ids.items():
+                row = self.core.order.row(req_id)
+                for name, ids_of_group in self._by_group(req_id, ids).items():
+                    table = self.core.tables[name]
+                    undo.append((table.state.truncate, row, table.num_columns(row)))
+                    table.append(row, req_id, ids_of_group)
                 if row in paused and any(table.num_columns(row) for table in self.core.decoders):
+                    undo.append((paused.add, row))
                     paused.discard(row)
                     self.core.state.dirty = True
 
@@ -189,9 +184,11 @@ class InputBatch:
         A ``block_id`` of 0 makes the block null; ``release_passed_blocks`` then takes the blocks before it as passed.
         ``group`` names the KV-cache group, where there are several.
         """
-        with self.core.entered:
+        with self.core.enter():
             row, table = self.core.order.row(req_id), self._table(group)
-            was = table.replace(row, req_id, index, block_id)
+            index, block_id, was = table.replaces(row, req_id, index, block_id)
+            self.core.undo.append((table.put, row, index, was))
+            table.put(row, index, block_id)
             self.core.state.changes += 1
             return was
 
@@ -200,7 +197,7 @@ class InputBatch:
 
         ``group`` names the KV-cache group, where there are several.
         """
-        with self.core.entered:
+        with self.core.enter():
             row, table = self.core.order.row(req_id), self._table(group)
             tokens = self.core.num_encoded(row) if table.group.cross else self.core.num_computed(row)
             num_blocks = arguments.integer("num_blocks", num_blocks, 0)
@@ -211,6 +208,7 @@ class InputBatch:
                     f"num_blocks: {num_blocks} is outside {needed}..{len(held)} "
                     f"(request {req_id!r} has {tokens} {what} and {len(held)} blocks)"
                 )
+            self.core.undo.append((table.refill, row, held))
             table.state.truncate(row, num_blocks * table.group.kernel_blocks)
             self.core.state.changes += num_blocks < len(held)
             return held[num_blocks:]
@@ -222,21 +220,25 @@ class InputBatch:
         of ``num_rollback`` tokens. Ids are as in ``block_ids`` (with groups: by group name); requests that released
         none are left out. Call it between steps: afterwards the last step's page indices can no longer be read.
         """
-        with self.core.entered:
+        with self.core.enter():
             num_rollback = arguments.integer("num_rollback", num_rollback, 0)
             released: dict[Hashable, dict[str, list[int]]] = {}
             for table in self.core.decoders:
-                for row, passed in table.pass_windows(len(self.core.order), num_rollback):
-                    released.setdefault(self.core.order.req_ids[row], {})[table.group.name] = passed
+                passed: list[tuple[int, int, list[int]]] = []
+                self.core.undo.append((table.take_back_passed, passed))
+                table.pass_windows(len(self.core.order), num_rollback, passed)
+                for row, _, ids in passed:
+                    released.setdefault(self.core.order.req_ids[row], {})[table.group.name] = ids
+            answer = {req_id: self._answer(by_group) for req_id, by_group in released.items()}
             self.core.state.changes += bool(released)
-            return {req_id: self._answer(by_group) for req_id, by_group in released.items()}
+            return answer
 
     def remove_request(self, req_id: Hashable) -> Any:
         """Removes the request, between any two steps; returns the blocks that it held, as ``block_ids`` does.
 
         Its row stays empty until the next build.
         """
-        with self.core.entered:
+        with self.core.enter():
             return self._answer(self.core.remove(req_id))
 
     def preempt(self, req_id: Hashable) -> Any:
@@ -245,13 +247,11 @@ class InputBatch:
         It keeps its row and takes part in no step until ``append_blocks`` gives it blocks. Its encoder tokens run
         again too.
         """
-        with self.core.entered:
+        with self.core.enter():
             row = self.core.order.row(req_id)
-            encoder_seq_len = self.core.encoder_len(row)
-            held = self.core.clear(row)
-            self.core.state.start(row, 0, encoder_seq_len, False)
+            held = self.core.clear(row, keeps_encoder=True)
             self.core.order.paused.add(row)
-            self.core.state.dirty = True
+            self.core.state.changes += 1
             return self._answer(held)
 
     def rollback(self, req_id: Hashable, num_tokens: int) -> None:
@@ -262,7 +262,7 @@ class InputBatch:
         """``rollback`` for several requests in one call; where one goes too far, it raises and changes none."""
         if not isinstance(num_tokens, Mapping):
             raise TypeError(f"num_tokens: {num_tokens!r} is not a mapping of request to tokens")
-        with self.core.entered:
+        with self.core.enter():
             new: list[tuple[int, int]] = []
             for req_id, count in num_tokens.items():
                 row = self.core.order.row(req_id)
@@ -277,6 +277,7 @@ class InputBatch:
                     if count and table.group.sliding_window is not None:
                         table.check_sees(row, req_id, computed - count)
                 new.append((row, computed - count))
+                self.core.undo.append((self.core.state.set_computed, row, computed))
             for row, computed in new:
                 self.core.state.set_computed(row, computed)
 
@@ -285,7 +286,7 @@ class InputBatch:
 
         The next build still puts decodes before prefills.
         """
-        with self.core.entered:
+        with self.core.enter():
             i, j = arguments.integer("i", i, 0), arguments.integer("j", j, 0)
             for name, row in (("i", i), ("j", j)):
                 if row >= len(self.core.order):
@@ -298,7 +299,7 @@ class InputBatch:
 
         Preempted requests are left out. A cross group never needs a block: its blocks come with the request.
         """
-        with self.core.entered:
+        with self.core.enter():
             tables = self.core.decoders if group is None else [self._table(group)]
             rows: set[int] = set()
             for table in tables:

@@ -50,6 +50,7 @@ def step_metadata(
     first = groups[core.groups[0].name]
     for metadata in groups.values():
         metadata.groups = groups
+    arena.views = tuple(views for metadata in groups.values() for views in metadata.views())
     return first
 
 

@@ -8,7 +8,7 @@ many tokens were rejected. Each row of the new step carries the row that its req
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,16 @@ PREVIOUS_ROWS = "previous_rows"
 """The field that is sent with an overlapped step: int32[n], the row that each row's request had in the last step."""
 
 
+class _Step(NamedTuple):
+    """The requests of a step, and the row of each."""
+
+    req_ids: tuple[Any, ...]
+    rows: dict[Any, int]
+
+
+_NO_STEP = _Step((), {})
+
+
 class Overlap:
     """Which row each request had in the last step; checks of what overlapping steps need."""
 
@@ -30,8 +40,7 @@ class Overlap:
         _check(backends, max_num_reqs, num_rejected, ranks)
         self.num_rejected = num_rejected
         self.overlapped = False
-        self._last: tuple[Any, ...] = ()
-        self._rows: dict[Any, int] = {}
+        self._last = self._before_last = _NO_STEP
         self._bounded: dict[int, bool] = {}
         self._all = np.arange(max_num_reqs, dtype=np.int32)
 
@@ -40,19 +49,33 @@ class Overlap:
         out[:] = -1
         if not self.overlapped:
             return
-        req_ids = metadata.req_ids
-        if req_ids is self._last or req_ids == self._last:
+        req_ids, last = metadata.req_ids, self._last
+        if req_ids is last.req_ids or req_ids == last.req_ids:
             out[: len(req_ids)] = self._all[: len(req_ids)]
         else:
-            out[: len(req_ids)] = [self._rows.get(req_id, -1) for req_id in req_ids]
+            out[: len(req_ids)] = [last.rows.get(req_id, -1) for req_id in req_ids]
 
     def remember(self, metadata: StepMetadata) -> None:
         """Makes a step that was sent the last one. A step without rows does not replace the one before it."""
         self._bounded[metadata.step] = self.overlapped
         self._bounded.pop(metadata.step - 8, None)
-        if metadata.req_ids and metadata.req_ids is not self._last:
-            self._last = metadata.req_ids
-            self._rows = {req_id: row for row, req_id in enumerate(self._last)}
+        req_ids, self._before_last = metadata.req_ids, self._last
+        if req_ids and req_ids is not self._last.req_ids:
+            self._last = _Step(req_ids, {req_id: row for row, req_id in enumerate(req_ids)})
+
+    @property
+    def last(self) -> Any:
+        """The last step that was sent, for ``forget``."""
+        return self._last
+
+    @property
+    def before_last(self) -> Any:
+        """The step before it."""
+        return self._before_last
+
+    def forget(self, before: Any) -> None:
+        """Takes back ``remember``: ``before`` was the last step before it."""
+        self._last = before
 
     def lengths_of(self, metadata: StepMetadata) -> str:
         """``"bounded"`` where the step's lengths on the host are upper bounds, else ``"exact"``."""

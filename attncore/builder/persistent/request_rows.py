@@ -1,4 +1,7 @@
-"""Which request is in which row of a batch: names by row, empty rows, and rows of preempted requests."""
+"""Which request is in which row of a batch: names by row, empty rows, and rows of preempted requests.
+
+``req_ids`` and ``paused`` are authoritative: each change reaches them first, and ``derive`` makes the rest of them.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,8 @@ class RequestRows:
         if row == len(self.req_ids):
             self.req_ids.append(req_id)
         else:
-            self.holes.discard(row)
             self.req_ids[row] = req_id
+            self.holes.discard(row)
         self.row_of[req_id] = row
 
     def remove(self, req_id: Hashable) -> None:
@@ -56,11 +59,6 @@ class RequestRows:
             self.req_ids.pop()
             self.holes.discard(len(self.req_ids))
 
-    def restore(self, num_rows: int) -> None:
-        """Adds holes up to ``num_rows`` rows: the inverse of ``drop_last_holes``."""
-        self.holes.update(range(len(self.req_ids), num_rows))
-        self.req_ids.extend([None] * (num_rows - len(self.req_ids)))
-
     def exchange(self, moves: Iterable[tuple[int, int]]) -> None:
         """Swaps pairs of rows, in turn."""
         ids = self.req_ids
@@ -72,3 +70,17 @@ class RequestRows:
             for row in (i, j):
                 if ids[row] is not None:
                     self.row_of[ids[row]] = row
+
+    def put(self, row: int, req_id: Hashable | None, *, paused: bool = False) -> None:
+        """Makes ``req_id`` the request of ``row``, None a hole, and ``paused`` whether it is preempted."""
+        self.req_ids.extend([None] * (row + 1 - len(self.req_ids)))
+        self.req_ids[row] = req_id
+        (self.paused.add if paused else self.paused.discard)(row)
+        self.derive()
+
+    def derive(self) -> None:
+        """Drops the holes behind the last request, and makes ``row_of`` and ``holes`` anew."""
+        while self.req_ids and self.req_ids[-1] is None:
+            self.req_ids.pop()
+        self.row_of = {req_id: row for row, req_id in enumerate(self.req_ids) if req_id is not None}
+        self.holes = {row for row, req_id in enumerate(self.req_ids) if req_id is None}

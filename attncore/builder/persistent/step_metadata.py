@@ -118,12 +118,10 @@ class StepMetadata(CommonAttentionMetadata):
         """
         self._owner.abandon(self)
 
-    def forget_views(self) -> None:
-        """Called by the kernel when the number of tokens or requests differs from the arena's last step."""
-        for metadata in self.groups.values():
-            metadata.host.forget()  # type: ignore[attr-defined]  # of HostFields
-            for name in (STEP_ARRAYS | self._extra.keys()) & metadata.__dict__.keys():
-                del metadata.__dict__[name]
+    def views(self) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+        """Where arrays are cached, and by which names: the kernel drops them where a step has other counts."""
+        names = tuple(STEP_ARRAYS | self._extra.keys())
+        return [(vars(self), names), (vars(self.host), names)]
 
     def forget_step(self) -> None:
         """Called by the kernel when this arena's step is taken back: the next step has the same number."""

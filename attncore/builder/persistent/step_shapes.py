@@ -128,6 +128,14 @@ class StepShapes:
         self.captured[num_reqs] = shape
         return shape
 
+    def holding(self, arena: Any) -> Any:
+        """The metadata of the step in ``arena``, a StepArena of the kernel's; None where its size was released."""
+        for shape in (*self._eager.values(), *(self.captured[size] for size in self.captured)):
+            for known, metadata in zip(shape.arenas, shape.metadata, strict=True):
+                if known is arena:
+                    return metadata
+        return None
+
     def of(self, metadata: StepMetadata) -> Any:
         """The StepShape of a padded step."""
         return self.captured[metadata.num_reqs]

@@ -4,12 +4,13 @@ cimport cython
 
 
 @cython.final
-cdef class BatchState:
+cdef class BatchState(Entrance):
     """The requests in flight: state int32[3, n], whose rows are COMPUTED, ENCODER_LENS and ENCODER_DONE (see codes).
 
     ``decoders`` and ``cross`` (or None) are their blocks, a TableState a KV-cache group. ``num_rows`` is the high-water
     mark (rows below it may be empty). ``dirty`` says that rows came, went or sat out since the last build, so that the
-    next one must arrange them. ``max_encoder_len`` is what a graph is captured for.
+    next one must arrange them. ``max_encoder_len`` is what a graph is captured for. A call enters before it changes
+    anything (see Entrance).
     """
 
     cdef object _keep
@@ -20,12 +21,12 @@ cdef class BatchState:
     cdef length_t num_decoders
     cdef TableView* cross
     cdef slot_t version         # how often the rows of a step were arranged
-    cdef public length_t num_rows
+    cdef readonly length_t capacity
+    cdef readonly length_t num_rows
     cdef public bint dirty
     cdef public slot_t changes  # how often blocks of rows changed place or went away
     cdef public length_t max_encoder_len
     cdef public object req_ids
-    cdef readonly bint busy
 
     def __init__(self, state, list decoders, TableState cross):
         cdef length_t[:, ::1] values = state
@@ -48,32 +49,49 @@ cdef class BatchState:
         self.cross = NULL if cross is None else &cross.view
         if self.cross != NULL:
             self.cross.num_computed = self.encoder_lens
+        self.capacity = <length_t> values.shape[1]
         self.num_rows = 0
         self.dirty = True
         self.req_ids = ()
-        self.busy = False
 
-    def enter(self):
-        """Takes the batch for one caller; False where another is inside. One operation under the GIL."""
-        if self.busy:
-            return False
-        self.busy = True
-        return True
+    def set_num_rows(self, length_t count):
+        check_row(count, self.capacity + 1)
+        self.num_rows = count
 
-    def leave(self):
-        self.busy = False
+    def progress(self, length_t row):
+        """A row's arguments of ``start``."""
+        check_row(row, self.capacity)
+        return self.num_computed[row], self.encoder_lens[row], bool(self.encoder_done[row])
 
     def start(self, length_t row, length_t num_computed, length_t encoder_len, bint encoder_done):
+        check_row(row, self.capacity)
         self.num_computed[row] = num_computed
         self.encoder_lens[row] = encoder_len
         self.encoder_done[row] = encoder_done
 
     def set_computed(self, length_t row, length_t num_computed):
+        check_row(row, self.capacity)
         self.num_computed[row] = num_computed
 
-    def swap(self, length_t i, length_t j):
-        """Exchanges two rows."""
-        swap_rows(self, i, j)
+    def swap(self, tuple moves):
+        """Exchanges pairs of rows, in turn; a roll-back exchanges them back, the last first."""
+        cdef length_t i, j
+        self.swap_back(moves)
+        for i, j in moves:
+            swap_rows(self, i, j)
+
+    def swap_back(self, tuple moves):
+        """Makes a roll-back exchange back pairs that ``swap`` exchanged, in this call or an earlier one."""
+        cdef length_t i, j
+        for i, j in moves:
+            check_row(i, self.capacity)
+            check_row(j, self.capacity)
+        self.undo.append((self.unswap, moves))
+
+    def unswap(self, tuple moves):
+        cdef length_t i, j
+        for i, j in reversed(moves):
+            swap_rows(self, i, j)
 
 
 cdef void swap_rows(BatchState batch, length_t i, length_t j) noexcept nogil:

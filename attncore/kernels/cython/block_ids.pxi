@@ -33,6 +33,13 @@ cdef inline int read_int(PyObject* item, slot_t* value) except -1:
     return read_small_int(item, value) or read_other_int(<object> item, value)
 
 
+cdef inline int check_row(length_t row, length_t capacity) except -1:
+    """IndexError for a row that is none: whoever names it, nothing is written outside of the arrays."""
+    if not 0 <= row < capacity:
+        raise IndexError(row)
+    return 0
+
+
 cdef object readable(object ids):
     """What read_ids takes of a row: a list, or a one-dimensional int32 or int64 memoryview; None where it is no row."""
     if type(ids) is list:

@@ -126,11 +126,18 @@ cdef class TableState:
 
     def start(self, length_t row):
         """Empties a row's state for a request that begins there."""
+        check_row(row, self.capacity)
         self.view.num_blocks[row] = self.view.block[row] = 0
         self.view.column[row] = NO_COLUMN
 
+    def num_columns(self, length_t row):
+        """The ids that a row holds."""
+        check_row(row, self.capacity)
+        return self.view.num_blocks[row]
+
     def append(self, length_t row, ids):
         """Appends block ids to a row: how many, or -1 where one is bad or the row is full; then nothing has changed."""
+        check_row(row, self.capacity)
         cdef length_t k, e, held = self.view.num_blocks[row], room = self.width - held, each = self.kernel_blocks
         cdef block_id_t* tail = self.view.table + <slot_t> row * self.width + held
         cdef block_id_t first
@@ -152,6 +159,9 @@ cdef class TableState:
 
     def truncate(self, length_t row, length_t num_blocks):
         """Keeps the first num_blocks ids of a row."""
+        check_row(row, self.capacity)
+        if not 0 <= num_blocks <= self.view.num_blocks[row]:
+            return
         cdef block_id_t* ids = self.view.table + <slot_t> row * self.width
         memset(ids + num_blocks, 0, (self.view.num_blocks[row] - num_blocks) * sizeof(block_id_t))
         self.view.num_blocks[row] = num_blocks
@@ -161,6 +171,8 @@ cdef class TableState:
 
     def replace(self, length_t row, length_t column, block_id_t block):
         """Puts another id in a column that the row holds."""
+        check_row(row, self.capacity)
+        check_row(column, self.view.num_blocks[row])
         self.view.table[<slot_t> row * self.width + column] = block
         self.view.synced[row] = min(self.view.synced[row], column)
         if self.view.column[row] == column:
@@ -168,39 +180,42 @@ cdef class TableState:
 
     def needs_block(self, length_t num_rows, length_t[::1] out):
         """Writes the rows whose next token has no block, but has a column for one, into out: how many they are."""
+        check_row(num_rows, min(self.capacity, <length_t> out.shape[0]) + 1)
         return find_missing(&self.view, num_rows, &out[0]) if num_rows else 0
 
-    def pass_windows(self, length_t num_rows, length_t window, length_t num_rollback):
-        """Replaces blocks that windows have passed by the null block: [(row, ids that it had there)].
+    def pass_windows(self, length_t num_rows, length_t window, length_t num_rollback, list released):
+        """Replaces blocks that windows have passed by the null block; adds (row, index of the first, ids) to released.
 
         These are whole manager blocks before what a query sees after num_rollback tokens are taken back. A row whose
         passed blocks are null already costs one comparison.
         """
         cdef length_t row, column, computed, each = self.kernel_blocks
-        cdef list released = []
+        check_row(num_rows, self.capacity + 1)
         for row in range(num_rows):
             computed = max(self.view.num_computed[row] - num_rollback, 0)
             column = column_of(max(computed - window + 1, 0), self.view.size)
             column = min(column, self.view.num_blocks[row]) // each * each - each
             if column >= 0 and self.view.table[<slot_t> row * self.width + column] >= self.view.null_ids:
-                released.append((row, self._pass(row, column)))
-        return released
+                self._pass(row, column, released)
 
-    cdef list _pass(self, length_t row, length_t column):
-        """Replaces the manager block at ``column``, and those before it down to a null one: their ids, in order."""
-        cdef length_t e, each = self.kernel_blocks
+    cdef int _pass(self, length_t row, length_t column, list released) except -1:
+        """Replaces the manager block at ``column``, and those before it down to a null one."""
+        cdef length_t e, first = column, each = self.kernel_blocks
         cdef block_id_t* ids = self.view.table + <slot_t> row * self.width
         cdef list passed = []
+        while first >= 0 and ids[first] >= self.view.null_ids:
+            passed.append(ids[first] // each)
+            first -= each
+        passed.reverse()
+        released.append((row, first // each + 1, passed))
         while column >= 0 and ids[column] >= self.view.null_ids:
-            passed.append(ids[column] // each)
             for e in range(each):
                 ids[column + e] = e
             if column <= self.view.column[row] < column + each:
                 self.view.column[row] = NO_COLUMN
             self.view.synced[row] = min(self.view.synced[row], column)
             column -= each
-        passed.reverse()
-        return passed
+        return 0
 
     def journal(self, length_t num_rows, length_t[::1] entries):
         """Writes the columns that a device's table lacks, a flat index and an id each: how many entries were written.

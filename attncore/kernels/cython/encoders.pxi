@@ -8,6 +8,8 @@ cdef inline void fill_encoder_fields(StepArena out, BatchState batch, length_t n
     for i in range(num_reqs):
         length = batch.encoder_lens[i]
         fresh = 0 if batch.encoder_done[i] else length
+        if fresh > out.max_cross_slots - token:  # a caller's check has failed: nothing is written beyond the array
+            fresh = 0
         if fresh:
             fill_slots(group.slot_mapping + token, view.table + <slot_t> i * view.width, 0, length, view.size)
             batch.encoder_done[i] = 1

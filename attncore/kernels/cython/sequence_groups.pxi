@@ -8,7 +8,7 @@ from libc.stdlib cimport free, malloc, realloc
 
 
 @cython.final
-cdef class GroupReader:
+cdef class GroupReader(Entrance):
     """Reads one step of the list builder into scratch of its own, checks it, and fills the caller's arrays."""
 
     cdef Entry* entries
@@ -17,7 +17,6 @@ cdef class GroupReader:
     cdef slot_t ids_capacity
     cdef readonly slot_t num_ids
     cdef readonly length_t num_seqs
-    cdef bint busy
 
     def __cinit__(self):
         self.capacity, self.ids_capacity = 64, 4096
@@ -52,16 +51,6 @@ cdef class GroupReader:
             raise MemoryError(f"GroupReader: no memory for {capacity} block ids")
         self.ids, self.ids_capacity = ids, capacity
         return 0
-
-    def enter(self):
-        """Takes the reader for one step; False where another caller, or this one further up, is inside."""
-        if self.busy:
-            return False
-        self.busy = True
-        return True
-
-    def leave(self):
-        self.busy = False
 
     def read(self, groups):
         """Reads SequenceGroups (is_prompt, sequences, prefix_cache_hit): False where something is malformed."""

@@ -10,8 +10,8 @@ cdef class StepKernel:
     """Builds a step into the next arena.
 
     ``query_lens`` int32[capacity] is where the caller writes who runs how much (0: not in this step) before ``check``;
-    ``swaps`` int32[capacity, 2] is where ``arrange`` writes what it moved; ``kinds`` int8[capacity] is scratch. Of
-    ``world`` ranks, ``rank`` keeps its turns of ``interleave`` tokens.
+    ``swaps`` int32[capacity, 2] and ``kinds`` int8[capacity] are scratch. Of ``world`` ranks, ``rank`` keeps its turns
+    of ``interleave`` tokens. Each method changes all that it changes, or nothing: no exception comes in between.
     """
 
     cdef BatchState batch
@@ -23,7 +23,7 @@ cdef class StepKernel:
     cdef Py_ssize_t depth
     cdef length_t max_model_len, max_num_tokens, max_num_encoder_tokens, decode_threshold
     cdef Ranks ranks
-    cdef list last              # by arena of the ring: the StepArena whose step it holds
+    cdef readonly list last     # by arena of the ring: the StepArena whose step it holds
     cdef readonly slot_t next_step
     cdef dict shapes            # by num_reqs, those of add_shape
 
@@ -46,19 +46,19 @@ cdef class StepKernel:
 
     def decode_step(self):
         """Runs one token of every row: the metadata, or None where rows must be arranged or a check fails."""
-        return None if self.batch.busy else self.decode_step_inside(self.eager)
+        return self.decode_step_inside(self.eager) if self.batch.state == FREE else None
 
     def add_shape(self, StepShape shape):
         """Adds a shape that ``padded_step`` finds by its num_reqs."""
         self.shapes[shape.num_reqs] = shape
 
     def drop_shape(self, num_reqs):
-        del self.shapes[num_reqs]
+        self.shapes.pop(num_reqs, None)
 
     def padded_step(self, num_reqs):
         """decode_step in the shape of ``num_reqs`` rows, committed to where graphs read; None also without one."""
         cdef object shape = self.shapes.get(num_reqs) if type(num_reqs) is int else None, metadata
-        if shape is None or self.batch.busy:
+        if shape is None or self.batch.state != FREE:
             return None
         metadata = self.decode_step_inside(<StepShape> shape)
         if metadata is not None:
@@ -69,7 +69,7 @@ cdef class StepKernel:
         """decode_step in a shape, for the caller that has entered the batch."""
         cdef BatchState batch = self.batch
         cdef length_t longest
-        if batch.dirty or batch.num_rows > self.max_num_tokens:
+        if batch.dirty or batch.num_rows > shape.max_rows:
             return None
         if shape.pads and (batch.num_rows > shape.num_reqs or shape.query_len != 1):
             return None
@@ -102,15 +102,18 @@ cdef class StepKernel:
     def arrange(self):
         """Orders rows and query_lens by the fewest swaps: decodes (up to the threshold), prefills (more), rest (0).
 
-        Returns (number of swaps, decodes, decodes and prefills).
+        Returns (the swaps in turn, decodes, decodes and prefills). A roll-back takes the swaps of rows back.
         """
         cdef length_t i, count, num_decodes, num_prefills, n = self.batch.num_rows
         mark_kinds(self.query_lens, n, self.decode_threshold, self.kinds, &num_decodes, &num_prefills)
         count = plan_swaps(self.kinds, n, num_decodes, num_prefills, self.swaps)
+        cdef tuple moves = tuple([(self.swaps[2 * i], self.swaps[2 * i + 1]) for i in range(count)]) if count else ()
+        if count:
+            self.batch.undo.append((self.batch.unswap, moves))
         for i in range(count):
             swap_rows(self.batch, self.swaps[2 * i], self.swaps[2 * i + 1])
             exchange_lengths(self.query_lens, self.swaps[2 * i], self.swaps[2 * i + 1])
-        return count, num_decodes, num_decodes + num_prefills
+        return moves, num_decodes, num_decodes + num_prefills
 
     def step(self, StepShape shape, length_t num_decodes, length_t num_reqs):
         """Runs arranged and checked rows: the metadata. The caller sets the arena's moves."""
@@ -134,12 +137,16 @@ cdef class StepKernel:
             out.version = -1  # the next step's longest encoder is another
         return metadata
 
-    def undo(self, StepShape shape, length_t num_swaps):
-        """Takes the last step back: its tokens, its encoders, its number, and its num_swaps swaps, the last first."""
+    def take_back(self, StepShape shape, slot_t step):
+        """Takes the last step back, its tokens, encoders and number, where it is ``step``; its rows stay in order."""
         cdef BatchState batch = self.batch
         cdef StepArena out
         cdef length_t i
-        self.next_step -= 1
+        batch.dirty = True
+        if self.next_step - 1 != step:
+            return
+        (<object> PyList_GET_ITEM(shape.metadata, <Py_ssize_t> (step % self.depth))).forget_step()
+        self.next_step = step
         out = <StepArena> PyList_GET_ITEM(shape.arenas, <Py_ssize_t> (self.next_step % self.depth))
         for i in range(out.num_actual_reqs):
             # The arena is the caller's to read, and may have been written to: a length is never negative.
@@ -147,10 +154,6 @@ cdef class StepKernel:
             if batch.cross != NULL and out.encoder_query_lens[i]:
                 batch.encoder_done[i] = 0
         batch.version += 1
-        (<object> PyList_GET_ITEM(shape.metadata, <Py_ssize_t> (self.next_step % self.depth))).forget_step()
-        while num_swaps:
-            num_swaps -= 1
-            swap_rows(batch, self.swaps[2 * num_swaps], self.swaps[2 * num_swaps + 1])
 
     cdef object _run(self, StepShape shape, length_t num_ones, length_t num_decodes, length_t num_reqs,
                      length_t longest_one):
@@ -158,6 +161,7 @@ cdef class StepKernel:
         cdef StepArena out = <StepArena> PyList_GET_ITEM(shape.arenas, k)
         cdef BatchState batch = self.batch
         cdef object metadata = <object> PyList_GET_ITEM(shape.metadata, k)
+        cdef object old_req_ids = out.req_ids  # let go when all is done: the last reference may be here
         cdef length_t num_tokens = out.num_tokens, old_num_reqs = out.num_reqs, num_cross_slots = out.num_cross_slots
         if <PyObject*> out != PyList_GET_ITEM(self.last, k):
             self.last[k] = out
@@ -190,5 +194,5 @@ cdef class StepKernel:
         out.moves = ()
         self.next_step += 1
         if out.num_tokens != num_tokens or out.num_reqs != old_num_reqs or out.num_cross_slots != num_cross_slots:
-            metadata.forget_views()
+            drop_views(out.views)
         return metadata

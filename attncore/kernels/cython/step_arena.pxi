@@ -58,10 +58,11 @@ cdef class StepArena:
     cdef readonly length_t max_query_len, max_seq_len, max_prefill_seq_len, max_decode_seq_len, max_decode_query_len
     cdef length_t max_prefill_query_len
     cdef readonly length_t num_encoder_tokens, max_encoder_seq_len, num_cross_slots
-    cdef length_t num_seq_tokens
+    cdef length_t num_seq_tokens, max_reqs, max_tokens, max_cross_slots
     cdef readonly slot_t changes
     cdef readonly object req_ids
     cdef public object moves
+    cdef public tuple views     # (mapping, names): the arrays of a step that are cached, until it has other counts
 
     def __init__(self, dict fields, list groups, bint has_cross):
         cdef dict group, other
@@ -94,8 +95,10 @@ cdef class StepArena:
             for h in range(g):
                 other = groups[h]
                 out.shares_pages |= other["paged_kv_indptr"] is group["paged_kv_indptr"]
+        self.max_reqs, self.max_tokens = <length_t> len(fields["seq_lens"]), <length_t> len(fields["positions"])
+        self.max_cross_slots = <length_t> len(groups[len(groups) - 1]["slot_mapping"]) if has_cross else 0
         self.step = -1
-        self.req_ids = self.moves = ()
+        self.req_ids = self.moves = self.views = ()
         # Nothing is written before the first step: this memory may hold a step of another shape.
 
     cdef void _forget(self) noexcept:
@@ -109,3 +112,13 @@ cdef class StepArena:
                 self.groups[g].paged_kv_indptr[0] = 0
         if self.encoder_seq_lens != NULL:
             self.encoder_seq_start_loc[0] = self.encoder_query_start_loc[0] = 0
+
+
+cdef void drop_views(tuple views):
+    """Drops the cached arrays of an arena's last step. In C: an exception in the middle would leave some."""
+    cdef dict cached
+    cdef tuple names
+    for cached, names in views:
+        for name in names:
+            if name in cached:
+                del cached[name]

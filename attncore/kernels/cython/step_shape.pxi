@@ -16,6 +16,7 @@ cdef class StepShape:
     cdef readonly list arenas, metadata
     cdef readonly bint pads, uniform
     cdef readonly length_t num_reqs, num_tokens, query_len, pad_seq_len
+    cdef length_t max_rows      # of one token each, that its arenas have room for
     cdef object _keep
     cdef list sources
     cdef char* device           # where a captured graph reads, or NULL
@@ -27,7 +28,9 @@ cdef class StepShape:
     def __init__(self, list arenas, list metadata, bint pads=False, length_t num_reqs=0, length_t query_len=0,
                  length_t pad_seq_len=0, bint uniform=True, list sources=None, device=None):
         cdef unsigned char[::1] memory
+        cdef StepArena arena = arenas[0]
         self.arenas, self.metadata = arenas, metadata
+        self.max_rows = min(arena.max_reqs, arena.max_tokens)
         self._keep = device, sources
         self.device = NULL
         if device is not None:

@@ -16,6 +16,11 @@ def read_int(value: Any) -> int | None:
     return number if number is not None and -(2**63) <= number < 2**63 else None
 
 
+def check_row(row: int, capacity: int) -> None:
+    if not 0 <= row < capacity:
+        raise IndexError(row)
+
+
 def readable(ids: Any) -> Any:
     """What read_ids takes of a row: a list, or a one-dimensional int32 or int64 array; None where it is no row."""
     if type(ids) is list or (type(ids) is np.ndarray and ids.ndim == 1 and ids.dtype in (np.int32, np.int64)):

@@ -16,7 +16,7 @@ from attncore.kernels.codes import (
     NUM_BLOCKS,
     SYNCED,
 )
-from attncore.kernels.numba.block_ids import read_ids, readable
+from attncore.kernels.numba.block_ids import check_row, read_ids, readable
 from attncore.kernels.numba.jit import jit
 from attncore.kernels.numba.slots import column_of
 
@@ -93,20 +93,29 @@ class TableState:
         self.num_stale = 0
 
     def start(self, row: int) -> None:
+        check_row(row, self.capacity)
         self.state[NUM_BLOCKS, row] = self.state[CACHED_BLOCK, row] = 0
         self.state[CACHED_COLUMN, row] = NO_COLUMN
 
+    def num_columns(self, row: int) -> int:
+        check_row(row, self.capacity)
+        return int(self.state[NUM_BLOCKS, row])
+
     def append(self, row: int, ids: Any) -> int:
+        check_row(row, self.capacity)
         array, each = read_ids(readable(ids), self.num_blocks), self.kernel_blocks
         held = int(self.state[NUM_BLOCKS, row])
         if array is None or len(array) * each > self.width - held:
             return -1
         columns = (array[:, np.newaxis] * np.int32(each) + np.arange(each, dtype=np.int32)).ravel()
+        self.state[NUM_BLOCKS, row] = held + len(columns)  # first: a roll-back clears what the row holds
         self.table[row, held : held + len(columns)] = columns
-        self.state[NUM_BLOCKS, row] = held + len(columns)
         return len(array)
 
     def truncate(self, row: int, num_blocks: int) -> None:
+        check_row(row, self.capacity)
+        if not 0 <= num_blocks <= self.state[NUM_BLOCKS, row]:
+            return
         self.table[row, num_blocks : self.state[NUM_BLOCKS, row]] = 0
         self.state[NUM_BLOCKS, row] = num_blocks
         self.state[SYNCED, row] = min(self.state[SYNCED, row], num_blocks)
@@ -114,30 +123,37 @@ class TableState:
             self.state[CACHED_COLUMN, row] = NO_COLUMN
 
     def replace(self, row: int, column: int, block: int) -> None:
+        check_row(row, self.capacity)
+        check_row(column, int(self.state[NUM_BLOCKS, row]))
         self.table[row, column] = block
         self.state[SYNCED, row] = min(self.state[SYNCED, row], column)
         if self.state[CACHED_COLUMN, row] == column:
             self.state[CACHED_COLUMN, row] = NO_COLUMN
 
     def needs_block(self, num_rows: int, out: Any) -> int:
+        check_row(num_rows, min(self.capacity, len(out)) + 1)
         return int(find_missing(self.num_computed, self.state, self.block_size, self.width, num_rows, out))
 
-    def pass_windows(self, num_rows: int, window: int, num_rollback: int) -> list[tuple[int, list[int]]]:
+    def pass_windows(
+        self, num_rows: int, window: int, num_rollback: int, released: list[tuple[int, int, list[int]]]
+    ) -> None:
+        check_row(num_rows, self.capacity + 1)
         computed = np.maximum(self.num_computed[:num_rows].astype(np.int64) - num_rollback, 0)
         columns = np.maximum(computed - window + 1, 0) // self.block_size
         columns = np.minimum(columns, self.state[NUM_BLOCKS, :num_rows]) // self.kernel_blocks - 1
         rows = np.flatnonzero(columns >= 0)
         rows = rows[self.table[rows, columns[rows] * self.kernel_blocks] >= self.kernel_blocks]
-        return [(row, self._pass(row, int(columns[row]) * self.kernel_blocks)) for row in rows.tolist()]
+        for row in rows.tolist():
+            self._pass(row, int(columns[row]) * self.kernel_blocks, released)
 
-    def _pass(self, row: int, column: int) -> list[int]:
-        each, ids, passed = self.kernel_blocks, self.table[row], []
-        while column >= 0 and ids[column] >= each:
-            passed.append(int(ids[column]) // each)
-            for extra in range(each):
-                self.replace(row, column + extra, extra)
-            column -= each
-        return passed[::-1]
+    def _pass(self, row: int, column: int, released: list[tuple[int, int, list[int]]]) -> None:
+        each, ids, first, passed = self.kernel_blocks, self.table[row], column, []
+        while first >= 0 and ids[first] >= each:
+            passed.append(int(ids[first]) // each)
+            first -= each
+        released.append((row, first // each + 1, passed[::-1]))
+        for column_ in range(first + each, column + each):
+            self.replace(row, column_, column_ % each)
 
     def journal(self, num_rows: int, entries: Any) -> int:
         return int(write_journal(self.state, self.table, num_rows, entries))

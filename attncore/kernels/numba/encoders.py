@@ -19,9 +19,10 @@ def fill_encoder_fields(
     for i in range(num_reqs):
         length = state[ENCODER_LENS, i]
         fresh = 0 if state[ENCODER_DONE, i] else length
+        if fresh > len(slots) - token:
+            fresh = 0
         if fresh:
             fill_slots(slots[token:], table[i], 0, length, block_size)
-            state[ENCODER_DONE, i] = 1
             token += fresh
         seq_start += length
         seq_lens[i], query_lens[i] = length, fresh

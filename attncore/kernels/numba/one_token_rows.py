@@ -54,7 +54,6 @@ def fill_decodes(out: StepArena, batch: BatchState, count: int, longest: int) ->
         fill_decode_blocks(fields, table, count)
     out.positions[:count] = computed[:count]
     out.num_seq_tokens = sum_up(computed, out.seq_start_loc, count)
-    computed[:count] += 1
     out.max_decode_seq_len = longest + 1 if count else 0
     out.num_tokens = count
 

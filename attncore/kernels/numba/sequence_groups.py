@@ -10,25 +10,19 @@ import numpy as np
 from attncore.arguments import INT32_MAX
 from attncore.kernels.codes import OK, TOO_MANY_SEQ_TOKENS
 from attncore.kernels.numba.block_ids import read_ids, read_int, readable
+from attncore.kernels.numba.entrance import Entrance
 from attncore.kernels.numba.sequence_checks import ENTRY_COLUMNS, NUM_IDS, count_entries, settle_entries
 from attncore.kernels.numba.sequence_fields import fill_entries, fill_entry_pages, fill_entry_rows, pad_entries
 
 
-class GroupReader:
+class GroupReader(Entrance):
     def __init__(self) -> None:
+        super().__init__()
         self.num_seqs = self.num_ids = 0
-        self.busy = False
         self.rows: list[tuple[int, ...]] = []
         self.tables: list[Any] = []
         self.entries = np.zeros((0, ENTRY_COLUMNS), np.int64)
         self.ids = np.zeros(0, np.int32)
-
-    def enter(self) -> bool:
-        busy, self.busy = self.busy, True
-        return not busy
-
-    def leave(self) -> None:
-        self.busy = False
 
     def read(self, groups: Iterable[Any]) -> bool:
         self.rows, self.tables, self.num_ids = [], [], 0

@@ -6,18 +6,38 @@ from typing import Any
 
 import numpy as np
 
-from attncore.kernels.codes import ENCODER_DONE
+from attncore.kernels.codes import COMPUTED, ENCODER_DONE, ENCODER_LENS
 from attncore.kernels.numba.arrange import count_ones, mark_kinds, plan_swaps
 from attncore.kernels.numba.batch import BatchState
 from attncore.kernels.numba.block_table import cache_decode_blocks
 from attncore.kernels.numba.checks import check_rows, check_shape, decodes_fit, longest_of
 from attncore.kernels.numba.context_parallel import Ranks, keep_local
 from attncore.kernels.numba.encoders import fill_encoder
+from attncore.kernels.numba.jit import jit
 from attncore.kernels.numba.one_token_rows import fill_decodes, start_counting
 from attncore.kernels.numba.padding import pad_step
-from attncore.kernels.numba.step_arena import StepArena
+from attncore.kernels.numba.step_arena import StepArena, drop_views
 from attncore.kernels.numba.step_shape import StepShape
 from attncore.kernels.numba.varlen_rows import fill_rows
+
+
+@jit
+def advance(state, query_lens, num_ones, num_reqs, next_step):
+    """Counts a step as run, in one compiled call: a signal's handler runs before or after it."""
+    for i in range(num_reqs):
+        state[COMPUTED, i] += 1 if i < num_ones else query_lens[i]
+        state[ENCODER_DONE, i] |= state[ENCODER_LENS, i] > 0
+    next_step[0] += 1
+
+
+@jit
+def go_back(state, query_lens, encoders_ran, num_reqs, next_step):
+    """The inverse of ``advance``, for the step before ``next_step``."""
+    next_step[0] -= 1
+    for i in range(num_reqs):
+        state[COMPUTED, i] = max(state[COMPUTED, i] - max(query_lens[i], 0), 0)
+        if encoders_ran[i]:
+            state[ENCODER_DONE, i] = 0
 
 
 class StepKernel:
@@ -43,30 +63,39 @@ class StepKernel:
         self.max_num_encoder_tokens, self.decode_threshold = max_num_encoder_tokens, decode_threshold
         self.ranks = Ranks(world, rank, interleave)
         self.shapes: dict[int, StepShape] = {}
-        self.next_step = 0
+        self._next_step = np.zeros(1, np.int64)
+        self._no_encoders = np.zeros(len(query_lens), np.int32)
         self.last: list[StepArena | None] = [None] * self.depth
 
+    @property
+    def next_step(self) -> int:
+        return int(self._next_step[0])
+
     def decode_step(self) -> Any | None:
-        return None if self.batch.busy else self.decode_step_inside(self.eager)
+        with self.batch.enter():
+            self.batch.undo.append((self.take_back, self.eager, self.next_step))
+            return self.decode_step_inside(self.eager)
 
     def add_shape(self, shape: StepShape) -> None:
         self.shapes[shape.num_reqs] = shape
 
     def drop_shape(self, num_reqs: int) -> None:
-        del self.shapes[num_reqs]
+        self.shapes.pop(num_reqs, None)
 
     def padded_step(self, num_reqs: Any) -> Any | None:
         shape = self.shapes.get(num_reqs) if type(num_reqs) is int else None
-        if shape is None or self.batch.busy:
+        if shape is None:
             return None
-        metadata = self.decode_step_inside(shape)
-        if metadata is not None:
-            shape.commit(self.next_step - 1)
-        return metadata
+        with self.batch.enter():
+            self.batch.undo.append((self.take_back, shape, self.next_step))
+            metadata = self.decode_step_inside(shape)
+            if metadata is not None:
+                shape.commit(self.next_step - 1)
+            return metadata
 
     def decode_step_inside(self, shape: StepShape) -> Any | None:
         count = self.batch.num_rows
-        if self.batch.dirty or count > self.max_num_tokens:
+        if self.batch.dirty or count > shape.max_rows:
             return None
         if shape.pads and (count > shape.num_reqs or shape.query_len != 1):
             return None
@@ -92,14 +121,16 @@ class StepKernel:
         )  # fmt: skip
         return code, row, count
 
-    def arrange(self) -> tuple[int, int, int]:
+    def arrange(self) -> tuple[tuple[tuple[int, int], ...], int, int]:
         n, lens = self.batch.num_rows, self.query_lens
         num_decodes, num_prefills = mark_kinds(lens, n, self.decode_threshold, self.kinds)
         count = plan_swaps(self.kinds, n, num_decodes, num_prefills, self.swaps)
-        for i, j in self.swaps[:count].tolist():
-            self.batch.swap(i, j)
+        moves = tuple((i, j) for i, j in self.swaps[:count].tolist())
+        if moves:
+            self.batch.swap(moves)
+        for i, j in moves:
             lens[i], lens[j] = lens[j], lens[i]
-        return count, num_decodes, num_decodes + num_prefills
+        return moves, num_decodes, num_decodes + num_prefills
 
     def step(self, shape: StepShape, num_decodes: int, num_reqs: int) -> Any:
         batch, computed = self.batch, self.batch.num_computed
@@ -119,24 +150,23 @@ class StepKernel:
             out.version = -1  # the next step's longest encoder is another
         return metadata
 
-    def undo(self, shape: StepShape, num_swaps: int) -> None:
-        self.next_step -= 1
-        batch, out = self.batch, shape.arenas[self.next_step % self.depth]
-        n = out.num_actual_reqs
-        batch.num_computed[:n] = np.maximum(batch.num_computed[:n] - np.maximum(out.query_lens[:n], 0), 0)
-        if batch.cross is not None:
-            batch.state[ENCODER_DONE, :n][out.encoder_query_lens[:n] > 0] = 0
-        batch.version += 1
-        shape.metadata[self.next_step % self.depth].forget_step()
-        for i, j in self.swaps[:num_swaps][::-1].tolist():
-            batch.swap(i, j)
+    def take_back(self, shape: StepShape, step: int) -> None:
+        self.batch.dirty = True
+        self.batch.version += 1
+        if self.next_step - 1 != step:
+            return
+        out = shape.arenas[step % self.depth]
+        ran = self._no_encoders if self.batch.cross is None else out.encoder_query_lens
+        shape.metadata[step % self.depth].forget_step()
+        go_back(self.batch.state, out.query_lens, ran, out.num_actual_reqs, self._next_step)
 
     def _run(self, shape: StepShape, num_ones: int, num_decodes: int, num_reqs: int, longest_one: int) -> Any:
         k, batch = self.next_step % self.depth, self.batch
         out, metadata = shape.arenas[k], shape.metadata[k]
-        before = out.num_tokens, out.num_reqs, out.num_cross_slots
-        if self.last[k] is not out:
-            self.last[k] = out
+        before, last, self.last[k] = None, self.last[k], None  # until all is written
+        if last is out:
+            before = out.num_tokens, out.num_reqs, out.num_cross_slots
+        else:
             out._forget()
         fill_decodes(out, batch, num_ones, longest_one)
         start_counting(out, num_ones)
@@ -161,7 +191,8 @@ class StepKernel:
             out.max_query_len = max(out.max_query_len, out.max_decode_query_len)
         out.max_seq_len = max(out.max_decode_seq_len, out.max_prefill_seq_len)
         out.step, out.req_ids, out.changes, out.moves = self.next_step, batch.req_ids, batch.changes, ()
-        self.next_step += 1
         if before != (out.num_tokens, out.num_reqs, out.num_cross_slots):
-            metadata.forget_views()
+            drop_views(out.views)
+        self.last[k] = out
+        advance(batch.state, self.query_lens, num_ones, num_reqs, self._next_step)
         return metadata

@@ -52,6 +52,7 @@ class StepArena:
         self.num_seq_tokens = self.changes = 0
         self.req_ids: tuple[Any, ...] = ()
         self.moves: tuple[tuple[int, int], ...] = ()
+        self.views: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = ()
 
     def _forget(self) -> None:
         self.counting = 0
@@ -61,3 +62,9 @@ class StepArena:
             group.paged_kv_indptr[0] = 0
         if self.encoder_seq_lens is not None:
             self.encoder_seq_start_loc[0] = self.encoder_query_start_loc[0] = 0
+
+
+def drop_views(views: tuple[tuple[dict[str, Any], tuple[str, ...]], ...]) -> None:
+    for cached, names in views:
+        for name in names:
+            cached.pop(name, None)

@@ -13,6 +13,7 @@ class StepShape:
         pad_seq_len: int = 0, uniform: bool = True, sources: list[Any] | None = None, device: Any = None,
     ) -> None:  # fmt: skip
         self.arenas, self.metadata = arenas, metadata
+        self.max_rows = min(len(arenas[0].seq_lens), len(arenas[0].positions))
         self.sources, self.device = sources or [], device
         self.capacity: Any = None
         self.replay: Any = None

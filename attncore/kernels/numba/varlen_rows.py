@@ -81,7 +81,6 @@ def fill_rows(out: StepArena, batch: BatchState, start: int, num_decodes: int, s
         start, stop, num_decodes, out.num_seq_tokens, computed, query_lens, out.positions, out.token_to_req_indices,
         out.query_lens, out.context_lens, out.seq_lens, out.query_start_loc, out.seq_start_loc, out.logits_indices,
     )  # fmt: skip
-    computed[start:stop] += query_lens[start:stop]
     out.max_decode_query_len = max(out.max_decode_query_len, decode_query)
     out.max_decode_seq_len = max(out.max_decode_seq_len, decode_seq)
     out.max_prefill_query_len = max(out.max_prefill_query_len, prefill_query)

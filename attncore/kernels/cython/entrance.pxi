@@ -1,0 +1,98 @@
+# Entrance: one caller at a time, and what an interrupted one began is undone.
+
+cimport cython
+from cpython.list cimport PyList_GET_SIZE
+from cpython.pythread cimport PyThread_get_thread_ident
+
+import os
+
+cdef enum:
+    FREE = 0
+    INSIDE = 1
+    UNFINISHED = 2   # left by a caller whose changes could not all be undone; the next caller goes on with that
+
+cdef int num_forks = 0
+
+
+def after_fork():
+    """Called in the child of a fork, which has none of the other threads: what they were inside of is free there."""
+    global num_forks
+    num_forks += 1
+
+
+os.register_at_fork(after_in_child=after_fork)
+
+
+cdef class Entrance:
+    """Lets one caller in at a time: ``with entrance.enter():``, and what is inside happens fully or not at all.
+
+    Before each change the caller appends to ``undo`` how to take it back: a tuple (function, *arguments). The end of
+    the block forgets these, an exception in it calls them, the last first. An exception may come between any two
+    bytecodes (KeyboardInterrupt, out of a signal handler), and so inside these calls too: the next caller then goes on
+    with them, for which each must be right to call twice. ``refused`` makes the error for a second caller.
+    """
+
+    cdef int state
+    cdef int forks
+    cdef unsigned long thread
+    cdef readonly list undo
+    cdef public object refused
+
+    def __cinit__(self):
+        self.state, self.undo, self.refused = FREE, [], RuntimeError
+
+    @property
+    def busy(self):
+        return self.state == INSIDE
+
+    @property
+    def unfinished(self):
+        """Whether changes of an interrupted caller are to be undone, which ``enter`` does."""
+        return self.state == UNFINISHED
+
+    def enter(self):
+        """The context manager of one caller; raises what ``refused`` makes where another is inside."""
+        cdef Stay stay = Stay.__new__(Stay)  # first: an allocation may run other code
+        if self.state == INSIDE and (self.forks == num_forks or self.thread == PyThread_get_thread_ident()):
+            raise self.refused()
+        self.state, self.forks, self.thread = INSIDE, num_forks, PyThread_get_thread_ident()
+        stay.entrance, stay.inside = self, True
+        return stay
+
+    def roll_back(self):
+        """Undoes what this caller has changed so far."""
+        while PyList_GET_SIZE(self.undo):
+            action = self.undo[PyList_GET_SIZE(self.undo) - 1]
+            action[0](*action[1:])
+            self.undo.pop()  # in C, right after the call: no exception comes between
+
+
+@cython.final
+@cython.freelist(4)
+@cython.no_gc
+cdef class Stay:
+    """One caller's time inside. It ends with the object too: an interrupted caller may never reach ``__exit__``."""
+
+    cdef Entrance entrance
+    cdef bint inside
+
+    def __enter__(self):
+        self.entrance.roll_back()
+
+    def __exit__(self, kind, error, trace):
+        try:
+            if kind is None:
+                self.entrance.undo.clear()
+            else:
+                self.entrance.roll_back()
+        finally:
+            leave(self)
+
+    def __dealloc__(self):
+        leave(self)
+
+
+cdef void leave(Stay stay) noexcept:
+    if stay.inside:
+        stay.inside = False
+        stay.entrance.state = UNFINISHED if PyList_GET_SIZE(stay.entrance.undo) else FREE

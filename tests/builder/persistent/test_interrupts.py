@@ -1,0 +1,50 @@
+"""A call that an exception from outside interrupts, before any opcode, has happened fully or not at all."""
+
+import contextlib
+import signal
+
+import alarms
+import pytest
+from interrupted_calls import GROUPS, AtOpcode, Engine
+
+CALLS = ["add", "append", "remove", "preempt", "replace", "truncate", "rollback", "swap", "capture", "release", "build"]
+
+
+def until(engine, name):
+    """Makes calls until one of ``name`` fits, and returns that one."""
+    while True:
+        found, function, change = engine.next_call()
+        if found == name:
+            return function, change
+        engine.call(function, change, contextlib.nullcontext())
+
+
+@pytest.mark.parametrize(("groups", "fills", "transport"), [("windows", False, "auto"), ("cross", True, "copy")])
+@pytest.mark.parametrize("name", CALLS)
+def test_opcodes_of_a_call(name, groups, fills, transport):
+    """The same call again and again, interrupted some opcodes later each time, until it is not interrupted."""
+    engine = Engine(len(name), groups, fills=fills, transport=transport)
+    function, change = until(engine, name)
+    count, step = 0, {"capture": 131, "build": 7}.get(name, 1)
+    while not engine.call(function, change, AtOpcode(count)):
+        count += step
+    assert count > 10 * step
+    for _ in range(10):
+        _, function, change = engine.next_call()
+        engine.call(function, change, contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_opcodes_of_the_numba_twin(groups):
+    engine = Engine(1, groups, kernels="numba")
+    for k in range(150):
+        _, function, change = engine.next_call()
+        engine.call(function, change, AtOpcode(int(engine.draw.integers(600))) if k > 50 else contextlib.nullcontext())
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timer that signals")
+@pytest.mark.parametrize("kernels", ["cython", "numba"])
+def test_alarms(kernels):
+    """The short version of ``python tests/alarms.py``: alarms, and alarms in the roll-back of the call before."""
+    kinds = [kind for kind in alarms.KINDS if kind["kernels"] == kernels]
+    assert sum(alarms.raise_alarms(1500, kinds=kinds, seconds=6.0).values()) > 50
