@@ -10,6 +10,7 @@ from attncore.builder.device_slices import DeviceView
 from attncore.builder.fields import ACTUAL_COUNTS, COUNTS, DERIVED, FIELDS, Field
 from attncore.builder.metadata import CommonAttentionMetadata, Wrap
 from attncore.builder.persistent.host_fields import STEP_ARRAYS, HostFields, cut
+from attncore.builder.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.block_table import BlockTable
@@ -21,7 +22,7 @@ def _count(name: str) -> Any:
     return property(lambda self: getattr(self._arena, name))
 
 
-class StepMetadata(CommonAttentionMetadata):
+class StepMetadata(Uncopied, CommonAttentionMetadata):
     """The metadata of one step. Read-only, and valid until its arena is used again, ``depth`` builds later.
 
     ``block_table`` is the live table: it, and what is gathered from it (``paged_kv_indices``, the tables of views),
@@ -90,6 +91,12 @@ class StepMetadata(CommonAttentionMetadata):
         None where steps are read where they are built.
         """
         return None if self._buffer is None else self._buffer()
+
+    def __copy__(self) -> StepMetadata:
+        """A second view of the same step, valid as long; for a layer that changes an attribute of its own."""
+        view = type(self).__new__(type(self))
+        vars(view).update(vars(self))
+        return view
 
     def record(self) -> None:
         """Call it first inside the capture of a graph over this metadata (``builder.capture``).

@@ -229,7 +229,7 @@ def test_a_refused_build_poisons_no_step(monkeypatch, batch, transport):
     step = made.build()
     before = {name: getattr(step.host, name).tolist() for name in SEEN}
     for refused in ({"a": 33}, {"nobody": 1}, {"a": 2.5}):
-        with pytest.raises((ValueError, TypeError), match="^(scheduled|block_table): "):
+        with pytest.raises((ValueError, TypeError), match=r"^(scheduled|block_table): "):
             made.build(refused)
     assert {name: getattr(step.host, name).tolist() for name in SEEN} == before
 
