@@ -6,6 +6,7 @@ Names are imported when they are first used (PEP 562): importing attncore import
 from __future__ import annotations
 
 import logging
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,12 @@ _HOMES = {
     "slots": "PAD_SLOT_ID compute_slot_mapping compute_slot_mapping_start_idx is_block_tables_empty",
 }
 _HOME = {name: f"attncore.{module}" for module, names in _HOMES.items() for name in names.split()}
+
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    raise ImportError(
+        "attncore: this interpreter runs without the GIL, which attncore's kernels rely on; start it with PYTHON_GIL=1 "
+        "or -X gil=1, or use the ordinary interpreter"
+    )
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 

@@ -62,9 +62,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--alarms", type=int, default=400_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="the longest that it takes")
+    parser.add_argument("--kernels", choices=["cython", "numba"], help="both, where it is left out")
     arguments = parser.parse_args()
+    kinds = [kind for kind in KINDS if arguments.kernels in (None, kind["kernels"])]
     start = time.monotonic()
-    fired = raise_alarms(arguments.alarms, seed=arguments.seed)
+    fired = raise_alarms(arguments.alarms, kinds=kinds, seed=arguments.seed, seconds=arguments.seconds)
     print(f"{sum(fired.values())} alarms in {time.monotonic() - start:.0f} s: no inconsistent state")
     print(", ".join(f"{name} {count}" for name, count in fired.most_common()))
 

@@ -38,6 +38,7 @@ class AtOpcode:
 
     def __enter__(self):
         sys.settrace(self._trace)
+        return self
 
     def __exit__(self, kind, error, trace):
         sys.settrace(None)

@@ -47,8 +47,8 @@ def test_the_pages_backend_passes_the_kit(acme):
     assert states["logits_soft_cap"] == states["mixed batches"] == states["NaN canary"] == "supported"
 
 
-def test_every_command_of_the_page_runs(acme, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_every_command_of_the_page_runs(acme, tmp_path_factory, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path_factory.mktemp("empty"))  # not the site's folder: modules are not searched here
     expected = {"attncore explain --assume cpu --head-size 80": 0}
     for block in snippets("console"):
         for line in block.splitlines():

@@ -28,7 +28,7 @@ LAYERS = {
     "builder": (
         "persistent lists",
         "device blocks",
-        "metadata slices device_slices first_generation_names",
+        "metadata slices device_slices first_generation_names uncopied",
         "grid show",
         "fields",
     ),

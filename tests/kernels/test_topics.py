@@ -35,7 +35,7 @@ EXCEPTIONS = {
     "step_sender.words_at": "memory at an address, for which C has a cast",
     "entrance.after_fork": "in a forked child sys._current_frames() has no frame of another thread",
     "entrance.Stay.lasts": "in C a Stay that is let go ends: no frame is looked for",
-    "batch.BatchState._restore_later": NO_STEP,
+    "batch.BatchState._restored": NO_STEP,
     "step.StepKernel.next_step": "a field in C",
     "step.advance": NO_STEP,
     "step.go_back": NO_STEP,

@@ -6,6 +6,7 @@ a journal of new columns at the end of the arena brings them up to date.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,6 +33,16 @@ JOURNAL_ENTRIES = 4096
 _KEPT: list[Any] = []
 """Memory of builders that were dropped without ``close``: a graph may still read it."""
 
+_ON_CUDA: weakref.WeakSet[CopyTransport] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for transport in _ON_CUDA:
+        transport.forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
 
 class CopyTransport:
     """A builder's memory on ``device`` (a torch device name; ``cpu`` works too and copies, for tests), and its sender.
@@ -55,6 +66,10 @@ class CopyTransport:
         self.page_lists = list(page_lists)
         self.why = "asked for"
         self.tables = DeviceTables(device, host_tables)
+        self.forked = False
+        """Whether this is the child of a fork, which has no device."""
+        if self._cuda:
+            _ON_CUDA.add(self)
         self.ticket = False
         """Whether the engine replays graphs itself. Changes nothing here, since a step is sent when it is built."""
         self.corrections: Corrections | None = None
@@ -102,6 +117,11 @@ class CopyTransport:
 
     def check_ready(self) -> None:
         """Raises RuntimeError where no step can be sent now, since another device is current."""
+        if self.forked:
+            raise RuntimeError(
+                f"build: this builder was made before os.fork(), and its memory on {self.device} is not in the child; "
+                "start workers by spawn, and make a builder in each"
+            )
         if self._cuda and self._current() != self._index:
             raise RuntimeError(
                 f"build: cuda:{self._current()} is the current device, but this builder's steps go "

@@ -18,6 +18,7 @@ from attncore.builder.lists.settings import ListSettings
 from attncore.builder.metadata import CommonAttentionMetadata, Source
 from attncore.builder.show import list_builder_text
 from attncore.builder.slices import HostArrays
+from attncore.builder.uncopied import Uncopied
 from attncore.errors import ConcurrentUseError
 from attncore.kernels import KernelsName, codes
 from attncore.show import guarded
@@ -70,7 +71,7 @@ _new_source = tuple.__new__
 """Makes a Source from a tuple: its own constructor takes 0.2 us more, 2 % of a small step."""
 
 
-class CommonMetadataBuilder(ListSettings):
+class CommonMetadataBuilder(Uncopied, ListSettings):
     """Builds metadata from lists of SequenceGroup, by the rules of the first generation (docs/list-builder.md).
 
     ``layout`` names the dialect: ``common``, ``flash``, ``flashinfer`` or ``rocm``. ``block_size`` is in tokens.

@@ -223,12 +223,11 @@ class Assembly:
             if step != self.last_step or side is None or side.pending != step:
                 raise CaptureError(f"abandon: step {step} is not waiting for a replay; nothing is to be taken back")
             self._check_unchanged(metadata)
-            # As a roll-back of that build: where it is interrupted, the next call goes on with it.
-            core.move_back(metadata.moves)
-            core.undo.append((self.kernel.take_back, self.shapes.of(metadata), step))
-            core.undo.append((side.take_back, step))
+            undo = core.move_back(metadata.moves)
+            undo += (self.kernel.take_back, self.shapes.of(metadata), step), (side.take_back, step)
             if self._overlap is not None:
-                core.undo.append((self._overlap.forget, self._overlap.before_last))
+                undo.append((self._overlap.forget, self._overlap.before_last))
+            core.undo.extend(undo)  # in one call: where the roll-back is interrupted, the next call goes on with it
             core.state.roll_back()
 
     def _check_unchanged(self, metadata: StepMetadata) -> None:

@@ -151,14 +151,13 @@ class BatchCore:
         order.drop_last_holes()
         self._count_rows()
 
-    def move_back(self, moves: Moves) -> None:
-        """Makes a roll-back take back these swaps, which the last step made, in tables and order."""
+    def move_back(self, moves: Moves) -> list[tuple[Any, ...]]:
+        """What takes back these swaps of the last step, in tables and order, for ``undo``."""
         before, num_rows = RequestRows(), 1 + max((max(move) for move in moves), default=-1)
         before.req_ids = [*self.order.req_ids, *[None] * (num_rows - len(self.order))]
         before.paused = self.order.paused.copy()
         before.exchange(reversed(moves))
-        self.undo.append((self._reorder, before.req_ids, before.paused))
-        self.state.swap_back(moves)
+        return [(self._reorder, before.req_ids, before.paused), self.state.swap_back(moves)]
 
     def _reorder(self, req_ids: list[Any], paused: set[int]) -> None:
         self.order.req_ids, self.order.paused = req_ids, paused

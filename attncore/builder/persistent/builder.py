@@ -24,6 +24,7 @@ from attncore.builder.persistent.profiling_run import profile_metadata
 from attncore.builder.persistent.settings import check_settings
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.builder.show import builder_text
+from attncore.builder.uncopied import Uncopied
 from attncore.errors import CaptureError
 from attncore.show import guarded
 
@@ -34,7 +35,7 @@ def _no_short_way(*_: Any) -> None:
     """Stands for the kernel's direct calls where a step has to be planned, sent or filled by an engine."""
 
 
-class MetadataBuilder:
+class MetadataBuilder(Uncopied):
     """Builds the metadata of one step after another from ``batch``, for ``backend``.
 
     ``backend`` None gives NumPy arrays; with a backend, metadata holds torch tensors on its device. With several
@@ -281,18 +282,17 @@ class MetadataBuilder:
         plan. Raises ValueError where the name is in use, CaptureError once a step was built or a size captured, and
         AttncoreError after ``close``; the builder is as it was then.
         """
-        replaced = self._assembly
-        replaced.refuse_closed()
-        if replaced.kernel.next_step or self.captured:
-            raise CaptureError("register_field: steps were built already; register fields before the first")
-        self._engine_fields.register(name, dtype, per, fill)
-        try:
+        with self._core.enter():
+            replaced = self._assembly
+            replaced.refuse_closed()
+            if replaced.kernel.next_step or self.captured:
+                raise CaptureError("register_field: steps were built already; register fields before the first")
+            self._core.undo.append((vars(self).update, vars(self).copy()))
+            self._core.undo.append((self._engine_fields.restore, self._engine_fields.registered))
+            self._engine_fields.register(name, dtype, per, fill)
             self._lay_out()
-        except BaseException:
-            self._engine_fields.remove(name)
-            raise
-        if replaced.side is not None:
-            replaced.side.close()  # no graph reads its memory
+            if replaced.side is not None:
+                replaced.side.close()  # no graph reads its memory
 
     def release(self, num_reqs: int) -> None:
         """Releases a captured size whose graph was destroyed: it may be captured again, and the builder closed."""

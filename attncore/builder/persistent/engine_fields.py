@@ -31,9 +31,14 @@ class EngineFields:
     def add(self, field: Field, fill: FillField) -> None:
         self._fills[field.name] = field, fill
 
-    def remove(self, name: str) -> None:
-        """Takes back what ``add`` or ``register`` added."""
-        del self._fills[name]
+    @property
+    def registered(self) -> dict[str, tuple[Field, FillField]]:
+        """All of them, for ``restore``."""
+        return self._fills.copy()
+
+    def restore(self, registered: dict[str, tuple[Field, FillField]]) -> None:
+        """Takes back what ``add`` or ``register`` added since."""
+        self._fills = registered
 
     def register(self, name: Any, dtype: Any, per: str, fill: Any) -> None:
         """Adds a field; raises ValueError or TypeError that names the wrong argument."""

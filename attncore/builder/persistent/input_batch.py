@@ -16,11 +16,12 @@ from attncore.builder.persistent.block_table import BlockTable
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.builder.persistent.request_rows import RequestRows
 from attncore.builder.show import batch_text
+from attncore.builder.uncopied import Uncopied
 from attncore.kernels import KernelsName
 from attncore.show import guarded, guarded_html
 
 
-class InputBatch:
+class InputBatch(Uncopied):
     """Up to ``max_num_reqs`` requests of up to ``max_model_len`` tokens, in blocks of ``block_size`` tokens.
 
     Capacity and memory (``nbytes``, host) are fixed at construction. ``num_blocks`` is the number of blocks of the

@@ -76,17 +76,17 @@ cdef class BatchState(Entrance):
     def swap(self, tuple moves):
         """Exchanges pairs of rows, in turn; a roll-back exchanges them back, the last first."""
         cdef length_t i, j
-        self.swap_back(moves)
+        self.undo.append(self.swap_back(moves))
         for i, j in moves:
             swap_rows(self, i, j)
 
     def swap_back(self, tuple moves):
-        """Makes a roll-back exchange back pairs that ``swap`` exchanged, in this call or an earlier one."""
+        """What exchanges back pairs that ``swap`` exchanged, for ``undo``."""
         cdef length_t i, j
         for i, j in moves:
             check_row(i, self.capacity)
             check_row(j, self.capacity)
-        self.undo.append((self.unswap, moves))
+        return self.unswap, moves
 
     def unswap(self, tuple moves):
         cdef length_t i, j

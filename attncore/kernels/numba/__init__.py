@@ -8,6 +8,7 @@ Python objects is plain Python. Where C takes a struct, a loop here takes its ar
 
 from attncore.kernels.numba.batch import BatchState
 from attncore.kernels.numba.block_table import TableState
+from attncore.kernels.numba.entrance import Entrance, Stay
 from attncore.kernels.numba.field_functions import (
     classify,
     fill_block_table,
@@ -29,7 +30,9 @@ __all__ = [
     "IMPLEMENTATION",
     "READS_INTS",
     "BatchState",
+    "Entrance",
     "GroupReader",
+    "Stay",
     "StepArena",
     "StepKernel",
     "StepSender",

@@ -49,20 +49,20 @@ class BatchState(Entrance):
         for i, j in moves:
             check_row(i, self.capacity)
             check_row(j, self.capacity)
-        self._restore_later(np.arange(self.capacity), moves)
+        self.undo.append(self._restored(np.arange(self.capacity), moves))
         for i, j in moves:
             swap_rows(self, i, j)
 
-    def swap_back(self, moves: tuple[tuple[int, int], ...]) -> None:
+    def swap_back(self, moves: tuple[tuple[int, int], ...]) -> tuple[Any, ...]:
         sources = np.arange(self.capacity)
         for i, j in reversed(moves):
             check_row(i, self.capacity)
             check_row(j, self.capacity)
             sources[[i, j]] = sources[[j, i]]
-        self._restore_later(sources, moves)
+        return self._restored(sources, moves)
 
-    def _restore_later(self, sources: Any, moves: tuple[tuple[int, int], ...]) -> None:
-        """Makes a roll-back write to each moved row what row ``sources[row]`` has now.
+    def _restored(self, sources: Any, moves: tuple[tuple[int, int], ...]) -> tuple[Any, ...]:
+        """What writes to each moved row what row ``sources[row]`` has now, for ``undo``.
 
         It may begin anew, so that it cannot exchange: an exchange made twice is none.
         """
@@ -72,7 +72,7 @@ class BatchState(Entrance):
         for table in [*self.decoders, self.cross] if self.cross is not None else self.decoders:
             before += [(table.table.T, table.table.T[:, from_rows]), (table.state, table.state[:, from_rows])]
             before[-1][1][SYNCED] = 0
-        self.undo.append((self.unswap, before, rows))
+        return self.unswap, before, rows
 
     def unswap(self, before: list[tuple[Any, Any]], rows: Any) -> None:
         for array, values in before:

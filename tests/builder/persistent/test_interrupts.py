@@ -1,12 +1,20 @@
 """A call that an exception from outside interrupts, before any opcode, has happened fully or not at all."""
 
 import contextlib
+import re
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
-import alarms
+import numpy as np
 import pytest
 from interrupted_calls import GROUPS, AtOpcode, Engine
 
+from attncore.builder import InputBatch, MetadataBuilder
+from attncore.errors import AttncoreError, ConcurrentUseError
+
+SCRIPT = Path(__file__).parents[2] / "alarms.py"
 CALLS = ["add", "append", "remove", "preempt", "replace", "truncate", "rollback", "swap", "capture", "release", "build"]
 
 
@@ -45,6 +53,50 @@ def test_opcodes_of_the_numba_twin(groups):
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timer that signals")
 @pytest.mark.parametrize("kernels", ["cython", "numba"])
 def test_alarms(kernels):
-    """The short version of ``python tests/alarms.py``: alarms, and alarms in the roll-back of the call before."""
-    kinds = [kind for kind in alarms.KINDS if kind["kernels"] == kernels]
-    assert sum(alarms.raise_alarms(1500, kinds=kinds, seconds=6.0).values()) > 50
+    """``python tests/alarms.py`` for seconds, in a process of its own: what it is tested for includes a crash."""
+    command = [sys.executable, str(SCRIPT), "--alarms", "2000", "--seconds", "5", "--kernels", kernels]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"[1-9]\d+ alarms in \d+ s: no inconsistent state\n", done.stdout)
+
+
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+def test_register_field_and_close(transport):
+    """Before and after each interrupt a step is built, with the field or without it."""
+    for count in [*range(60), *range(60, 60_000, 701)]:
+        batch = InputBatch(max_num_reqs=2, max_model_len=32, block_size=4)
+        builder = MetadataBuilder(batch, max_num_batched_tokens=8, transport=transport)
+        batch.add_request("a", [1, 2], 3)
+        with AtOpcode(count) as interrupt:
+            builder.register_field("rows", np.int32, "request", lambda metadata, out: out.fill(7))
+        if not interrupt.fired:
+            break
+        if "rows" not in builder._engine_fields.registered:
+            builder.register_field("rows", np.int32, "request", lambda metadata, out: out.fill(7))
+        metadata = builder.build()
+        assert metadata.slot_mapping.tolist() == [7]
+        assert metadata.host.rows.tolist() == [7]
+        with AtOpcode(count % 90):
+            builder.close()
+        builder.close()
+        with pytest.raises(AttncoreError, match="closed"):
+            builder.build()
+    else:
+        pytest.fail("no call came to its end")
+
+
+def test_a_call_inside_a_call_is_refused_and_reading_is_not():
+    batch = InputBatch(max_num_reqs=2, max_model_len=32, block_size=4)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8)
+    batch.add_request("a", [1, 2], 3)
+    seen = []
+
+    def fill(metadata, out):
+        with pytest.raises(ConcurrentUseError):
+            batch.remove_request("a")
+        seen.append((batch.req_ids, batch.num_computed_tokens("a"), builder.last_step))
+
+    builder.register_field("rows", np.int32, "request", fill)
+    builder.build()
+    assert seen == [(("a",), 4, 0)]
+    assert batch.remove_request("a") == [1, 2]

@@ -1,0 +1,65 @@
+"""metadata.abandon takes back the whole step that waits for its replay, while its requests are as they were."""
+
+import pytest
+from core_state import core_state
+from interrupted_calls import AtOpcode
+
+from attncore.builder import InputBatch, MetadataBuilder
+from attncore.builder.device.by_copy import CopyTransport
+from attncore.errors import CaptureError
+
+
+class Abandonable(CopyTransport):
+    """A step in ``pending`` waits for its replay, as with nodes of graphs."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.pending = -1
+
+    def send(self, step, shape, out, num_rows, waits):
+        super().send(step, shape, out, num_rows, waits)
+        self.pending = step if waits else -1
+
+    def take_back(self, step):
+        super().take_back(step)
+        self.pending = -1
+
+
+def waiting_step(monkeypatch):
+    monkeypatch.setattr("attncore.builder.device.by_copy.CopyTransport", Abandonable)
+    batch = InputBatch(max_num_reqs=4, max_model_len=32, block_size=4)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8, transport="copy")
+    for row, name in enumerate("abc"):
+        batch.add_request(name, [2 * row + 1, 2 * row + 2], row)
+    builder.capture(2)
+    return batch, builder, builder.build({"a": 0}, bucket=2)
+
+
+def test_an_interrupted_abandon_is_finished_by_the_next_call(monkeypatch):
+    for count in range(0, 2000, 3):
+        batch, builder, metadata = waiting_step(monkeypatch)
+        assert metadata.moves
+        with AtOpcode(count) as interrupt:
+            metadata.abandon()
+        assert builder.last_step in ((0, 1) if interrupt.fired else (0,))
+        if builder.last_step == 1:
+            metadata.abandon()
+        assert (batch.req_ids, [batch.num_computed_tokens(name) for name in "abc"]) == (("a", "b", "c"), [0, 1, 2])
+        assert batch.block_table.tolist()[:3] == [[1, 2, *[0] * 6], [3, 4, *[0] * 6], [5, 6, *[0] * 6]]
+        if not interrupt.fired:
+            return
+    pytest.fail("no call came to its end")
+
+
+@pytest.mark.parametrize(
+    "change", [lambda batch: batch.rollback("b", 1), lambda batch: batch.remove_request("c"),
+               lambda batch: (batch.remove_request("b"), batch.add_request("b", [9], 2))],
+)  # fmt: skip
+def test_a_step_whose_requests_have_changed_is_not_abandoned(monkeypatch, change):
+    batch, builder, metadata = waiting_step(monkeypatch)
+    change(batch)
+    before = core_state(batch)
+    with pytest.raises(CaptureError, match=r"^abandon: request '.' has changed since step 1 was built"):
+        metadata.abandon()
+    assert core_state(batch) == before
+    assert builder.last_step == 1

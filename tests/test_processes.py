@@ -1,0 +1,189 @@
+"""Builders in several threads and processes: docs/threads-and-processes.md says what works, and each is tried here."""
+
+import copy
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from attncore import CommonMetadataBuilder, Sequence, SequenceGroup
+from attncore.builder import InputBatch, MetadataBuilder
+from attncore.errors import ConcurrentUseError
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+
+
+def new_builder(**options):
+    batch = InputBatch(max_num_reqs=4, max_model_len=4096, block_size=4, **options)
+    batch.add_request("a", range(1, 1000), 3)
+    return MetadataBuilder(batch, max_num_batched_tokens=16)
+
+
+def objects(kernels):
+    builder = new_builder(kernels=kernels)
+    return builder.batch, builder, CommonMetadataBuilder(4, kernels=kernels)
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy, copy.copy])
+def test_what_kernels_write_to_is_not_copied(kernels, copied):
+    for one in objects(kernels):
+        name = type(one).__name__
+        with pytest.raises(TypeError, match=f"^{name}: cannot be copied or pickled, .*make one in each process"):
+            copied(one)
+
+
+def test_one_batch_in_two_threads(kernels):
+    """Each call happens or is refused with ConcurrentUseError; in the end every token of every call is there."""
+    builder, done, refused, wrong = new_builder(kernels=kernels), [0, 0], [], []
+    interval = sys.getswitchinterval()
+
+    def work(me):
+        for _ in range(400):
+            try:
+                builder.build() if me else builder.build({"a": 2})
+                done[me] += 1
+            except ConcurrentUseError as error:
+                refused.append(str(error))
+            except BaseException as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(me,)) for me in (0, 1)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+    assert all(text.startswith("batch: a caller is inside it") for text in refused)
+    assert builder.last_step + 1 == sum(done)
+    assert builder.batch.num_computed_tokens("a") == 3 + 2 * done[0] + done[1]
+
+
+def test_a_batch_for_each_of_several_threads(kernels):
+    wrong = []
+
+    def work():
+        builder = new_builder(kernels=kernels)
+        for k in range(200):
+            if builder.build().positions.tolist() != [3 + k]:
+                wrong.append(k)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def in_child(check):
+    """Runs ``check`` in a forked child; whether it returned."""
+    child = os.fork()
+    if child == 0:
+        try:
+            check()
+            os._exit(0)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@forks
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_has_a_batch_of_its_own(kernels):
+    builder = new_builder(kernels=kernels)
+    builder.build()
+
+    def check():
+        assert builder.build().positions.tolist() == [4]
+        builder.batch.add_request("child", [7])
+        assert builder.batch.num_reqs == 2
+
+    assert in_child(check)
+    assert builder.batch.req_ids == ("a",)
+    assert builder.build().positions.tolist() == [4]
+
+
+@forks
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_fork_while_another_thread_is_inside(kernels):
+    """That thread is not in the child: the batch is free there, and what it had begun is undone."""
+    builder, inside, leave = new_builder(kernels=kernels), threading.Event(), threading.Event()
+
+    class Slow(dict):
+        def items(self):
+            inside.set()
+            leave.wait(30)
+            return super().items()
+
+    thread = threading.Thread(target=lambda: builder.batch.append_blocks_many(Slow(a=[1000])))
+    thread.start()
+    inside.wait(30)
+
+    def check():
+        assert builder.build().positions.tolist() == [3]
+        assert len(builder.batch.remove_request("a")) == 999
+
+    try:
+        assert in_child(check)
+        with pytest.raises(ConcurrentUseError):
+            builder.build()
+    finally:
+        leave.set()
+        thread.join()
+    assert len(builder.batch.block_ids("a")) == 1000
+
+
+@forks
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_builder_of_a_device_says_so_in_a_forked_child():
+    by_copy = pytest.importorskip("attncore.builder.device.by_copy")
+    batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4)
+    batch.add_request("a", [1, 2, 3, 4])
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8, transport="copy")
+    by_copy._ON_CUDA.add(builder._assembly.side)  # on a CPU: as if it were on a GPU
+
+    def check():
+        with pytest.raises(RuntimeError, match=r"^build: this builder was made before os.fork\(\)"):
+            builder.build()
+        assert batch.num_computed_tokens("a") == 0
+
+    assert in_child(check)
+    assert builder.build().num_tokens == 1
+
+
+def work_in_a_spawned_process(requests):
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4)
+    for req_id, blocks, computed in requests:
+        batch.add_request(req_id, blocks, computed)
+    return MetadataBuilder(batch, max_num_batched_tokens=16).build().slot_mapping.tolist()
+
+
+def test_a_spawned_process_makes_its_own_from_requests():
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(work_in_a_spawned_process, ([("a", [5, 6], 4), ("b", [7], 1)],)) == [24, 29]
+
+
+def test_an_interpreter_without_the_gil_is_refused():
+    program = "import sys; sys._is_gil_enabled = lambda: {}; import attncore; print(attncore.__version__)"
+    refused, taken = (
+        subprocess.run([sys.executable, "-c", program.format(enabled)], capture_output=True, text=True)
+        for enabled in (False, True)
+    )
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines()[-1].startswith("ImportError: attncore: this interpreter runs without the GIL")
+    assert taken.returncode == 0
+
+
+def test_groups_of_sequences_are_values():
+    """What a list builder takes can be sent to another process."""
+    group = SequenceGroup(False, [Sequence(0, 1, 3, [5])], False)
+    assert CommonMetadataBuilder(4).build([pickle.loads(pickle.dumps(group))]).slot_mapping.tolist() == [23]
