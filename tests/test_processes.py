@@ -7,8 +7,10 @@ import pickle
 import subprocess
 import sys
 import threading
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+from spawned_process import slots_of_a_step
 
 from attncore import CommonMetadataBuilder, Sequence, SequenceGroup
 from attncore.builder import InputBatch, MetadataBuilder
@@ -160,16 +162,10 @@ def test_a_builder_of_a_device_says_so_in_a_forked_child():
     assert builder.build().num_tokens == 1
 
 
-def work_in_a_spawned_process(requests):
-    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4)
-    for req_id, blocks, computed in requests:
-        batch.add_request(req_id, blocks, computed)
-    return MetadataBuilder(batch, max_num_batched_tokens=16).build().slot_mapping.tolist()
-
-
 def test_a_spawned_process_makes_its_own_from_requests():
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(work_in_a_spawned_process, ([("a", [5, 6], 4), ("b", [7], 1)],)) == [24, 29]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        answer = pool.submit(slots_of_a_step, [("a", [5, 6], 4), ("b", [7], 1)])
+        assert answer.result(timeout=120) == [24, 29]
 
 
 def test_an_interpreter_without_the_gil_is_refused():
