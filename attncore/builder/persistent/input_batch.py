@@ -56,17 +56,32 @@ class InputBatch(Uncopied):
             max_encoder_len = arguments.integer("max_encoder_len", max_encoder_len, 1)
         elif max_encoder_len is not None:
             raise ValueError(f"max_encoder_len: {max_encoder_len} given, but no group is cross")
-        self.max_num_reqs, self.max_model_len = max_num_reqs, max_model_len
-        self.max_encoder_len = max_encoder_len or 0
-        self.block_size = self.groups[0].block_size
         self._one_group = groups is None
-        self.core = BatchCore(self.groups, max_num_reqs, max_model_len, self.max_encoder_len, kernels)
+        self.core = BatchCore(self.groups, max_num_reqs, max_model_len, max_encoder_len or 0, kernels)
         """The state that the builder reads and writes. An engine uses the methods of the batch instead."""
         self.block_table: npt.NDArray[np.int32] = self.core.tables[self.groups[0].name].array
 
     __repr__ = guarded(batch_text)
     __str__ = guarded(batch_grid)
     _repr_html_ = guarded_html(batch_html)
+
+    @property
+    def max_num_reqs(self) -> int:
+        return self.core.max_num_reqs
+
+    @property
+    def max_model_len(self) -> int:
+        return self.core.max_model_len
+
+    @property
+    def max_encoder_len(self) -> int:
+        """0 without a cross group."""
+        return self.core.max_encoder_len
+
+    @property
+    def block_size(self) -> int:
+        """Of the first group."""
+        return self.core.groups[0].block_size
 
     @property
     def nbytes(self) -> int:
