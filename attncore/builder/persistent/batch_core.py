@@ -116,8 +116,9 @@ class BatchCore:
 
     def remove(self, req_id: Hashable) -> dict[str, list[int]]:
         """Removes the request; returns the blocks that it held, by group name."""
-        held = self.clear(self.order.row(req_id))
-        self.order.remove(req_id)
+        row = self.order.row(req_id)
+        held = self.clear(row)
+        self.order.remove(req_id, row)
         self._count_rows()
         self.state.changes += 1
         return held

@@ -102,7 +102,7 @@ class InputBatch(Uncopied):
 
     @property
     def num_reqs(self) -> int:
-        return len(self._order.row_of)
+        return self._order.num_reqs
 
     @property
     def num_rows(self) -> int:
@@ -118,7 +118,7 @@ class InputBatch(Uncopied):
         return req_id in self._order.row_of
 
     def __len__(self) -> int:
-        return len(self._order.row_of)
+        return self._order.num_reqs
 
     def num_computed_tokens(self, req_id: Hashable) -> int:
         """Tokens of the request that are in the cache."""
@@ -333,7 +333,7 @@ class InputBatch(Uncopied):
             raise ValueError(f"group: {group!r} is not one of {', '.join(self.core.tables)}")
         return self.core.tables[group]
 
-    def _by_group(self, req_id: Hashable, block_ids: Any, *, all_groups: bool = False) -> Mapping[str, Any]:
+    def _by_group(self, req_id: Hashable, block_ids: Any, *, all_groups: bool = False) -> dict[str, Any]:
         """Block ids by the name of their group; with ``all_groups``, every group's."""
         if self._one_group:
             return {ONLY_GROUP: block_ids}
