@@ -127,6 +127,7 @@ class StepKernel:
         query_lens: _Int32,
         swaps: _Int32,
         kinds: npt.NDArray[np.int8],
+        ran: _Int32,
         max_model_len: int,
         max_num_tokens: int,
         max_num_encoder_tokens: int,

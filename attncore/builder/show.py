@@ -26,7 +26,7 @@ def batch_text(batch: Any) -> str:
 def _batch_facts(batch: Any) -> Iterator[str]:
     core = batch.core
     num_rows, paused = len(core.order.req_ids), len(core.order.paused)
-    yield f"{len(core.order.row_of)} of {counted(batch.max_num_reqs, 'request')}"
+    yield f"{core.order.num_reqs} of {counted(batch.max_num_reqs, 'request')}"
     if paused:
         yield f"{paused} preempted"
     yield f"{counted(int(core.lengths[codes.COMPUTED, :num_rows].sum()), 'token')} computed"

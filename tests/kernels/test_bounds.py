@@ -9,6 +9,7 @@ import pytest
 
 from attncore import slots
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
+from attncore.builder.device.arena import ArenaRing, Capacity
 from attncore.kernels import load_kernels
 
 GUARD = -77
@@ -197,3 +198,47 @@ def test_page_lists_that_were_written_to(kernels):
     metadata.host.paged_kv_indptr[1] = 10**6
     with pytest.raises(ValueError, match="paged_kv_indptr: row 0 was changed since the build"):
         _ = metadata.paged_kv_indices
+
+
+# ---- the arenas of a step hold its shape -----------------------------------------------------------------------------
+
+ARENA_FIELDS = [
+    (False, name)
+    for name in (
+        "token_to_req_indices", "context_lens", "query_lens", "logits_indices", "query_start_loc", "seq_start_loc",
+        "prefill_query_start_loc", "prefill_seq_start_loc", "encoder_seq_lens", "encoder_query_lens",
+        "encoder_seq_start_loc", "encoder_query_start_loc",
+    )
+] + [(True, name) for name in ("slot_mapping", "paged_kv_indptr", "paged_kv_last_page_len")]  # fmt: skip
+
+
+def arena_arrays(num_reqs, num_tokens):
+    """The arrays of an arena with a decoder group and a cross group."""
+    capacity = Capacity(num_tokens, num_reqs, 0)
+    views = ArenaRing(capacity, [4], True, 1).views(capacity)[0]
+    return views.fields, views.groups
+
+
+@pytest.mark.parametrize(
+    ("padding", "message"),
+    [
+        ((5, 1), "num_reqs: 5 exceed the 4 that the arenas hold"),
+        ((4, 3), "num_reqs: 4 of 3 tokens exceed the 8 that the arenas hold"),
+        ((4, 2**30), "num_reqs: 4 of 1073741824 tokens exceed the 12 that the arenas hold"),
+    ],
+)
+def test_a_shape_that_its_arenas_do_not_hold_is_refused(kernels, padding, message):
+    module = load_kernels(kernels)
+    arenas = [module.StepArena(*arena_arrays(*size), True) for size in ((5, 12), (4, 8))]
+    module.StepShape(arenas, [], True, 4, 2)
+    with pytest.raises(ValueError, match=message):
+        module.StepShape(arenas, [], True, *padding)
+
+
+@pytest.mark.parametrize(("in_group", "name"), ARENA_FIELDS)
+def test_an_arena_of_a_short_array_is_refused(in_group, name):
+    fields, groups = arena_arrays(4, 8)
+    arrays = groups[0] if in_group else fields
+    arrays[name] = arrays[name][:-1]
+    with pytest.raises(ValueError, match=f"^{name}: .* elements, and a step of this arena writes"):
+        load_kernels("cython").StepArena(fields, groups, True)

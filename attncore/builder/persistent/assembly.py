@@ -81,6 +81,7 @@ class Assembly:
             self._query_lens,
             np.zeros((len(self._query_lens), 2), np.int32),
             np.zeros(len(self._query_lens), np.int8),
+            np.zeros((settings.depth, 2, len(self._query_lens)), np.int32),
             core.max_model_len,
             settings.max_num_batched_tokens,
             settings.max_num_encoder_tokens,

@@ -58,14 +58,14 @@ def check_new_request(
         )
     if encoder_computed and core.cross is None:
         raise ValueError(f"encoder_computed: true for request {req_id!r}, but no group is cross")
-    if len(core.order.row_of) == core.max_num_reqs:
+    if core.order.num_reqs == core.max_num_reqs:
         raise ValueError(f"req_id: no row for {req_id!r}; the batch holds max_num_reqs {core.max_num_reqs}")
     return num_computed_tokens, encoder_seq_len
 
 
 def ids_by_group(
     tables: Mapping[str, object], req_id: Hashable, block_ids: Any, *, all_groups: bool = False
-) -> Mapping[str, Any]:
+) -> dict[str, Any]:
     """Block ids by group name, as given; ValueError or TypeError for an unknown group or, with ``all_groups``, a
     missing one.
     """
@@ -73,11 +73,15 @@ def ids_by_group(
         raise TypeError(
             f"block_ids: {block_ids!r} of request {req_id!r} is not a mapping; give ids by group: {', '.join(tables)}"
         )
-    for name in block_ids:
+    try:
+        given = dict(block_ids.items())  # read once: the caller's mapping may answer otherwise the next time
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"block_ids: of request {req_id!r}, its items are no names and ids ({error})") from None
+    for name in given:
         if name not in tables:
             raise ValueError(f"block_ids: request {req_id!r} names group {name!r}; known: {', '.join(tables)}")
     if all_groups:
         for name in tables:
-            if name not in block_ids:
+            if name not in given:
                 raise ValueError(f"block_ids: request {req_id!r} has none for group {name!r}; give a list, if empty")
-    return block_ids
+    return given

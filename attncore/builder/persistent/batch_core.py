@@ -33,8 +33,7 @@ class BatchCore:
         max_encoder_len: int,
         kernels: KernelsName | None,
     ) -> None:
-        self.groups, self.max_num_reqs = groups, max_num_reqs
-        self.max_model_len, self.max_encoder_len = max_model_len, max_encoder_len
+        self.groups, self.max_model_len, self.max_encoder_len = groups, max_model_len, max_encoder_len
         self.kernels = load_kernels(kernels)
         self.tables = {
             group.name: BlockTable(group, max_num_reqs, max_encoder_len if group.cross else max_model_len, self.kernels)
@@ -59,6 +58,10 @@ class BatchCore:
         self.follower: Callable[[], Any] | None = None
         """A weak reference to the builder whose device tables are kept in step with these."""
         self._scratch = np.zeros(max_num_reqs, np.int32)
+
+    @property
+    def max_num_reqs(self) -> int:
+        return self.state.capacity  # type: ignore[no-any-return]
 
     @property
     def nbytes(self) -> int:
@@ -113,8 +116,9 @@ class BatchCore:
 
     def remove(self, req_id: Hashable) -> dict[str, list[int]]:
         """Removes the request; returns the blocks that it held, by group name."""
-        held = self.clear(self.order.row(req_id))
-        self.order.remove(req_id)
+        row = self.order.row(req_id)
+        held = self.clear(row)
+        self.order.remove(req_id, row)
         self._count_rows()
         self.state.changes += 1
         return held

@@ -85,10 +85,7 @@ class MetadataBuilder(Uncopied):
             depth, batch.max_encoder_len,
         )  # fmt: skip
         self.batch, self._core = batch, batch.core
-        self.max_num_batched_tokens = self._settings.max_num_batched_tokens
-        self.max_num_encoder_tokens = self._settings.max_num_encoder_tokens
         context_parallel = self._settings.context_parallel
-        self.decode_threshold, self.context_parallel = self._settings.decode_threshold, context_parallel
         self._backends = backends_of(self._core, backend, context_parallel)
         self._poison = env.poison()
         self._engine_fields, self._overlap = EngineFields(), None
@@ -129,6 +126,22 @@ class MetadataBuilder(Uncopied):
     def kernels(self) -> str:
         """``"cython"`` or ``"numba"``."""
         return self.batch.kernels
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        return self._settings.max_num_batched_tokens
+
+    @property
+    def max_num_encoder_tokens(self) -> int:
+        return self._settings.max_num_encoder_tokens
+
+    @property
+    def decode_threshold(self) -> int:
+        return self._settings.decode_threshold
+
+    @property
+    def context_parallel(self) -> ContextParallel | None:
+        return self._settings.context_parallel
 
     @property
     def last_step(self) -> int:
@@ -237,8 +250,8 @@ class MetadataBuilder(Uncopied):
             raise ValueError(
                 f"query_len: {query_len} is above decode_threshold {self.decode_threshold}; graphs hold decodes only"
             )
-        if num_reqs > self.batch.max_num_reqs:
-            raise ValueError(f"num_reqs: {num_reqs} exceed the batch's max_num_reqs {self.batch.max_num_reqs}")
+        if num_reqs > self._core.max_num_reqs:
+            raise ValueError(f"num_reqs: {num_reqs} exceed the batch's max_num_reqs {self._core.max_num_reqs}")
         if num_reqs * query_len > self.max_num_batched_tokens:
             raise ValueError(
                 f"num_reqs: {num_reqs} of {query_len} tokens exceed max_num_batched_tokens "
@@ -260,8 +273,8 @@ class MetadataBuilder(Uncopied):
         """
         given = arguments.items("query_lens", query_lens)
         lens = [arguments.integer(f"query_lens[{row}]", length, 1) for row, length in enumerate(given)]
-        if len(lens) > self.batch.max_num_reqs:
-            raise ValueError(f"query_lens: {len(lens)} requests exceed max_num_reqs {self.batch.max_num_reqs}")
+        if len(lens) > self._core.max_num_reqs:
+            raise ValueError(f"query_lens: {len(lens)} requests exceed max_num_reqs {self._core.max_num_reqs}")
         if sum(lens) > self.max_num_batched_tokens:
             raise ValueError(
                 f"query_lens: {sum(lens)} tokens exceed max_num_batched_tokens {self.max_num_batched_tokens}"

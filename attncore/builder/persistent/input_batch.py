@@ -56,17 +56,32 @@ class InputBatch(Uncopied):
             max_encoder_len = arguments.integer("max_encoder_len", max_encoder_len, 1)
         elif max_encoder_len is not None:
             raise ValueError(f"max_encoder_len: {max_encoder_len} given, but no group is cross")
-        self.max_num_reqs, self.max_model_len = max_num_reqs, max_model_len
-        self.max_encoder_len = max_encoder_len or 0
-        self.block_size = self.groups[0].block_size
         self._one_group = groups is None
-        self.core = BatchCore(self.groups, max_num_reqs, max_model_len, self.max_encoder_len, kernels)
+        self.core = BatchCore(self.groups, max_num_reqs, max_model_len, max_encoder_len or 0, kernels)
         """The state that the builder reads and writes. An engine uses the methods of the batch instead."""
         self.block_table: npt.NDArray[np.int32] = self.core.tables[self.groups[0].name].array
 
     __repr__ = guarded(batch_text)
     __str__ = guarded(batch_grid)
     _repr_html_ = guarded_html(batch_html)
+
+    @property
+    def max_num_reqs(self) -> int:
+        return self.core.max_num_reqs
+
+    @property
+    def max_model_len(self) -> int:
+        return self.core.max_model_len
+
+    @property
+    def max_encoder_len(self) -> int:
+        """0 without a cross group."""
+        return self.core.max_encoder_len
+
+    @property
+    def block_size(self) -> int:
+        """Of the first group."""
+        return self.core.groups[0].block_size
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +102,7 @@ class InputBatch(Uncopied):
 
     @property
     def num_reqs(self) -> int:
-        return len(self._order.row_of)
+        return self._order.num_reqs
 
     @property
     def num_rows(self) -> int:
@@ -103,7 +118,7 @@ class InputBatch(Uncopied):
         return req_id in self._order.row_of
 
     def __len__(self) -> int:
-        return len(self._order.row_of)
+        return self._order.num_reqs
 
     def num_computed_tokens(self, req_id: Hashable) -> int:
         """Tokens of the request that are in the cache."""
@@ -318,7 +333,7 @@ class InputBatch(Uncopied):
             raise ValueError(f"group: {group!r} is not one of {', '.join(self.core.tables)}")
         return self.core.tables[group]
 
-    def _by_group(self, req_id: Hashable, block_ids: Any, *, all_groups: bool = False) -> Mapping[str, Any]:
+    def _by_group(self, req_id: Hashable, block_ids: Any, *, all_groups: bool = False) -> dict[str, Any]:
         """Block ids by the name of their group; with ``all_groups``, every group's."""
         if self._one_group:
             return {ONLY_GROUP: block_ids}

@@ -3,6 +3,7 @@
 cimport cython
 from cpython.list cimport PyList_GET_ITEM
 from cpython.object cimport PyObject
+from libc.string cimport memcpy
 
 
 @cython.final
@@ -10,8 +11,10 @@ cdef class StepKernel:
     """Builds a step into the next arena.
 
     ``query_lens`` int32[capacity] is where the caller writes who runs how much (0: not in this step) before ``check``;
-    ``swaps`` int32[capacity, 2] and ``kinds`` int8[capacity] are scratch. Of ``world`` ranks, ``rank`` keeps its turns
-    of ``interleave`` tokens. Each method changes all that it changes, or nothing: no exception comes in between.
+    ``swaps`` int32[capacity, 2] and ``kinds`` int8[capacity] are scratch. ``ran`` int32[depth, 2, capacity] is what
+    ``take_back`` takes back, by arena: the tokens that a row ran, and the encoder tokens; the caller can write to the
+    arenas themselves. Of ``world`` ranks, ``rank`` keeps its turns of ``interleave`` tokens. Each method changes all
+    that it changes, or nothing: no exception comes in between.
     """
 
     cdef BatchState batch
@@ -20,6 +23,7 @@ cdef class StepKernel:
     cdef length_t* query_lens
     cdef length_t* swaps
     cdef signed char* kinds
+    cdef length_t* ran
     cdef Py_ssize_t depth
     cdef length_t max_model_len, max_num_tokens, max_num_encoder_tokens, decode_threshold
     cdef Ranks ranks
@@ -27,15 +31,17 @@ cdef class StepKernel:
     cdef readonly slot_t next_step
     cdef dict shapes            # by num_reqs, those of add_shape
 
-    def __init__(self, BatchState batch, StepShape eager, query_lens, swaps, kinds, length_t max_model_len,
-                 length_t max_num_tokens, length_t max_num_encoder_tokens, length_t decode_threshold,
+    def __init__(self, BatchState batch, StepShape eager, query_lens, swaps, kinds, ran,
+                 length_t max_model_len, length_t max_num_tokens, length_t max_num_encoder_tokens, length_t decode_threshold,
                  length_t world, length_t rank, length_t interleave):
         cdef length_t[::1] lens = query_lens
         cdef length_t[:, ::1] pairs = swaps
         cdef signed char[::1] scratch = kinds
+        cdef length_t[:, :, ::1] by_arena = ran
         self.batch, self.eager = batch, eager
-        self._keep = query_lens, swaps, kinds
+        self._keep = query_lens, swaps, kinds, ran
         self.query_lens, self.swaps, self.kinds = &lens[0], &pairs[0, 0], &scratch[0]
+        self.ran = &by_arena[0, 0, 0]
         self.depth = len(eager.arenas)
         self.max_model_len, self.max_num_tokens = max_model_len, max_num_tokens
         self.max_num_encoder_tokens, self.decode_threshold = max_num_encoder_tokens, decode_threshold
@@ -142,6 +148,7 @@ cdef class StepKernel:
         cdef BatchState batch = self.batch
         cdef StepArena out
         cdef length_t i
+        cdef length_t* ran = self.ran + 2 * <Py_ssize_t> (step % self.depth) * batch.capacity
         batch.dirty = True
         if self.next_step - 1 != step:
             return
@@ -149,9 +156,8 @@ cdef class StepKernel:
         self.next_step = step
         out = <StepArena> PyList_GET_ITEM(shape.arenas, <Py_ssize_t> (self.next_step % self.depth))
         for i in range(out.num_actual_reqs):
-            # The arena is the caller's to read, and may have been written to: a length is never negative.
-            batch.num_computed[i] = max(batch.num_computed[i] - max(out.query_lens[i], 0), 0)
-            if batch.cross != NULL and out.encoder_query_lens[i]:
+            batch.num_computed[i] = max(batch.num_computed[i] - (1 if i < out.num_ones else ran[i]), 0)
+            if batch.cross != NULL and out.num_cross_slots and ran[batch.capacity + i]:
                 batch.encoder_done[i] = 0
         batch.version += 1
 
@@ -160,6 +166,7 @@ cdef class StepKernel:
         cdef Py_ssize_t k = <Py_ssize_t> (self.next_step % self.depth)
         cdef StepArena out = <StepArena> PyList_GET_ITEM(shape.arenas, k)
         cdef BatchState batch = self.batch
+        cdef length_t* ran = self.ran + 2 * k * batch.capacity
         cdef object metadata = <object> PyList_GET_ITEM(shape.metadata, k)
         cdef object old_req_ids = out.req_ids  # let go when all is done: the last reference may be here
         cdef length_t num_tokens = out.num_tokens, old_num_reqs = out.num_reqs, num_cross_slots = out.num_cross_slots
@@ -173,6 +180,8 @@ cdef class StepKernel:
         out.num_decode_tokens = num_ones
         if num_ones < num_reqs:
             fill_rows(out, batch, num_ones, num_decodes, num_reqs, self.query_lens)
+            memcpy(ran, self.query_lens, num_reqs * sizeof(length_t))
+        out.num_ones = num_ones
         out.num_decodes = num_decodes
         out.num_reqs = out.num_actual_reqs = num_reqs
         out.num_actual_tokens = out.num_tokens
@@ -182,6 +191,8 @@ cdef class StepKernel:
             keep_local(out, batch, self.ranks)
         if batch.cross != NULL:
             fill_encoder(out, batch, num_reqs)
+            if out.num_cross_slots:
+                memcpy(ran + batch.capacity, out.encoder_query_lens, num_reqs * sizeof(length_t))
         if shape.pads:
             pad_step(out, batch, shape)
         out.max_query_len = out.max_prefill_query_len

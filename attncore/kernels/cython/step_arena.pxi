@@ -12,16 +12,23 @@ cdef struct GroupFields:
     bint shares_pages       # an earlier group, of the same block size, fills the page lists
 
 
-cdef length_t* lengths_of(dict fields, str name) except NULL:
+cdef void check_length(str name, Py_ssize_t length, Py_ssize_t least) except *:
+    if length < least:
+        raise ValueError(f"{name}: {length} elements, and a step of this arena writes {least}")
+
+
+cdef length_t* lengths_of(dict fields, str name, Py_ssize_t least) except NULL:
     cdef length_t[::1] view = fields[name]
+    check_length(name, view.shape[0], least)
     return &view[0]
 
 
 cdef slot_t no_slots  # where the pointer of an empty array points: a captured size has no slots of encoder tokens
 
 
-cdef slot_t* slots_of(dict fields, str name) except NULL:
+cdef slot_t* slots_of(dict fields, str name, Py_ssize_t least) except NULL:
     cdef slot_t[::1] view = fields[name]
+    check_length(name, view.shape[0], least)
     return &view[0] if view.shape[0] else &no_slots
 
 
@@ -52,6 +59,7 @@ cdef class StepArena:
     cdef length_t counting      # leading rows whose query_start_loc, logits_indices, ... already count 0, 1, 2, ...
     cdef slot_t version         # of the rows whose encoder fields are there
     cdef length_t encoder_reqs  # how many rows those are
+    cdef length_t num_ones      # leading rows of the step that ran one token
     cdef readonly slot_t step
     cdef readonly length_t num_reqs, num_tokens, num_actual_reqs, num_actual_tokens
     cdef readonly length_t num_decodes, num_decode_tokens, num_prefills, num_prefill_tokens
@@ -70,32 +78,34 @@ cdef class StepArena:
         cdef length_t g, h
         if len(groups) > MAX_GROUPS + 1:
             raise ValueError(f"groups: {len(groups)} are more than the kernels take")
+        cdef Py_ssize_t reqs = len(fields["seq_lens"]), tokens = len(fields["positions"])
+        cdef Py_ssize_t cross = len(groups) - 1 if has_cross else len(groups)
         self._keep = fields, groups
-        self.positions = slots_of(fields, "positions")
-        self.token_to_req_indices = lengths_of(fields, "token_to_req_indices")
-        self.query_start_loc = lengths_of(fields, "query_start_loc")
-        self.seq_start_loc = lengths_of(fields, "seq_start_loc")
-        self.seq_lens = lengths_of(fields, "seq_lens")
-        self.context_lens = lengths_of(fields, "context_lens")
-        self.query_lens = lengths_of(fields, "query_lens")
-        self.logits_indices = lengths_of(fields, "logits_indices")
-        self.prefill_query_start_loc = lengths_of(fields, "prefill_query_start_loc")
-        self.prefill_seq_start_loc = lengths_of(fields, "prefill_seq_start_loc")
+        self.positions = slots_of(fields, "positions", tokens)
+        self.token_to_req_indices = lengths_of(fields, "token_to_req_indices", tokens)
+        self.query_start_loc = lengths_of(fields, "query_start_loc", reqs + 1)
+        self.seq_start_loc = lengths_of(fields, "seq_start_loc", reqs + 1)
+        self.seq_lens = lengths_of(fields, "seq_lens", reqs)
+        self.context_lens = lengths_of(fields, "context_lens", reqs)
+        self.query_lens = lengths_of(fields, "query_lens", reqs)
+        self.logits_indices = lengths_of(fields, "logits_indices", reqs)
+        self.prefill_query_start_loc = lengths_of(fields, "prefill_query_start_loc", reqs + 1)
+        self.prefill_seq_start_loc = lengths_of(fields, "prefill_seq_start_loc", reqs + 1)
         if has_cross:
-            self.encoder_seq_lens = lengths_of(fields, "encoder_seq_lens")
-            self.encoder_query_lens = lengths_of(fields, "encoder_query_lens")
-            self.encoder_seq_start_loc = lengths_of(fields, "encoder_seq_start_loc")
-            self.encoder_query_start_loc = lengths_of(fields, "encoder_query_start_loc")
+            self.encoder_seq_lens = lengths_of(fields, "encoder_seq_lens", reqs)
+            self.encoder_query_lens = lengths_of(fields, "encoder_query_lens", reqs)
+            self.encoder_seq_start_loc = lengths_of(fields, "encoder_seq_start_loc", reqs + 1)
+            self.encoder_query_start_loc = lengths_of(fields, "encoder_query_start_loc", reqs + 1)
         for g in range(<length_t> len(groups)):
             group, out = groups[g], self.groups + g
-            out.slot_mapping = slots_of(group, "slot_mapping")
-            out.paged_kv_indptr = lengths_of(group, "paged_kv_indptr")
-            out.paged_kv_last_page_len = lengths_of(group, "paged_kv_last_page_len")
+            out.slot_mapping = slots_of(group, "slot_mapping", tokens if g < cross else 0)
+            out.paged_kv_indptr = lengths_of(group, "paged_kv_indptr", reqs + 1)
+            out.paged_kv_last_page_len = lengths_of(group, "paged_kv_last_page_len", reqs)
             out.shares_pages = False
             for h in range(g):
                 other = groups[h]
                 out.shares_pages |= other["paged_kv_indptr"] is group["paged_kv_indptr"]
-        self.max_reqs, self.max_tokens = <length_t> len(fields["seq_lens"]), <length_t> len(fields["positions"])
+        self.max_reqs, self.max_tokens = <length_t> reqs, <length_t> tokens
         self.max_cross_slots = <length_t> len(groups[len(groups) - 1]["slot_mapping"]) if has_cross else 0
         self.step = -1
         self.req_ids = self.moves = self.views = ()

@@ -28,9 +28,17 @@ cdef class StepShape:
     def __init__(self, list arenas, list metadata, bint pads=False, length_t num_reqs=0, length_t query_len=0,
                  length_t pad_seq_len=0, bint uniform=True, list sources=None, device=None):
         cdef unsigned char[::1] memory
-        cdef StepArena arena = arenas[0]
+        cdef StepArena arena
         self.arenas, self.metadata = arenas, metadata
-        self.max_rows = min(arena.max_reqs, arena.max_tokens)
+        self.max_rows = MAX_INT32
+        for arena in arenas:
+            self.max_rows = min(self.max_rows, arena.max_reqs, arena.max_tokens)
+            if num_reqs > arena.max_reqs:
+                raise ValueError(f"num_reqs: {num_reqs} exceed the {arena.max_reqs} that the arenas hold")
+            if <slot_t> num_reqs * query_len > arena.max_tokens:
+                raise ValueError(
+                    f"num_reqs: {num_reqs} of {query_len} tokens exceed the {arena.max_tokens} that the arenas hold"
+                )
         self._keep = device, sources
         self.device = NULL
         if device is not None:

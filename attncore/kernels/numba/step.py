@@ -31,12 +31,12 @@ def advance(state, query_lens, num_ones, num_reqs, next_step):
 
 
 @jit
-def go_back(state, query_lens, encoders_ran, num_reqs, next_step):
+def go_back(state, ran, num_reqs, next_step):
     """The inverse of ``advance``, for the step before ``next_step``."""
     next_step[0] -= 1
     for i in range(num_reqs):
-        state[COMPUTED, i] = max(state[COMPUTED, i] - max(query_lens[i], 0), 0)
-        if encoders_ran[i]:
+        state[COMPUTED, i] = max(state[COMPUTED, i] - ran[0, i], 0)
+        if ran[1, i]:
             state[ENCODER_DONE, i] = 0
 
 
@@ -48,6 +48,7 @@ class StepKernel:
         query_lens: Any,
         swaps: Any,
         kinds: Any,
+        ran: Any,
         max_model_len: int,
         max_num_tokens: int,
         max_num_encoder_tokens: int,
@@ -57,14 +58,13 @@ class StepKernel:
         interleave: int,
     ) -> None:
         self.batch, self.eager = batch, eager
-        self.query_lens, self.swaps, self.kinds = query_lens, swaps, kinds
+        self.query_lens, self.swaps, self.kinds, self._ran = query_lens, swaps, kinds, ran
         self.depth = len(eager.arenas)
         self.max_model_len, self.max_num_tokens = max_model_len, max_num_tokens
         self.max_num_encoder_tokens, self.decode_threshold = max_num_encoder_tokens, decode_threshold
         self.ranks = Ranks(world, rank, interleave)
         self.shapes: dict[int, StepShape] = {}
         self._next_step = np.zeros(1, np.int64)
-        self._no_encoders = np.zeros(len(query_lens), np.int32)
         self.last: list[StepArena | None] = [None] * self.depth
 
     @property
@@ -156,9 +156,8 @@ class StepKernel:
         if self.next_step - 1 != step:
             return
         out = shape.arenas[step % self.depth]
-        ran = self._no_encoders if self.batch.cross is None else out.encoder_query_lens
         shape.metadata[step % self.depth].forget_step()
-        go_back(self.batch.state, out.query_lens, ran, out.num_actual_reqs, self._next_step)
+        go_back(self.batch.state, self._ran[step % self.depth], out.num_actual_reqs, self._next_step)
 
     def _run(self, shape: StepShape, num_ones: int, num_decodes: int, num_reqs: int, longest_one: int) -> Any:
         k, batch = self.next_step % self.depth, self.batch
@@ -194,5 +193,8 @@ class StepKernel:
         if before != (out.num_tokens, out.num_reqs, out.num_cross_slots):
             drop_views(out.views)
         self.last[k] = out
+        ran = self._ran[k]
+        ran[0, :num_ones], ran[0, num_ones:num_reqs] = 1, self.query_lens[num_ones:num_reqs]
+        ran[1, :num_reqs] = out.encoder_query_lens[:num_reqs] if batch.cross and out.num_cross_slots else 0
         advance(batch.state, self.query_lens, num_ones, num_reqs, self._next_step)
         return metadata

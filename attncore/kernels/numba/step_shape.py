@@ -13,7 +13,14 @@ class StepShape:
         pad_seq_len: int = 0, uniform: bool = True, sources: list[Any] | None = None, device: Any = None,
     ) -> None:  # fmt: skip
         self.arenas, self.metadata = arenas, metadata
-        self.max_rows = min(len(arenas[0].seq_lens), len(arenas[0].positions))
+        self.max_rows = min(min(len(arena.seq_lens), len(arena.positions)) for arena in arenas)
+        for arena in arenas:
+            if num_reqs > len(arena.seq_lens):
+                raise ValueError(f"num_reqs: {num_reqs} exceed the {len(arena.seq_lens)} that the arenas hold")
+            if num_reqs * query_len > len(arena.positions):
+                raise ValueError(
+                    f"num_reqs: {num_reqs} of {query_len} tokens exceed the {len(arena.positions)} that the arenas hold"
+                )
         self.sources, self.device = sources or [], device
         self.capacity: Any = None
         self.replay: Any = None

@@ -1,6 +1,7 @@
 """Captured sizes of the persistent builder: what is refused, and that a refused call changes nothing."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from builder.persistent.capture_builders import Plain, config, new_builder, spec
@@ -55,6 +56,24 @@ def test_bad_captures_name_themselves(kernels, level, size, message):
     with pytest.raises((ValueError, TypeError), match=message):
         builder.capture(*size)
     assert state_of(batch, builder) == before
+
+
+def test_limits_are_read_only(kernels):
+    batch, builder = new_builder(kernels, max_tokens=20)
+    for owner, names in (
+        (batch, ("max_num_reqs", "max_model_len", "max_encoder_len", "block_size")),
+        (builder, ("max_num_batched_tokens", "max_num_encoder_tokens", "decode_threshold", "context_parallel")),
+    ):
+        for name in names:
+            was = getattr(owner, name)
+            with pytest.raises(AttributeError):
+                setattr(owner, name, 10**6)
+            assert getattr(owner, name) == was
+    builder.batch = SimpleNamespace(max_num_reqs=100)
+    with pytest.raises(ValueError, match="num_reqs: 9 exceed the batch's max_num_reqs 8"):
+        builder.capture(9)
+    with pytest.raises(ValueError, match="query_lens: 9 requests exceed max_num_reqs 8"):
+        builder.build_profile([1] * 9)
 
 
 def test_nothing_is_planned_or_copied_while_a_stream_captures(kernels):

@@ -88,6 +88,29 @@ BAD_CALLS = [
 ]
 
 
+class Lying(dict):
+    """A mapping whose items are not what its other methods say."""
+
+    said = ()
+
+    def items(self):
+        return self.said
+
+
+def lying(said):
+    ids = Lying(full=[7], encoder=[])
+    ids.said = said
+    return ids
+
+
+BAD_CALLS += [
+    (lambda b: b.add_request("z", lying([]), 17), "^block_ids: request 'z' has none for group 'full'"),
+    (lambda b: b.append_blocks("a", lying([("none", [7])])), "^block_ids: request 'a' names group 'none'"),
+    (lambda b: b.append_blocks("a", lying([3])), "^block_ids: of request 'a', its items are no names and ids"),
+    (lambda b: b.append_blocks("a", lying([([], 3)])), "^block_ids: of request 'a', its items are no names and ids"),
+]
+
+
 @pytest.mark.parametrize(("call", "message"), BAD_CALLS)
 def test_a_refused_call_changes_nothing(kernels, call, message):
     batch = cross_batch(kernels)

@@ -1,5 +1,6 @@
 """The persistent builder, case by case: limits, refusals that change nothing, and caches that must not go stale."""
 
+import itertools
 import threading
 
 import numpy as np
@@ -133,6 +134,34 @@ def test_the_batch_is_full_at_its_capacity_and_has_room_after_a_removal(batch, b
     assert batch.remove_request("b") == [1, 2]
     assert batch.add_request("b", [3]) == 1  # the name and the row are free again
     assert builder.build().req_ids == ("a", "b", "c", "d")
+
+
+class Shifty:
+    """A name that equals another one when ``answers`` says so."""
+
+    answers = itertools.cycle([False, True])
+
+    def __hash__(self):
+        return 1
+
+    def __eq__(self, other):
+        return next(Shifty.answers)
+
+
+def test_names_that_lie_about_being_equal_do_not_overfill_the_batch(batch, builder, monkeypatch):
+    monkeypatch.setattr(Shifty, "answers", itertools.cycle([False, True]))  # no duplicate, then the other's key
+    names = [Shifty() for _ in range(4)]
+    assert [batch.add_request(name, [row + 1]) for row, name in enumerate(names)] == [0, 1, 2, 3]
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"^req_id: "):
+            batch.add_request(Shifty(), [9])
+        assert (batch.num_reqs, len(batch), batch.num_rows) == (4, 4, 4)
+    assert builder.build().num_reqs == 4
+    Shifty.answers = iter([True, False])  # found, then lost
+    assert batch.remove_request(Shifty()) == [4]
+    assert batch.num_reqs == 3
+    assert batch.add_request("a", [4]) == 3
+    assert builder.build().slot_mapping.tolist() == [5, 9, 13, 16]
 
 
 def test_a_preempted_request_sits_out_until_it_has_blocks(batch, builder):

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
+from attncore.builder import CommonMetadataBuilder, InputBatch, KVCacheGroup, MetadataBuilder, Sequence, SequenceGroup
 from attncore.errors import AttncoreError, ConcurrentUseError
 
 HUGE = 2**31 - 1
@@ -208,6 +208,53 @@ def test_a_callers_scribbling_does_not_reach_the_counts(kernels):
     builder.build().query_start_loc[:] = -9
     metadata = builder.build({"a": 2})
     assert (metadata.num_tokens, metadata.slot_mapping.tolist()) == (2, [5, 6])
+
+
+def zeroes_and_refuses(metadata, out):
+    """Fills a field of an engine's: scribbles over the step, and fails."""
+    metadata.host.query_lens[:] = 0
+    metadata.host.context_lens[:] = 0
+    if "encoder" in metadata.groups:
+        metadata.host.encoder_query_lens[:] = 0
+    raise RuntimeError("the engine's values are missing")
+
+
+@pytest.mark.parametrize("scheduled", [{"a": 2}, {"a": 2, "b": 3, "c": 1}, {}, {"b": 0}])
+def test_a_roll_back_does_not_read_what_was_scribbled_over(kernels, scheduled):
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4, kernels=kernels)
+    for index, name in enumerate("abc"):
+        batch.add_request(name, [3 * index + block for block in (1, 2, 3)], 3 + index)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=16)
+    builder.register_field("extra", np.int32, "request", zeroes_and_refuses)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="values are missing"):
+            builder.build(scheduled)
+        assert [batch.num_computed_tokens(name) for name in "abc"] == [3, 4, 5]
+        assert builder.last_step == -1
+
+
+def test_an_encoder_that_was_taken_back_runs_again(kernels):
+    groups = [KVCacheGroup("full", 4), KVCacheGroup("encoder", 4, cross=True)]
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, groups=groups, max_encoder_len=12, kernels=kernels)
+    batch.add_request("a", {"full": [1, 2], "encoder": [3, 4]}, encoder_seq_len=5)
+    batch.add_request("b", {"full": [5, 6], "encoder": [7]}, encoder_seq_len=2, encoder_computed=True)
+    builder, fill = MetadataBuilder(batch, max_num_batched_tokens=16), zeroes_and_refuses
+    builder.register_field("extra", np.int32, "request", lambda metadata, out: fill(metadata, out))
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="values are missing"):
+            builder.build({"b": 2})
+    fill = lambda metadata, out: None  # noqa: E731
+    metadata = builder.build({"b": 2})
+    row = metadata.req_ids.index("a")
+    assert metadata.encoder_query_lens.tolist() == [5 if index == row else 0 for index in range(2)]
+    assert metadata.cross_slot_mapping.tolist() == [12, 13, 14, 15, 16]
+    metadata.host.encoder_query_lens[:] = 5
+    builder.build().host.encoder_query_lens[:] = 5
+    fill = zeroes_and_refuses
+    with pytest.raises(RuntimeError, match="values are missing"):
+        builder.build()  # no encoder ran: none is taken back
+    fill = lambda metadata, out: None  # noqa: E731
+    assert builder.build().encoder_query_lens.tolist() == [0, 0]
 
 
 def test_every_view_has_every_count(kernels):
