@@ -1,7 +1,8 @@
 """Files that a program keeps for its next run in a folder such as ``~/.cache``: written whole, read with suspicion.
 
 Such a folder may be one that others write to. What is read is a regular file of this user (or of root), which no other
-user may write to, and not a long one; all else is an error, before a byte of it is read.
+user may write to, and not a long one; all else is an error, before a byte of it is read. A file that its group may
+write to is refused too, also where the group has no other member: who is in a group is not asked.
 """
 
 from __future__ import annotations
@@ -30,17 +31,14 @@ def read_kept(file: Path, most: int = MAX_BYTES) -> bytes:
     """The bytes of a kept file. FileNotFoundError where there is none.
 
     OSError, which names the file and says why, where it is no regular file, belongs to another user, may be written to
-    by every user, or has more than ``most`` bytes. Does not wait, whatever stands in the file's place.
+    by its group or by every user, or has more than ``most`` bytes. Does not wait, whatever stands in the file's place.
     """
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a named pipe is opened without a writer
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{file} is no regular file")
-        if status.st_uid not in (os.geteuid(), 0):
-            raise OSError(f"{file} belongs to another user ({status.st_uid})")
-        if status.st_mode & stat.S_IWOTH:
-            raise OSError(f"{file} may be written to by every user")
+        _check_owner(file, status)
         with open(descriptor, "rb", closefd=False) as opened:
             data = opened.read(most + 1)
     finally:
@@ -48,6 +46,19 @@ def read_kept(file: Path, most: int = MAX_BYTES) -> bytes:
     if len(data) > most:
         raise OSError(f"{file} has more than {most} bytes")
     return data
+
+
+def check_folder(folder: Path) -> None:
+    """OSError, which names the folder and says why, where others may put files of this user into it or swap them."""
+    _check_owner(folder, folder.stat())
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (os.geteuid(), 0):
+        raise OSError(f"{path} belongs to another user ({status.st_uid})")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        who = "every user" if status.st_mode & stat.S_IWOTH else "its group"
+        raise OSError(f"{path} may be written to by {who}; chmod go-w makes it your own")
 
 
 def write_kept(file: Path, data: bytes) -> None:

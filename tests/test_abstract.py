@@ -191,6 +191,20 @@ def test_plan_runs_once_for_each_distinct_key():
     assert backend.plan_keys == ()
 
 
+def test_a_layer_that_its_class_refuses_is_not_planned_for():
+    class Refuses(Backend.impl_class):
+        def __init__(self, *args, **kwargs):
+            raise ValueError("scale: not this one")
+
+    class Refusing(Backend):
+        impl_class = Refuses
+
+    backend = Refusing(config())
+    with pytest.raises(ValueError, match="scale: not this one"):
+        backend.impl("x", scale=1.0)
+    assert backend.plan_keys == ()
+
+
 @pytest.mark.parametrize("kind", [Backend, BlocksFirst])
 def test_caches_are_zeroed_and_have_a_sink(kind):
     backend = kind(config())

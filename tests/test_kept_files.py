@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from attncore.kept_files import cache_folder, read_kept, write_kept
+from attncore.kept_files import cache_folder, check_folder, read_kept, write_kept
 
 
 def test_the_cache_folder_follows_the_environment(tmp_path):
@@ -39,9 +39,19 @@ def test_what_is_not_read(tmp_path):
     write_kept(tmp_path / "file", b"x" * 100)
     with pytest.raises(OSError, match="has more than 99 bytes"):
         read_kept(tmp_path / "file", 99)
-    (tmp_path / "file").chmod(0o602)
-    with pytest.raises(OSError, match="may be written to by every user"):
-        read_kept(tmp_path / "file")
+    for mode, who in ((0o602, "every user"), (0o622, "every user"), (0o620, "its group")):
+        (tmp_path / "file").chmod(mode)
+        with pytest.raises(OSError, match=f"may be written to by {who}; chmod go-w"):
+            read_kept(tmp_path / "file")
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
+    tmp_path.chmod(0o755)
+    check_folder(tmp_path)
+    for mode, who in ((0o777, "every user"), (0o1777, "every user"), (0o775, "its group")):
+        tmp_path.chmod(mode)
+        with pytest.raises(OSError, match=f"may be written to by {who}; chmod go-w"):
+            check_folder(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")

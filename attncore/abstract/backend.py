@@ -98,11 +98,9 @@ class AttentionBackend(FirstGenerationNames, ABC):
             ),
         )
         key = PlanKey(scale, sliding_window, logits_soft_cap, attn_type)
-        if key not in self._plan_keys:
-            self._plan_keys = (*self._plan_keys, key)
         # A class that knows decoder layers only need not take the argument.
         other_type = {} if attn_type is AttentionType.DECODER else {"attn_type": attn_type}
-        return self.impl_class(
+        impl = self.impl_class(
             self,
             layer_name,
             scale=scale,
@@ -114,6 +112,9 @@ class AttentionBackend(FirstGenerationNames, ABC):
             v_scale=v_scale,
             **other_type,
         )
+        if key not in self._plan_keys:  # last: a layer that its class refuses is not planned for
+            self._plan_keys = (*self._plan_keys, key)
+        return impl
 
     def _checked_type(self, given: AttentionType | str, sliding_window: object, alibi_slopes: object) -> AttentionType:
         try:

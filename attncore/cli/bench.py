@@ -73,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
     question = Question(args.name, version, args.device, args.steps, args.seconds, args.timeout)
     try:
         found = _measured(question, args.passes, measure)
-        saved = load(found, root_folder())
+        saved, left_out = load(found, root_folder())
+        for name in left_out:
+            print(f"attncore bench: the saved run {name!r} is left out: it is damaged or not yours", file=sys.stderr)
         if any(one.verdict == "slower" for one in _changes(found, saved)):
             print("some rows look slower than in the saved runs: all is measured once more", file=sys.stderr)
             found = joined(found, _measured(question, args.passes, measure))

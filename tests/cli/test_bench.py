@@ -77,6 +77,16 @@ def test_the_first_run_is_saved_and_the_second_is_compared(measured, capsys, sta
     assert "0 of 2 rows slower than in 3 saved runs since 2026-11-22" in capsys.readouterr().out
 
 
+def test_a_saved_run_that_cannot_be_used_is_a_note(measured, capsys, state):
+    main(["bench", "reference"])
+    (file,) = state.rglob("*.json")
+    file.write_text("{}")
+    capsys.readouterr()
+    assert main(["bench", "reference"]) == 0
+    said = f"attncore bench: the saved run {file.name!r} is left out: it is damaged or not yours\n"
+    assert capsys.readouterr().err == said
+
+
 def test_what_is_slower_is_measured_again_and_said_but_no_error(measured, capsys):
     for _ in range(3):
         main(["bench", "reference"])

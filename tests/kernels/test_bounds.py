@@ -200,6 +200,19 @@ def test_page_lists_that_were_written_to(kernels):
         _ = metadata.paged_kv_indices
 
 
+@pytest.mark.parametrize("written", [7, 2**20, 2**31 - 1, -1, -(2**31)])
+@pytest.mark.parametrize("num_requests", [0, 1, 2])
+@pytest.mark.parametrize("where", [slice(None), 0, -1])
+def test_page_lists_that_were_written_to_show_no_other_memory(kernels, num_requests, where, written):
+    batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4, kernels=kernels)
+    for req_id in range(num_requests):
+        batch.add_request(req_id, [2 * req_id, 2 * req_id + 1], 5)
+    metadata = MetadataBuilder(batch, max_num_batched_tokens=8).build()
+    metadata.host.paged_kv_indptr[where] = written
+    with pytest.raises(ValueError, match=r"^paged_kv_indptr: row \d was changed since the build"):
+        _ = metadata.host.paged_kv_indices
+
+
 # ---- the arenas of a step hold its shape -----------------------------------------------------------------------------
 
 ARENA_FIELDS = [

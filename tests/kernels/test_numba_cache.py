@@ -91,13 +91,15 @@ def test_a_damaged_file_is_compiled_again(compiled, tmp_path, monkeypatch, kind,
     assert ask(folder) == ("21\n", "")
 
 
-@pytest.mark.parametrize("place", ["pipe", "folder", "every user's", "another user's"])
+@pytest.mark.parametrize("place", ["pipe", "folder", "every user's", "the group's", "another user's"])
 def test_what_is_no_file_of_ours_is_not_read(compiled, tmp_path, place):
     folder = tmp_path / "compiled"
     shutil.copytree(compiled, folder)
     for file in files(folder, "nbi"):
         if place == "every user's":
             file.chmod(0o666)
+        elif place == "the group's":
+            file.chmod(0o664)
         elif place == "another user's":
             if os.geteuid():
                 pytest.skip("only root can give a file away")
@@ -109,3 +111,27 @@ def test_what_is_no_file_of_ours_is_not_read(compiled, tmp_path, place):
     assert out == "21\n"
     assert err.count("numba's cache is not used") == 1
     assert ("no regular file" in err) is (place in ("pipe", "folder"))
+
+
+@pytest.mark.parametrize("place", ["every user's", "the group's", "another user's"])
+def test_what_is_in_a_folder_that_others_may_write_to_is_not_read(compiled, tmp_path, place):
+    shutil.copytree(compiled, tmp_path / "compiled")
+    (folder,) = {file.parent for file in files(tmp_path / "compiled", "nbi")}
+    if place == "another user's":
+        if os.geteuid():
+            pytest.skip("only root can give a folder away")
+        os.chown(folder, 12345, 12345)
+    else:
+        folder.chmod(0o777 if place == "every user's" else 0o775)
+    out, err = ask(tmp_path / "compiled")
+    assert out == "21\n"
+    assert err.count("numba's cache is not used") == 1
+
+
+def test_a_umask_that_lets_the_group_write_leaves_a_cache_that_is_read(tmp_path):
+    before = os.umask(0o002)
+    try:
+        assert [ask(tmp_path / "compiled") for _ in range(2)] == [("21\n", "")] * 2
+    finally:
+        os.umask(before)
+    assert not [file for file in (tmp_path / "compiled").rglob("*.nb?") if file.stat().st_mode & 0o022]

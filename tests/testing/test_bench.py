@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import random
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from attncore.testing.bench import turns
 from attncore.testing.bench.change import change
 from attncore.testing.bench.machine import machine, machine_name
 from attncore.testing.bench.run import PassError, Question, joined, measure
-from attncore.testing.bench.saved_runs import MAX_RUNS, Row, Run, load, root_folder, save
+from attncore.testing.bench.saved_runs import MAX_RUNS, Row, Run, root_folder, save
+from attncore.testing.bench.saved_runs import load as load_and_left_out
 
 REFERENCE = """
 from attncore.reference import ReferenceBackend, ReferenceImpl
@@ -44,6 +46,10 @@ def made(medians=(1e-6,) * 5, *, yardstick=1e-5, number=0, **changes):
         "unsupported": {},
     }
     return Run(**{**fields, **changes})
+
+
+def load(like, root):
+    return load_and_left_out(like, root)[0]
 
 
 def verdict(new, *saved):
@@ -153,6 +159,25 @@ def test_a_damaged_run_is_passed_over(tmp_path, damage):
     save(made(number=1), tmp_path)
     file.write_text(damage if isinstance(damage, str) else json.dumps({**made().as_json(), **damage}))
     assert load(made(), tmp_path) == [made(number=1)]
+
+
+@pytest.mark.parametrize("field", ["median", "to_yardstick"])
+@pytest.mark.parametrize("figure", [5e-324, 1e-13, 1e13, 1e308])
+def test_a_run_whose_figures_are_not_credible_is_left_out(tmp_path, field, figure):
+    run = made()
+    getattr(run.rows[0], field)[1] = figure
+    name = save(run, tmp_path).name
+    save(made(number=1), tmp_path)
+    assert load_and_left_out(made(), tmp_path) == ([made(number=1)], [name])
+
+
+def test_what_is_no_file_of_ours_is_not_waited_for(tmp_path):
+    name = save(made(), tmp_path).name
+    file = save(made(number=1), tmp_path)
+    file.chmod(0o666)
+    pipe = file.with_name(f"0{name}")
+    os.mkfifo(pipe)
+    assert load_and_left_out(made(), tmp_path) == ([made()], [pipe.name, file.name])
 
 
 def test_a_row_without_figures_is_passed_over(tmp_path):

@@ -146,8 +146,11 @@ class BlockTable:
 
     def page_indices(self, indptr: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The first ``indptr[i + 1] - indptr[i]`` blocks of each row i, concatenated: a new int32[indptr[-1]]."""
-        indices = np.empty(int(indptr[-1]), np.int32)
-        row = self.kernels.fill_page_indices(self.array, indptr, indices)
+        # Who writes to metadata gets an error, not memory that nothing has filled: with a first entry of 0, all of
+        # ``indices`` is filled, or the kernel names a row that descends, is too wide or does not fit.
+        num_pages = min(max(int(indptr[-1]), 0), self.array.size)
+        indices = np.empty(num_pages, np.int32)
+        row = self.kernels.fill_page_indices(self.array, indptr, indices) if indptr[0] == 0 else 0
         if row >= 0:
             raise ValueError(f"paged_kv_indptr: row {row} was changed since the build; metadata is read-only")
         return indices

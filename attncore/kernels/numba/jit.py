@@ -6,6 +6,7 @@ Without a cache the loops are compiled anew in each process, which takes a minut
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import warnings
 from collections.abc import Callable
@@ -16,11 +17,14 @@ from typing import Any
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-from attncore.kept_files import read_kept
+from attncore.kept_files import check_folder, read_kept
 from attncore.kernels import codes
 
 MAX_BYTES = 1 << 26
 """Bytes of a compiled function."""
+
+IN_TREE = Path(__file__).parent / "__pycache__"
+"""What Python runs this package from: who may write to it needs no cache of numba's to run code."""
 
 _problems: list[str] = []
 
@@ -57,6 +61,9 @@ class _Cache(FunctionCache):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
+        folder = Path(self._cache_path)
+        if not any(folder.iterdir()):  # numba has made it, for the group too where the umask says so
+            folder.chmod(folder.stat().st_mode & 0o755)
         self._cache_file = _CheckedFiles(self._cache_path, self._impl.filename_base, _stamp())
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -94,6 +101,8 @@ class _CheckedFiles(IndexDataCacheFile):
 
     def _load(self, file: Path) -> Any:
         try:
+            if file.parent != IN_TREE:
+                check_folder(file.parent)
             whole = read_kept(file, MAX_BYTES)
         except FileNotFoundError:
             return None
@@ -108,6 +117,7 @@ class _CheckedFiles(IndexDataCacheFile):
     def _save(self, path: str, value: Any) -> None:
         data = self._dump(value)
         with self._open_for_write(path) as file:
+            os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & 0o755)  # whatever the umask: only we may write
             file.write(hashlib.sha256(data).digest() + data)
 
 

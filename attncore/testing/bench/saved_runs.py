@@ -13,11 +13,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attncore.kept_files import read_kept, write_kept
 from attncore.testing.bench.machine import machine_name
 
 FORMAT = 1
 MAX_RUNS = 20
 """As many of the last runs are read."""
+CREDIBLE = 1e-12, 1e12
+"""Seconds and ratios outside of this were not measured, and no quotient of two inside of it overflows."""
 
 
 @dataclass(frozen=True)
@@ -71,28 +74,27 @@ def root_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 def save(run: Run, root: Path) -> Path:
     """Write ``run`` beside those of the same conditions; OSError where that is not possible."""
-    folder = run.folder(root)
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{run.time.replace(':', '')}.json"
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(json.dumps(run.as_json()), encoding="utf-8")
-    partial.replace(file)
+    file = run.folder(root) / f"{run.time.replace(':', '')}.json"
+    write_kept(file, json.dumps(run.as_json()).encode())
     return file
 
 
-def load(like: Run, root: Path) -> list[Run]:
-    """The last runs of the same conditions as ``like``, the oldest first. A file that is damaged is passed over."""
+def load(like: Run, root: Path) -> tuple[list[Run], list[str]]:
+    """The last runs of the same conditions as ``like``, the oldest first, and the names of files that are left out.
+
+    A file is left out that is damaged, is not the user's own (``read_kept``), or whose figures are not credible.
+    """
     try:
         files = sorted(like.folder(root).glob("[0-9]*.json"))[-MAX_RUNS:]
     except OSError:
-        return []
-    runs = (_read(file) for file in files)
-    return [run for run in runs if run is not None]
+        return [], []
+    runs = {file.name: _read(file) for file in files}
+    return [run for run in runs.values() if run is not None], [name for name, run in runs.items() if run is None]
 
 
 def _read(file: Path) -> Run | None:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(read_kept(file))
         if found["format"] != FORMAT:
             return None
         rows = [Row(**row) for row in found.pop("rows")]
@@ -106,4 +108,4 @@ def _read(file: Path) -> Run | None:
 
 
 def _is_figure(value: object) -> bool:
-    return isinstance(value, float) and 0 < value < float("inf")
+    return isinstance(value, float) and CREDIBLE[0] <= value <= CREDIBLE[1]

@@ -1,5 +1,6 @@
 """Which variant is taken on which machine, and why not the others; nothing of an AMD GPU is at hand."""
 
+import pickle
 import sys
 
 import pytest
@@ -215,3 +216,8 @@ def test_the_doctor(monkeypatch):
     assert attncore_doctor(host=attncore.Host.assume("gfx1030"))["architecture"].startswith(
         "gfx1030: not one of gfx90a"
     )
+
+
+def test_a_choice_pickles():
+    choice = select("rocm:gfx942")
+    assert pickle.loads(pickle.dumps(choice)).explain() == choice.explain()

@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from attn_rocm import settings
@@ -161,28 +161,28 @@ def _sdpa(developing: str | None) -> Variant:
 
 
 def _check(variant: str, *others: Check) -> Check:
-    """Whether this variant is asked for, and the checks that only it has."""
+    """Whether this variant is asked for, and the checks that only it has. A partial, which pickles, and no closure."""
+    return partial(_reasons, variant, others)
 
-    def check(request: AttentionRequest, host: Host) -> Iterator[Reason]:
-        if host.arch not in ARCHITECTURES and settings.dev_device() is None:
-            return  # the device is reason enough
-        given = request.options.get(NAME, {}).get("kernel")
-        asked = settings.kernel() if given is None else given
-        if asked == "auto":
-            if variant in ONLY_ASKED:
-                yield _not_taken(variant, asked, ONLY_ASKED[variant])
-            elif variant == "sdpa" and not any(_has_triton(request, host)):
-                yield _not_taken(variant, asked, "Triton is there")
-        elif asked != variant:
-            who = f"the environment variable {settings.KERNEL}" if given is None else "the request's option kernel"
-            yield Reason(
-                "option", f"variant {variant}: {who} asks for {asked}", asked, [variant, "auto"], "attn-rocm",
-                f"ask for kernel {variant}, or for auto",
-            )  # fmt: skip
-        for other in (_has_torch, *others):
-            yield from other(request, host)
 
-    return check
+def _reasons(variant: str, others: tuple[Check, ...], request: AttentionRequest, host: Host) -> Iterator[Reason]:
+    if host.arch not in ARCHITECTURES and settings.dev_device() is None:
+        return  # the device is reason enough
+    given = request.options.get(NAME, {}).get("kernel")
+    asked = settings.kernel() if given is None else given
+    if asked == "auto":
+        if variant in ONLY_ASKED:
+            yield _not_taken(variant, asked, ONLY_ASKED[variant])
+        elif variant == "sdpa" and not any(_has_triton(request, host)):
+            yield _not_taken(variant, asked, "Triton is there")
+    elif asked != variant:
+        who = f"the environment variable {settings.KERNEL}" if given is None else "the request's option kernel"
+        yield Reason(
+            "option", f"variant {variant}: {who} asks for {asked}", asked, [variant, "auto"], "attn-rocm",
+            f"ask for kernel {variant}, or for auto",
+        )  # fmt: skip
+    for other in (_has_torch, *others):
+        yield from other(request, host)
 
 
 def _not_taken(variant: str, asked: str, why: str) -> Reason:
