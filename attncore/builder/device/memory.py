@@ -19,11 +19,27 @@ def aligned_up(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+class _Owner:
+    """Owns zeros that kernels hold pointers into. NumPy has their address only: no array over them can be resized."""
+
+    __slots__ = ("__array_interface__", "_owned")
+
+    def __init__(self, nbytes: int) -> None:
+        self._owned = np.zeros(nbytes, np.uint8)
+        self.__array_interface__ = {**self._owned.__array_interface__, "strides": None}
+
+
 def aligned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Aligned host memory, uint8[nbytes] of zeros."""
-    memory = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    """Aligned host memory, uint8[nbytes] of zeros; no array that ``base`` leads to owns it, or can be resized."""
+    memory: npt.NDArray[np.uint8] = np.asarray(_Owner(nbytes + ALIGNMENT))
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + nbytes]
+
+
+def zeros(shape: int | tuple[int, ...], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """``numpy.zeros`` in such memory, for what kernels hold pointers into."""
+    wanted = np.dtype(dtype)
+    return aligned_bytes(int(np.prod(shape, dtype=np.int64)) * wanted.itemsize).view(wanted).reshape(shape)
 
 
 def pinned_bytes(nbytes: int, device: str, lower: str) -> npt.NDArray[np.uint8]:

@@ -11,6 +11,7 @@ import numpy as np
 from attncore import arguments, graphs
 from attncore.arguments import INT32_MAX
 from attncore.builder.device.arena import ArenaRing, Capacity
+from attncore.builder.device.memory import zeros
 from attncore.builder.device.transport import attach_transport, new_transport
 from attncore.builder.persistent import error_texts
 from attncore.builder.persistent.poison import POISON
@@ -69,7 +70,7 @@ class Assembly:
         self.shapes = StepShapes(core, self.ring, backends, side, self)
         self.eager = self.shapes.eager(settings.max_num_batched_tokens, settings.max_num_encoder_tokens)
         self.shapes.make_all()
-        self._query_lens = np.zeros(max_num_reqs, np.int32)
+        self._query_lens = zeros(max_num_reqs, np.int32)
         self.kernel = self._new_kernel(settings.context_parallel)
         self._is_capturing = side.is_capturing if side else partial(graphs.is_capturing, backends.device)
 
@@ -79,9 +80,9 @@ class Assembly:
             core.state,
             self.eager,
             self._query_lens,
-            np.zeros((len(self._query_lens), 2), np.int32),
-            np.zeros(len(self._query_lens), np.int8),
-            np.zeros((settings.depth, 2, len(self._query_lens)), np.int32),
+            zeros((len(self._query_lens), 2), np.int32),
+            zeros(len(self._query_lens), np.int8),
+            zeros((settings.depth, 2, len(self._query_lens)), np.int32),
             core.max_model_len,
             settings.max_num_batched_tokens,
             settings.max_num_encoder_tokens,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from attncore.builder.device.memory import zeros
 from attncore.builder.persistent.block_table import BlockTable
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.builder.persistent.request_rows import RequestRows
@@ -43,7 +44,7 @@ class BatchCore:
         has_cross = groups[-1].cross
         self.decoders = tables[:-1] if has_cross else tables
         self.cross: BlockTable | None = tables[-1] if has_cross else None
-        self.lengths: npt.NDArray[np.int32] = np.zeros((3, max_num_reqs), np.int32)
+        self.lengths: npt.NDArray[np.int32] = zeros((3, max_num_reqs), np.int32)
         """By row: ``codes.COMPUTED``, ``ENCODER_LENS``, ``ENCODER_DONE``."""
         self.state = self.kernels.BatchState(
             self.lengths, [table.state for table in self.decoders], self.cross.state if self.cross else None
@@ -57,7 +58,7 @@ class BatchCore:
         self.order = RequestRows()
         self.follower: Callable[[], Any] | None = None
         """A weak reference to the builder whose device tables are kept in step with these."""
-        self._scratch = np.zeros(max_num_reqs, np.int32)
+        self._scratch = zeros(max_num_reqs, np.int32)
 
     @property
     def max_num_reqs(self) -> int:

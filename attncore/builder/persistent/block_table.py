@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX
+from attncore.builder.device.memory import zeros
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.kernels import codes
 
@@ -33,10 +34,10 @@ class BlockTable:
         if group.num_blocks is not None and group.num_blocks > most:
             raise ValueError(f"num_blocks: {group.num_blocks} of {per_block} kernel blocks each do not fit int32")
         self.max_len, self.limit = max_len, most if group.num_blocks is None else group.num_blocks
-        self.array: npt.NDArray[np.int32] = np.zeros((max_num_reqs, width), np.int32)
-        self._lengths = np.zeros((4, max_num_reqs), np.int32)
+        self.array: npt.NDArray[np.int32] = zeros((max_num_reqs, width), np.int32)
+        self._lengths = zeros((4, max_num_reqs), np.int32)
         self._lengths[codes.CACHED_COLUMN] = -1  # no block is cached, as in a cleared row
-        self._scratch = np.zeros(max_num_reqs, np.int32)
+        self._scratch = zeros(max_num_reqs, np.int32)
         self.state = kernels.TableState(
             self._lengths, self._scratch, self.array, group.tokens_per_column, self.limit, per_block
         )

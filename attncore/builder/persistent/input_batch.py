@@ -59,7 +59,6 @@ class InputBatch(Uncopied):
         self._one_group = groups is None
         self.core = BatchCore(self.groups, max_num_reqs, max_model_len, max_encoder_len or 0, kernels)
         """The state that the builder reads and writes. An engine uses the methods of the batch instead."""
-        self.block_table: npt.NDArray[np.int32] = self.core.tables[self.groups[0].name].array
 
     __repr__ = guarded(batch_text)
     __str__ = guarded(batch_grid)
@@ -82,6 +81,13 @@ class InputBatch(Uncopied):
     def block_size(self) -> int:
         """Of the first group."""
         return self.core.groups[0].block_size
+
+    @property
+    def block_table(self) -> npt.NDArray[np.int32]:
+        """int32[max_num_reqs, width]: the live table of the first group, a new read-only view of it at each access."""
+        view = self.core.tables[self.groups[0].name].array[:]
+        view.flags.writeable = False
+        return view
 
     @property
     def nbytes(self) -> int:

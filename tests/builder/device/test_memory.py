@@ -1,0 +1,77 @@
+"""Host memory that kernels write to: a caller can neither resize it, nor change the shape of what the kernels use."""
+
+import numpy as np
+import pytest
+
+from attncore.builder import InputBatch, MetadataBuilder
+from attncore.builder.device.memory import ALIGNMENT, zeros
+from attncore.builder.fields import DERIVED
+
+
+@pytest.fixture
+def batch(kernels):
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4, kernels=kernels)
+    batch.add_request("a", [1, 2, 3], 5)
+    return batch
+
+
+def bases(array):
+    """The array and all that ``base`` leads to."""
+    while isinstance(array, np.ndarray):
+        yield array
+        array = array.base
+
+
+def arrays_of(metadata):
+    gathered = {"paged_kv_indices", *DERIVED}  # made anew at each access, or once a step: the caller's own
+    yield from (getattr(metadata.host, name) for name in metadata.host.field_names() if name not in gathered)
+    yield from (getattr(metadata, name) for name in metadata.host.field_names() if name not in gathered)
+
+
+def test_no_array_that_a_caller_can_reach_owns_the_memory(batch):
+    builder = MetadataBuilder(batch, max_num_batched_tokens=16)
+    steps = [builder.capture(2), builder.build({"a": 3}), builder.build(bucket=2)]
+    found = [batch.block_table, *(array for step in steps for array in arrays_of(step))]
+    assert len(found) > 40
+    for array in found:
+        for base in bases(array):
+            assert not base.flags.owndata
+            with pytest.raises(ValueError, match="does not own its data"):
+                base.resize((base.size + 1,), refcheck=False)
+
+
+@pytest.mark.filterwarnings("ignore:Setting the:DeprecationWarning")
+def test_a_table_that_a_caller_reshapes_stays_what_the_batch_uses(batch):
+    table = batch.block_table
+    assert not table.flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        table[0, 0] = 9
+    for array in bases(table):
+        array.shape = (array.size,)
+    batch.block_table.strides = (0, 4)
+    batch.add_request("b", [7, 8])
+    assert (batch.block_ids("a"), batch.block_ids("b")) == ([1, 2, 3], [7, 8])
+    assert batch.block_table.shape == (4, 16)
+    assert batch.block_table[:2, :3].tolist() == [[1, 2, 3], [7, 8, 0]]
+
+
+@pytest.mark.parametrize("shape", [3, (3, 5)])
+def test_zeros_are_aligned_and_the_callers_alone(shape):
+    made, other = zeros(shape, np.int32), zeros(shape, np.int32)
+    assert made.dtype == np.int32
+    assert made.shape == np.zeros(shape).shape
+    assert not made.any()
+    assert made.ctypes.data % ALIGNMENT == 0
+    made[...] = 1
+    assert made.all()
+    assert not other.any()
+
+
+def test_memory_lives_as_long_as_an_array_over_it(kernels):
+    batch = InputBatch(max_num_reqs=64, max_model_len=4096 * 4, block_size=4, kernels=kernels)
+    batch.add_request("a", list(range(1, 1000)))
+    table = batch.block_table
+    del batch
+    others = [np.ones((64, 4096), np.int32) for _ in range(4)]
+    assert table[0, :999].tolist() == list(range(1, 1000))
+    assert len(others) == 4
