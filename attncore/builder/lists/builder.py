@@ -131,7 +131,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
         self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int, allocate: Allocate
     ) -> CommonAttentionMetadata:
         cuda_graph_pad_size = arguments.integer("cuda_graph_pad_size", cuda_graph_pad_size, -1)
-        if not isinstance(groups, (list, tuple)):
+        if type(groups) is not tuple:  # a list of its own: reading a value may run code that changes the caller's
             try:
                 groups = list(groups)
             except UNREADABLE:
@@ -141,6 +141,11 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
 
     def _build_step(self, groups: Any, cuda_graph_pad_size: int, allocate: Allocate) -> CommonAttentionMetadata:
         reader, measures = self._reader, self._measure(groups)
+        if reader.encoder_group >= 0 and not self._encoder_decoder:
+            raise ValueError(
+                f"groups[{reader.encoder_group}].encoder_seq_len: given to a builder that was not made with "
+                "encoder_decoder=True"
+            )
         use_graph, pad = cuda_graph_pad_size >= 0, max(cuda_graph_pad_size, 0)
         width = self._graph_width(groups, measures) if use_graph else measures.widest_row
         num_reqs, num_tokens = reader.num_seqs + pad, measures.num_tokens + pad
@@ -174,13 +179,9 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             source=_new_source(Source, (self, groups, reader.num_ids)),
         )
         if self._encoder_decoder:
-            fields, counts = encoder_fields(self, groups, measures.num_prefills, num_reqs, use_graph)
+            fields, counts = encoder_fields(self, groups, reader.num_seqs, measures.num_prefills, num_reqs, use_graph)
             vars(host).update(fields)
             vars(metadata).update(counts)
-        elif len(groups[0]) > 3 and groups[0][3] is not None:
-            raise ValueError(
-                "groups[0].encoder_seq_len: given to a builder that was not made with encoder_decoder=True"
-            )
         if self.plan is not None:
             self.plan(metadata)
         return metadata

@@ -17,6 +17,7 @@ cdef class GroupReader(Entrance):
     cdef slot_t ids_capacity
     cdef readonly slot_t num_ids
     cdef readonly length_t num_seqs
+    cdef readonly Py_ssize_t encoder_group  # the first group with an encoder_seq_len, or -1
     cdef length_t block_size
     cdef length_t window
 
@@ -58,12 +59,18 @@ cdef class GroupReader(Entrance):
         """Reads SequenceGroups (is_prompt, sequences, prefix_cache_hit): False where something is malformed."""
         cdef object group, sequence, sequences, is_prompt, hit
         cdef length_t first, i
+        cdef Py_ssize_t index = -1
         self.num_seqs = 0
         self.num_ids = 0
+        self.encoder_group = -1
         for group in groups:
+            index += 1
             # Groups and sequences are named tuples: their items are read from the tuple, not through an attribute.
             if not isinstance(group, tuple) or PyTuple_GET_SIZE(group) < 3:
                 return False
+            if (self.encoder_group < 0 and PyTuple_GET_SIZE(group) > 3
+                    and <object> PyTuple_GET_ITEM(group, 3) is not None):
+                self.encoder_group = index
             first = self.num_seqs
             is_prompt = <object> PyTuple_GET_ITEM(group, 0)
             sequences = <object> PyTuple_GET_ITEM(group, 1)

@@ -19,18 +19,21 @@ class GroupReader(Entrance):
     def __init__(self) -> None:
         super().__init__()
         self.num_seqs = self.num_ids = self.block_size = self.window = 0
+        self.encoder_group = -1
         self.rows: list[tuple[int, ...]] = []
         self.tables: list[Any] = []
         self.entries = np.zeros((0, ENTRY_COLUMNS), np.int64)
         self.ids = np.zeros(0, np.int32)
 
     def read(self, groups: Iterable[Any]) -> bool:
-        self.rows, self.tables, self.num_ids = [], [], 0
+        self.rows, self.tables, self.num_ids, self.encoder_group = [], [], 0, -1
         after_decode = False
-        for group in groups:
+        for index, group in enumerate(groups):
             if not isinstance(group, tuple) or len(group) < 3:
                 return False
             is_prompt, sequences, hit = group[:3]
+            if self.encoder_group < 0 and len(group) > 3 and group[3] is not None:
+                self.encoder_group = index
             if not isinstance(is_prompt, bool) or not isinstance(hit, bool):
                 return False
             if not isinstance(sequences, (list, tuple)) or not sequences or (is_prompt and after_decode):
