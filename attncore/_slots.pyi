@@ -153,14 +153,13 @@ class StepKernel:
 class GroupReader(Entrance):
     num_seqs: int
     num_ids: int
+    encoder_group: int
     def read(self, groups: Iterable[Any]) -> bool: ...
     def measure(
         self, block_size: int, window: int, chunked_prefill: bool, hit_anywhere: bool, multi_token_decode: bool
     ) -> tuple[int, ...]: ...
     def fill(
         self,
-        block_size: int,
-        window: int,
         pad: int,
         slot_mapping: _Int64,
         positions: _Int64,
@@ -173,7 +172,7 @@ class GroupReader(Entrance):
         logits_indices: _Int32,
     ) -> None: ...
     def fill_table(self, table: _Int32) -> None: ...
-    def fill_pages(self, block_size: int, indptr: _Int32, indices: _Int32, last_page_len: _Int32) -> None: ...
+    def fill_pages(self, indptr: _Int32, indices: _Int32, last_page_len: _Int32) -> None: ...
 
 def fill_slot_mapping(
     block_table: _Int32, context_lens: _Int32, query_lens: _Int32, block_size: int, out: _Int64

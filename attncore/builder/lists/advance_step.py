@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -81,7 +82,8 @@ def advance_step(
     tokens = _check_tokens(metadata, n, input_tokens, sampled_token_ids)
     refuse_while_capturing("cpu" if settings.backend is None else settings.backend.config.device, "advance_step")
     step = _plan_next(metadata, settings, n)
-    vars(metadata)["_unfinished"] = _before(metadata, step)
+    before = _before(metadata, step, None if tokens is None else input_tokens[: metadata.num_reqs])
+    vars(metadata)["_unfinished"] = before
     try:
         _write(metadata, step, settings)
         if settings.plan is not None:
@@ -127,12 +129,37 @@ def _check_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any, 
             raise ValueError(f"{name}: {len(value.reshape(-1))} tokens for the {length} rows of the step")
     if len(input_tokens.shape) != 1:
         raise ValueError(f"input_tokens: {list(input_tokens.shape)}; it must have one dimension")
+    if isinstance(input_tokens, np.ndarray) and not input_tokens.flags.writeable:
+        raise ValueError("input_tokens: a read-only array; the sampled tokens are written to it")
     tokens = sampled.reshape(-1)[:n]
+    _check_range(tokens, input_tokens.dtype)
     if isinstance(tokens, np.ndarray) and not isinstance(input_tokens, np.ndarray):
         import torch
 
         return torch.from_numpy(tokens)
     return tokens
+
+
+def _check_range(tokens: Any, dtype: Any) -> None:
+    """ValueError where a token does not fit ``dtype``. Tokens on a GPU are not looked at: that would wait for it."""
+    if str(getattr(tokens, "device", "cpu")) != "cpu":
+        return
+    values, room = np.asarray(tokens), _limits(dtype)
+    given = _limits(values.dtype)
+    if given.min >= room.min and given.max <= room.max:
+        return
+    for value in (int(values.min()), int(values.max())):
+        if not room.min <= value <= room.max:
+            raise ValueError(f"sampled_token_ids: {value} does not fit input_tokens, which are {dtype}")
+
+
+def _limits(dtype: Any) -> Any:
+    """The ``min`` and ``max`` of an integer dtype of NumPy or torch."""
+    if isinstance(dtype, np.dtype):
+        return np.iinfo(dtype)
+    import torch
+
+    return torch.iinfo(dtype)
 
 
 def _plan_next(metadata: CommonAttentionMetadata, settings: ListSettings, n: int) -> _Next:
@@ -339,17 +366,24 @@ class _Before(NamedTuple):
     """The rows of ``table`` that change."""
     pages: Any
     attributes: dict[str, Any]
+    tokens: tuple[Any, Any] | None
+    """The engine's input tokens, and a copy of them."""
 
 
-def _before(metadata: CommonAttentionMetadata, step: _Next) -> _Before:
+def _before(metadata: CommonAttentionMetadata, step: _Next, tokens: Any) -> _Before:
     host = metadata.host
     arrays = [array for name in _WRITTEN if (array := getattr(host, name, None)) is not None]
     rows = step.table.rows
     attributes = {name: getattr(metadata, name) for name in ("max_seq_len", "max_decode_seq_len", "advanced")}
     attributes["_table_lens"] = vars(metadata).get("_table_lens")
+    kept = None
+    if tokens is not None:
+        if isinstance(tokens, np.ndarray):
+            tokens = np.asarray(tokens)  # what a subclass does when it is written to is its own code
+        kept = tokens, tokens.clone() if hasattr(tokens, "clone") else tokens.copy()
     return _Before(
         [(array, array.copy()) for array in arrays], host.block_table, rows, host.block_table[rows],
-        getattr(host, "paged_kv_indices", None), attributes,
+        getattr(host, "paged_kv_indices", None), attributes, kept,
     )  # fmt: skip
 
 
@@ -367,4 +401,8 @@ def settle(metadata: Any) -> None:
         host.paged_kv_indices = before.pages
     vars(metadata).update(before.attributes)
     _update_views(metadata, table_changed=True)
+    if before.tokens is not None:
+        tokens, values = before.tokens
+        with contextlib.suppress(Exception):  # the array of the engine refuses to be written to, which is reported
+            tokens[...] = values
     del vars(metadata)["_unfinished"]

@@ -131,7 +131,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
         self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int, allocate: Allocate
     ) -> CommonAttentionMetadata:
         cuda_graph_pad_size = arguments.integer("cuda_graph_pad_size", cuda_graph_pad_size, -1)
-        if not isinstance(groups, (list, tuple)):
+        if type(groups) is not tuple:  # a list of its own: reading a value may run code that changes the caller's
             try:
                 groups = list(groups)
             except UNREADABLE:
@@ -141,6 +141,11 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
 
     def _build_step(self, groups: Any, cuda_graph_pad_size: int, allocate: Allocate) -> CommonAttentionMetadata:
         reader, measures = self._reader, self._measure(groups)
+        if reader.encoder_group >= 0 and not self._encoder_decoder:
+            raise ValueError(
+                f"groups[{reader.encoder_group}].encoder_seq_len: given to a builder that was not made with "
+                "encoder_decoder=True"
+            )
         use_graph, pad = cuda_graph_pad_size >= 0, max(cuda_graph_pad_size, 0)
         width = self._graph_width(groups, measures) if use_graph else measures.widest_row
         num_reqs, num_tokens = reader.num_seqs + pad, measures.num_tokens + pad
@@ -152,7 +157,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
                 f"groups: an answer of {num_tokens} tokens and a table of {num_reqs} x {width} is more than the "
                 f"{self.max_numbers} numbers allowed here (`attncore build` has --max-answer)"
             )
-        num_pages = measures.num_pages if self.dialect.page_lists else -1
+        num_pages = measures.num_pages if self._dialect.page_lists else -1
         host = allocate(reader.num_seqs, num_reqs, num_tokens, width, num_pages)
         self._fill(pad, vars(host))
         metadata = CommonAttentionMetadata(
@@ -173,14 +178,10 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             from_groups=True,
             source=_new_source(Source, (self, groups, reader.num_ids)),
         )
-        if self.encoder_decoder:
-            fields, counts = encoder_fields(self, groups, measures.num_prefills, num_reqs, use_graph)
+        if self._encoder_decoder:
+            fields, counts = encoder_fields(self, groups, reader.num_seqs, measures.num_prefills, num_reqs, use_graph)
             vars(host).update(fields)
             vars(metadata).update(counts)
-        elif len(groups[0]) > 3 and groups[0][3] is not None:
-            raise ValueError(
-                "groups[0].encoder_seq_len: given to a builder that was not made with encoder_decoder=True"
-            )
         if self.plan is not None:
             self.plan(metadata)
         return metadata
@@ -189,16 +190,22 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
         """Reads and checks the groups; what the arrays of the step come to."""
         if not self._reader.read(groups):
             raise error_texts.malformed_groups(groups)
-        dialect = self.dialect
+        dialect = self._dialect
         measures = _Measures(
             *self._reader.measure(
-                self.block_size, self.sliding_window or 0, self.chunked_prefill, dialect.whole_batch_hit,
+                self._block_size, self._sliding_window or 0, self._chunked_prefill, dialect.whole_batch_hit,
                 dialect.multi_token_decode,
             )
         )  # fmt: skip
         if measures.code != codes.OK:
             raise error_texts.refused_groups(
-                groups, measures.code, measures.row, measures.token, self.block_size, self.sliding_window, dialect.name
+                groups,
+                measures.code,
+                measures.row,
+                measures.token,
+                self._block_size,
+                self._sliding_window,
+                dialect.name,
             )
         return measures
 
@@ -206,24 +213,24 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
         """Writes the step that was read to the arrays of ``host``: a dict, whose items are found faster."""
         reader = self._reader
         reader.fill(
-            self.block_size, self.sliding_window or 0, pad, host["slot_mapping"], host["positions"],
-            host["token_to_req_indices"], host["seq_lens"], host["context_lens"], host["query_lens"],
-            host["query_start_loc"], host["seq_start_loc"], host["logits_indices"],
+            pad, host["slot_mapping"], host["positions"], host["token_to_req_indices"], host["seq_lens"],
+            host["context_lens"], host["query_lens"], host["query_start_loc"], host["seq_start_loc"],
+            host["logits_indices"],
         )  # fmt: skip
         reader.fill_table(host["block_table"])
-        if self.dialect.page_lists:
-            reader.fill_pages(
-                self.block_size, host["paged_kv_indptr"], host["paged_kv_indices"], host["paged_kv_last_page_len"]
-            )
+        if self._dialect.page_lists:
+            reader.fill_pages(host["paged_kv_indptr"], host["paged_kv_indices"], host["paged_kv_last_page_len"])
 
     def _graph_width(self, groups: Any, measures: _Measures) -> int:
         """The fixed width of a captured table; ValueError where a graph cannot run this step."""
-        capture = self.max_seq_len_to_capture
+        capture = self._max_seq_len_to_capture
         if capture is None:
             raise ValueError("max_seq_len_to_capture: needed by a build that pads for a CUDA graph")
         if measures.num_prefills:
             raise ValueError("graph_batch_size: a graph batch holds decodes only; groups[0].is_prompt is true")
-        width = -(-capture // self.block_size)
-        if measures.longest > capture or (measures.widest_row > width and not self.dialect.cuts_lookahead):
-            raise error_texts.beyond_capture(groups, self.block_size, self.sliding_window, capture, self.dialect.name)
+        width = -(-capture // self._block_size)
+        if measures.longest > capture or (measures.widest_row > width and not self._dialect.cuts_lookahead):
+            raise error_texts.beyond_capture(
+                groups, self._block_size, self._sliding_window, capture, self._dialect.name
+            )
         return width

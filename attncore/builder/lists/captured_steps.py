@@ -92,6 +92,14 @@ class CapturedSteps:
     def check_fits(self, metadata: CommonAttentionMetadata, settings: ListSettings) -> None:
         """ValueError unless the buffers can hold a step of a captured size; another builder may have built it."""
         host, buffers = metadata.host, self.buffers
+        if metadata.source is not None:
+            for key in ("block_size", "sliding_window"):
+                built, kept = getattr(metadata.source.builder, key), getattr(settings, key)
+                if built != kept:
+                    raise ValueError(
+                        f"metadata: of a builder with {key} {built}, but the graphs have {kept}; build it with the "
+                        "builder of this state"
+                    )
         for name, held in (("paged_kv_indptr", buffers.has_pages), ("encoder_seq_lens", buffers.has_encoder)):
             if hasattr(host, name) != held:
                 raise ValueError(

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array, Int64Array
+from attncore.builder.lists import error_texts
 from attncore.kernels import codes
 from attncore.vocabulary import AttentionType
 
@@ -46,7 +47,7 @@ def token_counts(metadata: CommonAttentionMetadata, attn_type: AttentionType | s
 
 
 def encoder_fields(
-    settings: ListSettings, groups: Any, num_prefills: int, num_reqs: int, use_graph: bool
+    settings: ListSettings, groups: Any, num_seqs: int, num_prefills: int, num_reqs: int, use_graph: bool
 ) -> tuple[Fields, Counts]:
     """The encoder fields, and their counts, of a step of ``groups`` that the builder has read.
 
@@ -54,7 +55,8 @@ def encoder_fields(
     ValueError or TypeError that names the group and the field.
     """
     lens, tables = _read(groups, settings.block_size)
-    num_seqs = len(lens)
+    if len(lens) != num_seqs:
+        raise error_texts.changed_groups()
     num_tokens = sum(lens)
     if num_tokens + num_reqs - num_seqs > INT32_MAX:
         raise ValueError(f"encoder_seq_len: the sum {num_tokens} over this step does not fit int32")
@@ -90,6 +92,8 @@ def _read(groups: Any, block_size: int) -> tuple[list[int], list[Any]]:
     for index, group in enumerate(groups):
         length, table = group[3:5] if len(group) > 4 else (None, None)
         sequences = group[1]
+        if not sequences:
+            raise error_texts.changed_groups()
         if type(length) is not int or not 0 <= length <= INT32_MAX:
             length = _check_length(index, length, table)
         if table is None or sequences[0][3] is None:

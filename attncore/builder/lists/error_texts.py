@@ -15,7 +15,10 @@ def refused_groups(
     """The error of groups that GroupReader.measure refused, at its ``row``."""
     if code == codes.TOO_MANY_SEQ_TOKENS:
         return ValueError("groups: tokens, lengths or pages of this step do not fit int32 in all")
-    i, j = _places(groups)[row]
+    places = _places(groups)
+    if row >= len(places):
+        return changed_groups()
+    i, j = places[row]
     path, hit = f"groups[{i}].sequences[{j}]", f"groups[{i}].prefix_cache_hit"
     seq_id, query_len, context_len, table = groups[i][1][j][:4]
     match code:
@@ -40,6 +43,7 @@ def refused_groups(
 def beyond_capture(groups: Any, block_size: int, window: int | None, capture: int, layout: str) -> ValueError:
     """The error of decodes that a captured graph cannot hold: the first too long, or too wide for its layout."""
     width = -(-capture // block_size)
+    path, blocks = "groups", 0
     for i, j in _places(groups):
         path, (_, query_len, context_len, table) = f"groups[{i}].sequences[{j}]", groups[i][1][j][:4]
         length, blocks = int(query_len) + int(context_len), 0 if table is None else len(table)
@@ -55,6 +59,11 @@ def beyond_capture(groups: Any, block_size: int, window: int | None, capture: in
         f"{path}.block_table: {blocks} blocks exceed the {width} columns of max_seq_len_to_capture {capture} "
         f"(layout {layout} cuts no lookahead)"
     )
+
+
+def changed_groups() -> ValueError:
+    """The error of groups whose sequences are no longer those that GroupReader.read counted."""
+    return ValueError("groups: changed while they were read; give each build lists that no other code writes to")
 
 
 def _places(groups: Any) -> list[tuple[int, int]]:
@@ -92,6 +101,7 @@ def _malformed_group(path: str, group: Any) -> ValueError | TypeError | None:
         return TypeError(f"{path}.sequences: {type(sequences).__name__} is not a list")
     if not sequences:
         return ValueError(f"{path}.sequences: empty; a group needs at least one sequence")
+    sequences = list(sequences)  # the checks call __index__, which may be code that changes the caller's
     seen: set[int] = set()
     for index, sequence in enumerate(sequences):
         where = f"{path}.sequences[{index}]"

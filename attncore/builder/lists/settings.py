@@ -6,14 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from attncore import arguments
-from attncore.builder.lists.dialects import DIALECTS
+from attncore.builder.lists.dialects import DIALECTS, Dialect
 from attncore.builder.metadata import CommonAttentionMetadata, identity
 from attncore.graphs import refuse_while_capturing
 from attncore.kernels import KernelsName, load_kernels
 
 
 class ListSettings:
-    """The arguments of CommonMetadataBuilder, as it documents them, and values derived from them."""
+    """The arguments of CommonMetadataBuilder, as it documents them, and values derived from them.
+
+    The arguments do not change: buffers and graphs are sized by them.
+    """
 
     def __init__(
         self,
@@ -42,16 +45,53 @@ class ListSettings:
             raise ValueError(f"layout: {layout} has no encoder/decoder attention; {able} have")
         if max_encoder_seq_len_to_capture is not None and not encoder_decoder:
             raise ValueError("max_encoder_seq_len_to_capture: given, but encoder_decoder is false")
-        self.block_size, self.dialect = block_size, DIALECTS[layout]
-        self.sliding_window, self.chunked_prefill = sliding_window, chunked_prefill
-        self.max_seq_len_to_capture = max_seq_len_to_capture
-        self.encoder_decoder, self.max_encoder_seq_len_to_capture = encoder_decoder, max_encoder_seq_len_to_capture
-        self.kernels = load_kernels(kernels)
+        self._block_size, self._dialect = block_size, DIALECTS[layout]
+        self._sliding_window, self._chunked_prefill = sliding_window, chunked_prefill
+        self._max_seq_len_to_capture = max_seq_len_to_capture
+        self._encoder_decoder = encoder_decoder
+        self._max_encoder_seq_len_to_capture = max_encoder_seq_len_to_capture
+        self._kernels = load_kernels(kernels)
         self.max_numbers: int | None = None
         """The most numbers that a step's arrays may hold; set for untrusted input (``attncore build``)."""
-        self.backend = backend
+        self._backend = backend
         self.wrap = identity if backend is None else backend.from_host
         self.plan: Any = _guard_plan(backend) if backend is not None and backend.has_plan else None
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    @property
+    def dialect(self) -> Dialect:
+        return self._dialect
+
+    @property
+    def sliding_window(self) -> int | None:
+        return self._sliding_window
+
+    @property
+    def chunked_prefill(self) -> bool:
+        return self._chunked_prefill
+
+    @property
+    def max_seq_len_to_capture(self) -> int | None:
+        return self._max_seq_len_to_capture
+
+    @property
+    def encoder_decoder(self) -> bool:
+        return self._encoder_decoder
+
+    @property
+    def max_encoder_seq_len_to_capture(self) -> int | None:
+        return self._max_encoder_seq_len_to_capture
+
+    @property
+    def kernels(self) -> Any:
+        return self._kernels
+
+    @property
+    def backend(self) -> Any:
+        return self._backend
 
 
 def _guard_plan(backend: Any) -> Callable[[CommonAttentionMetadata], None]:

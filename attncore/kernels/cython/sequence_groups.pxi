@@ -17,6 +17,9 @@ cdef class GroupReader(Entrance):
     cdef slot_t ids_capacity
     cdef readonly slot_t num_ids
     cdef readonly length_t num_seqs
+    cdef readonly Py_ssize_t encoder_group  # the first group with an encoder_seq_len, or -1
+    cdef length_t block_size
+    cdef length_t window
 
     def __cinit__(self):
         self.capacity, self.ids_capacity = 64, 4096
@@ -56,12 +59,18 @@ cdef class GroupReader(Entrance):
         """Reads SequenceGroups (is_prompt, sequences, prefix_cache_hit): False where something is malformed."""
         cdef object group, sequence, sequences, is_prompt, hit
         cdef length_t first, i
+        cdef Py_ssize_t index = -1
         self.num_seqs = 0
         self.num_ids = 0
+        self.encoder_group = -1
         for group in groups:
+            index += 1
             # Groups and sequences are named tuples: their items are read from the tuple, not through an attribute.
             if not isinstance(group, tuple) or PyTuple_GET_SIZE(group) < 3:
                 return False
+            if (self.encoder_group < 0 and PyTuple_GET_SIZE(group) > 3
+                    and <object> PyTuple_GET_ITEM(group, 3) is not None):
+                self.encoder_group = index
             first = self.num_seqs
             is_prompt = <object> PyTuple_GET_ITEM(group, 0)
             sequences = <object> PyTuple_GET_ITEM(group, 1)
@@ -124,12 +133,19 @@ cdef class GroupReader(Entrance):
 
         Returns a tuple (code, row, token, num_tokens, num_seq_tokens, num_prefills, num_prefill_tokens, widest row,
         pages, max_query_len, max_prefill_seq_len, max_decode_seq_len, max_decode_query_len, longest kernel length);
-        row and token belong to a code that is not OK.
+        row and token belong to a code that is not OK. ``fill`` and ``fill_pages`` write by the same block size and
+        window: the caller's may have changed since.
         """
         cdef Failure failure = Failure(0, 0, 0)
         cdef GroupTotals totals
-        cdef length_t code = settle_entries(self.entries, self.num_seqs, block_size, window, chunked_prefill,
-                                            hit_anywhere, multi_token_decode, &failure)
+        cdef length_t code
+        if block_size < 1:
+            raise ValueError(f"block_size: {block_size} is below 1")
+        if window < 0:
+            raise ValueError(f"window: {window} is below 0")
+        self.block_size, self.window = block_size, window
+        code = settle_entries(self.entries, self.num_seqs, block_size, window, chunked_prefill, hit_anywhere,
+                              multi_token_decode, &failure)
         if code != OK:
             return code, failure.row, failure.token, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
         totals = count_entries(self.entries, self.num_seqs, block_size)
@@ -139,14 +155,13 @@ cdef class GroupReader(Entrance):
                 totals.width, totals.pages, totals.max_query_len, totals.max_prefill_seq_len,
                 totals.max_decode_seq_len, totals.max_decode_query_len, totals.longest)
 
-    def fill(self, length_t block_size, length_t window, length_t pad, slot_t[::1] slot_mapping, slot_t[::1] positions,
-             length_t[::1] token_to_req_indices, length_t[::1] seq_lens, length_t[::1] context_lens,
-             length_t[::1] query_lens, length_t[::1] query_start_loc, length_t[::1] seq_start_loc,
-             length_t[::1] logits_indices):
+    def fill(self, length_t pad, slot_t[::1] slot_mapping, slot_t[::1] positions, length_t[::1] token_to_req_indices,
+             length_t[::1] seq_lens, length_t[::1] context_lens, length_t[::1] query_lens,
+             length_t[::1] query_start_loc, length_t[::1] seq_start_loc, length_t[::1] logits_indices):
         """Fills the arrays that every dialect has; ``pad`` rows of one token behind them are a graph's."""
-        fill_entries(self.entries, self.num_seqs, self.ids, block_size_of(block_size), window, slot_mapping, positions,
-                     token_to_req_indices, seq_lens, context_lens, query_lens, query_start_loc, seq_start_loc,
-                     logits_indices)
+        fill_entries(self.entries, self.num_seqs, self.ids, block_size_of(self.block_size), self.window, slot_mapping,
+                     positions, token_to_req_indices, seq_lens, context_lens, query_lens, query_start_loc,
+                     seq_start_loc, logits_indices)
         pad_entries(self.num_seqs, pad, slot_mapping, positions, token_to_req_indices, seq_lens, query_start_loc,
                     seq_start_loc)
 
@@ -154,7 +169,6 @@ cdef class GroupReader(Entrance):
         """Fills int32[rows, width] (rows contiguous), rows beyond the sequences and every tail with 0."""
         fill_entry_rows(self.entries, self.num_seqs, self.ids, table)
 
-    def fill_pages(self, length_t block_size, length_t[::1] indptr, block_id_t[::1] indices,
-                   length_t[::1] last_page_len):
+    def fill_pages(self, length_t[::1] indptr, block_id_t[::1] indices, length_t[::1] last_page_len):
         """Fills the page lists of every sequence; requests beyond them are empty."""
-        fill_entry_pages(self.entries, self.num_seqs, self.ids, block_size, indptr, indices, last_page_len)
+        fill_entry_pages(self.entries, self.num_seqs, self.ids, self.block_size, indptr, indices, last_page_len)

@@ -18,19 +18,22 @@ from attncore.kernels.numba.sequence_fields import fill_entries, fill_entry_page
 class GroupReader(Entrance):
     def __init__(self) -> None:
         super().__init__()
-        self.num_seqs = self.num_ids = 0
+        self.num_seqs = self.num_ids = self.block_size = self.window = 0
+        self.encoder_group = -1
         self.rows: list[tuple[int, ...]] = []
         self.tables: list[Any] = []
         self.entries = np.zeros((0, ENTRY_COLUMNS), np.int64)
         self.ids = np.zeros(0, np.int32)
 
     def read(self, groups: Iterable[Any]) -> bool:
-        self.rows, self.tables, self.num_ids = [], [], 0
+        self.rows, self.tables, self.num_ids, self.encoder_group = [], [], 0, -1
         after_decode = False
-        for group in groups:
+        for index, group in enumerate(groups):
             if not isinstance(group, tuple) or len(group) < 3:
                 return False
             is_prompt, sequences, hit = group[:3]
+            if self.encoder_group < 0 and len(group) > 3 and group[3] is not None:
+                self.encoder_group = index
             if not isinstance(is_prompt, bool) or not isinstance(hit, bool):
                 return False
             if not isinstance(sequences, (list, tuple)) or not sequences or (is_prompt and after_decode):
@@ -71,6 +74,11 @@ class GroupReader(Entrance):
     def measure(
         self, block_size: int, window: int, chunked_prefill: bool, hit_anywhere: bool, multi_token_decode: bool
     ) -> tuple[int, ...]:
+        if block_size < 1:
+            raise ValueError(f"block_size: {block_size} is below 1")
+        if window < 0:
+            raise ValueError(f"window: {window} is below 0")
+        self.block_size, self.window = block_size, window
         code, row, token = settle_entries(
             self.entries, block_size, window, chunked_prefill, hit_anywhere, multi_token_decode
         )
@@ -83,13 +91,12 @@ class GroupReader(Entrance):
         return code, 0, 0, *totals
 
     def fill(
-        self, block_size: int, window: int, pad: int, slot_mapping: Any, positions: Any, token_to_req_indices: Any,
-        seq_lens: Any, context_lens: Any, query_lens: Any, query_start_loc: Any, seq_start_loc: Any,
-        logits_indices: Any,
+        self, pad: int, slot_mapping: Any, positions: Any, token_to_req_indices: Any, seq_lens: Any, context_lens: Any,
+        query_lens: Any, query_start_loc: Any, seq_start_loc: Any, logits_indices: Any,
     ) -> None:  # fmt: skip
         fill_entries(
-            self.entries, self.ids, block_size, window, slot_mapping, positions, token_to_req_indices, seq_lens,
-            context_lens, query_lens, query_start_loc, seq_start_loc, logits_indices,
+            self.entries, self.ids, self.block_size, self.window, slot_mapping, positions, token_to_req_indices,
+            seq_lens, context_lens, query_lens, query_start_loc, seq_start_loc, logits_indices,
         )  # fmt: skip
         if pad:
             pad_entries(
@@ -100,5 +107,5 @@ class GroupReader(Entrance):
     def fill_table(self, table: Any) -> None:
         fill_entry_rows(self.entries, self.ids, table)
 
-    def fill_pages(self, block_size: int, indptr: Any, indices: Any, last_page_len: Any) -> None:
-        fill_entry_pages(self.entries, self.ids, block_size, indptr, indices, last_page_len)
+    def fill_pages(self, indptr: Any, indices: Any, last_page_len: Any) -> None:
+        fill_entry_pages(self.entries, self.ids, self.block_size, indptr, indices, last_page_len)

@@ -289,9 +289,12 @@ def test_tables_that_changed_since_the_build(kernels):
     assert metadata.slot_mapping.tolist() == [36]
     groups = decodes([(3, [1, 2])])
     metadata = builder.build(groups)
-    groups.clear()
+    groups[0].sequences.clear()
     refused(metadata, ValueError, "metadata: its groups have 0 sequences now, not 1")
 
+
+READ_ONLY = np.zeros(3, int)
+READ_ONLY.flags.writeable = False
 
 BAD = [
     ((np.zeros(3, int), None), {}, TypeError, "sampled_token_ids: missing"),
@@ -301,6 +304,17 @@ BAD = [
     ((np.zeros(3, int), np.zeros(2)), {}, TypeError, "sampled_token_ids: ndarray is not an array or tensor of int"),
     ((np.zeros(3, int), [1, 2]), {}, TypeError, "sampled_token_ids: list is not"),
     ((np.zeros((3, 1), int), np.zeros(2, int)), {}, ValueError, r"input_tokens: \[3, 1\]; it must have one dimension"),
+    ((READ_ONLY, np.zeros(2, int)), {}, ValueError, "input_tokens: a read-only array"),
+    (
+        (np.zeros(3, np.int32), np.array([1, 2**40])),
+        {},
+        ValueError,
+        "sampled_token_ids: 1099511627776 does not fit inp",
+    ),
+    ((np.zeros(3, np.int8), np.array([1, 300])), {}, ValueError, "sampled_token_ids: 300 does not fit input_tokens"),
+    ((np.zeros(3, np.uint8), np.array([1, -1])), {}, ValueError, "sampled_token_ids: -1 does not fit input_tokens"),
+    ((torch.zeros(3, dtype=torch.int32), torch.tensor([1, 2**40])), {}, ValueError, "sampled_token_ids: 1099511627776"),
+    ((torch.zeros(3, dtype=torch.int8), np.array([1, 300])), {}, ValueError, "sampled_token_ids: 300 does not fit"),
     ((), {"num_queries": 3}, ValueError, "num_queries: 3, but the step has 2 decodes"),
     ((), {"num_queries": True}, TypeError, "num_queries: True is not an integer"),
 ]
@@ -310,6 +324,36 @@ BAD = [
 def test_bad_arguments_name_themselves(arguments, keywords, error, text):
     metadata = CommonMetadataBuilder(4, max_seq_len_to_capture=8).build(decodes([(0, [1]), (1, [2])]), 1)
     refused(metadata, error, text, *arguments, **keywords)
+
+
+class FailsAtTheSecond(np.ndarray):
+    """Input tokens that refuse every assignment but the first."""
+
+    written = 0
+
+    def __setitem__(self, key, value):
+        self.written += 1
+        if self.written > 1:
+            raise RuntimeError("no more")
+        super().__setitem__(key, value)
+
+
+def test_tokens_are_taken_back_with_the_step():
+    metadata = CommonMetadataBuilder(4, max_seq_len_to_capture=8).build(decodes([(0, [1]), (1, [2])]), 1)
+    tokens = np.array([7, 8, 9, 10]).view(FailsAtTheSecond)
+    refused(metadata, RuntimeError, "no more", tokens, np.array([1, 2]))
+    assert tokens.tolist() == [7, 8, 9, 10]
+    metadata.advance_step(np.zeros(3, np.int32), np.array([1, 2]))  # int64 that fit
+    assert metadata.advanced == 1
+
+
+def test_tokens_that_cannot_be_written_to_leave_a_step_that_advances():
+    metadata = CommonMetadataBuilder(4, max_seq_len_to_capture=8).build(decodes([(0, [1]), (1, [2])]), 1)
+    with torch.inference_mode():
+        tokens = torch.zeros(3, dtype=torch.int64)
+    refused(metadata, RuntimeError, "nference", tokens, torch.tensor([1, 2]))
+    metadata.advance_step()
+    assert metadata.advanced == 1
 
 
 def test_not_while_a_graph_is_captured():

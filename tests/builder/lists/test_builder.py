@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attncore.builder import CommonMetadataBuilder, Sequence, SequenceGroup
+from attncore.builder.lists.builder import _new_arrays
+from attncore.kernels import load_kernels
 
 LAYOUTS = ("common", "flash", "flashinfer", "rocm")
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -182,3 +184,99 @@ def test_a_list_that_shrinks_while_it_is_read_is_not_read_past_its_end(kernels):
     with contextlib.suppress(ValueError):  # or what was read before it shrank
         builder.build([decode(context_len=300, block_table=table)])
     assert builder.build([decode()]).slot_mapping.tolist() == [23]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "block_size", "dialect", "sliding_window", "chunked_prefill", "max_seq_len_to_capture", "encoder_decoder",
+        "max_encoder_seq_len_to_capture", "kernels", "backend",
+    ],
+)  # fmt: skip
+def test_settings_do_not_change(name):
+    builder = CommonMetadataBuilder(4)
+    with pytest.raises(AttributeError, match=name):
+        setattr(builder, name, 0)
+    assert builder.build([decode()]).slot_mapping.tolist() == [23]
+
+
+def test_the_kernels_refuse_a_block_size_and_a_window_that_no_builder_has(kernels):
+    reader = load_kernels(kernels).GroupReader()
+    assert reader.read([decode()])
+    for block_size, window, message in [
+        (0, 0, "block_size: 0 is below 1"), (-16, 0, "block_size: -16 is below 1"), (4, -1, "window: -1 is below 0"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            reader.measure(block_size, window, False, False, False)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_step_is_filled_by_the_settings_that_it_was_measured_by(kernels, window):
+    """A callback of the garbage collector, or another thread, may change them in between."""
+    builder = CommonMetadataBuilder(4, "flashinfer", sliding_window=window, kernels=kernels)
+    groups = [SequenceGroup(False, [Sequence(0, 1, 20, [1, 2, 3, 4, 5, 6])])]
+    expected = builder.build(groups)
+
+    def allocate(*sizes):
+        builder._block_size, builder._sliding_window = 1, 1
+        return _new_arrays(*sizes)
+
+    found = builder._build(groups, -1, allocate)
+    for name, array in vars(expected.host).items():
+        np.testing.assert_array_equal(getattr(found.host, name), array, name)
+
+
+class Clears:
+    """An integer that clears a list when it is read, or when it is read again."""
+
+    def __init__(self, found, reads=1):
+        self.found, self.reads = found, reads
+
+    def __index__(self):
+        self.reads -= 1
+        if self.reads == 0:
+            self.found.clear()
+        return 1
+
+
+def test_groups_that_are_cleared_while_they_are_read(kernels):
+    groups = []
+    groups += [SequenceGroup(False, [Sequence(0, 1, 3, [Clears(groups)])])] * 2
+    step = CommonMetadataBuilder(4, kernels=kernels).build(groups)
+    assert groups == []
+    assert step.slot_mapping.tolist() == [7, 7]
+
+
+@pytest.mark.parametrize("context_len", [3, 9])
+@pytest.mark.parametrize("encoder_decoder", [False, True])
+def test_sequences_that_are_cleared_while_they_are_read(kernels, encoder_decoder, context_len):
+    sequences = []
+    sequences.append(Sequence(0, 1, context_len, [Clears(sequences)]))
+    builder = CommonMetadataBuilder(4, kernels=kernels, encoder_decoder=encoder_decoder)
+    with (
+        contextlib.suppress(ValueError)
+        if context_len == 3 and not encoder_decoder
+        else pytest.raises(ValueError, match=r"^groups: changed while they were read")
+    ):
+        builder.build([SequenceGroup(False, sequences, False, 3 if encoder_decoder else None, [1])])
+
+
+def test_malformed_sequences_that_are_cleared_while_they_are_looked_at(kernels):
+    sequences = []
+    sequences += [Sequence(Clears(sequences, 2), 1, 3, [1]), Sequence(0, 0, 3, [1])]
+    with pytest.raises(ValueError, match=r"^groups\[0\].sequences\[1\].query_len: 0 is outside"):
+        CommonMetadataBuilder(4, kernels=kernels).build([SequenceGroup(False, sequences)])
+
+
+def test_a_list_that_lies_about_its_items(kernels):
+    class Lies(list):
+        def __iter__(self):
+            return iter([decode()])
+
+    assert CommonMetadataBuilder(4, kernels=kernels).build(Lies()).slot_mapping.tolist() == [23]
+
+
+def test_an_encoder_length_of_any_group_needs_an_encoder_builder(kernels):
+    groups = [decode(), SequenceGroup(False, [Sequence(0, 1, 3, [5])], False, 3)]
+    with pytest.raises(ValueError, match=r"^groups\[1\].encoder_seq_len: given to a builder that was not made with"):
+        CommonMetadataBuilder(4, kernels=kernels).build(groups)

@@ -102,6 +102,28 @@ def test_encoders_where_the_graphs_have_none():
     refused(state, ValueError, "metadata: a cross_block_table 4 wide, but the graphs read 1", state.prepare, metadata)
 
 
+def test_an_encoder_length_leaves_the_step_in_the_buffers(prepared):
+    _, state = prepared
+    groups = [*decodes([(5, [3, 4])]), SequenceGroup(False, [Sequence(0, 1, 5, [8, 9])], False, 3)]
+    text = r"^groups\[1\].encoder_seq_len: given to a builder"
+    refused(state, ValueError, text, state.build, groups, 2)
+    refused(state, ValueError, text.replace("1", "0"), state.build, groups[1:], 3)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "window", "text"),
+    [
+        (5, None, "metadata: of a builder with block_size 5, but the graphs have 4"),
+        (4, 8, "metadata: of a builder with sliding_window 8, but the graphs have None"),
+    ],
+)
+def test_steps_of_a_builder_with_other_settings(prepared, block_size, window, text):
+    _, state = prepared
+    other = CommonMetadataBuilder(block_size, "flashinfer", sliding_window=window, max_seq_len_to_capture=16)
+    assert -(-16 // block_size) == 4
+    refused(state, ValueError, text, state.prepare, other.build(decodes([(5, [3, 4])]), 0))
+
+
 def test_captures_at_the_wrong_moment():
     builder = CommonMetadataBuilder(4, max_seq_len_to_capture=16)
     state = CommonAttentionState(None, builder)
