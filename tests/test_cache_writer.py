@@ -107,6 +107,33 @@ def test_tensors_that_disagree_are_named(change, message):
     assert not value_cache.any()
 
 
+def test_on_a_cpu_every_negative_slot_is_the_sinks():
+    key_cache, value_cache = caches("pair", torch.float32, "cpu")
+    CacheWriter()(*new_tokens(3, "cpu"), key_cache, value_cache, torch.tensor([-9, -1, -(2**40)]))
+    for cache in (key_cache, value_cache):
+        assert not cache[:BLOCKS].any()
+        assert cache[BLOCKS, SIZE - 1].any()
+
+
+def test_on_a_cpu_a_slot_past_the_end_writes_nothing():
+    key_cache, value_cache = caches("pair", torch.float32, "cpu")
+    with pytest.raises(IndexError, match=r"^slot_mapping: slot 24 is past the end of a cache of 6 blocks of 4 tokens"):
+        CacheWriter()(*new_tokens(2, "cpu"), key_cache, value_cache, torch.tensor([1, (BLOCKS + 1) * SIZE]))
+    assert not key_cache.any()
+    assert not value_cache.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool], ids=str)
+def test_a_call_of_the_same_shapes_and_other_dtypes_is_checked_again(dtype):
+    writer, tokens = CacheWriter(), new_tokens(2, "cpu")
+    key_cache, value_cache = caches("pair", torch.float32, "cpu")
+    writer(*tokens, key_cache, value_cache, torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match=r"^slot_mapping: torch\."):
+        writer(*tokens, key_cache, value_cache, torch.tensor([1, 0], dtype=dtype))
+    with pytest.raises(ValueError, match=r"^value_cache: torch\.float16"):
+        writer(*tokens, key_cache, value_cache.half(), torch.tensor([1, 2]))
+
+
 def test_a_scale_of_nothing_is_refused():
     with pytest.raises(ValueError, match=r"v_scale: 0.0 is not positive"):
         CacheWriter(1.0, 0.0)

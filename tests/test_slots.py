@@ -87,6 +87,13 @@ def test_compute_slot_mapping_appends_nothing_when_it_refuses(arguments, message
     assert arguments[1] == []
 
 
+def test_compute_slot_mapping_names_the_argument_of_keys_that_cannot_be_compared_or_hashed():
+    with pytest.raises(ValueError, match=r"^block_tables: no table for sequence 7; it has \[8, 'a', None\]"):
+        slots.compute_slot_mapping(False, [], 7, 4, 0, 0, 4, {8: [5], "a": [6], None: [7]})
+    with pytest.raises(TypeError, match=r"^seq_id: \[7\] cannot name a sequence"):
+        slots.compute_slot_mapping(False, [], [7], 4, 0, 0, 4, {7: [5]})
+
+
 def test_empty_block_tables():
     assert slots.is_block_tables_empty(None)
     assert slots.is_block_tables_empty({1: None, 2: None})

@@ -164,6 +164,8 @@ def shared(rows=(0, 1), num_blocks=2, num_tokens=8):
         (lambda: find_shared_prefix(TABLE, [8, 8], 4, CascadeRule(2, 1, 1.5)), "rule.min_saving: 1.5 is outside 0"),
         (lambda: plan_cascade(shared((0, 2)), TABLE, [1, 1], [9, 9]), r"shared.rows: \[0, 2\] are not ascending rows"),
         (lambda: plan_cascade(shared((1, 0)), TABLE, [1, 1], [9, 9]), "shared.rows: "),
+        (lambda: plan_cascade(shared((0.0, 1.0)), TABLE, [1, 1], [9, 9]), r"shared.rows: float64\[2\]"),
+        (lambda: plan_cascade(shared(("0", "1")), TABLE, [1, 1], [9, 9]), r"shared.rows: <U1\[2\]"),
         (lambda: plan_cascade(shared(()), TABLE, [1, 1], [9, 9]), "shared.rows: "),
         (lambda: plan_cascade(shared(), TABLE, [1, 2], [9, 9]), "shared.num_tokens: 8 reach into the queries of row 1"),
         (lambda: plan_cascade(shared(num_tokens=7), TABLE, [1, 1], [9, 9]), "shared.num_tokens: 7 are not 2 whole"),

@@ -155,6 +155,10 @@ def list_step(pad=-1, **options):
             lambda: local_attention_batches([1], [7], [[1, 2, 3]], 4, 2),
             "block_table: row 0 holds 3 blocks but chunk 1 n",
         ),
+        (
+            lambda: local_attention_batches([1], [1], [[0]], 2**31 - 1, 1),
+            "chunk_size: 1 chunks of 2147483647 blocks each have tables of more than",
+        ),
         (lambda: local_attention_metadata(list_step(1), 4, 2), "metadata: padded for a graph"),
         (lambda: local_attention_metadata(list_step(sliding_window=4), 4, 2), "metadata: row 0 has a length capped"),
     ],

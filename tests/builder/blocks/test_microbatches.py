@@ -220,6 +220,14 @@ PERSISTENT = step([(4, 1), (0, 6)])[0]
         (lambda: slice_metadata(PERSISTENT, BatchSlice(0, 2, 0, 3)), "block_size: needed to slice through a request"),
         (lambda: slice_metadata(PERSISTENT, BatchSlice(0, 2, 0, 3), block_size=0), "block_size: 0 is below 1"),
         (
+            lambda: slice_metadata(PERSISTENT, BatchSlice(0, 2, 0, 3), block_size=1),
+            "block_size: 1, but the .* tokens of the last request lie in .* pages",
+        ),
+        (
+            lambda: slice_metadata(PERSISTENT, BatchSlice(0, 2, 0, 3), block_size=64),
+            "block_size: 64, but the .* tokens of the last request lie in .* pages",
+        ),
+        (
             lambda: slice_metadata(list_step(), BatchSlice(0, 1, 0, 3)),
             "batch_slice: cuts a request of the list builder",
         ),

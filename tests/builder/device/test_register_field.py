@@ -55,6 +55,10 @@ def test_a_field_that_cannot_be_filled_undoes_the_step(batch):
         ("seq_lens", np.int32, "request", "name: 'seq_lens' is not a free name"),
         ("two words", np.int32, "request", "is not a free name"),
         ("num_reqs", np.int32, "request", "is not a free name"),
+        *(
+            (name, np.int32, "request", f"name: '{name}' is not a free name")
+            for name in ("host", "groups", "group", "use_cuda_graph", "_arena", "_arrays", "_mine", "__dict__")
+        ),
         ("ids", "U4", "request", "dtype: <U4 is not one of numbers"),
         ("ids", np.int32, "block", "per: 'block' is neither token nor request"),
     ],
