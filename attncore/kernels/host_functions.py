@@ -17,6 +17,7 @@ from attncore.arguments import INT32_MAX, integer, optional_integer
 from attncore.array_arguments import Int32Array, Int64Array, bad_block_ids, context_and_query, output
 from attncore.kernels import load_kernels
 from attncore.kernels.codes import PAD_SLOT_ID
+from attncore.quoted import quoted
 
 
 def is_block_tables_empty(block_tables: Mapping[int, Sequence[int] | None] | None) -> bool:
@@ -60,8 +61,12 @@ def compute_slot_mapping(
     if is_profile_run:
         slot_mapping.extend([PAD_SLOT_ID] * (seq_len - context_len))
         return
-    if block_tables.get(seq_id) is None:
-        raise ValueError(f"block_tables: no table for sequence {seq_id}; it has {sorted(block_tables)}")
+    try:
+        known = block_tables.get(seq_id) is not None
+    except TypeError as error:
+        raise TypeError(f"seq_id: {quoted(seq_id)} cannot name a sequence: {error}") from error
+    if not known:
+        raise ValueError(f"block_tables: no table for sequence {quoted(seq_id)}; it has {quoted(list(block_tables))}")
     table = pad_block_table([block_tables[seq_id]])
     written = min(max(start_idx, context_len), seq_len)
     if seq_len > written and (seq_len - 1) // block_size >= table.shape[1]:

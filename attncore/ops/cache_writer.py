@@ -18,9 +18,9 @@ class CacheWriter:
     (blocks, block_size, num_kv_heads, head size) and ``slot_mapping`` int64 (T,), all on one device. Of each but the
     last only the last dimension has to be contiguous: a cache whose blocks hold heads first comes as
     ``cache.transpose(1, 2)``. On a GPU it is one launch, which may be captured and waits for nothing, and skips
-    negative slots and those past the end; on a CPU negative ones land in the last block, which has to be a sink, and
-    one past the end is an IndexError. Numbers are converted to the cache's dtype; in fp8 those beyond its range are cut
-    off.
+    negative slots and those past the end. On a CPU negative ones land in the last slot of the last block, which has to
+    be a sink, and one past the end is an IndexError before anything is written. Numbers are converted to the cache's
+    dtype; in fp8 those beyond its range are cut off.
 
     Raises ValueError naming the argument where shapes disagree, or where a scale is not positive.
     """
@@ -36,7 +36,7 @@ class CacheWriter:
     def __call__(
         self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        if self._checked != (key.shape, value.shape, key_cache.shape, value_cache.shape, slot_mapping.shape):
+        if self._checked != _formats(key, value, key_cache, value_cache, slot_mapping):
             self._check(key, value, key_cache, value_cache, slot_mapping)
         if slot_mapping.is_cuda:
             from attncore.ops.cache_writer_triton import store
@@ -46,9 +46,15 @@ class CacheWriter:
                 key, value, key_cache, value_cache, slot_mapping, self.k_scale, self.v_scale, largest, self._launches
             )  # fmt: skip
             return
-        block_size = key_cache.shape[1]
-        block = torch.div(slot_mapping, block_size, rounding_mode="floor")  # -1: the last block's last slot
-        offset = torch.remainder(slot_mapping, block_size)
+        num_blocks, block_size = key_cache.shape[:2]
+        if len(slot_mapping) and int(slot_mapping.max()) >= num_blocks * block_size:
+            raise IndexError(
+                f"slot_mapping: slot {int(slot_mapping.max())} is past the end of a cache of {num_blocks} blocks of "
+                f"{block_size} tokens"
+            )
+        slots = slot_mapping.clamp(min=-1)
+        block = torch.div(slots, block_size, rounding_mode="floor")  # -1: the last block's last slot
+        offset = torch.remainder(slots, block_size)
         for new, cache, scale in ((key, key_cache, self.k_scale), (value, value_cache, self.v_scale)):
             numbers = new[: len(slot_mapping)]
             if cache.dtype in LARGEST:
@@ -79,4 +85,12 @@ class CacheWriter:
                 f"value_cache: {value_cache.dtype} {tuple(value_cache.shape)} found beside keys of {key_cache.dtype} "
                 f"{tuple(key_cache.shape)}"
             )
-        self._checked = (key.shape, value.shape, key_cache.shape, value_cache.shape, slot_mapping.shape)
+        self._checked = _formats(key, value, key_cache, value_cache, slot_mapping)
+
+
+def _formats(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> Any:
+    """What the checks depend on: shapes and dtypes."""
+    return (
+        key.shape, value.shape, key_cache.shape, value_cache.shape, slot_mapping.shape,
+        key_cache.dtype, value_cache.dtype, slot_mapping.dtype,
+    )  # fmt: skip

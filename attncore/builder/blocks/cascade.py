@@ -127,7 +127,7 @@ def plan_cascade(
     lens = array_arguments.lengths("seq_lens", seq_lens, 0)
     contexts = array_arguments.contexts(queries, lens)
     table = array_arguments.block_table(block_table, len(queries))
-    rows = np.array(shared.rows)
+    rows = array_arguments.as_array("shared.rows", shared.rows).copy()
     shared = _check_shared(shared, rows, table, contexts)
 
     starts = host_functions.build_query_start_loc(queries)
@@ -227,7 +227,9 @@ def _check_shared(
     shared: SharedPrefix, rows: npt.NDArray[np.integer], table: Int32Array, contexts: Int32Array
 ) -> SharedPrefix:
     """``shared`` with plain ints; ValueError or TypeError where it is no prefix of the batch's ``rows``."""
-    if rows.ndim != 1 or not rows.size or rows.min() < 0 or rows.max() >= len(table) or (np.diff(rows) <= 0).any():
+    if rows.size and rows.dtype.kind not in "iu":
+        raise TypeError(f"shared.rows: {rows.dtype}{list(rows.shape)}; they are a list of integers")
+    if rows.ndim != 1 or not rows.size or rows.min() < 0 or rows.max() >= len(table) or (rows[1:] <= rows[:-1]).any():
         raise ValueError(f"shared.rows: {rows.tolist()} are not ascending rows of this batch of {len(table)}")
     shared = SharedPrefix(
         shared.rows,

@@ -13,12 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore import arguments, array_arguments
+from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array
 from attncore.builder.blocks.check_whole_requests import check_whole_requests
 from attncore.builder.fields import COUNTS
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.slices import HostArrays
 from attncore.kernels import host_functions
+
+_MOST_BLOCKS = (INT32_MAX + 1) // 4  # of all tables of a virtual batch: 2 GiB
 
 
 class VirtualBatch(NamedTuple):
@@ -154,9 +157,15 @@ def _build_chunk_tables(
             f"block_table: row {row} holds {table.shape[1]} blocks but chunk {chunks[short[0]]} "
             f"needs block {needed - 1} (block_size {block_size})"
         )
-    columns = chunks[:, np.newaxis] * blocks_per_chunk + np.arange(blocks_per_chunk)
-    holds = (np.arange(blocks_per_chunk) < num_blocks[:, np.newaxis]) & (columns < table.shape[1])
-    tables = np.zeros(columns.shape, np.int32)
+    if len(rows) * blocks_per_chunk > _MOST_BLOCKS:
+        raise ValueError(
+            f"chunk_size: {len(rows)} chunks of {blocks_per_chunk} blocks each have tables of more than {_MOST_BLOCKS} "
+            "blocks; give a smaller one"
+        )
+    width = min(blocks_per_chunk, table.shape[1])  # beyond the batch's table all are 0
+    columns = chunks[:, np.newaxis] * blocks_per_chunk + np.arange(width)
+    holds = (np.arange(width) < num_blocks[:, np.newaxis]) & (columns < table.shape[1])
+    tables = np.zeros((len(rows), blocks_per_chunk), np.int32)
     picked = np.nonzero(holds)
     tables[picked] = table[rows[picked[0]], columns[picked]]
     return tables

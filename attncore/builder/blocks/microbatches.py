@@ -173,7 +173,7 @@ def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int
         host.encoder_query_lens[0] = 0
         host.encoder_query_start_loc = host_functions.build_query_start_loc(host.encoder_query_lens)
     if fewer_keys and has_pages:
-        _cut_pages(host, block_size or 1)
+        _cut_pages(host, after, block_size or 1)
 
 
 def _cut_on_device(view: DeviceView, before: int, after: int, cut_encoder: int) -> None:
@@ -205,9 +205,16 @@ def _cut_on_device(view: DeviceView, before: int, after: int, cut_encoder: int) 
     view.__dict__.update(fields)
 
 
-def _cut_pages(host: Any, block_size: int) -> None:
-    """Shortens the page lists of a view whose last request was cut."""
+def _cut_pages(host: Any, after: int, block_size: int) -> None:
+    """Shortens the page lists of a view whose last request was cut by ``after`` tokens."""
     column = (int(host.seq_lens[-1]) - 1) // block_size
+    held = int(host.paged_kv_indptr[-1] - host.paged_kv_indptr[-2])
+    whole = int(host.seq_lens[-1]) + after
+    if -(-whole // block_size) != held:
+        raise ValueError(
+            f"block_size: {block_size}, but the {whole} tokens of the last request lie in {held} pages; give the block "
+            "size of the step's page lists"
+        )
     host.paged_kv_indptr = host.paged_kv_indptr.copy()
     host.paged_kv_indptr[-1] = host.paged_kv_indptr[-2] + column + 1
     host.paged_kv_indices = host.paged_kv_indices[: host.paged_kv_indptr[-1]]

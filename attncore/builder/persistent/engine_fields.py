@@ -14,6 +14,10 @@ from attncore.builder.persistent.step_metadata import StepMetadata
 
 FillField = Callable[[StepMetadata, npt.NDArray[Any]], None]
 
+_DECLARED = [name for owner in StepMetadata.__mro__ for name in vars(owner).get("__annotations__", ())]
+_TAKEN = frozenset(("host", *FIELDS, *dir(StepMetadata), *dir(HostFields), *_DECLARED))
+"""Names that metadata has for something of its own, in its classes or in an object."""
+
 
 class EngineFields:
     """The registered fields and the functions that fill them, in the order of registration."""
@@ -42,8 +46,7 @@ class EngineFields:
 
     def register(self, name: Any, dtype: Any, per: str, fill: Any) -> None:
         """Adds a field; raises ValueError or TypeError that names the wrong argument."""
-        taken = isinstance(name, str) and (name in FIELDS or hasattr(StepMetadata, name) or hasattr(HostFields, name))
-        if not isinstance(name, str) or not name.isidentifier() or taken:
+        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or name in _TAKEN:
             raise ValueError(f"name: {name!r} is not a free name for a field of metadata")
         if name in self._fills:
             raise ValueError(f"name: {name!r} is registered already")
