@@ -32,7 +32,8 @@ cdef class StepKernel:
     cdef dict shapes            # by num_reqs, those of add_shape
 
     def __init__(self, BatchState batch, StepShape eager, query_lens, swaps, kinds, ran,
-                 length_t max_model_len, length_t max_num_tokens, length_t max_num_encoder_tokens, length_t decode_threshold,
+                 length_t max_model_len, length_t max_num_tokens, length_t max_num_encoder_tokens,
+                 length_t decode_threshold,
                  length_t world, length_t rank, length_t interleave):
         cdef length_t[::1] lens = query_lens
         cdef length_t[:, ::1] pairs = swaps
