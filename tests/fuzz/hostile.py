@@ -268,7 +268,8 @@ INTEGERS = [
     *map(fixed, (None, True, False, 1.0, 1.5, float("nan"), "1", b"1", (), [1], {}, 1j)),
     *map(fixed, (np.int8(-3), np.uint64(2**64 - 1), np.int64(1), np.bool_(True), np.float32(2), np.array(1))),
     *map(
-        fixed, (np.array(True), np.array(2.0), np.array([1]), np.array("1"), np.datetime64(3, "D"), np.timedelta64(1, "D"))
+        fixed,
+        (np.array(True), np.array(2.0), np.array([1]), np.array("1"), np.datetime64(3, "D"), np.timedelta64(1, "D")),
     ),
     Recipe("Index(1)", lambda call: Index(call, 1)),
     Recipe("Index(1, then 2**31 - 1)", lambda call: Index(call, 1, 2**31 - 1)),
