@@ -9,6 +9,7 @@ import argparse
 import importlib.resources
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from attncore import env
 from attncore._version import __version__
 from attncore.cli.output import print_json
 from attncore.registry.plugins.known_backends import KNOWN
+from attncore.registry.printable import one_line
 
 TEMPLATE = importlib.resources.files("attncore") / "template"
 
@@ -37,9 +39,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({**words, "directory": str(args.directory), "files": files})
         return 0
-    print(f"wrote {len(files)} files to {args.directory}: the backend {words['name']}, which works already")
+    print(f"wrote {len(files)} files to {one_line(args.directory)}: the backend {words['name']}, which works already")
     print("next:")
-    for line in (f"cd {args.directory}", "pip install -e '.[test]'", "pytest", f"attncore verify {words['name']}"):
+    folder = one_line(shlex.quote(str(args.directory)))
+    for line in (f"cd {folder}", "pip install -e '.[test]'", "pytest", f"attncore verify {words['name']}"):
         print(f"  {line}")
     return 0
 
@@ -70,6 +73,13 @@ def render(words: dict[str, str], directory: Path) -> list[str]:
     sources = list(_sources(TEMPLATE))
     if not sources:
         raise FileNotFoundError("the template of a backend is missing in this installation of attncore; reinstall it")
+    try:
+        return _render(words, Path(os.path.realpath(directory, strict=directory.is_symlink())), sources)
+    except OSError as error:
+        raise ValueError(f"DIR: {directory} cannot be written: {error.strerror or error}") from error
+
+
+def _render(words: dict[str, str], directory: Path, sources: list[tuple[str, Traversable]]) -> list[str]:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"DIR: {directory} exists and is not an empty directory")
     made = [path for path in (directory.parent, *directory.parent.parents) if not path.exists()]

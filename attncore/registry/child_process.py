@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attncore.registry.printable import MAX_PART, one_line
+from attncore.registry.printable import MAX_PART, describe_error, one_line
 from attncore.search_path import without_current_folder
 
 MAX_BYTES = 1 << 24
@@ -35,6 +39,7 @@ def run_in_child(arguments: Sequence[str], timeout: float) -> str:
                 stderr=errors,
                 env=environ,
                 start_new_session=True,
+                cwd=_folder(),
             )
         except OSError as error:
             return f"no process can be started: {error}"
@@ -51,6 +56,87 @@ def run_in_child(arguments: Sequence[str], timeout: float) -> str:
             last = one_line(errors.read(4096).decode(errors="replace").strip().rpartition("\n")[2], MAX_PART)
             return f"the process ended with code {process.returncode}" + (f" ({last})" if last else "")
         return ""
+
+
+def _folder() -> str | None:
+    """None, the current folder; the root where that one has been deleted, in which no interpreter starts."""
+    try:
+        os.getcwd()
+    except OSError:
+        return "/"
+    return None
+
+
+def run_in_fork(call: Callable[[], str], timeout: float, memory: int) -> tuple[str, str]:
+    """Call ``call`` in a copy of this process, which may take ``timeout`` seconds and ``memory`` more bytes.
+
+    Returns the text that ``call`` returned, and how the copy failed, as a sentence; one of them is empty. Cheap where
+    much is imported already. ``call`` sees this process's memory and changes none of it; it must wait for no thread and
+    use no GPU: a copy has neither. Where the system does not tell how much a process has, memory is not limited.
+    """
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: the process may have threads
+        child = os.fork()
+    if child == 0:
+        _be_copy(call, writer, timeout, memory)
+    os.close(writer)
+    try:
+        answer = _read_until(reader, time.monotonic() + timeout)
+    finally:
+        os.close(reader)
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    if answer is None:
+        return "", f"it gave no answer within {timeout:g} s"
+    try:
+        found: tuple[str, str] = tuple(json.loads(answer))
+    except ValueError:
+        code = os.waitstatus_to_exitcode(status)
+        return "", f"the process died of {_signal_name(-code)}" if code < 0 else f"the process ended with code {code}"
+    return found
+
+
+def _be_copy(call: Callable[[], str], writer: int, timeout: float, memory: int) -> None:
+    """What the copy does; it never returns into the code that this process was in."""
+    code = 1
+    try:
+        os.setsid()  # an interrupt of the terminal is the first process's, which ends this one
+        _limit(resource.RLIMIT_CPU, int(timeout) + 1)  # and this one ends where the first was killed
+        if (taken := _address_space()) is not None:
+            _limit(resource.RLIMIT_AS, taken + memory)
+        try:
+            answer = (call(), "")
+        except Exception as error:
+            answer = ("", describe_error(error))
+        with open(writer, "wb", closefd=False) as file:
+            file.write(json.dumps(answer).encode())
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _limit(what: int, most: int) -> None:
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _address_space() -> int | None:
+    """Bytes of this process's address space; None where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _read_until(reader: int, end: float) -> bytes | None:
+    """What is written to a pipe until it is closed; None where it is not closed in time."""
+    data = b""
+    while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
+        if not (part := os.read(reader, 65536)):
+            return data
+        data += part
+    return None
 
 
 def read_answers(file: Path) -> list[dict[str, Any]]:

@@ -57,6 +57,32 @@ def test_an_empty_directory_will_do(tmp_path, capsys):
     assert (tmp_path / "README.md").exists()
 
 
+@pytest.mark.parametrize("where", [".", "link"])
+def test_an_empty_directory_by_another_name_will_do(tmp_path, capsys, monkeypatch, where):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder if where == "." else tmp_path)
+    (tmp_path / "link").symlink_to(folder)
+    assert main(["new-backend", "acme", where]) == 0
+    assert (folder / "README.md").exists()
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    for where in (tmp_path / "file" / "x", tmp_path / "loop", "/proc/x"):
+        assert main(["new-backend", "acme", str(where)]) == 2
+        assert f"error: DIR: {where} " in capsys.readouterr().err
+
+
+def test_a_name_of_a_directory_sends_a_terminal_nothing(tmp_path, capsys):
+    assert main(["new-backend", "acme", str(tmp_path / "a\x1b[31m\nb")]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert f"cd '{tmp_path}/a\\x1b[31m b'" in out
+
+
 @pytest.mark.parametrize("name", ["Acme", "9acme", "", "acme attention", "../acme", "a" * 65])
 def test_bad_names_are_refused(tmp_path, capsys, name):
     assert main(["new-backend", name, str(tmp_path / "x")]) == 2

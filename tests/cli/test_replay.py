@@ -75,6 +75,15 @@ def test_torch_s_threads_are_those_asked_for_and_only_meanwhile(capsys, trace, m
     assert torch.get_num_threads() == before
 
 
+def test_a_name_of_a_trace_sends_a_terminal_nothing(capsys, trace, tmp_path):
+    odd = tmp_path / "t\x1b[31m.csv"
+    odd.write_bytes(Path(trace).read_bytes())
+    assert main(["replay", str(odd), "--metadata-only"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "t\\x1b[31m.csv (" in out
+
+
 def test_the_report_of_metadata_only(capsys, trace):
     report = reported(capsys, "--trace", trace, "--metadata-only", "--verify-every", "1")
     assert report["attention_us"] is None

@@ -146,6 +146,8 @@ def test_a_field_that_makes_no_model_is_one_line(fields, message, model, capsys)
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is more than 1024"),
         ({"num_hidden_layers": 1e9}, "num_hidden_layers: 1000000000.0 is more than 1024"),
+        ({"model_type": "gpt_neo", "attention_types": [[["global"], 10**10]]}, "attention_types: 10000000000 is more"),
+        ({"model_type": "cohere2_moe", "first_k_dense_replace": 3 * 10**9}, "first_k_dense_replace: 3000000000 is mor"),
         ({"vocab_size": 10**9}, "the model does not fit in memory: more than the"),
         ({"vocab_size": 2 * 10**12}, "the model does not fit in memory: more than the"),
         ({"intermediate_size": 2**31}, "the model does not fit in memory: more than the"),
@@ -165,6 +167,29 @@ def test_modules_without_end_are_refused(model, capsys, monkeypatch):
 
     monkeypatch.setattr(model_from_config, "MAX_MODULES", 20)
     refused(model(LLAMA, capsys), "the model has more than 20 modules; take a smaller one")
+
+
+SINUSOIDS = {
+    "model_type": "xlm", "sinusoidal_embeddings": True, "max_position_embeddings": 2 * 10**6, "emb_dim": 4,
+    "n_heads": 2, "n_layers": 1, "n_words": 100,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "message"),
+    [
+        ("MAX_SECONDS", 3, "the model cannot be made: it gave no answer within 3 s; take a smaller one"),
+        ("MAX_WORK", 100 << 20, "the model does not fit in memory (MemoryError); take a smaller one"),
+    ],
+)
+def test_what_a_configuration_computes_is_limited(name, most, message, model, capsys, monkeypatch):
+    """A loop over positions in plain Python and NumPy, of which torch's hooks see nothing."""
+    from attncore.replay.layers import model_from_config
+
+    monkeypatch.setattr(model_from_config, name, most)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused(model(SINUSOIDS, capsys), message)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
 
 
 def fifo(path):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from attncore.registry.child_process import MAX_BYTES, read_answers, run_in_child
+from attncore.registry.child_process import MAX_BYTES, read_answers, run_in_child, run_in_fork
 
 GRANDCHILD = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)"
 
@@ -33,6 +33,34 @@ def test_how_a_child_ends_is_a_sentence(program, ended):
 def test_a_child_that_cannot_be_started_is_a_sentence(monkeypatch):
     monkeypatch.setattr("sys.executable", "/no/such/python")
     assert run_in_child(["-c", "pass"], 30).startswith("no process can be started: [Errno 2]")
+
+
+def test_a_child_of_a_deleted_folder_runs(tmp_path, monkeypatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert run_in_child(["-c", "import os; os.getcwd()"], 30) == ""
+
+
+def fails():
+    raise ValueError("no\x1b[31m")
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (lambda: "text", ("text", "")),
+        (fails, ("", "ValueError: no\\x1b[31m")),
+        (lambda: os._exit(3), ("", "the process ended with code 3")),
+        (lambda: os.kill(os.getpid(), 64), ("", "the process died of SIGRTMAX")),
+        (lambda: time.sleep(60), ("", "it gave no answer within 1 s")),
+        (lambda: str(len(bytes(1 << 30))), ("", "MemoryError: without a message")),
+    ],
+    ids=["well", "error", "code", "signal", "waits", "memory"],
+)
+def test_how_a_copy_ends_is_a_sentence(call, found):
+    assert run_in_fork(call, 1 if "within" in found[1] else 30, 1 << 28) == found
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,14 @@ BAD = {
     "mooncake, empty line": (lines(MOONCAKE[0]) + "\n" + lines(MOONCAKE[2]), ["row 2", "JSON"]),
     "mooncake, not an object": (lines(MOONCAKE[0], [1, 2]), ["row 2", "JSON", "list"]),
     "mooncake, nested without end": (lines(MOONCAKE[0]) + "[" * 100_000, ["row 2", "JSON"]),
+    "mooncake, a field twice": (
+        lines(MOONCAKE[0]) + '{"timestamp": 0, ' + json.dumps(MOONCAKE[0])[1:],
+        ["row 2", 'JSON: has the field "timestamp" twice'],
+    ),
+    "mooncake, deep": (
+        lines(MOONCAKE[0]) + '{"x": ' + "[" * 99 + "]" * 99 + ", " + json.dumps(MOONCAKE[0])[1:],
+        ["row 2", "JSON: is nested too deeply"],
+    ),
     "mooncake, digits without end": (lines(MOONCAKE[0]) + '{"timestamp": ' + "9" * 5000 + "}", ["row 2", "JSON"]),
     "mooncake, other fields": (lines({"time": 1}), ["row 1", "timestamp: missing"]),
     "mooncake, no ids": (mooncake_row(hash_ids=...), ["row 2", "hash_ids: missing"]),
@@ -127,7 +135,7 @@ BAD = {
     "mooncake, length in text": (mooncake_row(input_length="12"), ["row 2", "input_length", '"12"']),
     "mooncake, negative time": (lines({**MOONCAKE[0], "timestamp": -1}), ["row 1", "timestamp: -1"]),
     "mooncake, no time": (mooncake_row(timestamp=None), ["row 2", "timestamp", "null"]),
-    "mooncake, time is not a number": (mooncake_row(timestamp=float("nan")), ["row 2", "timestamp", "NaN"]),
+    "mooncake, time is not a number": (mooncake_row(timestamp=float("nan")), ["row 2", "JSON: NaN is no number"]),
     "mooncake, out of order": (mooncake_row(timestamp=499), ["row 2", "timestamp: 499", "500", "order"]),
 }
 

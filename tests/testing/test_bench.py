@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -255,13 +256,27 @@ def test_a_backend_that_fails_is_said_to_with_where(site, forward, said):
 
 
 def test_steps_that_are_none_are_refused(tmp_path):
-    for text in ("", "not JSON", '{"block_size": "x"}', "[1]"):
+    values = ("1e400", "1e300", "4.0", "true", "0", "-4", str(2**31))
+    for text in ("", "not JSON", '{"block_size": "x"}', "[1]", *(f'{{"block_size": {value}}}' for value in values)):
         file = tmp_path / "steps.jsonl"
         file.write_text(text)
         with pytest.raises(ValueError, match=r"^--steps: .* does not begin with a batch"):
             runs.Question("acme", "", steps=file).as_json()
     with pytest.raises(ValueError, match=r"^--steps: .* cannot be read"):
         dataclasses.replace(Question("acme", ""), steps=tmp_path / "none").as_json()
+
+
+def test_steps_are_a_file_of_a_limited_size(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_text('{"block_size": 4}' + " " * 100)
+    monkeypatch.setattr(runs, "MAX_BYTES", 100)
+    for file, said in (
+        (tmp_path / "pipe", "is not a regular file"),
+        (Path("/dev/zero"), "is not a regular file"),
+        (tmp_path / "large", "is larger than 100 bytes"),
+    ):
+        with pytest.raises(ValueError, match=rf"^--steps: .* cannot be read: {said}"):
+            runs.Question("acme", "", steps=file).as_json()
 
 
 def test_it_runs_without_the_test_tools():

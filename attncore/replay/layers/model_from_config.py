@@ -2,7 +2,9 @@
 
 A configuration may name code to import, kernels to fetch, or another model to load. ``checked_fields`` leaves out the
 fields that do and refuses what is left and is neither a number nor a word; the class is transformers' own, found by
-``model_type`` alone. The model is made twice: first on torch's meta device, which counts what it takes.
+``model_type`` alone. The model is made twice: first on torch's meta device, which counts what it takes, in a copy of
+this process: classes of configurations compute with their fields in plain loops, which nothing counts, and a copy that
+takes too long or too much is ended. A new process would import transformers again, which takes 5 s.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 
 from attncore.quoted import printable, quoted_json
+from attncore.registry.child_process import run_in_fork
 from attncore.replay.model_error import ModelError, memory_error_as_model_error
 from attncore.vocabulary import DTYPES
 
@@ -26,6 +29,10 @@ MAX_LAYERS = 1024
 """As many as ``--layers`` may state: configurations list their layers before any memory is taken."""
 MAX_MODULES = 200_000
 """Of a model: one of this size takes a minute to make, whatever its modules hold."""
+MAX_SECONDS = 60.0
+"""To make the configuration and its model once without memory for its numbers."""
+MAX_WORK = 2 << 30
+"""Bytes that this may take: modules and lists in plain memory."""
 
 _OF_CODE = frozenset(
     (
@@ -65,11 +72,38 @@ def random_model(path: str, facts: dict[str, Any], seed: int, device: str | None
                     config, dtype=dtype, trust_remote_code=False
                 ).eval()
 
-        with _counted(path, _available_bytes(device)):
-            make("meta")
+        free = _available_bytes(device)
+
+        def fault() -> str:
+            torch.set_num_threads(1)  # a copy of a process has none of its threads
+            try:
+                with (
+                    errors_as_model_errors(path),
+                    memory_error_as_model_error(f"{path}: the model", "take a smaller one"),
+                    _counted(path, free),
+                ):
+                    _initialise(make("meta"))
+            except ModelError as error:
+                return str(error)
+            return ""
+
+        refusal, ended = run_in_fork(fault, MAX_SECONDS, MAX_WORK)
+        if refusal or ended:
+            raise ModelError(refusal or f"{path}: the model cannot be made: {ended}; take a smaller one")
         torch.manual_seed(seed)
         with memory_error_as_model_error(f"{path}: the model", "take a smaller one"):
             return make(device)
+
+
+def _initialise(model: Any) -> None:
+    """Compute what weights begin with, of which some classes make lists of numbers, for a model of the meta device."""
+    try:
+        model.initialize_weights()
+    except (MemoryError, ModelError):
+        raise
+    except Exception as error:  # the numbers of a parameter are asked for, and it has none here
+        if "allocate memory" in str(error):
+            raise
 
 
 def checked_fields(path: str, facts: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +130,8 @@ def _checked(path: str, name: str, value: Any) -> Any:
         )
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ModelError(f"{where}: {quoted_json(value)} does not fit 64 bits")
-    if "layer" in last and isinstance(value, int | float) and value > MAX_LAYERS:
+    counts_layers = "layer" in last or last == "attention_types" or last.startswith("first_k_")
+    if counts_layers and isinstance(value, int | float) and value > MAX_LAYERS:
         raise ModelError(f"{where}: {quoted_json(value)} is more than {MAX_LAYERS}")
     return value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attncore.registry.printable import one_line
 from attncore.replay.results.measurements import microseconds, quantiles, total
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def print_table(report: dict[str, Any]) -> None:
         spread.add_column(column, justify="right")
     for name, values in _spreads(report):
         spread.add_row(name, *map(_figure, values.values()))
-    console.print(f"Replay of {trace['source']} ({trace['format']})", soft_wrap=True)
+    console.print(f"Replay of {one_line(trace['source'])} ({trace['format']})", soft_wrap=True)
     for part in ("", facts, "", spread, ""):
         console.print(part)
     for failure in report["verification"]["failures"]:

@@ -31,8 +31,9 @@ class StepsFile:
         self.block_size = block_size
         self._line = line or batch_line
         self._given = path
-        self._path = Path(path).resolve()
-        self._direct = self._path.exists() and not self._path.is_file()
+        with self._named_errors():  # a relative one, of a folder that has been deleted
+            self._path = Path(path).resolve()
+            self._direct = self._path.exists() and not self._path.is_file()
         # Random, and never an existing file: others may write to this folder.
         beside = self._path.with_name(f".{self._path.name[:100]}.{secrets.token_hex(6)}.partial")
         self._partial = self._path if self._direct else beside

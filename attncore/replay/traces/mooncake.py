@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
+from attncore.input_files import parse_json
 from attncore.quoted import quoted_json
 from attncore.replay.traces.trace import HASH_BLOCK, MAX_HASH_ID, Request, checked_length, checked_total
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+MAX_DEPTH = 8
+"""Levels of a line; those of the fields that are read are two."""
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
@@ -36,11 +38,11 @@ def rows(lines: Iterable[str]) -> Iterator[Request]:
 
 def _record(line: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"JSON: {error.msg} at column {error.colno}; the line may be cut") from None
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, nesting without end
-        raise ValueError(f"JSON: {str(error)[:80]}") from None
+        record = parse_json(line.encode(), MAX_DEPTH)
+    except ValueError as error:
+        text = str(error).removeprefix("is not JSON: ")
+        cut = "; the line may be cut" if " at line 1, " in text else ""
+        raise ValueError(f"JSON: {text[:120]}{cut}") from None
     if not isinstance(record, dict):
         raise ValueError(f"JSON: {type(record).__name__} found, one object a line expected")
     for name in FIELDS:

@@ -15,9 +15,12 @@ from typing import Any
 
 from attncore._version import __version__
 from attncore.errors import AttncoreError
+from attncore.input_files import parse_json, read_file
+from attncore.json_lines.json_fields import integer
 from attncore.registry.child_process import run_in_child
 from attncore.testing.bench.machine import machine
 from attncore.testing.bench.saved_runs import Row, Run
+from attncore.testing.engines.saved_steps import MAX_BYTES, MAX_DEPTH
 
 FIGURES = ("median", "q1", "q3", "to_yardstick", "to_reference")
 
@@ -71,7 +74,7 @@ def measure(question: Question, passes: int, done: Callable[[int], None] | None 
         time=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z",
         versions=_versions(question),
         config=config,
-        steps="" if question.steps is None else hashlib.sha256(question.steps.read_bytes()).hexdigest()[:12],
+        steps="" if question.steps is None else hashlib.sha256(read_file(question.steps, MAX_BYTES)).hexdigest()[:12],
         rows=list(rows.values()),
         unsupported=unsupported,
     )
@@ -102,13 +105,13 @@ def _one_pass(question: Question, asked: str) -> list[dict[str, Any]]:
 
 def _block_size(steps: Path) -> int:
     try:
-        with steps.open(encoding="utf-8") as file:
-            line = next((line for line in file if line.strip()), "")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_file(steps, MAX_BYTES).splitlines()
+    except (OSError, ValueError) as error:
         raise ValueError(f"--steps: {steps} cannot be read: {error}") from error
     try:
-        return int(json.loads(line)["block_size"])
-    except (ValueError, TypeError, KeyError, RecursionError):
+        record = parse_json(next((line for line in lines if line.strip()), b""), MAX_DEPTH)
+        return integer("block_size", record["block_size"], 1)
+    except (ValueError, TypeError, KeyError):
         raise ValueError(
             f"--steps: {steps} does not begin with a batch; it takes what `attncore replay --save-steps FILE` writes"
         ) from None

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder
+from attncore.input_files import read_file
 from attncore.json_lines.list_builder import Batch, parse_batch
+from attncore.testing.engines.saved_steps import MAX_BYTES
 from attncore.testing.engines.steps_on_device import planned
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
@@ -130,7 +132,7 @@ class Timed:
         """Make steps of a batch file, of the list builder; return how many blocks their cache needs."""
         if path is None:
             raise UnsupportedError("the test file sets no STEPS")
-        lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in read_file(path, MAX_BYTES).splitlines() if line.strip()]
         if not lines:
             raise ValueError(f"STEPS: {path} is empty; expected a batch a line")
         chosen = sorted(set(np.linspace(0, len(lines) - 1, min(MAX_STEPS, len(lines))).astype(int).tolist()))
