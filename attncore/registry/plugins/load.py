@@ -6,8 +6,11 @@ hangs the caller; `attncore doctor` loads each in a child process instead.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,7 +49,8 @@ def registry() -> Registry:
     Raises ValueError naming the variable for a bad setting, and PluginError for the first plugin that fails under
     ``ATTNCORE_STRICT_PLUGINS=1``.
     """
-    key = (env.plugins(), env.disabled_plugins(), env.strict_plugins(), tuple(sys.path))
+    folders = tuple(folder for folder in sys.path if isinstance(folder, str))
+    key = (env.plugins(), env.disabled_plugins(), env.strict_plugins(), folders)
     if key not in _cache:
         records = tuple(load(record, strict=key[2]) for record in discover.find())
         specs = [record.spec for record in records if record.spec is not None]
@@ -70,7 +74,8 @@ def load(record: PluginRecord, *, strict: bool = False) -> PluginRecord:
     if record.state == "found":
         heavy = {name for name in HEAVY_MODULES if name in sys.modules}
         try:
-            spec = _spec(record)
+            with _process_left_as_found():
+                spec = _spec(record)
         except KeyboardInterrupt as error:
             error.add_note(f"while {record.name} ({record.label}) was loaded")
             raise
@@ -81,6 +86,34 @@ def load(record: PluginRecord, *, strict: bool = False) -> PluginRecord:
     if strict and record.state in ("duplicate", "broken", "incompatible"):
         raise PluginError(f"{record.name} ({record.label}): {record.reasons[0]}") from record.error
     return record
+
+
+@contextlib.contextmanager
+def _process_left_as_found() -> Iterator[None]:
+    """What one plugin does to the search path, the current folder and the standard streams does not reach the others.
+
+    What it adds to ``sys.path`` is gone after it was loaded. Finders that it adds to ``sys.meta_path`` stay, for a
+    library that it imports may need its own, but behind those of before. A child process that it forked ends here.
+    """
+    process, path, paths, finders = os.getpid(), sys.path, list(sys.path), sys.meta_path
+    found, streams = list(finders), (sys.stdout, sys.stderr)
+    try:
+        folder = os.getcwd()
+    except OSError:  # it was deleted
+        folder = None
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            os._exit(1)  # two of us would print
+        sys.stdout, sys.stderr = streams
+        old = {id(one) for one in found}
+        added = [one for one in sys.meta_path if id(one) not in old and callable(getattr(one, "find_spec", None))]
+        path[:], finders[:] = paths, found + added
+        sys.path, sys.meta_path = path, finders
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                os.chdir(folder)
 
 
 def _spec(record: PluginRecord) -> BackendSpec:
