@@ -121,11 +121,21 @@ def dates(runs):
     return [first + (last - first) * i / 4 for i in range(5)], form
 
 
+def library():
+    """pygal, without the finder of its own on ``sys.meta_path``: Python warns of its protocol at each later import."""
+    import pygal
+    import pygal.style
+
+    sys.meta_path[:] = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
+    return pygal
+
+
 def chart(group, ways, runs):
     """An SVG of one group over the time of all runs of the machine."""
-    import pygal
-    from pygal.style import CleanStyle
-
+    pygal = library()
+    style = pygal.style.CleanStyle(
+        font_family="sans-serif", title_font_size=15, legend_font_size=12, label_font_size=11
+    )  # fmt: skip
     labels, form = dates(runs)
     medians = [median for points in ways.values() for _, median, *_ in points]
     drawn = pygal.DateTimeLine(
@@ -133,7 +143,7 @@ def chart(group, ways, runs):
         legend_at_bottom=True, legend_at_bottom_columns=3, truncate_legend=-1, truncate_label=-1,
         disable_xml_declaration=True,
         x_value_formatter=lambda time: time.strftime(form), value_formatter=in_units,
-        style=CleanStyle(font_family="sans-serif", title_font_size=15, legend_font_size=12, label_font_size=11),
+        style=style,
     )  # fmt: skip
     room = max((runs[-1].time - runs[0].time) * 0.03, datetime.timedelta(hours=1))  # one run has no width of its own
     drawn.xrange = tuple(time.timestamp() for time in (runs[0].time - room, runs[-1].time + room))
