@@ -1,6 +1,7 @@
 """What every test may use. Each test of the hot path runs on both implementations through the ``kernels`` fixture."""
 
 import importlib
+import signal
 
 import pytest
 
@@ -21,3 +22,10 @@ def kernels(request):
                 raise
             pytest.skip("the compiled extension is not installed")
     return request.param
+
+
+def pytest_configure():
+    """Under nohup, or in a shell's background, signals are ignored, and children would inherit that."""
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)

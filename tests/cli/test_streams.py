@@ -1,5 +1,6 @@
 """Streams that are closed, full or read no more, encodings and signals: no traceback, and the exit code says it."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -116,16 +117,20 @@ def test_files_that_hold_no_input_are_one_line(folder, capsys, monkeypatch):
             assert (out, err.count("\n")) == ("", 1), words
 
 
-def saving(folder, **streams):
+@contextlib.contextmanager
+def saving(folder):
     """A replay that writes a file of steps for a long time, once it has begun to."""
     words = ["replay", "--metadata-only", "--requests", "100000", "--save-steps", "steps.jsonl"]
-    process = started(words, folder, stdout=subprocess.PIPE, **streams)
-    end = time.monotonic() + 60
-    while not list(folder.glob("*.partial")):
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return process
+    with started(words, folder, stdout=subprocess.PIPE) as process:
+        try:
+            end = time.monotonic() + 60
+            while not list(folder.glob("*.partial")):
+                assert process.poll() is None, process.stderr.read()
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            yield process
+        finally:
+            process.kill()  # a test that fails would wait for it, and it would fill the disk
 
 
 @pytest.mark.parametrize(
@@ -153,8 +158,6 @@ def test_a_signal_that_is_ignored_stays_ignored(folder):
             process.send_signal(signal.SIGHUP)
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(0.3)
-            process.kill()
-            process.communicate()
     finally:
         signal.signal(signal.SIGHUP, before)
 
