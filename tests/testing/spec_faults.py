@@ -47,6 +47,26 @@ SPEC_FAULTS = (
         "head_sizes={8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88}",
     ),
     Fault(
+        "head_size_that_is_wrong_beyond_a_tile_of_keys",
+        "test_usual_head_sizes_that_are_declared",
+        "declares head_size 160",
+        forward(
+            "wrong = query.shape[2] == 160 and metadata.host.seq_lens.max() > 112\n"
+            "return whole(query, key, value, kv_cache, metadata, output).div_(1 + wrong)"
+        ),
+        "head_sizes=MultipleOf(8, 256)",
+    ),
+    Fault(
+        "head_size_that_is_wrong_without_a_causal_mask",
+        "test_cross_attention_with_the_usual_head_sizes",
+        "declares head_size 96",
+        forward(
+            "wrong = query.shape[2] == 96 and self.attn_type == 'encoder_decoder'\n"
+            "return whole(query, key, value, kv_cache, metadata, output).div_(1 + wrong)"
+        ),
+        "head_sizes=MultipleOf(16, 128), features={'encoder_decoder', 'sinks'}",
+    ),
+    Fault(
         "block_size_within_that_is_wrong",
         "test_usual_block_sizes_that_are_declared",
         "declares block_size 48",

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from attncore.testing.engines.cross_engine import CrossEngine
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch
 from attncore.testing.harness.covers import covers
-from attncore.testing.harness.declared_samples import MAX_SIZE, between, edges
+from attncore.testing.harness.declared_samples import MAX_SIZE, between, edges, tried
 from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
 from attncore.testing.harness.subject import Subject
 
+if TYPE_CHECKING:
+    from attncore.abstract import AttentionBackend
+
 __all__ = [
+    "test_cross_attention_with_the_usual_head_sizes",
     "test_largest_declared_group",
     "test_smallest_and_largest_declared_block_sizes",
     "test_smallest_and_largest_declared_head_sizes",
@@ -19,7 +27,8 @@ __all__ = [
 USUAL_HEAD_SIZES = (24, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 256)  # of models that are served
 USUAL_BLOCK_SIZES = (16, 24, 32, 48, 64, 128, 256)
 MAX_FILLED = 64  # filling larger blocks several times takes a backend that only decodes, token by token, too long
-NUM_BLOCKS = 16  # of a cache whose blocks may be large
+NUM_BLOCKS = 16  # for short requests, of a cache whose blocks may be large
+BEYOND_A_TILE = 200  # keys: kernels read up to 192 at a time, and the sizes of a head decide how many
 
 
 @covers("declared head sizes")
@@ -43,6 +52,15 @@ def test_usual_head_sizes_that_are_declared(attncore_subject: Subject) -> None:
     _probe(attncore_subject, "head_size", chosen, small=True)
 
 
+@covers("encoder_decoder")
+def test_cross_attention_with_the_usual_head_sizes(attncore_subject: Subject) -> None:
+    """Where every key is seen, kernels read others at a time than with a causal mask. A finite set whole."""
+    attncore_subject.require("encoder_decoder")
+    declared = attncore_subject.form.head_sizes
+    chosen = sorted({*edges(declared, MAX_SIZE), *tried(declared, USUAL_HEAD_SIZES)})
+    _try_each(attncore_subject, "head_size", chosen, _run_cross, features=("encoder_decoder",))
+
+
 @covers("declared block sizes")
 def test_usual_block_sizes_that_are_declared(attncore_subject: Subject) -> None:
     """The block sizes that engines use, between the edges of block_sizes; a finite set whole."""
@@ -59,23 +77,49 @@ def test_largest_declared_group(attncore_subject: Subject) -> None:
 
 
 def _probe(subject: Subject, field: str, chosen: list[int], *, small: bool = False) -> None:
-    """Run a batch with each declared size; a size that a check of the plugin's own refuses is left out.
+    """Run a batch with each declared size.
 
-    ``small``: one request a phase, over the edge of a block.
+    ``small``: one request a phase, over the edge of a block. One whose keys are more than a kernel reads at a time.
     """
+    phases = subject.form.phases
+
+    def run(backend: AttentionBackend) -> None:
+        block = backend.config.block_size
+        batch = [(block - 1, 2)] * ("prefill" in phases) + [(block, 1)] * ("decode" in phases)
+        if not small and ("prefill" in phases or block <= MAX_FILLED):
+            batch = subject.around_a_block(block)
+        if "prefill" in phases:
+            batch = [*batch, (BEYOND_A_TILE, 1 if "decode" in phases else 2)]
+        run_batch(Engine(backend, num_blocks=_num_blocks(backend)), batch)
+
+    _try_each(subject, field, chosen, run)
+
+
+def _run_cross(backend: AttentionBackend) -> None:
+    engine = CrossEngine(backend, num_blocks=_num_blocks(backend))
+    engine.add("long", BEYOND_A_TILE)
+    engine.cross_step({"long": 5})
+    engine.add("short", 3)
+    engine.cross_step({"long": 1, "short": 2})
+
+
+def _num_blocks(backend: AttentionBackend) -> int:
+    return NUM_BLOCKS + -(-(BEYOND_A_TILE + 2) // backend.config.block_size)
+
+
+def _try_each(
+    subject: Subject, field: str, chosen: list[int], run: Callable[[AttentionBackend], object], **asked: Any
+) -> None:
+    """Run with each declared size; one that a check of the plugin's own refuses is left out."""
     refused = []
     for size in chosen:
         try:
-            backend = subject.backend(**{field: size})
+            backend = subject.backend(**{field: size}, **asked)
         except UnsupportedError as error:
             refused.append(f"{field} {size}: {error}")
             continue
         try:
-            block, phases = backend.config.block_size, subject.form.phases
-            batch = [(block - 1, 2)] * ("prefill" in phases) + [(block, 1)] * ("decode" in phases)
-            if not small and ("prefill" in phases or block <= MAX_FILLED):
-                batch = subject.around_a_block(block)
-            run_batch(Engine(backend, num_blocks=NUM_BLOCKS), batch)
+            run(backend)
         except Exception as error:
             raise ConformanceError(f"the spec declares {field} {size}, but: {told(error)}") from error
     if len(refused) == len(chosen):

@@ -32,11 +32,16 @@ def edges(declared: Collection[int] | MultipleOf, most: int) -> list[int]:
 
 
 def between(declared: Collection[int] | MultipleOf, usual: tuple[int, ...]) -> list[int]:
-    """Declared sizes that ``edges`` leaves out: the usual ones, and all of a small set."""
-    found = {size for size in usual if size in declared}
-    if not isinstance(declared, MultipleOf) and len(declared) <= WHOLE:
-        found = {size for size in declared if size <= MAX_SIZE}
-    found -= set(edges(declared, MAX_SIZE))
+    """Declared sizes that ``edges`` leaves out: the usual ones, and all of a small set. UnsupportedError for none."""
+    found = tried(declared, usual) - set(edges(declared, MAX_SIZE))
     if not found:
         raise UnsupportedError("its spec declares no usual size but those at the edges")
     return sorted(found)
+
+
+def tried(declared: Collection[int] | MultipleOf, usual: tuple[int, ...]) -> set[int]:
+    """The usual ones of the declared sizes, and all of a small set, to MAX_SIZE."""
+    found = {size for size in usual if size in declared}
+    if not isinstance(declared, MultipleOf) and len(declared) <= WHOLE:
+        found = {size for size in declared if size <= MAX_SIZE}
+    return found

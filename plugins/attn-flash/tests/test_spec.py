@@ -50,6 +50,10 @@ def reasons(where: Host, **fields: Any) -> list[Reason]:
         ("sm_100", "24", {"head_size": 192}, "fa2", 256),
         ("sm_100", "24", {"head_size": 256}, "fa4", 128),
         ("sm_90", "24", {"cuda_graph": "uniform"}, "fa4", 128),
+        ("sm_90", "24", {"head_size": 160}, "fa2", 256),
+        ("sm_90", "24", {"head_size": 96}, "fa4", 128),
+        ("sm_90", "24", {"head_size": 96, "features": ["encoder_decoder"]}, "fa2", 256),
+        ("sm_90", "24", {"head_size": 112, "features": ["encoder_decoder"]}, "fa4", 128),
     ],
 )
 def test_the_generation_that_fits(
@@ -71,6 +75,8 @@ def test_the_generation_that_fits(
         (host("sm_86", "4"), {}, "device", "generation 4 reads no paged cache on sm_86"),
         (host("sm_120", "4"), {}, "device", "generation 4 reads no paged cache on sm_120"),
         (host("sm_100", "4"), {"head_size": 192}, "head_size", "not supported by generation 4 on sm_100"),
+        (host("sm_90", "4"), {"head_size": 160}, "head_size", "head_size 160"),
+        (host("sm_90", "4"), {"head_size": 80, "features": ["encoder_decoder"]}, "head_size", "wrong from pages"),
         (host("sm_75", "2", "4"), {}, "device", "cuda:sm_80+"),
         (host("sm_90"), {}, "requirement", "flash-attn is not installed"),
         (host("sm_90", **{"flash-attn": "2.7.4"}), {}, "requirement", "flash-attn 2.7.4 is installed"),

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flash import generation2, generation4, probe, probe_results
+from attn_flash import generation2, generation4, paged_head_sizes, probe, probe_results
 from attn_flash.cascade import CascadeStep, cascade_step
 from attn_flash.impl import FlashImpl
 from attn_flash.plan import DecoderPlans, Layer
-from attncore import AttentionBackend, AttentionMetadata, BackendConfig
+from attncore import AttentionBackend, AttentionMetadata, AttentionType, BackendConfig
 from attncore.builder import CascadeRule
 
 GENERATIONS: dict[str, Any] = {"2": generation2, "4": generation4}
@@ -44,6 +44,7 @@ class FlashBackend(AttentionBackend):
             raise ValueError(f"generation: {self.probed.library} failed when it was called: {self.probed.fails}")
         for field, value in (("head_size", config.head_size), ("dtype", config.dtype)):
             self._refuse_left_out(field, f"{field} {value}", value)
+        self._causal_only = self.generation == "4" and config.head_size in paged_head_sizes.CAUSAL_ONLY
         self._plans = {windowed: DecoderPlans(config.block_size, windowed=windowed) for windowed in (False, True)}
 
     def plans(self, *, windowed: bool) -> DecoderPlans:
@@ -89,14 +90,22 @@ class FlashBackend(AttentionBackend):
         return torch.as_tensor(values, dtype=torch.float32).to(self.config.device).contiguous()
 
     def cascade(self, metadata: AttentionMetadata, rule: CascadeRule | None = None) -> CascadeStep | None:
-        """The passes of a step whose requests share a prefix, for ``impl.forward_cascade``; None where it does not pay.
+        """The passes of a step whose requests share a prefix, for ``impl.forward_cascade``; None where it does not pay,
+        and where generation 4 reads a prefix wrong (``paged_head_sizes``).
 
         Once a step, by the engine, for steps without a captured graph.
         """
+        if self._causal_only:
+            return None
         return cascade_step(metadata, self.config.block_size, self.config.device, rule)
 
-    def check_layer(self, **asked: bool) -> None:
-        """ValueError that names the argument where this build leaves out what it needs."""
+    def check_layer(self, attn_type: AttentionType, **asked: bool) -> None:
+        """ValueError that names the argument where the library, or this build of it, lacks what it needs."""
+        if self._causal_only and attn_type is AttentionType.ENCODER_DECODER:
+            raise ValueError(
+                f"attn_type: generation 4 reads an encoder's keys of head size {self.config.head_size} wrong from "
+                "pages; ask for the feature 'encoder_decoder' in the request, and the choice goes around it"
+            )
         features = {"alibi_slopes": "alibi"}
         for argument, wanted in asked.items():
             if wanted:

@@ -25,6 +25,7 @@ class FlashImpl(AttentionImpl):
     def __init__(self, backend: FlashBackend, layer_name: str, **features: Unpack[LayerFeatures]) -> None:
         super().__init__(backend, layer_name, **features)
         backend.check_layer(
+            self.attn_type,
             sliding_window=self.sliding_window is not None,
             logits_soft_cap=self.logits_soft_cap is not None,
             alibi_slopes=self.alibi_slopes is not None,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from attn_flash import probe_results
+from attn_flash import paged_head_sizes, probe_results
 from attn_flash.probe_results import ProbeResult
 from attncore import AttentionRequest, BackendSpec, Host, MultipleOf, Option, Reason, Variant
 
@@ -31,7 +31,7 @@ _UNSUPPORTED = {
 _PAGES = {
     "2": {"block_sizes": MultipleOf(256), "preferred_block_size": 256},
     "4": {
-        "head_sizes": MultipleOf(16, 256),
+        "head_sizes": paged_head_sizes.PAGED,
         "block_sizes": MultipleOf(16),
         "preferred_block_size": 128,
         "finite_tail": True,
@@ -105,6 +105,10 @@ def _architecture(request: AttentionRequest, host: Host, source: str) -> Iterato
     if family in (8, 12):
         message = f"generation 4 reads no paged cache on {host.arch}; supported: sm_90, sm_100, sm_103, sm_110"
         yield Reason("device", message, host.device, ["cuda:sm_90", "cuda:sm_100"], source, "use generation 2")
+    if "encoder_decoder" in request.asked_features and request.head_size in paged_head_sizes.CAUSAL_ONLY:
+        sizes = [size for size in paged_head_sizes.PAGED if size not in paged_head_sizes.CAUSAL_ONLY]
+        message = f"head_size {request.head_size}: generation 4 reads an encoder's keys wrong from pages"
+        yield Reason("head_size", message, request.head_size, sizes, source, "use generation 2")
     if family in (10, 11) and request.head_size > 128 and request.head_size != 256:
         message = f"head_size {request.head_size} not supported by generation 4 on {host.arch}; supported: to 128, 256"
         yield Reason("head_size", message, request.head_size, [128, 256], source, "use generation 2")
