@@ -1,11 +1,13 @@
 """``attncore build``: line by line, and what it refuses."""
 
+import functools
 import io
 import json
 import subprocess
 import sys
 
 import pytest
+from cli.changed_line import changed_line
 
 from attncore.cli import main
 
@@ -28,6 +30,7 @@ EXAMPLE = {
         {"is_prompt": False, "sequences": [{"seq_id": 2, "query_len": 1, "context_len": 3, "block_table": [5]}]},
     ],
 }
+changed = functools.partial(changed_line, EXAMPLE)
 ANSWER = {
     "num_prefills": 1, "num_prefill_tokens": 5, "num_decode_tokens": 2,
     "slot_mapping": [19, 24, 25, 26, 27, 28, 23], "seq_lens": [8, 9, 4], "context_lens": [3, 8, 3],
@@ -55,20 +58,6 @@ def build(monkeypatch, capsys):
         return code, out.splitlines(), err
 
     return run
-
-
-def changed(path, value):
-    """The example with the field at ``path`` ("groups.0.is_prompt") replaced; value ... removes it."""
-    batch = json.loads(json.dumps(EXAMPLE))
-    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
-    place = batch
-    for part in parents:
-        place = place[part]
-    if value is ...:
-        del place[last]
-    else:
-        place[last] = value
-    return json.dumps(batch)
 
 
 @pytest.mark.parametrize("layout", ADDED)

@@ -1,11 +1,13 @@
 """``attncore build --groups``, ``--speculative``, ``--context-parallel``: lines are steps of the persistent builder."""
 
+import functools
 import io
 import json
 import sys
 
 import oracles
 import pytest
+from cli.changed_line import changed_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +22,7 @@ EXAMPLE = {
         {"seq_id": 5, "query_len": 1, "context_len": 9, "block_tables": {"full": [5, 9, 2], "window": [0, 7]}},
     ]
 }
+changed = functools.partial(changed_line, EXAMPLE)
 SHARED = {
     "seq_ids": [5, 7], "num_decodes": 1, "num_decode_tokens": 1, "num_prefills": 1, "num_prefill_tokens": 4,
     "seq_lens": [10, 10], "context_lens": [9, 6], "query_lens": [1, 4], "query_start_loc": [0, 1, 5],
@@ -143,20 +146,6 @@ def test_any_step_is_what_the_oracle_says(step):
         assert found["block_tables"] == [(blocks + [0] * width)[:width] for blocks, _, _ in of_group]
     kinds = [row["query_len"] <= options.decode_threshold for row in rows]
     assert kinds == sorted(kinds, reverse=True)
-
-
-def changed(path, value):
-    """The example with the field at ``path`` replaced; value ... removes it."""
-    line = json.loads(json.dumps(EXAMPLE))
-    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
-    place = line
-    for part in parents:
-        place = place[part]
-    if value is ...:
-        del place[last]
-    else:
-        place[last] = value
-    return json.dumps(line)
 
 
 FIRST = "sequences.0"

@@ -1,27 +1,10 @@
 """Several KV-cache groups with the persistent builder: the backend of each, its plan, and ranks that do not fit."""
 
-import numpy as np
 import pytest
 from builder.persistent.group_batches import CROSS, FULL, WINDOW, batch_of
+from builder.persistent.plain_backend import Plain, config
 
-from attncore import AttentionBackend, AttentionImpl, BackendConfig
 from attncore.builder import ContextParallel, InputBatch, KVCacheGroup, MetadataBuilder
-
-
-class Impl(AttentionImpl):
-    def forward(self, query, key, value, kv_cache, metadata, output=None):
-        return query
-
-
-class Plain(AttentionBackend):
-    name = "plain"
-    impl_class = Impl
-
-    def from_host(self, array):
-        return np.asarray(array)
-
-    def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
 
 
 class Planning(Plain):
@@ -29,10 +12,6 @@ class Planning(Plain):
 
     def plan_layers(self, metadata, key):
         self.planned = metadata.group, metadata.paged_kv_indices.tolist()
-
-
-def config(block_size=4):
-    return BackendConfig(num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", block_size=block_size)
 
 
 def planning():
@@ -59,7 +38,10 @@ def bad_builders():
         ({"backend": two | {"other": plain}}, "backend: 'other' is no group of the batch; known: full, window"),
         ({"backend": one}, "backend: 'planning' plans, and is given for several groups"),
         ({"backend": {"full": one, "window": one}}, "backend: 'planning' plans, and is given for several groups"),
-        ({"backend": two | {"window": Plain(config(8))}}, "batch: group 'window': its block_size 4 is not the backend"),
+        (
+            {"backend": two | {"window": Plain(config(None, 8))}},
+            "batch: group 'window': its block_size 4 is not the backend",
+        ),
         ({"context_parallel": ranks}, "context_parallel: group 'window' is windowed"),
         ({"context_parallel": 2}, "context_parallel: 2 is not a ContextParallel"),
         ({"decode_threshold": 0}, "decode_threshold: 0 is below 1"),

@@ -1,26 +1,10 @@
 """The backend's plan runs once per build, before the metadata is returned; a failing plan undoes the step."""
 
-import numpy as np
 import pytest
+from builder.persistent.plain_backend import Plain, config
 
-from attncore import AttentionBackend, AttentionImpl, BackendConfig, CommonMetadataBuilder, Sequence, SequenceGroup
+from attncore import CommonMetadataBuilder, Sequence, SequenceGroup
 from attncore.builder import InputBatch, MetadataBuilder
-
-
-class Impl(AttentionImpl):
-    def forward(self, query, key, value, kv_cache, metadata, output=None):
-        return query
-
-
-class Plain(AttentionBackend):
-    name = "plain"
-    impl_class = Impl
-
-    def from_host(self, array):
-        return np.asarray(array)
-
-    def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
 
 
 class Planning(Plain):
@@ -34,12 +18,9 @@ class Planning(Plain):
         self.planned.append((key.sliding_window, metadata.host.seq_lens.tolist()))
 
 
-CONFIG = BackendConfig(num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", block_size=4)
-
-
 @pytest.fixture
 def backend():
-    backend = Planning(CONFIG)
+    backend = Planning(config())
     for layer, window in enumerate((None, 8, None)):
         backend.impl(f"layers.{layer}", scale=1.0, sliding_window=window)
     return backend
@@ -95,7 +76,7 @@ def test_rows_removed_before_a_failed_plan_stay_removed(backend, batch):
 
 
 def test_a_backend_without_a_plan_costs_a_step_nothing(batch):
-    assert MetadataBuilder(batch, Plain(CONFIG), max_num_batched_tokens=32)._backends.plans == ()
+    assert MetadataBuilder(batch, Plain(config()), max_num_batched_tokens=32)._backends.plans == ()
 
 
 def test_the_list_builder_plans_too(backend, kernels):
