@@ -80,10 +80,19 @@ def run(args: argparse.Namespace) -> int:
     """Answer every line; UsageError for an empty input, InputLineError for the first bad line."""
     answer = _answerer(args)
     load_kernels(args.kernels)  # before the first line, which an unavailable choice is no mistake of
-    with nullcontext(sys.stdin.buffer) if args.file == "-" else open(args.file, "rb") as lines:
+    if args.file == "-" and sys.stdin.isatty():
+        print("attncore build: reading standard input, a batch (JSON) a line; Ctrl-D ends it", file=sys.stderr)
+    with nullcontext(sys.stdin.buffer) if args.file == "-" else _opened(args.file) as lines:
         if not _answer_all(_numbered(lines, max(args.max_answer, MAX_ANSWER) // 4), answer):
             raise UsageError("FILE: empty; expected a batch a line" if args.file == "-" else f"{args.file}: empty")
     return 0
+
+
+def _opened(file: str) -> BinaryIO:
+    try:
+        return open(file, "rb")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
 def _answerer(args: argparse.Namespace) -> Callable[[bytes], dict[str, Any]]:
