@@ -110,7 +110,8 @@ def _installed(name: str, device: str | None) -> str:
     if refusal:
         host = (subject.host or Host.probe()).with_packages(registry().packages)
         reasons = [str(reason) for reason in reasons_here(subject.record, host)] or [refusal]
-        raise NoBackendError("\n  ".join((f"NAME: {name!r} cannot be used here", *reasons)))
+        between = "\n  " if len(reasons) > 1 else " "
+        raise NoBackendError(between.join((f"NAME: {name!r} cannot be used here:", *reasons)))
     return f"{subject.record.distribution} {subject.record.version}"
 
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from attncore.builder.lists.dialects import DIALECTS
 from attncore.cli.argument_types import add_integer
+from attncore.cli.output import print_lines
 from attncore.cli.persistent_builder_options import (
     GROUPS_METAVAR,
     Ranks,
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     answer = _answerer(args)
     load_kernels(args.kernels)  # before the first line, which an unavailable choice is no mistake of
     if args.file == "-" and sys.stdin.isatty():
-        print("attncore build: reading standard input, a batch (JSON) a line; Ctrl-D ends it", file=sys.stderr)
+        print_lines("attncore build: reading standard input, a batch (JSON) a line; Ctrl-D ends it", sys.stderr)
     with nullcontext(sys.stdin.buffer) if args.file == "-" else _opened(args.file) as lines:
         if not _answer_all(_numbered(lines, max(args.max_answer, MAX_ANSWER) // 4), answer):
             raise UsageError("FILE: empty; expected a batch a line" if args.file == "-" else f"{args.file}: empty")

@@ -50,7 +50,7 @@ def columns(stream: TextIO | None = None) -> int | None:
     if not stream.isatty():
         return None
     stated = os.environ.get("COLUMNS", "")
-    found = int(stated) if stated.isdecimal() else 0
+    found = int(stated) if stated.isdecimal() and len(stated) < 9 else 0
     if not found:
         with contextlib.suppress(OSError, ValueError):  # no file behind it
             found = os.get_terminal_size(stream.fileno()).columns
@@ -58,14 +58,16 @@ def columns(stream: TextIO | None = None) -> int | None:
 
 
 def wrapped(line: str, width: int | None, indent: int | None = None) -> str:
-    """A line as lines of ``width``, those below it indented, by four columns more than itself where not said."""
+    """A line as lines of ``width``; those below the first have an ``indent``, or four columns more than the first.
+
+    A word, such as a path that will be copied, is whole; but in a cell of a table (``indent``), whose column it keeps.
+    """
     if width is None or len(line) <= width:
         return line
-    if indent is None:
-        indent = min(len(line) - len(line.lstrip()) + 4, width // 2)
+    below = " " * (len(line) - len(line.lstrip()) + 4 if indent is None else indent)
     return textwrap.fill(
-        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-    )  # what is copied from it, such as a name or a command's option, is whole
+        line, width, subsequent_indent=below, break_long_words=indent is not None, break_on_hyphens=False
+    )
 
 
 def print_lines(text: str, stream: TextIO | None = None) -> None:
