@@ -85,7 +85,11 @@ def run(args: argparse.Namespace) -> int:
         print_lines("attncore build: reading standard input, a batch (JSON) a line; Ctrl-D ends it", sys.stderr)
     with nullcontext(sys.stdin.buffer) if args.file == "-" else _opened(args.file) as lines:
         if not _answer_all(_numbered(lines, max(args.max_answer, MAX_ANSWER) // 4), answer):
-            raise UsageError("FILE: empty; expected a batch a line" if args.file == "-" else f"{args.file}: empty")
+            raise UsageError(
+                "standard input is empty; expected a batch (JSON) a line"
+                if args.file == "-"
+                else f"{args.file} is empty; expected a batch (JSON) a line"
+            )
     return 0
 
 
