@@ -109,7 +109,7 @@ def _block_size(steps: Path) -> int:
     except OSError as error:
         raise ValueError(f"--steps: {steps} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise ValueError(f"--steps: {steps} cannot be read: it {error}") from error
+        raise ValueError(f"--steps: {steps} {error}") from error
     try:
         record = parse_json(next((line for line in lines if line.strip()), b""), MAX_DEPTH)
         return integer("block_size", record["block_size"], 1)
