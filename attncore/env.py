@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Generic, Literal, TypeVar, cast
 
 from attncore.did_you_mean import did_you_mean
@@ -89,8 +89,17 @@ VARIABLES: Mapping[str, str] = {variable.name: variable.help for variable in _DE
 """Every variable that attncore knows, with what it does."""
 
 
-def problems() -> dict[str, str]:
-    """Variables that have a bad value or that attncore does not know, each with a sentence that says so."""
+def variable_prefix(plugin: str) -> str:
+    """What the names of a plugin's own variables begin with: ``ATTNCORE_ACME_``."""
+    return f"ATTNCORE_{re.sub('[^a-z0-9]', '_', plugin).upper()}_"
+
+
+def problems(plugins: Mapping[str, Collection[str] | None] | None = None) -> dict[str, str]:
+    """Variables that have a bad value or that nothing here reads, each with a sentence that says so.
+
+    ``plugins`` has the variables that each plugin declares by the plugin's name, None where that is not known: any that
+    begins with its prefix may then be its own.
+    """
     found = {}
     for variable in _DECLARED:
         try:
@@ -99,5 +108,9 @@ def problems() -> dict[str, str]:
             found[variable.name] = str(error)
     for name in sorted(os.environ):
         if name.startswith("ATTNCORE_") and name not in VARIABLES:
-            found[name] = f"{name}: attncore reads no such variable{did_you_mean(name, VARIABLES)}"
+            owners = {one: known for one, known in (plugins or {}).items() if name.startswith(variable_prefix(one))}
+            if not any(known is None or name in known for known in owners.values()):
+                who = max(owners, key=len, default="attncore")
+                known = (*VARIABLES, *(one for known in owners.values() for one in known or ()))
+                found[name] = f"{name}: {who} reads no such variable{did_you_mean(name, known)}"
     return found

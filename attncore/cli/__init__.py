@@ -1,13 +1,14 @@
 """The command line. Each command is the module of its name, imported only when it runs.
 
 A command's module has ``configure(parser)`` and ``run(args) -> int``; its docstring is the command's description. Exit
-codes: 0 success, 1 a finding, 2 bad usage or input (one line on standard error), 3 no usable backend, 130 interrupted,
-141 the pipe that it writes to is read no more (silently), 143 terminated.
+codes: 0 success, 1 a finding, 2 bad usage or input (one line on standard error), 3 no usable backend (a line on
+standard error, and one for each reason), 130 interrupted, 141 the pipe that it writes to is read no more (silently),
+143 terminated. On a terminal, lines are wrapped to its width.
 
 - ``replay``, ``build``, ``list``, ``explain``, ``doctor``, ``verify``, ``bench``, ``new_backend``: the commands.
 - ``replay_options``: the options of ``replay``; ``persistent_builder_options``: those it shares with ``build``.
 - ``argument_types``: types for argparse; ``usage_errors``: mistakes of a user.
-- ``output``, ``progress_bar``: JSON, tables, a bar.
+- ``output``, ``progress_bar``: JSON, lines, tables, a bar.
 - ``streams_and_signals``: closed pipes, full disks, signals.
 """
 
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from attncore._version import __version__
-from attncore.cli.output import only_json
+from attncore.cli.output import columns, only_json, print_lines, wrapped
 from attncore.cli.streams_and_signals import READER_GONE, Terminated, prepared, settle
 from attncore.cli.usage_errors import InputLineError, UsageError
 from attncore.errors import AttncoreError, NoBackendError
@@ -35,21 +36,26 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 COMMANDS = {
-    "replay": "replay a request trace: scheduling, paged cache, metadata and attention, verified",
+    "replay": "replay a trace of requests through paged attention, verified",
     "build": "read batches (JSON Lines), write their metadata",
     "list": "list the attention backends that are installed",
-    "explain": "say which backend would be chosen, on this machine or another, and why not the others",
-    "doctor": "check the installation: versions, environment, each plugin in a child process",
-    "verify": "compare a backend with the reference on this machine, in a child process",
-    "bench": "time a backend's steps beside the reference, and compare them with saved runs",
-    "new-backend": "write the repository of a new backend, which works and is there to be changed",
+    "explain": "say which backend is chosen for a model, and why not others",
+    "doctor": "check the installation: versions, environment, each plugin",
+    "verify": "compare a backend with the reference on this machine",
+    "bench": "time a backend's steps, and compare them with saved runs",
+    "new-backend": "write the repository of a new backend, to be changed",
 }
+
+
+_MOST = 1 << 16
+"""Letters of an error that are printed."""
 
 
 class _Parser(argparse.ArgumentParser):
     """argparse without the usage text before an error: one line says it."""
 
     def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ")  # so that it begins with the option's name
         name, unknown, words = message.partition("unrecognized arguments: ")
         if unknown and not name:
             option = words.split(maxsplit=1)[0].partition("=")[0]
@@ -65,6 +71,9 @@ class _Parser(argparse.ArgumentParser):
 class _Help(argparse.HelpFormatter):
     """Fills a description paragraph by paragraph, to the width of the terminal."""
 
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=(columns() or 80) - 2)
+
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n\n".join(super(_Help, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
 
@@ -73,13 +82,22 @@ def _parser(command: str) -> _Parser:
     module = importlib.import_module(f"attncore.cli.{command.replace('-', '_')}")
     parser = _Parser(prog=f"attncore {command}", description=module.__doc__, allow_abbrev=False, formatter_class=_Help)
     module.configure(parser)
+    names = [f"[{one.metavar}]" if one.nargs == "?" else f"{one.metavar}" for one in parser._get_positional_actions()]
+    parser.usage = " ".join(("%(prog)s [OPTION ...]", *names))  # the options are listed below it, each with its help
     parser.set_defaults(run=module.run)
     return parser
 
 
 def _overview() -> str:
-    rows = "\n".join(f"  {name:12} {text}" for name, text in COMMANDS.items())
-    return f"usage: attncore COMMAND [OPTION ...]\n\n{rows}\n\n'attncore COMMAND --help' lists a command's options."
+    rows = (f"  {name:12} {text}" for name, text in COMMANDS.items())
+    lines = (
+        "usage: attncore COMMAND [OPTION ...]",
+        "",
+        *(wrapped(row, columns() or 80, 15) for row in rows),
+        "",
+        "'attncore COMMAND --help' lists a command's options.",
+    )
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,7 +135,7 @@ def _ended(words: list[str]) -> int:
     except OSError as error:
         if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):  # files have their names
             return _fail(f"standard output: {error.strerror}", 2)
-        return _fail(error, 2)
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error, 2)
     except (ValueError, TypeError, EOFError, ImportError, AttncoreError) as error:
         return _fail(error, 2)
     except MemoryError as error:
@@ -129,10 +147,12 @@ def _ended(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> int:
+    if words[0:1] == ["help"]:
+        words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0 if words else 2
-    if words[0] == "--version":
+    if words[0] in ("-V", "--version"):
         print(f"attncore {__version__}")
         return 0
     if words[0] not in COMMANDS:
@@ -151,7 +171,14 @@ def _run(words: list[str]) -> int:
 
 def _fail(error: object, code: int) -> int:
     prefix = "" if isinstance(error, InputLineError) else "attncore: error: "
-    text = one_line(error, 1 << 16) or type(error).__name__  # no control codes to a terminal
     with contextlib.suppress(OSError):  # standard error is full, or its reader has gone
-        print(prefix + text, file=sys.stderr)
+        print_lines(prefix + (_text(error) or type(error).__name__), sys.stderr)
     return code
+
+
+def _text(error: object) -> str:
+    """The text without control codes: on one line, or where no backend can be used on one for each reason."""
+    if not isinstance(error, NoBackendError):
+        return one_line(error, _MOST)
+    lines = str(error)[:_MOST].split("\n")
+    return "\n".join(line[: len(line) - len(line.lstrip(" "))] + one_line(line) for line in lines)

@@ -1,9 +1,9 @@
-"""Types of arguments for argparse: numbers within bounds."""
+"""Types of arguments for argparse: numbers within bounds, one of several words."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 def add_integer(
@@ -19,6 +19,12 @@ def add_integer(
     parser.add_argument(
         name, type=integer(low, high), default=default, metavar=metavar, help=f"{text} (default {default})"
     )
+
+
+def add_choice(parser: argparse._ActionsContainer, name: str, choices: Sequence[str], text: str) -> None:
+    """An option that takes one of ``choices``; its help is ``text`` and the choices, so that these can be wrapped."""
+    metavar = name.rpartition("-")[2].upper()
+    parser.add_argument(name, choices=choices, metavar=metavar, help=f"{text}: {', '.join(choices)}")
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:

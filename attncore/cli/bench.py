@@ -14,11 +14,9 @@ more than 3 %, and more than the fixed work itself has changed. Exits with 0 als
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import itertools
 import math
-import shutil
 import statistics
 import sys
 from collections.abc import Sequence
@@ -26,9 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attncore.cli.argument_types import add_integer, number
-from attncore.cli.output import print_json, print_table, stdout_to_stderr
+from attncore.cli.output import columns, print_json, print_lines, print_table, stdout_to_stderr
 from attncore.cli.progress_bar import progress_bar
+from attncore.did_you_mean import did_you_mean
 from attncore.errors import NoBackendError
+from attncore.registry.choice.runs_here import reasons_here
+from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 
 if TYPE_CHECKING:
@@ -98,16 +99,19 @@ def _installed(name: str, device: str | None) -> str:
 
     names = sorted({record.name for record in registry().records})
     if name not in names:
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise NoBackendError(f"NAME: no backend {name!r} is installed; installed: {', '.join(names)}{hint}")
+        raise NoBackendError(
+            f"NAME: no backend {name!r} is installed; installed: {', '.join(names)}{did_you_mean(name, names)}"
+        )
     subject = Subject(name, device=device)
     try:
         refusal = subject.refusal
     except UnsupportedError as error:  # the plugin did not load
         raise NoBackendError(f"NAME: {error}".replace("BACKEND: ", "")) from error
     if refusal:
-        raise NoBackendError(f"NAME: {name!r} cannot be used here: {refusal}")
+        host = (subject.host or Host.probe()).with_packages(registry().packages)
+        reasons = [str(reason) for reason in reasons_here(subject.record, host)] or [refusal]
+        between = "\n  " if len(reasons) > 1 else " "
+        raise NoBackendError(between.join((f"NAME: {name!r} cannot be used here:", *reasons)))
     return f"{subject.record.distribution} {subject.record.version}"
 
 
@@ -147,33 +151,33 @@ def _as_json(found: Run, changes: list[Change], saved: list[Run], file: Path | N
 def _print(found: Run, changes: list[Change], saved: list[Run], file: Path | None) -> None:
     config = found.config
     passes = len(found.rows[0].median)
-    print(
+    print_lines(
         f"{found.backend} ({found.versions['distribution']}) on {config['device']}: {config['num_heads']} heads over "
         f"{config['num_kv_heads']}, head size {config['head_size']}, {config['dtype']}, blocks of "
         f"{config['block_size']}; {passes} passes, one thread"
     )
     beside = any(row.to_reference for row in found.rows)
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE
+    width = columns() or WIDE
     headers = ["STEP", "PART", "MEDIAN", "IQR", *(["TO REF"] if beside else []), "CHANGE"]
     rows = [
         [row.step, row.part, *_figures(row), *([_ratio(row)] if beside else []), _change(one)]
         for row, one in zip(found.rows, changes, strict=True)
     ]
-    if columns >= WIDE and saved:
+    if width >= WIDE and saved:
         headers[-1:] = ["CHANGE", "USUAL", "TREND"]
         for cells, one in zip(rows, changes, strict=True):
             cells += [_usual(one), _sparkline(one.trend)]
-    if columns >= NARROW:
+    if width >= NARROW:
         print_table(headers, rows)
     else:  # a table for each step, whose name has a line of its own
         for step, members in itertools.groupby(rows, key=lambda cells: cells[0]):
             print(f"{step}:")
             print_table(headers[1:], [cells[1:] for cells in members])
     for step, reason in found.unsupported.items():
-        print(f"{step}: unsupported, {reason}")
-    print(_summary(changes, saved))
+        print_lines(f"{step}: unsupported, {reason}")
+    print_lines(_summary(changes, saved))
     if file is not None:
-        print(f"saved as {file}")
+        print_lines(f"saved as {file}")
 
 
 def _summary(changes: list[Change], saved: list[Run]) -> str:

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from attncore.builder.lists.dialects import DIALECTS
 from attncore.cli.argument_types import add_integer
+from attncore.cli.output import print_lines
 from attncore.cli.persistent_builder_options import (
     GROUPS_METAVAR,
     Ranks,
@@ -80,10 +81,23 @@ def run(args: argparse.Namespace) -> int:
     """Answer every line; UsageError for an empty input, InputLineError for the first bad line."""
     answer = _answerer(args)
     load_kernels(args.kernels)  # before the first line, which an unavailable choice is no mistake of
-    with nullcontext(sys.stdin.buffer) if args.file == "-" else open(args.file, "rb") as lines:
+    if args.file == "-" and sys.stdin.isatty():
+        print_lines("attncore build: reading standard input, a batch (JSON) a line; Ctrl-D ends it", sys.stderr)
+    with nullcontext(sys.stdin.buffer) if args.file == "-" else _opened(args.file) as lines:
         if not _answer_all(_numbered(lines, max(args.max_answer, MAX_ANSWER) // 4), answer):
-            raise UsageError("FILE: empty; expected a batch a line" if args.file == "-" else f"{args.file}: empty")
+            raise UsageError(
+                "standard input is empty; expected a batch (JSON) a line"
+                if args.file == "-"
+                else f"{args.file} is empty; expected a batch (JSON) a line"
+            )
     return 0
+
+
+def _opened(file: str) -> BinaryIO:
+    try:
+        return open(file, "rb")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
 def _answerer(args: argparse.Namespace) -> Callable[[bytes], dict[str, Any]]:

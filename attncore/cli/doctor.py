@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+from collections.abc import Iterator
 from typing import Any
 
 from attncore import env
 from attncore._version import __version__
-from attncore.cli.output import print_json, print_table
+from attncore.cli.output import print_json, print_lines, print_table
 from attncore.registry.doctor.diagnose_plugin import Diagnosis, diagnose
 from attncore.registry.host.host import Host
 from attncore.registry.plugins import discover
@@ -32,15 +33,16 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; 1 where there is a finding."""
     if not 0 < args.timeout < float("inf"):
         raise ValueError(f"--timeout: {args.timeout:g} is not a positive number of seconds")
-    problems = env.problems()
     plugins, records = "", []
     try:
         records = discover.find()
     except ValueError as error:  # a bad value of a variable that says what may load: then nothing may
         plugins = f"no plugin is loaded: {error}"
     rows = [diagnose(record, timeout=args.timeout, create=not args.no_create) for record in records]
+    problems = env.problems({row.record.name: row.variables for row in rows})
+    declared = {*env.VARIABLES, *(name for row in rows for name in row.variables or ())}
     kernels, kernels_fine = _kernels()
-    findings = [*problems.values(), *_unmatched(rows), *_broken(rows)]
+    findings = [*problems.values(), *_unmatched(rows), *_broken(rows), *_cannot_run(rows)]
     if not kernels_fine:
         findings.append(f"kernels: {kernels}")
     if plugins and plugins.partition(": ")[2] not in problems.values():
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         "platform": platform.platform(),
         "packages": {name: version_of(name) for name in PACKAGES},
         "kernels": kernels,
-        "environment": {name: one_line(os.environ[name]) for name in sorted(os.environ) if name in env.VARIABLES},
+        "environment": {name: one_line(os.environ[name]) for name in sorted(os.environ) if name in declared},
         "host": Host.probe().as_json(),
         "backends": [row.as_json() for row in rows],
         "findings": findings,
@@ -95,6 +97,15 @@ def _broken(rows: list[Diagnosis]) -> list[str]:
     ]
 
 
+def _cannot_run(rows: list[Diagnosis]) -> Iterator[str]:
+    """Backends for a device of this host that lack something; and that there is none left to run attention."""
+    for row in rows:
+        if row.record.state == "loaded" and any(reason.code != "device" for reason in row.missing):
+            yield f"{row.record.name} ({row.record.label}): {row.created}"
+    if not any(row.runs_here for row in rows):
+        yield "no backend can run here: metadata can be built, attention cannot; the reasons are above"
+
+
 def _print(report: dict[str, Any], rows: list[Diagnosis], plugins: str) -> None:
     host = report["host"]
     facts = [
@@ -110,18 +121,18 @@ def _print(report: dict[str, Any], rows: list[Diagnosis], plugins: str) -> None:
     print_table(("WHAT", "FOUND"), facts)
     print()
     if plugins:
-        print(one_line(plugins))
+        print_lines(one_line(plugins))
     elif rows:
-        headers = ("NAME", "DISTRIBUTION", "VERSION", "STATE", "SECONDS", "CREATED OR REASON")
+        headers = ("NAME", "DISTRIBUTION", "VERSION", "STATE", "SECONDS", "RESULT")
         print_table(headers, [_row(row) for row in rows])
         for row in rows:
             for key, value in row.facts.items():
-                print(one_line(f"{row.record.name}: {key}: {value}"))
+                print_lines(one_line(f"{row.record.name}: {key}: {value}"))
     else:
         print("no plugin is installed")
     print()
     for finding in report["findings"]:
-        print(one_line(f"finding: {finding}"))
+        print_lines(one_line(f"finding: {finding}"))
     if not report["findings"]:
         print("no findings")
 

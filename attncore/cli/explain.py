@@ -10,7 +10,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from attncore.cli.output import print_json, stdout_to_stderr
+from attncore.cli.argument_types import add_choice
+from attncore.cli.output import print_json, print_lines, stdout_to_stderr
 from attncore.registry.choice.candidates import Candidate
 from attncore.registry.choice.choice import Choice, choose
 from attncore.registry.choice.explain import explain
@@ -42,12 +43,12 @@ _COUNTS = (
     ("sliding_window", "tokens a query may see, itself included"),
 )
 _WORDS = (
-    ("dtype", DTYPES),
-    ("kv_cache_dtype", (*KV_CACHE_DTYPES, "fp8")),
-    ("kv_cache_layout", KV_CACHE_LAYOUTS),
-    ("cuda_graph", GRAPH_LEVELS),
-    ("phase", PHASES),
-    ("policy", POLICIES),
+    ("dtype", DTYPES, "of queries, keys and values"),
+    ("kv_cache_dtype", (*KV_CACHE_DTYPES, "fp8"), "of the cache"),
+    ("kv_cache_layout", KV_CACHE_LAYOUTS, "tokens before heads, or heads before tokens"),
+    ("cuda_graph", GRAPH_LEVELS, "the steps that the engine captures"),
+    ("phase", PHASES, "the only phase that the backend runs"),
+    ("policy", POLICIES, "where --backend cannot be used, choose none or another"),
 )
 _COMMON = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 
@@ -61,22 +62,39 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     for name, text in _COUNTS:
         model.add_argument(_flag(name), type=int, metavar="N", help=text)
-    for name, choices in _WORDS:
-        model.add_argument(_flag(name), choices=choices)
-    model.add_argument("--logits-soft-cap", type=float, metavar="X")
+    for name, choices, text in _WORDS:
+        add_choice(model, _flag(name), choices, text)
+    model.add_argument("--logits-soft-cap", type=float, metavar="X", help="scores are bounded to X, by tanh")
     model.add_argument(
         "--alibi", nargs="?", const=True, choices=("standard",), help="position biases; 'standard' slopes only"
     )
-    model.add_argument("--sinks", action="store_true", default=None)
+    model.add_argument("--sinks", action="store_true", default=None, help="a learnt logit a head joins the softmax")
     model.add_argument("--use-mla", action="store_true", default=None, help="latent attention")
-    model.add_argument("--feature", dest="features", action="append", choices=tuple(FEATURES), metavar="NAME")
-    model.add_argument("--no-compile", dest="allow_compile", action="store_false", default=None)
+    model.add_argument(
+        "--feature",
+        dest="features",
+        action="append",
+        choices=tuple(FEATURES),
+        metavar="NAME",
+        help=f"what is needed beyond these options, once for each: {', '.join(FEATURES)}",
+    )
+    model.add_argument(
+        "--no-compile", dest="allow_compile", action="store_false", default=None, help="no kernels compiled at run time"
+    )
     model.add_argument("--backend", metavar="NAME", help="the backend to use")
     model.add_argument("--prefer", type=_names, metavar="A,B", help="backends to use where they can be, in this order")
     model.add_argument("--exclude", type=_names, metavar="A,B", help="backends not to use")
     parser.add_argument("--joint", action="store_true", help="choose for prefill and for decode together")
-    parser.add_argument("--assume", metavar="DEVICE", help="cuda:sm_90, sm_90, gfx942, cpu: the machine to choose for")
-    parser.add_argument("--assume-package", action="append", default=[], metavar="NAME==VERSION")
+    parser.add_argument(
+        "--assume", metavar="DEVICE", help="the machine to choose for, such as sm_90, gfx942, cpu (default: this one)"
+    )
+    parser.add_argument(
+        "--assume-package",
+        action="append",
+        default=[],
+        metavar="NAME==VERSION",
+        help="what is installed there; NAME== says that it is not; may be given several times",
+    )
     parser.add_argument("--json", action="store_true", help="print the request, the host and every candidate as JSON")
 
 
@@ -108,7 +126,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _fields(args: argparse.Namespace) -> dict[str, Any]:
-    names = [name for name, _ in (*_COUNTS, *_WORDS)]
+    names = [name for name, *_ in (*_COUNTS, *_WORDS)]
     names += [
         "logits_soft_cap",
         "alibi",
@@ -154,16 +172,16 @@ def _by_phase(negotiation: Negotiation | JointNegotiation) -> Sequence[tuple[str
 def _print(negotiation: Negotiation | JointNegotiation, choice: Choice | JointChoice | None) -> None:
     asked = ", ".join(f"{name} {_word(value)}" for name, value in negotiation.request.as_json().items())
     host = negotiation.host
-    print(f"request: {asked}")
-    print(f"host: {host.device} ({'assumed' if host.assumed else host.device_name or 'found'})")
+    print_lines(f"request: {asked}")
+    print_lines(f"host: {host.device} ({'assumed' if host.assumed else host.device_name or 'found'})")
     for note in host.notes:
-        print(f"note: {note}")
+        print_lines(f"note: {note}")
     for phase, of_phase in _by_phase(negotiation):
         print(f"\n{phase}:" if phase else "")
-        print(explain(of_phase))
+        print_lines(explain(of_phase))
     print()
     if choice is None:
-        print(negotiation.refusal)
+        print_lines(negotiation.refusal)
     else:
         cache = f"kv_cache_layout {choice.kv_cache_layout}, kv_cache_dtype {choice.kv_cache_dtype}"
         print(f"block_size {choice.block_size}, {cache}")

@@ -1,4 +1,4 @@
-"""List the attention backends that are installed, the state of each plugin, and the reasons for it.
+"""List the attention backends that are installed, the state of each plugin, whether it runs here, and why not.
 
 Loads each plugin's light module in this process: this runs the plugin's code, and a plugin that hangs on import hangs
 the command (`attncore doctor` loads each in a child process). ATTNCORE_PLUGINS and ATTNCORE_DISABLE_PLUGINS state what
@@ -11,8 +11,11 @@ import argparse
 from typing import Any
 
 from attncore.cli.output import print_json, print_table, stdout_to_stderr
+from attncore.registry.choice.runs_here import reasons_here
+from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.plugin_record import PluginRecord
+from attncore.registry.reasons import Reason
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,33 +26,41 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a row per plugin; 0 whatever their states (`attncore doctor` reports findings)."""
     with stdout_to_stderr():
-        records = registry().records
+        plugins = registry()
+        host = Host.probe().with_packages(plugins.packages)
+        rows = [(record, reasons_here(record, host)) for record in plugins.records]
     if args.json:
-        print_json([as_json(record) for record in records])
-    elif records:
-        headers = ("NAME", "DISTRIBUTION", "VERSION", "STATE", "DEVICES", "REASON")
-        print_table(headers, [_row(record) for record in records])
+        print_json([as_json(*row) for row in rows])
+    elif rows:
+        headers = ("NAME", "DISTRIBUTION", "VERSION", "STATE", "RUNS", "DEVICES", "REASON")
+        print_table(headers, [_row(*row) for row in rows])
     else:
         print("no backend is installed")
     return 0
 
 
-def as_json(record: PluginRecord) -> dict[str, Any]:
-    """A plugin's record as JSON types."""
+def as_json(record: PluginRecord, missing: tuple[Reason, ...]) -> dict[str, Any]:
+    """A plugin's record as JSON types, with the reasons why it cannot run here."""
     return {
         "name": record.name,
         "distribution": record.distribution,
         "version": record.version,
         "state": record.state,
+        "runs_here": not missing,
         "factory": record.spec.factory if record.spec else None,
         "devices": dict(record.spec.devices) if record.spec else {},
         "variants": [name for name, _ in record.spec.by_variant if name] if record.spec else [],
         "requires": list(record.spec.all_requires) if record.spec else [],
+        "variables": dict(record.spec.variables) if record.spec else {},
         "reasons": [reason.as_json() for reason in record.reasons],
+        "missing": [reason.as_json() for reason in missing if record.spec],
     }
 
 
-def _row(record: PluginRecord) -> tuple[str, ...]:
+def _row(record: PluginRecord, missing: tuple[Reason, ...]) -> tuple[str, ...]:
     devices = ", ".join(record.spec.devices) if record.spec else ""
-    reasons = " | ".join(str(reason) for reason in record.reasons)
-    return (record.name, record.distribution, record.version, record.state, devices or "-", reasons)
+    # that it is for other devices the column before says
+    reasons = (*record.reasons, *(reason for reason in missing if reason.code != "device"))
+    words = " | ".join(dict.fromkeys(map(str, reasons)))
+    runs = "no" if missing else "yes"
+    return (record.name, record.distribution, record.version, record.state, runs, devices or "-", words)

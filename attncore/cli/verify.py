@@ -8,18 +8,18 @@ agree, 1 where one differs, fails, crashes or hangs, 3 where none can be used he
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from attncore.cli.argument_types import add_choice
 from attncore.cli.output import print_json, print_table, stdout_to_stderr
 from attncore.errors import NoBackendError
+from attncore.registry.choice.choice import Choice, choose
+from attncore.registry.choice.negotiate_installed import negotiate_installed
 from attncore.registry.choice.select import select
 from attncore.registry.plugins.load import registry
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.fitting_fields import fitting_fields
 from attncore.vocabulary import DTYPES, KV_CACHE_DTYPES
-
-if TYPE_CHECKING:
-    from attncore.registry.choice.choice import Choice
 
 _COUNTS = {
     "num_heads": "query heads",
@@ -36,8 +36,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="every backend that is loaded")
     for name, text in _COUNTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
-    parser.add_argument("--dtype", choices=DTYPES)
-    parser.add_argument("--kv-cache-dtype", choices=(*KV_CACHE_DTYPES, "fp8"))
+    add_choice(parser, "--dtype", DTYPES, "of queries, keys and values")
+    add_choice(parser, "--kv-cache-dtype", (*KV_CACHE_DTYPES, "fp8"), "of the cache")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for each (default 300)")
     parser.add_argument("--fresh", action="store_true", help="verify anew, even where a verdict is kept")
     parser.add_argument("--json", action="store_true", help="print an array of verdicts as JSON")
@@ -81,14 +81,15 @@ def _choices(args: argparse.Namespace) -> list[Choice]:
     if not args.all:
         spec = specs.get(args.name) if args.name else None
         return [select(**{**_fields(spec), **given, "backend": args.name})]
-    found, refusals = [], []
+    found, refusals = [], ["no backend that is loaded can be used here"]
     for name, one in specs.items():
-        try:
-            found.append(select(**{**_fields(one), **given, "backend": name}))
-        except NoBackendError as error:
-            refusals.append(str(error))
+        negotiation = negotiate_installed(**{**_fields(one), **given, "backend": name})
+        if (choice := choose(negotiation)) is not None:
+            found.append(choice)
+        else:
+            refusals += [f"{name}: {reason}" for reason in negotiation.rejected[0].reasons]  # the one named comes first
     if not found:
-        raise NoBackendError("; ".join(refusals) or "no backend is loaded")
+        raise NoBackendError("\n".join(refusals))
     return found
 
 

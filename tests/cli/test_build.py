@@ -284,11 +284,11 @@ def test_a_graph_without_a_length_to_capture(build):
         (["--layot", "flash"], "unrecognized arguments: --layot; did you mean --layout?"),
         (["--spekulative=3"], "unrecognized arguments: --spekulative=3; did you mean --speculative?"),
         (["-", "--verbose"], "unrecognized arguments: --verbose; attncore build --help lists the options"),
-        (["--layout", "flsh"], "argument --layout: invalid choice: 'flsh'"),
-        (["--kernels", "c"], "argument --kernels: invalid choice: 'c'"),
-        (["-", "--kernels"], "argument --kernels: expected one argument"),
-        (["no-such-file"], "No such file or directory: 'no-such-file'"),
-        (["/"], "Is a directory: '/'"),
+        (["--layout", "flsh"], "--layout: invalid choice: 'flsh'"),
+        (["--kernels", "c"], "--kernels: invalid choice: 'c'"),
+        (["-", "--kernels"], "--kernels: expected one argument"),
+        (["no-such-file"], "no-such-file cannot be read: No such file or directory"),
+        (["/"], "/ cannot be read: Is a directory"),
     ],
 )
 def test_a_bad_argument_is_one_line(build, arguments, message):

@@ -135,9 +135,37 @@ def test_every_animal_is_a_finding_and_the_good_one_is_not(site, capsys):
 
 def test_a_backend_for_another_device_is_not_tried(site, capsys):
     site.plugin("far", SPEC.format(name="far", module="attn_far", extra="").replace('"any"', '"rocm:gfx906"'))
+    site.plugin("near")
     code, report = doctor(capsys)
     assert code == 0
-    assert rows(report)["far"]["created"].startswith("not tried: device ")
+    assert rows(report)["far"]["created"].startswith("cannot run here: device ")
+    assert [rows(report)[name]["runs_here"] for name in ("far", "near")] == [False, True]
+
+
+@pytest.mark.parametrize("words", [[], ["--no-create"]])
+def test_what_a_backend_for_this_device_lacks_is_a_finding(site, capsys, words):
+    site.plugin("new", extra="requires=('nowhere-to-be-found>=2',)")
+    site.plugin("old", extra="requires=('numpy>=99',)")
+    site.plugin("good")
+    code, report = doctor(capsys, *words)
+    new, old = report["findings"]
+    assert code == 1
+    assert new.startswith("new (attn-new 1.0): cannot run here: nowhere-to-be-found is not installed; ")
+    assert new.endswith("; pip install 'nowhere-to-be-found>=2'")
+    assert old.startswith("old (attn-old 1.0): cannot run here: numpy ")
+    assert old.endswith(" is installed; attn-old 1.0 needs numpy>=99; pip install 'numpy>=99'")
+    assert {row["name"] for row in report["backends"] if row["runs_here"]} == {"good"}
+
+
+def test_without_torch_it_says_that_nothing_can_run(site, capsys, monkeypatch):
+    monkeypatch.delenv("ATTNCORE_DISABLE_PLUGINS")
+    (info := site.folder / "torch-2.1.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.1\n")
+    code, report = doctor(capsys, "--no-create")
+    lacks, none = report["findings"]
+    assert code == 1
+    assert "torch 2.1 is installed; attncore 0.1.0 needs torch>=2.6; pip install 'torch>=2.6'" in lacks
+    assert none.startswith("no backend can run here: ")
 
 
 def test_variables_known_and_unknown(site, capsys, monkeypatch):
@@ -163,7 +191,32 @@ def test_names_in_a_list_that_no_plugin_has(site, capsys, monkeypatch):
     monkeypatch.setenv("ATTNCORE_PLUGINS", "reference,flahs")
     code, report = doctor(capsys)
     assert code == 1
-    assert report["findings"] == ["ATTNCORE_PLUGINS: no plugin is named 'flahs'; installed: reference"]
+    assert report["findings"][0] == "ATTNCORE_PLUGINS: no plugin is named 'flahs'; installed: reference"
+
+
+VARIABLES = "variables={'ATTNCORE_MY_ATTN_KERNEL': 'which kernel'}"
+
+
+@pytest.mark.parametrize(
+    ("plugin", "variable", "said"),
+    [
+        ({"extra": VARIABLES}, "ATTNCORE_MY_ATTN_KERNEL", ""),
+        ({"extra": VARIABLES}, "ATTNCORE_MY_ATTN_KERNL", "my-attn reads no such variable; did you mean ATTNCORE_MY_A"),
+        ({}, "ATTNCORE_MY_ATTN_KERNEL", "ATTNCORE_MY_ATTN_KERNEL: my-attn reads no such variable"),
+        ({"extra": VARIABLES}, "ATTNCORE_OTHER_KERNEL", "ATTNCORE_OTHER_KERNEL: attncore reads no such variable"),
+        ({"source": "raise RuntimeError('x')"}, "ATTNCORE_MY_ATTN_KERNEL", ""),  # nobody knows what it declares
+    ],
+    ids=["declared", "misspelt", "none declared", "another's", "not loaded"],
+)
+def test_variables_of_plugins(site, capsys, monkeypatch, plugin, variable, said):
+    site.plugin("good")
+    site.plugin("my-attn", **plugin)
+    monkeypatch.setenv(variable, "1")
+    _, report = doctor(capsys, "--no-create")
+    about = [finding for finding in report["findings"] if finding.startswith("ATTNCORE_")]
+    assert len(about) == bool(said)
+    assert said in "".join(about)
+    assert (variable in report["environment"]) == ("KERNEL" in variable and "extra" in plugin and not said)
 
 
 def test_text(site, capsys):

@@ -23,7 +23,7 @@ def test_text_has_a_row_for_each(site, capsys):
     expected = zoo(site)
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["NAME", "DISTRIBUTION", "VERSION", "STATE", "DEVICES", "REASON"]
+    assert lines[0].split() == ["NAME", "DISTRIBUTION", "VERSION", "STATE", "RUNS", "DEVICES", "REASON"]
     first = [line.split()[0] for line in lines[1:]]
     assert first == sorted(first)
     assert set(first) == {*expected, "good", "reference"}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from attncore.cli import COMMANDS as COMMANDS_OF_THE_LINE
 from attncore.cli import READER_GONE, main
 from attncore.cli.streams_and_signals import Terminated
 
@@ -162,7 +163,7 @@ def test_a_signal_that_is_ignored_stays_ignored(folder):
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("command", ["build", "list", "explain", "replay", "doctor", "verify", "new-backend"])
+@pytest.mark.parametrize("command", COMMANDS_OF_THE_LINE)
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (Terminated(15), 143)])
 def test_every_command_ends_by_its_signal(command, error, code, capsys, monkeypatch):
     import attncore.cli

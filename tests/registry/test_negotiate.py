@@ -81,6 +81,29 @@ def test_strict_and_fallback():
     assert "in place of a, which the request names and which cannot be used" in explain(found)
 
 
+@pytest.mark.parametrize("named", ["b", "c", "unheard-of"])
+def test_the_reasons_against_the_one_that_is_named_come_first(named):
+    refused = [record(spec(name, dtypes={"float32"}), f"attn-{name}") for name in ("a", "b", "c")]
+    for records, fields in (
+        (refused, {}),
+        ([*refused, record(spec("good"), "attn-good")], {}),
+        (refused, {"prefer": ("a",)}),
+    ):
+        found = negotiated(records, backend=named, **fields)
+        assert found.rejected[0].name == named
+        assert explain(found).startswith(f"{named} (attn-{named}" if named != "unheard-of" else "unheard-of: no distr")
+    found = negotiated([*refused, record(spec("good"), "attn-good")], backend=named, policy="fallback")
+    assert [line.split()[0].strip(":") for line in explain(found).splitlines() if line[0] != " "][:2] == ["good", named]
+
+
+def test_an_excluded_name_that_no_backend_has_is_a_row():
+    found = negotiated([record(spec("acme"), "attn-acme")], exclude=("acmee", "flash"))
+    assert found.chosen.name == "acme"
+    reason = next(one.reasons[0] for one in found.rejected if one.name == "acmee")
+    assert (reason.code, "did you mean acme?" in reason.fix) == ("unknown", True)
+    assert [one.state for one in found.rejected if one.name == "flash"] == ["not_installed"]  # a known name is none
+
+
 @pytest.mark.parametrize(
     ("facts", "fields", "code", "asked", "accepted"),
     [

@@ -107,11 +107,14 @@ def test_a_place_in_a_deleted_folder_is_named(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.chdir(folder)
     folder.rmdir()
-    with pytest.raises(OSError, match=r"^s\.jsonl: No such file"):
+    with pytest.raises(OSError, match=r"^s\.jsonl cannot be written: No such file"):
         StepsFile("s.jsonl", 4)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_full_disk_is_named():
-    with pytest.raises(OSError, match=r"^/dev/full: No space left"), StepsFile("/dev/full", 4) as record:
+    with (
+        pytest.raises(OSError, match=r"^/dev/full cannot be written: No space left"),
+        StepsFile("/dev/full", 4) as record,
+    ):
         replay(REQUESTS, SETTINGS, record=record)

@@ -79,7 +79,7 @@ def candidates(request: AttentionRequest, host: Host, records: Iterable[PluginRe
         if name not in names:
             found.append(Candidate(name, known.distribution, "", "not_installed", (not_installed(name, host),)))
     names.update(KNOWN)
-    asked = (*((request.backend,) if request.backend else ()), *request.prefer)
+    asked = (*((request.backend,) if request.backend else ()), *request.prefer, *sorted(request.exclude))
     found.extend(_unknown(name, sorted(names)) for name in dict.fromkeys(asked) if name not in names)
     return found
 

@@ -1,4 +1,7 @@
-"""A negotiation in words: a line per candidate, the chosen one first; each of several reasons has its own line."""
+"""A negotiation in words: a line per candidate; each of several reasons has its own line.
+
+What the reader asks first is answered first: the chosen one, or why the one that is named cannot be.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,14 @@ def explain(negotiation: Negotiation) -> str:
     if chosen is not None:
         lines.append(f"{chosen.label}: chosen; {', '.join(_why(chosen, negotiation))}")
         lines.extend(_passed_over(chosen))
+    rejected = list(negotiation.rejected)  # the one that is named comes first
+    if chosen is None and rejected and rejected[0].name == request.backend:
+        lines.extend(_rejected(rejected.pop(0)))
     for candidate in negotiation.usable:
         if candidate is not chosen:
             lines.append(f"{candidate.label}: usable, not chosen; {', '.join(_standing(candidate, request))}")
             lines.extend(_passed_over(candidate))
-    for candidate in negotiation.rejected:
+    for candidate in rejected:
         lines.extend(_rejected(candidate))
     return "\n".join(lines)
 

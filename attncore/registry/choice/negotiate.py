@@ -12,7 +12,9 @@ from attncore.registry.request import AttentionRequest
 from attncore.show import angled, guarded
 
 _LAST_STATES = {"loaded": 0, "not_installed": 1, "unknown": 1}
-"""State of a rejected candidate -> its place; those whose plugin could not be loaded come last."""
+"""State of a rejected candidate -> its place behind the one that is named; those whose plugin could not be loaded come
+last.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,10 @@ def negotiate(
     """
     judged = candidates(request, host, records)
     usable = sorted((one for one in judged if one.usable), key=lambda one: _rank(one, request))
-    rejected = sorted((one for one in judged if not one.usable), key=lambda one: _LAST_STATES.get(one.state, 2))
+    rejected = sorted(
+        (one for one in judged if not one.usable),
+        key=lambda one: (one.name != request.backend, _LAST_STATES.get(one.state, 2)),
+    )
     chosen = usable[0] if usable else None
     if request.backend and request.policy == "strict" and chosen and chosen.name != request.backend:
         chosen = None

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Unpack
 
+from attncore.did_you_mean import close_name
 from attncore.errors import FallbackWarning, NoBackendError
 from attncore.registry.choice.candidates import Candidate
 from attncore.registry.choice.choice import Choice, choose
@@ -71,9 +72,10 @@ def _tell(negotiation: Negotiation, phase: str = "") -> None:
     if chosen is not None:
         used = f"using {chosen.label}{f' for {phase}' if phase else ''} on {negotiation.host.device}"
         logger.log(logging.WARNING if named else logging.INFO, "%s because %s", used, _because(negotiation, chosen))
-    for candidate in negotiation.rejected if logger.isEnabledFor(logging.DEBUG) else ():
+    for candidate in negotiation.rejected:
+        level = logging.WARNING if _excludes_in_vain(candidate, negotiation) else logging.DEBUG
         for reason in candidate.reasons:
-            logger.debug("%s: %s", candidate.label, reason)
+            logger.log(level, "%s: %s", candidate.label, reason)
     if chosen is not None and named:
         why = next((f": {one.reasons[0]}" for one in negotiation.rejected if one.name == named and one.reasons), "")
         warnings.warn(
@@ -82,6 +84,13 @@ def _tell(negotiation: Negotiation, phase: str = "") -> None:
             FallbackWarning,
             stacklevel=_level_of_caller(),
         )
+
+
+def _excludes_in_vain(candidate: Candidate, negotiation: Negotiation) -> bool:
+    """Whether the request excludes a name that nothing has and that resembles another, which may be used then."""
+    if candidate.state != "unknown" or candidate.name not in negotiation.request.exclude:
+        return False
+    return close_name(candidate.name, candidate.reasons[0].accepted) is not None
 
 
 def _because(negotiation: Negotiation, chosen: Candidate) -> str:

@@ -16,15 +16,14 @@ import pluggy
 from attncore.registry import package_requirements
 from attncore.registry.choice.choice import choose
 from attncore.registry.choice.negotiate import negotiate
+from attncore.registry.choice.runs_here import plain_request, reasons_here
 from attncore.registry.host.host import Host
 from attncore.registry.plugins import discover, load
 from attncore.registry.plugins.hookspecs import PROJECT, Hooks
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.printable import MAX_ITEMS, describe_error, one_line, type_name
 from attncore.registry.reasons import Reason
-from attncore.registry.request import AttentionRequest
 from attncore.registry.spec.backend_spec import BackendSpec
-from attncore.registry.spec.fitting_fields import fitting_fields
 
 
 def main(name: str, distribution: str, path: str, *options: str) -> None:
@@ -37,11 +36,15 @@ def main(name: str, distribution: str, path: str, *options: str) -> None:
         record = load.load(record)
         _tell(file, state=record.state, reasons=[reason.as_json() for reason in record.reasons])
         if record.spec is not None:
+            names = tuple(sorted({package_requirements.parse(text).name for text in record.spec.all_requires}))
+            host = Host.probe().with_packages(package_requirements.installed(names))
+            missing = [reason.as_json() for reason in reasons_here(record, host)]
+            _tell(file, variables=dict(record.spec.variables), missing=missing)
             _tell(file, phase="doctor")
             _tell(file, **_doctor(record))
             if "--create" in options:
                 _tell(file, phase="create")
-                _tell(file, **_create(record, record.spec))
+                _tell(file, **_create(record, record.spec, host))
         _tell(file, phase="done")
 
 
@@ -64,16 +67,11 @@ def _doctor(record: PluginRecord) -> dict[str, Any]:
         return _broken(record, f"attncore_doctor failed: {describe_error(error)}")
 
 
-def _create(record: PluginRecord, spec: BackendSpec) -> dict[str, Any]:
-    """Create a small backend where this host can; elsewhere the reasons why it cannot."""
-    names = tuple(sorted({package_requirements.parse(text).name for text in spec.all_requires}))
-    host = Host.probe().with_packages(package_requirements.installed(names))
-    request = AttentionRequest(num_heads=1, num_kv_heads=1, backend=spec.name, **fitting_fields(spec))
-    negotiation = negotiate(request, host, [record], "the doctor")
-    choice = choose(negotiation)
+def _create(record: PluginRecord, spec: BackendSpec, host: Host) -> dict[str, Any]:
+    """Create a small backend where this host can."""
+    choice = choose(negotiate(plain_request(spec), host, [record], "the doctor"))
     if choice is None:
-        mine = next(one for one in negotiation.rejected if one.name == spec.name)
-        return {"created": f"not tried: {' | '.join(map(str, mine.reasons))}"}
+        return {}
     try:
         backend = choice.create()
         return {"created": one_line(f"{type_name(backend)} on {backend.config.device}")}

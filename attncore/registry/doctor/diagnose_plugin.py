@@ -25,13 +25,22 @@ class Diagnosis:
     """The result for one plugin: its record, the facts of its ``attncore_doctor``, and whether a backend was created.
 
     ``created`` is a sentence: what was created, or why that was not tried; empty where it failed (the record has the
-    reason). ``seconds`` is the time that the child process took.
+    reason). ``missing`` are the reasons why the backend cannot run on this host, as ``reasons_here`` gives them;
+    ``variables`` what its spec declares, None where no spec was read. ``seconds`` is the time that the child process
+    took.
     """
 
     record: PluginRecord
     facts: dict[str, str] = field(default_factory=dict)
     created: str = ""
     seconds: float = 0.0
+    missing: tuple[Reason, ...] = ()
+    variables: dict[str, str] | None = None
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the backend can run on this host, as far as its spec says."""
+        return self.record.state == "loaded" and not self.missing
 
     def as_json(self) -> dict[str, Any]:
         """The row as JSON types."""
@@ -43,6 +52,7 @@ class Diagnosis:
             "reasons": [reason.as_json() for reason in self.record.reasons],
             "facts": self.facts,
             "created": self.created,
+            "runs_here": self.runs_here,
             "seconds": round(self.seconds, 3),
         }
 
@@ -66,11 +76,17 @@ def diagnose(record: PluginRecord, *, timeout: float, create: bool = True) -> Di
 
 def _read(record: PluginRecord, answers: list[dict[str, Any]], ended: str) -> Diagnosis:
     phase, state, reasons, facts, created = "start", "found", [], {}, ""
+    missing: tuple[Reason, ...] = ()
+    variables = None
     for answer in answers:
         phase = answer.get("phase", phase)
         state = answer.get("state", state)
         reasons += [Reason(**reason) for reason in answer.get("reasons", ())]
         facts.update(answer.get("facts", {}))
+        if "missing" in answer:
+            missing = tuple(Reason(**reason) for reason in answer["missing"])
+            created = f"cannot run here: {' | '.join(map(str, missing))}" if missing else ""
+        variables = answer.get("variables", variables)
         created = answer.get("created", created)
     if ended or phase != "done":
         where = PHASES.get(phase, "at its end")
@@ -78,4 +94,5 @@ def _read(record: PluginRecord, answers: list[dict[str, Any]], ended: str) -> Di
         fix = f"update {record.distribution}, or keep it out with ATTNCORE_DISABLE_PLUGINS={record.name}"
         reasons.append(Reason("broken", message, asked=phase, source=record.label, fix=fix))
         state, created = "broken", ""
-    return Diagnosis(replace(record, state=state, reasons=tuple(reasons)), facts, created)
+    found = replace(record, state=state, reasons=tuple(reasons))
+    return Diagnosis(found, facts, created, missing=missing, variables=variables)

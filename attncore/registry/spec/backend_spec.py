@@ -97,6 +97,8 @@ class BackendSpec:
     """``seq_lens`` of a padded row under a captured graph: 0 or 1."""
     options: Mapping[str, Option] = field(default_factory=dict)
     """Name -> what the backend takes in ``Choice.create(options=...)``."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that the plugin reads, each named ``ATTNCORE_<NAME>_...`` -> what it does."""
     notes: Collection[str] = ()
     """Sentences that ``explain`` prints beside the backend; they are not reasons against it."""
     check: Check | None = None

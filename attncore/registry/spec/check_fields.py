@@ -12,7 +12,7 @@ from typing import Any
 
 from attncore.arguments import UNREADABLE, integer_or_none
 from attncore.did_you_mean import did_you_mean
-from attncore.env import NAME
+from attncore.env import NAME, VARIABLES, variable_prefix
 from attncore.frozen_map import FrozenMap
 from attncore.quoted import quoted
 from attncore.registry import package_requirements
@@ -36,6 +36,7 @@ from attncore.vocabulary import (
 )
 
 _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_VARIABLE = re.compile(r"ATTNCORE_[A-Z0-9_]{1,100}")
 Values = dict[str, Any]
 
 
@@ -60,6 +61,9 @@ def _contradictions(values: Values) -> Iterable[str]:
         yield f"preferred_block_size: {preferred} is not among block_sizes"
     if values["mla_only"] and not values["use_mla"]:
         yield "mla_only: True, but use_mla is False"
+    for variable in values["variables"]:
+        if not variable.startswith(prefix := variable_prefix(values["name"])):
+            yield f"variables: {quoted(variable)} does not begin with {prefix}"
     for feature in sorted(values["features"] & values["unsupported"].keys()):
         yield f"unsupported: {feature!r} is also among features"
 
@@ -142,6 +146,17 @@ def _unsupported(field: str, value: object) -> Mapping[str, str]:
             raise ValueError(f"{field}: the reason for {feature!r} is {quoted(why)}, not a sentence")
         reasons[feature] = one_line(sentence)
     return FrozenMap(reasons)
+
+
+def _variables(field: str, value: object) -> Mapping[str, str]:
+    variables = {}
+    for name, what in mapping(field, value, "not a mapping of environment variables to sentences"):
+        if not _VARIABLE.fullmatch(name) or name in VARIABLES:
+            raise ValueError(f"{field}: {quoted(name)} is not the name of a plugin's variable, ATTNCORE_<NAME>_...")
+        if not (sentence := plain_text(what)):
+            raise ValueError(f"{field}: {name} does {quoted(what)}, not a sentence")
+        variables[name] = one_line(sentence)
+    return FrozenMap(variables)
 
 
 def _notes(field: str, value: object) -> tuple[str, ...]:
@@ -239,6 +254,7 @@ _CHECKS: Mapping[str, Callable[[str, object], object]] = {
     "plan_staging": _word(PLAN_STAGING),
     "pad_seq_len": _pad,
     "options": _options,
+    "variables": _variables,
     "notes": _notes,
     "check": _check,
     "variants": _variants,

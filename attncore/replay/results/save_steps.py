@@ -80,7 +80,7 @@ class StepsFile:
         try:
             yield
         except OSError as error:
-            raise OSError(f"{self._given}: {error.strerror or error}") from error
+            raise OSError(f"{self._given} cannot be written: {error.strerror or error}") from error
 
 
 def batch_line(step: Step, block_size: int) -> dict[str, Any]:

@@ -53,8 +53,8 @@ def read_trace(path: str | Path, max_requests: int | None = None, max_seconds: f
                 return _read(str(path), data, max_requests, max_seconds)
     except OSError as error:
         # gzip reports a bad header or checksum as OSError without errno; the system's have one.
-        reason = error.strerror or f"broken gzip data ({error})"
-        raise TraceError(f"{path}: {reason}") from error
+        reason = f" cannot be read: {error.strerror}" if error.strerror else f": broken gzip data ({error})"
+        raise TraceError(f"{path}{reason}") from error
     except (EOFError, zlib.error) as error:
         raise TraceError(f"{path}: the gzip data are cut or broken ({error}); fetch the file again") from error
     except UnicodeDecodeError as error:

@@ -106,8 +106,10 @@ def _one_pass(question: Question, asked: str) -> list[dict[str, Any]]:
 def _block_size(steps: Path) -> int:
     try:
         lines = read_file(steps, MAX_BYTES).splitlines()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--steps: {steps} cannot be read: {error}") from error
+    except OSError as error:
+        raise ValueError(f"--steps: {steps} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"--steps: {steps} {error}") from error
     try:
         record = parse_json(next((line for line in lines if line.strip()), b""), MAX_DEPTH)
         return integer("block_size", record["block_size"], 1)

@@ -9,6 +9,7 @@ import pytest
 
 import attncore
 from attncore import AttentionRequest, Host, Reason
+from attncore.registry.choice.explain import explain
 from attncore.registry.choice.negotiate_installed import negotiate_installed
 
 HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
@@ -104,3 +105,15 @@ def test_prefill_and_decode_with_the_reference_share_a_block_size_and_a_layout()
     )
     assert (joint.prefill.name, joint.decode.name) == ("flash", "reference")
     assert (joint.block_size, joint.kv_cache_layout) == (256, "NHD")
+
+
+@pytest.mark.parametrize("generation", ["2", "4"])
+def test_explain_says_why_it_comes_before_flashinfer(generation: str) -> None:
+    """By their priorities, not by their names; both specs are those that are installed."""
+    where = host("sm_90", generation, **{"flashinfer-python": "0.7.2", "apache-tvm-ffi": "0.1.12", "torch": "2.11.0"})
+    found = negotiate_installed(AttentionRequest(**HEADS), host=where)
+    priorities = {one.name: one.match.priority for one in (*found.usable, *found.rejected) if one.match}
+    assert found.chosen is not None
+    assert found.chosen.name == "flash"
+    assert priorities["flash"] > priorities["flashinfer"]
+    assert "on sm_90 before flashinfer, which plans on the host: " in explain(found)

@@ -1,7 +1,9 @@
 """Which variant is taken on which machine, and why not the others; nothing of an AMD GPU is at hand."""
 
 import pickle
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from attn_rocm import settings, spec, tiles
@@ -159,6 +161,11 @@ def test_the_environment_variable_is_a_default(monkeypatch):
     assert select("gfx942").variant == "sdpa"
     assert "environment variable ATTNCORE_ROCM_KERNEL asks for sdpa" in over(select("gfx942"))["triton"]
     assert select("gfx942", kernel="triton").variant == "triton"
+
+
+def test_the_spec_declares_every_variable_that_the_plugin_reads():
+    sources = "".join(path.read_text() for path in Path(spec.__file__).parent.glob("**/*.py"))
+    assert set(re.findall("ATTNCORE_ROCM_[A-Z_]+", sources)) == spec.make_spec().variables.keys()
 
 
 @pytest.mark.parametrize(

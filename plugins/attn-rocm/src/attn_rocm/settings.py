@@ -10,6 +10,10 @@ KERNELS = ("auto", "aiter", "aiter_paged", "ck", "triton", "sdpa")
 
 KERNEL = "ATTNCORE_ROCM_KERNEL"
 DEV_DEVICE = "ATTNCORE_ROCM_DEV_DEVICE"
+VARIABLES = {
+    KERNEL: f"the default of the option kernel: one of {', '.join(KERNELS)}",
+    DEV_DEVICE: "cuda or cpu (development only): the platform beside ROCm on which the Triton kernels may run",
+}
 DEV_DEVICES = {"cuda": "cuda:sm_80+", "cpu": "cpu"}
 
 

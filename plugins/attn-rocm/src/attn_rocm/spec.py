@@ -49,6 +49,7 @@ def make_spec() -> BackendSpec:
         unsupported={"tree_mask": "the kernels take no mask"},
         cuda_graph="always",
         compiles_at_run_time=True,
+        variables=settings.VARIABLES,
         options={
             "kernel": Option(
                 str,

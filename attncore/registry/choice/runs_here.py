@@ -1,0 +1,35 @@
+"""Whether an installed backend can run on a host at all, whatever the model: what `list` and `doctor` say of each."""
+
+from __future__ import annotations
+
+from attncore.registry.choice.candidates import candidates
+from attncore.registry.device_patterns import best_match
+from attncore.registry.host.host import Host
+from attncore.registry.plugins.plugin_record import PluginRecord
+from attncore.registry.printable import listed
+from attncore.registry.reasons import USE_ANOTHER, Reason
+from attncore.registry.request import AttentionRequest
+from attncore.registry.spec.backend_spec import BackendSpec
+from attncore.registry.spec.fitting_fields import fitting_fields
+
+
+def plain_request(spec: BackendSpec) -> AttentionRequest:
+    """One head, and otherwise what ``spec`` declares; it names the backend."""
+    return AttentionRequest(num_heads=1, num_kv_heads=1, backend=spec.name, **fitting_fields(spec))
+
+
+def reasons_here(record: PluginRecord, host: Host) -> tuple[Reason, ...]:
+    """Why a backend cannot serve a plain request on ``host``; empty where it can.
+
+    It is a single reason of code ``device`` where the host has no device of the backend's: then nothing is amiss. Else
+    the reasons say what is missing. For a plugin that is not loaded they are its own.
+    """
+    spec = record.spec
+    if spec is None:
+        return record.reasons
+    devices = dict.fromkeys(device for _, stated in spec.by_variant for device in stated.devices)
+    if best_match(dict.fromkeys(devices, 0), host.device) is None:
+        message = f"device {host.device} not supported by {record.label}; supported: {listed(devices)}"
+        return (Reason("device", message, host.device, list(devices), record.label, USE_ANOTHER),)
+    request = plain_request(spec)
+    return next(one.reasons for one in candidates(request, host, [record]) if one.name == record.name)

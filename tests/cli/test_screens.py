@@ -1,0 +1,303 @@
+"""What a newcomer sees: every command with --help, with a mistake, without a library, on terminals of three widths.
+
+A screen has no line that is wider than the terminal, no traceback and no colour, and the exit code that it should; a
+mistake is one short message, and in a pipe one line.
+"""
+
+import argparse
+import fcntl
+import importlib
+import importlib.util
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from attncore.cli import COMMANDS, _parser, main
+from attncore.cli.output import columns
+
+WIDTHS = (60, 80, 200)
+NEEDED = {"verify": [], "bench": ["NAME"], "new-backend": ["NAME", "DIR"]}
+LONG = "acme-attention-kernels"
+
+
+class Screen:
+    """Runs a command in this process, on a terminal of some columns or (None) in a pipe."""
+
+    def __init__(self, capsys, monkeypatch):
+        self.capsys, self.monkeypatch = capsys, monkeypatch
+
+    def __call__(self, *words, width=None):
+        with self.monkeypatch.context() as patch:
+            if width is not None:
+                patch.setenv("COLUMNS", str(width))
+                patch.setattr(sys.stdout, "isatty", lambda: True)
+                patch.setattr(sys.stderr, "isatty", lambda: True)
+            code = main([*words])
+        out, err = self.capsys.readouterr()
+        assert "Traceback" not in out + err
+        assert "\x1b" not in out + err
+        too_wide = [line for line in (out + err).splitlines() if width is not None and len(line) > width]
+        assert too_wide == []
+        return code, out, err
+
+
+@pytest.fixture
+def screen(site, capsys, monkeypatch):
+    """A Screen; of plugins a few that are planted are installed."""
+    return Screen(capsys, monkeypatch)
+
+
+@pytest.mark.parametrize("width", [None, *WIDTHS])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_and_every_option_has_a_text(screen, command, width):
+    code, out, err = screen(command, "--help", width=width)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: attncore {command} [OPTION ...]")
+    assert screen("help", command, width=width) == (code, out, err)
+    for action in _parser(command)._actions:
+        assert action.help, action.option_strings
+        assert action.help is not argparse.SUPPRESS
+
+
+@pytest.mark.parametrize("width", [None, *WIDTHS])
+def test_the_commands_fit(screen, width):
+    code, out, err = screen("--help", width=width)
+    assert (code, err) == (0, "")
+    assert [command for command in COMMANDS if f"\n  {command} " in out] == [*COMMANDS]
+    assert screen("-h", width=width) == screen("help", width=width) == (0, out, "")
+    assert screen(width=width) == (2, out, "")
+    assert max(map(len, out.splitlines())) <= (width or 80)
+
+
+def test_the_version_has_two_names(screen):
+    assert screen("-V") == screen("--version")
+    assert re.fullmatch(r"attncore \d+\.\d+\.\d+\n", screen("-V")[1])
+
+
+@pytest.mark.parametrize("words", [["-v"], ["hlep"], ["lst"], ["help", "lst"], ["x" * 300]])
+def test_a_command_that_is_none(screen, words):
+    code, out, err = screen(*words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"attncore: error: command: '{words[-1][:20]}")
+    assert ("did you mean list?" in err) == ("lst" in words)
+    screen(*words, width=200 if len(words[0]) < 100 else None)
+
+
+@pytest.mark.parametrize("width", [None, 60])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_option(screen, command, width):
+    code, out, err = screen(command, *NEEDED.get(command, []), "--jsonn", width=width)
+    assert (code, out) == (2, "")
+    assert err.startswith("attncore: error: unrecognized arguments: --jsonn; ")
+    hint = f"attncore {command} --help lists the options" if command == "build" else "did you mean --json?"
+    assert hint in " ".join(err.split())
+    assert width is not None or err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["build", "--layout", "x"],
+        ["explain", "--head-size", "x"],
+        ["explain", "--dtype", "int8"],
+        ["verify", "--kv-cache-dtype", "int8"],
+        ["replay", "--requests", "0"],
+        ["bench", "reference", "--passes", "1"],
+        ["doctor", "--timeout", "0"],
+    ],
+)
+def test_a_wrong_value_begins_with_its_option(screen, words):
+    code, out, err = screen(*words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"attncore: error: {words[-2]}: ")
+    assert screen(*words, width=60)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["build", "{}"], ""),
+        (["replay", "--metadata-only", "{}"], ""),
+        (["explain", "--config", "{}"], "config: "),
+        (["bench", "reference", "--steps", "{}"], "--steps: "),
+    ],
+)
+def test_a_file_that_is_missing_is_told_in_one_way(screen, words, name):
+    code, out, err = screen(*(word.format("absent.file") for word in words))
+    assert (code, out) == (2, "")
+    assert err == f"attncore: error: {name}absent.file cannot be read: No such file or directory\n"
+
+
+@pytest.mark.parametrize("width", [None, *WIDTHS])
+def test_the_list_can_be_read(site, screen, width):
+    site.plugin("acme", distribution=LONG, extra="requires=('numpy>=99',)")
+    site.plugin("fails", "raise RuntimeError('no licence file in ' + ', '.join(['any of its folders'] * 20))")
+    site.plugin("good")
+    code, out, err = screen("list", width=width)
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    rows = {line.split()[0]: line.split()[1:5] for line in lines if not line.startswith(" ")}
+    assert rows["acme"] == [LONG, "1.0", "loaded", "no"]
+    assert rows["fails"] == ["attn-fails", "1.0", "broken", "no"]
+    assert rows["good"] == ["attn-good", "1.0", "loaded", "yes"]
+    said = " ".join(out.split())
+    assert f"is installed; {LONG} 1.0 needs numpy>=99; pip install 'numpy>=99'" in said
+    assert "no licence file in any of its folders, any of its folders" in said
+    assert len(rows) == 5
+    assert width is not None or len(lines) == len(rows)
+
+
+@pytest.mark.parametrize("width", [None, *WIDTHS])
+def test_the_doctors_report_can_be_read(site, screen, width):
+    site.plugin("acme", distribution=LONG, extra="requires=('numpy>=99',)")
+    code, out, err = screen("doctor", "--no-create", width=width)
+    assert (code, err) == (1, "")
+    said = " ".join(out.split())
+    assert f"finding: acme ({LONG} 1.0): cannot run here: numpy " in said
+    assert said.count("pip install 'numpy>=99'") == 2  # of the row, and of the finding
+
+
+@pytest.mark.parametrize("width", [None, *WIDTHS])
+@pytest.mark.parametrize("command", ["explain", "verify", "replay"])
+def test_a_refusal_has_lines_and_the_one_named_first(site, screen, command, width):
+    for number in range(3):
+        site.plugin(f"acme{number}", extra=f"requires=({', '.join(repr(f'library-{n}') for n in range(4))},)")
+    words = {"verify": ["verify", "acme2"]}.get(command, [command, "--backend", "acme2"])
+    code, out, err = screen(*words, width=width)
+    lines = [line for line in (err or out).splitlines() if line.startswith(("attncore", "acme", "reference"))]
+    first = 0 if command == "explain" else 1
+    assert code == 3
+    assert lines[first].startswith("acme2 (attn-acme2 1.0): ")
+    assert [line.split()[0] for line in lines[first + 1 :]][:1] == ["reference"]
+    said = " ".join((out + err).split())
+    assert "backend: 'acme2', named by the request, cannot be used on " in said
+    assert "pip install library-3" in said
+    assert max(map(len, (out + err).splitlines())) < 200
+
+
+@pytest.mark.parametrize("words", [["verify", "refrence"], ["replay", "--backend", "refrence"], ["bench", "refrence"]])
+def test_a_misspelt_backend_is_guessed_at_once(screen, words):
+    code, out, err = screen(*words)
+    assert (code, out) == (3, "")
+    assert "did you mean reference?" in "".join(err.splitlines()[:2])
+
+
+def test_a_misspelt_name_that_is_excluded_is_told(screen, caplog):
+    code, out, _ = screen("explain", "--exclude", "refrence", width=80)
+    assert code == 0
+    assert "correct the name (did you mean reference?)" in " ".join(out.split())
+    caplog.clear()
+    import attncore
+
+    fields = {
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "head_size": 1,
+        "dtype": "float32",
+        "host": attncore.Host.assume("cpu"),
+    }
+    attncore.select(**fields, exclude=["refrence"])
+    assert [one.getMessage()[:10] for one in caplog.records if one.levelname == "WARNING"] == ["refrence: "]
+    caplog.clear()
+    attncore.select(**fields, exclude=["of-another-machine", "flash"])
+    assert [one for one in caplog.records if one.levelname == "WARNING"] == []
+
+
+@pytest.fixture
+def no_torch(site, monkeypatch):
+    """No torch for who asks whether it is there; for who reads its metadata one that is too old."""
+    (info := site.folder / "torch-2.1.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.1\n")
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "torch" else found(name, *more)
+    )
+
+
+@pytest.mark.parametrize("width", [None, *WIDTHS])
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["list"], 0),
+        (["explain"], 3),
+        (["verify"], 3),
+        (["verify", "--all"], 3),
+        (["replay"], 3),
+        (["bench", "reference"], 3),
+    ],
+    ids=lambda words: "-".join(words) if isinstance(words, list) else "",
+)
+def test_without_torch_it_says_what_to_install(no_torch, screen, words, code, width):
+    found, out, err = screen(*words, width=width)
+    assert found == code
+    assert re.search(r"pip install '?(torch>=2.6|attncore\[torch\])", " ".join((out + err).split()))
+
+
+def test_a_command_without_torch_that_needs_none(no_torch, screen):
+    assert screen("replay", "--metadata-only", "--requests", "3")[0] == 0
+
+
+def sized(columns_of_it):
+    """A pseudo-terminal: its two ends."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns_of_it, 0, 0))
+    return ours, theirs
+
+
+def read_all(descriptor):
+    found = b""
+    while True:
+        try:
+            part = os.read(descriptor, 1 << 16)
+        except OSError:  # the other end is closed
+            part = b""
+        if not part:
+            return found.decode().replace("\r\n", "\n")
+        found += part
+
+
+def test_the_width_is_that_of_the_stream(monkeypatch):
+    """And not of standard output, where that is another."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ours, theirs = sized(73)
+    with open(theirs, "w") as stream:
+        assert columns(stream) == 73
+        monkeypatch.setenv("COLUMNS", "91")
+        assert columns(stream) == 91
+        monkeypatch.setenv("COLUMNS", "many")
+        assert columns(stream) == 73
+    os.close(ours)
+    with open(os.devnull, "w") as stream:
+        assert columns(stream) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["list"], 0, "reference "),
+        (["list", "--help"], 0, "usage: attncore list "),
+        (["explain", "--backend", "refrence"], 3, "did you mean reference?"),
+        (["build"], 2, "attncore build: reading standard input, a batch (JSON) a line"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_on_a_terminal_of_its_own(words, code, said, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("ATTNCORE_PLUGINS", "reference")
+    ours, theirs = sized(60)
+    if words == ["build"]:
+        os.write(ours, b"\x04")  # Ctrl-D
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    with subprocess.Popen([sys.executable, "-m", "attncore", *words], **streams) as process:
+        os.close(theirs)
+        found = read_all(ours)
+    os.close(ours)
+    assert process.returncode == code, found
+    assert said in " ".join(found.replace("^D\b\b", "").split())
+    assert max(map(len, found.splitlines())) <= 60
