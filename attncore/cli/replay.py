@@ -148,9 +148,11 @@ def _layers(
     from attncore.replay.layers.make_layers import head_size_of, make_layers
     from attncore.replay.token_content import Content
 
-    if args.head_size is None:
-        with stdout_to_stderr():  # plugins load
-            args.head_size = head_size_of(args.backend)
+    with stdout_to_stderr():  # plugins load
+        try:
+            args.head_size = head_size_of(args.backend, args.head_size)
+        except ValueError as error:
+            raise UsageError(str(error).replace("head_size", "--head-size", 1)) from None
     content = Content(args.num_heads, args.num_kv_heads, args.head_size, args.seed)
     with stdout_to_stderr():
         return make_layers(settings, content, args.layers, args.backend)

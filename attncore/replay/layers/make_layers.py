@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attncore.registry.choice.select import select
 from attncore.registry.plugins.load import registry
-from attncore.registry.spec.sizes import smallest
+from attncore.registry.spec.sizes import describe, smallest
 from attncore.replay.layers.attention_layers import AttentionLayers
 from attncore.replay.layers.context_parallel_layers import ShardedLayers
 
@@ -60,14 +60,20 @@ def dtype_of(backend: str | None) -> str:
     return next((dtype for dtype in ("float32", "bfloat16", "float16") if dtype in had), "float32")
 
 
-def head_size_of(backend: str | None) -> int:
-    """32, or the size of HEAD_SIZES that most variants of a backend, named, have; its smallest where none of them has
-    one. A name that no backend has is refused where the backend is chosen."""
+def head_size_of(backend: str | None, asked: int | None = None) -> int:
+    """The head size asked for; where none is, 32 or the size of HEAD_SIZES that most variants of a backend, named, have,
+    or its smallest.
+
+    ValueError where no variant has the size asked for. A name that no backend has is refused when one is chosen.
+    """
     sizes: list[Sizes] = [form.head_sizes for form in _variants(backend)]  # type: ignore[misc]
     if not sizes:
-        return HEAD_SIZES[0]
+        return asked or HEAD_SIZES[0]
+    if asked and not any(asked in accepted for accepted in sizes):
+        had = " or ".join(dict.fromkeys(describe(accepted) for accepted in sizes))
+        raise ValueError(f"head_size: backend {backend!r} has no heads of {asked}, it has {had}; give one of these")
     best = max(HEAD_SIZES, key=lambda size: sum(size in accepted for accepted in sizes))  # the first of equals
-    return best if any(best in accepted for accepted in sizes) else smallest(sizes[0])
+    return asked or (best if any(best in accepted for accepted in sizes) else smallest(sizes[0]))
 
 
 def _variants(backend: str | None) -> list[BackendSpec]:
