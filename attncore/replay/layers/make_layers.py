@@ -61,8 +61,8 @@ def dtype_of(backend: str | None) -> str:
 
 
 def head_size_of(backend: str | None, asked: int | None = None) -> int:
-    """The head size asked for; where none is, 32 or the size of HEAD_SIZES that most variants of a backend, named, have,
-    or its smallest.
+    """The head size asked for. Where none is: the one of HEAD_SIZES that most variants of a backend, named, have, 32
+    before others, or else its smallest.
 
     ValueError where no variant has the size asked for. A name that no backend has is refused when one is chosen.
     """
