@@ -52,6 +52,7 @@ def replay(
         wall_seconds = perf_counter() - started
         again = run
         if layers is not None:
+            run.ranks.close()
             again = _Run(requests, settings, layers, plans, only_builds=True)
             _serve(again)
     return run.outcome(wall_seconds, again.steps.build_ns)
