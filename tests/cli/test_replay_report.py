@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from replay_command import ran, reported
 
 import attncore
+from attncore.replay.results import report
 
 SMALL = ["--num-heads", "2", "--num-kv-heads", "1", "--head-size", "8", "--layers", "1"]
 BLOCKS = set("▁▂▃▄▅▆▇█▏▎▍▌▋▊▉")
@@ -57,13 +59,13 @@ def test_an_encoding_without_blocks_gets_ascii(trace):
 
 def test_json_says_on_what(capsys, trace):
     pytest.importorskip("torch")
-    report = reported(capsys, trace, *SMALL)
-    assert report["versions"]["attncore"] == attncore.__version__
-    assert {"python", "numpy", "torch"} <= set(report["versions"])
-    assert set(report["host"]) == {"cpu", "cores", "platform"}
-    assert report["device"].startswith(("cpu", "cuda"))
-    assert sum(report["build_histogram"]["cold"]) == sum(report["build_histogram"]["hot"]) == report["steps"]
-    assert sum(report["timeline"]["decode_tokens"]) == pytest.approx(report["decode_tokens"])
+    found = reported(capsys, trace, *SMALL)
+    assert found["versions"]["attncore"] == attncore.__version__
+    assert {"python", "numpy", "torch"} <= set(found["versions"])
+    assert set(found["host"]) == {"cpu", "cores", "platform"}
+    assert found["device"].startswith(("cpu", "cuda"))
+    assert sum(found["build_histogram"]["cold"]) == sum(found["build_histogram"]["hot"]) == found["steps"]
+    assert sum(found["timeline"]["decode_tokens"]) == pytest.approx(found["decode_tokens"])
     only = reported(capsys, trace, "--metadata-only")
     assert (only["build_us"]["cold"], only["build_histogram"]["cold"], only["device"]) == (None, [], "cpu")
 
@@ -79,7 +81,11 @@ def test_a_page_holds_all_that_it_shows(capsys, trace, tmp_path):
     assert (code, err) == (0, "")
     assert "OK: 3 requests" in out
     page = path.read_text()
-    assert page.count("<svg") == 3
+    drawn = [ElementTree.fromstring(svg) for svg in re.findall("<svg.*?</svg>", page, re.DOTALL)]
+    assert len(drawn) == 3
+    assert "nan" not in "".join(
+        path.get("d", "") for svg in drawn for path in svg.iter("{http://www.w3.org/2000/svg}path")
+    )
     assert not re.search(r"""(src|href)=["'](?!#)|@import|url\((?!#)""", page)
     assert "a&lt;b&gt;.jsonl" in page
     assert "<b>" not in page
@@ -118,12 +124,21 @@ def test_a_named_backend_gets_a_head_size_that_it_has(capsys, trace, site):
     pytest.importorskip("torch")
     site.plugin("picky", heavy="from attncore.reference import ReferenceBackend as Backend")
     few = ["--num-heads", "2", "--num-kv-heads", "1", "--layers", "1", "--backend", "picky"]
-    report = reported(capsys, trace, *few)
-    assert (report["backend"], report["options"]["head_size"]) == ("picky", 64)
-    assert report["versions"]["attn-picky"] == "1.0"
+    found = reported(capsys, trace, *few)
+    assert (found["backend"], found["options"]["head_size"]) == ("picky", 64)
+    assert found["versions"]["attn-picky"] == "1.0"
     code, out, err = ran(capsys, trace, *few, "--head-size", "32")
     assert (code, out) == (2, "")
     assert err == (
         "attncore: error: --head-size: backend 'picky' has no heads of 32, it has 64, 128; give one of these\n"
     )
     assert reported(capsys, trace, *SMALL[:4], "--layers", "1")["options"]["head_size"] == 32
+
+
+def test_ranges_without_builds_are_left_out(capsys, trace, monkeypatch):
+    found = {"from_us": [0.5, 1, 2, 5, 10], "cold": [3, 0, 0, 0, 1], "hot": [2, 2, 0, 0, 0]}
+    monkeypatch.setattr(report, "histogram", lambda cold, hot: found)
+    _, out, _ = ran(capsys, trace, "--metadata-only")
+    lines = ["".join(letter for letter in line if letter not in BLOCKS).split() for line in out.splitlines()]
+    first = lines.index("from us cold builds hot builds".split())
+    assert lines[first + 1 : first + 6] == [["0.5", "3", "2"], ["1", "0", "2"], ["..."], ["10", "1", "0"], []]

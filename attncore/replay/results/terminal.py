@@ -79,7 +79,7 @@ def _print_timeline(console: Console, timeline: dict[str, Any]) -> None:
 
 
 def _print_histogram(console: Console, histogram: dict[str, Any]) -> None:
-    """A line for each range of times: how many builds, cold and hot, were in it."""
+    """A line for each range of times: how many builds, cold and hot, were in it. Dots stand for ranges without any."""
     from rich.text import Text
 
     shown = {name: histogram[name] for name in COLORS if histogram[name]}
@@ -92,7 +92,13 @@ def _print_histogram(console: Console, histogram: dict[str, Any]) -> None:
     longest = max(4, min(40, room - digits - 3))
     head = "".join(f"  {name + ' builds':<{digits + 1 + longest}}" for name in shown)
     console.print(f"{'from us':>{label - 2}}{head}".rstrip(), no_wrap=True)
+    none_before = False
     for index, edge in enumerate(edges):
+        none, none_before = none_before, not any(counts[index] for counts in shown.values())
+        if none_before:
+            if not none:
+                console.print(f"{'...':>{label - 2}}", no_wrap=True)
+            continue
         line = Text(f"{edge:>{label - 2}}")
         for name, counts in shown.items():
             bar = _bar(counts[index] / max(counts), longest)
