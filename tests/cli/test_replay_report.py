@@ -140,5 +140,5 @@ def test_ranges_without_builds_are_left_out(capsys, trace, monkeypatch):
     monkeypatch.setattr(report, "histogram", lambda cold, hot: found)
     _, out, _ = ran(capsys, trace, "--metadata-only")
     lines = ["".join(letter for letter in line if letter not in BLOCKS).split() for line in out.splitlines()]
-    first = lines.index("from us cold builds hot builds".split())
+    first = lines.index(["from", "us", "cold", "builds", "hot", "builds"])
     assert lines[first + 1 : first + 6] == [["0.5", "3", "2"], ["1", "0", "2"], ["..."], ["10", "1", "0"], []]
