@@ -141,6 +141,8 @@ class Engine:
 
         ValueError at once, with none queued, where one can never run; the error of one that is dropped, at the end.
         Who stops reading cancels what still runs."""
+        if isinstance(prompts, str):
+            raise TypeError("prompts: one text; give a list of them")  # else each letter would be a prompt
         return self._streamed([self._request(prompt, max_new_tokens, **sampling) for prompt in prompts])
 
     def _streamed(self, requests: list[Request]) -> Iterator[tuple[int, Any]]:
@@ -161,7 +163,7 @@ class Engine:
 
     def complete(self, prompts: Any, max_new_tokens: int, **sampling: Any) -> list[Any]:
         """The whole output of each prompt, token ids or text, and otherwise as ``generate``."""
-        prompts = list(prompts)
+        prompts = prompts if isinstance(prompts, str) else list(prompts)
         outputs: list[list[Any]] = [[] for _ in prompts]
         for number, piece in self.generate(prompts, max_new_tokens, **sampling):
             outputs[number].append(piece)
@@ -319,10 +321,12 @@ if __name__ == "__main__":
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     kind = {"device": "cuda", "dtype": torch.bfloat16} if torch.cuda.is_available() else {}
-    if len(sys.argv) > 2:
-        name, text = sys.argv[1:3]
-        model = AutoModelForCausalLM.from_pretrained(name).to(**kind)
-        for _, piece in Engine(model, tokenizer=AutoTokenizer.from_pretrained(name)).generate([text], 100):
+    if len(sys.argv) > 1:
+        name, *words = sys.argv[1:]
+        engine = Engine(
+            AutoModelForCausalLM.from_pretrained(name).to(**kind), tokenizer=AutoTokenizer.from_pretrained(name)
+        )
+        for _, piece in engine.generate([" ".join(words) or "Once upon a time"], max_new_tokens=100):
             print(piece, end="", flush=True)
         print()
     else:

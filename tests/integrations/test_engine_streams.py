@@ -1,5 +1,10 @@
 """examples/engine.py: tokens as they come, prompts in words, torch's threads."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -11,6 +16,8 @@ from integrations.test_engine import is_empty, prompts  # noqa: E402
 
 LIMITS = {"num_blocks": 40, "max_num_reqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
 END = 0
+EXAMPLES = Path(__file__).parents[2] / "examples"
+UTF8 = {**os.environ, "PYTHONIOENCODING": "utf-8"}
 
 
 @pytest.fixture
@@ -106,6 +113,22 @@ def test_text_without_a_tokenizer_is_refused(engine):
     with pytest.raises(TypeError, match=r"^prompt: text, and the engine has no tokenizer; "):
         engine.generate(["a"], 3)
     assert not engine.waiting
+
+
+def test_one_text_is_no_list_of_them(engine):
+    for ask in (engine.generate, engine.complete):
+        with pytest.raises(TypeError, match=r"^prompts: one text; give a list"):
+            ask("abc", 3)
+    assert not engine.waiting
+
+
+def test_the_example_continues_a_text_by_a_model_of_a_folder(tmp_path):
+    decoder("llama", vocab_size=257).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    words = [sys.executable, str(EXAMPLES / "engine.py"), str(tmp_path), "Once", "upon"]
+    ran = subprocess.run(words, capture_output=True, check=False, timeout=300, encoding="utf-8", env=UTF8)
+    assert ran.returncode == 0, ran.stderr
+    assert len(ran.stdout.strip()) > 1
 
 
 @pytest.mark.parametrize("threads", [1, 3])
