@@ -24,6 +24,12 @@ def version_of(name: str) -> str | None:
         return None
 
 
+def versions() -> dict[str, str]:
+    """Python's version, attncore's, and those of PACKAGES that are installed."""
+    found = {"attncore": __version__, "python": platform.python_version()}
+    return found | {name: version for name in PACKAGES if (version := version_of(name))}
+
+
 def show_versions() -> None:
     """Print what a report of a problem needs: versions, the kernels in use, the host, and the plugins.
 

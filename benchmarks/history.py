@@ -11,24 +11,18 @@ import datetime
 import html
 import itertools
 import json
-import math
 import re
 import sys
 from collections import defaultdict
-from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
+from attncore import chart_page
 from attncore.testing.bench.machine import machine_name
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("benchmarks/results/Linux-*/[0-9]*.json", ".benchmarks/*/*/[0-9]*.json")
 HEADLINE = ("decode 256", "persistent")
-STYLE = """
-body { font-family: sans-serif; margin: 2em auto; max-width: 1180px; color: #222; padding: 0 1em }
-table { border-collapse: collapse } td, th { padding: .2em 1em .2em 0; text-align: left; border-bottom: 1px solid #ddd }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(540px, 1fr)); gap: 1em; margin-top: 2em }
-"""
 
 
 class SavedRun(NamedTuple):
@@ -103,15 +97,6 @@ def in_units(seconds):
     return f"{seconds * 1e9:.3g} ns"
 
 
-def ticks(low, high):
-    """Values 1, 2 and 5 of each power of ten around a range, so that the scale reads well; at least two."""
-    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
-    every = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
-    first = max(i for i, one in enumerate(every) if one <= low * (1 + 1e-9))
-    last = min(i for i, one in enumerate(every) if one >= high * (1 - 1e-9))
-    return every[first : max(last, first + 1) + 1]
-
-
 def dates(runs):
     """Up to five times of runs, far enough apart to be read, and how they are written."""
     first, last = runs[0].time, runs[-1].time
@@ -121,34 +106,18 @@ def dates(runs):
     return [first + (last - first) * i / 4 for i in range(5)], form
 
 
-def library():
-    """pygal, without the finder of its own on ``sys.meta_path``: Python warns of its protocol at each later import."""
-    import pygal
-    import pygal.style
-
-    sys.meta_path[:] = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
-    return pygal
-
-
 def chart(group, ways, runs):
     """An SVG of one group over the time of all runs of the machine."""
-    pygal = library()
-    style = pygal.style.CleanStyle(
-        font_family="sans-serif", title_font_size=15, legend_font_size=12, label_font_size=11
-    )  # fmt: skip
     labels, form = dates(runs)
     medians = [median for points in ways.values() for _, median, *_ in points]
-    drawn = pygal.DateTimeLine(
-        title=group, width=560, height=340, margin_right=40, logarithmic=True, js=[], dots_size=3,
-        legend_at_bottom=True, legend_at_bottom_columns=3, truncate_legend=-1, truncate_label=-1,
-        disable_xml_declaration=True,
+    drawn = chart_page.library().DateTimeLine(
+        **chart_page.settings(group), logarithmic=True, dots_size=3,
         x_value_formatter=lambda time: time.strftime(form), value_formatter=in_units,
-        style=style,
     )  # fmt: skip
     room = max((runs[-1].time - runs[0].time) * 0.03, datetime.timedelta(hours=1))  # one run has no width of its own
     drawn.xrange = tuple(time.timestamp() for time in (runs[0].time - room, runs[-1].time + room))
     drawn.x_labels = labels
-    drawn.y_labels = ticks(min(medians), max(medians))
+    drawn.y_labels = chart_page.ticks(min(medians), max(medians))
     drawn.range = (drawn.y_labels[0] * 0.95, drawn.y_labels[-1] * 1.05)
     for way, points in ways.items():
         values = [
@@ -159,30 +128,15 @@ def chart(group, ways, runs):
     return drawn.render(is_unicode=True)
 
 
-def page(title, body, script=""):
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body>\n<h1>{html.escape(title)}</h1>\n{body}\n{script}</body></html>\n"
-    )
-
-
-def table(headers, rows):
-    """Rows of cells that are HTML already."""
-    lines = ["".join(f"<th>{one}</th>" for one in headers)]
-    lines += ["".join(f"<td>{one}</td>" for one in row) for row in rows]
-    return "<table>\n" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table>"
-
-
 def machine_page(runs):
     """The page of one machine: its runs, and a chart for each group."""
     rows = [(f"{run.time:%Y-%m-%d %H:%M}", *map(html.escape, (run.commit, run.numpy, run.file.name))) for run in runs]
-    charts = "\n".join(f"<div>{chart(group, ways, runs)}</div>" for group, ways in series(runs).items())
-    script = files("pygaljs").joinpath("static/2.0.x/pygal-tooltips.min.js").read_text(encoding="utf-8")
+    charts = [chart(group, ways, runs) for group, ways in series(runs).items()]
     body = (
         '<p><a href="index.html">All machines</a>. Medians; a + marks uncommitted changes. Ratios within one run tell '
-        "more than microseconds.</p>\n" + table(("Run (UTC)", "Revision", "NumPy", "File"), rows)
+        "more than microseconds.</p>\n" + chart_page.table(("Run (UTC)", "Revision", "NumPy", "File"), rows)
     )
-    return page(runs[0].title, f'{body}\n<div class="charts">\n{charts}\n</div>', f"<script>{script}</script>\n")
+    return chart_page.page(runs[0].title, body, charts)
 
 
 def index_page(found):
@@ -193,7 +147,9 @@ def index_page(found):
         last = in_units(points[-1][1]) if points else "-"
         times = [f"{run.time:%Y-%m-%d}" for run in (runs[0], runs[-1])]
         rows.append((f'<a href="{name}.html">{html.escape(runs[0].title)}</a>', len(runs), *times, last))
-    return page("Metadata-build latency", table(("Machine", "Runs", "First", "Last", "Decode 256, last"), rows))
+    return chart_page.page(
+        "Metadata-build latency", chart_page.table(("Machine", "Runs", "First", "Last", "Decode 256, last"), rows)
+    )
 
 
 def main(words):

@@ -145,11 +145,11 @@ def ours(model, prompts, args, backend):
         model, num_blocks=args.pool_tokens // size + 1, max_num_reqs=args.concurrent, max_model_len=longest + 1,
         max_num_batched_tokens=args.budget, block_size=size, backend=backend,
     )  # fmt: skip
-    engine.generate(warm_up_of(prompts, model.config.vocab_size), 4)  # kernels are compiled, allocations made
+    engine.complete(warm_up_of(prompts, model.config.vocab_size), 4)  # kernels are compiled, allocations made
     engine.clear()
     with mock.patch.object(example, "attncore_context", functools.partial(ClockedContext, engine.clocks)):
         start = time.perf_counter()
-        outputs = engine.generate(prompts, args.new)
+        outputs = engine.complete(prompts, args.new)
         wall = time.perf_counter() - start
     steps, spent = len(engine.steps), engine.spent()
     row = {

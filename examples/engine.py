@@ -1,122 +1,65 @@
 """A continuous-batching engine: decoder models of transformers, over attncore's metadata and an attention backend.
 
-    python examples/engine.py
+    python examples/engine.py                       # a tiny model with random weights
+    python examples/engine.py MODEL "Once upon"     # a model of transformers, by folder or name, and its tokenizer
 
-Requests arrive at any time; each step runs what is there: prompts in chunks, decodes one token each. Blocks of a prompt
-that were computed once are used again. Where the pool is exhausted the youngest request gives its blocks back and is
-computed again later. Steps of decodes run in CUDA graphs where there is a GPU. Sampling is greedy at temperature 0.
+`generate` yields tokens as they come, or text for a prompt in words. Requests arrive at any time; each step runs what
+is there: prompts in chunks, decodes one token each. Blocks of a prompt that were computed once are used again. Where
+the pool is exhausted the youngest request gives its blocks back and is computed again later. Steps of decodes run in
+CUDA graphs where there is a GPU. Sampling is greedy at temperature 0.
 """
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import itertools
 import logging
 import operator
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from block_pool import BlockPool
+from request import Request
 
 from attncore import AttentionType, InputBatch, MetadataBuilder
 from attncore.graphs import capturing, new_graph
 from attncore.integrations.transformers import attention_layers, attncore_context, paged_caches, select_for_model
 
 
-class BlockPool:
-    """Blocks 1 to ``num_blocks - 1`` with counted holders; a free block keeps its tokens until it is taken."""
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """torch computes with ``count`` threads meanwhile.
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._blank = list(range(num_blocks - 1, 0, -1))  # block 0 is the null block
-        self._known: OrderedDict[int, Any] = OrderedDict()  # free blocks with their keys, the longest free first
-        self._holders: dict[int, int] = {}
-        self._block_of: dict[Any, int] = {}
-        self._key_of: dict[int, Any] = {}
-
-    @property
-    def num_free(self) -> int:
-        return len(self._blank) + len(self._known)
-
-    def take(self, count: int) -> list[int] | None:
-        """``count`` blocks, or None where there are not so many."""
-        if count > self.num_free:
-            return None
-        blocks = [self._blank.pop() if self._blank else self._evicted() for _ in range(count)]
-        self._holders.update(dict.fromkeys(blocks, 1))
-        return blocks
-
-    def share(self, key: Any) -> int | None:
-        """The block that holds the tokens of ``key``, held once more; None where no block does."""
-        if (block := self._block_of.get(key)) is not None:
-            self._known.pop(block, None)
-            self._holders[block] = self._holders.get(block, 0) + 1
-        return block
-
-    def publish(self, block: int, key: Any) -> None:
-        """The block's tokens are all computed, and others may use them."""
-        if block not in self._key_of and key not in self._block_of:
-            self._key_of[block], self._block_of[key] = key, block
-
-    def give_back(self, blocks: list[int]) -> None:
-        for block in reversed(blocks):  # the end of a prompt is given up first: its beginning is shared more often
-            self._holders[block] -= 1
-            if not self._holders[block]:
-                del self._holders[block]
-                if block in self._key_of:
-                    self._known[block] = self._key_of[block]
-                else:
-                    self._blank.append(block)
-
-    def _evicted(self) -> int:
-        block, key = self._known.popitem(last=False)
-        del self._block_of[key], self._key_of[block]
-        return block
-
-
-@dataclass(eq=False)
-class Request:
-    """One sequence: its prompt and what was generated, in ``tokens``; the first ``computed`` are in the cache."""
-
-    id: int
-    tokens: list[int]
-    num_prompt: int
-    max_new_tokens: int
-    temperature: float
-    stop: frozenset[int]
-    computed: int = 0
-    blocks: list[int] = field(default_factory=list)
-    keys: list[Any] = field(default_factory=list)  # of its full blocks, each made of the one before and its tokens
-    error: Exception | None = None  # why it was dropped: its step failed though it ran alone
-
-    @property
-    def output(self) -> list[int]:
-        return self.tokens[self.num_prompt :]
-
-    @property
-    def finished(self) -> bool:
-        return len(self.output) >= self.max_new_tokens or (bool(self.output) and self.tokens[-1] in self.stop)
-
-    def key(self, index: int, size: int) -> Any:
-        while (n := len(self.keys)) <= index:
-            said = np.array(self.tokens[n * size : (n + 1) * size]).tobytes()
-            self.keys.append(hashlib.sha256((self.keys[-1] if n else b"") + said).digest())
-        return self.keys[index]
+    A decode step is many small operations. Threads that wait for each other take longer than one alone, and on a busy
+    machine many times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Engine:
-    """``add_request`` and ``cancel`` between steps; ``step`` runs one and returns the requests that it finished.
+    """``generate`` and ``complete`` run prompts: lists of token ids, or texts where there is a ``tokenizer``.
+
+    Or ``add_request`` and ``cancel`` between steps; ``step`` runs one and returns the requests that it finished.
+    ``threads`` are torch's on a CPU.
 
     Where a step fails, its requests run again, one at a time, past the tokens that they failed at. One that fails alone
     is dropped: ``step`` returns it with its ``error``, and all others finish."""
 
     def __init__(
         self, model: Any, *, num_blocks: int = 512, max_num_reqs: int = 64, max_num_batched_tokens: int = 2048,
-        max_model_len: int | None = None, graph_sizes: tuple[int, ...] | None = None, seed: int = 0, **wanted: Any,
+        max_model_len: int | None = None, graph_sizes: tuple[int, ...] | None = None, seed: int = 0, threads: int = 1,
+        tokenizer: Any = None, **wanted: Any,
     ) -> None:  # fmt: skip
-        self.model, self.device = model.eval(), str(model.device)
+        self.model, self.device, self.tokenizer, self.threads = model.eval(), str(model.device), tokenizer, threads
         if graph_sizes is None:
             graph_sizes = (1, 2, 4, *range(8, max_num_reqs + 8, 8)) if self.device.startswith("cuda") else ()
         layers, level = attention_layers(model), "uniform_decode" if graph_sizes else "never"
@@ -144,15 +87,24 @@ class Engine:
         model.set_attn_implementation("attncore")
         self.graphs = {n: self._captured(n) for n in sorted({min(n, max_num_reqs) for n in graph_sizes}, reverse=True)}
 
-    def add_request(self, prompt: list[int], max_new_tokens: int, **sampling: Any) -> Request:
-        """Queues a request, with ``temperature`` and ``stop`` tokens. ValueError where it can never run."""
+    def add_request(self, prompt: list[int] | str, max_new_tokens: int, **sampling: Any) -> Request:
+        """Queues a request, with ``temperature`` and ``stop`` tokens (of a text: its tokenizer's end, unless given).
+        ValueError where it can never run."""
         self.waiting.append(request := self._request(prompt, max_new_tokens, **sampling))
         return request
 
     def _request(
-        self, prompt: list[int], max_new_tokens: int, *, temperature: float = 0.0, stop: tuple[int, ...] = ()
+        self, prompt: Any, max_new_tokens: int, *, temperature: float = 0.0, stop: tuple[int, ...] | None = None
     ) -> Request:
-        prompt, ends = self._tokens("prompt", prompt), self._tokens("stop", stop)
+        decode = None
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise TypeError("prompt: text, and the engine has no tokenizer; make it with one, or give token ids")
+            how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+            decode = functools.partial(self.tokenizer.decode, **how)
+            stop = (self.tokenizer.eos_token_id,) if stop is None and self.tokenizer.eos_token_id is not None else stop
+            prompt = self.tokenizer.encode(prompt)
+        prompt, ends = self._tokens("prompt", prompt), self._tokens("stop", stop or ())
         longest = len(prompt) + operator.index(max_new_tokens)
         if not prompt or max_new_tokens < 1:
             raise ValueError(f"prompt: {len(prompt)} tokens, max_new_tokens: {max_new_tokens}; give at least one each")
@@ -162,7 +114,9 @@ class Engine:
             raise ValueError(f"prompt: {longest} tokens with max_new_tokens exceed max_model_len {self.max_model_len}")
         if -(-longest // self.block_size) > self.pool.num_blocks - 1:
             raise ValueError(f"prompt: {longest} tokens need more than the pool's {self.pool.num_blocks - 1} blocks")
-        return Request(next(self._ids), prompt, len(prompt), max_new_tokens, temperature, frozenset(ends))
+        return Request(
+            next(self._ids), prompt, len(prompt), max_new_tokens, temperature, frozenset(ends), decode=decode
+        )
 
     def _tokens(self, name: str, given: Any) -> list[int]:
         """Token ids as ints; a wrong one would fail in the model, in the middle of everybody's step."""
@@ -182,15 +136,38 @@ class Engine:
         elif request in self.waiting:
             self.waiting.remove(request)
 
-    def generate(self, prompts: list[list[int]], max_new_tokens: int, **sampling: Any) -> list[list[int]]:
-        """The output tokens of each prompt. ValueError, with none queued, where one can never run; a dropped one's."""
-        requests = [self._request(prompt, max_new_tokens, **sampling) for prompt in prompts]
+    def generate(self, prompts: Any, max_new_tokens: int, **sampling: Any) -> Iterator[tuple[int, Any]]:
+        """``(number of its prompt, token)`` for every new token, as it comes; a piece of text for a prompt in words.
+
+        ValueError at once, with none queued, where one can never run; the error of one that is dropped, at the end.
+        Who stops reading cancels what still runs."""
+        if isinstance(prompts, str):
+            raise TypeError("prompts: one text; give a list of them")  # else each letter would be a prompt
+        return self._streamed([self._request(prompt, max_new_tokens, **sampling) for prompt in prompts])
+
+    def _streamed(self, requests: list[Request]) -> Iterator[tuple[int, Any]]:
         self.waiting += requests
-        while self.waiting or self.running:
-            self.step()
+        try:
+            running = True
+            while running:
+                self.step()
+                # Asked before what came is read: a reader may run steps of other requests, and of these, meanwhile.
+                running = bool(self.waiting or self.running) and not all(one.finished or one.error for one in requests)
+                for number, request in enumerate(requests):
+                    yield from ((number, piece) for piece in request.news())
+        finally:
+            for request in requests:
+                self.cancel(request)
         if error := next((request.error for request in requests if request.error), None):
             raise error
-        return [request.output for request in requests]
+
+    def complete(self, prompts: Any, max_new_tokens: int, **sampling: Any) -> list[Any]:
+        """The whole output of each prompt, token ids or text, and otherwise as ``generate``."""
+        prompts = prompts if isinstance(prompts, str) else list(prompts)
+        outputs: list[list[Any]] = [[] for _ in prompts]
+        for number, piece in self.generate(prompts, max_new_tokens, **sampling):
+            outputs[number].append(piece)
+        return ["".join(out) if isinstance(one, str) else out for one, out in zip(prompts, outputs, strict=True)]
 
     def close(self) -> None:
         """Gives the memory of graphs and caches back; nothing runs afterwards."""
@@ -317,7 +294,7 @@ class Engine:
     def _forward(self, metadata: Any) -> torch.Tensor:
         """The next token of every row."""
         given = {"position_ids": metadata.positions[None], "logits_to_keep": metadata.logits_indices}
-        with attncore_context(metadata, self.caches):
+        with torch_threads(self.threads), attncore_context(metadata, self.caches):
             logits = self.model(metadata.input_ids[None], use_cache=False, **given).logits[0].float()
         # argmax(logits + t * Gumbel noise) draws from softmax(logits / t), and is greedy at t = 0.
         noise = torch.empty_like(logits).exponential_().clamp_(min=1e-20).log_()
@@ -341,9 +318,20 @@ class Engine:
 
 
 if __name__ == "__main__":
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    tiny = LlamaForCausalLM(LlamaConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=1000))
-    engine = Engine(tiny.to("cuda", torch.bfloat16) if torch.cuda.is_available() else tiny, num_blocks=64)
-    outputs = engine.generate([[1, 2, 3], list(range(40)), [7] * 17], max_new_tokens=8)
-    print(engine.choice.explain().splitlines()[0], *outputs, sep="\n")
+    kind = {"device": "cuda", "dtype": torch.bfloat16} if torch.cuda.is_available() else {}
+    if len(sys.argv) > 1:
+        name, *words = sys.argv[1:]
+        engine = Engine(
+            AutoModelForCausalLM.from_pretrained(name).to(**kind), tokenizer=AutoTokenizer.from_pretrained(name)
+        )
+        for _, piece in engine.generate([" ".join(words) or "Once upon a time"], max_new_tokens=100):
+            print(piece, end="", flush=True)
+        print()
+    else:
+        config = LlamaConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=1000)
+        engine = Engine(LlamaForCausalLM(config).to(**kind), num_blocks=64)
+        print(engine.choice.explain().splitlines()[0])
+        for number, token in engine.generate([[1, 2, 3], list(range(40)), [7] * 17], max_new_tokens=8):
+            print(f"prompt {number}: token {token}")

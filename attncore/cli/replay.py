@@ -14,22 +14,30 @@ import contextlib
 import functools
 import importlib.util
 import math
-from typing import TYPE_CHECKING
+import platform
+from typing import TYPE_CHECKING, Any
 
+from attncore import chart_page
 from attncore.cli import replay_options
 from attncore.cli.output import print_json, stdout_to_stderr
 from attncore.cli.progress_bar import progress_bar
 from attncore.cli.usage_errors import UsageError
 from attncore.errors import NoBackendError
+from attncore.registry.host.host import Host
+from attncore.registry.plugins.load import registry
 from attncore.replay.layers.attention_layers import torch_threads
 from attncore.replay.results import report
 from attncore.replay.results.save_steps import StepsFile, batch_line, persistent_line
+from attncore.replay.results.terminal import print_report
+from attncore.replay.results.whole_file import WholeFile
 from attncore.replay.runner import replay
 from attncore.replay.scheduling.kv_cache_manager import check_pools
 from attncore.replay.settings import Settings
 from attncore.replay.traces import synthetic
 from attncore.replay.traces.read_trace import read_trace
 from attncore.replay.traces.trace import Trace
+from attncore.testing.bench.machine import machine
+from attncore.versions import versions
 
 if TYPE_CHECKING:
     from attncore.replay.layers.attention_layers import AttentionLayers
@@ -65,22 +73,54 @@ def _run(args: argparse.Namespace) -> int:
         if record is not None:
             stack.push(record)  # first, so that an interrupt while it opens leaves nothing behind
             record.open()
+        page = None
+        if args.html:
+            _check_charts()
+            page = stack.enter_context(WholeFile(args.html))  # before the run: what cannot be written is said at once
         progress = stack.enter_context(progress_bar(len(trace.requests)))
         if layers:
             stack.enter_context(torch_threads(args.threads))
         outcome = replay(trace.requests, settings, layers, record=record, progress=progress)
-    written = report.as_json(
-        outcome,
-        trace={"source": trace.source, "format": trace.format},
-        options=replay_options.options_in_report(args),
-        backend=layers.name if layers else None,
-        why=why,
-    )
+        written = report.as_json(
+            outcome,
+            trace={"source": trace.source, "format": trace.format},
+            options=replay_options.options_in_report(args),
+            backend=layers.name if layers else None,
+            why=why,
+            environment=_environment(layers),
+        )
+        if page is not None:
+            from attncore.replay.results.html_page import as_html
+
+            page.write(as_html(written))
     if args.json:
         print_json(written)
     else:
-        report.print_table(written)
+        print_report(written)
     return 1 if outcome.verification.failed else 0
+
+
+def _check_charts() -> None:
+    """UsageError where the library that draws the plots is not installed."""
+    try:
+        chart_page.library()
+    except ImportError as error:
+        raise UsageError(f"--html: {error}; pip install 'attncore[html]'") from error
+
+
+def _environment(layers: AttentionLayers | ModelLayers | None) -> dict[str, Any]:
+    """Versions, host and device of a run, for its report."""
+    found, host = versions(), Host.probe()
+    device = layers.device if layers else "cpu"
+    for record in registry().records if layers else ():
+        if layers is not None and record.name == layers.name:
+            found[record.distribution] = record.version
+    facts = machine()
+    return {
+        "versions": found,
+        "host": {"cpu": facts["cpu"], "cores": int(facts["cores"]), "platform": platform.platform()},
+        "device": device if device.startswith("cpu") else f"{device} ({host.device_name})",
+    }
 
 
 def _trace(args: argparse.Namespace) -> Trace:
@@ -105,9 +145,14 @@ def _layers(
         )
     if args.model:
         return _model(args.model, args.backend, settings, trace)
-    from attncore.replay.layers.make_layers import make_layers
+    from attncore.replay.layers.make_layers import head_size_of, make_layers
     from attncore.replay.token_content import Content
 
+    with stdout_to_stderr():  # plugins load
+        try:
+            args.head_size = head_size_of(args.backend, args.head_size)
+        except ValueError as error:
+            raise UsageError(str(error).replace("head_size", "--head-size", 1)) from None
     content = Content(args.num_heads, args.num_kv_heads, args.head_size, args.seed)
     with stdout_to_stderr():
         return make_layers(settings, content, args.layers, args.backend)

@@ -104,7 +104,13 @@ def _add_attention_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_integer(parser, "--num-heads", 1, 1024, 4, "query heads")
     add_integer(parser, "--num-kv-heads", 1, 1024, 2, "key-value heads, a divisor of --num-heads")
-    add_integer(parser, "--head-size", 1, 1024, 32, "numbers a head has; scores are scaled by its square root")
+    add(
+        "--head-size",
+        type=integer(1, 1024),
+        metavar="N",
+        help="numbers a head has; scores are scaled by its square root (default 32, or what the backend of --backend "
+        "has)",
+    )
     add(
         "--layers",
         type=integer(1, 1024),
@@ -138,6 +144,7 @@ def _add_result_options(parser: argparse.ArgumentParser) -> None:
         help="no attention (torch is not needed); every K-th step's metadata is compared with a plain recount",
     )
     add("--save-steps", metavar="FILE", help="write every step's batch to FILE, for `attncore build`")
+    add("--html", metavar="FILE", help="write the report to FILE too, as one page with plots (attncore[html])")
     add("--json", action="store_true", help="print the report as JSON")
 
 
@@ -206,9 +213,21 @@ def _check_contradictions(args: argparse.Namespace) -> None:
         for name in ("metadata_only", "groups", "speculative", "context_parallel", "layers"):
             if getattr(args, name):
                 raise UsageError(f"--{name.replace('_', '-')}: given beside --model, which runs a model as it is")
+    _check_files(args)
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """UsageError where a file that is written is the trace, or the other one."""
     path = args.trace or args.trace_option
-    if path and args.save_steps and Path(path).resolve() == Path(args.save_steps).resolve():
-        raise UsageError(f"--save-steps: {args.save_steps} is the trace itself")
+    of_options = {"--trace": path, "--save-steps": args.save_steps, "--html": args.html}
+    seen: dict[Path, str] = {}
+    for option, file in of_options.items():
+        if not file:
+            continue
+        first = seen.setdefault(Path(file).resolve(), option)
+        if first != option:
+            what = "the trace itself" if first == "--trace" else f"the file of {first}"
+            raise UsageError(f"{option}: {file} is {what}; give another")
 
 
 def _parse_speculation(text: str) -> Speculation:

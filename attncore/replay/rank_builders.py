@@ -48,6 +48,11 @@ class Ranks:
             for finished in step.finished:
                 batch.remove_request(finished.row)
 
+    def close(self) -> None:
+        """Wait for the device; no step can be built afterwards."""
+        for builder in self.builders:
+            builder.close()
+
     def release_passed_blocks(self, passed: Mapping[int, Mapping[str, list[int]]]) -> list[str]:
         """Have every batch release the blocks that windows have passed; sentences where these are not ``passed``, the
         scheduler's, by row and group name."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from attncore.replay.checks.metadata_check import MetadataCheck
 from attncore.replay.checks.oracle import WHOLE, Shard
+from attncore.replay.plans import timed_plans
 from attncore.replay.rank_builders import Ranks
 from attncore.replay.results.measurements import Outcome, Steps, Verification
 from attncore.replay.scheduling.draft_model import DraftModel
@@ -15,11 +16,13 @@ from attncore.replay.scheduling.kv_cache_manager import CacheBlocks
 from attncore.replay.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable, Sequence
 
     from attncore.builder.persistent.step_metadata import StepMetadata
     from attncore.replay.layers.attention_layers import AttentionLayers
     from attncore.replay.layers.whole_model import ModelLayers
+    from attncore.replay.plans import Plans
     from attncore.replay.scheduling.step import Step
     from attncore.replay.settings import Settings
     from attncore.replay.traces.trace import Request
@@ -37,11 +40,30 @@ def replay(
 
     ``record`` gets every step before it is completed, ``progress`` the number of requests finished after it. Raises
     ValueError where a request can never run: before the first step, naming its row and ``num_blocks``.
+
+    Attention leaves nothing of a build in the processor's caches. Where it ran, the steps are therefore scheduled and
+    built a second time without it: the same steps, because time is virtual.
     """
     requests = [replace(request, arrival=request.arrival / settings.rate) for request in requests]
-    run = _Run(requests, settings, layers)
-    scheduler, clock = run.scheduler, settings.clock
-    now, number, started = 0.0, 0, perf_counter()
+    with timed_plans(layers.backend if layers else None) as plans:
+        run = _Run(requests, settings, layers, plans)
+        started = perf_counter()
+        _serve(run, record, progress)
+        wall_seconds = perf_counter() - started
+        again = run
+        if layers is not None:
+            run.ranks.close()
+            again = _Run(requests, settings, layers, plans, only_builds=True)
+            _serve(again)
+    return run.outcome(wall_seconds, again.steps.build_ns)
+
+
+def _serve(
+    run: _Run, record: Callable[[Step], None] | None = None, progress: Callable[[int], None] | None = None
+) -> None:
+    """Run steps until all requests are served."""
+    scheduler, clock = run.scheduler, run.settings.clock
+    now, number = 0.0, 0
     while scheduler.unfinished:
         step = scheduler.schedule(now)
         if step is None:
@@ -51,20 +73,32 @@ def replay(
         if record is not None:
             record(step)
         run.complete(number, step)
-        now += clock.seconds(step.prefill_tokens, step.decode_tokens, step.context_tokens)
+        end = now + clock.seconds(step.prefill_tokens, step.decode_tokens, step.context_tokens)
+        run.steps.starts.append(now)
+        run.steps.ends.append(end)
+        now = end
         number += 1
         if progress is not None and step.finished:
-            progress(len(requests) - scheduler.unfinished)
-    return run.outcome(now, perf_counter() - started)
+            progress(len(run.requests) - scheduler.unfinished)
 
 
 class _Run:
-    """One replay: scheduler, ranks, layers and checks, and what was counted so far."""
+    """One replay: scheduler, ranks, layers and checks, and what was counted so far.
+
+    With ``only_builds`` steps are built for the backend of ``layers``, and neither attended nor checked.
+    """
 
     def __init__(
-        self, requests: Sequence[Request], settings: Settings, layers: AttentionLayers | ModelLayers | None
+        self,
+        requests: Sequence[Request],
+        settings: Settings,
+        layers: AttentionLayers | ModelLayers | None,
+        plans: Plans,
+        *,
+        only_builds: bool = False,
     ) -> None:
         self.requests, self.settings, self.layers = requests, settings, layers
+        self.plans, self.only_builds = plans, only_builds
         self.has_windows = settings.has_windows
         self.scheduler = Scheduler(
             requests,
@@ -75,6 +109,8 @@ class _Run:
         )
         self.ranks = Ranks(requests, settings, layers.backend if layers else None)
         self.steps, self.verification, self.max_seq_len = Steps(), Verification(), 0
+        if only_builds:
+            return
         if layers is None:
             self.metadata_check = MetadataCheck(
                 settings.groups_of_rank,
@@ -90,10 +126,15 @@ class _Run:
         """Build the step's metadata and run and check its attention, or check the metadata."""
         scheduled = self.ranks.apply(step)
         first, *others = self.ranks.builders
-        start = perf_counter_ns()
+        planned, start = self.plans.nanoseconds, perf_counter_ns()
         metadata = first.build(scheduled)
-        self.steps.build_ns.append(perf_counter_ns() - start)
+        elapsed, planned = perf_counter_ns() - start, self.plans.nanoseconds - planned
+        self.steps.build_ns.append(elapsed - planned)
+        if self.plans.exist:
+            self.steps.plan_ns.append(planned)
         of_ranks: list[StepMetadata] = [metadata, *(builder.build(scheduled) for builder in others)]
+        if self.only_builds:
+            return
         if self.layers is None:
             self.metadata_check(number, step, *of_ranks)
         else:
@@ -119,17 +160,18 @@ class _Run:
                 self.verification.fail(f"step {number}: {sentence}")
             steps.passed_blocks += sum(len(blocks) for by_group in passed.values() for blocks in by_group.values())
 
-    def outcome(self, virtual_seconds: float, wall_seconds: float) -> Outcome:
+    def outcome(self, wall_seconds: float, hot_build_ns: array[int]) -> Outcome:
         """What was counted, of a run that has ended."""
         block_size = min(group.block_size for group in self.settings.groups_of_rank)
         return Outcome(
             steps=self.steps,
+            hot_build_ns=hot_build_ns,
             verification=self.verification,
             requests=len(self.requests),
             preemptions=self.scheduler.preemptions,
             prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
             widest_row=-(-self.max_seq_len // block_size),
-            virtual_seconds=virtual_seconds,
+            virtual_seconds=self.steps.ends[-1] if self.steps.ends else 0.0,
             wall_seconds=wall_seconds,
             kernels=self.ranks.builders[0].kernels,
         )

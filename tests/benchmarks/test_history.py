@@ -76,12 +76,6 @@ def test_a_file_that_holds_no_run_is_a_line(history, saved, tmp_path, capsys, te
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("low", "high", "ends"), [(3e-7, 3e-5, (2e-7, 5e-5)), (1e-6, 1e-6, (1e-6, 2e-6))])
-def test_the_scale_encloses_what_it_shows(history, low, high, ends):
-    found = history.ticks(low, high)
-    assert (found[0], found[-1]) == pytest.approx(ends)
-
-
 def test_a_page_has_a_chart_of_every_group_and_loads_nothing(history, saved, tmp_path, monkeypatch, capsys):
     if not (importlib.util.find_spec("pygal") and importlib.util.find_spec("pygaljs")):
         pytest.skip("pygal draws the pages; requirements/history.txt has it")

@@ -74,6 +74,11 @@ BAD = {
         ["TRACE", "--context-parallel", "2", "--backend", "other"],
         ["--context-parallel", "--backend is other"],
     ),
+    "a page over the trace": (["TRACE", "--metadata-only", "--html", "TRACE"], ["--html", "the trace itself"]),
+    "a page over the steps": (
+        ["TRACE", "--metadata-only", "--save-steps", "x", "--html", "./x"],
+        ["--html", "the file of --save-steps"],
+    ),
     "saved over itself": (["TRACE", "--metadata-only", "--save-steps", "TRACE"], ["--save-steps", "the trace itself"]),
 }
 

@@ -10,7 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from engine import BlockPool, Engine  # noqa: E402
+from block_pool import BlockPool  # noqa: E402
+from engine import Engine  # noqa: E402
 from integrations.models import DECODERS, DYNAMIC, SHAPE, decoder, encoder, greedy, phi3  # noqa: E402
 
 
@@ -34,7 +35,7 @@ def test_every_request_says_what_it_says_alone(name):
     asked = prompts(7, 60)
     expected = [greedy(model, prompt, 12) for prompt in asked]
     engine = Engine(model, num_blocks=24, max_num_reqs=4, max_num_batched_tokens=32, block_size=8)
-    assert engine.generate(asked, 12) == expected
+    assert engine.complete(asked, 12) == expected
     assert is_empty(engine)
 
 
@@ -50,7 +51,7 @@ def test_a_model_of_text_and_images_runs_text():
     asked = prompts(3, 40)
     engine = Engine(model, num_blocks=24, max_num_reqs=4, max_num_batched_tokens=32, block_size=8)
     assert engine.max_model_len == SHAPE["max_position_embeddings"]
-    assert engine.generate(asked, 5) == [greedy(model, prompt, 5) for prompt in asked]
+    assert engine.complete(asked, 5) == [greedy(model, prompt, 5) for prompt in asked]
 
 
 def test_tokens_are_those_of_generate_batch():
@@ -60,7 +61,7 @@ def test_tokens_are_those_of_generate_batch():
     model = decoder("llama")
     asked = prompts(5, 40)
     engine = Engine(model, num_blocks=64, max_num_reqs=4, max_num_batched_tokens=64, block_size=16)
-    ours = engine.generate(asked, 8)
+    ours = engine.complete(asked, 8)
     model.set_attn_implementation("sdpa")
     answers = model.generate_batch(
         inputs=asked,
@@ -78,7 +79,7 @@ def test_a_prefix_is_computed_once():
     shared = [draw.randrange(128) for _ in range(48)]
     asked = [[*shared, 1, 2, 3], [*shared, 4, 5], shared]
     engine = Engine(model, num_blocks=40, max_num_reqs=4, max_num_batched_tokens=256, block_size=8)
-    assert engine.generate(asked[:1], 5) == [greedy(model, asked[0], 5)]
+    assert engine.complete(asked[:1], 5) == [greedy(model, asked[0], 5)]
     requests = [engine.add_request(prompt, 5) for prompt in asked[1:]]
     engine.step()
     assert [request.computed for request in requests] == [50, 48]
@@ -92,7 +93,7 @@ def test_preempted_requests_say_the_same():
     model = decoder("mistral")
     asked = prompts(6, 30, seed=5)
     engine = Engine(model, num_blocks=13, max_num_reqs=6, max_num_batched_tokens=64, block_size=4)
-    assert engine.generate(asked, 16) == [greedy(model, prompt, 16) for prompt in asked]
+    assert engine.complete(asked, 16) == [greedy(model, prompt, 16) for prompt in asked]
     assert engine.preemptions > 3
     assert is_empty(engine)
 
@@ -102,7 +103,7 @@ def test_stop_tokens_cancelled_requests_and_sampling():
     engine = Engine(model, num_blocks=40, max_num_reqs=4, max_num_batched_tokens=64, block_size=8)
     prompt = prompts(1, 20)[0]
     said = greedy(model, prompt, 8)
-    assert engine.generate([prompt], 8, stop=(said[3],))[0] == said[: said.index(said[3]) + 1]
+    assert engine.complete([prompt], 8, stop=(said[3],))[0] == said[: said.index(said[3]) + 1]
     running, waiting = engine.add_request(prompt, 8), None
     engine.step()
     waiting = engine.add_request(prompt, 8)
@@ -112,7 +113,7 @@ def test_stop_tokens_cancelled_requests_and_sampling():
     assert engine.step() == []
     assert is_empty(engine)
     warm = Engine(model, num_blocks=40, max_num_reqs=4, max_num_batched_tokens=64, block_size=8, seed=1)
-    outputs = {tuple(output) for output in warm.generate([prompt] * 8, 8, temperature=5.0)}
+    outputs = {tuple(output) for output in warm.complete([prompt] * 8, 8, temperature=5.0)}
     assert len(outputs) > 4
 
 
@@ -135,9 +136,9 @@ def test_requests_that_can_never_run_are_refused(prompt, new, message):
 def test_no_prompt_is_queued_where_one_can_never_run():
     engine = Engine(decoder("llama"), num_blocks=10, max_num_reqs=4, max_num_batched_tokens=64, block_size=8)
     with pytest.raises(ValueError, match="504 tokens with max_new_tokens exceed max_model_len 256"):
-        engine.generate([[1, 2], [1] * 500], 4)
+        engine.complete([[1, 2], [1] * 500], 4)
     assert not engine.waiting
-    assert engine.generate([[1, 2]], 4) == [greedy(engine.model, [1, 2], 4)]
+    assert engine.complete([[1, 2]], 4) == [greedy(engine.model, [1, 2], 4)]
 
 
 def test_an_engine_is_no_longer_than_its_model_and_serves_no_encoder():
@@ -155,12 +156,12 @@ def test_rope_types_run_where_their_frequencies_stand_still():
     for model, longest in ((short, 20), (still, 60)):
         asked = prompts(6, longest)
         engine = Engine(model, num_blocks=40, max_num_reqs=4, max_num_batched_tokens=64, block_size=8)
-        assert engine.generate(asked, 8) == [greedy(model, prompt, 8) for prompt in asked]
+        assert engine.complete(asked, 8) == [greedy(model, prompt, 8) for prompt in asked]
 
 
 def test_close_gives_the_caches_back_at_once():
     engine = Engine(decoder("llama"), num_blocks=10, max_num_reqs=4, max_num_batched_tokens=64, block_size=8)
-    engine.generate([[1, 2, 3]], 4)
+    engine.complete([[1, 2, 3]], 4)
     caches = [weakref.ref(cache) for cache in engine.caches.values()]
     gc.disable()
     try:

@@ -42,7 +42,7 @@ def run_all(engine, most=500):
     ],
 )
 def test_a_prompt_that_the_model_has_no_words_for(engine, prompt, message):
-    for add in (engine.add_request, lambda prompt, count: engine.generate([[1], prompt], count)):
+    for add in (engine.add_request, lambda prompt, count: engine.complete([[1], prompt], count)):
         with pytest.raises((ValueError, TypeError), match=message):
             add(prompt, 3)
     assert (engine.waiting, is_empty(engine)) == (type(engine.waiting)(), True)
@@ -54,7 +54,7 @@ def test_other_fields_of_a_request(engine):
             engine.add_request([1], 3, **{field: value})
     with pytest.raises(TypeError):
         engine.add_request([1], 2.5)
-    assert engine.generate([np.array([3, 4], np.int16)], np.int8(4)) == [greedy(engine.model, [3, 4], 4)]
+    assert engine.complete([np.array([3, 4], np.int16)], np.int8(4)) == [greedy(engine.model, [3, 4], 4)]
 
 
 def failing(engine, monkeypatch, fails):
@@ -126,10 +126,10 @@ def test_generate_raises_when_the_others_have_finished(engine, monkeypatch):
     asked = prompts(3, 20, seed=5)
     failing(engine, monkeypatch, lambda ids: 1 in ids)
     with pytest.raises(RuntimeError, match="device-side assert"):
-        engine.generate(asked, 4)
+        engine.complete(asked, 4)
     assert is_empty(engine)
     monkeypatch.undo()
-    assert engine.generate(asked, 4) == [greedy(engine.model, prompt, 4) for prompt in asked]
+    assert engine.complete(asked, 4) == [greedy(engine.model, prompt, 4) for prompt in asked]
 
 
 def test_an_interrupted_step_is_run_again(engine, monkeypatch):

@@ -101,7 +101,7 @@ def test_an_engine_in_graphs_says_what_it_says_without(backend):
     outputs = []
     for sizes in ((), (1, 2, 4, 8)):
         engine = Engine(model, num_blocks=64, max_num_reqs=8, backend=backend, graph_sizes=sizes)
-        outputs.append(engine.generate(prompts, 24))
+        outputs.append(engine.complete(prompts, 24))
         assert engine.pool.num_free == 63
     assert outputs[0] == outputs[1]
 
@@ -113,7 +113,7 @@ def test_close_gives_the_memory_of_graphs_and_caches_back():
     except NoBackendError as error:
         pytest.skip(f"no backend can be captured here: {str(error).splitlines()[0]}")
     engine = Engine(model, num_blocks=2048, max_num_reqs=8)
-    engine.generate([[7] * 40], 4)
+    engine.complete([[7] * 40], 4)
     nbytes = sum(cache.nbytes for cache in engine.caches.values() if isinstance(cache, torch.Tensor))
     held = torch.cuda.memory_allocated()
     engine.close()

@@ -54,7 +54,8 @@ class AttentionLayers:
             by_group[i % len(by_group)] for i in range(num_layers)
         ]
         self.windows = [windows.get(name) if windows and name else None for name, _ in self.of_layer]
-        self.name, self.dtype = by_group[0][1].name, by_group[0][1].config.dtype
+        first = by_group[0][1]
+        self.name, self.dtype, self.device = first.name, first.config.dtype, first.config.device
         self.impls = [
             one.impl(f"layers.{layer}", scale=content.scale, sliding_window=window, attn_type=self.attn_type)
             for layer, ((_, one), window) in enumerate(zip(self.of_layer, self.windows, strict=True))

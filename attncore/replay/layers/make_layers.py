@@ -6,13 +6,19 @@ from typing import TYPE_CHECKING
 
 from attncore.registry.choice.select import select
 from attncore.registry.plugins.load import registry
+from attncore.registry.spec.sizes import describe, smallest
 from attncore.replay.layers.attention_layers import AttentionLayers
 from attncore.replay.layers.context_parallel_layers import ShardedLayers
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
+    from attncore.registry.spec.backend_spec import BackendSpec
+    from attncore.registry.spec.sizes import Sizes
     from attncore.replay.settings import Settings
     from attncore.replay.token_content import Content
+
+HEAD_SIZES = (32, 64, 128, 256)
+"""Of heads where the command does not say: small ones first, which a CPU computes soon."""
 
 
 def make_layers(
@@ -50,6 +56,27 @@ def make_layers(
 
 def dtype_of(backend: str | None) -> str:
     """float32, or bfloat16 or float16 for a backend, named, that has only these: the libraries of GPUs."""
-    specs = [record.spec for record in registry().records if record.name == backend and record.spec is not None]
-    had = {dtype for spec in specs for _, form in spec.by_variant for dtype in form.dtypes}
+    had = {dtype for form in _variants(backend) for dtype in form.dtypes}
     return next((dtype for dtype in ("float32", "bfloat16", "float16") if dtype in had), "float32")
+
+
+def head_size_of(backend: str | None, asked: int | None = None) -> int:
+    """The head size asked for. Where none is: the one of HEAD_SIZES that most variants of a backend, named, have, 32
+    before others, or else its smallest.
+
+    ValueError where no variant has the size asked for. A name that no backend has is refused when one is chosen.
+    """
+    sizes: list[Sizes] = [form.head_sizes for form in _variants(backend)]  # type: ignore[misc]
+    if not sizes:
+        return asked or HEAD_SIZES[0]
+    if asked and not any(asked in accepted for accepted in sizes):
+        had = " or ".join(dict.fromkeys(describe(accepted) for accepted in sizes))
+        raise ValueError(f"head_size: backend {backend!r} has no heads of {asked}, it has {had}; give one of these")
+    best = max(HEAD_SIZES, key=lambda size: sum(size in accepted for accepted in sizes))  # the first of equals
+    return asked or (best if any(best in accepted for accepted in sizes) else smallest(sizes[0]))
+
+
+def _variants(backend: str | None) -> list[BackendSpec]:
+    """What the variants of a backend, named, have."""
+    specs = [record.spec for record in registry().records if record.name == backend and record.spec is not None]
+    return [form for spec in specs for _, form in spec.by_variant]

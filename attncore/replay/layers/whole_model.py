@@ -61,7 +61,8 @@ class ModelLayers:
                 f"num_blocks: {len(layers)} caches of {settings.num_blocks} blocks of {settings.block_size} do not fit "
                 f"in memory ({first_line(error)}); pass a smaller --num-blocks"
             ) from error
-        self.name, self.dtype = self.backend.name, self.backend.config.dtype
+        config = self.backend.config
+        self.name, self.dtype, self.device = self.backend.name, config.dtype, config.device
         self.label = f"{type(self.model).__name__}, {len(layers)} layers"
         with errors_as_model_errors(path):
             self.model.set_attn_implementation("attncore")

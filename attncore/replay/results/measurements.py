@@ -15,12 +15,23 @@ def _numbers() -> array[int]:
     return array("q")
 
 
+def _seconds() -> array[float]:
+    return array("d")
+
+
 @dataclass(slots=True)
 class Steps:
-    """One number a step each, but for the last three, which are sums. Times are nanoseconds of ``perf_counter_ns``;
-    ``attention_ns`` is empty without attention, and holds the sum over layers otherwise."""
+    """One number a step each, but for the last three, which are sums.
 
+    ``starts`` and ``ends`` are virtual seconds, times are nanoseconds of ``perf_counter_ns``. ``build_ns`` is without
+    ``plan_ns``, which is empty for a backend without a plan; ``attention_ns`` is empty without attention, and holds the
+    sum over layers otherwise.
+    """
+
+    starts: array[float] = field(default_factory=_seconds)
+    ends: array[float] = field(default_factory=_seconds)
     build_ns: array[int] = field(default_factory=_numbers)
+    plan_ns: array[int] = field(default_factory=_numbers)
     attention_ns: array[int] = field(default_factory=_numbers)
     requests: array[int] = field(default_factory=_numbers)
     decodes: array[int] = field(default_factory=_numbers)
@@ -53,9 +64,10 @@ class Verification:
 
 @dataclass(slots=True)
 class Outcome:
-    """A finished replay."""
+    """A finished replay. ``hot_build_ns`` are builds of the same steps with nothing between them but the scheduler."""
 
     steps: Steps
+    hot_build_ns: array[int]
     verification: Verification
     requests: int
     preemptions: int

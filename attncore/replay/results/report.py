@@ -1,20 +1,40 @@
-"""The report of a replay: as JSON types, and as a table on standard output."""
+"""The report of a replay as JSON types, from which its table, its plots and its page are made."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attncore.registry.printable import one_line
 from attncore.replay.results.measurements import microseconds, quantiles, total
+from attncore.replay.results.series import histogram, timeline
 
 if TYPE_CHECKING:
     from attncore.replay.results.measurements import Outcome
 
+TERMS = {
+    "build": "working out the metadata: where every token's key and value live",
+    "cold": "as in an engine: what ran between two builds has filled the processor's caches",
+    "hot": "the same steps with only the scheduler between two builds, as in a loop of builds",
+    "plan": "what the backend prepares in the same call for its kernels; no part of the build",
+    "attention": "{layers} layers, until each call returned; on a GPU kernels may still run then",
+    "model": "a forward pass of the whole model, until its device is done",
+    "p50, p90, p99": "50, 90 and 99 of 100 steps are at or below this",
+}
+"""What the rows and columns of the table mean."""
 
-def as_json(outcome: Outcome, *, trace: dict[str, str], options: dict[str, Any], backend: str | None, why: str) -> Any:
-    """The report as JSON types. ``build_us``, ``attention_us`` and ``wall_s`` are times; nothing else depends on the
-    machine. ``attention_us`` and ``verification.max_abs_error`` are null where only metadata was built;
-    a model's time is ``model_us``."""
+
+def as_json(
+    outcome: Outcome,
+    *,
+    trace: dict[str, str],
+    options: dict[str, Any],
+    backend: str | None,
+    why: str,
+    environment: dict[str, Any],
+) -> Any:
+    """The report as JSON types. ``build_us``, ``plan_us``, ``attention_us``, ``build_histogram`` and ``wall_s`` are
+    times; ``environment`` (versions, host, device) is of the machine; nothing else depends on it. ``build_us.cold``,
+    ``attention_us`` and ``verification.max_abs_error`` are null where only metadata was built, ``plan_us`` where the
+    backend plans nothing; a model's time is ``model_us``."""
     steps, verification = outcome.steps, outcome.verification
     prefill, decode = total(steps.prefill_tokens), total(steps.decode_tokens)
     # Only of a run that has it: reports of others stay as they were.
@@ -24,6 +44,7 @@ def as_json(outcome: Outcome, *, trace: dict[str, str], options: dict[str, Any],
     if "groups" in options:
         added["passed_blocks"] = steps.passed_blocks
     forward = microseconds(steps.attention_ns) if steps.attention_ns else None
+    cold = steps.build_ns if forward else steps.build_ns[:0]
     if "model" in options:
         added["model_us"], forward = forward, None
     return {
@@ -44,7 +65,8 @@ def as_json(outcome: Outcome, *, trace: dict[str, str], options: dict[str, Any],
             "prefill_tokens": quantiles(steps.prefill_tokens),
             "widest_row": outcome.widest_row,
         },
-        "build_us": microseconds(steps.build_ns),
+        "build_us": {"cold": microseconds(cold) if cold else None, "hot": microseconds(outcome.hot_build_ns)},
+        "plan_us": microseconds(steps.plan_ns) if steps.plan_ns else None,
         "attention_us": forward,
         "verification": {
             "checked": verification.checked,
@@ -55,46 +77,15 @@ def as_json(outcome: Outcome, *, trace: dict[str, str], options: dict[str, Any],
         "kernels": outcome.kernels,
         "backend": backend,
         "why": why,
+        **environment,
         "wall_s": outcome.wall_seconds,
+        "timeline": timeline(steps),
+        "build_histogram": histogram(cold, outcome.hot_build_ns),
     }
 
 
-def print_table(report: dict[str, Any]) -> None:
-    """The report on standard output, 80 columns wide at most; its last line says in one sentence how it went."""
-    from rich.console import Console
-    from rich.table import Table
-
-    class Plain(Console):
-        def on_broken_pipe(self) -> None:
-            raise  # rich would end the process
-
-    console = Plain(markup=False, highlight=False, emoji=False)
-    console.width = min(console.width, 80)
-    trace = report["trace"]
-    facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    facts.add_column(no_wrap=True)
-    facts.add_column(overflow="fold")
-    for name, text in _facts(report):
-        facts.add_row(name, text)
-    spread = Table(box=None, padding=(0, 2, 0, 0), header_style="")
-    spread.add_column("a step", no_wrap=True)
-    for column in ("p50", "p90", "p99", "max"):
-        spread.add_column(column, justify="right")
-    for name, values in _spreads(report):
-        spread.add_row(name, *map(_figure, values.values()))
-    console.print(f"Replay of {one_line(trace['source'])} ({trace['format']})", soft_wrap=True)
-    for part in ("", facts, "", spread, ""):
-        console.print(part)
-    for failure in report["verification"]["failures"]:
-        console.print(f"failed: {failure}", soft_wrap=True)
-    console.print(verdict(report))
-
-
-def _figure(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
-
-
-def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
+def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was replayed, on what and how it went: names and texts."""
     checked = report["verification"]
     parts = f"{report['prefill_tokens']:,} of prompts, {report['decode_tokens']:,} decoded"
     options = report["options"]
@@ -108,6 +99,7 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     if "context_parallel" in options:
         world, _, interleave = options["context_parallel"].partition(":")
         added.append(("ranks", f"{world}, {interleave} token{'' if interleave == '1' else 's'} in turn"))
+    host = report["host"]
     return [
         ("requests", f"{report['requests']:,} served, {report['preemptions']:,} preemptions"),
         ("steps", f"{report['steps']:,}, {report['virtual_s']:,.1f} s of virtual time, {report['wall_s']:.1f} s here"),
@@ -116,24 +108,45 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("widest row", f"{report['batch']['widest_row']:,} blocks{size}"),
         ("kernels", report["kernels"]),
         ("backend", f"{report['backend'] or 'none'}: {report['why']}"),
+        ("device", report["device"]),
+        ("host", f"{host['cpu']}, {host['cores']} cores"),
         ("verification", f"{checked['checked']:,} checked, {checked['failed']:,} failed"),
     ]
 
 
-def _spreads(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    batch = report["batch"]
-    rows = [
+def spreads(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of the table, times first: names, and p50, p90, p99 and max."""
+    build, batch = report["build_us"], report["batch"]
+    times = [
+        ("build, cold", build["cold"]),
+        ("build, hot", build["hot"]),
+        ("plan", report["plan_us"]),
+        ("attention", report["attention_us"]),
+        ("model", report.get("model_us")),
+    ]
+    return [
+        *((f"{name}, us", values) for name, values in times if values),
         ("requests", batch["requests"]),
         ("decodes", batch["decodes"]),
         ("prompt tokens", batch["prefill_tokens"]),
-        ("metadata build, us", report["build_us"]),
     ]
-    if report["attention_us"]:
-        layers = report["options"]["layers"]
-        rows.append((f"attention, us ({layers} layer{'s' if layers > 1 else ''})", report["attention_us"]))
-    if "model_us" in report:
-        rows.append(("the whole model, us", report["model_us"]))
-    return rows
+
+
+def terms(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Those of TERMS that the table of this report has."""
+    present = {
+        "cold": report["build_us"]["cold"],
+        "plan": report["plan_us"],
+        "attention": report["attention_us"],
+        "model": report.get("model_us"),
+    }
+    layers = report["options"]["layers"]
+    return [(name, text.format(layers=layers)) for name, text in TERMS.items() if present.get(name, True)]
+
+
+def figure(value: float) -> str:
+    """A number of the table."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
 
 
 def verdict(report: dict[str, Any]) -> str:
@@ -142,17 +155,19 @@ def verdict(report: dict[str, Any]) -> str:
     if failed:
         return f"FAILED: {failed:,} of {checked:,} checks did not hold; the first of them are listed above."
     work = f"{report['requests']:,} requests were served in {report['steps']:,} steps."
-    build_us = report["build_us"]["p50"]
-    build = f"Working out where every token's key and value live took {build_us:.1f} us a step (median)"
-    if "model_us" in report:
-        model_us, error = report["model_us"]["p50"], report["verification"]["max_abs_error"]
-        return (
-            f"OK: {work} {build}, the model itself {model_us:,.0f} us, and in all {checked:,} results checked its "
-            f"logits are those of the model alone (largest difference {error:.1e})."
-        )
-    if report["attention_us"] is None:
+    build_us = report["build_us"]
+    build = "Working out where every token's key and value live took {:.1f} us a step (median)"
+    if build_us["cold"] is None:
+        build = build.format(build_us["hot"]["p50"])
         return f"OK: {work} {build}, and in all {checked:,} steps checked it is what a plain recount gives."
-    attention, error = report["attention_us"]["p50"], report["verification"]["max_abs_error"]
+    build = f"{build.format(build_us['cold']['p50'])}, {build_us['hot']['p50']:.1f} us with warm caches"
+    error = report["verification"]["max_abs_error"]
+    if "model_us" in report:
+        return (
+            f"OK: {work} {build}, the model itself {report['model_us']['p50']:,.0f} us, and in all {checked:,} results "
+            f"checked its logits are those of the model alone (largest difference {error:.1e})."
+        )
+    attention = report["attention_us"]["p50"]
     return (
         f"OK: {work} {build}, the attention itself {attention:,.0f} us, and all {checked:,} results checked match "
         f"dense attention (largest difference {error:.1e})."

@@ -1,0 +1,68 @@
+"""Pages of HTML with charts, each one file that needs nothing else. The charts are pygal's, of ``attncore[html]``."""
+
+from __future__ import annotations
+
+import html
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from typing import Any
+
+STYLE = """
+body { font-family: sans-serif; margin: 2em auto; max-width: 1180px; color: #222; padding: 0 1em }
+table { border-collapse: collapse } td, th { padding: .2em 1em .2em 0; text-align: left; border-bottom: 1px solid #ddd }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(540px, 1fr)); gap: 1em; margin-top: 2em }
+"""
+
+
+def library() -> Any:
+    """pygal, without the finder of its own on ``sys.meta_path``: Python warns of its protocol at each later import.
+
+    ImportError where it, or pygaljs, is not installed."""
+    import pygal
+    import pygal.style
+    import pygaljs  # noqa: F401  (page reads it)
+
+    sys.meta_path[:] = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
+    return pygal
+
+
+def settings(title: str) -> dict[str, Any]:
+    """What every chart is made with: its title, its size, and nothing that it would fetch."""
+    style = library().style.CleanStyle(
+        font_family="sans-serif", title_font_size=15, legend_font_size=12, label_font_size=11
+    )
+    return {
+        "title": title, "width": 560, "height": 340, "margin_right": 40, "js": [], "legend_at_bottom": True,
+        "legend_at_bottom_columns": 3, "truncate_legend": -1, "truncate_label": -1, "disable_xml_declaration": True,
+        "style": style,
+    }  # fmt: skip
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Values 1, 2 and 5 of each power of ten around a range, so that the scale reads well; at least two."""
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    every = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    first = max(i for i, one in enumerate(every) if one <= low * (1 + 1e-9))
+    last = min(i for i, one in enumerate(every) if one >= high * (1 - 1e-9))
+    return every[first : max(last, first + 1) + 1]
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Rows of cells that are HTML already; without a line of headers where there are none."""
+    lines = ["".join(f"<th>{one}</th>" for one in headers)] if headers else []
+    lines += ["".join(f"<td>{one}</td>" for one in row) for row in rows]
+    return "<table>\n" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table>"
+
+
+def page(title: str, body: str, charts: Iterable[str] = ()) -> str:
+    """The page; with ``charts``, SVG as pygal renders it, also the script that shows a point's value."""
+    script, shown = "", "".join(f"<div>{chart}</div>\n" for chart in charts)
+    if shown:
+        tooltips = files("pygaljs").joinpath("static/2.0.x/pygal-tooltips.min.js").read_text(encoding="utf-8")
+        body, script = f'{body}\n<div class="charts">\n{shown}</div>', f"<script>{tooltips}</script>\n"
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{STYLE}</style></head><body>\n<h1>{html.escape(title)}</h1>\n{body}\n{script}</body></html>\n"
+    )

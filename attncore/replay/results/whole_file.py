@@ -1,0 +1,72 @@
+"""A file that a replay writes: there when all is written, or not at all."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+
+class WholeFile:
+    """``with WholeFile(path) as file: file.write(text)``.
+
+    The file appears under its name, and replaces one of that name, only when all is written and nothing went wrong;
+    until then it has a name of its own beside it, which is removed whatever ends the block. A pipe or a device is
+    written to directly. Raises OSError, naming the path, where it cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._given = path
+        with self._named_errors():  # a relative one, of a folder that has been deleted
+            self._path = Path(path).resolve()
+            self._direct = self._path.exists() and not self._path.is_file()
+        # Random, and never an existing file: others may write to this folder.
+        beside = self._path.with_name(f".{self._path.name[:100]}.{secrets.token_hex(6)}.partial")
+        self._partial = self._path if self._direct else beside
+        self._file: TextIO | None = None
+
+    def open(self) -> None:
+        """What ``with`` does at its beginning."""
+        with self._named_errors():
+            if self._path.is_dir():
+                raise IsADirectoryError("is a directory, a file is needed")
+            self._file = self._partial.open("w" if self._direct else "x", encoding="utf-8")
+
+    def write(self, text: str) -> None:
+        if self._file is None:
+            raise ValueError("record: not open; use it inside its with block")
+        with self._named_errors():
+            self._file.write(text)
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        try:
+            # After a failure the file is removed, so it does not matter what cannot be flushed into it.
+            with self._named_errors() if kind is None else suppress(OSError):
+                if self._file is not None:
+                    self._file.close()
+            if kind is None and not self._direct:
+                with self._named_errors():
+                    self._partial.replace(self._path)
+        finally:
+            if not self._direct:
+                with suppress(FileNotFoundError):
+                    self._partial.unlink()
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Errors of a file that is already open do not say which one: a full disk is just a full disk."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(f"{self._given} cannot be written: {error.strerror or error}") from error

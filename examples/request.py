@@ -1,0 +1,56 @@
+"""A request of the engine: its tokens, how far they are computed, and what of its output was read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence: its prompt and what was generated, in ``tokens``; the first ``computed`` are in the cache."""
+
+    id: int
+    tokens: list[int]
+    num_prompt: int
+    max_new_tokens: int
+    temperature: float
+    stop: frozenset[int]
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    keys: list[Any] = field(default_factory=list)  # of its full blocks, each made of the one before and its tokens
+    error: Exception | None = None  # why it was dropped: its step failed though it ran alone
+    decode: Callable[[list[int]], str] | None = None  # makes text of its output, where its prompt was text
+    read: int = 0  # tokens of its output that ``news`` has given, and their text
+    text: str = ""
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def finished(self) -> bool:
+        return len(self.output) >= self.max_new_tokens or (bool(self.output) and self.tokens[-1] in self.stop)
+
+    def news(self) -> list[Any]:
+        """What was generated since the last call: tokens, or a text that ends with a whole letter."""
+        new = self.tokens[self.num_prompt + self.read :]
+        self.read += len(new)
+        if not new or self.decode is None:
+            return new
+        first = max(0, self.num_prompt - 4)  # many tokenizers drop a space at the beginning of what they decode
+        said = len(self.decode(self.tokens[first : self.num_prompt]))
+        text = self.decode(self.tokens[first:])[said:]
+        text = text if self.finished else text.rstrip("\ufffd")  # the first bytes of a letter whose others follow
+        told, self.text = len(self.text), text
+        return [text[told:]] if text[told:] else []
+
+    def key(self, index: int, size: int) -> Any:
+        while (n := len(self.keys)) <= index:
+            said = np.array(self.tokens[n * size : (n + 1) * size]).tobytes()
+            self.keys.append(hashlib.sha256((self.keys[-1] if n else b"") + said).digest())
+        return self.keys[index]

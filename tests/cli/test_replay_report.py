@@ -1,0 +1,144 @@
+"""The report of attncore replay: on a terminal, in a pipe, as a page, as JSON."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from replay_command import ran, reported
+
+import attncore
+from attncore.replay.results import report
+
+SMALL = ["--num-heads", "2", "--num-kv-heads", "1", "--head-size", "8", "--layers", "1"]
+BLOCKS = set("▁▂▃▄▅▆▇█▏▎▍▌▋▊▉")
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+@pytest.mark.parametrize("attention", [False, True])
+def test_a_report_fits_its_terminal(capsys, trace, monkeypatch, columns, attention):
+    if attention:
+        pytest.importorskip("torch")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, err = ran(capsys, trace, *(SMALL if attention else ["--metadata-only"]))
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert max(map(len, lines[1:])) <= min(columns, 120)
+    assert "\x1b" not in out  # no terminal: no colour
+    assert set(out) & BLOCKS
+    verdict = " ".join(out.split()).rpartition(" OK: 3 requests were served in ")[2]
+    assert re.search(
+        "us with warm caches, .* match dense attention" if attention else "a plain recount gives.$", verdict
+    )
+    if columns >= 60:
+        assert any(line.startswith("build, hot, us  ") for line in lines)
+        assert any(line.startswith("build, cold, us  ") for line in lines) == attention
+        assert any("cold builds" in line for line in lines) == attention
+        assert any(line.startswith("prompt tokens  ") and set(line) & BLOCKS for line in lines)
+
+
+def test_every_term_of_the_table_is_explained(capsys, trace):
+    pytest.importorskip("torch")
+    _, out, _ = ran(capsys, trace, *SMALL)
+    for term in ("build", "cold", "hot", "attention", "p50, p90, p99"):
+        assert re.search(f"^{term}  +[a-z0-9]", out, re.MULTILINE)
+    assert not re.search("^(plan|model) ", out, re.MULTILINE)
+
+
+def test_an_encoding_without_blocks_gets_ascii(trace):
+    words = [sys.executable, "-m", "attncore", "replay", trace, "--metadata-only"]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    told = subprocess.run(words, capture_output=True, check=True, timeout=120, env=ascii_only)
+    assert told.stderr == b""
+    assert re.search(r"^ +[0-9.]+ +[0-9]+ #+$", told.stdout.decode("ascii"), re.MULTILINE)
+
+
+def test_json_says_on_what(capsys, trace):
+    pytest.importorskip("torch")
+    found = reported(capsys, trace, *SMALL)
+    assert found["versions"]["attncore"] == attncore.__version__
+    assert {"python", "numpy", "torch"} <= set(found["versions"])
+    assert set(found["host"]) == {"cpu", "cores", "platform"}
+    assert found["device"].startswith(("cpu", "cuda"))
+    assert sum(found["build_histogram"]["cold"]) == sum(found["build_histogram"]["hot"]) == found["steps"]
+    assert sum(found["timeline"]["decode_tokens"]) == pytest.approx(found["decode_tokens"])
+    only = reported(capsys, trace, "--metadata-only")
+    assert (only["build_us"]["cold"], only["build_histogram"]["cold"], only["device"]) == (None, [], "cpu")
+
+
+def test_a_page_holds_all_that_it_shows(capsys, trace, tmp_path):
+    pytest.importorskip("torch")
+    if not (importlib.util.find_spec("pygal") and importlib.util.find_spec("pygaljs")):
+        pytest.skip("pygal draws the page; attncore[html] has it")
+    odd = tmp_path / "a<b>.jsonl"
+    odd.write_bytes(Path(trace).read_bytes())
+    path = tmp_path / "report.html"
+    code, out, err = ran(capsys, str(odd), *SMALL, "--html", str(path))
+    assert (code, err) == (0, "")
+    assert "OK: 3 requests" in out
+    page = path.read_text()
+    drawn = [ElementTree.fromstring(svg) for svg in re.findall("<svg.*?</svg>", page, re.DOTALL)]
+    assert len(drawn) == 3
+    assert "nan" not in "".join(
+        path.get("d", "") for svg in drawn for path in svg.iter("{http://www.w3.org/2000/svg}path")
+    )
+    assert not re.search(r"""(src|href)=["'](?!#)|@import|url\((?!#)""", page)
+    assert "a&lt;b&gt;.jsonl" in page
+    assert "<b>" not in page
+    for text in (
+        "build, cold, us",
+        "build, hot, us",
+        f"attncore {attncore.__version__}",
+        "3 requests",
+    ):
+        assert text in page
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a<b>.jsonl", "report.html", "trace.jsonl"]
+    assert all(hasattr(finder, "find_spec") for finder in sys.meta_path)
+
+
+def test_without_the_library_a_page_is_refused_before_the_run(capsys, trace, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pygal", None)
+    path = tmp_path / "report.html"
+    code, out, err = ran(capsys, trace, "--metadata-only", "--html", str(path))
+    assert (code, out) == (2, "")
+    assert err.startswith("attncore: error: --html: ")
+    assert err.endswith("pip install 'attncore[html]'\n")
+    assert err.count("\n") == 1
+    assert not path.exists()
+
+
+def test_a_page_that_cannot_be_written_is_one_line(capsys, trace, tmp_path):
+    if not (importlib.util.find_spec("pygal") and importlib.util.find_spec("pygaljs")):
+        pytest.skip("pygal draws the page; attncore[html] has it")
+    code, out, err = ran(capsys, trace, "--metadata-only", "--html", str(tmp_path / "absent" / "x.html"))
+    assert (code, out) == (2, "")
+    assert "absent/x.html: No such file" in err
+    assert err.count("\n") == 1
+
+
+def test_a_named_backend_gets_a_head_size_that_it_has(capsys, trace, site):
+    pytest.importorskip("torch")
+    site.plugin("picky", heavy="from attncore.reference import ReferenceBackend as Backend")
+    few = ["--num-heads", "2", "--num-kv-heads", "1", "--layers", "1", "--backend", "picky"]
+    found = reported(capsys, trace, *few)
+    assert (found["backend"], found["options"]["head_size"]) == ("picky", 64)
+    assert found["versions"]["attn-picky"] == "1.0"
+    code, out, err = ran(capsys, trace, *few, "--head-size", "32")
+    assert (code, out) == (2, "")
+    assert err == (
+        "attncore: error: --head-size: backend 'picky' has no heads of 32, it has 64, 128; give one of these\n"
+    )
+    assert reported(capsys, trace, *SMALL[:4], "--layers", "1")["options"]["head_size"] == 32
+
+
+def test_ranges_without_builds_are_left_out(capsys, trace, monkeypatch):
+    found = {"from_us": [0.5, 1, 2, 5, 10], "cold": [3, 0, 0, 0, 1], "hot": [2, 2, 0, 0, 0]}
+    monkeypatch.setattr(report, "histogram", lambda cold, hot: found)
+    _, out, _ = ran(capsys, trace, "--metadata-only")
+    lines = ["".join(letter for letter in line if letter not in BLOCKS).split() for line in out.splitlines()]
+    first = lines.index(["from", "us", "cold", "builds", "hot", "builds"])
+    assert lines[first + 1 : first + 6] == [["0.5", "3", "2"], ["1", "0", "2"], ["..."], ["10", "1", "0"], []]

@@ -1,0 +1,19 @@
+"""attncore.chart_page: what the pages of a replay and of the saved benchmark runs share."""
+
+import pytest
+
+from attncore import chart_page
+
+
+@pytest.mark.parametrize(("low", "high", "ends"), [(3e-7, 3e-5, (2e-7, 5e-5)), (1e-6, 1e-6, (1e-6, 2e-6))])
+def test_the_scale_encloses_what_it_shows(low, high, ends):
+    found = chart_page.ticks(low, high)
+    assert (found[0], found[-1]) == pytest.approx(ends)
+
+
+def test_a_page_without_charts_has_no_script():
+    text = chart_page.page("a <title>", chart_page.table((), [("b", 1)]))
+    assert "<title>a &lt;title&gt;</title>" in text
+    assert "<tr><td>b</td><td>1</td></tr>" in text
+    assert "<script" not in text
+    assert "<th>" not in text
