@@ -21,7 +21,7 @@ LAYERS = {
         "builder",
         "graphs kernels slots _slots _slots_numba",
         "array_arguments",
-        "arguments input_files kept_files search_path standard_output vocabulary env errors show",
+        "arguments input_files kept_files how_to_install search_path standard_output vocabulary env errors show",
         "frozen_map step_arrays did_you_mean _version",
         "quoted",
     ),

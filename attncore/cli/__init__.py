@@ -7,6 +7,7 @@ codes: 0 success, 1 a finding, 2 bad usage or input (one line on standard error)
 - ``replay``, ``build``, ``list``, ``explain``, ``doctor``, ``verify``, ``bench``, ``new_backend``: the commands.
 - ``replay_options``: the options of ``replay``; ``persistent_builder_options``: those it shares with ``build``.
 - ``argument_types``: types for argparse; ``usage_errors``: mistakes of a user.
+- ``completion``: scripts by which a shell completes a command line.
 - ``output``, ``progress_bar``: JSON, tables, a bar.
 - ``streams_and_signals``: closed pipes, full disks, signals.
 """
@@ -20,6 +21,7 @@ import errno
 import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 from attncore._version import __version__
@@ -69,8 +71,12 @@ class _Help(argparse.HelpFormatter):
         return "\n\n".join(super(_Help, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
 
 
+def _module(command: str) -> ModuleType:
+    return importlib.import_module(f"attncore.cli.{command.replace('-', '_')}")
+
+
 def _parser(command: str) -> _Parser:
-    module = importlib.import_module(f"attncore.cli.{command.replace('-', '_')}")
+    module = _module(command)
     parser = _Parser(prog=f"attncore {command}", description=module.__doc__, allow_abbrev=False, formatter_class=_Help)
     module.configure(parser)
     parser.set_defaults(run=module.run)
@@ -79,7 +85,10 @@ def _parser(command: str) -> _Parser:
 
 def _overview() -> str:
     rows = "\n".join(f"  {name:12} {text}" for name, text in COMMANDS.items())
-    return f"usage: attncore COMMAND [OPTION ...]\n\n{rows}\n\n'attncore COMMAND --help' lists a command's options."
+    return (
+        f"usage: attncore COMMAND [OPTION ...]\n\n{rows}\n\n'attncore COMMAND --help' lists a command's options."
+        "\n'attncore --print-completion SHELL' prints a script by which bash, zsh, fish or tcsh completes them."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,6 +143,12 @@ def _run(words: list[str]) -> int:
         return 0 if words else 2
     if words[0] == "--version":
         print(f"attncore {__version__}")
+        return 0
+    if words[0] == "--print-completion":
+        from attncore.cli.completion import completion_script
+
+        commands = {name: (text, _module(name).configure) for name, text in COMMANDS.items()}
+        print(completion_script(" ".join(words[1:]), commands))
         return 0
     if words[0] not in COMMANDS:
         near = difflib.get_close_matches(words[0][:40], COMMANDS, 1)
