@@ -3,7 +3,7 @@
 ATTNCORE_DEBUG_EXT=1       compiles with bounds checks on (for tests; slow)
 ATTNCORE_SANITIZE_EXT=1    compiles with gcc's address and undefined-behaviour sanitizers (make test-asan)
 ATTNCORE_PUBLIC_C_API=1    reads Python ints through the public C API only, the way other interpreters must
-ATTNCORE_NO_EXT=1          leaves the extension out, for numba's kernels; else the build ends where it cannot be compiled
+ATTNCORE_NO_EXT=1          leaves the extension out, for numba's kernels; else a build that cannot compile it fails
 """
 
 import os
