@@ -37,12 +37,14 @@ def parse(text: str) -> Requirement:
     return found
 
 
-def satisfied(requirement: Requirement, version: str) -> bool:
+@lru_cache(maxsize=1024)
+def satisfied(text: str, version: str) -> bool:
     """Whether an installed ``version`` passes every comparison, also a pre-release; an unreadable one passes none."""
     from packaging.version import InvalidVersion
 
+    specifier = parse(text).specifier
     try:
-        return not requirement.specifier or requirement.specifier.contains(version, prereleases=True)
+        return not specifier or specifier.contains(version, prereleases=True)
     except InvalidVersion:
         return False
 

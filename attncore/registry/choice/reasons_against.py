@@ -173,12 +173,12 @@ def _compiler(spec: BackendSpec, request: AttentionRequest, host: Host, source: 
 
 def _requirements(spec: BackendSpec, host: Host, plugin: str) -> Iterator[Reason]:
     for text in package_requirements.needed(spec.requires):
-        wanted = package_requirements.parse(text)
-        version = host.packages.get(wanted.name)
+        name = package_requirements.parse(text).name
+        version = host.packages.get(name)
         if not version:
-            message = f"{wanted.name} is not installed; {plugin} needs {text}"
-        elif not package_requirements.satisfied(wanted, version):
-            message = f"{wanted.name} {version} is installed; {plugin} needs {text}"
+            message = f"{name} is not installed; {plugin} needs {text}"
+        elif not package_requirements.satisfied(text, version):
+            message = f"{name} {version} is installed; {plugin} needs {text}"
         else:
             continue
         yield Reason("requirement", message, text, version or None, plugin, f"pip install {quote(text)}")
