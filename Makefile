@@ -61,7 +61,7 @@ $(VENV)/.kernels: requirements/kernels.txt $(VENV)/.test
 	touch $@
 
 $(VENV)/.built: $(VENV)/.demo pyproject.toml setup.py attncore/_slots.pyx $(wildcard attncore/kernels/cython/*)
-	ATTNCORE_REQUIRE_EXT=1 $(PIP) install -q --no-build-isolation --no-deps -e .
+	$(PIP) install -q --no-build-isolation --no-deps -e .
 	touch $@
 
 $(VENV)/.plugins: $(VENV)/.built $(VENV)/.kernels $(wildcard plugins/*/pyproject.toml)
@@ -107,7 +107,7 @@ build/%/.built: setup.py pyproject.toml $(shell find attncore -name "*.p[yx]*" -
 	rm -rf build/$* && mkdir -p build/$*
 	cp -r attncore setup.py pyproject.toml README.md LICENSE build/$*
 	rm -f build/$*/attncore/_slots.c build/$*/attncore/_slots.*.so
-	cd build/$* && ATTNCORE_REQUIRE_EXT=1 $(SWITCH) $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	cd build/$* && $(SWITCH) $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
 	$(call IN_BUILD,$*) $(BIN)/python -P -c "import attncore; assert '/build/$*/' in attncore.__file__"
 	touch $@
 build/debug/.built: SWITCH := ATTNCORE_DEBUG_EXT=1

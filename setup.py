@@ -3,15 +3,25 @@
 ATTNCORE_DEBUG_EXT=1       compiles with bounds checks on (for tests; slow)
 ATTNCORE_SANITIZE_EXT=1    compiles with gcc's address and undefined-behaviour sanitizers (make test-asan)
 ATTNCORE_PUBLIC_C_API=1    reads Python ints through the public C API only, the way other interpreters must
-ATTNCORE_REQUIRE_EXT=1     fails where the extension cannot be compiled; without it the install goes on, for numba
+ATTNCORE_NO_EXT=1          leaves the extension out, for numba's kernels; else a build that cannot compile it fails
 """
 
 import os
 import sys
+import textwrap
 from glob import glob
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError, CCompilerError
+
+NOT_COMPILED = """
+attncore: its extension was not compiled ({error}).
+Install a C compiler and Python's headers (such as the packages gcc and python3-dev) and run the same command again. Or
+leave the extension out and take numba's kernels: ATTNCORE_NO_EXT=1 and the extra numba, as in
+    ATTNCORE_NO_EXT=1 pip install '.[numba]'
+"""
 
 
 def switch(name):
@@ -19,6 +29,16 @@ def switch(name):
     if value not in ("0", "1"):
         sys.exit(f"{name}: {value!r} is neither 0 nor 1")
     return value == "1"
+
+
+class BuildExtension(build_ext):
+    """Ends the build where a compiler is missing or fails: a wheel without the extension would look compiled."""
+
+    def build_extensions(self):
+        try:
+            super().build_extensions()
+        except (BaseError, CCompilerError, OSError) as error:
+            sys.exit(NOT_COMPILED.format(error=textwrap.shorten(str(error), 120)))
 
 
 debug = switch("ATTNCORE_DEBUG_EXT")
@@ -45,8 +65,5 @@ directives = {
     "cdivision": True,
     "embedsignature": True,
 }
-extensions = cythonize([extension], compiler_directives=directives)
-for built in extensions:  # cythonize forgets it where it is given
-    # A release must set ATTNCORE_REQUIRE_EXT: an optional extension that failed leaves a wheel that looks compiled.
-    built.optional = not switch("ATTNCORE_REQUIRE_EXT")
-setup(ext_modules=extensions)
+wanted = [] if switch("ATTNCORE_NO_EXT") else [extension]
+setup(ext_modules=cythonize(wanted, compiler_directives=directives), cmdclass={"build_ext": BuildExtension})

@@ -77,10 +77,10 @@ kernels = Variable("ATTNCORE_KERNELS", "cython or numba: the implementation of t
 poison = Variable(
     "ATTNCORE_POISON", "1: released staging memory is filled with a pattern and late access raises", _switch
 )
-require_ext = Variable(
-    "ATTNCORE_REQUIRE_EXT", "1 (tests and builds): a missing compiled extension is an error", _switch
-)
+require_ext = Variable("ATTNCORE_REQUIRE_EXT", "1 (tests): a missing compiled extension is an error", _switch)
+no_ext = Variable("ATTNCORE_NO_EXT", "1 (builds): leave the extension out, for numba's kernels", _switch)
 debug_ext = Variable("ATTNCORE_DEBUG_EXT", "1 (builds): compile the extension with bounds checks", _switch)
+sanitize_ext = Variable("ATTNCORE_SANITIZE_EXT", "1 (builds): compile the extension with gcc's sanitizers", _switch)
 public_c_api = Variable("ATTNCORE_PUBLIC_C_API", "1 (builds): read Python ints through the public C API only", _switch)
 
 _DECLARED = tuple(value for value in globals().values() if isinstance(value, Variable))

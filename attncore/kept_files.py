@@ -11,20 +11,36 @@ import contextlib
 import os
 import stat
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 MAX_BYTES = 1 << 20
 """Bytes of a kept file that are read at most, unless the reader says otherwise."""
 
 
-def cache_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """``attncore/name`` under XDG_CACHE_HOME where that is an absolute path, else under ``~/.cache``.
+def cache_folder(name: str) -> Path:
+    """``attncore/name`` in the user's folder of caches: XDG_CACHE_HOME, else the platform's, such as ``~/.cache``.
 
     RuntimeError for a user without a home.
     """
-    base = environ.get("XDG_CACHE_HOME", "")
-    return Path(base if os.path.isabs(base) else Path.home() / ".cache", "attncore", name)
+    from platformdirs import user_cache_path
+
+    return _absolute(user_cache_path("attncore", appauthor=False)) / name
+
+
+def state_folder(name: str) -> Path:
+    """``attncore/name`` in the user's folder of what programs record: XDG_STATE_HOME, else such as ``~/.local/state``.
+
+    RuntimeError for a user without a home.
+    """
+    from platformdirs import user_state_path
+
+    return _absolute(user_state_path("attncore", appauthor=False)) / name
+
+
+def _absolute(folder: Path) -> Path:
+    if not folder.is_absolute():  # "~" where there is no home; it would be a folder of the current one
+        raise RuntimeError(f"{folder} is no absolute path: the user has no home")
+    return folder
 
 
 def read_kept(file: Path, most: int = MAX_BYTES) -> bytes:

@@ -21,7 +21,8 @@ LAYERS = {
         "builder",
         "graphs kernels slots _slots _slots_numba",
         "array_arguments",
-        "arguments chart_page input_files kept_files search_path standard_output vocabulary env errors show",
+        "arguments chart_page how_to_install input_files kept_files search_path standard_output "
+        "vocabulary env errors show",
         "frozen_map step_arrays did_you_mean _version",
         "quoted",
     ),

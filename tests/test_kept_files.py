@@ -1,15 +1,42 @@
 """Files kept for the next run: where they are, how they are written, and which are not read."""
 
 import os
+import sys
 
 import pytest
 
-from attncore.kept_files import cache_folder, check_folder, read_kept, write_kept
+from attncore.kept_files import cache_folder, check_folder, read_kept, state_folder, write_kept
+
+FOLDERS = [
+    pytest.param(cache_folder, "XDG_CACHE_HOME", (".cache",), id="caches"),
+    pytest.param(state_folder, "XDG_STATE_HOME", (".local", "state"), id="records"),
+]
 
 
-def test_the_cache_folder_follows_the_environment(tmp_path):
-    assert cache_folder("verify", {"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "attncore" / "verify"
-    assert cache_folder("verify", {"XDG_CACHE_HOME": "relative"}).parts[-3:] == (".cache", "attncore", "verify")
+@pytest.mark.parametrize(("folder", "variable", "below_home"), FOLDERS)
+def test_the_folder_follows_the_environment(tmp_path, monkeypatch, folder, variable, below_home):
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert folder("verify") == tmp_path / "attncore" / "verify"
+    monkeypatch.delenv(variable)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if sys.platform == "linux":  # elsewhere the platform's own
+        assert folder("verify") == tmp_path.joinpath(*below_home, "attncore", "verify")
+
+
+@pytest.mark.parametrize(("folder", "variable", "below_home"), FOLDERS)
+def test_there_is_no_folder_under_the_current_one(monkeypatch, folder, variable, below_home):
+    """Neither that of a relative variable nor that of a user without a home, where ``~`` stays as it is."""
+    monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(RuntimeError, match="home"):
+        folder("verify")
+    monkeypatch.undo()
+    monkeypatch.setenv(variable, "relative")
+    try:
+        found = folder("verify")
+    except RuntimeError:  # a platformdirs before 4.14 takes the variable as it is
+        return
+    assert found.is_absolute()
 
 
 def test_what_is_written_is_read(tmp_path):

@@ -1,13 +1,11 @@
 """What `attncore new-backend` writes works as it stands: found, chosen, verified, and through the kit."""
 
 import json
-import os
-import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
+from clean_venv import borrow, clean_venv, in_venv, sources
 from planting import Site, site
 
 from attncore.cli import main
@@ -15,7 +13,6 @@ from attncore.cli.new_backend import TEMPLATE
 from attncore.testing.harness.run_suite import conformance
 
 __all__ = ["site"]
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -62,28 +59,10 @@ def test_it_is_found_chosen_and_passes_the_kit(rendered, site: Site, capsys):
     assert states["sinks"] == "unsupported"
 
 
-def in_venv(python, *command, cwd, **environ):
-    """Standard output of a command in the clean environment; fails with all that it said."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ATTNCORE"))}
-    done = subprocess.run(
-        [python, *command], cwd=cwd, env={**clean, **environ}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{command}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_its_wheel_works_beside_attncores_wheel_in_a_clean_environment(rendered, tmp_path):
     """Builds both wheels, installs them in a new environment, which sees this one's torch and pytest behind them."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    source = tmp_path / "source"
-    for name in listed.stdout.splitlines():
-        if name.partition("/")[0] not in ("tests", "plugins", "docs", "benchmarks") and (ROOT / name).is_file():
-            target = source / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes((ROOT / name).read_bytes())
+    source = sources(tmp_path / "source")
     wheels = tmp_path / "wheels"
     pip = ("-m", "pip", "--disable-pip-version-check")
     for project in (source, rendered):
@@ -101,13 +80,9 @@ def test_its_wheel_works_beside_attncores_wheel_in_a_clean_environment(rendered,
         )
     assert len(list(wheels.iterdir())) == 2
 
-    in_venv(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
-    python = tmp_path / "venv" / "bin" / "python"
+    python = clean_venv(tmp_path / "venv")
     in_venv(python, *pip, "install", "-q", "--no-deps", "--no-index", *wheels.iterdir(), cwd=tmp_path)
-    packages = Path(
-        in_venv(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
-    )
-    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    packages = borrow(python)
 
     where = in_venv(
         python, "-c", "import attncore, attn_acme_x as x; print(attncore.__file__, x.__file__)", cwd=tmp_path

@@ -8,6 +8,7 @@ standard error, and one for each reason), 130 interrupted, 141 the pipe that it 
 - ``replay``, ``build``, ``list``, ``explain``, ``doctor``, ``verify``, ``bench``, ``new_backend``: the commands.
 - ``replay_options``: the options of ``replay``; ``persistent_builder_options``: those it shares with ``build``.
 - ``argument_types``: types for argparse; ``usage_errors``: mistakes of a user.
+- ``completion``: scripts by which a shell completes a command line.
 - ``output``, ``progress_bar``: JSON, lines, tables, a bar.
 - ``streams_and_signals``: closed pipes, full disks, signals.
 """
@@ -21,6 +22,7 @@ import errno
 import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 from attncore._version import __version__
@@ -78,8 +80,12 @@ class _Help(argparse.HelpFormatter):
         return "\n\n".join(super(_Help, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
 
 
+def _module(command: str) -> ModuleType:
+    return importlib.import_module(f"attncore.cli.{command.replace('-', '_')}")
+
+
 def _parser(command: str) -> _Parser:
-    module = importlib.import_module(f"attncore.cli.{command.replace('-', '_')}")
+    module = _module(command)
     parser = _Parser(prog=f"attncore {command}", description=module.__doc__, allow_abbrev=False, formatter_class=_Help)
     module.configure(parser)
     names = [f"[{one.metavar}]" if one.nargs == "?" else f"{one.metavar}" for one in parser._get_positional_actions()]
@@ -90,12 +96,14 @@ def _parser(command: str) -> _Parser:
 
 def _overview() -> str:
     rows = (f"  {name:12} {text}" for name, text in COMMANDS.items())
+    width = columns() or 80
     lines = (
         "usage: attncore COMMAND [OPTION ...]",
         "",
-        *(wrapped(row, columns() or 80, 15) for row in rows),
+        *(wrapped(row, width, 15) for row in rows),
         "",
-        "'attncore COMMAND --help' lists a command's options.",
+        wrapped("'attncore COMMAND --help' lists a command's options.", width),
+        wrapped("'attncore --print-completion SHELL' prints what completes them in bash, zsh, fish or tcsh.", width),
     )
     return "\n".join(lines)
 
@@ -154,6 +162,12 @@ def _run(words: list[str]) -> int:
         return 0 if words else 2
     if words[0] in ("-V", "--version"):
         print(f"attncore {__version__}")
+        return 0
+    if words[0] == "--print-completion":
+        from attncore.cli.completion import completion_script
+
+        commands = {name: (text, _module(name).configure) for name, text in COMMANDS.items()}
+        print(completion_script(" ".join(words[1:]), commands))
         return 0
     if words[0] not in COMMANDS:
         near = difflib.get_close_matches(words[0][:40], COMMANDS, 1)

@@ -28,6 +28,8 @@ from attncore.cli.output import columns, print_json, print_lines, print_table, s
 from attncore.cli.progress_bar import progress_bar
 from attncore.did_you_mean import did_you_mean
 from attncore.errors import NoBackendError
+from attncore.how_to_install import install_extra
+from attncore.kept_files import state_folder
 from attncore.registry.choice.runs_here import reasons_here
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
@@ -65,16 +67,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, compare, save, print; 1 where the backend cannot be timed, or with --strict is slower."""
     if importlib.util.find_spec("torch") is None:
-        raise NoBackendError("torch is not installed and a backend's steps need it: pip install 'attncore[torch]'")
+        raise NoBackendError(f"torch is not installed and a backend's steps need it: {install_extra('torch')}")
     from attncore.testing.bench.run import PassError, Question, joined, measure
-    from attncore.testing.bench.saved_runs import load, root_folder
 
     with stdout_to_stderr():
         version = _installed(args.name, args.device)
     question = Question(args.name, version, args.device, args.steps, args.seconds, args.timeout)
     try:
         found = _measured(question, args.passes, measure)
-        saved, left_out = load(found, root_folder())
+        saved, left_out = _earlier(found)
         for name in left_out:
             print(f"attncore bench: the saved run {name!r} is left out: it is damaged or not yours", file=sys.stderr)
         if any(one.verdict == "slower" for one in _changes(found, saved)):
@@ -130,13 +131,23 @@ def _changes(found: Run, saved: list[Run]) -> list[Change]:
     return [change(row, saved) for row in found.rows]
 
 
-def _saved(found: Run) -> Path | None:
-    """Where the run was saved; None, with a line on standard error, where that is not possible."""
-    from attncore.testing.bench.saved_runs import root_folder, save
+def _earlier(found: Run) -> tuple[list[Run], list[str]]:
+    """The saved runs of the same conditions, and the names of those left out; none for a user without a home."""
+    from attncore.testing.bench.saved_runs import load
 
     try:
-        return save(found, root_folder())
-    except OSError as error:
+        return load(found, state_folder("bench"))
+    except RuntimeError:
+        return [], []
+
+
+def _saved(found: Run) -> Path | None:
+    """Where the run was saved; None, with a line on standard error, where that is not possible."""
+    from attncore.testing.bench.saved_runs import save
+
+    try:
+        return save(found, state_folder("bench"))
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         print(f"attncore bench: the run is not saved: {error}", file=sys.stderr)
         return None
 

@@ -23,6 +23,7 @@ from attncore.cli.output import print_json, stdout_to_stderr
 from attncore.cli.progress_bar import progress_bar
 from attncore.cli.usage_errors import UsageError
 from attncore.errors import NoBackendError
+from attncore.how_to_install import install_extra
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.replay.layers.attention_layers import torch_threads
@@ -105,7 +106,7 @@ def _check_charts() -> None:
     try:
         chart_page.library()
     except ImportError as error:
-        raise UsageError(f"--html: {error}; pip install 'attncore[html]'") from error
+        raise UsageError(f"--html: {error}; {install_extra('html')}") from error
 
 
 def _environment(layers: AttentionLayers | ModelLayers | None) -> dict[str, Any]:
@@ -141,7 +142,7 @@ def _layers(
         return None, _WHY_NONE
     if importlib.util.find_spec("torch") is None:
         raise NoBackendError(
-            "torch is not installed and attention needs it: pip install attncore[torch], or pass --metadata-only"
+            f"torch is not installed and attention needs it: {install_extra('torch')}, or pass --metadata-only"
         )
     if args.model:
         return _model(args.model, args.backend, settings, trace)
@@ -160,7 +161,7 @@ def _layers(
 
 def _model(path: str, backend: str | None, settings: Settings, trace: Trace) -> tuple[ModelLayers, str]:
     if importlib.util.find_spec("transformers") is None:
-        raise NoBackendError("transformers is not installed and --model needs it: pip install attncore[transformers]")
+        raise NoBackendError(f"transformers is not installed and --model needs it: {install_extra('transformers')}")
     from attncore.replay.layers.whole_model import ModelLayers
     from attncore.replay.model_error import ModelError
 

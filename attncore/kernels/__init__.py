@@ -37,9 +37,11 @@ def load_kernels(name: KernelsName | None = None) -> Any:
             return importlib.import_module(module)
         except Exception as error:  # a library that is there and broken raises whatever it likes
             failures.append(f"{candidate}: {_text(error)}")
+    from attncore.how_to_install import install_extra
+
     raise ImportError(
-        f"kernels: none can be imported ({'; '.join(failures)}); reinstall attncore with a C compiler, "
-        "or pip install attncore[numba]"
+        f"kernels: none can be imported ({'; '.join(failures)}); {install_extra('numba')}, or install a C compiler and "
+        "then attncore again (with pip's --no-cache-dir and --force-reinstall, which leave no old wheel)"
     )
 
 

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 
+from attncore.how_to_install import install_extra
 from attncore.standard_output import own_standard_output
 from attncore.testing.harness.errors import UnsupportedError
 
@@ -44,7 +45,7 @@ def _main(argv: list[str] | None) -> int:
             print(f"attncore: error: {args.name} cannot run here: {subject.refusal}", file=sys.stderr)
             return 3
     except ImportError as error:
-        print(f"attncore: error: {error}; pip install 'attncore[test]'", file=sys.stderr)
+        print(f"attncore: error: {error}; {install_extra('test')}", file=sys.stderr)
         return 2
     except (UnsupportedError, ValueError) as error:
         print(f"attncore: error: {error}", file=sys.stderr)

@@ -77,6 +77,16 @@ def test_the_first_run_is_saved_and_the_second_is_compared(measured, capsys, sta
     assert "0 of 2 rows slower than in 3 saved runs since 2026-11-22" in capsys.readouterr().out
 
 
+def test_a_user_without_a_home_keeps_no_run(measured, capsys, monkeypatch):
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert main(["bench", "reference"]) == 0
+    out, err = capsys.readouterr()
+    assert "first run" in out
+    assert err.startswith("attncore bench: the run is not saved: ")
+    assert err.count("\n") == 1
+
+
 def test_a_saved_run_that_cannot_be_used_is_a_note(measured, capsys, state):
     main(["bench", "reference"])
     (file,) = state.rglob("*.json")

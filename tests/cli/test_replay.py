@@ -11,6 +11,7 @@ import pytest
 from replay_command import ran, reported
 
 from attncore.cli import main
+from attncore.how_to_install import install_extra
 from attncore.replay import rank_builders
 from attncore.replay.layers.attention_layers import AttentionLayers
 from attncore.replay.scheduling.cost_model import CostModel
@@ -153,7 +154,7 @@ def test_attention_without_torch_ends_with_3_and_says_what_to_do(capsys, trace, 
     monkeypatch.setitem(sys.modules, "torch", None)
     code, out, err = ran(capsys, trace)
     assert (code, out) == (3, "")
-    assert "pip install attncore[torch]" in err
+    assert f"needs it: {install_extra('torch')}, or" in err
     assert "--metadata-only" in err
     assert err.count("\n") == 1
 

@@ -106,7 +106,7 @@ def test_without_the_library_a_page_is_refused_before_the_run(capsys, trace, tmp
     code, out, err = ran(capsys, trace, "--metadata-only", "--html", str(path))
     assert (code, out) == (2, "")
     assert err.startswith("attncore: error: --html: ")
-    assert err.endswith("pip install 'attncore[html]'\n")
+    assert err.endswith(f"{install_extra('html')}\n")
     assert err.count("\n") == 1
     assert not path.exists()
 

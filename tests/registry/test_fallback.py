@@ -8,6 +8,7 @@ import warnings
 import pytest
 
 import attncore
+from attncore.how_to_install import install_distribution
 
 FIELDS = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "dtype": "float32"}
 FALLBACK = {"backend": "rocm", "policy": "fallback", **FIELDS}
@@ -30,7 +31,7 @@ def test_the_warning_names_both_the_reason_and_the_callers_line(site):
     assert one.filename == __file__
     text = str(one.message)
     assert text.startswith("using reference (attncore 0.1.0) on cpu in place of rocm, which the request names and")
-    assert "cannot be used: not installed; pip install attn-rocm" in text
+    assert f"cannot be used: not installed; {install_distribution('attn-rocm')}" in text
     assert issubclass(one.category, UserWarning)
 
 

@@ -8,6 +8,7 @@ import pytest
 from lookalikes import FLASHINFER, PACKAGES, RECORDS, record
 
 from attncore import AttentionRequest, BackendSpec, Host, MultipleOf, Reason, Variant
+from attncore.how_to_install import install_distribution
 from attncore.registry.choice.choice import choose
 from attncore.registry.choice.explain import explain
 from attncore.registry.choice.negotiate import negotiate
@@ -282,10 +283,11 @@ def test_no_variant_installed_tells_what_each_needs():
 
 def test_known_backends_that_are_not_installed_are_rows():
     lines = explain(negotiated([])).splitlines()
-    assert "flash: not installed; pip install attn-flash" in lines
-    assert "rocm: not installed; pip install attn-rocm (needs an AMD GPU; this host has sm_90)" in lines
+    rocm, flash = install_distribution("attn-rocm"), install_distribution("attn-flash")
+    assert f"flash: not installed; {flash}" in lines
+    assert f"rocm: not installed; {rocm} (needs an AMD GPU; this host has sm_90)" in lines
     cpu = negotiated([], Host.assume("cpu"))
-    assert "flash: not installed; pip install attn-flash (needs an NVIDIA GPU; this host has no GPU)" in explain(cpu)
+    assert f"flash: not installed; {flash} (needs an NVIDIA GPU; this host has no GPU)" in explain(cpu)
 
 
 def test_unknown_names_are_rows():

@@ -16,7 +16,7 @@ from attncore.testing.bench import turns
 from attncore.testing.bench.change import change
 from attncore.testing.bench.machine import machine, machine_name
 from attncore.testing.bench.run import PassError, Question, joined, measure
-from attncore.testing.bench.saved_runs import MAX_RUNS, Row, Run, root_folder, save
+from attncore.testing.bench.saved_runs import MAX_RUNS, Row, Run, save
 from attncore.testing.bench.saved_runs import load as load_and_left_out
 
 REFERENCE = """
@@ -184,11 +184,6 @@ def test_what_is_no_file_of_ours_is_not_waited_for(tmp_path):
 def test_a_row_without_figures_is_passed_over(tmp_path):
     save(made([]), tmp_path)
     assert load(made(), tmp_path) == []
-
-
-def test_where_runs_are_kept_follows_the_environment(tmp_path):
-    assert root_folder({"XDG_STATE_HOME": str(tmp_path)}) == tmp_path / "attncore" / "bench"
-    assert root_folder({"XDG_STATE_HOME": "relative"}).parts[-4:] == (".local", "state", "attncore", "bench")
 
 
 def test_a_machine_is_named_after_its_processor_and_nothing_else(tmp_path):

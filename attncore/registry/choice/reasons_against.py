@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from shlex import quote
 
 from attncore.quoted import quoted
 from attncore.registry import package_requirements
@@ -171,17 +172,16 @@ def _compiler(spec: BackendSpec, request: AttentionRequest, host: Host, source: 
 
 
 def _requirements(spec: BackendSpec, host: Host, plugin: str) -> Iterator[Reason]:
-    for text in spec.requires:
-        wanted = package_requirements.parse(text)
-        version = host.packages.get(wanted.name)
+    for text in package_requirements.needed(spec.requires):
+        name = package_requirements.parse(text).name
+        version = host.packages.get(name)
         if not version:
-            message = f"{wanted.name} is not installed; {plugin} needs {text}"
-        elif not package_requirements.satisfied(wanted, version):
-            message = f"{wanted.name} {version} is installed; {plugin} needs {text}"
+            message = f"{name} is not installed; {plugin} needs {text}"
+        elif not package_requirements.satisfied(text, version):
+            message = f"{name} {version} is installed; {plugin} needs {text}"
         else:
             continue
-        target = f"'{text}'" if wanted.clauses else wanted.name
-        yield Reason("requirement", message, text, version or None, plugin, f"pip install {target}")
+        yield Reason("requirement", message, text, version or None, plugin, f"pip install {quote(text)}")
 
 
 def _options(spec: BackendSpec, request: AttentionRequest, source: str) -> Iterator[Reason]:

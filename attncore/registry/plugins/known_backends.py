@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from attncore.how_to_install import install_distribution
 from attncore.registry.host.host import Host
 from attncore.registry.reasons import Reason
 
@@ -37,7 +38,7 @@ def not_installed(name: str, host: Host) -> Reason:
 def install_line(name: str, host: Host) -> str:
     """The command that installs the backend ``name``, with the hardware it needs where ``host`` lacks it."""
     known = KNOWN[name]
-    line = f"pip install {known.distribution}"
+    line = install_distribution(known.distribution)
     if known.platform and known.platform != host.platform:
         line += f" (needs {known.hardware}; this host has {'no GPU' if host.platform == 'cpu' else host.arch})"
     return line

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,12 +62,6 @@ class Run:
         facts = json.dumps([self.config, self.steps, python, FORMAT], sort_keys=True)
         digest = hashlib.sha256(facts.encode()).hexdigest()[:8]
         return root / machine_name(self.machine) / f"{self.backend}-{digest}"
-
-
-def root_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Under XDG_STATE_HOME where that is an absolute path, else under ``~/.local/state``."""
-    base = environ.get("XDG_STATE_HOME", "")
-    return Path(base if os.path.isabs(base) else Path.home() / ".local" / "state", "attncore", "bench")
 
 
 def save(run: Run, root: Path) -> Path:

@@ -1,0 +1,38 @@
+"""What ``attncore --print-completion SHELL`` prints: a script for the shell, which ``shtab`` makes from the parsers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+
+from attncore.cli.usage_errors import UsageError
+from attncore.how_to_install import install_extra
+
+FILES = ("CONFIG.json", "FILE", "TRACE")
+"""The metavars of arguments that are completed by files' names; that of a folder is DIR."""
+
+Configure = Callable[[argparse.ArgumentParser], None]
+
+
+def completion_script(shell: str, commands: Mapping[str, tuple[str, Configure]]) -> str:
+    """The script for ``shell``; ``commands`` are name -> (help, what adds its options to a parser)."""
+    try:
+        import shtab
+    except ImportError:
+        text = f"--print-completion: shtab, which makes the script, is not installed: {install_extra('completion')}"
+        raise UsageError(text) from None
+    if shell not in shtab.SUPPORTED_SHELLS:
+        raise UsageError(f"--print-completion: {shell!r} is not one of {', '.join(shtab.SUPPORTED_SHELLS)}")
+    root = argparse.ArgumentParser(prog="attncore")
+    root.add_argument("--version", action="store_true")
+    root.add_argument("--print-completion", choices=shtab.SUPPORTED_SHELLS)
+    added = root.add_subparsers()
+    for name, (text, configure) in commands.items():
+        parser = added.add_parser(name, help=text)
+        configure(parser)
+        for action in parser._actions:
+            if action.metavar in FILES:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+            elif action.metavar == "DIR":
+                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    return str(shtab.complete(root, shell))

@@ -1,0 +1,75 @@
+"""The commands that errors and reports print for what is not installed, as they work for this copy of attncore.
+
+Extras are given as what they require, so that a command neither builds attncore again nor asks an index for it. A
+plugin comes from where attncore came from: a checkout, an index, or a file.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shlex
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+_HERE = Path(__file__).parents[1]
+
+
+def install_extra(extra: str) -> str:
+    """The command that installs what attncore's extra ``extra`` requires, quoted for a shell."""
+    try:
+        wanted = dict.fromkeys(_requirements(extra))
+    except importlib.metadata.PackageNotFoundError:
+        wanted = {}
+    if not wanted:  # a checkout on PYTHONPATH, or one that was installed before it had this extra
+        return f"pip install -e {shlex.quote(f'{_HERE}[{extra}]')}"
+    return f"pip install {shlex.join(wanted)}"
+
+
+def install_distribution(name: str) -> str:
+    """The command that installs attncore, or a distribution of its ``plugins/``; or where that comes from, in words."""
+    origin, is_installed = _origin()
+    folder = _checkout(origin)
+    if folder is None:
+        return f"install {name} from where attncore came from, {origin}" if origin else f"pip install {name}"
+    there = is_installed and name != "attncore"
+    core = [] if there else ["-e", str(folder)]  # a plugin alone would have an index asked for attncore
+    plugin = [] if name == "attncore" else [str(folder / "plugins" / name)]
+    return f"pip install {shlex.join(core + plugin)}"
+
+
+def _requirements(extra: str) -> Iterator[str]:
+    from packaging.requirements import Requirement
+
+    for text in importlib.metadata.requires("attncore") or ():
+        wanted = Requirement(text)
+        marker = wanted.marker
+        if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
+            continue
+        if wanted.name == "attncore":
+            for one in sorted(wanted.extras):
+                yield from _requirements(one)
+        else:
+            wanted.marker = None
+            yield str(wanted)
+
+
+@lru_cache(maxsize=1)
+def _origin() -> tuple[str, bool]:
+    """What attncore was installed from (PEP 610), empty where that is an index; and whether it is installed."""
+    try:
+        text = importlib.metadata.distribution("attncore").read_text("direct_url.json")
+        return (str(json.loads(text)["url"]) if text else ""), True
+    except importlib.metadata.PackageNotFoundError:
+        return "", False
+    except (OSError, ValueError, LookupError, TypeError):  # damaged
+        return "", True
+
+
+def _checkout(origin: str) -> Path | None:
+    """The checkout that this module is in, or that ``origin`` names, as long as it is there."""
+    place = urlsplit(origin)
+    named = [Path(unquote(place.path))] if place.scheme == "file" else []
+    return next((folder for folder in (_HERE, *named) if (folder / "plugins").is_dir()), None)

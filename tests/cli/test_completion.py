@@ -1,0 +1,66 @@
+"""attncore --print-completion: scripts by which a shell completes commands, options and files."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from attncore.cli import COMMANDS, main
+from attncore.how_to_install import install_extra
+
+COMPLETED = """
+{script}
+COMP_WORDS=({words} "")
+COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+COMP_WORDS[COMP_CWORD]="{begun}"
+_shtab_attncore
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.fixture
+def script(capsys):
+    """The script for bash."""
+    pytest.importorskip("shtab", reason="shtab (the extra completion) is not installed")
+    assert main(["--print-completion", "bash"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="bash is not installed")
+@pytest.mark.parametrize(
+    ("words", "begun", "found"),
+    [
+        (["attncore"], "", set(COMMANDS)),
+        (["attncore"], "ex", {"explain"}),
+        (["attncore", "explain"], "--ass", {"--assume"}),
+        (["attncore", "build", "--kernels"], "", {"cython", "numba"}),
+        (["attncore", "build"], "batch", {"batches.jsonl"}),
+        (["attncore", "new-backend", "acme"], "f", {"folder"}),
+    ],
+)
+def test_bash_completes(script, tmp_path, words, begun, found):
+    (tmp_path / "batches.jsonl").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    program = COMPLETED.format(script=script, words=" ".join(words), begun=begun)
+    done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) >= found
+    assert all(one.startswith(begun) for one in done.stdout.split())
+    assert "file" not in done.stdout.split()
+
+
+@pytest.mark.usefixtures("script")
+def test_a_shell_that_is_unknown_is_refused(capsys):
+    for words in (["--print-completion"], ["--print-completion", "dos"]):
+        assert main(words) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith("attncore: error: --print-completion: '")
+        assert "is not one of bash, zsh" in err
+
+
+def test_without_shtab_the_command_that_installs_it_is_said(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["--print-completion", "bash"]) == 2
+    assert install_extra("completion") in capsys.readouterr().err
