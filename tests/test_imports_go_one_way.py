@@ -41,7 +41,6 @@ LAYERS = {
         "request",
         "reasons",
         "device_patterns package_requirements child_process config_json",
-        "printable",
     ),
 }
 """What stands in each folder, from the top layer down. A module imports from its own layer and from those below it.

@@ -27,8 +27,7 @@ from attncore.cli.output import only_json
 from attncore.cli.streams_and_signals import READER_GONE, Terminated, prepared, settle
 from attncore.cli.usage_errors import InputLineError, UsageError
 from attncore.errors import AttncoreError, NoBackendError
-from attncore.quoted import quoted
-from attncore.registry.printable import one_line
+from attncore.quoted import one_line, quoted
 from attncore.standard_output import own_standard_output
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from pathlib import Path
 from attncore import env
 from attncore._version import __version__
 from attncore.cli.output import print_json
+from attncore.quoted import one_line
 from attncore.registry.plugins.known_backends import KNOWN
-from attncore.registry.printable import one_line
 
 TEMPLATE = importlib.resources.files("attncore") / "template"
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from attncore.registry.printable import one_line
+from attncore.quoted import one_line
 
 _of_json: list[TextIO] = []
 """Standard output, where ``only_json`` has taken it."""

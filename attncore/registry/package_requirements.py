@@ -12,7 +12,7 @@ import sys
 from functools import lru_cache
 from typing import NamedTuple
 
-from attncore.registry.printable import one_line
+from attncore.quoted import one_line
 
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(.*)")
 _CLAUSE = re.compile(r"\s*(~=|==|!=|<=|>=|<|>)\s*([0-9][0-9A-Za-z.+!_-]*?(?:\.\*)?)\s*")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from attncore.registry.printable import json_value, one_line
+from attncore.quoted import json_value, one_line
 from attncore.vocabulary import REASON_CODES
 
 USE_ANOTHER = "use another backend"

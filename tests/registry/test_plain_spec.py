@@ -5,11 +5,10 @@ import pytest
 import attncore
 from attncore import AttentionRequest, BackendSpec, Host, MultipleOf, Option, Reason, Variant
 from attncore.cli import main
-from attncore.quoted import quoted
+from attncore.quoted import MAX_ITEMS, describe_error, json_value, one_line, quoted
 from attncore.registry.choice.negotiate import negotiate
 from attncore.registry.plugins import load
 from attncore.registry.plugins.plugin_record import PluginRecord
-from attncore.registry.printable import MAX_ITEMS, describe_error, json_value, one_line
 from attncore.registry.spec.backend_spec import plain_spec
 
 HEADER = "from attncore import BackendSpec, MultipleOf, Option, Reason, Variant, hookimpl\n"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from attncore.quoted import quoted
+from attncore.quoted import MAX_ITEMS, describe_error, json_value, listed, plain_text, quoted, type_name
 from attncore.registry import package_requirements
 from attncore.registry.choice.cache_format import common_block_sizes, common_layouts
 from attncore.registry.device_patterns import best_match
 from attncore.registry.host.host import Host
-from attncore.registry.printable import MAX_ITEMS, describe_error, json_value, listed, plain_text, type_name
 from attncore.registry.reasons import USE_ANOTHER, Reason
 from attncore.registry.request import AttentionRequest
 from attncore.registry.spec import sizes

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attncore import env
-from attncore.quoted import quoted
+from attncore.quoted import describe_error, listed, one_line, quoted
 from attncore.registry.package_requirements import canonical_name
 from attncore.registry.plugins.known_backends import KNOWN
 from attncore.registry.plugins.plugin_record import PluginRecord
-from attncore.registry.printable import describe_error, listed, one_line
 from attncore.registry.reasons import Reason
 
 GROUP = "attncore.backends"

@@ -18,10 +18,10 @@ from attncore import env
 from attncore._version import __version__
 from attncore.did_you_mean import close_name
 from attncore.errors import PluginError
+from attncore.quoted import describe_error, json_value, one_line, type_name
 from attncore.registry import package_requirements
 from attncore.registry.plugins import discover
 from attncore.registry.plugins.plugin_record import PluginRecord
-from attncore.registry.printable import describe_error, json_value, one_line, type_name
 from attncore.registry.reasons import Reason
 from attncore.registry.spec.backend_spec import ATTNCORE_API, BackendSpec, ContractVersionError, plain_spec
 

@@ -14,10 +14,9 @@ from attncore.arguments import UNREADABLE, integer_or_none
 from attncore.did_you_mean import did_you_mean
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
-from attncore.quoted import quoted
+from attncore.quoted import one_line, plain_text, quoted
 from attncore.registry import package_requirements
 from attncore.registry.device_patterns import PATTERNS, is_pattern
-from attncore.registry.printable import one_line, plain_text
 from attncore.registry.spec.option import Option
 from attncore.registry.spec.plain_values import collection, mapping, positive, text
 from attncore.registry.spec.sizes import as_sizes

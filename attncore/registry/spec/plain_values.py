@@ -11,8 +11,7 @@ from itertools import islice
 from typing import Any
 
 from attncore.arguments import integer_or_none
-from attncore.quoted import quoted
-from attncore.registry.printable import MAX_ITEMS, plain_text
+from attncore.quoted import MAX_ITEMS, plain_text, quoted
 
 MOST = 2**63 - 1
 """The largest integer that a spec may hold; Python refuses to print one of thousands of digits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attncore.registry.printable import one_line
+from attncore.quoted import one_line
 from attncore.replay.results.measurements import microseconds, quantiles, total
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import IO, Any
 import torch
 
 from attncore.errors import AttncoreError
-from attncore.registry.printable import describe_error
+from attncore.quoted import describe_error
 from attncore.testing.bench.turns import Call, device_yardstick, host_yardstick, in_turns
 from attncore.testing.engines.timed_steps import REQUEST, SAVED, SHAPES, Timed
 from attncore.testing.harness.errors import UnsupportedError
