@@ -28,7 +28,7 @@ from attncore.cli.streams_and_signals import READER_GONE, Terminated, prepared, 
 from attncore.cli.usage_errors import InputLineError, UsageError
 from attncore.errors import AttncoreError, NoBackendError
 from attncore.quoted import one_line, quoted
-from attncore.standard_output import own_standard_output
+from attncore.standard_output import own_streams
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Without ``argv`` it is the process's last act, and what libraries print afterwards goes to standard error too.
     """
-    with prepared(), own_standard_output(to_the_end=argv is None):
+    with prepared(), own_streams(to_the_end=argv is None):
         return _main(argv)
 
 
@@ -151,6 +151,6 @@ def _run(words: list[str]) -> int:
 def _fail(error: object, code: int) -> int:
     prefix = "" if isinstance(error, InputLineError) else "attncore: error: "
     text = one_line(error, 1 << 16) or type(error).__name__  # no control codes to a terminal
-    with contextlib.suppress(OSError):  # standard error is full, or its reader has gone
+    with contextlib.suppress(OSError, ValueError):  # standard error is full, is closed, or its reader has gone
         print(prefix + text, file=sys.stderr)
     return code

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 from attncore.quoted import one_line
+from attncore.standard_output import lent_streams
 
 _of_json: list[TextIO] = []
 """Standard output, where ``only_json`` has taken it."""
@@ -50,8 +51,11 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Redirects what plugins print while they load to standard error, so that the command's own output stays clean."""
-    with contextlib.redirect_stdout(sys.stderr):
+    """Redirects what plugins print while they load to standard error, so that the command's own output stays clean.
+
+    Both streams are lent: they are as before afterwards, whatever a plugin does to them.
+    """
+    with lent_streams(), contextlib.redirect_stdout(sys.stderr):
         yield
 
 

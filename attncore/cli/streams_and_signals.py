@@ -7,6 +7,7 @@ is a traceback: ``prepared`` is around a command, ``settle`` after it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -62,10 +63,12 @@ def settle() -> OSError | None:
             found = error
             with contextlib.suppress(OSError, ValueError):  # no file behind it
                 null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, stream.fileno())
+                os.dup2(null, getattr(stream, "own", stream).fileno())
                 os.close(null)
             with contextlib.suppress(OSError):
                 stream.flush()
+        except (ValueError, AttributeError):  # a plugin has closed it, or put something else in its place
+            found = OSError(errno.EBADF, os.strerror(errno.EBADF))
         else:
             found = None
     return found

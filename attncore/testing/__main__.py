@@ -17,13 +17,13 @@ import argparse
 import contextlib
 import json
 
-from attncore.standard_output import own_standard_output
+from attncore.standard_output import own_streams
 from attncore.testing.harness.errors import UnsupportedError
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; its exit code."""
-    with own_standard_output(to_the_end=argv is None):
+    with own_streams(to_the_end=argv is None):
         return _main(argv)
 
 
