@@ -156,7 +156,7 @@ def _own(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     with contextlib.suppress(OSError):  # a full disk: what is printed next says so
         stream.flush()
     return io.TextIOWrapper(
-        open(fcntl.fcntl(stream.fileno(), fcntl.F_DUPFD_CLOEXEC, 3), "wb"),  # noqa: SIM115  own_streams closes it
+        open(fcntl.fcntl(stream.fileno(), fcntl.F_DUPFD_CLOEXEC, 3), "wb"),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,

@@ -15,7 +15,7 @@ ROUGH = {
     "detaches": "sys.stdout.detach(); sys.stderr.detach()",
     "detaches and closes": "sys.stdout.detach().close(); sys.__stdout__.detach().close()",
     "wraps": "sys.stdout = io.TextIOWrapper(sys.stdout.buffer); sys.stderr = io.TextIOWrapper(sys.stderr.buffer)",
-    "wraps what it detaches": "sys.stdout = io.TextIOWrapper(sys.stdout.detach(), 'latin-1'); print('said', flush=True)",
+    "wraps what it detaches": "sys.stdout = io.TextIOWrapper(sys.stdout.detach()); print('said', flush=True)",
     "opens the descriptors": "open(sys.stdout.fileno(), 'w').close()",
     "reconfigures": "sys.stdout.reconfigure(encoding='utf-16'); sys.stderr.reconfigure(encoding='utf-32')",
     "takes them away": "del sys.stdout, sys.stderr, sys.__stdout__; sys.__stderr__ = 3",
