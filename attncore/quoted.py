@@ -123,6 +123,11 @@ def _escaped(letter: str) -> str:
     return letter.encode("unicode_escape").decode()
 
 
+def printable(text: str) -> str:
+    """Text of several lines with everything escaped that is no letter, blank or end of a line."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else _escaped(letter) for letter in text)
+
+
 def plain_text(value: object) -> str | None:
     """``value`` as a str that is of no subclass; None where it is no string."""
     return str.__str__(value) if issubclass(type(value), str) else None

@@ -26,6 +26,10 @@ class Lent:
     descriptor of our own, which an ``open(sys.stdout.fileno(), "w")`` would close.
     """
 
+    own: Any
+    """The stream itself."""
+    _descriptor: int | None
+
     def __init__(self, stream: Any, descriptor: int | None = None) -> None:
         self.own = stream.own if isinstance(stream, Lent) else stream
         self._descriptor = stream._descriptor if isinstance(stream, Lent) else descriptor

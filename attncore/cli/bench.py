@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attncore.cli.argument_types import add_integer, number
-from attncore.cli.output import print_json, print_table, stdout_to_stderr
+from attncore.cli.output import print_json, print_table, print_text, stdout_to_stderr
 from attncore.cli.progress_bar import progress_bar
 from attncore.errors import NoBackendError
 from attncore.registry.plugins.load import registry
@@ -75,12 +75,12 @@ def run(args: argparse.Namespace) -> int:
         found = _measured(question, args.passes, measure)
         saved, left_out = load(found, root_folder())
         for name in left_out:
-            print(f"attncore bench: the saved run {name!r} is left out: it is damaged or not yours", file=sys.stderr)
+            print_text(f"attncore bench: the saved run {name!r} is left out: it is damaged or not yours", sys.stderr)
         if any(one.verdict == "slower" for one in _changes(found, saved)):
-            print("some rows look slower than in the saved runs: all is measured once more", file=sys.stderr)
+            print_text("some rows look slower than in the saved runs: all is measured once more", sys.stderr)
             found = joined(found, _measured(question, args.passes, measure))
     except PassError as error:
-        print(f"attncore: error: {error}", file=sys.stderr)
+        print_text(f"attncore: error: {error}", sys.stderr)
         return 1
     changes = _changes(found, saved)
     file = None if args.no_save else _saved(found)
@@ -133,7 +133,7 @@ def _saved(found: Run) -> Path | None:
     try:
         return save(found, root_folder())
     except OSError as error:
-        print(f"attncore bench: the run is not saved: {error}", file=sys.stderr)
+        print_text(f"attncore bench: the run is not saved: {error}", sys.stderr)
         return None
 
 
@@ -147,7 +147,7 @@ def _as_json(found: Run, changes: list[Change], saved: list[Run], file: Path | N
 def _print(found: Run, changes: list[Change], saved: list[Run], file: Path | None) -> None:
     config = found.config
     passes = len(found.rows[0].median)
-    print(
+    print_text(
         f"{found.backend} ({found.versions['distribution']}) on {config['device']}: {config['num_heads']} heads over "
         f"{config['num_kv_heads']}, head size {config['head_size']}, {config['dtype']}, blocks of "
         f"{config['block_size']}; {passes} passes, one thread"
@@ -167,13 +167,13 @@ def _print(found: Run, changes: list[Change], saved: list[Run], file: Path | Non
         print_table(headers, rows)
     else:  # a table for each step, whose name has a line of its own
         for step, members in itertools.groupby(rows, key=lambda cells: cells[0]):
-            print(f"{step}:")
+            print_text(f"{step}:")
             print_table(headers[1:], [cells[1:] for cells in members])
     for step, reason in found.unsupported.items():
-        print(f"{step}: unsupported, {reason}")
-    print(_summary(changes, saved))
+        print_text(f"{step}: unsupported, {reason}")
+    print_text(_summary(changes, saved))
     if file is not None:
-        print(f"saved as {file}")
+        print_text(f"saved as {file}")
 
 
 def _summary(changes: list[Change], saved: list[Run]) -> str:

@@ -27,7 +27,7 @@ from attncore.cli.persistent_builder_options import (
     parse_groups,
     parse_one_rank,
 )
-from attncore.cli.usage_errors import InputLineError, UsageError
+from attncore.command import InputLineError, UsageError
 from attncore.input_files import bounded_lines
 from attncore.json_lines.list_builder import build_batch, parse_batch
 from attncore.json_lines.metadata_as_json import MAX_ANSWER

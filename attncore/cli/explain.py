@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from attncore.cli.output import print_json, stdout_to_stderr
+from attncore.cli.output import print_json, print_text, stdout_to_stderr
 from attncore.registry.choice.candidates import Candidate
 from attncore.registry.choice.choice import Choice, choose
 from attncore.registry.choice.explain import explain
@@ -154,19 +154,19 @@ def _by_phase(negotiation: Negotiation | JointNegotiation) -> Sequence[tuple[str
 def _print(negotiation: Negotiation | JointNegotiation, choice: Choice | JointChoice | None) -> None:
     asked = ", ".join(f"{name} {_word(value)}" for name, value in negotiation.request.as_json().items())
     host = negotiation.host
-    print(f"request: {asked}")
-    print(f"host: {host.device} ({'assumed' if host.assumed else host.device_name or 'found'})")
+    print_text(f"request: {asked}")
+    print_text(f"host: {host.device} ({'assumed' if host.assumed else host.device_name or 'found'})")
     for note in host.notes:
-        print(f"note: {note}")
+        print_text(f"note: {note}")
     for phase, of_phase in _by_phase(negotiation):
-        print(f"\n{phase}:" if phase else "")
-        print(explain(of_phase))
+        print_text(f"\n{phase}:" if phase else "")
+        print_text(explain(of_phase))
     print()
     if choice is None:
-        print(negotiation.refusal)
+        print_text(negotiation.refusal)
     else:
         cache = f"kv_cache_layout {choice.kv_cache_layout}, kv_cache_dtype {choice.kv_cache_dtype}"
-        print(f"block_size {choice.block_size}, {cache}")
+        print_text(f"block_size {choice.block_size}, {cache}")
 
 
 def _word(value: object) -> str:

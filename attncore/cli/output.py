@@ -1,4 +1,4 @@
-"""Printing a command's result: JSON, or a table (by rich on a terminal, in plain columns to a pipe or a file)."""
+"""Printing a command's result: JSON, lines, or a table (by rich on a terminal, in plain columns elsewhere)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from attncore.quoted import one_line
+from attncore.quoted import one_line, printable
 from attncore.standard_output import lent_streams
 
 _of_json: list[TextIO] = []
@@ -34,7 +34,14 @@ def print_json(value: Any) -> None:
         text.encode(stream.encoding or "utf-8")
     except UnicodeEncodeError:  # a letter that the terminal's encoding lacks, or half of a surrogate pair
         text = json.dumps(value, indent=2)
+    if printable(text) != text:  # a control code that JSON allows
+        text = json.dumps(value, indent=2)
     print(text, file=stream)
+
+
+def print_text(text: str, file: TextIO | None = None) -> None:
+    """Lines for people, on standard output or to ``file``; control codes of somebody else's text are escaped."""
+    print(printable(text), file=file)
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

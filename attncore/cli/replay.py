@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from attncore.cli import replay_options
 from attncore.cli.output import print_json, stdout_to_stderr
 from attncore.cli.progress_bar import progress_bar
-from attncore.cli.usage_errors import UsageError
+from attncore.command import UsageError
 from attncore.errors import NoBackendError
 from attncore.replay.layers.attention_layers import torch_threads
 from attncore.replay.results import report

@@ -75,7 +75,7 @@ def print_table(report: dict[str, Any]) -> None:
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
     for name, text in _facts(report):
-        facts.add_row(name, text)
+        facts.add_row(name, one_line(text))
     spread = Table(box=None, padding=(0, 2, 0, 0), header_style="")
     spread.add_column("a step", no_wrap=True)
     for column in ("p50", "p90", "p99", "max"):
@@ -86,7 +86,7 @@ def print_table(report: dict[str, Any]) -> None:
     for part in ("", facts, "", spread, ""):
         console.print(part)
     for failure in report["verification"]["failures"]:
-        console.print(f"failed: {failure}", soft_wrap=True)
+        console.print(f"failed: {one_line(failure)}", soft_wrap=True)
     console.print(verdict(report))
 
 
