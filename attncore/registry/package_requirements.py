@@ -12,7 +12,7 @@ import sys
 from functools import lru_cache
 from typing import NamedTuple
 
-from attncore.quoted import one_line
+from attncore.quoted import one_line, quoted
 
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(.*)")
 _CLAUSE = re.compile(r"\s*(~=|==|!=|<=|>=|<|>)\s*([0-9][0-9A-Za-z.+!_-]*?(?:\.\*)?)\s*")
@@ -48,7 +48,7 @@ def parse(text: str) -> Requirement:
             break
         clauses.append((clause.group(1), clause.group(2)))
     if matched is None:
-        raise ValueError(f"{text!r} is not a requirement such as 'acme-kernels>=2,<3'")
+        raise ValueError(f"{quoted(text)} is not a requirement such as 'acme-kernels>=2,<3'")
     return Requirement(canonical_name(matched.group(1)), tuple(clauses))
 
 
@@ -89,7 +89,7 @@ def version_key(text: str) -> Key:
     """What two versions are compared by; ValueError where ``text`` is not a version."""
     matched = _VERSION.fullmatch(text.strip().lower())
     if matched is None:
-        raise ValueError(f"{text!r} is not a version")
+        raise ValueError(f"{quoted(text)} is not a version")
     epoch, release, stage, stage_number, post, bare_post, dev = matched.groups()
     numbers = [int(part) for part in release.split(".")]
     while len(numbers) > 1 and numbers[-1] == 0:
