@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import errno
 import os
+import re
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from attncore.did_you_mean import did_you_mean
 from attncore.errors import AttncoreError, NoBackendError
-from attncore.quoted import MOST, one_line, quoted
+from attncore.quoted import MAX_PART, MOST, one_line, quoted
 from attncore.standard_output import own_streams
 
 if TYPE_CHECKING:
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
 
 READER_GONE = 128 + 13
 """The exit code where standard output is a pipe that is read no more: as if by SIGPIPE, like other tools."""
+
+
+MAX_LINE = 1 << 14
+"""Letters of an error; a refusal by every one of many backends takes some thousands."""
+
+_LONG_WORD = re.compile(rf"\S{{{MAX_PART + 1},}}")
+"""What is no sentence, such as the name of a file that can be no file's."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -94,7 +102,8 @@ def _ended(command: Callable[[], int]) -> int:
 
 def fail(error: object, code: int) -> int:
     """Print an error or a sentence on one line of standard error; returns ``code``."""
-    text = one_line(error, 1 << 16) or type(error).__name__  # no control codes to a terminal
+    text = one_line(error, MAX_LINE) or type(error).__name__  # no control codes to a terminal
+    text = _LONG_WORD.sub(lambda word: one_line(word[0], MOST), text)
     with contextlib.suppress(OSError, ValueError):  # standard error is full, is closed, or its reader has gone
         print(getattr(error, "teller", UsageError.teller) + text, file=sys.stderr)
     return code

@@ -14,7 +14,6 @@ more than 3 %, and more than the fixed work itself has changed. Exits with 0 als
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import itertools
 import math
@@ -28,7 +27,9 @@ from typing import TYPE_CHECKING, Any
 from attncore.cli.argument_types import add_integer, number
 from attncore.cli.output import print_json, print_table, print_text, stdout_to_stderr
 from attncore.cli.progress_bar import progress_bar
+from attncore.did_you_mean import did_you_mean
 from attncore.errors import NoBackendError
+from attncore.quoted import quoted
 from attncore.registry.plugins.load import registry
 
 if TYPE_CHECKING:
@@ -75,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
         found = _measured(question, args.passes, measure)
         saved, left_out = load(found, root_folder())
         for name in left_out:
-            print_text(f"attncore bench: the saved run {name!r} is left out: it is damaged or not yours", sys.stderr)
+            print_text(
+                f"attncore bench: the saved run {quoted(name)} is left out: it is damaged or not yours", sys.stderr
+            )
         if any(one.verdict == "slower" for one in _changes(found, saved)):
             print_text("some rows look slower than in the saved runs: all is measured once more", sys.stderr)
             found = joined(found, _measured(question, args.passes, measure))
@@ -98,16 +101,15 @@ def _installed(name: str, device: str | None) -> str:
 
     names = sorted({record.name for record in registry().records})
     if name not in names:
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise NoBackendError(f"NAME: no backend {name!r} is installed; installed: {', '.join(names)}{hint}")
+        hint = did_you_mean(name, names)
+        raise NoBackendError(f"NAME: no backend {quoted(name)} is installed; installed: {', '.join(names)}{hint}")
     subject = Subject(name, device=device)
     try:
         refusal = subject.refusal
     except UnsupportedError as error:  # the plugin did not load
         raise NoBackendError(f"NAME: {error}".replace("BACKEND: ", "")) from error
     if refusal:
-        raise NoBackendError(f"NAME: {name!r} cannot be used here: {refusal}")
+        raise NoBackendError(f"NAME: {quoted(name)} cannot be used here: {refusal}")
     return f"{subject.record.distribution} {subject.record.version}"
 
 

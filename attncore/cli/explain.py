@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from attncore.cli.output import print_json, print_text, stdout_to_stderr
+from attncore.quoted import quoted
 from attncore.registry.choice.candidates import Candidate
 from attncore.registry.choice.choice import Choice, choose
 from attncore.registry.choice.explain import explain
@@ -137,7 +138,9 @@ def _host(args: argparse.Namespace) -> Host:
     for text in args.assume_package:
         name, separator, version = text.partition("==")
         if not separator or not name:
-            raise ValueError(f"--assume-package: {text!r} is not NAME==VERSION (NAME== says that it is not installed)")
+            raise ValueError(
+                f"--assume-package: {quoted(text)} is not NAME==VERSION (NAME== says that it is not installed)"
+            )
         packages[name.strip()] = version.strip()
     if args.assume is not None:
         return Host.assume(args.assume, packages=packages)

@@ -200,9 +200,9 @@ def option_problem(spec: BackendSpec, name: str, value: object) -> str | None:
     """What is wrong with one option, as a sentence that begins with its name; None where it is accepted."""
     option = spec.options.get(name)
     if option is None:
-        return f"{name!r} is not declared by {spec.name}; declared: {listed(sorted(spec.options))}"
+        return f"{quoted(name)} is not declared by {spec.name}; declared: {listed(sorted(spec.options))}"
     wrong = option.problem(value)
-    return f"{name!r}: {quoted(value)} {wrong}" if wrong else None
+    return f"{quoted(name)}: {quoted(value)} {wrong}" if wrong else None
 
 
 def _own_check(spec: BackendSpec, request: AttentionRequest, host: Host, plugin: str) -> list[Reason]:
