@@ -1,11 +1,23 @@
-"""``python -m attncore``: the same as the ``attncore`` command."""
+"""The ``attncore`` command, also as ``python -m attncore``."""
 
 import sys
+from collections.abc import Callable
 
+from attncore.interrupts import as_program
 from attncore.search_path import without_current_folder
 
-sys.path[:] = without_current_folder()
 
-from attncore.cli import main  # noqa: E402  a file of the current folder is none of the modules that this imports
+def main() -> int:
+    """Run the command of this process's arguments; its exit code."""
+    return as_program(_load)
 
-raise SystemExit(main())
+
+def _load() -> Callable[[], int]:
+    from attncore.cli import main
+
+    return main
+
+
+if __name__ == "__main__":
+    sys.path[:] = without_current_folder()  # a file of the current folder is none of the modules that are imported now
+    raise SystemExit(main())

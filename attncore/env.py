@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Generic, Literal, TypeVar, cast
 
 from attncore.did_you_mean import did_you_mean
+from attncore.quoted import quoted
 
 NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 """The form of a backend's name."""
@@ -31,7 +32,7 @@ class Variable(Generic[Value]):
 def _backend_name(variable: str, text: str | None) -> str | None:
     name = (text or "").strip()
     if name and not NAME.fullmatch(name):
-        raise ValueError(f"{variable}: {name!r} is not a backend's name; `attncore list` prints them")
+        raise ValueError(f"{variable}: {quoted(name)} is not a backend's name; `attncore list` prints them")
     return name or None
 
 
@@ -39,7 +40,7 @@ def _names(variable: str, text: str | None) -> frozenset[str]:
     names = [name.strip() for name in (text or "").split(",")]
     for name in names:
         if name and not NAME.fullmatch(name):
-            raise ValueError(f"{variable}: {name!r} is not a plugin's name; it takes names separated by commas")
+            raise ValueError(f"{variable}: {quoted(name)} is not a plugin's name; it takes names separated by commas")
     return frozenset(name for name in names if name)
 
 
@@ -50,14 +51,14 @@ def _names_or_none(variable: str, text: str | None) -> frozenset[str] | None:
 def _kernels_name(variable: str, text: str | None) -> Literal["cython", "numba"] | None:
     name = (text or "").strip()
     if name not in ("", "cython", "numba"):
-        raise ValueError(f"{variable}: {name!r} is neither cython nor numba")
+        raise ValueError(f"{variable}: {quoted(name)} is neither cython nor numba")
     return cast('Literal["cython", "numba"]', name) if name else None
 
 
 def _switch(variable: str, text: str | None) -> bool:
     value = (text or "").strip()
     if value not in ("", "0", "1"):
-        raise ValueError(f"{variable}: {value!r} is neither 0 nor 1")
+        raise ValueError(f"{variable}: {quoted(value)} is neither 0 nor 1")
     return value == "1"
 
 

@@ -2,7 +2,7 @@
 
 Exceptions of one topic stand with it: ``ContractVersionError`` in ``attncore.registry.spec.backend_spec``,
 ``TraceError`` in ``attncore.replay.traces.trace``, ``ModelError`` in ``attncore.replay.model_error``, ``UsageError`` of
-the commands in ``attncore.cli.usage_errors``, ``ConformanceError`` and ``UnsupportedError`` of the conformance kit in
+the commands in ``attncore.command``, ``ConformanceError`` and ``UnsupportedError`` of the conformance kit in
 ``attncore.testing.harness.errors``.
 """
 

@@ -1,18 +1,36 @@
-"""Values from outside as error messages quote them: short, on one line, without control codes.
+"""Text from outside as it may be printed: short, on one line, without control codes.
 
-A message that quotes a value of an input uses one of these, so that ten megabytes of input make no message of ten
-megabytes, and a terminal is sent no escape sequence of somebody else's. The module imports nothing of attncore.
+What a message holds of an input, a file, a plugin or another program goes through one of these: ``quoted`` and
+``quoted_json`` for a value that is shown as such, ``one_line`` for text and ``describe_error`` for an exception. So ten
+megabytes of input make no message of ten megabytes, and a terminal is sent no escape sequence of somebody else's.
+
+What is handed over may be an object of somebody else's, whose methods such as ``__str__`` and ``__repr__`` may raise
+anything; what is returned holds no such code. The module imports nothing of attncore.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import reprlib
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
 MOST = 200
 """The most characters of a value that a message quotes."""
+
+MAX_PART = 1000
+"""The most of a text inside a sentence, such as an exception's, so that the sentence is seldom cut again."""
+
+MAX_TEXT = 4000
+"""The most of a sentence of somebody else's, such as a plugin's reason."""
+
+MAX_ITEMS = 1000
+"""Items of a collection of a plugin beyond which it is cut, or refused."""
+
+_WIDEST = 10
+"""Characters that one is escaped to at most, as ``\\U000e0001``."""
 
 
 class _Short(reprlib.Repr):
@@ -25,9 +43,7 @@ class _Short(reprlib.Repr):
         self.maxdict = 10
 
     def repr_int(self, value: int, level: int) -> str:
-        if value.bit_length() > 1000:  # and Python refuses to print thousands of digits
-            return f"an integer of {value.bit_length()} bits"
-        return super().repr_int(value, level)
+        return _bits(value) or super().repr_int(value, level)
 
     def repr_instance(self, value: Any, level: int) -> str:
         try:
@@ -35,7 +51,7 @@ class _Short(reprlib.Repr):
         except KeyboardInterrupt:
             raise
         except BaseException:  # __repr__ is the caller's code
-            return f"<{_type_name(value)}>"
+            return f"<{type_name(value)}>"
 
 
 _short = _Short()
@@ -48,12 +64,8 @@ def quoted(value: Any) -> str:
     except KeyboardInterrupt:
         raise
     except BaseException:  # a collection of the caller's, or one that is nested too deeply
-        text = f"<{_type_name(value)}>"
+        text = f"<{type_name(value)}>"
     return _cut(text, MOST)
-
-
-def _type_name(value: Any) -> str:
-    return str(type.__dict__["__name__"].__get__(type(value)))  # whatever its metaclass says
 
 
 def quoted_json(value: Any, most: int = 40) -> str:
@@ -66,8 +78,8 @@ def _beginning(value: Any, left: list[int]) -> Any:
     left[0] -= 1
     if isinstance(value, str):
         return value[:MOST]
-    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print thousands of digits
-        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, int):
+        return _bits(value) or value
     if isinstance(value, list):
         return [_beginning(one, left) for one in value[:MOST] if left[0] > 0]
     if isinstance(value, dict):
@@ -75,13 +87,83 @@ def _beginning(value: Any, left: list[int]) -> Any:
     return value
 
 
-def printable(text: str, most: int = MOST) -> str:
-    """Text of another program, without quotation marks: on one line, control codes escaped, cut to ``most``."""
-    line = " ".join(text[: 8 * most].split())
-    return _cut("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line), most)
+def _bits(value: int) -> str:
+    """What stands for an integer of hundreds of digits, of which Python prints thousands slowly or not at all."""
+    return f"an integer of {value.bit_length()} bits" if value.bit_length() > 1000 else ""
+
+
+def one_line(value: object, most: int = MAX_TEXT) -> str:
+    """The text of any value on one line of at most ``most`` characters; empty where the value has none.
+
+    Control codes, marks that turn the direction of writing and halves of surrogate pairs are escaped.
+    """
+    try:
+        text = plain_text(str(value)) or ""
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return ""
+    return _fitted(text, most, f" ... ({len(text)} letters)")
 
 
 def _cut(text: str, most: int) -> str:
-    if not text.isprintable():
-        text = printable(text, most + 1)
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return text if len(text) <= most and text.isprintable() else _fitted(text, most, "...")
+
+
+def _fitted(text: str, most: int, end: str) -> str:
+    """``text`` on one line, escaped; beyond ``most`` characters the rest is left out, and ``end`` stands there."""
+    words = " ".join(text[: most * _WIDEST].split())
+    line = "".join(letter if letter.isprintable() else _escaped(letter) for letter in words[: most + 1])
+    if len(line) <= most and len(text) <= most * _WIDEST:
+        return line
+    return line[: most - len(end)] + end
+
+
+def _escaped(letter: str) -> str:
+    return letter.encode("unicode_escape").decode()
+
+
+def printable(text: str) -> str:
+    """Text of several lines with everything escaped that is no letter, blank or end of a line."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else _escaped(letter) for letter in text)
+
+
+def plain_text(value: object) -> str | None:
+    """``value`` as a str that is of no subclass; None where it is no string."""
+    return str.__str__(value) if issubclass(type(value), str) else None
+
+
+def type_name(value: object) -> str:
+    """The name of a value's type, whatever its metaclass says."""
+    return one_line(type.__dict__["__name__"].__get__(type(value)), MOST)
+
+
+def describe_error(error: BaseException) -> str:
+    """The type and the text of an exception, on one line."""
+    return f"{type_name(error)}: {one_line(error, MAX_PART) or 'without a message'}"
+
+
+def listed(values: Iterable[object]) -> str:
+    """Values in a sentence: ``a, b, c``, or ``none`` where there are none."""
+    return ", ".join(str(value) for value in values) or "none"
+
+
+def json_value(value: object, depth: int = 8) -> Any:
+    """``value`` as JSON types, down to ``depth`` levels and MAX_ITEMS items of each; any other value as its text.
+
+    What a collection of a plugin raises while it is read is raised.
+    """
+    kind = type(value)
+    if value is None or kind is bool:
+        return value
+    if issubclass(kind, int) and int.bit_length(value) <= 64:  # type: ignore[arg-type]  # more digits may not print
+        return int.__int__(value)  # type: ignore[arg-type]
+    if issubclass(kind, float) and math.isfinite(value):  # type: ignore[arg-type]
+        return float.__float__(value)  # type: ignore[arg-type]
+    if issubclass(kind, str):
+        return one_line(plain_text(value))
+    if depth and isinstance(value, Mapping):
+        return {one_line(key): json_value(value[key], depth - 1) for key in islice(value, MAX_ITEMS)}
+    if depth and isinstance(value, list | tuple | set | frozenset):
+        return [json_value(item, depth - 1) for item in islice(value, MAX_ITEMS)]
+    return one_line(value) or type_name(value)

@@ -1,4 +1,8 @@
-"""Standard output that holds what a command prints, and nothing of the libraries that it loads."""
+"""Standard output that holds what a command prints, and nothing of the libraries that it loads.
+
+``own_streams`` is around a command, ``lent_streams`` around code of a plugin. Code of others gets Lent streams, which
+it may close, detach or wrap without any effect on what is printed afterwards.
+"""
 
 from __future__ import annotations
 
@@ -7,49 +11,169 @@ import fcntl
 import io
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator
+from typing import Any
+
+_STREAMS = {"stdout": 1, "stderr": 2, "__stdout__": 1, "__stderr__": 2}
+"""Names of streams in ``sys`` -> their file descriptors."""
+
+
+class Lent:
+    """A stream of ours that others write to: what they write reaches it, and nothing else that they do.
+
+    Closing it is of no effect, ``detach`` and ``buffer`` give a stream that is lent too, and ``fileno`` is never a
+    descriptor of our own, which an ``open(sys.stdout.fileno(), "w")`` would close.
+    """
+
+    own: Any
+    """The stream itself."""
+    _descriptor: int | None
+
+    def __init__(self, stream: Any, descriptor: int | None = None) -> None:
+        self.own = stream.own if isinstance(stream, Lent) else stream
+        self._descriptor = stream._descriptor if isinstance(stream, Lent) else descriptor
+
+    def same(self, other: Lent) -> bool:
+        """Whether ``other`` lends the same stream."""
+        return self.own is other.own and self._descriptor == other._descriptor
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "own" or name.startswith("_"):  # half made, or what the stream's class keeps for itself
+            raise AttributeError(name)
+        return getattr(self.own, name)
+
+    def __iter__(self) -> Any:
+        return iter(self.own)
+
+    def __enter__(self) -> Lent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.flush()
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self.own.flush()
+
+    def fileno(self) -> int:
+        """The descriptor that others know the stream by."""
+        return int(self.own.fileno()) if self._descriptor is None else self._descriptor
+
+    def close(self) -> None:
+        """Leave the stream open."""
+
+    def reconfigure(self, **_: object) -> None:
+        """Leave the stream as it is."""
+
+    def detach(self) -> Lent:
+        """As ``buffer``, or ``raw`` of a binary stream; this object stays of use."""
+        return self.buffer if hasattr(self.own, "buffer") else self.raw
+
+    @property
+    def buffer(self) -> Lent:
+        """The binary stream beneath it; AttributeError where there is none."""
+        return Lent(self.own.buffer, self._descriptor)
+
+    @property
+    def raw(self) -> Lent:
+        """The stream beneath a binary one; AttributeError where there is none."""
+        return Lent(self.own.raw, self._descriptor)
+
+
+_lent: deque[Lent] = deque(maxlen=64)
+"""The streams that were lent last. Python's ``print`` does not hold the stream that it prints to, and would crash where
+another thread puts a new one into ``sys`` and the old one is freed."""
+
+
+def _lend(stream: Any, descriptor: int | None = None) -> Lent:
+    lent = Lent(stream, descriptor)
+    found = next((one for one in _lent if one.same(lent)), lent)
+    if found is lent:
+        _lent.append(lent)
+    return found
 
 
 @contextlib.contextmanager
-def own_standard_output(*, to_the_end: bool) -> Iterator[None]:
-    """``sys.stdout`` writes to standard output; what else is written to file descriptor 1 goes to standard error.
+def lent_streams() -> Iterator[None]:
+    """Within it ``sys.stdout`` and ``sys.stderr`` are lent; afterwards they and file descriptors 1 and 2 are as before.
 
-    So native code, child processes and a C library's buffers do not mix with what the command prints. With
-    ``to_the_end`` it stays so afterwards, for what is written while Python ends. Nothing changes where ``sys.stdout``
-    is not file descriptor 1, such as in a test.
+    A plugin may keep a stream that it finds here, as the handlers of ``logging`` do.
     """
-    before = sys.stdout
-    if not isinstance(before, io.TextIOWrapper) or not _is_descriptor_1(before):
-        yield
-        return
-    before.flush()
-    own = io.TextIOWrapper(
-        open(fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3), "wb"),  # noqa: SIM115  closed below; 0 to 2 may be closed
-        encoding=before.encoding,
-        errors=before.errors,
-        line_buffering=before.line_buffering,
-        write_through=before.write_through,
-    )
-    _redirect(1, 2)
-    sys.stdout = own
+    streams = {name: getattr(sys, name, None) for name in _STREAMS}
+    copies = {descriptor: _copy(descriptor) for descriptor in (1, 2)}
+    for name, stream in streams.items():
+        setattr(sys, name, None if stream is None else _lend(stream))
     try:
         yield
     finally:
-        try:
-            own.flush()
-        except (OSError, ValueError):  # its reader has gone, or the disk is full: main has said so
-            _redirect(own.fileno(), None)
-        sys.stdout = before
-        if not to_the_end:
-            _redirect(1, own.fileno())
-        own.close()
+        for name, stream in streams.items():
+            setattr(sys, name, stream)
+        for descriptor, copy in copies.items():
+            if copy is not None:
+                _redirect(descriptor, copy)
+                with contextlib.suppress(OSError):  # a plugin has closed every descriptor that it found
+                    os.close(copy)
 
 
-def _is_descriptor_1(stream: io.TextIOWrapper) -> bool:
+@contextlib.contextmanager
+def own_streams(*, to_the_end: bool) -> Iterator[None]:
+    """``sys.stdout`` writes to standard output; what else is written to file descriptor 1 goes to standard error.
+
+    So native code, child processes and a C library's buffers do not mix with what the command prints. Both streams have
+    descriptors of their own, so that it does not matter what others do to 1 and 2. With ``to_the_end`` it stays so
+    afterwards, for what is written while Python ends. Nothing changes where ``sys.stdout`` is not file descriptor 1,
+    such as in a test.
+    """
+    before = {name: getattr(sys, name) for name in _STREAMS}
+    if not _writes_to(before["stdout"], 1):
+        yield
+        return
+    own = {n: _own(before[n]) for n in ("stdout", "stderr") if _writes_to(before[n], _STREAMS[n])}
+    _redirect(1, 2)
+    for name, stream in {**before, **own}.items():
+        setattr(sys, name, _lend(stream, _STREAMS[name]))
     try:
-        return stream.fileno() == 1
+        yield
+    finally:
+        for name, stream in before.items():
+            setattr(sys, name, _lend(stream) if to_the_end else stream)
+        for name, stream in own.items():
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # its reader has gone, or the disk is full: main has said so
+                _redirect(stream.fileno(), None)
+            if not to_the_end:
+                _redirect(_STREAMS[name], stream.fileno())
+            stream.close()
+
+
+def _writes_to(stream: object, descriptor: int) -> bool:
+    try:
+        return isinstance(stream, io.TextIOWrapper) and stream.fileno() == descriptor
     except (OSError, ValueError):
         return False
+
+
+def _own(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """A stream like ``stream``, to the same file by a descriptor of its own."""
+    with contextlib.suppress(OSError):  # a full disk: what is printed next says so
+        stream.flush()
+    return io.TextIOWrapper(
+        open(fcntl.fcntl(stream.fileno(), fcntl.F_DUPFD_CLOEXEC, 3), "wb"),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def _copy(descriptor: int) -> int | None:
+    """A copy of a file descriptor, not below 3; None where it is closed."""
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    except OSError:
+        return None
 
 
 def _redirect(descriptor: int, target: int | None) -> None:

@@ -21,7 +21,8 @@ LAYERS = {
         "builder",
         "graphs kernels slots _slots _slots_numba",
         "array_arguments",
-        "arguments chart_page how_to_install input_files kept_files search_path standard_output "
+        "command",
+        "arguments chart_page how_to_install input_files kept_files search_path standard_output terminal interrupts "
         "vocabulary env errors show",
         "frozen_map step_arrays did_you_mean _version",
         "quoted",
@@ -42,7 +43,6 @@ LAYERS = {
         "request",
         "reasons",
         "device_patterns package_requirements child_process config_json",
-        "printable",
     ),
 }
 """What stands in each folder, from the top layer down. A module imports from its own layer and from those below it.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from attncore.quoted import MOST, printable, quoted, quoted_json
+from attncore.quoted import MOST, one_line, quoted, quoted_json
 
 
 class Hostile:
@@ -61,7 +61,19 @@ def test_short_values_are_as_they_are(value):
     assert quoted_json(value) == json.dumps(value)
 
 
-def test_text_of_others_is_one_line():
-    assert printable("a\n b\x1b[31m\t") == "a b\\x1b[31m"
-    assert len(printable("\x00" * 10**6)) == MOST
-    assert printable("") == ""
+@pytest.mark.parametrize("most", [60, MOST, 4000])
+@pytest.mark.parametrize("text", ["\x00", "x", "\U000e0001", " ", "a \n", "\u202e", "\ud800"])
+def test_text_of_others_is_one_line_of_at_most_so_many_characters(text, most):
+    for times in (1, most // 10, most - 1, most, most + 1, 10**6):
+        line = one_line(text * times, most)
+        assert len(line) <= most
+        assert line.isprintable()
+        assert line.endswith(f" ... ({len(text) * times} letters)") or (text * times).isspace() or times < 10**6
+
+
+def test_short_text_of_others_is_whole():
+    assert one_line("a\n b\x1b[31m\t") == "a b\\x1b[31m"
+    assert one_line("") == ""
+    assert one_line("x" * MOST, MOST) == "x" * MOST
+    assert one_line(Loud(), 60).startswith("\\x1b[31m")
+    assert one_line(Hostile()) == ""

@@ -12,6 +12,7 @@ from attncore.abstract.attention_impl import AttentionImpl, PlanKey
 from attncore.abstract.config_against_spec import checked
 from attncore.abstract.first_generation_names import FirstGenerationNames
 from attncore.arguments import integer, optional_integer
+from attncore.quoted import quoted
 from attncore.show import angled, guarded, short
 from attncore.vocabulary import AttentionType
 
@@ -120,7 +121,7 @@ class AttentionBackend(FirstGenerationNames, ABC):
         try:
             attn_type = AttentionType(given)
         except ValueError:
-            raise ValueError(f"attn_type: {given!r} is not one of {', '.join(AttentionType)}") from None
+            raise ValueError(f"attn_type: {quoted(given)} is not one of {', '.join(AttentionType)}") from None
         if attn_type is not AttentionType.DECODER and self.config.use_mla:
             raise ValueError(f"attn_type: {attn_type} found; a latent cache (use_mla) is for decoder layers only")
         if attn_type is AttentionType.ENCODER_DECODER:

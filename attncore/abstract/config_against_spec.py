@@ -9,6 +9,8 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from attncore.quoted import quoted
+
 if TYPE_CHECKING:
     from attncore.abstract.backend_config import BackendConfig
     from attncore.abstract.spec_protocol import SpecFacts
@@ -34,7 +36,7 @@ def _of_variant(config: BackendConfig, spec: SpecFacts) -> SpecFacts:
         return spec
     by_variant = dict(spec.by_variant)
     if config.variant not in by_variant:
-        raise ValueError(f"variant: {config.variant!r} found; {spec.name} has {' and '.join(by_variant)}")
+        raise ValueError(f"variant: {quoted(config.variant)} found; {spec.name} has {' and '.join(by_variant)}")
     return by_variant[config.variant]
 
 
@@ -83,9 +85,9 @@ def _options(config: BackendConfig, spec: SpecFacts) -> Iterator[str]:
     for name, value in config.options.items():
         option = spec.options.get(name)
         if option is None:
-            yield f"options: {name!r} is not declared by {spec.name}; declared: {_listed(spec.options) or 'none'}"
+            yield f"options: {quoted(name)} is not declared by {spec.name}; declared: {_listed(spec.options) or 'none'}"
         elif value != option.default and (wrong := option.problem(value)):
-            yield f"options: {name!r}: {value!r} {wrong}"
+            yield f"options: {quoted(name)}: {quoted(value)} {wrong}"
 
 
 def _listed(accepted: Container[object]) -> str:

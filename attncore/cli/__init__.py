@@ -7,35 +7,27 @@ standard error, and one for each reason), 130 interrupted, 141 the pipe that it 
 
 - ``replay``, ``build``, ``list``, ``explain``, ``doctor``, ``verify``, ``bench``, ``new_backend``: the commands.
 - ``replay_options``: the options of ``replay``; ``persistent_builder_options``: those it shares with ``build``.
-- ``argument_types``: types for argparse; ``usage_errors``: mistakes of a user.
-- ``completion``: scripts by which a shell completes a command line.
-- ``output``, ``progress_bar``: JSON, lines, tables, a bar.
-- ``streams_and_signals``: closed pipes, full disks, signals.
+- ``argument_types``: types for argparse; ``completion``: scripts by which a shell completes a command line.
+- ``output``, ``progress_bar``: JSON, tables, a bar.
+
+How a command ends is ``attncore.command``, which the conformance kit's command shares.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
-import errno
 import importlib
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn
 
 from attncore._version import __version__
-from attncore.cli.output import columns, only_json, print_lines, wrapped
-from attncore.cli.streams_and_signals import READER_GONE, Terminated, prepared, settle
-from attncore.cli.usage_errors import InputLineError, UsageError
-from attncore.errors import AttncoreError, NoBackendError
+from attncore.cli.output import only_json
+from attncore.command import Parser, UsageError, run_command
+from attncore.did_you_mean import did_you_mean
 from attncore.quoted import quoted
-from attncore.registry.printable import one_line
-from attncore.standard_output import own_standard_output
-
-if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
+from attncore.terminal import columns, wrapped
 
 COMMANDS = {
     "replay": "replay a trace of requests through paged attention, verified",
@@ -47,27 +39,6 @@ COMMANDS = {
     "bench": "time a backend's steps, and compare them with saved runs",
     "new-backend": "write the repository of a new backend, to be changed",
 }
-
-
-_MOST = 1 << 16
-"""Letters of an error that are printed."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse without the usage text before an error: one line says it."""
-
-    def error(self, message: str) -> NoReturn:
-        message = message.removeprefix("argument ")  # so that it begins with the option's name
-        name, unknown, words = message.partition("unrecognized arguments: ")
-        if unknown and not name:
-            option = words.split(maxsplit=1)[0].partition("=")[0]
-            near = difflib.get_close_matches(option, self._option_string_actions, 1)
-            message += f"; did you mean {near[0]}?" if near else f"; {self.prog} --help lists the options"
-        raise UsageError(message)
-
-    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        """As argparse does, but for the errors of a full disk, which it drops."""
-        (file or sys.stdout).write(message)
 
 
 class _Help(argparse.HelpFormatter):
@@ -84,9 +55,9 @@ def _module(command: str) -> ModuleType:
     return importlib.import_module(f"attncore.cli.{command.replace('-', '_')}")
 
 
-def _parser(command: str) -> _Parser:
+def _parser(command: str) -> Parser:
     module = _module(command)
-    parser = _Parser(prog=f"attncore {command}", description=module.__doc__, allow_abbrev=False, formatter_class=_Help)
+    parser = Parser(prog=f"attncore {command}", description=module.__doc__, allow_abbrev=False, formatter_class=_Help)
     module.configure(parser)
     names = [f"[{one.metavar}]" if one.nargs == "?" else f"{one.metavar}" for one in parser._get_positional_actions()]
     parser.usage = " ".join(("%(prog)s [OPTION ...]", *names))  # the options are listed below it, each with its help
@@ -113,45 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Without ``argv`` it is the process's last act, and what libraries print afterwards goes to standard error too.
     """
-    with prepared(), own_standard_output(to_the_end=argv is None):
-        return _main(argv)
-
-
-def _main(argv: Sequence[str] | None) -> int:
     words = [*(sys.argv[1:] if argv is None else argv)]  # not list(), which the command of that name replaces
-    code = READER_GONE
-    try:
-        code = _ended(words)
-    finally:
-        unwritten = settle()
-    if isinstance(unwritten, BrokenPipeError):
-        return READER_GONE
-    if unwritten is not None and code != 2:  # else it was said
-        code = _fail(f"standard output: {unwritten.strerror}", 2)
-        settle()
-    return code
-
-
-def _ended(words: list[str]) -> int:
-    """The exit code of a command, however it ends; a line on standard error says why where it is not the command's."""
-    try:
-        return _run(words)
-    except NoBackendError as error:
-        return _fail(error, 3)
-    except BrokenPipeError:  # the reader of standard output has gone
-        return READER_GONE
-    except OSError as error:
-        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):  # files have their names
-            return _fail(f"standard output: {error.strerror}", 2)
-        return _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error, 2)
-    except (ValueError, TypeError, EOFError, ImportError, AttncoreError) as error:
-        return _fail(error, 2)
-    except MemoryError as error:
-        return _fail(f"not enough memory ({error})" if str(error) else "not enough memory", 2)
-    except Terminated as error:
-        return error.code
-    except KeyboardInterrupt as error:
-        return _fail(" ".join(("interrupted", *getattr(error, "__notes__", ()))), 130)
+    return run_command(lambda: _run(words), to_the_end=argv is None)
 
 
 def _run(words: list[str]) -> int:
@@ -170,8 +104,7 @@ def _run(words: list[str]) -> int:
         print(completion_script(" ".join(words[1:]), commands))
         return 0
     if words[0] not in COMMANDS:
-        near = difflib.get_close_matches(words[0][:40], COMMANDS, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(words[0], COMMANDS)
         raise UsageError(f"command: {quoted(words[0])} is not one of {', '.join(COMMANDS)}{hint}")
     parser = _parser(words[0])
     try:
@@ -181,18 +114,3 @@ def _run(words: list[str]) -> int:
     with only_json() if getattr(args, "json", False) else contextlib.nullcontext():
         code: int = args.run(args)
     return code
-
-
-def _fail(error: object, code: int) -> int:
-    prefix = "" if isinstance(error, InputLineError) else "attncore: error: "
-    with contextlib.suppress(OSError):  # standard error is full, or its reader has gone
-        print_lines(prefix + (_text(error) or type(error).__name__), sys.stderr)
-    return code
-
-
-def _text(error: object) -> str:
-    """The text without control codes: on one line, or where no backend can be used on one for each reason."""
-    if not isinstance(error, NoBackendError):
-        return one_line(error, _MOST)
-    lines = str(error)[:_MOST].split("\n")
-    return "\n".join(line[: len(line) - len(line.lstrip(" "))] + one_line(line) for line in lines)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
+from attncore.quoted import quoted
+
 
 def add_integer(
     parser: argparse._ActionsContainer,
@@ -39,9 +41,9 @@ def number(low: float, high: float) -> Callable[[str], float]:
         try:
             value = float(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number") from None
+            raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number") from None
         if not low <= value <= high:  # NaN neither
-            raise argparse.ArgumentTypeError(f"{text} is not between {low:g} and {high:g}")
+            raise argparse.ArgumentTypeError(f"{value:g} is not between {low:g} and {high:g}")
         return value
 
     return parse
@@ -53,7 +55,7 @@ def parse_integer(text: str, low: int, high: int, name: str = "") -> int:
     try:
         value = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{subject}{text[:40]!r} is not a whole number") from None
+        raise argparse.ArgumentTypeError(f"{subject}{quoted(text)} is not a whole number") from None
     if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{subject}{value} is not between {low} and {high}")
+        raise argparse.ArgumentTypeError(f"{subject}{quoted(value)} is not between {low} and {high}")
     return value

@@ -24,15 +24,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attncore.cli.argument_types import add_integer, number
-from attncore.cli.output import columns, print_json, print_lines, print_table, stdout_to_stderr
+from attncore.cli.output import print_json, print_table, stdout_to_stderr
 from attncore.cli.progress_bar import progress_bar
 from attncore.did_you_mean import did_you_mean
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
 from attncore.kept_files import state_folder
+from attncore.quoted import quoted
 from attncore.registry.choice.runs_here import reasons_here
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
+from attncore.terminal import columns, print_lines
 
 if TYPE_CHECKING:
     from attncore.testing.bench.change import Change
@@ -77,12 +79,14 @@ def run(args: argparse.Namespace) -> int:
         found = _measured(question, args.passes, measure)
         saved, left_out = _earlier(found)
         for name in left_out:
-            print(f"attncore bench: the saved run {name!r} is left out: it is damaged or not yours", file=sys.stderr)
+            print_lines(
+                f"attncore bench: the saved run {quoted(name)} is left out: it is damaged or not yours", sys.stderr
+            )
         if any(one.verdict == "slower" for one in _changes(found, saved)):
-            print("some rows look slower than in the saved runs: all is measured once more", file=sys.stderr)
+            print_lines("some rows look slower than in the saved runs: all is measured once more", sys.stderr)
             found = joined(found, _measured(question, args.passes, measure))
     except PassError as error:
-        print(f"attncore: error: {error}", file=sys.stderr)
+        print_lines(f"attncore: error: {error}", sys.stderr)
         return 1
     changes = _changes(found, saved)
     file = None if args.no_save else _saved(found)
@@ -100,9 +104,8 @@ def _installed(name: str, device: str | None) -> str:
 
     names = sorted({record.name for record in registry().records})
     if name not in names:
-        raise NoBackendError(
-            f"NAME: no backend {name!r} is installed; installed: {', '.join(names)}{did_you_mean(name, names)}"
-        )
+        hint = did_you_mean(name, names)
+        raise NoBackendError(f"NAME: no backend {quoted(name)} is installed; installed: {', '.join(names)}{hint}")
     subject = Subject(name, device=device)
     try:
         refusal = subject.refusal
@@ -112,7 +115,7 @@ def _installed(name: str, device: str | None) -> str:
         host = (subject.host or Host.probe()).with_packages(registry().packages)
         reasons = [str(reason) for reason in reasons_here(subject.record, host)] or [refusal]
         between = "\n  " if len(reasons) > 1 else " "
-        raise NoBackendError(between.join((f"NAME: {name!r} cannot be used here:", *reasons)))
+        raise NoBackendError(between.join((f"NAME: {quoted(name)} cannot be used here:", *reasons)))
     return f"{subject.record.distribution} {subject.record.version}"
 
 
@@ -148,7 +151,7 @@ def _saved(found: Run) -> Path | None:
     try:
         return save(found, state_folder("bench"))
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
-        print(f"attncore bench: the run is not saved: {error}", file=sys.stderr)
+        print_lines(f"attncore bench: the run is not saved: {error}", sys.stderr)
         return None
 
 
@@ -182,7 +185,7 @@ def _print(found: Run, changes: list[Change], saved: list[Run], file: Path | Non
         print_table(headers, rows)
     else:  # a table for each step, whose name has a line of its own
         for step, members in itertools.groupby(rows, key=lambda cells: cells[0]):
-            print(f"{step}:")
+            print_lines(f"{step}:")
             print_table(headers[1:], [cells[1:] for cells in members])
     for step, reason in found.unsupported.items():
         print_lines(f"{step}: unsupported, {reason}")

@@ -19,7 +19,6 @@ from typing import Any, BinaryIO
 
 from attncore.builder.lists.dialects import DIALECTS
 from attncore.cli.argument_types import add_integer
-from attncore.cli.output import print_lines
 from attncore.cli.persistent_builder_options import (
     GROUPS_METAVAR,
     Ranks,
@@ -28,11 +27,12 @@ from attncore.cli.persistent_builder_options import (
     parse_groups,
     parse_one_rank,
 )
-from attncore.cli.usage_errors import InputLineError, UsageError
+from attncore.command import InputLineError, UsageError
 from attncore.input_files import bounded_lines
 from attncore.json_lines.list_builder import build_batch, parse_batch
 from attncore.json_lines.metadata_as_json import MAX_ANSWER
 from attncore.kernels import load_kernels
+from attncore.terminal import print_lines
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 
-from attncore.cli.usage_errors import UsageError
+from attncore.command import UsageError
 from attncore.how_to_install import install_extra
 
 FILES = ("CONFIG.json", "FILE", "TRACE")

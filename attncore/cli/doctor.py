@@ -14,11 +14,12 @@ from typing import Any
 
 from attncore import env
 from attncore._version import __version__
-from attncore.cli.output import print_json, print_lines, print_table
+from attncore.cli.output import print_json, print_table
+from attncore.quoted import listed, one_line
 from attncore.registry.doctor.diagnose_plugin import Diagnosis, diagnose
 from attncore.registry.host.host import Host
 from attncore.registry.plugins import discover
-from attncore.registry.printable import listed, one_line
+from attncore.terminal import print_lines
 from attncore.versions import PACKAGES, version_of
 
 

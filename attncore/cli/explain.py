@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from attncore.cli.argument_types import add_choice
-from attncore.cli.output import print_json, print_lines, stdout_to_stderr
+from attncore.cli.output import print_json, stdout_to_stderr
+from attncore.quoted import quoted
 from attncore.registry.choice.candidates import Candidate
 from attncore.registry.choice.choice import Choice, choose
 from attncore.registry.choice.explain import explain
@@ -21,6 +22,7 @@ from attncore.registry.choice.negotiate_prefill_decode import JointNegotiation
 from attncore.registry.choice.prefill_decode_choice import JointChoice, choose_joint
 from attncore.registry.host.host import Host
 from attncore.registry.request_from_config_json import read
+from attncore.terminal import print_lines
 from attncore.vocabulary import (
     DTYPES,
     FEATURES,
@@ -155,7 +157,9 @@ def _host(args: argparse.Namespace) -> Host:
     for text in args.assume_package:
         name, separator, version = text.partition("==")
         if not separator or not name:
-            raise ValueError(f"--assume-package: {text!r} is not NAME==VERSION (NAME== says that it is not installed)")
+            raise ValueError(
+                f"--assume-package: {quoted(text)} is not NAME==VERSION (NAME== says that it is not installed)"
+            )
         packages[name.strip()] = version.strip()
     if args.assume is not None:
         return Host.assume(args.assume, packages=packages)
@@ -184,7 +188,7 @@ def _print(negotiation: Negotiation | JointNegotiation, choice: Choice | JointCh
         print_lines(negotiation.refusal)
     else:
         cache = f"kv_cache_layout {choice.kv_cache_layout}, kv_cache_dtype {choice.kv_cache_dtype}"
-        print(f"block_size {choice.block_size}, {cache}")
+        print_lines(f"block_size {choice.block_size}, {cache}")
 
 
 def _word(value: object) -> str:

@@ -6,12 +6,13 @@ NAME is the backend's name; its distribution is attn-NAME, its package attn_NAME
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.resources
 import os
 import re
+import secrets
 import shlex
 import shutil
-import tempfile
 from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -19,8 +20,8 @@ from pathlib import Path
 from attncore import env
 from attncore._version import __version__
 from attncore.cli.output import print_json
+from attncore.quoted import one_line, quoted
 from attncore.registry.plugins.known_backends import KNOWN
-from attncore.registry.printable import one_line
 
 TEMPLATE = importlib.resources.files("attncore") / "template"
 
@@ -50,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
 def names(name: str) -> dict[str, str]:
     """Placeholder of the template -> its text; ValueError beginning with ``NAME`` for a name that cannot be used."""
     if not env.NAME.fullmatch(name):
-        raise ValueError(f"NAME: {name!r} is not a backend's name; it takes lower-case letters, digits, '-', '_', '.'")
+        raise ValueError(
+            f"NAME: {quoted(name)} is not a backend's name; it takes lower-case letters, digits, '-', '_', '.'"
+        )
     if name in KNOWN:
         raise ValueError(f"NAME: {name!r} belongs to {KNOWN[name].distribution}; choose another")
     parts = [part for part in re.split(r"[-_.]+", name) if part]
@@ -83,16 +86,18 @@ def _render(words: dict[str, str], directory: Path, sources: list[tuple[str, Tra
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"DIR: {directory} exists and is not an empty directory")
     made = [path for path in (directory.parent, *directory.parent.parents) if not path.exists()]
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    partial = directory.parent / f".attncore-{secrets.token_hex(8)}"  # its name is known before it is made
     try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(0o700)
         files = [_write(path, source, words, partial) for path, source in sources]
         partial.chmod(0o777 & ~_umask())
         os.replace(partial, directory)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         for path in made:
-            path.rmdir()
+            with contextlib.suppress(OSError):  # it was not made yet, or somebody else uses it by now
+                path.rmdir()
         raise
     return sorted(files)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup, checked_groups
 from attncore.cli.argument_types import parse_integer
-from attncore.cli.usage_errors import UsageError
+from attncore.command import UsageError
 
 MAX_BLOCK_SIZE, MAX_WINDOW, MAX_DRAFTS, MAX_RANKS = 2**20, 2**31 - 1, 1023, 1024
 GROUPS_METAVAR = "NAME:BLOCK_SIZE[:WINDOW],..."

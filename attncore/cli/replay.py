@@ -21,7 +21,7 @@ from attncore import chart_page
 from attncore.cli import replay_options
 from attncore.cli.output import print_json, stdout_to_stderr
 from attncore.cli.progress_bar import progress_bar
-from attncore.cli.usage_errors import UsageError
+from attncore.command import UsageError
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
 from attncore.registry.host.host import Host

@@ -17,7 +17,7 @@ from attncore.cli.persistent_builder_options import (
     parse_drafts,
     parse_groups,
 )
-from attncore.cli.usage_errors import UsageError
+from attncore.command import UsageError
 from attncore.replay.scheduling.cost_model import CostModel
 from attncore.replay.scheduling.draft_model import DEFAULT_ACCEPTANCE, Speculation
 from attncore.replay.settings import Settings

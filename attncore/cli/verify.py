@@ -13,6 +13,7 @@ from typing import Any
 from attncore.cli.argument_types import add_choice
 from attncore.cli.output import print_json, print_table, stdout_to_stderr
 from attncore.errors import NoBackendError
+from attncore.quoted import quoted
 from attncore.registry.choice.choice import Choice, choose
 from attncore.registry.choice.negotiate_installed import negotiate_installed
 from attncore.registry.choice.select import select
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.timeout < float("inf"):
         raise ValueError(f"--timeout: {args.timeout:g} is not a positive number of seconds")
     if args.all and args.name:
-        raise ValueError(f"--all: given with NAME {args.name!r}; give one of them")
+        raise ValueError(f"--all: given with NAME {quoted(args.name)}; give one of them")
     with stdout_to_stderr():
         choices = _choices(args)
     verdicts = [verify(choice, timeout=args.timeout, fresh=args.fresh) for choice in choices]

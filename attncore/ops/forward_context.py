@@ -9,6 +9,8 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from attncore.quoted import quoted
+
 if TYPE_CHECKING:
     from attncore.abstract import AttentionImpl, AttentionMetadata
 
@@ -43,11 +45,11 @@ class ForwardContext:
         impl = self.impls.get(name)
         if impl is None:
             known = ", ".join(list(self.impls)[:4]) or "none"
-            raise KeyError(f"layer_name: {name!r} is not in this forward context; its layers: {known}")
+            raise KeyError(f"layer_name: {quoted(name)} is not in this forward context; its layers: {known}")
         if self._of_all is not None:
             return impl, self._of_all
         if self._by_layer is None or name not in self._by_layer:
-            raise KeyError(f"layer_name: {name!r} has no metadata in this forward context")
+            raise KeyError(f"layer_name: {quoted(name)} has no metadata in this forward context")
         return impl, self._by_layer[name]
 
 

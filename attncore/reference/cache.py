@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attncore.abstract import check_value_size
 from attncore.arguments import integer, optional_integer
+from attncore.quoted import quoted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,12 +39,12 @@ def cache_dtype(kv_cache_dtype: str, dtype: str) -> torch.dtype:
     """The torch dtype of a cache: ``kv_cache_dtype``, or the model's ``dtype`` where that is ``auto``."""
     if kv_cache_dtype not in CACHE_DTYPES:
         raise ValueError(
-            f"kv_cache_dtype: {kv_cache_dtype!r} is not supported here; choose one of {', '.join(CACHE_DTYPES)}"
+            f"kv_cache_dtype: {quoted(kv_cache_dtype)} is not supported here; choose one of {', '.join(CACHE_DTYPES)}"
         )
     name = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
     found = getattr(torch, name, None)
     if name not in CACHE_DTYPES[1:] or not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype: {name!r} is not supported here; choose one of {', '.join(CACHE_DTYPES[1:])}")
+        raise ValueError(f"dtype: {quoted(name)} is not supported here; choose one of {', '.join(CACHE_DTYPES[1:])}")
     return found
 
 
@@ -63,7 +64,7 @@ def cache_shape(
     ``(num_blocks, block_size, head_size)`` for a latent cache (``use_mla``, one head).
     """
     if layout not in LAYOUTS:
-        raise ValueError(f"layout: {layout!r} is not supported here; choose one of {', '.join(LAYOUTS)}")
+        raise ValueError(f"layout: {quoted(layout)} is not supported here; choose one of {', '.join(LAYOUTS)}")
     num_blocks = integer("num_blocks", num_blocks, 1, 2**63 - 1)
     block_size = integer("block_size", block_size, 1)
     num_kv_heads = integer("num_kv_heads", num_kv_heads, 1)

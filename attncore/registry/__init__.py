@@ -8,7 +8,7 @@
 - ``request``: AttentionRequest, what a model and an engine ask; ``request_from_config_json`` reads one from a model.
 - ``reasons``: Reason, why a backend cannot be used.
 - ``device_patterns``, ``package_requirements``: names and patterns of devices, and versions of distributions.
-- ``printable``, ``child_process``: safe text of a plugin's values, and a module run with a time limit.
+- ``child_process``: a module run in a process of its own, with a time limit.
 
 Each imports only from those after it. A choice goes the other way: request, host and the specs of the plugins meet in
 ``choice``, which gives a Choice, or Reasons against every backend.

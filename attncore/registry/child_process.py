@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attncore.registry.printable import MAX_PART, describe_error, one_line
+from attncore.quoted import MAX_PART, describe_error, one_line
 from attncore.search_path import without_current_folder
 
 MAX_BYTES = 1 << 24

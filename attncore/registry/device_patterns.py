@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+from attncore.quoted import quoted
+
 _DEVICE = re.compile(r"cpu|cuda:sm_[0-9]{2,3}|rocm:gfx[0-9]{1,3}[0-9a-f]{2}")
 _PATTERN = re.compile(
     r"any|cpu|cuda|rocm|cuda:sm_[0-9]{2,3}\+?|rocm:gfx[0-9]{1,3}[0-9a-f]{2}|rocm:gfx[0-9]{1,3}[0-9a-f]{0,2}\*"
@@ -35,7 +37,9 @@ def canonical(device: str) -> str:
     elif name.startswith("gfx"):
         name = f"rocm:{name}"
     if not _DEVICE.fullmatch(name):
-        raise ValueError(f"device: {device!r} is not a device; write cuda:sm_90, sm_90, rocm:gfx942, gfx942 or cpu")
+        raise ValueError(
+            f"device: {quoted(device)} is not a device; write cuda:sm_90, sm_90, rocm:gfx942, gfx942 or cpu"
+        )
     return name
 
 

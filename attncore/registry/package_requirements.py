@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from attncore.registry.printable import one_line
+from attncore.quoted import one_line, quoted
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -32,7 +32,7 @@ def parse(text: str) -> Requirement:
     try:
         found = Requirement(text)
     except (InvalidRequirement, TypeError, AttributeError):  # of another type than str
-        raise ValueError(f"{text!r} is not a requirement such as 'acme-kernels>=2,<3'") from None
+        raise ValueError(f"{quoted(text)} is not a requirement such as 'acme-kernels>=2,<3'") from None
     found.name = canonical_name(found.name)
     return found
 

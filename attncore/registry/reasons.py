@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from attncore.registry.printable import json_value, one_line
+from attncore.quoted import json_value, one_line, quoted
 from attncore.vocabulary import REASON_CODES
 
 USE_ANOTHER = "use another backend"
@@ -29,7 +29,7 @@ class Reason:
 
     def __post_init__(self) -> None:
         if self.code not in REASON_CODES:
-            raise ValueError(f"code: {self.code!r} is not one of {', '.join(REASON_CODES)}")
+            raise ValueError(f"code: {quoted(self.code)} is not one of {', '.join(REASON_CODES)}")
         for name in ("message", "source", "fix"):
             object.__setattr__(self, name, one_line(getattr(self, name)))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attncore.arguments import integer, positive_integer
+from attncore.quoted import MOST, one_line, quoted
 from attncore.registry.config_json import read_config
 
 _ALIBI_MODELS = ("bloom",)
@@ -34,12 +35,12 @@ def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> di
         config = {**{key: outer[key] for key in ("dtype", "torch_dtype") if key in outer}, **config}
     heads = _count(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
     if heads % tensor_parallel:
-        raise ValueError(f"tensor_parallel: {tensor_parallel} does not divide the {heads} heads of the model")
+        raise ValueError(f"tensor_parallel: {tensor_parallel} does not divide the {quoted(heads)} heads of the model")
     fields: dict[str, Any] = {
         "num_heads": heads // tensor_parallel,
         "num_kv_heads": max(1, _kv_heads(config, heads) // tensor_parallel),
         "head_size": _head_size(config, heads),
-        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+        "dtype": _dtype(config),
         "max_model_len": _optional(config, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
         "sliding_window": _window(config),
         "logits_soft_cap": config.get("attn_logit_softcapping"),
@@ -52,6 +53,11 @@ def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> di
     if config.get("is_encoder_decoder"):
         fields["features"] = ("encoder", "encoder_decoder")
     return {name: value for name, value in fields.items() if value not in (None, False)}
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    return one_line(dtype, MOST).removeprefix("torch.") or quoted(dtype)
 
 
 def _optional(config: Mapping[str, Any], *names: str) -> int | None:
@@ -82,7 +88,9 @@ def _head_size(config: Mapping[str, Any], heads: int) -> int:
         return stated
     size = _count(config, "hidden_size", "n_embd", "d_model")
     if size % heads:
-        raise ValueError(f"config: hidden_size {size} is not a multiple of the {heads} heads; state head_dim")
+        raise ValueError(
+            f"config: hidden_size {quoted(size)} is not a multiple of the {quoted(heads)} heads; state head_dim"
+        )
     return size // heads
 
 
@@ -90,7 +98,7 @@ def _window(config: Mapping[str, Any]) -> int | None:
     if config.get("use_sliding_window") is False:
         return None
     kinds = config.get("layer_types")
-    if isinstance(kinds, list) and not any("sliding" in str(kind) for kind in kinds):
+    if isinstance(kinds, list) and not any(isinstance(kind, str) and "sliding" in kind for kind in kinds):
         return None
     return _optional(config, "sliding_window")
 

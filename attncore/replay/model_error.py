@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from attncore.quoted import printable
+from attncore.quoted import MOST, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,4 +30,4 @@ def memory_error_as_model_error(what: str, advice: str) -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, printable and cut to 200 characters; its type where it has no text."""
-    return printable((str(error).splitlines() or [type(error).__name__])[0])
+    return one_line((str(error).splitlines() or [type(error).__name__])[0], MOST)

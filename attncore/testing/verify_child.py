@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from attncore.abstract import AttentionBackend, BackendConfig
+from attncore.quoted import describe_error
 from attncore.registry.choice.select import select
-from attncore.registry.printable import describe_error
 
 if TYPE_CHECKING:
     from torch import Tensor

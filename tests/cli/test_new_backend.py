@@ -118,3 +118,50 @@ def test_nothing_is_half_written(tmp_path, capsys, monkeypatch):
     assert "No space left on device" in capsys.readouterr().err
     assert len(written) == 3
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["a/b/../../c/d", "a/../d", "a/b/../c/../../d/./e/"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_path_that_goes_up_makes_no_other_folder(tmp_path, capsys, monkeypatch, where, fails):
+    monkeypatch.chdir(tmp_path)
+    if fails:
+        monkeypatch.setattr(new_backend, "_write", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            new_backend.render(new_backend.names("acme"), Path(where))
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert main(["new-backend", "acme", where]) == 0
+        assert (tmp_path / os.path.normpath(where) / "README.md").exists()
+        assert [path.name for path in tmp_path.iterdir()] == [os.path.normpath(where).partition("/")[0]]
+
+
+@pytest.mark.parametrize("call", ["mkdir", "chmod"])
+@pytest.mark.parametrize("before", [1, 2, 3, 4, 5])
+def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch, call, before):
+    """Each folder that is made is made and then interrupted."""
+    made, real = [], getattr(Path, call)
+
+    def interrupted(path, *args, **options):
+        real(path, *args, **options)
+        made.append(path)
+        if len(made) == before:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, call, interrupted)
+    try:
+        new_backend.render(new_backend.names("acme"), tmp_path / "deep" / "er" / "x")
+    except KeyboardInterrupt:
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert len(made) < before
+    assert made
+
+
+def test_a_folder_that_cannot_be_made_leaves_none_of_those_above_it(tmp_path, capsys):
+    assert main(["new-backend", "acme", str(tmp_path / "deep" / ("x" * 300) / "y")]) == 2
+    assert "File name too long" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_longest_name_of_a_folder_will_do(tmp_path):
+    assert main(["new-backend", "acme", str(tmp_path / ("x" * 255))]) == 0

@@ -12,6 +12,7 @@ import pytest
 from replay_command import ran, reported
 
 import attncore
+from attncore.how_to_install import install_extra
 from attncore.replay.results import report
 
 SMALL = ["--num-heads", "2", "--num-kv-heads", "1", "--head-size", "8", "--layers", "1"]

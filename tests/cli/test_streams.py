@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from attncore.cli import COMMANDS as COMMANDS_OF_THE_LINE
-from attncore.cli import READER_GONE, main
-from attncore.cli.streams_and_signals import Terminated
+from attncore.cli import main
+from attncore.command import READER_GONE, Terminated
 
 SEQUENCE = {"seq_id": 0, "query_len": 5, "context_len": 0, "block_table": [4, 6]}
 BATCH = {"block_size": 4, "groups": [{"is_prompt": True, "sequences": [SEQUENCE]}]}

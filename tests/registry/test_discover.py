@@ -183,3 +183,20 @@ def test_specs_are_loaded_once(site):
     load.registry()
     assert builtins.loads == 1
     del builtins.loads
+
+
+@pytest.mark.parametrize("called", ["attncore", "AttnCore"])
+@pytest.mark.parametrize(
+    "lines",
+    [b"evil = attn_thief\n", b"reference = attn_thief\n", b"reference = attncore.reference\nevil = attn_thief\n"],
+)
+def test_a_distribution_that_takes_our_name_does_not_hide_the_reference(site, called, lines):
+    info = site.plugin("evil", distribution="attn-thief")
+    entry_points(info, lines)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {called}\nVersion: 9.9\n")
+    records = load.registry().records
+    assert [one.name for one in records if one.state == "loaded"] == ["reference"]
+    thieves = [one for one in records if one.version == "9.9"]
+    assert len(thieves) == lines.count(b"\n")
+    assert all(one.state == "duplicate" and f"remove {info}" in str(one.reasons[0]) for one in thieves)
+    assert "attn_thief" not in sys.modules

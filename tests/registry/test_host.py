@@ -203,3 +203,39 @@ def test_a_driver_that_gives_no_answer_has_no_devices(monkeypatch, program):
     monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: None)
     monkeypatch.setattr(nvidia, "_ASK_DRIVER", program)
     assert nvidia._ask_driver() == []
+
+
+@pytest.mark.parametrize(
+    ("packages", "said"),
+    [
+        ({"torch": 2.11}, "packages: the version of 'torch' is 2.11, not a string such as '2.10'"),
+        ({"torch": None}, "packages: the version of 'torch' is None"),
+        ({3: "2"}, "packages: 3 is not the name of a distribution"),
+        (["torch==2.11"], "packages: ['torch==2.11'] is not a mapping"),
+        ("torch==2.11", "packages: 'torch==2.11' is not a mapping"),
+        (0, "packages: 0 is not a mapping"),
+        (False, "packages: False is not a mapping"),
+        ({"x" * 10**6: 10**5000}, "packages: the version of 'xxx"),
+    ],
+    ids=range(8),
+)
+def test_packages_of_wrong_types_are_refused(packages, said):
+    for call in (lambda: Host.assume("cpu", packages=packages), lambda: Host.assume("cpu").stating(packages)):
+        with pytest.raises(TypeError) as caught:
+            call()
+        assert str(caught.value).startswith(said)
+        assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("device", [None, 3, "x" * 10**6, 10**5000, b"cpu", "sm_90\x1b"], ids=range(6))
+def test_devices_that_are_none_are_refused_in_short(device):
+    with pytest.raises(ValueError, match=r"^device: ") as caught:
+        Host.assume(device)
+    assert len(str(caught.value)) < 400
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("field", ["device_name", "driver", "machine"])
+def test_texts_of_a_host_are_strings(field):
+    with pytest.raises(TypeError, match=rf"^{field}: 580 is not a string"):
+        Host(device="cpu", **{field: 580})

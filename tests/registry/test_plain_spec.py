@@ -5,12 +5,12 @@ import pytest
 import attncore
 from attncore import AttentionRequest, BackendSpec, Host, MultipleOf, Option, Reason, Variant
 from attncore.cli import main
-from attncore.quoted import quoted
+from attncore.quoted import MAX_ITEMS, describe_error, json_value, one_line, quoted
 from attncore.registry.choice.negotiate import negotiate
 from attncore.registry.plugins import load
 from attncore.registry.plugins.plugin_record import PluginRecord
-from attncore.registry.printable import MAX_ITEMS, describe_error, json_value, one_line
 from attncore.registry.spec.backend_spec import plain_spec
+from attncore.registry.spec.plain_values import MAX_ENTRIES, MAX_SIZES
 
 HEADER = "from attncore import BackendSpec, MultipleOf, Option, Reason, Variant, hookimpl\n"
 GOOD = """BackendSpec(name="bad", api=1, factory="m:B", devices={"any": 99}, dtypes={"float32"}, head_sizes={64},
@@ -45,7 +45,24 @@ MISTAKES = {  # name -> (light module, what its reason must hold)
     "no getattr": (SUBCLASS % "def __getattribute__(self, name): raise SystemExit(4)", "SystemExit"),
     "fields of None": (CHANGED % ("devices", "None"), "devices: None is not a mapping"),
     "variants of None": (CHANGED % ("_by_variant", "None") + "\n#", None),
-    "endless": (CHANGED % ("notes", "iter(lambda: 'again', '')"), f"notes: more than {MAX_ITEMS} items"),
+    "endless": (CHANGED % ("notes", "iter(lambda: 'again', '')"), f"notes: more than {MAX_ENTRIES} items"),
+    "endless sizes": (CHANGED % ("head_sizes", "iter(lambda: 1, 0)"), f"head_sizes: more than {MAX_SIZES} items"),
+    "long note": (WITH % ("", "notes=['x' * 10**7]"), "notes: a text of 10000000 letters; at most 1000"),
+    "long reason": (WITH % ("", "unsupported={'alibi': 'x' * 10**7}"), "unsupported: a text of 10000000 letters"),
+    "long name": (CHANGED % ("name", "'x' * 10**7"), "name: a text of 10000000 letters"),
+    "long factory": (CHANGED % ("factory", "'x' * 10**7"), "factory: a text of 10000000 letters"),
+    "long word": (WITH % ("", "features=['x' * 10**7]"), "features: a text of 10000000 letters"),
+    "long requirement": (WITH % ("", "requires=['x' * 10**7]"), "requires: a text of 10000000 letters"),
+    "long field": (WITH % ("", "**{'x' * 10**7: 1}"), "a spec has no such field"),
+    "long fact": (WITH % ("", "variants=[Variant('a', **{'x' * 10**7: 1})]"), "no variant may state"),
+    "long help": (WITH % ("", "options={'a': Option(int, 'x' * 10**7)}"), "help: a text of 10000000 letters"),
+    "long choice": (WITH % ("", "options={'a': Option(str, '', None, ['x' * 10**7])}"), "choices: a text of 10000000"),
+    "huge default": (WITH % ("", "options={'a': Option(int, '', 10**5000)}"), "default: an integer of 16610 bits"),
+    "many choices": (WITH % ("", "options={'a': Option(int, '', 1, range(10**9))}"), "choices: more than 64 items"),
+    "many options": (WITH % ("", "options={f'a{i}': Option(int, '') for i in range(999)}"), "options: more than 64"),
+    "long option": (WITH % ("", "options={'a' * 10**7: Option(int, '')}"), "options: a text of 10000000 letters"),
+    "many variants": (WITH % ("", "variants=[Variant(f'a{i}') for i in range(1000)]"), "variants: more than 64 items"),
+    "long variant": (WITH % ("", "variants=[Variant('x' * 10**7)]"), "variants: a text of 10000000 letters"),
     "huge size": (CHANGED % ("head_sizes", "[10 ** 5000]"), "head_sizes: an integer of 16610 bits"),
     "huge api": (CHANGED % ("api", "10 ** 5000"), "built for contract int"),
     "faked class": (

@@ -93,3 +93,31 @@ def test_a_file_nested_too_deeply_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"^config: .* is nested too deeply"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("size", [10**4200, 10**5000, -(10**5000)], ids=["4200 digits", "5000 digits", "negative"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "num_attention_heads",
+        "hidden_size",
+        "head_dim",
+        "num_key_value_heads",
+        "kv_lora_rank",
+        "dtype",
+        "sliding_window",
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_numbers_of_thousands_of_digits_are_quoted_in_short(size, field, ranks):
+    config = {
+        "num_attention_heads": 3,
+        "hidden_size": 384,
+        "layer_types": [size, "sliding"],
+        "alibi": size,
+        field: size,
+    }
+    with pytest.raises((ValueError, TypeError)) as caught:
+        AttentionRequest(**request_fields(config, tensor_parallel=ranks))
+    assert "Exceeds the limit" not in str(caught.value)
+    assert len(str(caught.value)) < 600

@@ -84,7 +84,7 @@ def test_collections_are_kept_immutable():
             "variables: 'ATTNCORE_PLUGINS' is not the name of a plugin's variable",
         ),
         ("variables", {"ATTNCORE_OTHER_X": "x"}, "variables: 'ATTNCORE_OTHER_X' does not begin with ATTNCORE_ACME_"),
-        ("variables", {"ATTNCORE_ACME_X": 1}, "variables: ATTNCORE_ACME_X does 1, not a sentence"),
+        ("variables", {"ATTNCORE_ACME_X": 1}, "variables: 1 is not a sentence that says what ATTNCORE_ACME_X does"),
         ("notes", "a note", "notes: 'a note' is not a collection of sentences"),
         ("notes", ["two\nlines"], "notes: 'two\\nlines' is not a sentence on one line"),
         ("options", {"x": 1}, "options: 'x' is 1, not an Option"),

@@ -1,8 +1,18 @@
 """python -m attncore.testing: the table as Markdown and JSON, and exit codes."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
+
+from attncore.command import READER_GONE
 from attncore.testing.__main__ import main
+
+WORDS = [sys.executable, "-m", "attncore.testing", "reference", "--examples", "1", "-k", "test_decode"]
 
 
 def test_json_is_the_table_and_nothing_else(capsys):
@@ -54,3 +64,61 @@ def test_what_cannot_run_here_exits_3(site, capsys):
     site.plugin("elsewhere", extra="requires=('a-library-nobody-has',)")
     assert main(["elsewhere"]) == 3
     assert "a-library-nobody-has is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--examples", "0"], ["--examples", "9" * 4000], ["-x" * 5000], []])
+def test_bad_usage_is_one_line(words, capsys):
+    assert main(["reference", *words] if words else []) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert len(err) < 500
+
+
+def test_what_a_backend_raises_reaches_no_terminal_as_it_is(site, capsys):
+    site.plugin("loud", "raise RuntimeError('\\x1b[31m\\x9b2J\\u202e')")
+    for options in ([], ["--json"]):
+        assert main(["loud", "-k", "test_the_plugin_loads", *options]) == 1
+        out, err = capsys.readouterr()
+        assert "x1b[31m" in out
+        assert not {letter for letter in out + err if not letter.isprintable() and letter != "\n"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_full_disk_is_one_line(options):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*WORDS, *options], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.endswith("attncore: error: standard output: No space left on device\n")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_pipe_that_is_read_no_more_ends_it_silently():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(WORDS, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (READER_GONE, b"")
+
+
+def test_closed_streams_and_a_folder_that_is_gone(tmp_path):
+    gone = tmp_path / "gone"
+    words = f"mkdir {gone}; cd {gone}; rmdir {gone}; exec {' '.join(WORDS)}"
+    shown = subprocess.run(["sh", "-c", words], capture_output=True, text=True, check=False)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "| decode | supported | 1 of 1 |" in shown.stdout
+    closed = subprocess.run(["sh", "-c", f"{words} <&- >&- 2>&-"], capture_output=True, check=False)
+    assert (closed.returncode, closed.stdout, closed.stderr) == (0, b"", b"")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"), [(signal.SIGINT, 130, "attncore: error: interrupted\n"), (signal.SIGTERM, 143, "")]
+)
+def test_a_signal_ends_it_without_a_traceback(number, code, said, site):
+    waits = "import os, signal\nos.kill(os.getpid(), NUMBER)\n".replace("NUMBER", str(int(number)))
+    site.plugin("waits", heavy=waits)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    words = [*WORDS[:3], "waits", "-k", "test_decode"]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, said)
+    assert "Traceback" not in done.stdout

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attncore.did_you_mean import close_name
+from attncore.quoted import listed
 from attncore.registry import package_requirements
 from attncore.registry.choice.reasons_against import reasons_against
 from attncore.registry.device_patterns import Match, best_match
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.known_backends import KNOWN, not_installed
 from attncore.registry.plugins.plugin_record import PluginRecord
-from attncore.registry.printable import listed
 from attncore.registry.reasons import Reason
 from attncore.registry.request import AttentionRequest
 from attncore.registry.spec.backend_spec import BackendSpec

@@ -7,7 +7,7 @@ from typing import Any
 
 from attncore.abstract import AttentionBackend, BackendConfig
 from attncore.errors import PluginError
-from attncore.registry.printable import describe_error
+from attncore.quoted import describe_error
 from attncore.registry.spec.backend_spec import BackendSpec
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from attncore.quoted import quoted
 from attncore.registry.choice.candidates import Candidate, candidates
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.plugin_record import PluginRecord
@@ -47,7 +48,7 @@ class Negotiation:
         """Why nothing was chosen, in a sentence."""
         request = self.request
         if request.backend and request.policy == "strict":
-            who = f"backend: {request.backend!r}, named by {self.asked_by},"
+            who = f"backend: {quoted(request.backend)}, named by {self.asked_by},"
             return f"{who} cannot be used on {self.host.device} (policy strict)"
         return f"no backend can be used on {self.host.device}"
 

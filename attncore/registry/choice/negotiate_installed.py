@@ -8,6 +8,7 @@ from typing import Any, Unpack, cast
 
 from attncore import env
 from attncore.did_you_mean import did_you_mean
+from attncore.quoted import quoted
 from attncore.registry.choice.negotiate import Negotiation, negotiate
 from attncore.registry.choice.negotiate_prefill_decode import JointNegotiation, negotiate_joint
 from attncore.registry.host.host import Host
@@ -46,14 +47,14 @@ def negotiate_installed_joint(
 
 def _host(host: Host | None) -> Host:
     if host is not None and not isinstance(host, Host):
-        raise TypeError(f"host: {host!r} is not a Host; Host.assume('sm_90') makes one")
+        raise TypeError(f"host: {quoted(host)} is not a Host; Host.assume('sm_90') makes one")
     return host or Host.probe()
 
 
 def _request(request: AttentionRequest | None, given: RequestFields) -> tuple[AttentionRequest, str]:
     """The request, and who named its backend."""
     if request is not None and not isinstance(request, AttentionRequest):
-        raise TypeError(f"request: {request!r} is not an AttentionRequest")
+        raise TypeError(f"request: {quoted(request)} is not an AttentionRequest")
     for name in given:
         if name not in _FIELDS:
             raise TypeError(f"{name}: a request has no such field{did_you_mean(name, _FIELDS)}")
@@ -72,5 +73,5 @@ def _request(request: AttentionRequest | None, given: RequestFields) -> tuple[At
 def _first(field: str, names: Iterable[str], rest: Iterable[str]) -> tuple[str, ...]:
     """``names`` before ``rest``, each once."""
     if isinstance(names, str):
-        raise TypeError(f"{field}: {names!r} is not a collection of names")
+        raise TypeError(f"{field}: {quoted(names)} is not a collection of names")
     return tuple(dict.fromkeys((*names, *rest)))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from attncore.quoted import listed
 from attncore.registry.choice.cache_format import common_block_sizes, common_layouts
 from attncore.registry.choice.candidates import Candidate
 from attncore.registry.choice.negotiate import Negotiation, negotiate
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.plugin_record import PluginRecord
-from attncore.registry.printable import listed
 from attncore.registry.reasons import Reason
 from attncore.registry.request import AttentionRequest
 from attncore.registry.spec import sizes

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from shlex import quote
 
-from attncore.quoted import quoted
+from attncore.quoted import MAX_ITEMS, describe_error, json_value, listed, plain_text, quoted, type_name
 from attncore.registry import package_requirements
 from attncore.registry.choice.cache_format import common_block_sizes, common_layouts
 from attncore.registry.device_patterns import best_match
 from attncore.registry.host.host import Host
-from attncore.registry.printable import MAX_ITEMS, describe_error, json_value, listed, plain_text, type_name
 from attncore.registry.reasons import USE_ANOTHER, Reason
 from attncore.registry.request import AttentionRequest
 from attncore.registry.spec import sizes
@@ -201,9 +200,9 @@ def option_problem(spec: BackendSpec, name: str, value: object) -> str | None:
     """What is wrong with one option, as a sentence that begins with its name; None where it is accepted."""
     option = spec.options.get(name)
     if option is None:
-        return f"{name!r} is not declared by {spec.name}; declared: {listed(sorted(spec.options))}"
+        return f"{quoted(name)} is not declared by {spec.name}; declared: {listed(sorted(spec.options))}"
     wrong = option.problem(value)
-    return f"{name!r}: {quoted(value)} {wrong}" if wrong else None
+    return f"{quoted(name)}: {quoted(value)} {wrong}" if wrong else None
 
 
 def _own_check(spec: BackendSpec, request: AttentionRequest, host: Host, plugin: str) -> list[Reason]:

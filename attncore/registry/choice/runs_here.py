@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from attncore.quoted import listed
 from attncore.registry.choice.candidates import candidates
 from attncore.registry.device_patterns import best_match
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.plugin_record import PluginRecord
-from attncore.registry.printable import listed
 from attncore.registry.reasons import USE_ANOTHER, Reason
 from attncore.registry.request import AttentionRequest
 from attncore.registry.spec.backend_spec import BackendSpec

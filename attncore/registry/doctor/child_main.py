@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import pluggy
 
+from attncore.quoted import MAX_ITEMS, describe_error, one_line, type_name
 from attncore.registry import package_requirements
 from attncore.registry.choice.choice import choose
 from attncore.registry.choice.negotiate import negotiate
@@ -21,7 +22,6 @@ from attncore.registry.host.host import Host
 from attncore.registry.plugins import discover, load
 from attncore.registry.plugins.hookspecs import PROJECT, Hooks
 from attncore.registry.plugins.plugin_record import PluginRecord
-from attncore.registry.printable import MAX_ITEMS, describe_error, one_line, type_name
 from attncore.registry.reasons import Reason
 from attncore.registry.spec.backend_spec import BackendSpec
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from attncore.arguments import integer
 from attncore.frozen_map import FrozenMap
+from attncore.quoted import quoted
 from attncore.registry.device_patterns import canonical
 from attncore.registry.package_requirements import canonical_name
 from attncore.show import angled, cut, guarded
@@ -44,6 +45,9 @@ class Host:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", canonical(self.device))
+        for name in ("device_name", "driver", "machine"):
+            if not isinstance(value := getattr(self, name), str):
+                raise TypeError(f"{name}: {quoted(value)} is not a string")
         object.__setattr__(self, "device_count", integer("device_count", self.device_count, 0))
         object.__setattr__(self, "packages", FrozenMap(_normalised(self.packages)))
 
@@ -81,9 +85,10 @@ class Host:
     def assume(cls, device: str, *, packages: Mapping[str, str] | None = None) -> Host:
         """A machine that need not be this one: ``cuda:sm_90`` or ``sm_90``, ``rocm:gfx942`` or ``gfx942``, ``cpu``.
 
-        ``packages`` states what is installed there; for other names, what is installed here counts.
+        ``packages`` states what is installed there; for other names, what is installed here counts. TypeError where it
+        is no mapping of strings to strings.
         """
-        return cls(device=device, packages=packages or {}, assumed=True)
+        return cls(device=device, packages={} if packages is None else packages, assumed=True)
 
     def with_packages(self, found: Mapping[str, str]) -> Host:
         """The same host, with ``found`` for the names that it does not hold."""
@@ -108,6 +113,16 @@ class Host:
 
 
 def _normalised(packages: Mapping[str, str]) -> dict[str, str]:
+    """``packages`` by canonical names; TypeError where it is no mapping of strings to strings."""
+    if not isinstance(packages, Mapping):
+        raise TypeError(f"packages: {quoted(packages)} is not a mapping of distributions to versions")
+    for name, version in packages.items():
+        if not isinstance(name, str):
+            raise TypeError(f"packages: {quoted(name)} is not the name of a distribution")
+        if not isinstance(version, str):
+            raise TypeError(
+                f"packages: the version of {quoted(name)} is {quoted(version)}, not a string such as '2.10'"
+            )
     return {canonical_name(name): version for name, version in packages.items()}
 
 

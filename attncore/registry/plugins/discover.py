@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attncore import env
-from attncore.quoted import quoted
+from attncore.quoted import describe_error, listed, one_line, quoted
 from attncore.registry.package_requirements import canonical_name
 from attncore.registry.plugins.known_backends import KNOWN
 from attncore.registry.plugins.plugin_record import PluginRecord
-from attncore.registry.printable import describe_error, listed, one_line
 from attncore.registry.reasons import Reason
 
 GROUP = "attncore.backends"
+OURS = ("attncore", "reference", "attncore.reference")
+"""Our own distribution, the name and the value of its one entry point."""
 _VALUE = re.compile(r"[A-Za-z_]\w*(\.\w+)*(\s*:\s*\w+(\.\w+)*)?\s*(\[.*\])?")
 _LETTERS, _RIVALS = 200, 5
 """Letters of a name or a version, and claimants of a name, beyond which the rest is left out."""
@@ -39,6 +40,7 @@ def find() -> list[PluginRecord]:
 
 def _entry_points() -> Iterable[PluginRecord]:
     installed: dict[str, list[_Installed]] = {}
+    foreign: list[PluginRecord] = []
     for distribution in importlib.metadata.distributions():
         try:
             # most distributions have no such entry point; searching the text is cheaper than parsing the file
@@ -59,10 +61,12 @@ def _entry_points() -> Iterable[PluginRecord]:
         ]
         if failure is not None:
             records = _unreadable(distribution, name, version, failure)
-        if records:
-            place = getattr(distribution, "_path", None)
+        place = getattr(distribution, "_path", None)
+        if canonical_name(name) == OURS[0] and set(points) != {OURS[1:]}:
+            foreign.extend(_foreign(record, place) for record in records)
+        elif records:
             installed.setdefault(canonical_name(name), []).append(_Installed(place, records))
-    return [record for copies in installed.values() for record in _of_first_folder(copies)]
+    return foreign + [record for copies in installed.values() for record in _of_first_folder(copies)]
 
 
 class _Installed(NamedTuple):
@@ -98,6 +102,12 @@ def _of_first_folder(copies: list[_Installed]) -> list[PluginRecord]:
 def _disputed(record: PluginRecord, message: str, fix: str, accepted: list[str] | None = None) -> PluginRecord:
     reason = Reason("duplicate", message, asked=record.name, accepted=accepted, source="attncore", fix=fix)
     return replace(record, state="duplicate", reasons=(reason,))
+
+
+def _foreign(record: PluginRecord, place: Path | None) -> PluginRecord:
+    """Of a distribution that is called as ours is and has other entry points: first on the path it would hide ours."""
+    message = f"{record.label} in {place} is not the attncore that is running, and has its name"
+    return _disputed(record, message, f"remove {place}", [OURS[1]])
 
 
 def _unreadable(

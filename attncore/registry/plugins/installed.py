@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from attncore.quoted import one_line
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.known_backends import KNOWN, not_installed
 from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.plugin_record import PluginRecord
-from attncore.registry.printable import one_line
 from attncore.show import cut, guarded, guarded_html, html_table, table
 
 HEADERS = ("BACKEND", "STATE", "FROM", "DEVICES, OR WHY NOT")

@@ -18,12 +18,13 @@ from attncore import env
 from attncore._version import __version__
 from attncore.did_you_mean import close_name
 from attncore.errors import PluginError
+from attncore.quoted import describe_error, json_value, one_line, type_name
 from attncore.registry import package_requirements
 from attncore.registry.plugins import discover
 from attncore.registry.plugins.plugin_record import PluginRecord
-from attncore.registry.printable import describe_error, json_value, one_line, type_name
 from attncore.registry.reasons import Reason
 from attncore.registry.spec.backend_spec import ATTNCORE_API, BackendSpec, ContractVersionError, plain_spec
+from attncore.standard_output import lent_streams
 
 HEAVY_MODULES = ("torch", "triton", "flashinfer", "flash_attn", "aiter", "jax", "tensorflow", "cupy", "numba")
 """What a spec must not import."""
@@ -74,7 +75,7 @@ def load(record: PluginRecord, *, strict: bool = False) -> PluginRecord:
     if record.state == "found":
         heavy = {name for name in HEAVY_MODULES if name in sys.modules}
         try:
-            with _process_left_as_found():
+            with _process_left_as_found(), lent_streams():
                 spec = _spec(record)
         except KeyboardInterrupt as error:
             error.add_note(f"while {record.name} ({record.label}) was loaded")
@@ -90,13 +91,13 @@ def load(record: PluginRecord, *, strict: bool = False) -> PluginRecord:
 
 @contextlib.contextmanager
 def _process_left_as_found() -> Iterator[None]:
-    """What one plugin does to the search path, the current folder and the standard streams does not reach the others.
+    """What one plugin does to the search path and the current folder does not reach the others.
 
     What it adds to ``sys.path`` is gone after it was loaded. Finders that it adds to ``sys.meta_path`` stay, for a
     library that it imports may need its own, but behind those of before. A child process that it forked ends here.
     """
     process, path, paths, finders = os.getpid(), sys.path, list(sys.path), sys.meta_path
-    found, streams = list(finders), (sys.stdout, sys.stderr)
+    found = list(finders)
     try:
         folder = os.getcwd()
     except OSError:  # it was deleted
@@ -106,7 +107,6 @@ def _process_left_as_found() -> Iterator[None]:
     finally:
         if os.getpid() != process:
             os._exit(1)  # two of us would print
-        sys.stdout, sys.stderr = streams
         old = {id(one) for one in found}
         added = [one for one in sys.meta_path if id(one) not in old and callable(getattr(one, "find_spec", None))]
         path[:], finders[:] = paths, found + added

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, MISSING, Field, dataclass, field, fields, repla
 from typing import Any
 
 from attncore.did_you_mean import did_you_mean
-from attncore.quoted import quoted
+from attncore.quoted import MOST, one_line, quoted
 from attncore.registry.spec.check_fields import check_fields
 from attncore.registry.spec.option import Option
 from attncore.registry.spec.sizes import MultipleOf, describe
@@ -177,7 +177,7 @@ def _check_names(known: Mapping[str, Field[Any]], has_positional_name: bool, giv
         raise TypeError(f"api: missing; state the contract, api={ATTNCORE_API}")
     for name in given:
         if name not in known:
-            raise TypeError(f"{name}: a spec has no such field{did_you_mean(name, known)}")
+            raise TypeError(f"{one_line(name, MOST)}: a spec has no such field{did_you_mean(name, known)}")
     for name, declared in known.items():
         required = declared.default is MISSING and declared.default_factory is MISSING
         if required and name not in given and not (has_positional_name and name == "name"):

@@ -14,10 +14,9 @@ from attncore.arguments import UNREADABLE, integer_or_none
 from attncore.did_you_mean import did_you_mean
 from attncore.env import NAME, VARIABLES, variable_prefix
 from attncore.frozen_map import FrozenMap
-from attncore.quoted import quoted
+from attncore.quoted import one_line, quoted
 from attncore.registry import package_requirements
 from attncore.registry.device_patterns import PATTERNS, is_pattern
-from attncore.registry.printable import one_line, plain_text
 from attncore.registry.spec.option import Option
 from attncore.registry.spec.plain_values import collection, mapping, positive, text
 from attncore.registry.spec.sizes import as_sizes
@@ -142,9 +141,9 @@ def _unsupported(field: str, value: object) -> Mapping[str, str]:
     reasons = {}
     for feature, why in mapping(field, value, "not a mapping of features to sentences"):
         _word_of(field, feature, FEATURES)
-        if not (sentence := plain_text(why)):
+        if not (sentence := one_line(text(field, why, f"not a sentence, the reason for {feature!r}"))):
             raise ValueError(f"{field}: the reason for {feature!r} is {quoted(why)}, not a sentence")
-        reasons[feature] = one_line(sentence)
+        reasons[feature] = sentence
     return FrozenMap(reasons)
 
 
@@ -153,17 +152,18 @@ def _variables(field: str, value: object) -> Mapping[str, str]:
     for name, what in mapping(field, value, "not a mapping of environment variables to sentences"):
         if not _VARIABLE.fullmatch(name) or name in VARIABLES:
             raise ValueError(f"{field}: {quoted(name)} is not the name of a plugin's variable, ATTNCORE_<NAME>_...")
-        if not (sentence := plain_text(what)):
+        if not (sentence := one_line(text(field, what, f"not a sentence that says what {name} does"))):
             raise ValueError(f"{field}: {name} does {quoted(what)}, not a sentence")
-        variables[name] = one_line(sentence)
+        variables[name] = sentence
     return FrozenMap(variables)
 
 
 def _notes(field: str, value: object) -> tuple[str, ...]:
     notes = []
     for note in collection(field, value, "not a collection of sentences"):
-        if not (sentence := plain_text(note)) or "\n" in sentence:
-            raise ValueError(f"{field}: {quoted(note)} is not a sentence on one line")
+        wrong = "not a sentence on one line"
+        if not (sentence := text(field, note, wrong)) or "\n" in sentence:
+            raise ValueError(f"{field}: {quoted(note)} is {wrong}")
         notes.append(one_line(sentence))
     return tuple(notes)
 
@@ -202,7 +202,7 @@ def _options(field: str, value: object) -> Mapping[str, Option]:
         if not name.isidentifier():
             raise ValueError(f"{field}: {quoted(name)} is not an identifier")
         if not isinstance(option, Option):
-            raise ValueError(f"{field}: {name!r} is {quoted(option)}, not an Option")
+            raise ValueError(f"{field}: {quoted(name)} is {quoted(option)}, not an Option")
         options[name] = Option(option.type, option.help, option.default, option.choices)
     return FrozenMap(options)
 

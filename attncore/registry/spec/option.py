@@ -24,8 +24,9 @@ class Option:
     def __post_init__(self) -> None:
         if not any(self.type is kind for kind in (bool, int, float, str)):
             raise ValueError(f"type: {quoted(self.type)} is not bool, int, float or str")
-        choices = tuple(map(plain_scalar, collection("choices", self.choices, "not a collection of values")))
-        default = plain_scalar(self.default)
+        given = collection("choices", self.choices, "not a collection of values")
+        choices = tuple(plain_scalar("choices", one) for one in given)
+        default = plain_scalar("default", self.default)
         for value in (*choices, *(() if default is None else (default,))):
             if wrong := _wrong_type(self.type, value) or _no_choice(choices, value):
                 raise ValueError(f"choices: {quoted(value)} {wrong}")

@@ -11,11 +11,16 @@ from itertools import islice
 from typing import Any
 
 from attncore.arguments import integer_or_none
-from attncore.quoted import quoted
-from attncore.registry.printable import MAX_ITEMS, plain_text
+from attncore.quoted import plain_text, quoted
 
 MOST = 2**63 - 1
 """The largest integer that a spec may hold; Python refuses to print one of thousands of digits."""
+MAX_ENTRIES = 64
+"""Entries of a collection of a spec, such as its variants, notes and options."""
+MAX_SIZES = 1000
+"""Sizes of a set of them; MultipleOf states more."""
+MAX_LETTERS = 1000
+"""Letters of a text of a spec."""
 
 
 def positive(field: str, value: object) -> int:
@@ -28,41 +33,47 @@ def positive(field: str, value: object) -> int:
     return number
 
 
-def collection(field: str, value: object, wrong: str) -> tuple[object, ...]:
-    """The items of a collection that is no string; ``wrong`` is what is said of another value."""
+def collection(field: str, value: object, wrong: str, most: int = MAX_ENTRIES) -> tuple[object, ...]:
+    """The items of a collection that is no string, at most ``most``; ``wrong`` is what is said of another value."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(f"{field}: {quoted(value)} is {wrong}")
-    return _bounded(field, value)
+    return _bounded(field, value, most)
 
 
 def mapping(field: str, value: object, wrong: str) -> list[tuple[str, object]]:
     """The items of a mapping whose keys are strings."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{field}: {quoted(value)} is {wrong}")
-    return [(text(field, key, "not a name"), value[key]) for key in _bounded(field, value)]
+    return [(text(field, key, "not a name"), value[key]) for key in _bounded(field, value, MAX_ENTRIES)]
 
 
 def text(field: str, value: object, wrong: str) -> str:
-    """``value`` as a str."""
+    """``value`` as a str of at most MAX_LETTERS."""
     plain = plain_text(value)
     if plain is None:
         raise ValueError(f"{field}: {quoted(value)} is {wrong}")
+    if len(plain) > MAX_LETTERS:
+        raise ValueError(f"{field}: a text of {len(plain)} letters; at most {MAX_LETTERS} are accepted")
     return plain
 
 
-def plain_scalar(value: object) -> Any:
+def plain_scalar(field: str, value: object) -> Any:
     """An int, a float or a str of a subclass as one of the class itself; any other value as it is."""
-    for kind in (int, float, str):
+    if isinstance(value, str):
+        return text(field, value, "not a text")
+    for kind in (int, float):
         if isinstance(value, kind) and type(value) is not bool:
-            return _EXACT[kind](value)
+            value = _EXACT[kind](value)
+    if isinstance(value, int) and abs(value) > MOST:
+        raise ValueError(f"{field}: an integer of {value.bit_length()} bits; at most {MOST} is accepted")
     return value
 
 
-_EXACT: Mapping[type, Callable[[Any], object]] = {int: int.__int__, float: float.__float__, str: str.__str__}
+_EXACT: Mapping[type, Callable[[Any], object]] = {int: int.__int__, float: float.__float__}
 
 
-def _bounded(field: str, value: Iterable[object]) -> tuple[object, ...]:
-    items = tuple(islice(value, MAX_ITEMS + 1))
-    if len(items) > MAX_ITEMS:
-        raise ValueError(f"{field}: more than {MAX_ITEMS} items")
+def _bounded(field: str, value: Iterable[object], most: int) -> tuple[object, ...]:
+    items = tuple(islice(value, most + 1))
+    if len(items) > most:
+        raise ValueError(f"{field}: more than {most} items")
     return items

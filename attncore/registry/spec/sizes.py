@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import isqrt, lcm
 from typing import Any
 
-from attncore.registry.spec.plain_values import MOST, collection, positive
+from attncore.registry.spec.plain_values import MAX_SIZES, MOST, collection, positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def as_sizes(name: str, value: object) -> Sizes:
     """
     if isinstance(value, MultipleOf):
         return MultipleOf(value.base, value.maximum)  # it may be of a subclass, and be changed afterwards
-    items = collection(name, value, "neither a MultipleOf nor a set of sizes")
+    items = collection(name, value, "neither a MultipleOf nor a set of sizes", MAX_SIZES)
     sizes = frozenset([positive(name, size) for size in items])
     if not sizes:
         raise ValueError(f"{name}: no size is declared")

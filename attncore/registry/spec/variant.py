@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypedDict, Unpack
 
+from attncore.quoted import MOST, one_line, quoted
 from attncore.registry.host.host import Host
 from attncore.registry.reasons import Reason
 from attncore.registry.request import AttentionRequest
@@ -59,7 +60,9 @@ class Variant:
     def __init__(self, name: str, *, requires: Collection[str] = (), **facts: Unpack[VariantFacts]) -> None:
         unknown = sorted(set(facts) - VariantFacts.__annotations__.keys())
         if unknown:
-            raise TypeError(f"{unknown[0]}: variant {name!r} states a fact that no variant may state")
+            raise TypeError(
+                f"{one_line(unknown[0], MOST)}: variant {quoted(name)} states a fact that no variant may state"
+            )
         self.name = name
         self.requires = requires
         self.facts: Mapping[str, Any] = dict(facts)

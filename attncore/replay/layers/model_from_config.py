@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from attncore.quoted import printable, quoted_json
+from attncore.quoted import MOST, one_line, quoted_json
 from attncore.registry.child_process import run_in_fork
 from attncore.replay.model_error import ModelError, memory_error_as_model_error
 from attncore.vocabulary import DTYPES
@@ -121,7 +121,7 @@ def _checked(path: str, name: str, value: Any) -> Any:
     if isinstance(value, list):
         return [_checked(path, name, one) for one in value]
     last = name.rpartition(".")[2]
-    where = f"{path}: {printable(name, 60)}"
+    where = f"{path}: {one_line(name, 60)}"
     if last in ("dtype", "torch_dtype") or last.endswith("_dtype"):
         return _checked_dtype(where, value)
     if isinstance(value, str) and not _WORD.fullmatch(value):
@@ -169,7 +169,7 @@ def errors_as_model_errors(path: str) -> Iterator[None]:
         if "allocate memory" in str(error):  # torch's on a CPU: memory_error_as_model_error says what to do
             raise
         name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ModelError(f"{path}: {name}{printable(str(error)) or 'no reason given'}") from error
+        raise ModelError(f"{path}: {name}{one_line(error, MOST) or 'no reason given'}") from error
 
 
 @contextmanager

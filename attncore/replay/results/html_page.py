@@ -6,7 +6,7 @@ import html
 from typing import Any
 
 from attncore import chart_page
-from attncore.registry.printable import one_line
+from attncore.quoted import one_line
 from attncore.replay.results.report import facts, figure, spreads, terms, verdict
 
 

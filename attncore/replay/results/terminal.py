@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from attncore.registry.printable import one_line
+from attncore.quoted import one_line
 from attncore.replay.results.report import facts, figure, spreads, terms, verdict
 from attncore.replay.results.series import in_bins
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
+from attncore.quoted import quoted
+
 MAX_COST = 1e9  # microseconds: no model takes a quarter of an hour for one token
 
 
@@ -31,7 +33,7 @@ class CostModel:
             name, _, value = part.partition("=")
             name = name.strip()
             if name not in names:
-                raise ValueError(f"clock: {part!r} is not NAME=MICROSECONDS with a name of {', '.join(names)}")
+                raise ValueError(f"clock: {quoted(part)} is not NAME=MICROSECONDS with a name of {', '.join(names)}")
             if name in costs:
                 raise ValueError(f"clock: {name} is given twice")
             try:
@@ -39,7 +41,9 @@ class CostModel:
             except ValueError:
                 cost = -1.0
             if not 0 <= cost <= MAX_COST:
-                raise ValueError(f"clock: {name} is {value!r}, not a number of microseconds from 0 to {MAX_COST:g}")
+                raise ValueError(
+                    f"clock: {name} is {quoted(value)}, not a number of microseconds from 0 to {MAX_COST:g}"
+                )
             costs[name] = cost
         return cls(**costs)
 

@@ -16,7 +16,8 @@ from typing import IO, Any
 import torch
 
 from attncore.errors import AttncoreError
-from attncore.registry.printable import describe_error
+from attncore.quoted import describe_error
+from attncore.testing.bench.answer import SETTINGS
 from attncore.testing.bench.turns import Call, device_yardstick, host_yardstick, in_turns
 from attncore.testing.engines.timed_steps import REQUEST, SAVED, SHAPES, Timed
 from attncore.testing.harness.errors import UnsupportedError
@@ -100,8 +101,7 @@ def _reference(timed: Timed, shape: str, steps: str | None) -> Timed | None:
 
 
 def _config(timed: Timed) -> dict[str, Any]:
-    names = ("num_heads", "num_kv_heads", "head_size", "block_size", "dtype", "kv_cache_dtype", "kv_cache_layout")
-    facts = {name: getattr(timed.config, name, None) for name in names}
+    facts = {name: getattr(timed.config, name, None) for name in SETTINGS}
     return {**facts, "device": str(timed.config.device), "transport": timed.transport}
 
 

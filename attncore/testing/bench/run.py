@@ -17,12 +17,11 @@ from attncore._version import __version__
 from attncore.errors import AttncoreError
 from attncore.input_files import parse_json, read_file
 from attncore.json_lines.json_fields import integer
-from attncore.registry.child_process import run_in_child
+from attncore.registry.child_process import read_answers, run_in_child
+from attncore.testing.bench.answer import FIGURES, Answer, read_pass
 from attncore.testing.bench.machine import machine
 from attncore.testing.bench.saved_runs import Row, Run
 from attncore.testing.engines.saved_steps import MAX_BYTES, MAX_DEPTH
-
-FIGURES = ("median", "q1", "q3", "to_yardstick", "to_reference")
 
 
 class PassError(AttncoreError):
@@ -55,17 +54,17 @@ def measure(question: Question, passes: int, done: Callable[[int], None] | None 
     """Run ``passes`` one after the other; ``done`` is told how many have ended. PassError where one fails."""
     asked = question.as_json()
     rows: dict[tuple[str, str], Row] = {}
-    config: dict[str, Any] = {}
-    unsupported: dict[str, str] = {}
     for number in range(passes):
-        for facts in _one_pass(question, asked):
-            config = facts.get("config", config)
-            unsupported |= facts.get("unsupported", {})
-            if row := facts.get("row"):
-                into = rows.setdefault((row["step"], row["part"]), Row(row["step"], row["part"]))
-                for name in FIGURES:
-                    if row[name] is not None:
-                        getattr(into, name).append(row[name])
+        answer = _one_pass(question, asked)
+        if number and answer.rows.keys() != rows.keys():
+            raise PassError(
+                f"NAME: {question.backend} cannot be timed: pass {number + 1} has other rows than the first"
+            )
+        for key, row in answer.rows.items():
+            into = rows.setdefault(key, Row(*key))
+            for name in FIGURES:
+                if row[name] is not None:
+                    getattr(into, name).append(row[name])
         if done is not None:
             done(number + 1)
     return Run(
@@ -73,10 +72,10 @@ def measure(question: Question, passes: int, done: Callable[[int], None] | None 
         machine=machine(),
         time=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z",
         versions=_versions(question),
-        config=config,
+        config=answer.config,
         steps="" if question.steps is None else hashlib.sha256(read_file(question.steps, MAX_BYTES)).hexdigest()[:12],
         rows=list(rows.values()),
-        unsupported=unsupported,
+        unsupported=answer.unsupported,
     )
 
 
@@ -84,23 +83,21 @@ def joined(first: Run, second: Run) -> Run:
     """The passes of two runs of the same question as those of one."""
     more = {(row.step, row.part): row for row in second.rows}
     for row in first.rows:
-        for name in FIGURES:
+        for name in FIGURES if (row.step, row.part) in more else ():
             getattr(row, name).extend(getattr(more[row.step, row.part], name))
     return first
 
 
-def _one_pass(question: Question, asked: str) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory(prefix="attncore-bench-") as temporary:
+def _one_pass(question: Question, asked: str) -> Answer:
+    with tempfile.TemporaryDirectory(prefix="attncore-bench-", ignore_cleanup_errors=True) as temporary:
         ask, answer = Path(temporary, "question"), Path(temporary, "answer")
         ask.write_text(asked, encoding="utf-8")
         ended = run_in_child(["-m", "attncore.testing.bench.one_pass", str(ask), str(answer)], question.timeout)
-        lines = answer.read_text(encoding="utf-8").splitlines() if answer.exists() else []
-    found = [json.loads(line) for line in lines]
-    phase = next((one["phase"] for one in reversed(found) if "phase" in one), "before it was imported")
-    failed = next((one["failed"] for one in found if "failed" in one), ended)
-    if failed:
-        raise PassError(f"NAME: {question.backend} cannot be timed: {failed} {phase}")
-    return found
+        found = read_answers(answer)
+    try:
+        return read_pass(found, ended)
+    except ValueError as error:
+        raise PassError(f"NAME: {question.backend} cannot be timed: {error}") from None
 
 
 def _block_size(steps: Path) -> int:

@@ -94,10 +94,11 @@ def _read(file: Path) -> Run | None:
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     lists = [getattr(row, name) for row in rows for name in ("median", "to_yardstick")]
-    whole = all(isinstance(values, list) and values and all(_is_figure(one) for one in values) for values in lists)
+    whole = all(isinstance(values, list) and values and all(is_figure(one) for one in values) for values in lists)
     paired = whole and all(len(row.median) == len(row.to_yardstick) for row in rows)
     return run if paired and isinstance(run.time, str) else None
 
 
-def _is_figure(value: object) -> bool:
+def is_figure(value: object) -> bool:
+    """Whether ``value`` is a number of seconds or a ratio that can have been measured."""
     return isinstance(value, float) and CREDIBLE[0] <= value <= CREDIBLE[1]

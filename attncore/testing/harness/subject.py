@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from attncore.quoted import quoted
 from attncore.registry.choice.choice import choose
 from attncore.registry.choice.negotiate_installed import negotiate_installed
 from attncore.registry.host.host import Host
@@ -52,7 +53,7 @@ class Subject:
         if not found:
             names = ", ".join(sorted({record.name for record in records})) or "none"
             raise UnsupportedError(
-                f"BACKEND: no distribution installed here provides {self.name!r}; installed: {names}"
+                f"BACKEND: no distribution installed here provides {quoted(self.name)}; installed: {names}"
             )
         return min(found, key=lambda record: record.state != "loaded")
 
@@ -61,7 +62,7 @@ class Subject:
         """The spec; UnsupportedError with the plugin's reasons where it could not be loaded."""
         if self.record.spec is None:
             reasons = "; ".join(map(str, self.record.reasons))
-            raise UnsupportedError(f"BACKEND: {self.name!r} is {self.record.state}: {reasons}")
+            raise UnsupportedError(f"BACKEND: {quoted(self.name)} is {self.record.state}: {reasons}")
         return self.record.spec
 
     @cached_property

@@ -1,0 +1,191 @@
+"""What every command has in common: how it ends, whatever becomes of it, and how a user's mistake is told.
+
+``run_command`` is around a command, of ``attncore`` and of the conformance kit. A command's streams may be closed,
+full, or a pipe without a reader, and their encoding may lack a letter; a signal may arrive. Nothing of it is a
+traceback: the exit code says it, and where there is something to say, one line on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from attncore.did_you_mean import did_you_mean
+from attncore.errors import AttncoreError, NoBackendError
+from attncore.quoted import MAX_PART, MOST, one_line, quoted
+from attncore.standard_output import own_streams
+from attncore.terminal import print_lines
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+READER_GONE = 128 + 13
+"""The exit code where standard output is a pipe that is read no more: as if by SIGPIPE, like other tools."""
+
+
+MAX_TEXT = 1 << 16
+"""Letters of an error; a refusal by every one of many backends takes some thousands."""
+
+_LONG_WORD = re.compile(rf"\S{{{MAX_PART + 1},}}")
+"""What is no sentence, such as the name of a file that can be no file's."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP arrived. An exception, so that what a command leaves half-written is removed."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.code = 128 + number
+
+
+class UsageError(ValueError):
+    """A mistake on the command line or in an input file; its text is the line that the user sees."""
+
+    teller = "attncore: error: "
+    """What stands before the text."""
+
+
+class InputLineError(UsageError):
+    """A mistake in one line of a stream: its text begins with ``line N:`` and is printed as it is."""
+
+    teller = ""
+
+
+def run_command(command: Callable[[], int], *, to_the_end: bool) -> int:
+    """Run ``command``; its exit code, or that of the error that ended it.
+
+    With ``to_the_end`` it is the process's last act, and what libraries print afterwards goes to standard error too.
+    """
+    with prepared(), own_streams(to_the_end=to_the_end):
+        code = READER_GONE
+        try:
+            code = _ended(command)
+        finally:
+            unwritten = settle()
+        if isinstance(unwritten, BrokenPipeError):
+            return READER_GONE
+        if unwritten is not None and code != 2:  # else it was said
+            code = fail(f"standard output: {unwritten.strerror}", 2)
+            settle()
+        return code
+
+
+def _ended(command: Callable[[], int]) -> int:
+    """The exit code of a command, however it ends; a line on standard error says why where it is not the command's."""
+    try:
+        return command()
+    except NoBackendError as error:
+        return fail(error, 3)
+    except BrokenPipeError:  # the reader of standard output has gone
+        return READER_GONE
+    except OSError as error:
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):  # files have their names
+            return fail(f"standard output: {error.strerror}", 2)
+        return fail(error, 2)
+    except (ValueError, TypeError, EOFError, ImportError, AttncoreError) as error:
+        return fail(error, 2)
+    except MemoryError as error:
+        return fail(f"not enough memory ({error})" if str(error) else "not enough memory", 2)
+    except Terminated as error:
+        return error.code
+    except KeyboardInterrupt as error:
+        return fail(" ".join(("interrupted", *getattr(error, "__notes__", ()))), 130)
+
+
+def fail(error: object, code: int) -> int:
+    """Print an error or a sentence on one line of standard error, a refusal on several; returns ``code``."""
+    text = _LONG_WORD.sub(lambda word: one_line(word[0], MOST), _text(error) or type(error).__name__)
+    with contextlib.suppress(OSError, ValueError):  # standard error is full, is closed, or its reader has gone
+        print_lines(getattr(error, "teller", UsageError.teller) + text, sys.stderr)
+    return code
+
+
+def _text(error: object) -> str:
+    """The text without control codes: on one line, or where no backend can be used on one for each reason."""
+    if not isinstance(error, NoBackendError):
+        return one_line(error, MAX_TEXT)
+    lines = str(error)[:MAX_TEXT].split("\n")
+    return "\n".join(line[: len(line) - len(line.lstrip(" "))] + one_line(line, MAX_TEXT) for line in lines)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without the usage text before an error: one line says it, which quotes what was given in short."""
+
+    _words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does; what was given is kept, for ``error``."""
+        self._words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ")  # so that it begins with the option's name
+        name, unknown, words = message.partition("unrecognized arguments: ")
+        if unknown and not name:
+            option = words.split(maxsplit=1)[0].partition("=")[0]
+            hint = did_you_mean(option, self._option_string_actions) or f"; {self.prog} --help lists the options"
+            raise UsageError(unknown + one_line(words, MOST) + hint)
+        for word in self._words:
+            for part in (word, word.partition("=")[2]):
+                if len(part) > MOST:
+                    message = message.replace(repr(part), quoted(part)).replace(part, one_line(part, MOST))
+        raise UsageError(message)
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        """As argparse does, but for the errors of a full disk, which it drops."""
+        (file or sys.stdout).write(message)
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[None]:
+    """Around a command: streams that were closed are null devices, and signals that end it raise Terminated."""
+    for name in ("stdin", "stdout", "stderr"):  # closed by the parent process: read nothing, write nothing
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+        elif name != "stdin" and getattr(stream, "errors", None) == "strict":
+            stream.reconfigure(errors="backslashreplace")  # a file's name may have what the encoding lacks
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        before = {one: signal.signal(one, _raise) for one in numbers if signal.getsignal(one) is signal.SIG_DFL}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _raise(number: int, frame: FrameType | None) -> NoReturn:
+    raise Terminated(number)
+
+
+def settle() -> OSError | None:
+    """Writes what is buffered for standard output and error; where that fails, drops it and returns standard output's
+    error. The interpreter would try again at its end, and fail with a text of its own."""
+    found = None
+    for stream in (sys.stderr, sys.stdout):
+        try:
+            stream.flush()
+        except OSError as error:
+            found = error
+            with contextlib.suppress(OSError, ValueError):  # no file behind it
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, getattr(stream, "own", stream).fileno())
+                os.close(null)
+            with contextlib.suppress(OSError):
+                stream.flush()
+        except (ValueError, AttributeError):  # a plugin has closed it, or put something else in its place
+            found = OSError(errno.EBADF, os.strerror(errno.EBADF))
+        else:
+            found = None
+    return found

@@ -1,0 +1,46 @@
+"""Lines for people: wrapped to the width of a terminal, whole in a pipe or a file, and without control codes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import textwrap
+from typing import TextIO
+
+from attncore.quoted import printable
+
+NARROW = 30
+"""Columns that nothing is wrapped to fewer of."""
+
+
+def columns(stream: TextIO | None = None) -> int | None:
+    """The columns of the terminal that ``stream`` (standard output) is, or COLUMNS; None where it is no terminal."""
+    stream = stream or sys.stdout
+    if not stream.isatty():
+        return None
+    stated = os.environ.get("COLUMNS", "")
+    found = int(stated) if stated.isdecimal() and len(stated) < 9 else 0
+    if not found:
+        with contextlib.suppress(OSError, ValueError):  # no file behind it
+            found = os.get_terminal_size(stream.fileno()).columns
+    return max(found or 80, NARROW)
+
+
+def wrapped(line: str, width: int | None, indent: int | None = None) -> str:
+    """A line as lines of ``width``; those below the first have an ``indent``, or four columns more than the first.
+
+    A word, such as a path that will be copied, is whole; but in a cell of a table (``indent``), whose column it keeps.
+    """
+    if width is None or len(line) <= width:
+        return line
+    below = " " * (len(line) - len(line.lstrip()) + 4 if indent is None else indent)
+    return textwrap.fill(
+        line, width, subsequent_indent=below, break_long_words=indent is not None, break_on_hyphens=False
+    )
+
+
+def print_lines(text: str, stream: TextIO | None = None) -> None:
+    """Print the lines of ``text``, each wrapped on a terminal; control codes of somebody else's text are escaped."""
+    width = columns(stream)
+    print("\n".join(wrapped(line, width) for line in printable(text).split("\n")), file=stream or sys.stdout)

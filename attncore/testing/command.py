@@ -1,0 +1,55 @@
+"""What ``python -m attncore.testing`` does. pytest is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+
+from attncore.command import UsageError
+from attncore.errors import NoBackendError
+from attncore.how_to_install import install_extra
+from attncore.quoted import printable, quoted
+from attncore.standard_output import Lent
+
+MAX_EXAMPLES = 10**6
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("name", metavar="NAME", help="the backend, as `attncore list` prints it")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    parser.add_argument("--examples", type=int, default=40, metavar="N", help="batches a test draws (default 40)")
+    parser.add_argument("--device", help="a torch device (default: the negotiation's)")
+    parser.add_argument("-k", metavar="EXPRESSION", help="only tests whose names match, as in pytest")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the kit; 1 where a test failed, 2 where none ran."""
+    if not 1 <= args.examples <= MAX_EXAMPLES:
+        raise UsageError(f"--examples: {quoted(args.examples)} is not between 1 and {MAX_EXAMPLES}")
+    try:
+        from attncore.testing.harness.run_suite import conformance
+        from attncore.testing.harness.subject import Subject
+    except ImportError as error:
+        raise UsageError(f"{error}; {install_extra('test')}") from error
+    subject = Subject(args.name, device=args.device)
+    if subject.record.spec is not None and subject.refusal:
+        raise NoBackendError(f"{args.name} cannot run here: {subject.refusal}")
+    settings = f"EXAMPLES = {args.examples}\nDEVICE = {args.device!r}\n"
+    options = ["-q", "--color=no", *(["-k", args.k] if args.k else [])]
+    with contextlib.redirect_stdout(_Printable(sys.stderr if args.json else sys.stdout)):
+        code, report = conformance(args.name, settings=settings, options=options)
+    if args.json:
+        print(json.dumps(report.as_json(), indent=2))
+    return 0 if code == 0 else 1 if code == 1 else 2
+
+
+class _Printable(Lent):
+    """A stream to which control codes are written escaped: pytest prints what a backend raises as it is."""
+
+    def write(self, text: str) -> int:
+        """Write text; its length."""
+        self.own.write(printable(text))
+        return len(text)

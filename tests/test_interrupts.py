@@ -1,0 +1,47 @@
+"""Ctrl-C before a command and after it: the process ends by the signal, and says nothing."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+KILL = "os.kill(os.getpid(), signal.SIGINT)"
+PROGRAM = "import os, signal, sys; from attncore.interrupts import as_program; "
+
+
+def run(program, **given):
+    words = [sys.executable, "-c", PROGRAM + program]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60, **given)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        (f"as_program(lambda: {KILL})", (-signal.SIGINT, "", "")),
+        (f"as_program(lambda: lambda: 0); {KILL}", (-signal.SIGINT, "", "")),
+        (f"sys.exit(as_program(lambda: lambda: {KILL}))", (130, "", "")),
+        ("sys.exit(as_program(lambda: lambda: 7))", (7, "", "")),
+    ],
+    ids=["while it is loaded", "after it", "in it", "none"],
+)
+def test_an_interrupt_is_no_traceback(program, found):
+    assert run(program) == found
+
+
+def test_interrupts_that_are_ignored_stay_ignored():
+    ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    assert run(f"{ignore}sys.exit(as_program(lambda: [{KILL}] and (lambda: 5)))") == (5, "", "")
+
+
+@pytest.mark.parametrize("module", ["attncore", "attncore.testing"])
+def test_the_commands_are_loaded_so(module, tmp_path):
+    """argparse, which both commands import, is interrupted here."""
+    (tmp_path / "argparse.py").write_text(f"import os, signal; {KILL}")
+    program = f"import runpy; sys.path.insert(0, {str(tmp_path)!r}); sys.argv[1:] = ['list']; "
+    assert run(f"{program}runpy.run_module({module!r}, run_name='__main__', alter_sys=True)") == (
+        -signal.SIGINT,
+        "",
+        "",
+    )
