@@ -207,9 +207,14 @@ class AttentionBackend(FirstGenerationNames, ABC):
         return torch.zeros(shape, dtype=self.kv_cache_torch_dtype(), device=self.config.device)
 
     def from_host(self, array: npt.NDArray[Any]) -> Tensor:
-        """A host array as a tensor on the backend's device; on a CPU it shares the array's memory."""
+        """A host array as a tensor on the backend's device; on a CPU it shares the array's memory.
+
+        Of a read-only array, such as those of ``metadata.host``, it is a copy: torch has no read-only tensors.
+        """
         import torch
 
+        if not array.flags.writeable:
+            array = array.copy()
         tensor = torch.from_numpy(array)
         return tensor if self.config.device == "cpu" else tensor.to(self.config.device)
 

@@ -149,18 +149,18 @@ class ContextParallel:
         batch's). Refused for a batch that is padded for a graph, for a cross group, for what is one rank's already, and
         for lengths that a sliding window has capped.
         """
-        host = metadata.host
+        host, own = metadata.host, metadata.host._own
         check_whole_requests(metadata, "a rank takes its share of all keys")
         lens = host.seq_lens
         fields = HostArrays(
             slot_mapping=self.local_slots(host.slot_mapping),
-            positions=host.positions,
-            token_to_req_indices=host.token_to_req_indices,
+            positions=own("positions"),
+            token_to_req_indices=own("token_to_req_indices"),
             seq_lens=self.seq_lens(lens),
             context_lens=self.seq_lens(host.context_lens),
-            query_lens=host.query_lens,
-            logits_indices=host.logits_indices,
-            query_start_loc=host.query_start_loc,
+            query_lens=own("query_lens"),
+            logits_indices=own("logits_indices"),
+            query_start_loc=own("query_start_loc"),
             block_table=self.block_table(host.block_table, lens),
         )
         fields.seq_start_loc = host_functions.build_query_start_loc(fields.seq_lens)

@@ -85,14 +85,14 @@ def local_attention_metadata(
     sampling, use those of the batch. Virtual requests of decodes are decodes. Raises ValueError for a batch that is
     padded for a graph, of a cross group or of one rank of several, and for lengths that a sliding window has capped.
     """
-    host = metadata.host
+    host, own = metadata.host, metadata.host._own
     chunk_size, block_size = _check_sizes(chunk_size, block_size)
     check_whole_requests(metadata, "chunks are of whole requests")
     virtual = local_attention_batches(host.query_lens, host.seq_lens, host.block_table, chunk_size, block_size)
     rows, count = virtual.request_indices, len(virtual.request_indices)
     fields = HostArrays(
-        slot_mapping=host.slot_mapping,
-        positions=host.positions,
+        slot_mapping=own("slot_mapping"),
+        positions=own("positions"),
         token_to_req_indices=np.repeat(np.arange(count, dtype=np.int32), virtual.query_lens),
         seq_lens=virtual.seq_lens,
         context_lens=virtual.seq_lens - virtual.query_lens,

@@ -159,7 +159,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             )
         num_pages = measures.num_pages if self._dialect.page_lists else -1
         host = allocate(reader.num_seqs, num_reqs, num_tokens, width, num_pages)
-        self._fill(pad, vars(host))
+        self._fill(pad, vars(host._arrays))
         metadata = CommonAttentionMetadata(
             host,
             self.wrap,
@@ -180,7 +180,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
         )
         if self._encoder_decoder:
             fields, counts = encoder_fields(self, groups, reader.num_seqs, measures.num_prefills, num_reqs, use_graph)
-            vars(host).update(fields)
+            vars(host._arrays).update(fields)
             vars(metadata).update(counts)
         if self.plan is not None:
             self.plan(metadata)

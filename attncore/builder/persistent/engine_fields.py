@@ -62,6 +62,6 @@ class EngineFields:
     def fill(self, metadata: StepMetadata) -> None:
         """Writes the values of a step; elements that a field's ``fill`` leaves are 0."""
         for name, (_, fill) in self._fills.items():
-            out = getattr(metadata.host, name)
+            out = metadata.host._own(name)
             out[:] = 0
             fill(metadata, out)
