@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,7 @@ if TYPE_CHECKING:
     from attncore.step_arrays import StepArrays
 
     _Arrays = StepArrays[Any, Any]
-
-    class _HostArrays(StepArrays[npt.NDArray[np.int64], npt.NDArray[np.int32]], Protocol):
-        _arrays: Any
-
-        def _own(self, name: str) -> Any: ...
-        def _memory(self, name: str) -> Any: ...
-
+    _HostArrays = StepArrays[npt.NDArray[np.int64], npt.NDArray[np.int32]]
 else:  # a Protocol among the bases would make isinstance slow, and has nothing at run time
     _Arrays = object
 
@@ -187,7 +181,7 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
 
     def _wrapped(self, name: str) -> Any:
         shares = self._wrap is read_only  # the host's view, which is read-only already
-        array = getattr(self.host, name, None) if shares else self.host._own(name)
+        array = getattr(self.host, name, None) if shares else slices.own_array(self.host, name)
         if array is None:
             raise no_such_field(type(self).__name__, name)
         return array if shares else self._wrap(array)

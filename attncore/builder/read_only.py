@@ -20,8 +20,8 @@ class _Shown:
 
 
 def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same elements as a view that nobody can write to, or make writable: none of its bases is writable.
+    """The same elements as a view that cannot be written to, nor made writable: none of its bases is writable.
 
-    Each call gives a base of its own: who changes that one's shape changes no other view.
+    Each call gives a base of its own: a base whose shape is changed changes no other view.
     """
     return np.asarray(_Shown(array))[...]

@@ -45,12 +45,17 @@ class HostArrays:
         vars(self).pop(name, None)
         setattr(self._arrays, name, array)
 
+    def __delattr__(self, name: str) -> None:
+        vars(self).pop(name, None)
+        delattr(self._arrays, name)
+
     def _own(self, name: str) -> Any:
         """The array of a field, which builders may write to; None for a field that the step does not have."""
         arrays = vars(self._arrays)
         if name == "paged_kv_indices" and name not in arrays and "_pages" in vars(self):
             whole, start, stop = self._pages
-            arrays[name] = whole._own(name)[start:stop]
+            pages = whole._own(name)
+            return None if pages is None else arrays.setdefault(name, pages[start:stop])
         return arrays.get(name)
 
     _memory = _own
@@ -71,6 +76,16 @@ class HostArrays:
         """A field, of which no view is kept; None for one that the step does not have, or would gather."""
         array = vars(self._arrays).get(name)
         return None if array is None else read_only(array)
+
+
+def own_array(host: Any, name: str) -> Any:
+    """The array behind a field of ``metadata.host``, for a builder; None for a field that the step does not have."""
+    return host._own(name)
+
+
+def own_arrays(host: Any) -> Any:
+    """The arrays of ``metadata.host`` of a step of the list builder as attributes, for a builder to write to."""
+    return host._arrays
 
 
 def slice_host(

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from attncore.array_arguments import Int32Array
 from attncore.builder.lists.next_decodes import Next
 from attncore.builder.metadata import OF_ARRAYS, CommonAttentionMetadata
+from attncore.builder.slices import own_arrays
 
 if TYPE_CHECKING:
     from attncore.builder.lists.settings import ListSettings
@@ -29,7 +30,7 @@ _WRITTEN = tuple(name for name in _FIELDS if name not in ("block_table", "paged_
 def write_next(metadata: CommonAttentionMetadata, step: Next, settings: ListSettings) -> None:
     """Makes the step the next one; an exception in the middle leaves what ``settle`` takes back."""
     host, (rows, ids) = metadata.host, step.started
-    own = host._arrays
+    own = own_arrays(host)
     n, num_reqs = len(own.query_lens), metadata.num_reqs
     own.context_lens += 1
     own.positions[:n] += 1
@@ -59,7 +60,7 @@ def write_next(metadata: CommonAttentionMetadata, step: Next, settings: ListSett
 
 def _add_pages(host: Any, settings: ListSettings, rows: npt.NDArray[np.intp], ids: Int32Array) -> None:
     """Appends a page to the page lists of ``rows``, which ``plan_next`` has checked."""
-    own = host._arrays
+    own = own_arrays(host)
     indptr = own.paged_kv_indptr
     before, more = indptr[rows + 1], np.zeros(len(indptr), np.int32)
     more[rows + 1] = 1
@@ -84,7 +85,7 @@ def _update_views(metadata: CommonAttentionMetadata, table_changed: bool) -> Non
         value = wrapped.get(name)
         if value is None or (name == "block_table" and not table_changed):
             continue
-        array = metadata.host._own(name)
+        array = getattr(own_arrays(metadata.host), name)
         if tuple(value.shape) != array.shape:
             del wrapped[name]
         elif isinstance(value, np.ndarray):
@@ -113,7 +114,7 @@ class Before(NamedTuple):
 
 def before_advance(metadata: CommonAttentionMetadata, step: Next, tokens: Any) -> Before:
     """What ``settle`` takes an advance to ``step`` back with."""
-    own = metadata.host._arrays
+    own = own_arrays(metadata.host)
     arrays = [array for name in _WRITTEN if (array := getattr(own, name, None)) is not None]
     rows = step.table.rows
     attributes = {name: getattr(metadata, name) for name in ("max_seq_len", "max_decode_seq_len", "advanced")}

@@ -12,6 +12,7 @@ from attncore import array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array
 from attncore.builder.lists import error_texts
+from attncore.builder.slices import own_arrays
 
 if TYPE_CHECKING:
     from attncore.builder.lists.settings import ListSettings
@@ -43,7 +44,7 @@ class Next(NamedTuple):
 
 def plan_next(metadata: CommonAttentionMetadata, settings: ListSettings, n: int) -> Next:
     """Computes and checks the next step; writes nothing."""
-    host, block_size, window = metadata.host._arrays, settings.block_size, settings.sliding_window
+    host, block_size, window = own_arrays(metadata.host), settings.block_size, settings.sliding_window
     tables = vars(metadata).get("_row_tables")
     if tables is None:
         tables = vars(metadata)["_row_tables"] = _read_row_tables(metadata, n)
@@ -94,7 +95,7 @@ def _check_written(host: Any, settings: ListSettings, contexts: Int32Array) -> N
 
 def _read_row_tables(metadata: CommonAttentionMetadata, n: int) -> list[Any]:
     """The block table of every row in the groups that the step was built from."""
-    slot_mapping = metadata.host._arrays.slot_mapping[:n]
+    slot_mapping = own_arrays(metadata.host).slot_mapping[:n]
     if slot_mapping.min() < 0:
         raise ValueError(f"metadata: row {int(slot_mapping.argmin())} is of a profiling run, without blocks")
     groups = metadata.source.groups if metadata.source is not None else ()
@@ -136,7 +137,7 @@ def _read_grown_rows(
     metadata: CommonAttentionMetadata, settings: ListSettings, tables: list[Any], lens: list[int]
 ) -> Rows:
     """Whole rows of the table whose groups' tables have grown since the last step: lookahead blocks belong to it."""
-    table, known = metadata.host._arrays.block_table, vars(metadata).get("_table_lens")
+    table, known = own_arrays(metadata.host).block_table, vars(metadata).get("_table_lens")
     if lens == known or (known is None and metadata.source is not None and sum(lens) == metadata.source.num_ids):
         return Rows(_NO_ROWS, np.empty((0, table.shape[1]), np.int32))
     # How long each table was at the build is not known: where one has grown since, all of them are read.
@@ -169,8 +170,8 @@ def _trim_rows(
     started: Rows,
 ) -> Rows:
     """Rows of a windowed table that change: they get a block, or the window passes one, or both."""
-    table, n = metadata.host._arrays.block_table, len(contexts)
-    counts, held = -(-lengths // block_size), -(-metadata.host._arrays.seq_lens[:n] // block_size)
+    table, n = own_arrays(metadata.host).block_table, len(contexts)
+    counts, held = -(-lengths // block_size), -(-own_arrays(metadata.host).seq_lens[:n] // block_size)
     drops = contexts // block_size + 1 - counts > -(-contexts // block_size) - held
     changes = drops.copy()
     changes[started.rows] = True

@@ -6,6 +6,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from builder.lists.decodes import backend, decodes, fields, plain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

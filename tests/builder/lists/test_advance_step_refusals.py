@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from decodes import decodes, fields
+from builder.lists.decodes import decodes, fields
 
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
 from attncore.errors import CaptureError
