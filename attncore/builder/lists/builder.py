@@ -78,7 +78,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
     ``sliding_window`` is the number of tokens that a query sees, itself included (None: all).
     ``max_seq_len_to_capture``, in tokens, is read only where a build pads for a CUDA graph: the table is then
     ``ceil(max_seq_len_to_capture / block_size)`` columns wide. ``backend`` None gives NumPy arrays; with a backend,
-    metadata holds tensors on its device. Each build makes new arrays, which belong to the caller.
+    metadata holds tensors on its device. Each build makes new arrays, which live as long as the caller keeps them.
 
     ``encoder_decoder``: every group has an ``encoder_seq_len`` and a ``cross_block_table``, and metadata has the fields
     of encoders and of cross attention. ``max_encoder_seq_len_to_capture`` is the length for the cross table (None:
