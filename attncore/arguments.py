@@ -9,11 +9,13 @@ again. Checks of arrays are in ``array_arguments``. The module imports nothing h
 from __future__ import annotations
 
 import operator
+import sys
 from typing import Any
 
 from attncore.quoted import quoted
 
 INT32_MAX = 2**31 - 1
+FLOAT_MAX = sys.float_info.max
 UNREADABLE = (TypeError, ValueError, OverflowError, NotImplementedError, MemoryError, SystemError)
 """What Python and NumPy raise where an object is not the list or array that it is read as.
 
@@ -54,6 +56,21 @@ def positive_integer(name: str, value: Any) -> int:
     number = integer_or_none(value)
     if number is None or number < 1:
         raise ValueError(f"{name}: {quoted(value)} is not a positive integer")
+    return number
+
+
+def finite_number(name: str, value: Any, *, positive: bool = False) -> int | float:
+    """``value``: an int, a float, or what ``float`` makes of it; ValueError where that is not finite (or positive)."""
+    number = None
+    if type(value) is int or type(value) is float:
+        number = value
+    elif not isinstance(value, bool | str | bytes | bytearray | memoryview):
+        try:
+            number = float(value)
+        except Exception:  # __float__ may be the caller's code
+            number = None
+    if number is None or not (0 if positive else -FLOAT_MAX) <= number <= FLOAT_MAX or (positive and not number):
+        raise ValueError(f"{name}: {quoted(value)} is not a {'positive' if positive else 'finite'} number")
     return number
 
 

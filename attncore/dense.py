@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from attncore.arguments import optional_integer
+from attncore.arguments import finite_number, optional_integer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,6 +78,7 @@ def dense_attention(
     Returns ``(num_queries, num_heads, value_size)`` float32, and with ``return_lse`` also the natural logarithm of the
     softmax's sum (the sink included), ``(num_queries, num_heads)`` float32. Without any key they are 0 and -inf.
     """
+    scale = finite_number("scale", scale)
     sliding_window = optional_integer("sliding_window", sliding_window, 1)  # a query sees at least itself
     placed = causal or sliding_window is not None or alibi_slopes is not None
     _check(query, key, value, logits_soft_cap, placed)
@@ -127,7 +128,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, cap: float | None, placed:
         raise ValueError(f"value: tokens and heads {tuple(value.shape[:2])} found; the key has {tuple(key.shape[:2])}")
     if placed and query.shape[0] > key.shape[0]:
         raise ValueError(f"query: {query.shape[0]} tokens found; the whole sequence has {key.shape[0]} keys")
-    if cap is not None and not cap > 0:
+    if cap is not None and not 0 < cap < float("inf"):
         raise ValueError(f"logits_soft_cap: {cap} found; give a positive number, or None")
 
 

@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 class FrozenMap(Mapping[str, V]):
-    """A copy of a mapping, without the methods that would change it. Hashable where its values are."""
+    """A copy of a mapping, without the methods that would change it. Its hash is that of its keys."""
 
     __slots__ = ("_items",)
 
@@ -26,7 +26,7 @@ class FrozenMap(Mapping[str, V]):
         return len(self._items)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._items.items()))
+        return hash(frozenset(self._items))
 
     def __repr__(self) -> str:
         return repr(self._items)

@@ -11,6 +11,7 @@ import torch
 from gpu_work import BLOCK_SIZE, Backend, captured
 
 from attncore import InputBatch, MetadataBuilder
+from attncore.builder.slices import own_array
 
 ROWS, MAX_LEN, MAX_TOKENS = 64, 1024, 512
 WIDTH = MAX_LEN // BLOCK_SIZE
@@ -30,7 +31,7 @@ class CopyingPlan(Backend):
         self.fails = False
 
     def plan(self, metadata):
-        indptr = torch.from_numpy(metadata.host.paged_kv_indptr)
+        indptr = torch.from_numpy(own_array(metadata.host, "paged_kv_indptr"))  # the pinned memory itself
         self.copied[: len(indptr)].copy_(indptr, non_blocking=True)
         if self.fails:
             raise ZeroDivisionError

@@ -78,7 +78,7 @@ class FlashInferPlan(Backend):
     def plan(self, metadata):
         host = metadata.host
         self.wrapper.plan(
-            torch.from_numpy(host.paged_kv_indptr), self.none, torch.from_numpy(host.paged_kv_last_page_len),
+            torch.tensor(host.paged_kv_indptr), self.none, torch.tensor(host.paged_kv_last_page_len),
             32, 8, 128, BLOCK_SIZE, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
         )  # fmt: skip
 

@@ -149,14 +149,40 @@ def test_impl_hands_everything_on():
     ("fields", "text"),
     [
         ({"sliding_window": 0}, "sliding_window: 0 is below 1"),
-        ({"logits_soft_cap": -1.0}, "logits_soft_cap: -1.0 is not positive"),
+        ({"logits_soft_cap": -1.0}, "logits_soft_cap: -1.0 is not a positive number"),
+        ({"logits_soft_cap": float("inf")}, "logits_soft_cap: inf is not a positive number"),
+        ({"scale": float("nan")}, "scale: nan is not a finite number"),
+        ({"scale": -float("inf")}, "scale: -inf is not a finite number"),
+        ({"scale": "x"}, "scale: 'x' is not a finite number"),
+        ({"scale": None}, "scale: None is not a finite number"),
+        ({"scale": True}, "scale: True is not a finite number"),
+        ({"scale": 10**400}, "scale: an integer of 1329 bits is not a finite number"),
         ({"alibi_slopes": [1.0]}, "alibi_slopes: 1 given; the backend has 4 query heads"),
         ({"sinks": [1.0] * 5}, "sinks: 5 given"),
     ],
 )
 def test_layers_out_of_range(fields, text):
     with pytest.raises(ValueError) as caught:
-        Backend(config()).impl("x", scale=1.0, **fields)
+        Backend(config()).impl("x", **{"scale": 1.0, **fields})
+    assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        ({"kv_cache_layout": "NHDX"}, ValueError, "kv_cache_layout: 'NHDX' is not one of NHD, HND"),
+        ({"kv_cache_layout": None}, ValueError, "kv_cache_layout: None is not one of"),
+        ({"device": "the gpu"}, ValueError, "device: 'the gpu' is not a device as torch writes it"),
+        ({"device": 0}, ValueError, "device: 0 is not a device"),
+        ({"logits_soft_cap": float("inf")}, ValueError, "logits_soft_cap: inf is not a positive number"),
+        ({"logits_soft_cap": "30"}, ValueError, "logits_soft_cap: '30' is not a positive number"),
+        ({"use_mla": 1}, TypeError, "use_mla: 1 is neither True nor False"),
+        ({"options": 3}, TypeError, "options: 3 cannot be read as a mapping"),
+    ],
+)
+def test_configurations_that_make_no_sense(fields, error, text):
+    with pytest.raises(error) as caught:
+        config(**fields)
     assert str(caught.value).startswith(text)
 
 

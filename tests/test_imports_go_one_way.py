@@ -32,7 +32,7 @@ LAYERS = {
         "device blocks",
         "metadata slices device_slices first_generation_names uncopied",
         "grid show",
-        "fields",
+        "fields read_only",
     ),
     "registry": (
         "doctor",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attncore.abstract.attention_impl import AttentionImpl, PlanKey
 from attncore.abstract.config_against_spec import checked
 from attncore.abstract.first_generation_names import FirstGenerationNames
-from attncore.arguments import integer, optional_integer
+from attncore.arguments import finite_number, integer, optional_integer
 from attncore.quoted import quoted
 from attncore.show import angled, guarded, short
 from attncore.vocabulary import AttentionType
@@ -81,8 +81,9 @@ class AttentionBackend(FirstGenerationNames, ABC):
         """
         attn_type = self._checked_type(attn_type, sliding_window, alibi_slopes)
         sliding_window = optional_integer("sliding_window", sliding_window, 1)  # a query sees at least itself
-        if logits_soft_cap is not None and not logits_soft_cap > 0:
-            raise ValueError(f"logits_soft_cap: {logits_soft_cap} is not positive")
+        scale = finite_number("scale", scale)
+        if logits_soft_cap is not None:
+            logits_soft_cap = finite_number("logits_soft_cap", logits_soft_cap, positive=True)
         for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
             if per_head is not None and len(per_head) != self.config.num_heads:
                 raise ValueError(f"{name}: {len(per_head)} given; the backend has {self.config.num_heads} query heads")
@@ -208,9 +209,14 @@ class AttentionBackend(FirstGenerationNames, ABC):
         return torch.zeros(shape, dtype=self.kv_cache_torch_dtype(), device=self.config.device)
 
     def from_host(self, array: npt.NDArray[Any]) -> Tensor:
-        """A host array as a tensor on the backend's device; on a CPU it shares the array's memory."""
+        """A host array as a tensor on the backend's device; on a CPU it shares the array's memory.
+
+        Of a read-only array, such as those of ``metadata.host``, it is a copy: torch has no read-only tensors.
+        """
         import torch
 
+        if not array.flags.writeable:
+            array = array.copy()
         tensor = torch.from_numpy(array)
         return tensor if self.config.device == "cpu" else tensor.to(self.config.device)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from attncore.arguments import integer, optional_integer
+from attncore.arguments import finite_number, integer, optional_integer
 from attncore.frozen_map import FrozenMap
-from attncore.vocabulary import dtype_name
+from attncore.quoted import quoted
+from attncore.vocabulary import KV_CACHE_LAYOUTS, dtype_name
 
 if TYPE_CHECKING:
     from attncore.abstract.spec_protocol import SpecFacts
+
+_DEVICE = re.compile(r"[a-z]+(:[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,21 @@ class BackendConfig:
             object.__setattr__(self, name, optional_integer(name, getattr(self, name), 1))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+        if self.use_mla is not True and self.use_mla is not False:
+            raise TypeError(f"use_mla: {quoted(self.use_mla)} is neither True nor False")
         check_value_size(self.head_size, self.head_size_v, self.num_kv_heads, self.use_mla)
-        object.__setattr__(self, "options", FrozenMap(dict(self.options)))
+        if self.logits_soft_cap is not None:
+            cap = finite_number("logits_soft_cap", self.logits_soft_cap, positive=True)
+            object.__setattr__(self, "logits_soft_cap", cap)
+        layout, device = self.kv_cache_layout, self.device
+        if type(layout) is not str or layout not in KV_CACHE_LAYOUTS:
+            raise ValueError(f"kv_cache_layout: {quoted(layout)} is not one of {', '.join(KV_CACHE_LAYOUTS)}")
+        if type(device) is not str or not _DEVICE.fullmatch(device):
+            raise ValueError(f"device: {quoted(device)} is not a device as torch writes it, such as 'cpu' or 'cuda:0'")
+        try:
+            object.__setattr__(self, "options", FrozenMap(dict(self.options)))
+        except Exception as error:  # a mapping of the caller's own
+            raise TypeError(f"options: {quoted(self.options)} cannot be read as a mapping: {error}") from error
 
 
 def check_value_size(head_size: int, head_size_v: int | None, num_kv_heads: int, use_mla: bool) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from attncore.builder.fields import ARRAYS, DERIVED, FIELDS, Length, Rebase
 from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.read_only import read_only
 from attncore.builder.slices import rebased
 
 
@@ -30,7 +33,8 @@ class DeviceView(CommonAttentionMetadata):
         def __getattr__(self, name: str) -> Any:
             # Called only for missing attributes.
             if name in ARRAYS and name not in DERIVED:
-                value = self.__dict__[name] = self._slice(name)
+                part = self._slice(name)
+                value = self.__dict__[name] = read_only(part) if isinstance(part, np.ndarray) else part
                 return value
             return super().__getattr__(name)
 

@@ -69,7 +69,7 @@ def step_rows(metadata: Any) -> Iterator[GridRow]:
     block_size, req_ids = _block_size(metadata), metadata.req_ids
     changed = getattr(metadata.host, "table_changed", False)
     table = peek(metadata, "block_table") if block_size and not changed else None
-    live = getattr(metadata.host, "live_table", None) if table is not None else None
+    live = getattr(metadata.host, "_live_table", None) if table is not None else None
     for row in range(min(len(query_lens), MOST_ROWS)):
         length, new = int(seq_lens[row]), int(query_lens[row])
         if live is not None and live.group.cross:
@@ -93,7 +93,7 @@ def step_rows(metadata: Any) -> Iterator[GridRow]:
 
 def _block_size(metadata: Any) -> int | None:
     """Tokens of a column of the step's table; None where it is not known, as in a view."""
-    live = getattr(metadata.host, "live_table", None)
+    live = getattr(metadata.host, "_live_table", None)
     if live is not None:
         ranks = metadata.builder.context_parallel
         return int(live.group.tokens_per_column) // (ranks.world_size if ranks is not None else 1)

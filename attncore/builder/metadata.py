@@ -15,6 +15,7 @@ from attncore.builder import slices
 from attncore.builder.fields import ARRAYS, BROADCAST, COUNTS, DERIVED, FIELDS, no_such_field
 from attncore.builder.first_generation_names import FirstGenerationMetadataNames
 from attncore.builder.grid import step_grid, step_html
+from attncore.builder.read_only import read_only
 from attncore.builder.show import metadata_text
 from attncore.show import guarded, guarded_html
 
@@ -30,11 +31,7 @@ OF_ARRAYS = ("_bound", "_kept", *DERIVED)
 """What metadata keeps that was made of a step's arrays: with other arrays it is dropped."""
 
 Wrap = Callable[[npt.NDArray[Any]], Any]
-
-
-def identity(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The wrap of fields without a backend: the NumPy array itself."""
-    return array
+"""What makes a field of a host array that is the builder's own: ``from_host`` of a backend, or ``read_only``."""
 
 
 class Source(NamedTuple):
@@ -52,8 +49,9 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     """The metadata of one step of T tokens and n requests, including the rows that a graph's padding adds.
 
     Arrays are torch tensors on the backend's device, or NumPy arrays without a backend; ``host`` has the same fields as
-    NumPy arrays, without a copy. A field that the builder does not make raises AttributeError, and so do the fields of
-    encoders and of cross attention in a step without encoder input.
+    NumPy arrays, without a copy. NumPy arrays are read-only; tensors on a CPU share their memory, and must not be
+    written to. A field that the builder does not make raises AttributeError, and so do the fields of encoders and of
+    cross attention in a step without encoder input.
     """
 
     # counts: plain ints
@@ -98,7 +96,7 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     source: Source | None = None
     """What a step of the list builder was built from; None for views, captured sizes and the persistent builder."""
 
-    def __init__(self, host: Any, wrap: Wrap = identity, **values: Any) -> None:
+    def __init__(self, host: Any, wrap: Wrap = read_only, **values: Any) -> None:
         self.host: _HostArrays = host
         self._wrap = wrap
         self.__dict__.update(values)
@@ -108,7 +106,7 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
         def __getattr__(self, name: str) -> Any:
             # Called only for missing attributes: wraps an array on first use and keeps it.
             if name in ARRAYS:
-                value = FIELDS[name].derive(self) if name in DERIVED else self._wrapped(name)
+                value = self._derived(name) if name in DERIVED else self._wrapped(name)
                 self.__dict__[name] = value
                 return value
             raise no_such_field(type(self).__name__, name)
@@ -182,10 +180,15 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def _wrapped(self, name: str) -> Any:
-        array = getattr(self.host, name, None)
+        shares = self._wrap is read_only  # the host's view, which is read-only already
+        array = getattr(self.host, name, None) if shares else slices.own_array(self.host, name)
         if array is None:
             raise no_such_field(type(self).__name__, name)
-        return self._wrap(array)
+        return array if shares else self._wrap(array)
+
+    def _derived(self, name: str) -> Any:
+        value = FIELDS[name].derive(self)  # type: ignore[misc]
+        return read_only(value) if isinstance(value, np.ndarray) else value
 
     def _cached(self, key: str, make: Callable[[], Any]) -> Any:
         if key not in self.__dict__:
@@ -253,6 +256,6 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
     host = slices.HostArrays()
     for name in ARRAYS & fields.keys():
         array = fields[name]
-        setattr(host, name, np.asarray(array.cpu() if hasattr(array, "cpu") else array))
+        setattr(host, name, np.require(array.cpu() if hasattr(array, "cpu") else array, requirements="W"))
     values = {name: fields[name] for name in BROADCAST if name in fields}
-    return CommonAttentionMetadata(host, identity if backend is None else backend.from_host, **values)
+    return CommonAttentionMetadata(host, read_only if backend is None else backend.from_host, **values)

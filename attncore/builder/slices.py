@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from attncore.builder.fields import DERIVED, ENCODER_ARRAYS, FIELDS, Length, Rebase, no_such_field
+from attncore.builder.read_only import read_only
 from attncore.builder.show import host_text
 from attncore.show import guarded
 
@@ -19,20 +20,45 @@ _WITH_ENCODER = tuple(
 _WITHOUT_ENCODER = tuple(sliced for sliced in _WITH_ENCODER if sliced[0] not in ENCODER_ARRAYS)
 
 
-class HostArrays(SimpleNamespace):
-    """Host arrays by name. The page indices of a view are cut out on access: gathering them is slow, and few views
-    need them.
+class HostArrays:
+    """Host arrays by name: what is read is a read-only view, made on first use, of the array that was set.
+
+    The page indices of a view are cut out on access: gathering them is slow, and few views need them.
     """
 
+    def __init__(self, **arrays: Any) -> None:
+        vars(self)["_arrays"] = SimpleNamespace(**arrays)  # the arrays themselves, for the builders, which write them
+
     def __getattr__(self, name: str) -> Any:
-        if name == "paged_kv_indices" and "pages_of_whole" in self.__dict__:
-            whole, start, stop = self.pages_of_whole
-            self.paged_kv_indices = whole.paged_kv_indices[start:stop]
-            return self.paged_kv_indices
+        if name.startswith("_"):  # copy.copy asks before the copy has any attribute
+            raise AttributeError(name)
         field = FIELDS.get(name)
         if field is not None and field.derive is not None:
-            return field.derive(self)  # not kept: the arrays may be those of another step the next time
-        raise no_such_field("metadata.host", name)
+            return read_only(field.derive(self))  # not kept: the arrays may be those of another step the next time
+        array = self._own(name)
+        if array is None:
+            raise no_such_field("metadata.host", name)
+        view = vars(self)[name] = read_only(array)
+        return view
+
+    def __setattr__(self, name: str, array: Any) -> None:
+        vars(self).pop(name, None)
+        setattr(self._arrays, name, array)
+
+    def __delattr__(self, name: str) -> None:
+        vars(self).pop(name, None)
+        delattr(self._arrays, name)
+
+    def _own(self, name: str) -> Any:
+        """The array of a field, which builders may write to; None for a field that the step does not have."""
+        arrays = vars(self._arrays)
+        if name == "paged_kv_indices" and name not in arrays and "_pages" in vars(self):
+            whole, start, stop = self._pages
+            pages = whole._own(name)
+            return None if pages is None else arrays.setdefault(name, pages[start:stop])
+        return arrays.get(name)
+
+    _memory = _own
 
     __repr__ = guarded(host_text)
 
@@ -41,14 +67,25 @@ class HostArrays(SimpleNamespace):
 
     def field_names(self) -> list[str]:
         """The fields that the step has."""
-        names = {name for name in self.__dict__ if name in FIELDS}
+        names = {name for name in vars(self._arrays) if name in FIELDS}
         if "paged_kv_indptr" in names:
             names |= {"paged_kv_indices", *DERIVED}
         return sorted(names)
 
     def peek(self, name: str) -> Any:
         """A field, of which no view is kept; None for one that the step does not have, or would gather."""
-        return self.__dict__.get(name)
+        array = vars(self._arrays).get(name)
+        return None if array is None else read_only(array)
+
+
+def own_array(host: Any, name: str) -> Any:
+    """The array behind a field of ``metadata.host``, for a builder; None for a field that the step does not have."""
+    return host._own(name)
+
+
+def own_arrays(host: Any) -> Any:
+    """The arrays of ``metadata.host`` of a step of the list builder as attributes, for a builder to write to."""
+    return host._arrays
 
 
 def slice_host(
@@ -59,14 +96,16 @@ def slice_host(
     ``whole_encoder``: the encoder's arrays cover all rows, as in views of the first generation.
     """
     host = HostArrays()
-    for name, length, rebase, of_encoder in _WITH_ENCODER if hasattr(whole, "encoder_seq_lens") else _WITHOUT_ENCODER:
-        array = getattr(whole, name, None)
+    arrays, memory = vars(host._arrays), whole._memory
+    for name, length, rebase, of_encoder in _WITHOUT_ENCODER if memory("encoder_seq_lens") is None else _WITH_ENCODER:
+        array = memory(name)
         if array is None:  # a cross group has no slot_mapping
             continue
         rows = (0, len(whole.encoder_seq_lens)) if of_encoder and whole_encoder else (first, last)
-        setattr(host, name, rebased(_cut(array, length, rows, (start, stop), whole), rebase, rows[0], start))
-    if hasattr(whole, "paged_kv_indptr"):
-        host.pages_of_whole = whole, whole.paged_kv_indptr[first], whole.paged_kv_indptr[last]
+        arrays[name] = rebased(_cut(array, length, rows, (start, stop), whole), rebase, rows[0], start)
+    indptr = memory("paged_kv_indptr")
+    if indptr is not None:
+        vars(host)["_pages"] = whole, indptr[first], indptr[last]
     return host, _encoder_counts(host, whole, 0 if whole_encoder else first)
 
 
@@ -90,14 +129,14 @@ def _cut(array: Any, length: Length, rows: tuple[int, int], tokens: tuple[int, i
         case Length.START:  # those of the list builder end before padded rows
             return array[min(first, len(array) - 1) : last + 1]
         case Length.ENCODER_TOKEN:
-            starts = whole.encoder_query_start_loc
+            starts = whole._memory("encoder_query_start_loc")
             return array[starts[first] : starts[last]]
     return array[first:last]
 
 
 def _encoder_counts(host: Any, whole: Any, first: int) -> dict[str, int]:
-    if not hasattr(host, "encoder_seq_lens"):
+    lens = host._own("encoder_seq_lens")
+    if lens is None:
         return {}
-    lens = host.encoder_seq_lens
     unpadded = lens[: max(0, len(whole.query_lens) - first)]  # the list builder pads lengths with 1
     return {"num_encoder_tokens": int(unpadded.sum()), "max_encoder_seq_len": int(lens.max(initial=0))}

@@ -113,7 +113,7 @@ def build_batch(
     return as_json(fields_of_metadata(metadata, names), max_answer)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4)
 def _builder(
     block_size: int,
     layout: str,
@@ -124,7 +124,7 @@ def _builder(
     kernels: Any,
     max_answer: int,
 ) -> CommonMetadataBuilder:
-    # the lines of a stream mostly share their settings, and a builder keeps its scratch memory
+    # The lines of a stream mostly share their settings. Few are kept: each keeps memory for the longest of its lines.
     builder = CommonMetadataBuilder(
         block_size,
         layout,

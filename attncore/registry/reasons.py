@@ -33,6 +33,9 @@ class Reason:
         for name in ("message", "source", "fix"):
             object.__setattr__(self, name, one_line(getattr(self, name)))
 
+    def __hash__(self) -> int:  # ``asked`` and ``accepted`` may be lists
+        return hash((self.code, self.message, self.source, self.fix))
+
     def __str__(self) -> str:
         """The message, then what to do (beyond using another backend)."""
         return f"{self.message}; {self.fix}" if self.fix not in ("", USE_ANOTHER) else self.message

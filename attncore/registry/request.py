@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from attncore.abstract import check_value_size
-from attncore.arguments import UNREADABLE, integer
+from attncore.arguments import finite_number, integer
 from attncore.did_you_mean import did_you_mean
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
@@ -133,11 +133,12 @@ class AttentionRequest:
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
         check_value_size(self.head_size, self.head_size_v, self.num_kv_heads, self.use_mla is True)
         for name in ("dtype", "kv_cache_dtype"):
-            object.__setattr__(self, name, dtype_name(getattr(self, name)))
+            object.__setattr__(self, name, _plain(dtype_name(getattr(self, name))))
         if isinstance(self.kv_cache_dtype, str) and self.kv_cache_dtype == "fp8":
             object.__setattr__(self, "kv_cache_dtype", "fp8_e4m3")
         for name, words in _WORDS.items():
-            value = getattr(self, name)
+            value = _plain(getattr(self, name))
+            object.__setattr__(self, name, value)
             if value is None and name in ("kv_cache_layout", "phase"):
                 continue
             if not isinstance(value, str) or value not in words:
@@ -147,14 +148,13 @@ class AttentionRequest:
         for name in ("sinks", "use_mla", "allow_compile"):
             if getattr(self, name) is not True and getattr(self, name) is not False:
                 raise TypeError(f"{name}: {quoted(getattr(self, name))} is neither True nor False")
-        alibi = self.alibi
+        alibi = _plain(self.alibi)
+        object.__setattr__(self, "alibi", alibi)
         if alibi is not True and alibi is not False and (not isinstance(alibi, str) or alibi != "standard"):
             raise ValueError(f"alibi: {quoted(self.alibi)} is not True, False or 'standard'")
-        cap = self.logits_soft_cap
-        if cap is not None and (
-            isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < float("inf")
-        ):
-            raise ValueError(f"logits_soft_cap: {quoted(cap)} is not a positive number")
+        if self.logits_soft_cap is not None:
+            cap = finite_number("logits_soft_cap", self.logits_soft_cap, positive=True)
+            object.__setattr__(self, "logits_soft_cap", cap)
         if self.block_size and self.manager_block_size and self.manager_block_size % self.block_size:
             raise ValueError(
                 f"manager_block_size: {self.manager_block_size} is not a multiple of block_size {self.block_size}"
@@ -163,7 +163,7 @@ class AttentionRequest:
         object.__setattr__(self, "prefer", _names("prefer", self.prefer))
         object.__setattr__(self, "exclude", frozenset(_names("exclude", self.exclude)))
         if self.backend is not None:
-            _names("backend", (self.backend,))
+            object.__setattr__(self, "backend", _names("backend", (self.backend,))[0])
         object.__setattr__(self, "options", _check_options(self.options))
 
     @guarded
@@ -213,9 +213,9 @@ def _names(field: str, value: object, known: Iterable[str] | None = None) -> tup
     try:
         if isinstance(value, str):
             raise TypeError
-        names: tuple[Any, ...] = tuple(value)  # type: ignore[arg-type]
-    except UNREADABLE:
-        raise TypeError(f"{field}: {quoted(value)} is not a collection of names") from None
+        names = tuple(map(_plain, value))  # type: ignore[call-overload]
+    except Exception as error:  # a collection of the caller's own raises what it likes
+        raise TypeError(f"{field}: {quoted(value)} is not a collection of names") from error
     for name in names:
         if known is not None and (not isinstance(name, str) or name not in known):
             raise ValueError(f"{field}: {quoted(name)} is not one of {', '.join(known)}{did_you_mean(name, known)}")
@@ -224,8 +224,17 @@ def _names(field: str, value: object, known: Iterable[str] | None = None) -> tup
     return names
 
 
+def _plain(value: Any) -> Any:
+    """A string of a subclass, whose own methods may say anything, as the plain one; other values as they are."""
+    return str.__str__(value) if issubclass(type(value), str) else value
+
+
 def _check_options(value: object) -> Mapping[str, Mapping[str, Any]]:
-    if not isinstance(value, Mapping) or not all(isinstance(one, Mapping) for one in value.values()):
-        raise TypeError(f"options: {quoted(value)} is not a mapping of backends to mappings of options")
-    _names("options", tuple(value))
-    return FrozenMap({name: FrozenMap(dict(one)) for name, one in value.items()})
+    try:
+        if not isinstance(value, Mapping) or not all(isinstance(one, Mapping) for one in value.values()):
+            raise TypeError
+        pairs = [(name, FrozenMap(dict(one))) for name, one in value.items()]
+    except Exception as error:  # a mapping of the caller's own raises what it likes
+        raise TypeError(f"options: {quoted(value)} is not a mapping of backends to mappings of options") from error
+    names = _names("options", [name for name, _ in pairs])
+    return FrozenMap(dict(zip(names, (options for _, options in pairs), strict=True)))

@@ -209,7 +209,7 @@ def test_a_misspelt_field_names_the_one_that_was_meant():
 
 def test_a_field_of_an_engine_does_not_hide_what_host_has():
     builder = builder_of()
-    for name in ("peek", "live_table"):
+    for name in ("peek", "table_changed"):
         assert hasattr(HostFields, name)
         with pytest.raises(ValueError, match=f"name: '{name}' is not a free name"):
             builder.register_field(name, np.int32, "request", print)

@@ -1,24 +1,26 @@
 """Views of a step: what they read of the host arrays, and that those on a device follow the table of fields."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from builder.device.arena_batches import two_requests
 
 from attncore.builder import MetadataBuilder, device_slices
 from attncore.builder.fields import FIELDS, Rebase
-from attncore.builder.slices import slice_host
+from attncore.builder.slices import HostArrays, slice_host
 
 
-class Counting(SimpleNamespace):
+class Counting(HostArrays):
     """Host arrays that keep the names of arrays which were asked for and are not there."""
 
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self.__dict__.setdefault("missing", []).append(name)
-        raise AttributeError(name)
+    def __init__(self, **arrays):
+        super().__init__(**arrays)
+        vars(self)["missing"] = []
+
+    def _memory(self, name):
+        array = self._own(name)
+        if array is None:
+            self.missing.append(name)
+        return array
 
 
 def test_a_view_of_a_step_without_an_encoder_asks_for_none_of_its_arrays(kernels):

@@ -1,13 +1,16 @@
 """``attncore build``: an answer is counted before memory is taken for it, and a line before it is read."""
 
+import gc
 import io
 import json
 import os
 import resource
 import sys
+import weakref
 
 import pytest
 
+from attncore.builder import CommonMetadataBuilder
 from attncore.cli import main
 from attncore.json_lines.list_builder import build_batch, parse_batch
 from attncore.json_lines.metadata_as_json import MAX_ANSWER
@@ -194,3 +197,20 @@ def test_a_message_quotes_a_little_of_a_line(line, words, build):
     assert (code, lines, err.count("\n")) == (2, [], 1)
     assert err[:-1].isprintable()
     assert len(err) < 500
+
+
+def test_few_builders_are_kept(monkeypatch):
+    """Each keeps memory for the longest of its lines, and a stream may have lines of any settings."""
+    made = weakref.WeakSet()
+
+    class Builder(CommonMetadataBuilder):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            made.add(self)
+
+    monkeypatch.setattr("attncore.json_lines.list_builder.CommonMetadataBuilder", Builder)
+    groups = [{"is_prompt": False, "sequences": [{"seq_id": 0, "query_len": 1, "context_len": 0, "block_table": [1]}]}]
+    for block_size in range(101, 141):
+        build_batch(parse_batch(json.dumps({"block_size": block_size, "groups": groups})))
+    gc.collect()
+    assert 0 < len(made) <= 4

@@ -127,7 +127,7 @@ def test_a_failed_check_ends_with_1_and_names_the_field(capsys, trace, monkeypat
     class Faulty(rank_builders.MetadataBuilder):
         def build(self, scheduled):
             metadata = super().build(scheduled)
-            metadata.host.logits_indices[0] += 1
+            metadata.host._own("logits_indices")[0] += 1
             return metadata
 
     monkeypatch.setattr(rank_builders, "MetadataBuilder", Faulty)

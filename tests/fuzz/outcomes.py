@@ -3,7 +3,7 @@
 import re
 
 import numpy as np
-from fuzz.hostile import FromObject, Stop
+from fuzz.lying_objects import FromObject, Stop
 
 from attncore.errors import AttncoreError
 

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from fuzz.hostile import INTEGERS, SEQUENCES, FromObject, Stop, mappings
+from fuzz.hostile import INTEGERS, SEQUENCES, mappings
+from fuzz.lying_objects import FromObject, Stop
 from fuzz.outcomes import ADDRESS, outcome, plain
 
 

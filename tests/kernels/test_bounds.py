@@ -171,7 +171,7 @@ def test_a_list_that_an_item_empties(kernels):
 
 
 def test_lengths_of_an_arena_that_were_written_to(kernels):
-    """A step that fails is taken back; its arena is the backend's to read, and a backend may have written there."""
+    """A step that fails is taken back; a backend may have written to its arena, through tensors that share it."""
 
     class Backend:
         config = SimpleNamespace(device="cpu", block_size=4, spec=None)
@@ -179,7 +179,7 @@ def test_lengths_of_an_arena_that_were_written_to(kernels):
         from_host = staticmethod(lambda array: array)
 
         def plan(self, metadata):
-            metadata.host.query_lens[:] = [2**31 - 1, -(2**31)]
+            metadata.host._own("query_lens")[:] = [2**31 - 1, -(2**31)]
             raise RuntimeError("no plan")
 
     batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4, kernels=kernels)
@@ -195,7 +195,7 @@ def test_page_lists_that_were_written_to(kernels):
     batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4, kernels=kernels)
     batch.add_request("a", [1, 2], 5)
     metadata = MetadataBuilder(batch, max_num_batched_tokens=8).build()
-    metadata.host.paged_kv_indptr[1] = 10**6
+    metadata.host._own("paged_kv_indptr")[1] = 10**6
     with pytest.raises(ValueError, match="paged_kv_indptr: row 0 was changed since the build"):
         _ = metadata.paged_kv_indices
 
@@ -208,7 +208,7 @@ def test_page_lists_that_were_written_to_show_no_other_memory(kernels, num_reque
     for req_id in range(num_requests):
         batch.add_request(req_id, [2 * req_id, 2 * req_id + 1], 5)
     metadata = MetadataBuilder(batch, max_num_batched_tokens=8).build()
-    metadata.host.paged_kv_indptr[where] = written
+    metadata.host._own("paged_kv_indptr")[where] = written
     with pytest.raises(ValueError, match=r"^paged_kv_indptr: row \d was changed since the build"):
         _ = metadata.host.paged_kv_indices
 

@@ -90,6 +90,15 @@ def test_short_dtypes_are_computed_in_float32():
     torch.testing.assert_close(found, dense_attention(query.float(), query.float(), query.float(), scale=1.0))
 
 
+@pytest.mark.parametrize("sinks", [None, [0.5, -1.0], [-math.inf, 3.0]])
+def test_without_keys_the_output_is_zeros(sinks):
+    query, none = torch.randn(3, 2, 4), torch.zeros(0, 1, 4)
+    output, lse = dense_attention(query, none, none, scale=1.0, causal=False, sinks=sinks, return_lse=True)
+    assert torch.equal(output, torch.zeros(3, 2, 4))
+    assert lse.tolist() == [[-math.inf] * 2 if sinks is None else sinks] * 3
+    assert torch.equal(dense_attention(query, none, none, scale=1.0, causal=False, sinks=sinks), output)
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -101,6 +110,10 @@ def test_short_dtypes_are_computed_in_float32():
         ("value", {"value": torch.zeros(7, 2, 6, dtype=torch.int64)}),
         ("sliding_window", {"sliding_window": 0}),
         ("logits_soft_cap", {"logits_soft_cap": -1.0}),
+        ("logits_soft_cap", {"logits_soft_cap": math.inf}),
+        ("logits_soft_cap", {"logits_soft_cap": math.nan}),
+        ("scale", {"scale": math.nan}),
+        ("scale", {"scale": "x"}),
         ("alibi_slopes", {"alibi_slopes": [1.0]}),
         ("sinks", {"sinks": [1.0] * 5}),
     ],

@@ -159,3 +159,13 @@ def test_a_library_does_not_end_the_process(site, heavy, text):
 def test_a_host_is_a_host(site, choose):
     with pytest.raises(TypeError, match=r"^host: 'sm_90' is not a Host"):
         choose(host="sm_90", **FIELDS)
+
+
+def test_a_choice_is_hashable_and_equal_ones_have_one_hash(site):
+    site.plugin("acme", extra=OPTIONS)
+    asked = {**FIELDS, "host": attncore.Host.assume("cpu"), "options": {"acme": {"pages": 3}}}
+    one, other = attncore.select(**asked), attncore.select(**asked)
+    assert one.negotiation.rejected or one.negotiation.usable
+    assert one == other
+    assert len({one, other}) == 1
+    assert hash(one.negotiation) == hash(other.negotiation)

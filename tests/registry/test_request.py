@@ -1,5 +1,8 @@
 """Requests: checked field by field, normalised, values."""
 
+import dataclasses
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 
@@ -54,6 +57,44 @@ def test_mistakes_begin_with_the_fields_name(field, value, error):
     with pytest.raises(error) as caught:
         request(**{field: value})
     assert str(caught.value).startswith(f"{field}: ")
+
+
+class Raises:
+    """Raises whatever is asked of it: a collection, a mapping, a number, a name."""
+
+    def _raise(self, *_):
+        raise RuntimeError("ask me nothing")
+
+    __iter__ = __len__ = __getitem__ = __float__ = __index__ = __bool__ = __repr__ = __str__ = __eq__ = _raise
+    keys = values = items = _raise
+    __hash__ = object.__hash__
+
+
+class RaisesMapping(Raises, Mapping):
+    pass
+
+
+class Word(str):
+    """A word whose own comparisons raise, or say what they like."""
+
+    def __eq__(self, other):
+        raise RuntimeError("not now")
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(AttentionRequest)])
+@pytest.mark.parametrize("value", [Raises(), RaisesMapping(), Word("no such word"), Word("")])
+def test_what_an_objects_own_code_raises_names_the_field(field, value):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        request(**{field: value})
+    assert str(caught.value).startswith(f"{field}: ")
+
+
+def test_words_of_a_subclass_of_str_become_plain_ones():
+    one = request(dtype=Word("float16"), backend=Word("flash"), prefer=[Word("flash")], phase=Word("decode"))
+    assert [type(word) for word in (one.dtype, one.backend, *one.prefer, one.phase)] == [str] * 4
+    assert one == request(dtype="float16", backend="flash", prefer=["flash"], phase="decode")
 
 
 def test_a_managers_block_must_be_a_multiple():

@@ -93,10 +93,10 @@ def test_k_settles_how_many_steps_are_compared():
 
 
 FAULTS = {
-    "slot_mapping": lambda host: host.slot_mapping.__setitem__(-1, host.slot_mapping[-1] ^ 1),
-    "positions": lambda host: host.positions.__iadd__(1),
-    "seq_lens": lambda host: host.seq_lens.__isub__(host.seq_lens > 1),
-    "block_table": lambda host: host.block_table[:, :1].__setitem__(..., 10),
+    "slot_mapping": lambda own: own("slot_mapping").__setitem__(-1, own("slot_mapping")[-1] ^ 1),
+    "positions": lambda own: own("positions").__iadd__(1),
+    "seq_lens": lambda own: own("seq_lens").__isub__(own("seq_lens") > 1),
+    "block_table": lambda own: own("block_table")[:, :1].__setitem__(..., 10),
 }
 
 
@@ -108,7 +108,7 @@ def planted(fault, at_step):
             metadata = super().build(scheduled or {})
             self.steps += 1
             if self.steps > at_step:
-                fault(metadata.host)
+                fault(metadata.host._own)
             return metadata
 
     return Faulty

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from attncore import arguments, array_arguments
 from attncore.array_arguments import Int32Array, Int64Array
-from attncore.builder.fields import ARRAYS, COUNTS, ENCODER_ARRAYS
+from attncore.builder.fields import ARRAYS, COUNTS, DERIVED, ENCODER_ARRAYS
 from attncore.builder.metadata import CommonAttentionMetadata
-from attncore.builder.slices import HostArrays
+from attncore.builder.slices import HostArrays, own_array
 from attncore.kernels import codes, host_functions
 
 
@@ -121,13 +121,13 @@ def new_tokens_metadata(metadata: CommonAttentionMetadata, backend: Any = None) 
     wraps the arrays (None: as the batch's).
     """
     host = metadata.host
-    queries, num_reqs = host.query_lens, len(host.query_lens)
+    queries, num_reqs = own_array(host, "query_lens"), len(host.query_lens)
     fields = _decoder_fields(metadata) | {
         "slot_mapping": np.full(len(host.slot_mapping), codes.PAD_SLOT_ID, np.int64),
         "positions": host_functions.build_positions(np.zeros_like(queries), queries)[0],
         "seq_lens": queries,
         "context_lens": np.zeros_like(queries),
-        "seq_start_loc": host.query_start_loc,
+        "seq_start_loc": own_array(host, "query_start_loc"),
         "block_table": np.zeros((num_reqs, 0), np.int32),
         "paged_kv_indptr": np.zeros(num_reqs + 1, np.int32),
         "paged_kv_indices": np.zeros(0, np.int32),
@@ -157,7 +157,8 @@ def _decoder_fields(metadata: CommonAttentionMetadata) -> dict[str, Any]:
             "prefills; take its prefill_metadata"
         )
     names = ARRAYS.difference(ENCODER_ARRAYS, ("paged_kv_indices",))
-    return {name: getattr(metadata.host, name) for name in names if hasattr(metadata.host, name)}
+    arrays = ((name, own_array(metadata.host, name)) for name in names - DERIVED)
+    return {name: array for name, array in arrays if array is not None}
 
 
 def _new_metadata(

@@ -19,7 +19,7 @@ from attncore.array_arguments import Int32Array, Int64Array
 from attncore.builder.blocks.check_whole_requests import check_whole_requests
 from attncore.builder.fields import COUNTS
 from attncore.builder.metadata import CommonAttentionMetadata
-from attncore.builder.slices import HostArrays
+from attncore.builder.slices import HostArrays, own_array
 from attncore.kernels import codes, host_functions
 
 
@@ -154,13 +154,13 @@ class ContextParallel:
         lens = host.seq_lens
         fields = HostArrays(
             slot_mapping=self.local_slots(host.slot_mapping),
-            positions=host.positions,
-            token_to_req_indices=host.token_to_req_indices,
+            positions=own_array(host, "positions"),
+            token_to_req_indices=own_array(host, "token_to_req_indices"),
             seq_lens=self.seq_lens(lens),
             context_lens=self.seq_lens(host.context_lens),
-            query_lens=host.query_lens,
-            logits_indices=host.logits_indices,
-            query_start_loc=host.query_start_loc,
+            query_lens=own_array(host, "query_lens"),
+            logits_indices=own_array(host, "logits_indices"),
+            query_start_loc=own_array(host, "query_start_loc"),
             block_table=self.block_table(host.block_table, lens),
         )
         fields.seq_start_loc = host_functions.build_query_start_loc(fields.seq_lens)

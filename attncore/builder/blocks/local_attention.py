@@ -18,7 +18,7 @@ from attncore.array_arguments import Int32Array
 from attncore.builder.blocks.check_whole_requests import check_whole_requests
 from attncore.builder.fields import COUNTS
 from attncore.builder.metadata import CommonAttentionMetadata
-from attncore.builder.slices import HostArrays
+from attncore.builder.slices import HostArrays, own_array
 from attncore.kernels import host_functions
 
 _MOST_BLOCKS = (INT32_MAX + 1) // 4  # of all tables of a virtual batch: 2 GiB
@@ -91,8 +91,8 @@ def local_attention_metadata(
     virtual = local_attention_batches(host.query_lens, host.seq_lens, host.block_table, chunk_size, block_size)
     rows, count = virtual.request_indices, len(virtual.request_indices)
     fields = HostArrays(
-        slot_mapping=host.slot_mapping,
-        positions=host.positions,
+        slot_mapping=own_array(host, "slot_mapping"),
+        positions=own_array(host, "positions"),
         token_to_req_indices=np.repeat(np.arange(count, dtype=np.int32), virtual.query_lens),
         seq_lens=virtual.seq_lens,
         context_lens=virtual.seq_lens - virtual.query_lens,

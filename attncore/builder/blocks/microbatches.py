@@ -152,26 +152,27 @@ def _is_decoder(host: Any) -> bool:
 def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int | None) -> None:
     """Removes ``before`` tokens from the first request of a view, which become context, and ``after`` from the last."""
     host: Any = view.host
+    own = host._arrays  # to write to, once they are copies
     fewer_keys = after > 0 and _is_decoder(host)
     has_pages = hasattr(host, "paged_kv_indptr")
     if fewer_keys and has_pages and block_size is None:
         raise ValueError("block_size: needed to slice through a request, whose page list changes")
     for name in ("query_lens", "context_lens", "seq_lens"):
-        setattr(host, name, getattr(host, name).copy())
-    host.query_lens[0] -= before
-    host.context_lens[0] += before
-    host.query_lens[-1] -= after
+        setattr(host, name, getattr(own, name).copy())
+    own.query_lens[0] -= before
+    own.context_lens[0] += before
+    own.query_lens[-1] -= after
     if fewer_keys:
-        host.seq_lens[-1] -= after
-    host.query_start_loc = host_functions.build_query_start_loc(host.query_lens)
-    host.seq_start_loc = host_functions.build_query_start_loc(host.seq_lens)
-    host.logits_indices = host.query_start_loc[1:] - np.int32(1)
-    view.max_query_len = int(host.query_lens.max(initial=0))
+        own.seq_lens[-1] -= after
+    host.query_start_loc = host_functions.build_query_start_loc(own.query_lens)
+    host.seq_start_loc = host_functions.build_query_start_loc(own.seq_lens)
+    host.logits_indices = own.query_start_loc[1:] - np.int32(1)
+    view.max_query_len = int(own.query_lens.max(initial=0))
     if before and hasattr(host, "encoder_query_lens"):
-        host.encoder_query_lens = host.encoder_query_lens.copy()
-        host.cross_slot_mapping = host.cross_slot_mapping[host.encoder_query_lens[0] :]
-        host.encoder_query_lens[0] = 0
-        host.encoder_query_start_loc = host_functions.build_query_start_loc(host.encoder_query_lens)
+        host.encoder_query_lens = own.encoder_query_lens.copy()
+        host.cross_slot_mapping = own.cross_slot_mapping[own.encoder_query_lens[0] :]
+        own.encoder_query_lens[0] = 0
+        host.encoder_query_start_loc = host_functions.build_query_start_loc(own.encoder_query_lens)
     if fewer_keys and has_pages:
         _cut_pages(host, after, block_size or 1)
 
@@ -207,16 +208,16 @@ def _cut_on_device(view: DeviceView, before: int, after: int, cut_encoder: int) 
 
 def _cut_pages(host: Any, after: int, block_size: int) -> None:
     """Shortens the page lists of a view whose last request was cut by ``after`` tokens."""
-    column = (int(host.seq_lens[-1]) - 1) // block_size
-    held = int(host.paged_kv_indptr[-1] - host.paged_kv_indptr[-2])
-    whole = int(host.seq_lens[-1]) + after
+    length, indptr, last_page_len = int(host.seq_lens[-1]), host.paged_kv_indptr.copy(), host.paged_kv_last_page_len
+    column = (length - 1) // block_size
+    held = int(indptr[-1] - indptr[-2])
+    whole = length + after
     if -(-whole // block_size) != held:
         raise ValueError(
             f"block_size: {block_size}, but the {whole} tokens of the last request lie in {held} pages; give the block "
             "size of the step's page lists"
         )
-    host.paged_kv_indptr = host.paged_kv_indptr.copy()
-    host.paged_kv_indptr[-1] = host.paged_kv_indptr[-2] + column + 1
-    host.paged_kv_indices = host.paged_kv_indices[: host.paged_kv_indptr[-1]]
-    host.paged_kv_last_page_len = host.paged_kv_last_page_len.copy()
-    host.paged_kv_last_page_len[-1] = (int(host.seq_lens[-1]) - 1) % block_size + 1
+    indptr[-1] = indptr[-2] + column + 1
+    host.paged_kv_indptr, host.paged_kv_last_page_len = indptr, last_page_len.copy()
+    host._arrays.paged_kv_last_page_len[-1] = (length - 1) % block_size + 1
+    host.paged_kv_indices = host._own("paged_kv_indices")[: indptr[-1]]

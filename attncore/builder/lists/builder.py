@@ -78,7 +78,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
     ``sliding_window`` is the number of tokens that a query sees, itself included (None: all).
     ``max_seq_len_to_capture``, in tokens, is read only where a build pads for a CUDA graph: the table is then
     ``ceil(max_seq_len_to_capture / block_size)`` columns wide. ``backend`` None gives NumPy arrays; with a backend,
-    metadata holds tensors on its device. Each build makes new arrays, which belong to the caller.
+    metadata holds tensors on its device. Each build makes new arrays, which live as long as the caller keeps them.
 
     ``encoder_decoder``: every group has an ``encoder_seq_len`` and a ``cross_block_table``, and metadata has the fields
     of encoders and of cross attention. ``max_encoder_seq_len_to_capture`` is the length for the cross table (None:
@@ -159,7 +159,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             )
         num_pages = measures.num_pages if self._dialect.page_lists else -1
         host = allocate(reader.num_seqs, num_reqs, num_tokens, width, num_pages)
-        self._fill(pad, vars(host))
+        self._fill(pad, vars(host._arrays))
         metadata = CommonAttentionMetadata(
             host,
             self.wrap,
@@ -180,7 +180,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
         )
         if self._encoder_decoder:
             fields, counts = encoder_fields(self, groups, reader.num_seqs, measures.num_prefills, num_reqs, use_graph)
-            vars(host).update(fields)
+            vars(host._arrays).update(fields)
             vars(metadata).update(counts)
         if self.plan is not None:
             self.plan(metadata)

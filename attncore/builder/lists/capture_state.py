@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attncore import arguments
 from attncore.builder.first_generation_names import FirstGenerationStateNames
-from attncore.builder.lists.advance_step import settle
+from attncore.builder.lists.advanced_arrays import settle
 from attncore.builder.lists.captured_steps import NOTHING, CapturedSteps, set_host
+from attncore.builder.slices import own_arrays
 from attncore.errors import CaptureError
 from attncore.graphs import refuse_while_capturing
 
@@ -151,7 +152,7 @@ class CommonAttentionState(FirstGenerationStateNames):
         steps.check_fits(metadata, self.builder)
         captured, steps.prepared = steps.metadata[bucket], NOTHING
         if captured is not metadata:
-            set_host(captured, steps.buffers.write(metadata.host, bucket))
+            set_host(captured, steps.buffers.write(own_arrays(metadata.host), bucket))
         steps.prepared = metadata, metadata.advanced
         return captured
 

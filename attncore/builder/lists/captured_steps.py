@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from attncore.builder.device.captured_sizes import CapturedSizes
 from attncore.builder.lists.graph_buffers import GraphBuffers
-from attncore.builder.metadata import OF_ARRAYS, CommonAttentionMetadata, identity
+from attncore.builder.metadata import OF_ARRAYS, CommonAttentionMetadata
+from attncore.builder.read_only import read_only
 from attncore.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class CapturedSteps:
         longest = settings.max_seq_len_to_capture
         metadata = CommonAttentionMetadata(
             None,
-            identity if settings.backend is None else settings.backend.from_host,
+            read_only if settings.backend is None else settings.backend.from_host,
             num_reqs=bucket,
             num_tokens=bucket,
             num_prefills=0,

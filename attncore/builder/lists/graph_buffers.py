@@ -77,7 +77,7 @@ class _Arena:
         self.tensor: Any = None
         """The same memory as a tensor, for copies to a device."""
         self.hosts: dict[int, HostArrays] = {}
-        self.reserved: dict[tuple[int, int], HostArrays] = {}
+        self.reserved: dict[tuple[int, int], dict[str, Any]] = {}
         self.num_pages = 0
         """Leading page indices that may differ from 0."""
 
@@ -128,11 +128,12 @@ class GraphBuffers:
     def views(self, bucket: int) -> dict[str, Any]:
         """The arrays that a graph of ``bucket`` requests reads: tensors on the device, or NumPy arrays."""
         if self._device_name is None:
-            return vars(self._host(self._arenas[0], bucket)).copy()
+            host = self._host(self._arenas[0], bucket)
+            return {name: getattr(host, name) for name in vars(host._arrays)}
         import torch
 
         if self._device is None:
-            return {name: torch.from_numpy(array) for name, array in vars(self._host(self._arenas[0], bucket)).items()}
+            return {name: torch.from_numpy(array) for name, array in self._arrays(self._arenas[0], bucket).items()}
         views = {}
         for name, place in self._places.items():
             dtype = torch.int64 if place.dtype is np.int64 else torch.int32
@@ -142,12 +143,12 @@ class GraphBuffers:
         return views
 
     def write(self, step: Any, bucket: int) -> HostArrays:
-        """Writes the host arrays of a step that was padded to ``bucket``, padded rows included, and sends them.
+        """Writes ``step``, arrays of one that was padded to ``bucket``, padded rows included, and sends them.
 
         Returns the same arrays on the host. On CUDA it waits only for an earlier copy out of the same staging block.
         """
         arena = self._acquire()
-        out, num_seqs = vars(self._host(arena, bucket)), len(step.query_lens)
+        out, num_seqs = self._arrays(arena, bucket), len(step.query_lens)
         for name in _PADDED:
             out[name][...] = getattr(step, name)
         for name in _UNPADDED_ROWS:
@@ -171,17 +172,16 @@ class GraphBuffers:
         arena = self._acquire()
         arrays = arena.reserved.get((bucket, num_seqs))
         if arrays is None:
-            whole = vars(self._host(arena, bucket))
-            arrays = HostArrays(**whole)
+            arrays = self._arrays(arena, bucket).copy()
             for name in _UNPADDED_ROWS:
-                setattr(arrays, name, whole[name][:num_seqs])
-            arrays.query_start_loc = whole["query_start_loc"][: num_seqs + 1]
+                arrays[name] = arrays[name][:num_seqs]
+            arrays["query_start_loc"] = arrays["query_start_loc"][: num_seqs + 1]
             arena.reserved[bucket, num_seqs] = arrays
-        arrays = HostArrays(**vars(arrays))
+        host = HostArrays(**arrays)
         if self.has_pages:
-            arrays.paged_kv_indices = arrays.paged_kv_indices[:num_pages]
+            host._arrays.paged_kv_indices = arrays["paged_kv_indices"][:num_pages]
             arena.num_pages = max(arena.num_pages, num_pages)
-        return arrays
+        return host
 
     def commit(self, num_seqs: int, bucket: int, num_pages: int) -> HostArrays:
         """Sends what was written to the arrays of ``reserve``; returns the host arrays, as ``write`` does."""
@@ -189,14 +189,14 @@ class GraphBuffers:
 
     def _finish(self, arena: _Arena, bucket: int, num_seqs: int, num_pages: int) -> HostArrays:
         """Resets what the step's rows leave, and sends the block; the next step takes the next staging block."""
-        host = self._host(arena, bucket)
+        host, arrays = self._host(arena, bucket), self._arrays(arena, bucket)
         self._next = (self._next + 1) % len(self._arenas)
         if num_seqs < bucket:
             for name in _UNPADDED_ROWS:
-                getattr(host, name)[num_seqs:] = 0
-            host.query_start_loc[num_seqs + 1 :] = num_seqs
+                arrays[name][num_seqs:] = 0
+            arrays["query_start_loc"][num_seqs + 1 :] = num_seqs
         if num_pages < arena.num_pages:
-            host.paged_kv_indices[num_pages : arena.num_pages] = 0
+            arrays["paged_kv_indices"][num_pages : arena.num_pages] = 0
         arena.num_pages = num_pages
         if self._device is not None:
             self._device_pages = max(num_pages, self._device_pages)
@@ -223,8 +223,13 @@ class GraphBuffers:
             for arena in arenas:
                 arena.tensor = torch.from_numpy(arena.memory)
         for arena in arenas:  # constant, since every row is a decode of one token
-            vars(self._host(arena, self.max_batch_size))[_FIXED][...] = np.arange(self.max_batch_size)
+            self._arrays(arena, self.max_batch_size)[_FIXED][...] = np.arange(self.max_batch_size)
         return arenas
+
+    def _arrays(self, arena: _Arena, bucket: int) -> dict[str, Any]:
+        """The arrays of ``_host``, to write to."""
+        arrays: dict[str, Any] = vars(self._host(arena, bucket)._arrays)
+        return arrays
 
     def _host(self, arena: _Arena, bucket: int) -> HostArrays:
         views = arena.hosts.get(bucket)

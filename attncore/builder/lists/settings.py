@@ -7,7 +7,8 @@ from typing import Any
 
 from attncore import arguments
 from attncore.builder.lists.dialects import DIALECTS, Dialect
-from attncore.builder.metadata import CommonAttentionMetadata, identity
+from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.read_only import read_only
 from attncore.graphs import refuse_while_capturing
 from attncore.kernels import KernelsName, load_kernels
 
@@ -54,7 +55,7 @@ class ListSettings:
         self.max_numbers: int | None = None
         """The most numbers that a step's arrays may hold; set for untrusted input (``attncore build``)."""
         self._backend = backend
-        self.wrap = identity if backend is None else backend.from_host
+        self.wrap = read_only if backend is None else backend.from_host
         self.plan: Any = _guard_plan(backend) if backend is not None and backend.has_plan else None
 
     @property

@@ -286,8 +286,9 @@ class Assembly:
             query_lens[row] = 0
         for row in order.paused:
             query_lens[row] = 0
+        row_of = order.row_of
         for req_id, num_tokens in scheduled.items():
-            row = order.row_of.get(req_id, -1)  # a key of a mapping: it is hashable
+            row = row_of.get(req_id, -1)  # a key of a mapping: it is hashable
             if row < 0:
                 raise ValueError(f"scheduled: {req_id!r} is not in the batch")
             count = arguments.integer_or_none(num_tokens)

@@ -269,7 +269,7 @@ class MetadataBuilder(Uncopied):
         """Metadata of a profiling run, before the cache exists: requests of ``query_lens`` tokens without blocks.
 
         Slots are -1 and tables are empty, so that a model runs without a cache and its memory can be measured. The
-        batch does not change. The arrays belong to the caller. Raises ValueError beyond the builder's capacity.
+        batch does not change. The arrays are no arena's. Raises ValueError beyond the builder's capacity.
         """
         given = arguments.items("query_lens", query_lens)
         lens = [arguments.integer(f"query_lens[{row}]", length, 1) for row, length in enumerate(given)]

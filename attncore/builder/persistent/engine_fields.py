@@ -11,6 +11,7 @@ import numpy.typing as npt
 from attncore.builder.fields import FIELDS, Field, Length, engine_field
 from attncore.builder.persistent.host_fields import HostFields
 from attncore.builder.persistent.step_metadata import StepMetadata
+from attncore.builder.slices import own_array
 
 FillField = Callable[[StepMetadata, npt.NDArray[Any]], None]
 
@@ -62,6 +63,6 @@ class EngineFields:
     def fill(self, metadata: StepMetadata) -> None:
         """Writes the values of a step; elements that a field's ``fill`` leaves are 0."""
         for name, (_, fill) in self._fills.items():
-            out = getattr(metadata.host, name)
+            out = own_array(metadata.host, name)
             out[:] = 0
             fill(metadata, out)

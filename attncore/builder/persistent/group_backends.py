@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attncore.builder.blocks.context_parallel import ContextParallel
-from attncore.builder.metadata import Wrap, identity
+from attncore.builder.metadata import Wrap
+from attncore.builder.read_only import read_only
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.batch_core import BatchCore
@@ -20,7 +21,7 @@ class Backends:
         self.by_group = dict(by_group)
         given = [backend for backend in self.by_group.values() if backend is not None]
         self.wraps: dict[str, Wrap] = {
-            name: identity if backend is None else backend.from_host for name, backend in self.by_group.items()
+            name: read_only if backend is None else backend.from_host for name, backend in self.by_group.items()
         }
         self.plans = tuple(
             (name, backend.plan) for name, backend in self.by_group.items() if backend is not None and backend.has_plan

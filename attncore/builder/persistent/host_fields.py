@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from attncore.builder.device.arena import Arrays
 from attncore.builder.fields import DERIVED, FIELDS, Field, Length, named, no_such_field
+from attncore.builder.read_only import read_only
 from attncore.builder.show import host_text
 from attncore.errors import AttncoreError
 from attncore.show import guarded
@@ -26,25 +27,39 @@ STEP_ARRAYS = BY_TOKEN | BY_REQUEST | BY_START | BY_ENCODER_TOKEN
 
 
 class HostFields:
-    """NumPy views of an arena, cut to its step: made on first use, dropped when a step has other counts."""
+    """Read-only views of an arena, cut to its step: made on first use, dropped when a step has other counts."""
 
     def __init__(
         self, arena: Any, arrays: Arrays, tables: Mapping[str, BlockTable], state: Any, extra: Mapping[str, Field]
     ) -> None:
         self._arena, self._arrays, self._tables, self._state, self._extra = arena, arrays, tables, state, extra
+        self._shown = {name: read_only(array) for name, array in arrays.items()}
+        self._shown |= {name: read_only(table.array) for name, table in tables.items()}
 
     def __getattr__(self, name: str) -> npt.NDArray[Any]:
         if name in DERIVED:  # not kept: the next step in this arena has other values
-            derived: npt.NDArray[Any] = FIELDS[name].derive(self)  # type: ignore[misc]
-            return derived
+            return read_only(FIELDS[name].derive(self))  # type: ignore[misc]
         if name not in STEP_ARRAYS:
             if name.startswith("_"):  # copy.copy asks before the copy has any attribute
                 raise AttributeError(name)
             if name not in self._extra:
                 raise no_such_field("metadata.host", name, self._extra)
-        view: npt.NDArray[Any] = cut(self._array(name), name, self._arena, self._extra)
+        if name not in self._shown:
+            raise AttributeError(f"metadata.host of this batch and group has no field {name!r}")
+        view: npt.NDArray[Any] = cut(self._shown[name], name, self._arena, self._extra)
         self.__dict__[name] = view
         return view
+
+    def _memory(self, name: str) -> npt.NDArray[Any] | None:
+        """The array that a field of every step is the beginning of, which kernels write; None for no field of these."""
+        return self._tables[name].array if name in self._tables else self._arrays.get(name)
+
+    def _own(self, name: str) -> npt.NDArray[Any] | None:
+        """The field of this step in that array, or what is gathered for the caller; None for a field it has not."""
+        if name == "paged_kv_indices":
+            return self._gather_pages()
+        array = self._memory(name)
+        return None if array is None else cut(array, name, self._arena, self._extra)
 
     __repr__ = guarded(host_text)
 
@@ -58,13 +73,11 @@ class HostFields:
 
     def peek(self, name: str) -> npt.NDArray[Any] | None:
         """A field of the step, of which no view is kept; None for one that it does not have, or would gather."""
-        if name not in self._tables and name not in self._arrays:
-            return None
-        array: npt.NDArray[Any] = cut(self._array(name), name, self._arena, self._extra)
-        return array
+        array = self._shown.get(name)
+        return None if array is None else cut(array, name, self._arena, self._extra)
 
     @property
-    def live_table(self) -> BlockTable:
+    def _live_table(self) -> BlockTable:
         """The table of the step's group, which later changes of the batch change too."""
         return self._tables["block_table"]
 
@@ -73,19 +86,15 @@ class HostFields:
         """Whether blocks have moved or left since the step was built."""
         return bool(self._arena.changes != self._state.changes)
 
-    def _array(self, name: str) -> npt.NDArray[Any]:
-        if name in self._tables:
-            return self._tables[name].array
-        if name not in self._arrays:
-            raise AttributeError(f"metadata.host of this batch and group has no field {name!r}")
-        return self._arrays[name]
-
     @property
     def paged_kv_indices(self) -> npt.NDArray[np.int32]:
         """int32[paged_kv_indptr[-1]]: gathered from the live table on access, so that other steps pay nothing.
 
         Raises AttncoreError once blocks have moved or left since the step was built.
         """
+        return read_only(self._gather_pages())
+
+    def _gather_pages(self) -> npt.NDArray[np.int32]:
         if self.table_changed:
             raise AttncoreError(
                 "paged_kv_indices: blocks have moved or left since this step was built; ask for them before the batch "

@@ -15,6 +15,7 @@ from attncore.builder.persistent.batch_core import BatchCore
 from attncore.builder.persistent.block_table import BlockTable
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.builder.persistent.request_rows import RequestRows
+from attncore.builder.read_only import read_only
 from attncore.builder.show import batch_text
 from attncore.builder.uncopied import Uncopied
 from attncore.kernels import KernelsName
@@ -85,9 +86,7 @@ class InputBatch(Uncopied):
     @property
     def block_table(self) -> npt.NDArray[np.int32]:
         """int32[max_num_reqs, width]: the live table of the first group, a new read-only view of it at each access."""
-        view = self.core.tables[self.groups[0].name].array[:]
-        view.flags.writeable = False
-        return view
+        return read_only(self.core.tables[self.groups[0].name].array)
 
     @property
     def nbytes(self) -> int:

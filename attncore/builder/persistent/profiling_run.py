@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from attncore.builder.metadata import CommonAttentionMetadata, identity
+from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.read_only import read_only
 from attncore.builder.slices import HostArrays
 from attncore.kernels import host_functions
 from attncore.kernels.codes import PAD_SLOT_ID
@@ -44,7 +45,7 @@ def profile_metadata(query_lens: Sequence[int], *, has_pages: bool, backend: Any
     longest, num_tokens = int(lens.max()), len(positions)
     metadata = CommonAttentionMetadata(
         host,
-        identity if backend is None else backend.from_host,
+        read_only if backend is None else backend.from_host,
         num_reqs=len(lens),
         num_tokens=num_tokens,
         num_prefills=len(lens),

@@ -15,9 +15,16 @@ class RequestRows:
     def __init__(self) -> None:
         self.req_ids: list[Any] = []
         """The request of each row; None: an empty row."""
-        self.row_of: dict[Hashable, int] = {}
+        self._row_of: dict[Hashable, int] | None = {}
         self.holes: set[int] = set()
         self.paused: set[int] = set()
+
+    @property
+    def row_of(self) -> dict[Hashable, int]:
+        """The row of each request by its name, made anew after ``derive``."""
+        if self._row_of is None:
+            self._row_of = self._index()
+        return self._row_of
 
     def __len__(self) -> int:
         """Rows in use, including holes."""
@@ -32,10 +39,18 @@ class RequestRows:
         """The request's row; ValueError where it is not in the batch."""
         try:
             return self.row_of[req_id]
-        except KeyError:
-            raise ValueError(f"req_id: {req_id!r} is not in the batch") from None
-        except TypeError as error:
-            raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            # One whose own __eq__ or __hash__ raises now is still the request of its row.
+            row = next((row for row, held in enumerate(self.req_ids) if held is req_id and held is not None), -1)
+            if row >= 0:
+                return row
+            if isinstance(error, KeyError):
+                raise ValueError(f"req_id: {req_id!r} is not in the batch") from None
+            if isinstance(error, TypeError):
+                raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
+            raise
 
     def free_row(self) -> int:
         """The row for the next request: the lowest hole, or a new row."""
@@ -52,11 +67,18 @@ class RequestRows:
 
     def remove(self, req_id: Hashable, row: int) -> None:
         """Turns the request's row into a hole."""
-        self.row_of.pop(req_id, None)
         self.req_ids[row] = None
         self.holes.add(row)
         self.paused.discard(row)
         self.drop_last_holes()
+        row_of, self._row_of = self.row_of, None
+        try:
+            row_of.pop(req_id, None)
+            self._row_of = row_of
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # its own __eq__ or __hash__ raised: ``row_of`` is made anew, without it
+            return
 
     def drop_last_holes(self) -> None:
         """Drops the holes behind the last request."""
@@ -84,8 +106,24 @@ class RequestRows:
         self.derive()
 
     def derive(self) -> None:
-        """Drops the holes behind the last request, and makes ``row_of`` and ``holes`` anew."""
+        """Drops the holes behind the last request, and makes the rest anew: ``holes`` now, ``row_of`` when it is asked.
+
+        A roll-back ends here, and calls no code of the callers' objects, such as a name's ``__eq__``.
+        """
         while self.req_ids and self.req_ids[-1] is None:
             self.req_ids.pop()
-        self.row_of = {req_id: row for row, req_id in enumerate(self.req_ids) if req_id is not None}
+        self._row_of = None
         self.holes = {row for row, req_id in enumerate(self.req_ids) if req_id is None}
+
+    def _index(self) -> dict[Hashable, int]:
+        """``row_of``, without names whose own ``__eq__`` or ``__hash__`` raises: ``row`` finds these by identity."""
+        row_of: dict[Hashable, int] = {}
+        for row, req_id in enumerate(self.req_ids):
+            if req_id is not None:
+                try:
+                    row_of[req_id] = row
+                except KeyboardInterrupt:
+                    raise
+                except BaseException:
+                    continue
+        return row_of

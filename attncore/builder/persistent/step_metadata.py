@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attncore.builder.device.arena import Arrays
 from attncore.builder.device_slices import DeviceView
-from attncore.builder.fields import ACTUAL_COUNTS, COUNTS, DERIVED, FIELDS, Field
+from attncore.builder.fields import ACTUAL_COUNTS, COUNTS, DERIVED, Field
 from attncore.builder.metadata import CommonAttentionMetadata, Wrap
 from attncore.builder.persistent.host_fields import STEP_ARRAYS, HostFields, cut
 
@@ -63,11 +63,11 @@ class StepMetadata(CommonAttentionMetadata):
             if name.startswith("_"):  # asked of every object by copy, pickle and NumPy
                 raise AttributeError(name)
             if name in DERIVED:
-                return self.once_a_step(f"_{name}", lambda: FIELDS[name].derive(self))
+                return self.once_a_step(f"_{name}", lambda: self._derived(name))
             if self._device is not None and name in self._device:
                 value = cut(self._device[name], name, self._arena, self._extra)
             elif name in self._extra:
-                value = self._wrap(getattr(self.host, name))
+                value = self._wrapped(name)
             else:
                 return super().__getattr__(name)
             self.__dict__[name] = value
@@ -79,7 +79,7 @@ class StepMetadata(CommonAttentionMetadata):
     def _page_indices(self) -> Any:
         if self._pages is not None:
             return self._pages(self)
-        return self.once_a_step("_indices", lambda: self._wrap(self.host.paged_kv_indices))
+        return self.once_a_step("_indices", lambda: self._wrapped("paged_kv_indices"))
 
     paged_kv_indices: Any = property(_page_indices)  # on a GPU, gathered there
 

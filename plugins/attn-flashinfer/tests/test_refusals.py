@@ -21,7 +21,7 @@ from attncore.builder import InputBatch, MetadataBuilder
         ({"use_mla": True, "num_kv_heads": 1}, "use_mla: "),
         ({"dtype": "float32"}, "dtype: float32 found"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype: float16 found beside bfloat16"),
-        ({"kv_cache_layout": "HDN"}, "kv_cache_layout: HDN found; flashinfer's variant built accepts HND, NHD"),
+        ({"kv_cache_layout": "HDN"}, "kv_cache_layout: 'HDN' is not one of"),
         ({"options": {"decode": "xqa"}}, "options: decode=xqa: blocks of 4 tokens"),
         ({"options": {"decode": "cuda_cores"}, "num_heads": 10}, "options: decode=cuda_cores: groups of 5 heads"),
     ],

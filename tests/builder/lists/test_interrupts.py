@@ -132,7 +132,7 @@ def test_an_interrupt_inside_the_roll_back_is_made_good_by_the_next_call():
     builder = metadata.source.builder
     before = fields(metadata)
 
-    module = importlib.import_module("attncore.builder.lists.advance_step")
+    module = importlib.import_module("attncore.builder.lists.advanced_arrays")
 
     real, calls = module._update_views, []
 

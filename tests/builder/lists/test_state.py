@@ -218,9 +218,8 @@ class Staged(GraphBuffers):
         for index in range(2):
             arenas.append(_Arena(aligned_bytes(self.nbytes), index))
             arenas[-1].tensor = torch.from_numpy(arenas[-1].memory)
-            vars(self._host(arenas[-1], self.max_batch_size))["token_to_req_indices"][:] = np.arange(
-                self.max_batch_size
-            )
+            rows = self._arrays(arenas[-1], self.max_batch_size)["token_to_req_indices"]
+            rows[:] = np.arange(self.max_batch_size)
         return arenas
 
     def _record(self, arena):

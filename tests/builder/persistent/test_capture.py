@@ -219,7 +219,9 @@ def test_a_fault_in_padding_is_seen(monkeypatch):
     for name in "ab":
         engine.both("add_request", name, [{"a": 1, "b": 2}[name]])
     engine.step({}, 4, np.arange(1, 25))
-    slots = engine.builder.build_empty(4).slot_mapping
+    slots = engine.builder._assembly.ring.fixed_views(engine.builder._assembly.shapes.find(4).capacity).groups[0][
+        "slot_mapping"
+    ]
     build = engine.builder.build
 
     def faulty(*args, **options):

@@ -205,17 +205,17 @@ def test_a_callers_scribbling_does_not_reach_the_counts(kernels):
     batch = InputBatch(max_num_reqs=3, max_model_len=64, block_size=4, kernels=kernels)
     builder = MetadataBuilder(batch, max_num_batched_tokens=16, depth=1)
     batch.add_request("a", [1, 2, 3])
-    builder.build().query_start_loc[:] = -9
+    builder.build().host._own("query_start_loc")[:] = -9
     metadata = builder.build({"a": 2})
     assert (metadata.num_tokens, metadata.slot_mapping.tolist()) == (2, [5, 6])
 
 
 def zeroes_and_refuses(metadata, out):
-    """Fills a field of an engine's: scribbles over the step, and fails."""
-    metadata.host.query_lens[:] = 0
-    metadata.host.context_lens[:] = 0
+    """Fills a field of an engine's: scribbles over the step, as a tensor on a CPU lets it, and fails."""
+    metadata.host._own("query_lens")[:] = 0
+    metadata.host._own("context_lens")[:] = 0
     if "encoder" in metadata.groups:
-        metadata.host.encoder_query_lens[:] = 0
+        metadata.host._own("encoder_query_lens")[:] = 0
     raise RuntimeError("the engine's values are missing")
 
 
@@ -248,8 +248,8 @@ def test_an_encoder_that_was_taken_back_runs_again(kernels):
     row = metadata.req_ids.index("a")
     assert metadata.encoder_query_lens.tolist() == [5 if index == row else 0 for index in range(2)]
     assert metadata.cross_slot_mapping.tolist() == [12, 13, 14, 15, 16]
-    metadata.host.encoder_query_lens[:] = 5
-    builder.build().host.encoder_query_lens[:] = 5
+    metadata.host._own("encoder_query_lens")[:] = 5
+    builder.build().host._own("encoder_query_lens")[:] = 5
     fill = zeroes_and_refuses
     with pytest.raises(RuntimeError, match="values are missing"):
         builder.build()  # no encoder ran: none is taken back

@@ -42,7 +42,7 @@ def cascade_step(
     cascade = plan_cascade(shared, table[:rows], host.query_lens, host.seq_lens[:rows])
 
     def sent(array: npt.NDArray[Any]) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
         return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
     def segment(of: CascadePass) -> Segment:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_flashinfer.library import Library
-from attn_flashinfer.pages import Pages
+from attn_flashinfer.pages import Pages, tensor_over
 from attn_flashinfer.workspace import Workspace
 from attn_flashinfer.wrappers import EagerAppend, LayerSettings
 from attncore import AttentionMetadata
@@ -51,8 +51,8 @@ class Cascade:
         lens = np.empty(2 * num_rows, np.int32)
         lens[0::2] = (begins - indptr[:-1]) * self._block_size
         lens[1::2] = host.seq_lens - lens[0::2]
-        rest = Pages(torch.from_numpy(doubled), torch.from_numpy(last), torch.from_numpy(lens), pages.indices)
-        self._rest.plan(rest, 0, 2 * num_rows, torch.from_numpy(queries), metadata.max_query_len)
+        rest = Pages(tensor_over(doubled), tensor_over(last), tensor_over(lens), pages.indices)
+        self._rest.plan(rest, 0, 2 * num_rows, tensor_over(queries), metadata.max_query_len)
         return True
 
     def run(

@@ -36,6 +36,20 @@ class Pages(NamedTuple):
         return Pages(self.indptr[first : last + 1], self.last_page_len[first:last], seq_lens, self.indices)
 
 
+class _Memory:
+    """Memory of a read-only array, as NumPy takes it for one that may be written to."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+        self.kept = array
+
+
+def tensor_over(array: npt.NDArray[Any]) -> torch.Tensor:
+    """A host array as a tensor, without a copy. torch warns of read-only ones; a plan only reads."""
+    return torch.from_numpy(np.asarray(_Memory(array)))
+
+
 def pages_of(metadata: AttentionMetadata, block_size: int, num_blocks: int, from_host: FromHost) -> Pages:
     """The page list of a step, as its builder made it or, where it made none, from the block table.
 
@@ -46,9 +60,9 @@ def pages_of(metadata: AttentionMetadata, block_size: int, num_blocks: int, from
     if metadata.builder is not None:
         indices = metadata.page_buffer
         return Pages(
-            torch.from_numpy(host.paged_kv_indptr),
-            torch.from_numpy(host.paged_kv_last_page_len),
-            torch.from_numpy(host.seq_lens),
+            tensor_over(host.paged_kv_indptr),
+            tensor_over(host.paged_kv_last_page_len),
+            tensor_over(host.seq_lens),
             metadata.paged_kv_indices if indices is None else indices,
         )
     if not hasattr(host, "paged_kv_indptr"):
@@ -57,10 +71,10 @@ def pages_of(metadata: AttentionMetadata, block_size: int, num_blocks: int, from
         _check_ids(host.paged_kv_indices, num_blocks)
         seq_lens = None
     else:
-        seq_lens = torch.from_numpy(host.seq_lens)
+        seq_lens = tensor_over(host.seq_lens)
     return Pages(
-        torch.from_numpy(host.paged_kv_indptr),
-        torch.from_numpy(host.paged_kv_last_page_len),
+        tensor_over(host.paged_kv_indptr),
+        tensor_over(host.paged_kv_last_page_len),
         seq_lens,
         metadata.paged_kv_indices,
     )
@@ -96,7 +110,7 @@ def _from_table(metadata: AttentionMetadata, block_size: int, num_blocks: int, f
     indptr = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     last = np.where(counts > 0, lens - (counts - 1) * block_size, 0).astype(np.int32)
     on_device = from_host(np.ascontiguousarray(indices, dtype=np.int32))
-    return Pages(torch.from_numpy(indptr), torch.from_numpy(last), torch.from_numpy(lens), on_device)
+    return Pages(tensor_over(indptr), tensor_over(last), tensor_over(lens), on_device)
 
 
 def check_table(metadata: AttentionMetadata, block_size: int, num_blocks: int) -> None:

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
-import torch
-
 from attn_flashinfer.cascade import Cascade
-from attn_flashinfer.pages import Pages
+from attn_flashinfer.pages import Pages, tensor_over
 from attn_flashinfer.wrappers import CapturedDecode, EagerAppend, EagerDecode, LayerSettings
 from attn_flashinfer.xqa import XqaDecode
 
@@ -203,7 +201,7 @@ class KeyPlans:
         starts = metadata.host.query_start_loc[first : last + 1]
         if token:
             starts = starts - starts[0]
-        append.plan(pages, first, last, torch.from_numpy(starts), metadata.max_query_len)
+        append.plan(pages, first, last, tensor_over(starts), metadata.max_query_len)
         return Part(append.run, token, token + int(starts[-1]))
 
     def _xqa(self, metadata: AttentionMetadata, first: int, last: int, token: int) -> Part:

@@ -1,0 +1,151 @@
+"""What advance_step writes: the arrays of the next step, and how a step that was interrupted is taken back."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore.array_arguments import Int32Array
+from attncore.builder.lists.next_decodes import Next
+from attncore.builder.metadata import OF_ARRAYS, CommonAttentionMetadata
+from attncore.builder.slices import own_arrays
+
+if TYPE_CHECKING:
+    from attncore.builder.lists.settings import ListSettings
+
+# The host arrays that change.
+_FIELDS = (
+    "context_lens", "positions", "slot_mapping", "seq_lens", "seq_start_loc", "block_table", "paged_kv_indptr",
+    "paged_kv_indices", "paged_kv_last_page_len",
+)  # fmt: skip
+
+
+_WRITTEN = tuple(name for name in _FIELDS if name not in ("block_table", "paged_kv_indices"))
+"""Those that keep their memory. Of a table some rows change, or it is replaced; page indices are replaced."""
+
+
+def write_next(metadata: CommonAttentionMetadata, step: Next, settings: ListSettings) -> None:
+    """Makes the step the next one; an exception in the middle leaves what ``settle`` takes back."""
+    host, (rows, ids) = metadata.host, step.started
+    own = own_arrays(host)
+    n, num_reqs = len(own.query_lens), metadata.num_reqs
+    own.context_lens += 1
+    own.positions[:n] += 1
+    own.slot_mapping[:n] += 1
+    own.slot_mapping[rows] = ids.astype(np.int64) * settings.block_size
+    if step.seq_lens is None:
+        own.seq_lens[:n] += 1
+    else:
+        own.seq_lens[:n] = step.seq_lens
+    np.cumsum(own.seq_lens, out=own.seq_start_loc[1:])
+    table, changed = own.block_table, step.table
+    if changed.ids.shape[1] != table.shape[1]:
+        host.block_table = np.zeros((num_reqs, changed.ids.shape[1]), np.int32)
+        own.block_table[:, : table.shape[1]] = table[:, : changed.ids.shape[1]]
+    if len(changed.rows):
+        own.block_table[changed.rows] = changed.ids
+    if settings.dialect.page_lists:
+        own.paged_kv_last_page_len[:n] += 1
+        own.paged_kv_last_page_len[rows] = 1
+        if len(rows):
+            _add_pages(host, settings, rows, ids)
+    metadata.max_seq_len = metadata.max_decode_seq_len = step.max_seq_len
+    metadata.advanced += 1
+    vars(metadata)["_table_lens"] = step.table_lens
+    _update_views(metadata, table_changed=len(changed.rows) > 0)
+
+
+def _add_pages(host: Any, settings: ListSettings, rows: npt.NDArray[np.intp], ids: Int32Array) -> None:
+    """Appends a page to the page lists of ``rows``, which ``plan_next`` has checked."""
+    own = own_arrays(host)
+    indptr = own.paged_kv_indptr
+    before, more = indptr[rows + 1], np.zeros(len(indptr), np.int32)
+    more[rows + 1] = 1
+    indptr += np.cumsum(more, dtype=np.int32)
+    if settings.sliding_window is not None:  # the window trims the table, but not the page list
+        host.paged_kv_indices = np.insert(own.paged_kv_indices, before, ids)
+        return
+    indices = np.empty(int(indptr[-1]), np.int32)
+    n = len(own.query_lens)
+    row = settings.kernels.fill_page_indices(own.block_table[:n], indptr[: n + 1], indices)
+    if row >= 0:
+        raise ValueError(f"metadata: row {row} has more pages than its table has blocks; build the step anew")
+    host.paged_kv_indices = indices
+
+
+def _update_views(metadata: CommonAttentionMetadata, table_changed: bool) -> None:
+    """Updates what was made of the host arrays: copies to tensors at the same addresses, and drops views."""
+    wrapped = vars(metadata)
+    for name in ("_prefill", "_decode", *OF_ARRAYS):
+        wrapped.pop(name, None)
+    for name in _FIELDS:
+        value = wrapped.get(name)
+        if value is None or (name == "block_table" and not table_changed):
+            continue
+        array = getattr(own_arrays(metadata.host), name)
+        if tuple(value.shape) != array.shape:
+            del wrapped[name]
+        elif isinstance(value, np.ndarray):
+            wrapped[name] = getattr(metadata.host, name)
+        elif value.data_ptr() != array.__array_interface__["data"][0]:
+            import torch
+
+            # Memory that is not pinned was staged when this returns, so it may be written to again.
+            value.copy_(torch.from_numpy(array), non_blocking=True)
+
+
+class Before(NamedTuple):
+    """What an advance changes, as it was before."""
+
+    arrays: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+    """Host arrays that are written in place, and copies of them."""
+    table: npt.NDArray[np.int32]
+    rows: npt.NDArray[np.intp]
+    table_rows: npt.NDArray[np.int32]
+    """The rows of ``table`` that change."""
+    pages: Any
+    attributes: dict[str, Any]
+    tokens: tuple[Any, Any] | None
+    """The engine's input tokens, and a copy of them."""
+
+
+def before_advance(metadata: CommonAttentionMetadata, step: Next, tokens: Any) -> Before:
+    """What ``settle`` takes an advance to ``step`` back with."""
+    own = own_arrays(metadata.host)
+    arrays = [array for name in _WRITTEN if (array := getattr(own, name, None)) is not None]
+    rows = step.table.rows
+    attributes = {name: getattr(metadata, name) for name in ("max_seq_len", "max_decode_seq_len", "advanced")}
+    attributes["_table_lens"] = vars(metadata).get("_table_lens")
+    kept = None
+    if tokens is not None:
+        if isinstance(tokens, np.ndarray):
+            tokens = np.asarray(tokens)  # what a subclass does when it is written to is its own code
+        kept = tokens, tokens.clone() if hasattr(tokens, "clone") else tokens.copy()
+    return Before(
+        [(array, array.copy()) for array in arrays], own.block_table, rows, own.block_table[rows],
+        getattr(own, "paged_kv_indices", None), attributes, kept,
+    )  # fmt: skip
+
+
+def settle(metadata: Any) -> None:
+    """Takes back an advance that was interrupted, where one was; right to call again where it is interrupted itself."""
+    before: Before | None = vars(metadata).get("_unfinished")
+    if before is None:
+        return
+    host = metadata.host
+    for array, values in before.arrays:
+        array[...] = values
+    before.table[before.rows] = before.table_rows
+    host.block_table = before.table
+    if before.pages is not None:
+        host.paged_kv_indices = before.pages
+    vars(metadata).update(before.attributes)
+    _update_views(metadata, table_changed=True)
+    if before.tokens is not None:
+        tokens, values = before.tokens
+        with contextlib.suppress(Exception):  # the array of the engine refuses to be written to, which is reported
+            tokens[...] = values
+    del vars(metadata)["_unfinished"]
