@@ -11,6 +11,7 @@ from testing.cache_faults import CACHE_FAULTS
 from testing.encoder_faults import ENCODER_FAULTS
 from testing.faulty_backend import HEAVY, LIGHT
 from testing.feature_faults import FEATURE_FAULTS
+from testing.metadata_faults import METADATA_FAULTS
 from testing.spec_faults import SPEC_FAULTS
 from testing.step_faults import STEP_FAULTS
 
@@ -18,7 +19,7 @@ from attncore.registry.plugins import load
 from attncore.testing.harness.run_suite import FILE, ReportCatcher, conformance
 
 QUIET = ("-p", "no:terminal")
-EVERY_FAULT = (*FEATURE_FAULTS, *SPEC_FAULTS, *CACHE_FAULTS, *STEP_FAULTS, *ENCODER_FAULTS)
+EVERY_FAULT = (*FEATURE_FAULTS, *SPEC_FAULTS, *CACHE_FAULTS, *STEP_FAULTS, *METADATA_FAULTS, *ENCODER_FAULTS)
 hypothesis.settings.register_profile("without shrinking", phases=[hypothesis.Phase.generate])
 
 

@@ -17,6 +17,7 @@ from attncore.builder import CommonMetadataBuilder, MetadataBuilder, Sequence, S
 from attncore.dense import dense_attention
 from attncore.testing.engines.cache_view import CacheView
 from attncore.testing.engines.compare import StepRequest, compare, compare_cache, compare_lse, differs
+from attncore.testing.engines.metadata_snapshot import MetadataSnapshot
 from attncore.testing.engines.random_tensors import RandomTensors
 from attncore.testing.engines.requests import MAX_REQUESTS, History, Requests
 from attncore.testing.engines.steps_on_device import padded, planned
@@ -177,14 +178,16 @@ class Engine(Requests):
     ) -> Tensor:
         """The output, on the host, for query, key and value on the host.
 
-        ConformanceError unless the cache changed at ``slots`` (-1 apart) and nowhere else, the tensors did not change,
-        and the output has the shape and dtype that it must have.
+        ConformanceError unless the cache changed at ``slots`` (-1 apart) and nowhere else, the tensors and the metadata
+        did not change, and the output has the shape and dtype that it must have.
         """
         self.fill_unowned()
         before = self.cache_view.snapshot()
         dtype = getattr(torch, self.config.dtype)
         given = self.on_device(tensors)
+        fields = MetadataSnapshot(metadata)
         answer = self.forward(given, metadata).cpu()
+        fields.check("forward")
         self.check_cache(before, slots)
         for name, tensor, original in zip(("query", "key", "value"), given, tensors, strict=True):
             if differs(tensor.cpu(), original.to(dtype)):
