@@ -26,6 +26,9 @@ class Layers:
         backend.forget_layers()  # each engine forgets the layers of those before it
         for number, engine in enumerate(self.engines):
             engine.impl = backend.impl(f"layers.{number}", **engine.features)
+            engine.siblings = [
+                (f"layer {other}", layer.features) for other, layer in enumerate(self.engines) if other != number
+            ]
 
     def add(self, name: Hashable, tokens: int) -> None:
         """Add a request with blocks for ``tokens`` tokens."""
