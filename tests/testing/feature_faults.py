@@ -70,4 +70,36 @@ return whole(query, key, value, kv_cache, metadata, output)
 """
         ),
     ),
+    Fault(
+        "one_plan_for_all_windows",
+        "test_layers_that_differ_in_every_declared_feature",
+        "of 17 that share a step, and differ",
+        """
+def plan_layers(self, metadata, key):
+    metadata.kept.setdefault("window", key.sliding_window)
+Backend.plan_layers = plan_layers
+"""
+        + forward(
+            """
+from dataclasses import replace
+if "window" in metadata.kept:
+    self._scoring = replace(self._scoring, sliding_window=metadata.kept["window"])
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "one_window_for_all_that_have_one",
+        "test_two_layers_with_other_values",
+        "sliding_window=9) of 11 that share a step",
+        forward(
+            """
+from dataclasses import replace
+if self._scoring.sliding_window:
+    window = metadata.kept.setdefault("window", self._scoring.sliding_window)
+    self._scoring = replace(self._scoring, sliding_window=window)
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
 )

@@ -151,4 +151,38 @@ return whole(query, key, value, kv_cache, metadata, output)
 """
         ),
     ),
+    Fault(
+        "plans_by_the_metadata_object",
+        "test_steps_of_a_builder_that_uses_its_metadata_again",
+        "differs from dense",
+        forward("""
+lens = self.__dict__.setdefault("kept", {}).setdefault(metadata, metadata.host.seq_lens.copy())
+if len(lens) == len(metadata.host.seq_lens):
+    metadata = changed(metadata, seq_lens=lens)
+return whole(query, key, value, kv_cache, metadata, output)
+"""),
+    ),
+    Fault(
+        "wrong_after_2048_tokens",
+        "test_steps_over_long_contexts",
+        "decode of 1 after 2049",
+        forward(
+            "return whole(query, key, value, kv_cache, metadata, output).div_(1 + (metadata.max_decode_seq_len > 2048))"
+        ),
+    ),
+    Fault(
+        "instances_that_share_a_table_of_plans",
+        "test_two_instances_side_by_side",
+        "differs from dense",
+        """
+SHARED = {}
+def plan_layers(self, metadata, key):
+    SHARED.setdefault("heads", self.config.num_heads)
+Backend.plan_layers = plan_layers
+"""
+        + forward(
+            "wrong = SHARED['heads'] != self.backend.config.num_heads\n"
+            "return whole(query, key, value, kv_cache, metadata, output).div_(1 + wrong)"
+        ),
+    ),
 )

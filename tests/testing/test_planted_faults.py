@@ -8,9 +8,11 @@ import hypothesis
 import pytest
 from planting import Site
 from testing.cache_faults import CACHE_FAULTS
+from testing.cause_faults import CAUSE_FAULTS
 from testing.encoder_faults import ENCODER_FAULTS
-from testing.faulty_backend import HEAVY, LIGHT
+from testing.faulty_backend import HEAVY, LIGHT, forward
 from testing.feature_faults import FEATURE_FAULTS
+from testing.metadata_faults import METADATA_FAULTS
 from testing.spec_faults import SPEC_FAULTS
 from testing.step_faults import STEP_FAULTS
 
@@ -18,7 +20,15 @@ from attncore.registry.plugins import load
 from attncore.testing.harness.run_suite import FILE, ReportCatcher, conformance
 
 QUIET = ("-p", "no:terminal")
-EVERY_FAULT = (*FEATURE_FAULTS, *SPEC_FAULTS, *CACHE_FAULTS, *STEP_FAULTS, *ENCODER_FAULTS)
+EVERY_FAULT = (
+    *FEATURE_FAULTS,
+    *SPEC_FAULTS,
+    *CACHE_FAULTS,
+    *STEP_FAULTS,
+    *METADATA_FAULTS,
+    *ENCODER_FAULTS,
+    *CAUSE_FAULTS,
+)
 hypothesis.settings.register_profile("without shrinking", phases=[hypothesis.Phase.generate])
 
 
@@ -95,6 +105,21 @@ def test_the_sound_backend_passes_every_test(plant):
     assert (code, report.failures) == (0, [])
     states = {row["capability"]: row["state"] for row in report.rows()}
     assert states["graph padding"] == states["list builder"] == states["NaN canary"] == "supported"
+
+
+def test_where_plain_steps_are_wrong_the_rest_is_not_run(plant):
+    """The first failure is the plainest one, and what says something of its own is said all the same."""
+    wrong = "return whole(query, key, value, kv_cache, metadata, output).mul_(1.5)"
+    plant("plainly_wrong", forward(wrong))
+    code, report = conformance("plainly_wrong", settings="EXAMPLES = 5\n", options=QUIET)
+    assert code == 1
+    assert {one.test for one in report.results[:2]} == {"test_prefill", "test_decode"}
+    assert {one.capability for one in report.failures} == {"prefill", "decode"}
+    states = {row["capability"]: row["state"] for row in report.rows()}
+    assert [states[name] for name in ("spec", "laziness", "cache shape")] == ["supported"] * 3
+    assert states["mixed batches"] == states["sinks"] == states["declared head sizes"] == "not run"
+    (reason,) = {row["reason"] for row in report.rows() if row["state"] == "not run"}
+    assert reason == "test_decode fails, and the rest builds on it"
 
 
 def test_a_tail_that_must_be_finite_is_left_finite(plant):

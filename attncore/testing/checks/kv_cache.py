@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-@covers("cache shape")
+@covers("cache shape", apart=True)
 def test_the_cache_shape_grows_along_one_axis(attncore_subject: Subject) -> None:
     """``kv_cache_shape`` gives positive integers, one of which, and only one, is proportional to ``num_blocks``."""
     backend = attncore_subject.backend()
@@ -44,7 +44,7 @@ def test_the_cache_shape_grows_along_one_axis(attncore_subject: Subject) -> None
         raise ConformanceError(f"kv_cache_shape gave {one}, {two}, {seven}: axis {axis} is no multiple of num_blocks")
 
 
-@covers("cache shape")
+@covers("cache shape", apart=True)
 def test_the_cache_is_zeroed_and_has_a_sink_block(attncore_subject: Subject) -> None:
     """``allocate_kv_cache`` gives a block more than asked for, zeros, of the stated dtype, on the backend's device."""
     backend = attncore_subject.backend()
@@ -57,7 +57,7 @@ def test_the_cache_is_zeroed_and_has_a_sink_block(attncore_subject: Subject) -> 
             raise ConformanceError(f"the cache is on {part.device}, the backend was made for {device}")
 
 
-@covers("cache shape")
+@covers("cache shape", apart=True)
 def test_a_slot_owns_its_part_of_its_block(attncore_subject: Subject) -> None:
     """Writing one token changes elements of one block only, as many for every token, and room for a key and a value."""
     backend = attncore_subject.backend()

@@ -42,7 +42,7 @@ def _explore(subject: Subject, examples: int, **kinds: bool) -> None:
     explore(check, examples, batch=batches(backend.config.block_size, **kinds), seed=st.integers(0, 999))
 
 
-@covers("prefill")
+@covers("prefill", basis=True)
 def test_prefill(attncore_subject: Subject, attncore_examples: int) -> None:
     """Whole prompts in one step."""
     attncore_subject.require_phase("prefill")
@@ -56,7 +56,7 @@ def test_chunked_prefill(attncore_subject: Subject, attncore_examples: int) -> N
     _explore(attncore_subject, attncore_examples, contexts=True, decode=False)
 
 
-@covers("decode")
+@covers("decode", basis=True)
 def test_decode(attncore_subject: Subject, attncore_examples: int) -> None:
     """One token a request, over contexts of any length."""
     attncore_subject.require_phase("decode")

@@ -35,7 +35,7 @@ def test_the_largest_declared_block_id(attncore_subject: Subject) -> None:
     _refused(lambda: backend.allocate_kv_cache(limit + 1), f"a cache of {limit + 1} blocks and a sink")
 
 
-@covers("clear errors")
+@covers("clear errors", apart=True)
 @pytest.mark.parametrize("field", ["head_size", "block_size"])
 def test_undeclared_sizes_are_refused_or_right(attncore_subject: Subject, field: str) -> None:
     """Just beyond what is declared, past negotiation: an error with a sentence, or right numbers; never wrong ones."""
@@ -62,7 +62,7 @@ def test_undeclared_sizes_are_refused_or_right(attncore_subject: Subject, field:
             _check_sentence(error, f"{field} {size}, which is not declared,")
 
 
-@covers("clear errors")
+@covers("clear errors", apart=True)
 @pytest.mark.parametrize(
     ("argument", "value", "feature"),
     [
@@ -91,7 +91,7 @@ def test_undeclared_features_are_refused_with_a_sentence(
         raise ConformanceError(f"the error for {argument}={value} does not begin with the argument's name: {error}")
 
 
-@covers("clear errors")
+@covers("clear errors", apart=True)
 def test_undeclared_options_are_refused_with_a_sentence(attncore_subject: Subject) -> None:
     """An option that the spec does not declare is refused by name."""
     _ = attncore_subject.form  # where it cannot run, nothing is to be refused

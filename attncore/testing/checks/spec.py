@@ -31,7 +31,7 @@ with open(sys.argv[1], "w") as file:
 """
 
 
-@covers("spec")
+@covers("spec", apart=True)
 def test_the_plugin_loads(attncore_subject: Subject) -> None:
     """The record is ``loaded``, without a warning."""
     try:
@@ -43,7 +43,7 @@ def test_the_plugin_loads(attncore_subject: Subject) -> None:
     # A heavy import shows only where nothing had imported that module before: the test of laziness always tells.
 
 
-@covers("laziness")
+@covers("laziness", apart=True)
 def test_the_spec_is_read_without_heavy_imports(attncore_subject: Subject) -> None:
     """In a fresh process, listing imports nothing of the plugin, and its spec imports no heavy library."""
     script = _LIGHT.format(name=attncore_subject.name, heavy=HEAVY_MODULES)
@@ -62,7 +62,7 @@ def test_the_spec_is_read_without_heavy_imports(attncore_subject: Subject) -> No
         raise ConformanceError(f"in a process of its own the plugin is {states or 'not there'}")
 
 
-@covers("spec")
+@covers("spec", apart=True)
 def test_the_factory_makes_the_backend(attncore_subject: Subject) -> None:
     """What the spec's factory makes has the spec's name and an impl_class, and keeps the configuration."""
     backend: Any = attncore_subject.backend()

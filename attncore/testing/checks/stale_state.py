@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from attncore.testing.engines.builder_engine import BuilderEngine
 from attncore.testing.engines.compare import differs
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.run_batches import run_batch
@@ -12,7 +15,9 @@ from attncore.testing.harness.subject import Subject
 __all__ = [
     "test_a_smaller_batch_after_a_larger_one",
     "test_shorter_requests_after_longer_ones",
+    "test_steps_of_a_builder_that_uses_its_metadata_again",
     "test_the_same_step_twice_gives_the_same",
+    "test_two_instances_side_by_side",
 ]
 
 
@@ -56,3 +61,40 @@ def test_the_same_step_twice_gives_the_same(attncore_subject: Subject) -> None:
     outputs = [run_batch(Engine(backend, seed=7), batch) for _ in range(2)]
     if differs(*outputs) > Engine(backend).tolerance:
         raise ConformanceError("the same step gave other numbers the second time: something of the first was left over")
+
+
+@covers("state")
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_of_a_builder_that_uses_its_metadata_again(attncore_subject: Subject, depth: int) -> None:
+    """A step's metadata lives for ``depth`` steps: what a backend keeps by the object belongs to ``metadata.kept``."""
+    engine = BuilderEngine(attncore_subject.backend(), depth=depth)
+    size = engine.block_size
+    for name in range(4):
+        engine.add(name, 3 * size + 8)
+    engine.fill({name: 2 * size + name for name in range(4)})
+    decodes = "decode" in engine.phases
+    for names in ((0, 1, 2, 3), (0, 2), (3, 1, 0), (1,), (0, 1, 2, 3)):
+        engine.step(dict.fromkeys(names, 1 if decodes else 2))
+    engine.remove(0)
+    engine.add("new", size + 3)
+    if len(engine.phases) > 1:
+        engine.step({"new": size + 1, 2: 1, 3: 1})
+        engine.step({"new": 1, 1: 2})
+
+
+@covers("state")
+def test_two_instances_side_by_side(attncore_subject: Subject) -> None:
+    """Two backends of one plugin in a process, as two models have them: their steps alternate."""
+    heads = ((4, 2), (2, 2))
+    engines = [
+        Engine(attncore_subject.another(num_heads=queries, num_kv_heads=keys), seed=queries) for queries, keys in heads
+    ]
+    for engine in engines:
+        engine.add("a", 2 * engine.block_size + 8)
+        engine.add("b", engine.block_size)
+    tokens = 1 if "decode" in engines[0].phases else 2
+    for engine in engines:
+        engine.fill({"a": engine.block_size + 1})
+    for scheduled in ({"a": tokens}, {"a": tokens, "b": tokens}, {"b": tokens}):
+        for engine in engines:
+            engine.step(scheduled)

@@ -17,6 +17,8 @@ from attncore.builder import CommonMetadataBuilder, MetadataBuilder, Sequence, S
 from attncore.dense import dense_attention
 from attncore.testing.engines.cache_view import CacheView
 from attncore.testing.engines.compare import StepRequest, compare, compare_cache, compare_lse, differs
+from attncore.testing.engines.likely_cause import NOT_OF_DENSE, likely_cause
+from attncore.testing.engines.metadata_snapshot import MetadataSnapshot
 from attncore.testing.engines.random_tensors import RandomTensors
 from attncore.testing.engines.requests import MAX_REQUESTS, History, Requests
 from attncore.testing.engines.steps_on_device import padded, planned
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 NUM_BLOCKS, NUM_TOKENS = 48, 192  # a cache has room for at least so many
 JUNK = 7.0  # a finite number that no key or value comes near: reading it shows, and no kernel fails on it
 PADDING = -5.0  # not JUNK, so that a write of padding to a slot that holds no token shows
-NOT_OF_DENSE = ("k_scale", "v_scale", "attn_type")  # features of a layer that dense attention does not take
 
 
 class Engine(Requests):
@@ -78,6 +79,7 @@ class Engine(Requests):
         self.tolerance = tolerance(config.dtype, config.kv_cache_dtype)
         self.builder = MetadataBuilder(self.batch, max_num_batched_tokens=MAX_REQUESTS * num_blocks * self.block_size)
         self.max_error = 0.0
+        self.siblings: list[tuple[str, Mapping[str, Any]]] = []  # other layers of the same steps: name, features
 
     # Steps.
 
@@ -153,8 +155,23 @@ class Engine(Requests):
         expected = self.expected(tensors, requests)
         answer = self.checked_forward(tensors, metadata, metadata.host.slot_mapping)
         if not profiling:
-            self.compare(answer, expected, requests)
+            try:
+                self.compare(answer, expected, requests)
+            except ConformanceError as error:
+                cause = likely_cause(self, tensors[0], answer, expected, requests)
+                cause = cause or self._when_repeated(tensors, metadata, expected, requests)
+                raise ConformanceError(f"{error}{cause}", error.max_error) from None
         return answer
+
+    def _when_repeated(
+        self, tensors: tuple[Tensor, Tensor, Tensor], metadata: CommonAttentionMetadata,
+        expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest],
+    ) -> str:  # fmt: skip
+        try:
+            self.compare(self.forward(self.on_device(tensors), metadata).cpu(), expected, requests)
+        except Exception:
+            return ""
+        return "; it is right when forward is called again: something of an earlier step or call was kept"
 
     def expected(
         self, tensors: tuple[Tensor, Tensor, Tensor], requests: Iterable[StepRequest]
@@ -177,14 +194,16 @@ class Engine(Requests):
     ) -> Tensor:
         """The output, on the host, for query, key and value on the host.
 
-        ConformanceError unless the cache changed at ``slots`` (-1 apart) and nowhere else, the tensors did not change,
-        and the output has the shape and dtype that it must have.
+        ConformanceError unless the cache changed at ``slots`` (-1 apart) and nowhere else, the tensors and the metadata
+        did not change, and the output has the shape and dtype that it must have.
         """
         self.fill_unowned()
         before = self.cache_view.snapshot()
         dtype = getattr(torch, self.config.dtype)
         given = self.on_device(tensors)
+        fields = MetadataSnapshot(metadata)
         answer = self.forward(given, metadata).cpu()
+        fields.check("forward")
         self.check_cache(before, slots)
         for name, tensor, original in zip(("query", "key", "value"), given, tensors, strict=True):
             if differs(tensor.cpu(), original.to(dtype)):

@@ -9,6 +9,7 @@ import numpy as np
 from attncore.builder import CommonAttentionMetadata
 from attncore.builder.fields import ARRAYS, COUNTS, DERIVED, FIELDS
 from attncore.builder.slices import HostArrays
+from attncore.testing.engines.metadata_snapshot import MetadataSnapshot
 from attncore.testing.engines.pad_array import pad_array
 
 if TYPE_CHECKING:
@@ -21,13 +22,18 @@ COPIED = (
 
 
 def planned(backend: AttentionBackend, step: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """A copy of a step built on the host: its arrays on the backend's device, ``plan`` called."""
+    """A copy of a step built on the host: its arrays on the backend's device, ``plan`` called.
+
+    ConformanceError where the plan writes to the step.
+    """
     host = HostArrays(
         **{name: np.array(getattr(step.host, name)) for name in ARRAYS - DERIVED if hasattr(step.host, name)}
     )
     values = {name: getattr(step, name) for name in COPIED if hasattr(step, name)}
     metadata = CommonAttentionMetadata(host, backend.from_host, **values)
+    snapshot = MetadataSnapshot(metadata)
     backend.plan(metadata)
+    snapshot.check("plan")
     return metadata
 
 

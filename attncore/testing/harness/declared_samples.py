@@ -16,6 +16,13 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "sinks": {"sinks": (0.5, -1.0, 2.0, 0.0)},
 }
 """Feature -> arguments of ``backend.impl`` for 4 query heads."""
+OTHER_VALUES: Mapping[str, Mapping[str, Any]] = {
+    "sliding_window": {"sliding_window": 9},
+    "logits_soft_cap": {"logits_soft_cap": 4.0},
+    "alibi": {"alibi_slopes": SLOPES[::-1]},
+    "sinks": {"sinks": (0.0, 2.0, -1.0, 0.5)},
+}
+"""The same with other values, for another layer of the same model."""
 MAX_SIZE = 512  # sizes of heads and blocks beyond it are not tried: the arithmetic of a kernel has changed before
 WHOLE = 32  # a finite set of at most so many sizes is tried whole
 

@@ -15,14 +15,17 @@ import pytest
 from attncore.testing.harness.errors import UnsupportedError, told
 from attncore.testing.harness.support_table import Report, Result
 
+NOT_RUN = "not run: "
 _REPORTS = pytest.StashKey[dict[str, Report]]()
 _ROW = pytest.StashKey[tuple[str, str]]()
+_BROKEN = pytest.StashKey[dict[Any, str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Registered late, while a test file is collected; the marker is then known before it is used."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.stash[_REPORTS] = {}
+    config.stash[_BROKEN] = {}
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -46,7 +49,10 @@ def _expected_failures(item: pytest.Item) -> dict[str, str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """An expected failure that names no test of its file is an error: it excuses nothing."""
+    """Tests that others build on come first in their file. An expected failure that names no test of its file is an
+    error: it excuses nothing.
+    """
+    _basis_first(items)
     names: dict[Any, set[str]] = {}
     for item in items:
         if _ROW in item.stash:
@@ -57,6 +63,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         stale = [name for name in stale if name.partition("[")[0] not in everything or name.partition("[")[0] in known]
         if stale:
             raise pytest.UsageError(f"EXPECTED_FAILURES: {stale[0]!r} is no test of {module.__name__}")
+
+
+def _basis_first(items: list[pytest.Item]) -> None:
+    places: dict[Any, list[int]] = {}
+    for place, item in enumerate(items):
+        if _ROW in item.stash:
+            places.setdefault(item.module, []).append(place)  # type: ignore[attr-defined]
+    for own in places.values():
+        ordered = sorted((items[place] for place in own), key=lambda item: not _is(item, "basis"))
+        for place, item in zip(own, ordered, strict=True):
+            items[place] = item
+
+
+def _is(item: pytest.Item, kind: str) -> bool:
+    return bool(getattr(getattr(item, "function", None), f"attncore_{kind}", False))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Where the plainest steps are wrong, what builds on them would say the same at length."""
+    if _ROW not in item.stash or _is(item, "apart") or _is(item, "basis"):
+        return
+    first = item.config.stash[_BROKEN].get(item.module)  # type: ignore[attr-defined]
+    if first:
+        pytest.skip(f"{NOT_RUN}{first} fails, and the rest builds on it")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -85,7 +115,13 @@ def pytest_runtest_makereport(
             reason = expected if expected is not None else _skip_reason(report)
         elif report.outcome == "failed":
             reason = (str(call.excinfo.value) or told(call.excinfo.value)) if call.excinfo else str(report.longrepr)
-        outcome = "expected failure" if hasattr(report, "wasxfail") and report.outcome == "skipped" else report.outcome
+            if _is(item, "basis"):
+                item.config.stash[_BROKEN].setdefault(item.module, item.name)  # type: ignore[attr-defined]
+        outcome: str = report.outcome
+        if outcome == "skipped" and hasattr(report, "wasxfail"):
+            outcome = "expected failure"
+        elif outcome == "skipped" and reason.startswith(NOT_RUN):
+            outcome, reason = "not run", reason.removeprefix(NOT_RUN)
         reports.setdefault(row[0], Report(row[0])).add(Result(row[1], item.name, outcome, reason))
     return report
 

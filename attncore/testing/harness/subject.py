@@ -102,6 +102,10 @@ class Subject:
             self._made[key] = self._choose(**_base(self.form, **changes)).create(self.device, self.options)
         return self._made[key]
 
+    def another(self, **changes: Any) -> AttentionBackend:
+        """A backend for the base request with ``changes``, made anew in each call."""
+        return self._choose(**_base(self.form, **changes)).create(self.device, self.options)
+
     def beyond(self, **changes: Any) -> AttentionBackend:
         """A backend for a configuration that the spec does not declare, made past the negotiation that would refuse."""
         config = dataclasses.replace(self.backend().config, **changes)

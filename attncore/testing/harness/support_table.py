@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 from attncore._version import __version__
 
-STATES = ("failed", "expected failure", "supported", "unsupported")
-"""Of a row, the worst first: some test failed; some failed as its author expects; some passed; none could run."""
-_OUTCOMES = {"failed": 0, "expected failure": 1, "passed": 2, "skipped": 3}
+STATES = ("failed", "expected failure", "not run", "supported", "unsupported")
+"""Of a row, the worst first: some test failed; some failed as its author expects; some waits for the plainest steps to
+be right; some passed; none could run."""
+_OUTCOMES = {"failed": 0, "expected failure": 1, "not run": 2, "passed": 3, "skipped": 4}
 
 
 class Result(NamedTuple):
-    """What came of one test: ``passed``, ``failed``, ``skipped`` or ``expected failure``, and why."""
+    """What came of one test: ``passed``, ``failed``, ``skipped``, ``not run`` or ``expected failure``, and why."""
 
     capability: str
     """Its row of the table."""

@@ -1,0 +1,50 @@
+"""Layers that differ share a step: a plan is made for each kind, and what one layer keeps is not another's."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+from attncore.testing.engines.layers import Layers
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.declared_samples import FEATURES, OTHER_VALUES
+from attncore.testing.harness.subject import Subject
+
+__all__ = ["test_layers_that_differ_in_every_declared_feature", "test_two_layers_with_other_values"]
+
+
+def _run(subject: Subject, features: list[dict[str, Any]]) -> None:
+    layers = Layers(subject.backend(num_heads=4, num_kv_heads=2), features)
+    size, phases = layers.engines[0].block_size, subject.form.phases
+    contexts = {"a": 2 * size + 1, "b": size, "c": 1}
+    for name, context in contexts.items():
+        layers.add(name, context + 4)
+    if "prefill" in phases:
+        layers.step(contexts)
+    else:
+        for position in range(max(contexts.values())):
+            layers.step({name: 1 for name, context in contexts.items() if position < context})
+    layers.step(dict.fromkeys(contexts, 1) if "decode" in phases else dict.fromkeys(contexts, 2))
+    if len(phases) > 1:
+        layers.step({"a": 1, "b": 3, "c": 1})
+
+
+@covers("layers together")
+def test_layers_that_differ_in_every_declared_feature(attncore_subject: Subject) -> None:
+    """A layer for every combination of the window, cap, slopes and sinks that are declared; one of another scale."""
+    declared = [FEATURES[name] for name in FEATURES if name in attncore_subject.form.features]
+    combined = []
+    for chosen in product((False, True), repeat=len(declared)):
+        given = [features for features, wanted in zip(declared, chosen, strict=True) if wanted]
+        combined.append({argument: value for one in given for argument, value in one.items()})
+    _run(attncore_subject, [*combined, {"scale": 0.9}])
+
+
+@covers("layers together")
+def test_two_layers_with_other_values(attncore_subject: Subject) -> None:
+    """The same feature with two values, among layers without it: windows of two sizes, two caps, two sets of sinks."""
+    features: list[dict[str, Any]] = [{"scale": 0.7}, {}]
+    for name in FEATURES:
+        if name in attncore_subject.form.features:
+            features += [dict(FEATURES[name]), dict(OTHER_VALUES[name])]
+    _run(attncore_subject, [*features, {"scale": 0.9}])
