@@ -167,6 +167,21 @@ def test_a_revision_that_does_not_build_is_one_line_and_its_tree_is_removed(repo
     assert len(listed.stdout.splitlines()) == 1
 
 
+def test_tests_without_a_benchmark_are_no_run(tmp_path, monkeypatch):
+    """pytest skips them and writes no file: that of the other side's last run is not taken for it."""
+
+    def started(self, *words, may_be=0):
+        (name,) = (word.partition("=")[2] for word in words if word.startswith("--benchmark-json"))
+        if "timed" in words:
+            Path(name).write_text(json.dumps({"benchmarks": [{"fullname": "a", "stats": {"median": 1e-6}}]}))
+
+    monkeypatch.setattr(compare.Side, "__init__", lambda self: None)
+    monkeypatch.setattr(compare.Side, "_started", started)
+    side = compare.Side()
+    assert side.run(tmp_path, ["timed"]) == {"a": 1e-6}
+    assert side.run(tmp_path, ["untimed"]) == {}
+
+
 def test_a_number_of_rounds_is_checked(capsys):
     with pytest.raises(SystemExit) as end:
         compare.main(["run", "HEAD", "--rounds", "0"])
