@@ -14,4 +14,4 @@ def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     Its base is a read-only memoryview: a view of NumPy's own may be made writable again wherever its base is. Each call
     gives an array of its own: one whose shape is changed changes no other.
     """
-    return np.asarray(memoryview(array).toreadonly())
+    return np.asarray(memoryview(array).toreadonly())  # type: ignore[arg-type]
