@@ -35,6 +35,9 @@ READER_GONE = 128 + 13
 MAX_TEXT = 1 << 16
 """Letters of an error; a refusal by every one of many backends takes some thousands."""
 
+_OF_A_STREAM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EAGAIN)
+"""Errors of a stream that is full, fails, or does not wait for its reader."""
+
 _LONG_WORD = re.compile(rf"\S{{{MAX_PART + 1},}}")
 """What is no sentence, such as the name of a file that can be no file's."""
 
@@ -88,7 +91,7 @@ def _ended(command: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader of standard output has gone
         return READER_GONE
     except OSError as error:
-        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):  # files have their names
+        if error.filename is None and error.errno in _OF_A_STREAM:  # files have their names
             return fail(f"standard output: {error.strerror}", 2)
         return fail(error, 2)
     except (ValueError, TypeError, EOFError, ImportError, AttncoreError) as error:

@@ -1,14 +1,17 @@
 """Reading what arrives from outside: never more of it than was said, whatever the file turns out to be.
 
-``read_file`` for a file that is read whole, ``bounded_lines`` for a stream of lines, ``parse_json`` for text that is
+``read_file`` for a file that is read whole, ``bounded_lines`` for a stream of lines (``WaitingReader``: of one that
+does not wait by itself), ``parse_json`` for text that is
 data alone. Errors are ValueErrors (OSErrors of the system aside) whose text says what is wrong; who calls puts before
 it what was read. The module imports nothing of attncore but how values are quoted.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import select
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +25,27 @@ class Readable(Protocol):
 
     def readline(self, size: int, /) -> bytes:
         """The next line, or its first ``size`` bytes."""
+
+
+class WaitingReader(io.RawIOBase):
+    """A file descriptor whose reads do not wait, such as a pipe that the parent's event loop shares, read as one that
+    does: else a pause would be taken for the end.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """The next bytes, as soon as there are any; their number, 0 at the end."""
+        while True:
+            try:
+                return os.readv(self._descriptor, [buffer])
+            except BlockingIOError:
+                select.select([self._descriptor], [], [])
 
 
 def read_file(path: str | Path, most: int) -> bytes:

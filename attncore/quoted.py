@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -148,11 +148,16 @@ def listed(values: Iterable[object]) -> str:
     return ", ".join(str(value) for value in values) or "none"
 
 
-def json_value(value: object, depth: int = 8) -> Any:
-    """``value`` as JSON types, down to ``depth`` levels and MAX_ITEMS items of each; any other value as its text.
+def json_value(value: object) -> Any:
+    """``value`` as JSON types, down to 8 levels and MAX_ITEMS items in all; any other value as its text.
 
     What a collection of a plugin raises while it is read is raised.
     """
+    return _json_value(value, 8, [MAX_ITEMS])
+
+
+def _json_value(value: object, depth: int, left: list[int]) -> Any:
+    """``left`` has the number of items that may be read yet."""
     kind = type(value)
     if value is None or kind is bool:
         return value
@@ -163,7 +168,15 @@ def json_value(value: object, depth: int = 8) -> Any:
     if issubclass(kind, str):
         return one_line(plain_text(value))
     if depth and isinstance(value, Mapping):
-        return {one_line(key): json_value(value[key], depth - 1) for key in islice(value, MAX_ITEMS)}
+        return {one_line(key): _json_value(value[key], depth - 1, left) for key in _items(value, left)}
     if depth and isinstance(value, list | tuple | set | frozenset):
-        return [json_value(item, depth - 1) for item in islice(value, MAX_ITEMS)]
+        return [_json_value(item, depth - 1, left) for item in _items(value, left)]
     return one_line(value) or type_name(value)
+
+
+def _items(values: Iterable[Any], left: list[int]) -> Iterator[Any]:
+    for value in islice(values, left[0]):
+        if left[0] <= 0:
+            return
+        left[0] -= 1
+        yield value

@@ -190,14 +190,21 @@ class Engine:
                 graph, sampled = self.graphs[size]
                 metadata.replay(graph)
             tokens = sampled.tolist()
-        except BaseException as error:  # the batch counts tokens that were not computed: everybody begins again
+        except BaseException as error:  # the batch counts tokens that were not computed
             failed = {self.running[name]: self.running[name].computed + scheduled[name] for name in scheduled}
-            for request in reversed(list(self.running.values())):
-                self._leave(request, again=True)
+            self._begin_again()
             if not isinstance(error, Exception):
                 raise
             return self._suspect(failed, error)
-        return self._book(scheduled, dict(zip(metadata.req_ids, tokens, strict=False)))
+        try:
+            return self._book(scheduled, dict(zip(metadata.req_ids, tokens, strict=False)))
+        except BaseException:  # Ctrl-C: of some, tokens are counted and not there
+            self._begin_again()
+            raise
+
+    def _begin_again(self) -> None:
+        for request in reversed(list(self.running.values())):
+            self._leave(request, again=True)
 
     def _suspect(self, failed: dict[Request, int], error: Exception) -> list[Request]:
         """Has the requests of a failed step run alone; one that did is dropped, and returned."""

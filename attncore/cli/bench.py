@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from attncore.cli.argument_types import add_integer, number
 from attncore.cli.output import print_json, print_table, stdout_to_stderr
 from attncore.cli.progress_bar import progress_bar
+from attncore.command import UsageError
 from attncore.did_you_mean import did_you_mean
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
@@ -106,6 +107,8 @@ def _installed(name: str, device: str | None) -> str:
     if name not in names:
         hint = did_you_mean(name, names)
         raise NoBackendError(f"NAME: no backend {quoted(name)} is installed; installed: {', '.join(names)}{hint}")
+    if device is not None and device.partition(":")[0] == "meta":
+        raise UsageError("--device: meta computes nothing, so that its times are none; give another")
     subject = Subject(name, device=device)
     try:
         refusal = subject.refusal

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import os
 from typing import Any
 
 from attncore.cli.argument_types import add_integer, integer, number, parse_integer
@@ -217,16 +217,19 @@ def _check_contradictions(args: argparse.Namespace) -> None:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """UsageError where a file that is written is the trace, or the other one."""
-    path = args.trace or args.trace_option
-    of_options = {"--trace": path, "--save-steps": args.save_steps, "--html": args.html}
-    seen: dict[Path, str] = {}
-    for option, file in of_options.items():
+    """UsageError where a file that is written is one that is read, or the other one."""
+    model = args.model and (os.path.join(args.model, "config.json") if os.path.isdir(args.model) else args.model)
+    read = {"--trace": args.trace or args.trace_option, "--model": model}
+    seen: dict[str, str] = {}
+    for option, file in {**read, "--save-steps": args.save_steps, "--html": args.html}.items():
         if not file:
             continue
-        first = seen.setdefault(Path(file).resolve(), option)
+        try:
+            first = seen.setdefault(os.path.realpath(file), option)
+        except OSError as error:  # a relative one, of a folder that has been deleted
+            raise UsageError(f"{option}: {file} cannot be found: {error.strerror}, the current folder") from error
         if first != option:
-            what = "the trace itself" if first == "--trace" else f"the file of {first}"
+            what = {"--trace": "the trace itself", "--model": "the model's own"}.get(first, f"the file of {first}")
             raise UsageError(f"{option}: {file} is {what}; give another")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from attncore.quoted import one_line, quoted
+from attncore.quoted import MOST, one_line, quoted
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -50,9 +50,21 @@ def satisfied(text: str, version: str) -> bool:
 
 
 def needed(texts: Iterable[str]) -> list[str]:
-    """Those of ``texts`` that count in this environment: without a marker, or with one that holds here."""
-    markers = {text: parse(text).marker for text in texts}
-    return [text for text, marker in markers.items() if marker is None or marker.evaluate()]
+    """Those of ``texts`` that count in this environment: without a marker, or with one that holds here.
+
+    ValueError where a marker cannot be evaluated, such as ``os_name ~= 'posix'``, or here only: a kernel's version may
+    be none that versions are compared with.
+    """
+    return [text for text in texts if _holds(text)]
+
+
+@lru_cache(maxsize=1024)
+def _holds(text: str) -> bool:
+    marker = parse(text).marker
+    try:
+        return marker is None or marker.evaluate()
+    except Exception as error:
+        raise ValueError(f"{quoted(text)}: its marker cannot be evaluated here: {one_line(error, MOST)}") from None
 
 
 def installed(names: tuple[str, ...]) -> dict[str, str]:

@@ -28,6 +28,25 @@ def memory_error_as_model_error(what: str, advice: str) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def errors_as_model_errors(path: str) -> Iterator[None]:
+    """ModelError for whatever transformers raises: it does not check a configuration, and computes with it.
+
+    Imports torch.
+    """
+    import torch
+
+    try:
+        yield
+    except (ModelError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if "allocate memory" in str(error):  # torch's on a CPU: memory_error_as_model_error says what to do
+            raise
+        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ModelError(f"{path}: {name}{one_line(error, MOST) or 'no reason given'}") from error
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, printable and cut to 200 characters; its type where it has no text."""
     return one_line((str(error).splitlines() or [type(error).__name__])[0], MOST)

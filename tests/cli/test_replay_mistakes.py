@@ -74,6 +74,7 @@ BAD = {
         ["TRACE", "--context-parallel", "2", "--backend", "other"],
         ["--context-parallel", "--backend is other"],
     ),
+    "saved over the model": (["--model", "TRACE", "--save-steps", "TRACE"], ["--save-steps", "the model's own"]),
     "a page over the trace": (["TRACE", "--metadata-only", "--html", "TRACE"], ["--html", "the trace itself"]),
     "a page over the steps": (
         ["TRACE", "--metadata-only", "--save-steps", "x", "--html", "./x"],

@@ -117,7 +117,7 @@ def test_a_page_that_cannot_be_written_is_one_line(capsys, trace, tmp_path):
         pytest.skip("pygal draws the page; attncore[html] has it")
     code, out, err = ran(capsys, trace, "--metadata-only", "--html", str(tmp_path / "absent" / "x.html"))
     assert (code, out) == (2, "")
-    assert "absent/x.html: No such file" in err
+    assert "absent/x.html cannot be written: No such file" in err
     assert err.count("\n") == 1
 
 

@@ -190,3 +190,33 @@ def test_a_build_that_waits_for_a_line_is_interrupted(folder):
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
         assert process.stderr.read() == b"attncore: error: interrupted\n"
+
+
+def test_lines_come_from_a_pipe_that_does_not_wait(folder):
+    """As a parent's event loop shares it: a pause, in the middle of a line too, is not the end."""
+    line = (json.dumps(BATCH) + "\n").encode()
+    reads, writes = os.pipe()
+    os.set_blocking(reads, False)
+    with started(["build"], folder, stdin=reads, stdout=subprocess.PIPE) as process:
+        os.close(reads)
+        os.write(writes, line)
+        assert process.stdout.readline()
+        os.write(writes, line[:30])
+        time.sleep(0.2)
+        os.write(writes, line[30:] + line)
+        os.close(writes)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out.count(b"\n"), err) == (0, 2, b"")
+
+
+def test_a_link_that_leads_to_itself_is_one_line(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    os.symlink("loop", "loop")
+    plain = ["--metadata-only", "--requests", "2"]
+    for words in ([*plain, "--trace", "loop"], [*plain, "--save-steps", "loop"], ["--model", "loop"]):
+        assert main(["replay", *words]) == 2, words
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert "loop" in err
+    assert main(["bench", "reference", "--steps", "loop", "--no-save"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -57,7 +57,7 @@ def check_run(data, *words):
         assert err.count("\n") == 1
         assert err.isprintable() or err[:-1].isprintable()
         assert len(err) < 2500
-        assert err.startswith(("line ", "attncore: error: FILE: empty"))
+        assert err.startswith(("line ", "attncore: error: standard input is empty"))
 
 
 @examples(150)

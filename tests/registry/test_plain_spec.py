@@ -1,5 +1,7 @@
 """A plugin's spec is read once, into values of our own: one mistaken plugin is its own row, and stops nothing else."""
 
+import json
+
 import pytest
 
 import attncore
@@ -254,6 +256,10 @@ def test_any_value_has_a_text():
     assert one_line("x" * 5000).endswith("x ... (5000 letters)")
     assert json_value([10**5000, Text("t"), "", 2**64 - 1, True]) == ["int", "t", "", 2**64 - 1, True]
     assert type(json_value(Text("t"))) is str
+    wide = [1] * 100
+    for _ in range(5):  # 10**12 numbers in all
+        wide = [wide] * 100
+    assert len(json.dumps(json_value(wide))) < 10 * MAX_ITEMS
 
 
 def test_ctrl_c_says_which_plugin_it_met(site):

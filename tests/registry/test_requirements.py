@@ -60,3 +60,14 @@ def test_a_requirement_of_another_environment_does_not_count():
 def test_installed_knows_what_is_here_only():
     found = installed(("numpy", "a-distribution-that-does-not-exist"))
     assert set(found) == {"numpy"}
+
+
+@pytest.mark.parametrize("marker", ["os_name ~= 'posix'", "'x' in extras", "platform_machine ~= '4'"])
+def test_a_marker_that_cannot_be_evaluated_is_the_specs_own_mistake(marker):
+    with pytest.raises(ValueError, match="its marker cannot be evaluated here"):
+        needed([f"torch>=2; {marker}"])
+    with pytest.raises(ValueError, match="requires: .* its marker cannot be evaluated here"):
+        BackendSpec(
+            name="one", api=1, factory="one:B", devices={"any": 1}, dtypes={"bfloat16"}, head_sizes={64},
+            block_sizes=MultipleOf(16), requires=(f"torch; {marker}",),
+        )  # fmt: skip

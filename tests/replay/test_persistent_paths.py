@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from attncore.builder import KVCacheGroup
+from attncore.builder.slices import own_array
 from attncore.replay import rank_builders
 from attncore.replay.layers.attention_layers import AttentionLayers
 from attncore.replay.results.measurements import total
@@ -104,7 +105,7 @@ class WrongSlot(rank_builders.MetadataBuilder):
 
     def build(self, scheduled):
         metadata = super().build(scheduled)
-        metadata.groups["window"].host.slot_mapping[-1] ^= 1
+        own_array(metadata.groups["window"].host, "slot_mapping")[-1] ^= 1
         return metadata
 
 
@@ -113,7 +114,8 @@ class WrongTable(rank_builders.MetadataBuilder):
 
     def build(self, scheduled):
         metadata = super().build(scheduled)
-        metadata.groups["window"].host.block_table[-1, (metadata.host.seq_lens[-1] - 1) // 16] = 9
+        table = own_array(metadata.groups["window"].host, "block_table")
+        table[-1, (metadata.host.seq_lens[-1] - 1) // 16] = 9
         return metadata
 
 

@@ -118,3 +118,11 @@ def test_a_full_disk_is_named():
         StepsFile("/dev/full", 4) as record,
     ):
         replay(REQUESTS, SETTINGS, record=record)
+
+
+def test_a_file_that_only_some_may_read_stays_so(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    path.touch(mode=0o600)
+    with StepsFile(path, 16):
+        pass
+    assert path.stat().st_mode & 0o777 == 0o600

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from shlex import quote
 
 from attncore.quoted import MAX_ITEMS, describe_error, json_value, listed, plain_text, quoted, type_name
@@ -16,6 +17,9 @@ from attncore.registry.spec import sizes
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.sizes import Sizes
 from attncore.vocabulary import GRAPH_LEVELS, PHASES
+
+_checked: ContextVar[str] = ContextVar("_checked", default="")
+"""The plugin whose check runs: one that negotiates would ask itself again and again."""
 
 
 def reasons_against(spec: BackendSpec, request: AttentionRequest, host: Host, source: str, plugin: str) -> list[Reason]:
@@ -210,6 +214,12 @@ def _own_check(spec: BackendSpec, request: AttentionRequest, host: Host, plugin:
     reasons: list[Reason] = []
     if spec.check is None:
         return reasons
+    if within := _checked.get():
+        message = f"the check of {plugin} is not asked while the check of {within} runs"
+        return [
+            Reason("check", message, source=within, fix=f"report to the authors of {within} that a check negotiates")
+        ]
+    token = _checked.set(plugin)
     try:
         answers: object = spec.check(request, host)
         if answers is None or isinstance(answers, str | Reason):
@@ -224,6 +234,8 @@ def _own_check(spec: BackendSpec, request: AttentionRequest, host: Host, plugin:
     except BaseException as error:  # the plugin's code: its failure is a reason against it, not against the others
         message = f"the check of {plugin} failed: {describe_error(error)}"
         reasons.append(Reason("check", message, source=plugin, fix=f"update {plugin}, or report it to its authors"))
+    finally:
+        _checked.reset(token)
     return reasons
 
 

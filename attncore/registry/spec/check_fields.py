@@ -173,7 +173,7 @@ def _requires(field: str, value: object) -> tuple[str, ...]:
     requires = tuple(text(field, one, "not a requirement such as 'acme-kernels>=2,<3'") for one in texts)
     for one in requires:
         try:
-            package_requirements.parse(one)
+            package_requirements.needed([one])
         except ValueError as error:
             raise ValueError(f"{field}: {error}") from None
     return requires

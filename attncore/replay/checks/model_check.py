@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from attncore.replay.checks.sampled_check import SampledCheck
-from attncore.replay.model_error import ModelError, memory_error_as_model_error
+from attncore.replay.model_error import ModelError, errors_as_model_errors, memory_error_as_model_error
 from attncore.replay.token_content import content_ids, token_ids
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class ModelCheck(SampledCheck):
                 f"model: the check of {length} tokens by eager attention",
                 "replay shorter requests, or check fewer with --verify-every",
             ),
+            errors_as_model_errors(f"model: the check of {length} tokens by its own attention"),
             EagerAttention(self.model),
             torch.inference_mode(),
         ):

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from attncore.quoted import MOST, one_line, quoted_json
+from attncore.quoted import one_line, quoted_json
 from attncore.registry.child_process import run_in_fork
-from attncore.replay.model_error import ModelError, memory_error_as_model_error
+from attncore.replay.model_error import ModelError, errors_as_model_errors, memory_error_as_model_error
 from attncore.vocabulary import DTYPES
 
 MAX_LAYERS = 1024
@@ -156,20 +156,6 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(one) for key, one in value.items()}
     return [_copied(one) for one in value] if isinstance(value, list) else value
-
-
-@contextmanager
-def errors_as_model_errors(path: str) -> Iterator[None]:
-    """ModelError for whatever transformers raises: it does not check a configuration, and computes with it."""
-    try:
-        yield
-    except (ModelError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if "allocate memory" in str(error):  # torch's on a CPU: memory_error_as_model_error says what to do
-            raise
-        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ModelError(f"{path}: {name}{one_line(error, MOST) or 'no reason given'}") from error
 
 
 @contextmanager

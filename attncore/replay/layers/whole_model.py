@@ -12,8 +12,13 @@ from attncore.arguments import INT32_MAX, positive_integer
 from attncore.integrations.transformers import attention_layers, attncore_context, paged_caches, select_for_model
 from attncore.registry.config_json import read_config
 from attncore.replay.checks.model_check import ModelCheck
-from attncore.replay.layers.model_from_config import data_alone, errors_as_model_errors, random_model
-from attncore.replay.model_error import ModelError, first_line, memory_error_as_model_error
+from attncore.replay.layers.model_from_config import data_alone, random_model
+from attncore.replay.model_error import (
+    ModelError,
+    errors_as_model_errors,
+    first_line,
+    memory_error_as_model_error,
+)
 from attncore.replay.token_content import step_content, token_ids
 
 if TYPE_CHECKING:

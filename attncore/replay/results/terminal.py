@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attncore.quoted import one_line
 from attncore.replay.results.report import facts, figure, spreads, terms, verdict
 from attncore.replay.results.series import in_bins
+from attncore.terminal import columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,8 +30,9 @@ def print_report(report: dict[str, Any]) -> None:
         def on_broken_pipe(self) -> None:
             raise  # rich would end the process
 
-    console = Plain(markup=False, highlight=False, emoji=False)
-    console.width = min(console.width, WIDEST)
+    # Both are given: rich takes any digit in COLUMNS and LINES for a number, and fails.
+    width = min(columns() or 80, WIDEST)
+    console = Plain(markup=False, highlight=False, emoji=False, width=width, height=25)
     text_width = min(console.width, 80)
     spread = Table(box=None, padding=(0, 2, 0, 0), header_style="")
     spread.add_column("a step", overflow="fold")

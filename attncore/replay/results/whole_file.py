@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
+import stat
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TextIO
@@ -23,7 +26,9 @@ class WholeFile:
     def __init__(self, path: str | Path) -> None:
         self._given = path
         with self._named_errors():  # a relative one, of a folder that has been deleted
-            self._path = Path(path).resolve()
+            self._path = Path(os.path.realpath(path))  # the whole of it, but for a link that leads to itself
+            if self._path.is_symlink():
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
             self._direct = self._path.exists() and not self._path.is_file()
         # Random, and never an existing file: others may write to this folder.
         beside = self._path.with_name(f".{self._path.name[:100]}.{secrets.token_hex(6)}.partial")
@@ -36,6 +41,8 @@ class WholeFile:
             if self._path.is_dir():
                 raise IsADirectoryError("is a directory, a file is needed")
             self._file = self._partial.open("w" if self._direct else "x", encoding="utf-8")
+            if not self._direct and self._path.exists():  # what only some may read stays so
+                os.fchmod(self._file.fileno(), stat.S_IMODE(self._path.stat().st_mode))
 
     def write(self, text: str) -> None:
         if self._file is None:

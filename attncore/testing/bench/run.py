@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import tempfile
 from collections.abc import Callable
@@ -44,7 +45,7 @@ class Question:
     def as_json(self) -> str:
         """What the child reads."""
         facts: dict[str, Any] = {"backend": self.backend, "device": self.device, "seconds": self.seconds}
-        facts["steps"] = None if self.steps is None else str(self.steps.resolve())
+        facts["steps"] = None if self.steps is None else os.path.realpath(self.steps)
         if self.steps is not None:
             facts["block_size"] = _block_size(self.steps)
         return json.dumps(facts)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from attncore.dense import dense_attention
-from attncore.testing.engines.compare import StepRequest, close
+from attncore.testing.engines.compare import Compared, StepRequest, close
+from attncore.testing.engines.requests import History
 
-if TYPE_CHECKING:
-    from attncore.testing.engines.engine import Engine
+
+class Layer(Compared, Protocol):
+    """What is read of an engine beside what a comparison reads."""
+
+    history: dict[Hashable, History]
+    causal: bool
+    siblings: list[tuple[str, Mapping[str, Any]]]
+    """Other layers of the same steps: their names and features."""
+
 
 NOT_OF_DENSE = ("k_scale", "v_scale", "attn_type")
 """Features of a layer that dense attention does not take."""
@@ -21,7 +29,7 @@ Mistake = tuple[str, Tensor]
 
 
 def likely_cause(
-    engine: Engine, query: Tensor, answer: Tensor, expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest]
+    engine: Layer, query: Tensor, answer: Tensor, expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest]
 ) -> str:
     """What the first wrong request looks like, as the end of a sentence; empty where no known mistake gives that."""
     start = 0
@@ -39,7 +47,7 @@ def likely_cause(
 
 
 def _mistakes(
-    engine: Engine, query: Tensor, index: int, expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest]
+    engine: Layer, query: Tensor, index: int, expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest]
 ) -> Iterator[Mistake]:
     keys, values = engine.history[requests[index].name]
 
@@ -73,7 +81,7 @@ def _mistakes(
                 yield f"request {name} read the keys of request {other.name}", dense(*history)
 
 
-def _features(engine: Engine, dense: Any) -> Iterator[Mistake]:
+def _features(engine: Layer, dense: Any) -> Iterator[Mistake]:
     features = engine.features
     window, scale = features.get("sliding_window"), features["scale"]
     if window is not None:
