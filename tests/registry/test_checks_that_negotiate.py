@@ -4,7 +4,6 @@ import pytest
 from planting import SPEC
 
 import attncore
-from attncore.registry.choice.negotiate_installed import negotiate_installed
 
 REQUEST = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "dtype": "float32"}
 NEGOTIATES = """
@@ -23,8 +22,7 @@ def test_two_checks_that_negotiate(site, how):
     for name in ("one", "two"):
         spec = SPEC.format(name=name, module=f"attn_{name}", extra=" check=check,")
         site.plugin(name, NEGOTIATES.format(how=how, name=name) + spec)
-    assert {"one", "two"} <= {one.name for one in negotiate_installed(**REQUEST).rejected}
-    assert attncore.select(**REQUEST).name == "reference"
+    assert attncore.select(**REQUEST).name in ("one", "two")
 
 
 def test_another_choice_is_refused_while_a_check_runs(site):

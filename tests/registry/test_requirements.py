@@ -66,7 +66,7 @@ def test_installed_knows_what_is_here_only():
 def test_a_marker_that_cannot_be_evaluated_is_the_specs_own_mistake(marker):
     with pytest.raises(ValueError, match="its marker cannot be evaluated here"):
         needed([f"torch>=2; {marker}"])
-    with pytest.raises(ValueError, match="requires: .* its marker cannot be evaluated here"):
+    with pytest.raises(ValueError, match=r"requires: .* its marker cannot be evaluated here"):
         BackendSpec(
             name="one", api=1, factory="one:B", devices={"any": 1}, dtypes={"bfloat16"}, head_sizes={64},
             block_sizes=MultipleOf(16), requires=(f"torch; {marker}",),
