@@ -40,6 +40,8 @@ help:
 	@echo "make clean          remove the environments and everything that was built"
 
 $(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "attncore needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) -V 2>&1). Say which: make demo PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
 # A stamp for each set of requirements/; a set includes those that it is built on. torch comes first, as TORCH says.

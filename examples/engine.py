@@ -1,12 +1,9 @@
 """A continuous-batching engine: decoder models of transformers, over attncore's metadata and an attention backend.
 
-    python examples/engine.py                       # a tiny model with random weights
-    python examples/engine.py MODEL "Once upon"     # a model of transformers, by folder or name, and its tokenizer
-
-`generate` yields tokens as they come, or text for a prompt in words. Requests arrive at any time; each step runs what
-is there: prompts in chunks, decodes one token each. Blocks of a prompt that were computed once are used again. Where
-the pool is exhausted the youngest request gives its blocks back and is computed again later. Steps of decodes run in
-CUDA graphs where there is a GPU. Sampling is greedy at temperature 0.
+`generate` yields tokens as they come, or text for a prompt in words; `generate.py` runs it from the command line.
+Requests arrive at any time; each step runs what is there: prompts in chunks, decodes one token each. Blocks of a prompt
+that were computed once are used again. Where the pool is exhausted the youngest request gives its blocks back and is
+computed again later. Steps of decodes run in CUDA graphs where there is a GPU. Sampling is greedy at temperature 0.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import functools
 import itertools
 import logging
 import operator
-import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -322,23 +318,3 @@ class Engine:
 
     def _fill_temperature(self, metadata: Any, out: np.ndarray) -> None:
         out[: len(metadata.req_ids)] = [self.running[req_id].temperature for req_id in metadata.req_ids]
-
-
-if __name__ == "__main__":
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    kind = {"device": "cuda", "dtype": torch.bfloat16} if torch.cuda.is_available() else {}
-    if len(sys.argv) > 1:
-        name, *words = sys.argv[1:]
-        engine = Engine(
-            AutoModelForCausalLM.from_pretrained(name).to(**kind), tokenizer=AutoTokenizer.from_pretrained(name)
-        )
-        for _, piece in engine.generate([" ".join(words) or "Once upon a time"], max_new_tokens=100):
-            print(piece, end="", flush=True)
-        print()
-    else:
-        config = LlamaConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=1000)
-        engine = Engine(LlamaForCausalLM(config).to(**kind), num_blocks=64)
-        print(engine.choice.explain().splitlines()[0])
-        for number, token in engine.generate([[1, 2, 3], list(range(40)), [7] * 17], max_new_tokens=8):
-            print(f"prompt {number}: token {token}")

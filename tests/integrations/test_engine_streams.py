@@ -125,10 +125,21 @@ def test_one_text_is_no_list_of_them(engine):
 def test_the_example_continues_a_text_by_a_model_of_a_folder(tmp_path):
     decoder("llama", vocab_size=257).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    words = [sys.executable, str(EXAMPLES / "engine.py"), str(tmp_path), "Once", "upon"]
+    words = [sys.executable, str(EXAMPLES / "generate.py"), str(tmp_path), "Once", "upon"]
     ran = subprocess.run(words, capture_output=True, check=False, timeout=300, encoding="utf-8", env=UTF8)
     assert ran.returncode == 0, ran.stderr
-    assert len(ran.stdout.strip()) > 1
+    assert ran.stdout.startswith("Once upon")
+    assert len(ran.stdout.strip()) > len("Once upon")
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["no/such/model"], 2), (["--fast"], 2)])
+def test_the_example_says_what_is_wrong_without_a_traceback(words, code):
+    words = [sys.executable, str(EXAMPLES / "generate.py"), *words]
+    environ = {**UTF8, "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(words, capture_output=True, check=False, timeout=300, encoding="utf-8", env=environ)
+    assert ran.returncode == code
+    assert "Traceback" not in ran.stderr
+    assert not code or ran.stderr.splitlines()[-1].startswith("generate.py: ")
 
 
 @pytest.mark.parametrize("threads", [1, 3])
