@@ -32,9 +32,9 @@ _LAST, _PIPE = 4096, 1 << 20
 def run_in_child(arguments: Sequence[str], timeout: float) -> str:
     """Run ``python`` with ``arguments`` in a child process, killed with its own children after ``timeout`` seconds.
 
-    Returns how it failed, as a sentence; empty where it ended with code 0. Its output is dropped, however much it is: no
-    file is written. The current folder is not searched for modules. A grandchild that has left the process's session is
-    neither killed nor waited for, and loses its standard error.
+    Returns how it failed, as a sentence; empty where it ended with code 0. Its output is dropped, however much it is,
+    and fills no file. The current folder is not searched for modules. A grandchild that has left the process's session
+    is neither killed nor waited for, and loses its standard error.
     """
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(without_current_folder())}
     reader, writer = os.pipe()  # not a file, which a child that never stops writing would fill the disk with
