@@ -73,14 +73,19 @@ def settings():
 def test_what_a_plugin_does_to_the_process_does_not_reach_the_others(site, change, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setenv("ATTNCORE_KERNELS", "cython")
-    warn = "\ndef __getattr__(name): raise AttributeError(name)\nimport warnings; warnings.warn('old', stacklevel=1)"
+    warn = "import warnings; warnings.warn('old', stacklevel=1)\n"
     monkeypatch.setattr(warnings, "filters", [("ignore", None, Warning, None, 0)])
     site.plugin("aaa", CHANGES[change] + SPEC.format(name="aaa", module="attn_aaa", extra=""))
     site.plugin("good", warn + SPEC.format(name="good", module="attn_good", extra=""))
-    before = settings()
-    records = {record.name: record.state for record in load.registry().records}
+    before, limit, filters = settings(), sys.getrecursionlimit(), warnings.filters
+    try:
+        records = {record.name: record.state for record in load.registry().records}
+        after = settings()
+    finally:
+        sys.setrecursionlimit(limit)  # what failed is told by this process
+        warnings.filters = filters
     assert (records["aaa"], records["good"]) == ("loaded", "loaded")
-    assert settings() == before
+    assert after == before
     assert load.registry() is load.registry()
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "more")])  # the plugins are found anew
     assert [attncore.select(**ASKED).name for _ in range(2)] == ["aaa", "aaa"]
