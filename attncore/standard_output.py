@@ -101,7 +101,7 @@ def lent_streams() -> Iterator[None]:
     A plugin may keep a stream that it finds here, as the handlers of ``logging`` do.
     """
     streams = {name: getattr(sys, name, None) for name in _STREAMS}
-    copies = {descriptor: _copy(descriptor) for descriptor in (1, 2)}
+    copies = {descriptor: (_copy(descriptor), file) for descriptor in (1, 2) if (file := _file(descriptor)) is not None}
     for name, stream in streams.items():
         setattr(sys, name, None if stream is None else _lend(stream))
     try:
@@ -109,11 +109,12 @@ def lent_streams() -> Iterator[None]:
     finally:
         for name, stream in streams.items():
             setattr(sys, name, stream)
-        for descriptor, copy in copies.items():
-            if copy is not None:
+        for descriptor, (copy, file) in copies.items():
+            if _file(copy) == file:
                 _redirect(descriptor, copy)
-                with contextlib.suppress(OSError):  # a plugin has closed every descriptor that it found
-                    os.close(copy)
+                os.close(copy)
+            elif _file(descriptor) is None:  # the plugin has closed every descriptor, or opened others in their place
+                _redirect(descriptor, None)
 
 
 @contextlib.contextmanager
@@ -145,7 +146,8 @@ def own_streams(*, to_the_end: bool) -> Iterator[None]:
                 _redirect(stream.fileno(), None)
             if not to_the_end:
                 _redirect(_STREAMS[name], stream.fileno())
-            stream.close()
+            with contextlib.suppress(OSError):  # a plugin has closed every descriptor
+                stream.close()
 
 
 def _writes_to(stream: object, descriptor: int) -> bool:
@@ -160,7 +162,7 @@ def _own(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     with contextlib.suppress(OSError):  # a full disk: what is printed next says so
         stream.flush()
     return io.TextIOWrapper(
-        open(fcntl.fcntl(stream.fileno(), fcntl.F_DUPFD_CLOEXEC, 3), "wb"),
+        open(_copy(stream.fileno()), "wb"),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,
@@ -168,12 +170,23 @@ def _own(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     )
 
 
-def _copy(descriptor: int) -> int | None:
-    """A copy of a file descriptor, not below 3; None where it is closed."""
+def _copy(descriptor: int) -> int:
+    """A copy of a file descriptor; OSError where it is closed.
+
+    It is out of reach of those who close the first thousand by their numbers, where the process may have so many.
+    """
+    with contextlib.suppress(OSError):
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 1024)
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
+def _file(descriptor: int) -> tuple[int, int, int] | None:
+    """Which file a descriptor is of; None where it is closed."""
     try:
-        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+        found = os.fstat(descriptor)
     except OSError:
         return None
+    return found.st_dev, found.st_ino, found.st_rdev
 
 
 def _redirect(descriptor: int, target: int | None) -> None:

@@ -178,6 +178,10 @@ def test_layers_out_of_range(fields, text):
         ({"logits_soft_cap": "30"}, ValueError, "logits_soft_cap: '30' is not a positive number"),
         ({"use_mla": 1}, TypeError, "use_mla: 1 is neither True nor False"),
         ({"options": 3}, TypeError, "options: 3 cannot be read as a mapping"),
+        ({"dtype": 10**5000}, TypeError, "dtype: an integer of 16610 bits found; give a name as text"),
+        ({"dtype": ["float32"]}, TypeError, "dtype: ['float32'] found; give a name as text"),
+        ({"kv_cache_dtype": None}, TypeError, "kv_cache_dtype: None found; give a name as text, such as 'auto'"),
+        ({"variant": 10**5000}, TypeError, "variant: an integer of 16610 bits found; give a name as text"),
     ],
 )
 def test_configurations_that_make_no_sense(fields, error, text):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncore.arguments import finite_number, integer, optional_integer
 from attncore.frozen_map import FrozenMap
-from attncore.quoted import quoted
+from attncore.quoted import plain_text, quoted
 from attncore.vocabulary import KV_CACHE_LAYOUTS, dtype_name
 
 if TYPE_CHECKING:
@@ -53,8 +53,13 @@ class BackendConfig:
     """The spec (of the variant) that was chosen; None where a backend is made by hand, and nothing is checked."""
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "kv_cache_dtype"):
-            object.__setattr__(self, name, dtype_name(getattr(self, name)))
+        for name, example in (("dtype", "bfloat16"), ("kv_cache_dtype", "auto"), ("variant", "")):
+            text = plain_text(dtype_name(getattr(self, name)))
+            if text is None:
+                raise TypeError(
+                    f"{name}: {quoted(getattr(self, name))} found; give a name as text, such as {example!r}"
+                )
+            object.__setattr__(self, name, text)
         for name in ("num_heads", "num_kv_heads", "head_size", "block_size"):
             object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         for name in ("head_size_v", "max_model_len", "sliding_window"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -9,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,40 +22,69 @@ from attncore.search_path import without_current_folder
 MAX_BYTES = 1 << 24
 """Bytes of a child's answers beyond which the rest is not read."""
 
+NO_ANSWER = "it gave no answer"
+"""What the sentence about a child that was killed after its time begins with."""
+
+_LAST, _PIPE = 4096, 1 << 20
+"""Bytes that are kept of what a child writes to standard error, and that are read at once: all that a pipe can hold."""
+
 
 def run_in_child(arguments: Sequence[str], timeout: float) -> str:
     """Run ``python`` with ``arguments`` in a child process, killed with its own children after ``timeout`` seconds.
 
-    Returns how it failed, as a sentence; empty where it ended with code 0. Its output is dropped. The current folder is
-    not searched for modules. A grandchild that has left the process's session is neither killed nor waited for.
+    Returns how it failed, as a sentence; empty where it ended with code 0. Its output is dropped, however much it is,
+    and fills no file. The current folder is not searched for modules. A grandchild that has left the process's session
+    is neither killed nor waited for, and loses its standard error.
     """
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(without_current_folder())}
-    with tempfile.TemporaryFile() as errors:  # a pipe would stay open until the last grandchild ends
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", *arguments],  # -P: the current folder is not on the path
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                env=environ,
-                start_new_session=True,
-                cwd=_folder(),
-            )
-        except OSError as error:
-            return f"no process can be started: {error}"
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return f"it gave no answer within {timeout:g} s"
-        finally:
-            _kill_group(process)
-        if process.returncode < 0:
-            return f"the process died of {_signal_name(-process.returncode)}"
-        if process.returncode:
-            errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4096))
-            last = one_line(errors.read(4096).decode(errors="replace").strip().rpartition("\n")[2], MAX_PART)
-            return f"the process ended with code {process.returncode}" + (f" ({last})" if last else "")
-        return ""
+    reader, writer = os.pipe()  # not a file, which a child that never stops writing would fill the disk with
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", *arguments],  # -P: the current folder is not on the path
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=writer,
+            env=environ,
+            start_new_session=True,
+            cwd=_folder(),
+        )
+    except OSError as error:
+        os.close(reader)
+        return f"no process can be started: {error}"
+    finally:
+        os.close(writer)
+    try:
+        last = _read_until_ended(reader, process, time.monotonic() + timeout)
+    finally:
+        _kill_group(process)
+        os.close(reader)
+    if last is None:
+        return f"{NO_ANSWER} within {timeout:g} s"
+    if process.returncode < 0:
+        return f"the process died of {_signal_name(-process.returncode)}"
+    if process.returncode:
+        said = one_line(last.decode(errors="replace").strip().rpartition("\n")[2], MAX_PART)
+        return f"the process ended with code {process.returncode}" + (f" ({said})" if said else "")
+    return ""
+
+
+def _read_until_ended(reader: int, process: subprocess.Popen[bytes], end: float) -> bytes | None:
+    """The last of what a process writes to a pipe before it ends; None where it has not ended in time.
+
+    The pipe is closed when the last grandchild ends, which is not waited for.
+    """
+    last, is_open = b"", True
+    while (left := end - time.monotonic()) > 0:
+        ended = process.poll() is not None  # asked before the read: what it wrote is in the pipe by then
+        if is_open and _readable(reader, 0 if ended else min(left, 0.05)):
+            part = os.read(reader, _PIPE)
+            is_open, last = bool(part), (last + part)[-_LAST:]
+        if ended:
+            return last
+        if not is_open:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(left)
+    return None
 
 
 def _folder() -> str | None:
@@ -88,7 +117,7 @@ def run_in_fork(call: Callable[[], str], timeout: float, memory: int) -> tuple[s
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
     if answer is None:
-        return "", f"it gave no answer within {timeout:g} s"
+        return "", f"{NO_ANSWER} within {timeout:g} s"
     try:
         found: tuple[str, str] = tuple(json.loads(answer))
     except ValueError:
@@ -132,11 +161,18 @@ def _address_space() -> int | None:
 def _read_until(reader: int, end: float) -> bytes | None:
     """What is written to a pipe until it is closed; None where it is not closed in time."""
     data = b""
-    while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
+    while _readable(reader, max(0.0, end - time.monotonic())):
         if not (part := os.read(reader, 65536)):
             return data
         data += part
     return None
+
+
+def _readable(reader: int, seconds: float) -> bool:
+    """Whether a pipe has bytes, or its end, within so many seconds."""
+    poll = select.poll()  # select.select takes no descriptor from 1024 on
+    poll.register(reader, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def read_answers(file: Path) -> list[dict[str, Any]]:

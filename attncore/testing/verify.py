@@ -18,7 +18,7 @@ from typing import Any
 from attncore._version import __version__
 from attncore.kept_files import cache_folder, read_kept, write_kept
 from attncore.registry import package_requirements
-from attncore.registry.child_process import read_answers, run_in_child
+from attncore.registry.child_process import NO_ANSWER, read_answers, run_in_child
 from attncore.registry.choice.choice import Choice
 
 STATES = ("agrees", "differs", "fails", "crashes", "hangs")
@@ -149,7 +149,7 @@ def _ask(choice: Choice, blank: Verdict, timeout: float) -> Verdict:
     facts: dict[str, Any] = {name: value for told in answers for name, value in told.items()}
     phase = facts.pop("phase", "before it was imported")
     if ended:
-        facts = {"state": "hangs" if "no answer" in ended else "crashes", "message": f"{ended} {phase}"}
+        facts = {"state": "hangs" if ended.startswith(NO_ANSWER) else "crashes", "message": f"{ended} {phase}"}
     elif "state" not in facts or _verdict({**asdict(blank), **facts}) is None:
         facts = {"state": "crashes", "message": f"the process ended without an answer {phase}"}
     return replace(blank, **facts, seconds=round(time.perf_counter() - started, 3))

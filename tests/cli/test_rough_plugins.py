@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -22,6 +23,8 @@ ROUGH = {
     "puts closed ones there": "sys.stdout = sys.stderr = io.StringIO(); sys.stdout.close()",
     "redirects the descriptors": "n = os.open(os.devnull, os.O_RDWR); [os.dup2(n, i) for i in (0, 1, 2)]",
     "closes the descriptors": "os.close(1); os.close(2)",
+    "closes all but the first ones": "os.closerange(3, 1024)",
+    "opens others in their place": "os.closerange(3, 99); [os.open(os.devnull, os.O_WRONLY) for _ in range(20)]",
     "keeps them": "import logging; logging.basicConfig(level=10); logging.info('said')",
 }
 CHECK = " check=lambda request, host: exec(ROUGH) or (),"
@@ -41,6 +44,8 @@ def python(site):
 
 
 def plant(site, how, when):
+    if "closerange" in how and resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1100:
+        pytest.skip("the process may have no descriptor that such a plugin does not close")
     source = f"import io, os, sys\nROUGH = {how!r}\n" + (f"{how}\n" if when == "import" else "")
     site.plugin("aaa", source + SPEC.format(name="aaa", module="attn_aaa", extra=CHECK if when == "check" else ""))
 
@@ -98,3 +103,19 @@ os.write(2, b"noted\\n")
     assert done.returncode == 0, done
     assert done.stdout.splitlines()[-2:] == [b"printed", b"written"]
     assert done.stderr.splitlines()[-2:] == [b"complained", b"noted"]
+
+
+def test_a_plugin_that_closes_all_descriptors_but_the_first_leaves_those(site, python):
+    """The copies of them are gone, so that nothing can be restored; the plugin did not touch them."""
+    plant(site, "os.closerange(3, os.sysconf('SC_OPEN_MAX'))", "import")
+    program = """
+import os, sys
+import attncore
+before = [os.fstat(number) for number in (1, 2)]
+assert "good" in repr(attncore.backends())
+assert [os.path.samestat(os.fstat(number), one) for number, one in zip((1, 2), before)] == [True, True]
+print("printed", flush=True)
+print("complained", file=sys.stderr, flush=True)
+"""
+    done = python("-c", program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"printed\n", b"complained\n")

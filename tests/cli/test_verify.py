@@ -69,9 +69,14 @@ def test_a_new_version_a_change_or_fresh_asks_again(site, capsys):
         ("key = key * 1.01", "differs", "differs from dense float32 attention"),
         ("raise RuntimeError('no kernel for this device')", "fails", "RuntimeError: no kernel for this device"),
         ("import os; os.abort()", "crashes", "the process died of SIGABRT while it ran"),
+        (
+            "import os, sys; print('no answer', file=sys.stderr); os._exit(3)",
+            "crashes",
+            "ended with code 3 (no answer)",
+        ),
         ("import time; time.sleep(600)", "hangs", "it gave no answer within 8 s"),
     ],
-    ids=["differs", "fails", "crashes", "hangs"],
+    ids=["differs", "fails", "crashes", "exits", "hangs"],
 )
 def test_a_wrong_failing_crashing_or_hanging_library_is_a_row(site, capsys, forward, state, message):
     site.plugin("bad", heavy=REFERENCE.format(forward=forward))

@@ -1,11 +1,12 @@
 """Child processes: how they end, what they answer, and what they leave behind."""
 
 import os
+import resource
 import time
 
 import pytest
 
-from attncore.registry.child_process import MAX_BYTES, read_answers, run_in_child, run_in_fork
+from attncore.registry.child_process import MAX_BYTES, NO_ANSWER, read_answers, run_in_child, run_in_fork
 
 GRANDCHILD = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)"
 
@@ -28,6 +29,41 @@ def test_how_a_child_ends_is_a_sentence(program, ended):
     started = time.monotonic()
     assert run_in_child(["-c", program], 1 if "within" in ended else 30) == ended
     assert time.monotonic() - started < 30
+
+
+FLOOD = "import sys\nwhile True: sys.stderr.write('retrying\\n' * 8192)"
+
+
+def test_a_child_that_writes_without_end_fills_no_disk(tmp_path, monkeypatch):
+    """It would die of a file of more than 1 MiB; what it writes is read and dropped, and its last line is kept."""
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+    assert run_in_child(["-c", limit + FLOOD], 1) == f"{NO_ANSWER} within 1 s"
+    many = "sys.stderr.write('retrying\\n' * (1 << 20)); sys.exit('the last line')"
+    assert run_in_child(["-c", limit + many], 30) == "the process ended with code 1 (the last line)"
+
+
+def test_a_grandchild_that_writes_without_end_is_not_waited_for():
+    """Its standard error is closed when the child has ended, so that it ends too."""
+    program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {FLOOD!r}], start_new_session=True)"
+    started = time.monotonic()
+    assert run_in_child(["-c", program + "; sys.exit(3)"], 60).startswith("the process ended with code 3")
+    assert time.monotonic() - started < 30
+
+
+def test_a_child_that_closes_its_streams_is_waited_for():
+    assert run_in_child(["-c", "import os, time; os.closerange(0, 3); time.sleep(0.2); os._exit(3)"], 30) == (
+        "the process ended with code 3"
+    )
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1200, reason="the system allows fewer files")
+def test_a_child_is_read_by_a_process_of_many_open_files():
+    opened = [os.dup(0) for _ in range(1100)]
+    try:
+        assert run_in_child(["-c", "import sys; sys.exit('the last line')"], 30).endswith("code 1 (the last line)")
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 def test_a_child_that_cannot_be_started_is_a_sentence(monkeypatch):

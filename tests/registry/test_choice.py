@@ -3,6 +3,7 @@
 import logging
 import sys
 
+import numpy as np
 import pytest
 
 import attncore
@@ -39,6 +40,20 @@ def test_options_that_the_spec_does_not_declare(site):
         choice.create(options={"colour": 1})
     with pytest.raises(ValueError, match="options: 'pages': 'x' is not an int"):
         choice.create(options={"pages": "x"})
+
+
+@pytest.mark.parametrize(
+    ("field", "error", "text"),
+    [
+        ({"options": 3}, TypeError, "options: 3 cannot be read as a mapping"),
+        ({"options": np.zeros(2)}, TypeError, "options: array.* cannot be read as a mapping"),
+        ({"device": np.zeros(2)}, ValueError, "device: array.* is not a device as torch writes it"),
+        ({"device": ""}, ValueError, "device: '' is not a device as torch writes it"),
+    ],
+)
+def test_odd_arguments_of_create_name_themselves(field, error, text):
+    with pytest.raises(error, match=f"^{text}"):
+        attncore.select(backend="reference", **FIELDS).create(**field)
 
 
 def test_the_device_is_the_hosts_unless_the_backend_is_for_any(site):

@@ -19,6 +19,16 @@ def few_lines(one):
     return " ".join(text.split())
 
 
+def test_a_record_of_a_plugin_is_short_whatever_its_exception_is(site):
+    long = (
+        "class E(Exception):\n def __repr__(self): raise RuntimeError\n def __str__(self): return 'x' * 10**6\nraise E"
+    )
+    site.plugin("odd", long)
+    (record,) = (one for one in attncore.backends() if one.name == "odd")
+    assert repr(record).startswith("<PluginRecord odd (attn-odd 1.0): broken,")
+    assert len(repr(record)) < 400
+
+
 def test_a_choice_and_what_it_is_of(site):
     choice = attncore.select(**FIELDS)
     assert few_lines(choice) == (

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from attncore.quoted import one_line, quoted
 from attncore.registry.choice.cache_format import choose_block_size, common_block_sizes, common_layouts
 from attncore.registry.choice.candidates import Candidate
 from attncore.registry.choice.explain import explain
@@ -93,13 +94,17 @@ class Choice:
 
         ``device`` is as torch writes it; None: the host's first one, but the CPU for a backend that was chosen as one
         for any device. ``options`` overrides the request's options for this backend. Raises ValueError beginning with
-        ``options`` for one that the spec does not declare, TypeError where the factory makes no AttentionBackend, and
-        PluginError, with the cause chained, where the library cannot be imported or asks the process to end.
+        ``options`` for one that the spec does not declare, TypeError where they are no mapping or the factory makes no
+        AttentionBackend, and PluginError, with the cause chained, where the library cannot be imported or asks the
+        process to end.
         """
         from attncore.abstract import BackendConfig
 
         request = self.request
-        given = {**request.options.get(self.name, {}), **(options or {})}
+        try:
+            given = {**request.options.get(self.name, {}), **dict({} if options is None else options)}
+        except Exception as error:  # a mapping of the caller's own
+            raise TypeError(f"options: {quoted(options)} cannot be read as a mapping: {one_line(error)}") from error
         for name, value in given.items():
             if problem := option_problem(self.spec, name, value):
                 raise ValueError(f"options: {problem}")
@@ -113,7 +118,7 @@ class Choice:
             block_size=self.block_size,
             kv_cache_dtype=request.kv_cache_dtype,
             kv_cache_layout=self.kv_cache_layout,
-            device=device or ("cpu" if for_any_device else self.host.torch_device),
+            device=device if device is not None else "cpu" if for_any_device else self.host.torch_device,
             head_size_v=request.head_size_v,
             max_model_len=request.max_model_len,
             sliding_window=request.sliding_window,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attncore import env
-from attncore.quoted import describe_error, listed, one_line, quoted
+from attncore.quoted import describe_error, listed, one_line, quoted, type_name
 from attncore.registry.package_requirements import canonical_name
 from attncore.registry.plugins.known_backends import KNOWN
 from attncore.registry.plugins.plugin_record import PluginRecord
@@ -41,7 +42,7 @@ def find() -> list[PluginRecord]:
 def _entry_points() -> Iterable[PluginRecord]:
     installed: dict[str, list[_Installed]] = {}
     foreign: list[PluginRecord] = []
-    for distribution in importlib.metadata.distributions():
+    for distribution in _distributions():
         try:
             # most distributions have no such entry point; searching the text is cheaper than parsing the file
             text = distribution.read_text("entry_points.txt")
@@ -67,6 +68,18 @@ def _entry_points() -> Iterable[PluginRecord]:
         elif records:
             installed.setdefault(canonical_name(name), []).append(_Installed(place, records))
     return foreign + [record for copies in installed.values() for record in _of_first_folder(copies)]
+
+
+def _distributions() -> Iterable[importlib.metadata.Distribution]:
+    """What ``importlib.metadata.distributions`` gives, but for a finder that fails, which ends none but itself."""
+    for finder in list(sys.meta_path):
+        find = getattr(finder, "find_distributions", None)
+        try:
+            yield from find(importlib.metadata.DistributionFinder.Context()) if find is not None else ()
+        except Exception as error:
+            logger.warning(
+                "distributions of %s in sys.meta_path cannot be listed: %s", type_name(finder), describe_error(error)
+            )
 
 
 class _Installed(NamedTuple):

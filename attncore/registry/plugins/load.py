@@ -6,11 +6,10 @@ hangs the caller; `attncore doctor` loads each in a child process instead.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from attncore.errors import PluginError
 from attncore.quoted import describe_error, json_value, one_line, type_name
 from attncore.registry import package_requirements
 from attncore.registry.plugins import discover
+from attncore.registry.plugins.left_as_found import process_left_as_found
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
 from attncore.registry.spec.backend_spec import ATTNCORE_API, BackendSpec, ContractVersionError, plain_spec
@@ -42,6 +42,19 @@ class Registry:
 
 
 _cache: dict[tuple[Any, ...], Registry] = {}
+_loading = threading.RLock()
+"""Held while plugins load: of two threads at once, each would take what the other's plugin changed for what was there.
+
+An RLock, because a plugin may ask for a backend when it is imported.
+"""
+
+
+def _free_loading() -> None:
+    global _loading
+    _loading = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_free_loading)  # the thread that held it is not in the child
 
 
 def registry() -> Registry:
@@ -50,14 +63,15 @@ def registry() -> Registry:
     Raises ValueError naming the variable for a bad setting, and PluginError for the first plugin that fails under
     ``ATTNCORE_STRICT_PLUGINS=1``.
     """
-    folders = tuple(folder for folder in sys.path if isinstance(folder, str))
-    key = (env.plugins(), env.disabled_plugins(), env.strict_plugins(), folders)
-    if key not in _cache:
-        records = tuple(load(record, strict=key[2]) for record in discover.find())
-        specs = [record.spec for record in records if record.spec is not None]
-        names = {package_requirements.parse(text).name for spec in specs for text in spec.all_requires}
-        _cache[key] = Registry(records, package_requirements.installed(tuple(sorted(names))))
-    return _cache[key]
+    with _loading:  # the settings, too, are read within it: a plugin may change them until it is loaded
+        folders = tuple(folder for folder in sys.path if isinstance(folder, str))
+        key = (env.plugins(), env.disabled_plugins(), env.strict_plugins(), folders)
+        if key not in _cache:
+            records = tuple(load(record, strict=key[2]) for record in discover.find())
+            specs = [record.spec for record in records if record.spec is not None]
+            names = {package_requirements.parse(text).name for spec in specs for text in spec.all_requires}
+            _cache[key] = Registry(records, package_requirements.installed(tuple(sorted(names))))
+        return _cache[key]
 
 
 def forget() -> None:
@@ -75,7 +89,7 @@ def load(record: PluginRecord, *, strict: bool = False) -> PluginRecord:
     if record.state == "found":
         heavy = {name for name in HEAVY_MODULES if name in sys.modules}
         try:
-            with _process_left_as_found(), lent_streams():
+            with lent_streams(), process_left_as_found(record.label):
                 spec = _spec(record)
         except KeyboardInterrupt as error:
             error.add_note(f"while {record.name} ({record.label}) was loaded")
@@ -87,33 +101,6 @@ def load(record: PluginRecord, *, strict: bool = False) -> PluginRecord:
     if strict and record.state in ("duplicate", "broken", "incompatible"):
         raise PluginError(f"{record.name} ({record.label}): {record.reasons[0]}") from record.error
     return record
-
-
-@contextlib.contextmanager
-def _process_left_as_found() -> Iterator[None]:
-    """What one plugin does to the search path and the current folder does not reach the others.
-
-    What it adds to ``sys.path`` is gone after it was loaded. Finders that it adds to ``sys.meta_path`` stay, for a
-    library that it imports may need its own, but behind those of before. A child process that it forked ends here.
-    """
-    process, path, paths, finders = os.getpid(), sys.path, list(sys.path), sys.meta_path
-    found = list(finders)
-    try:
-        folder = os.getcwd()
-    except OSError:  # it was deleted
-        folder = None
-    try:
-        yield
-    finally:
-        if os.getpid() != process:
-            os._exit(1)  # two of us would print
-        old = {id(one) for one in found}
-        added = [one for one in sys.meta_path if id(one) not in old and callable(getattr(one, "find_spec", None))]
-        path[:], finders[:] = paths, found + added
-        sys.path, sys.meta_path = path, finders
-        if folder is not None:
-            with contextlib.suppress(OSError):
-                os.chdir(folder)
 
 
 def _spec(record: PluginRecord) -> BackendSpec:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 
+from attncore.quoted import one_line
 from attncore.registry.reasons import Reason
 from attncore.registry.spec.backend_spec import BackendSpec
+from attncore.show import angled, guarded
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,11 @@ class PluginRecord:
     spec: BackendSpec | None = None
     entry_point: EntryPoint | None = None
     error: BaseException | None = None
+
+    @guarded
+    def __repr__(self) -> str:  # ``error`` is a plugin's own object, whose repr may be anything
+        facts = (self.state, *map(one_line, self.reasons))
+        return angled(f"PluginRecord {one_line(self.name)} ({one_line(self.label)})", facts)
 
     @property
     def label(self) -> str:

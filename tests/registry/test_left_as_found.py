@@ -1,0 +1,173 @@
+"""What a plugin does to the settings of the process while it loads reaches neither the other plugins nor the caller."""
+
+import os
+import sys
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import pytest
+from planting import SPEC
+
+import attncore
+from attncore.registry.child_process import run_in_fork
+from attncore.registry.plugins import discover, load
+
+CHANGES = {
+    "clears the path": "import sys; sys.path.clear()",
+    "replaces the path": "import sys; sys.path = []",
+    "a list on the path": "import sys; sys.path.append(['x'])",
+    "a bad finder": "import sys; sys.meta_path.insert(0, None)",
+    "a finder that raises": """
+import os
+import sys
+class Raises:
+    def find_spec(*args): raise RuntimeError("mine")
+sys.meta_path.insert(0, Raises())""",
+    "another folder": "import os; os.chdir('/')",
+    "no stderr": "import sys; sys.stderr = None",
+    "another stdout": "import io, sys; sys.stdout = io.StringIO()",
+    "forks": "import os; os.fork()",
+    "a low recursion limit": "import sys; sys.setrecursionlimit(len(__import__('inspect').stack()) + 30)",
+    "warnings are errors": "import warnings; warnings.simplefilter('error')",
+    "no warnings": "import warnings; warnings.filters = None",
+    "another backend": "import os; os.environ['ATTNCORE_BACKEND'] = 'nope'",
+    "no bad variables": "import os; del os.environ['ATTNCORE_KERNELS']; os.environ['ATTNCORE_STRICT_PLUGINS'] = 'x'",
+    "another environment": "import os; os.environ = {}",
+    "a finder of an old signature": """
+import sys
+class Old:
+    def find_spec(self, name): return None
+sys.meta_path.insert(0, Old())""",
+    "a finder whose distributions have an old signature": """
+import sys
+class Old:
+    def find_spec(self, name, path, target=None): return None
+    def find_distributions(self): return ()
+sys.meta_path = [*sys.meta_path, Old()]""",
+    "a finder that fails half way": """
+import sys
+class Half:
+    def find_spec(self, name, path, target=None): return None
+    def find_distributions(self, context):
+        yield from ()
+        raise SystemExit
+sys.meta_path.append(Half())""",
+    "no list of finders": "import sys; sys.meta_path = None",
+}
+
+
+ASKED = {"num_heads": 2, "num_kv_heads": 1, "head_size": 64, "dtype": "float32"}
+
+
+def settings():
+    """The settings of the process that a plugin may change for the others."""
+    streams = sys.stdout, sys.stderr
+    own = {name: value for name, value in os.environ.items() if name.startswith("ATTNCORE_")}
+    limits = sys.getrecursionlimit(), [*warnings.filters]
+    return os.getpid(), [*sys.path], [*sys.meta_path], os.getcwd(), streams, os.environ, own, limits
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_plugin_does_to_the_process_does_not_reach_the_others(site, change, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setenv("ATTNCORE_KERNELS", "cython")
+    warn = "import warnings; warnings.warn('old', stacklevel=1)\n"
+    monkeypatch.setattr(warnings, "filters", [("ignore", None, Warning, None, 0)])
+    site.plugin("aaa", CHANGES[change] + SPEC.format(name="aaa", module="attn_aaa", extra=""))
+    site.plugin("good", warn + SPEC.format(name="good", module="attn_good", extra=""))
+    before, limit, filters = settings(), sys.getrecursionlimit(), warnings.filters
+    try:
+        records = {record.name: record.state for record in load.registry().records}
+        after = settings()
+    finally:
+        sys.setrecursionlimit(limit)  # what failed is told by this process
+        warnings.filters = filters
+    assert (records["aaa"], records["good"]) == ("loaded", "loaded")
+    assert after == before
+    assert load.registry() is load.registry()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "more")])  # the plugins are found anew
+    assert [attncore.select(**ASKED).name for _ in range(2)] == ["aaa", "aaa"]
+
+
+WORKS = """
+import importlib.abc, sys
+class Works(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None): return None
+sys.meta_path.insert(0, Works())
+"""
+
+
+def test_a_finder_that_works_stays_behind_those_of_before(site, monkeypatch, caplog):
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    before = [*sys.meta_path]
+    failing = CHANGES["a finder of an old signature"]
+    site.plugin("aaa", WORKS + failing + SPEC.format(name="aaa", module="attn_aaa", extra=""))
+    load.registry()
+    assert sys.meta_path[:-1] == before
+    assert type(sys.meta_path[-1]).__name__ == "Works"
+    assert "attn-aaa 1.0 adds Old to sys.meta_path, which is taken out again, because it fails: Type" in caplog.text
+
+
+def test_a_finder_that_was_there_and_fails_hides_no_distribution(site, monkeypatch, caplog):
+    class Fails:
+        def find_spec(self, name, path, target=None):
+            return None
+
+        def find_distributions(self, context):
+            raise RuntimeError("no index")
+
+    monkeypatch.setattr(sys, "meta_path", [Fails(), *sys.meta_path])
+    site.plugin("good")
+    assert "good" in {record.name for record in discover.find()}
+    assert "distributions of Fails in sys.meta_path cannot be listed: RuntimeError: no index" in caplog.text
+
+
+SLOW = """
+import os, sys, time
+sys.path.insert(0, "/of-the-plugin")
+sys.stdout = None
+os.chdir("/")
+os.environ["ATTNCORE_STRICT_PLUGINS"] = "x"
+time.sleep(0.3)
+"""
+
+
+def test_threads_that_load_at_once_load_once_and_leave_the_process_as_it_was(site, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    site.plugin("aaa", SLOW + SPEC.format(name="aaa", module="attn_aaa", extra=""))
+    before = settings()
+    with ThreadPoolExecutor(3) as pool:
+        found = [time.sleep(0.05) or pool.submit(load.registry) for _ in range(3)]
+        registries = [one.result() for one in found]
+    assert registries[0] is registries[1] is registries[2]
+    assert settings() == before
+
+
+def test_a_plugin_may_ask_for_a_backend(site):
+    asks = f"import attncore; attncore.select(**{ASKED!r}, backend='good')"
+    site.plugin("aaa", asks + SPEC.format(name="aaa", module="attn_aaa", extra=""))
+    site.plugin("good")
+    assert {record.name: record.state for record in load.registry().records}["aaa"] == "loaded"
+
+
+def test_a_child_that_is_forked_while_plugins_load_can_load_them(site, tmp_path):
+    """The thread that loads is not in the child, and does not end there."""
+    started, ended = tmp_path / "started", tmp_path / "ended"
+    waits = f"""
+import pathlib, time
+pathlib.Path({str(started)!r}).touch()
+end = time.monotonic() + 30
+while not pathlib.Path({str(ended)!r}).exists() and time.monotonic() < end: time.sleep(0.01)
+"""
+    site.plugin("aaa", waits + SPEC.format(name="aaa", module="attn_aaa", extra=""))
+    with ThreadPoolExecutor(1) as pool:
+        loaded = pool.submit(load.registry)
+        while not started.exists():
+            time.sleep(0.01)
+        with mock.patch.dict(os.environ, {"ATTNCORE_PLUGINS": "reference"}):
+            told, error = run_in_fork(lambda: " ".join(one.state for one in load.registry().records), 20, 1 << 30)
+        ended.touch()
+        assert loaded.result().records
+    assert (told, error) == ("blocked loaded", "")
