@@ -36,7 +36,9 @@ def run_in_child(arguments: Sequence[str], timeout: float) -> str:
     and fills no file. The current folder is not searched for modules. A grandchild that has left the process's session
     is neither killed nor waited for, and loses its standard error.
     """
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(without_current_folder())}
+    # One with a colon in it would be read as two, of which the second may be a folder below the current one.
+    path = [one for one in without_current_folder() if os.pathsep not in one]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     reader, writer = os.pipe()  # not a file, which a child that never stops writing would fill the disk with
     try:
         process = subprocess.Popen(

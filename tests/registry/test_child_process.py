@@ -121,3 +121,12 @@ def test_what_is_no_file_has_no_answers(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "missing", "."):
         assert read_answers(tmp_path / name) == []
+
+
+def test_a_folder_with_a_colon_is_no_two_folders(tmp_path, monkeypatch):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "planted.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(f"{tmp_path}/a:b")
+    program = "import importlib.util; assert importlib.util.find_spec('planted') is None"
+    assert run_in_child(["-c", program], 60) == ""
