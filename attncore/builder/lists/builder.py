@@ -16,7 +16,7 @@ from attncore.builder.lists.sequence_group import SequenceGroup
 from attncore.builder.lists.settings import ListSettings
 from attncore.builder.metadata import CommonAttentionMetadata, Source
 from attncore.builder.show import list_builder_text
-from attncore.builder.slices import HostArrays
+from attncore.builder.slices import HostArrays, own_arrays
 from attncore.builder.uncopied import Uncopied
 from attncore.kernels import KernelsName, codes
 from attncore.show import guarded
@@ -59,9 +59,10 @@ def _new_arrays(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_p
         block_table=np.empty((num_reqs, width), np.int32),
     )
     if num_pages >= 0:
-        host.paged_kv_indptr = np.empty(num_reqs + 1, np.int32)
-        host.paged_kv_indices = np.empty(num_pages, np.int32)
-        host.paged_kv_last_page_len = np.empty(num_reqs, np.int32)
+        own = own_arrays(host)
+        own.paged_kv_indptr = np.empty(num_reqs + 1, np.int32)
+        own.paged_kv_indices = np.empty(num_pages, np.int32)
+        own.paged_kv_last_page_len = np.empty(num_reqs, np.int32)
     return host
 
 
