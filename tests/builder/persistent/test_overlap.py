@@ -74,6 +74,7 @@ def test_a_preempted_request_begins_anew(kernels):
     metadata = builder.build({"a": 20}, query_len=3, overlapped=True)
     lens = dict(zip(metadata.req_ids, metadata.seq_lens.tolist(), strict=True))
     assert lens == {"a": 20, "b": 6}
+    assert dict(zip(metadata.req_ids, metadata.host.previous_rows.tolist(), strict=True)) == {"a": -1, "b": 1}
 
 
 def test_a_removal_that_fails_is_no_removal(kernels, monkeypatch):
