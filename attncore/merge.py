@@ -38,10 +38,19 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor], *, base2:
 
 
 def _check(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
+    from torch import Tensor
+
+    for name, values in (("outputs", outputs), ("lses", lses)):
+        if not isinstance(values, (Sequence, Tensor)):  # parts that are stacked are given as one tensor
+            raise TypeError(f"{name}: {type(values).__name__} found; give a list of tensors, one for each part")
     if not len(outputs):
         raise ValueError("outputs: empty; give at least one part")
     if len(lses) != len(outputs):
         raise ValueError(f"lses: {len(lses)} for {len(outputs)} outputs; give one each")
+    for name, values in (("outputs", outputs), ("lses", lses)):
+        for index, value in enumerate(values):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{name}[{index}]: {type(value).__name__} found; give a tensor")
     first = outputs[0]
     for index, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
         if output.dim() != 3 or not output.is_floating_point() or output.shape != first.shape:

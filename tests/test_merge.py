@@ -117,3 +117,17 @@ OUT, LSE = torch.zeros(3, 2, 4), torch.zeros(3, 2)
 def test_parts_that_disagree_are_named(outputs, lses, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         merge_attention(outputs, lses)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "lses", "message"),
+    [
+        (1, 2, r"outputs: int found; give a list of tensors"),
+        ([torch.zeros(1, 1, 1)], {0: 1}, r"lses: dict found; give a list of tensors"),
+        ([1], [2], r"outputs\[0\]: int found; give a tensor"),
+        ([torch.zeros(1, 1, 1)], ["x"], r"lses\[0\]: str found; give a tensor"),
+    ],
+)
+def test_what_is_no_tensor_is_named(outputs, lses, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        merge_attention(outputs, lses)

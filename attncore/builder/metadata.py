@@ -256,6 +256,6 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
     host = slices.HostArrays()
     for name in ARRAYS & fields.keys():
         array = fields[name]
-        setattr(host, name, np.require(array.cpu() if hasattr(array, "cpu") else array, requirements="W"))
+        setattr(host, name, array.cpu() if hasattr(array, "cpu") else array)
     values = {name: fields[name] for name in BROADCAST if name in fields}
     return CommonAttentionMetadata(host, read_only if backend is None else backend.from_host, **values)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from attncore.array_arguments import as_array
 from attncore.builder.fields import DERIVED, ENCODER_ARRAYS, FIELDS, Length, Rebase, no_such_field
 from attncore.builder.read_only import read_only
 from attncore.builder.show import host_text
@@ -42,6 +43,7 @@ class HostArrays:
         return view
 
     def __setattr__(self, name: str, array: Any) -> None:
+        array = _own_of(name, array)
         vars(self).pop(name, None)
         setattr(self._arrays, name, array)
 
@@ -76,6 +78,22 @@ class HostArrays:
         """A field, of which no view is kept; None for one that the step does not have, or would gather."""
         array = vars(self._arrays).get(name)
         return None if array is None else read_only(array)
+
+
+def _own_of(name: str, values: Any) -> Any:
+    """What is set as a field, as kernels take it: of the field's dtype, contiguous and writable, copied where it is
+    not. ValueError that names the field where it is no array of such numbers.
+    """
+    field = FIELDS.get(name)
+    if field is None or (type(values) is np.ndarray and values.dtype == field.dtype and values.flags.carray):
+        return values
+    array = as_array(f"metadata.host.{name}", values)
+    wanted = np.dtype(field.dtype)
+    fits = array.ndim == 1 + (field.length is Length.TABLE) and (array.dtype.kind in "iu" or not array.size)
+    own = np.require(array, wanted, ["C", "A", "W"]) if fits else array
+    if not fits or (own is not array and not np.array_equal(own, array)):
+        raise ValueError(f"metadata.host.{name}: {array.dtype}{list(array.shape)}; it must hold numbers of {wanted}")
+    return own
 
 
 def own_array(host: Any, name: str) -> Any:

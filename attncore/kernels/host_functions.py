@@ -100,7 +100,8 @@ def build_slot_mapping(
 ) -> Int64Array:
     """Slots int64[num_tokens] of a batch: ``block_table`` int32[n, width], lengths int[n], all on the host.
 
-    Raises ValueError, naming the row, where a token's block lies beyond the table's width.
+    Raises ValueError, naming the row, where a token's block lies beyond the table's width. ``out`` must not
+    share memory with the other arrays, which are read while it is written.
     """
     block_size = integer("block_size", block_size, 1)
     table = array_arguments.block_table(block_table)

@@ -15,9 +15,24 @@ from hypothesis import strategies as st
 from attncore import builder, slots
 
 lens = st.lists(st.integers(0, 9), min_size=2, max_size=2)
-lengths = mostly(lens | lens.map(lambda values: np.array(values, np.int32)), sequences)
+STRIDES = (
+    np.array,
+    np.asfortranarray,
+    lambda array: np.flip(np.array(np.flip(array))),
+    lambda array: np.repeat(array, 2, axis=-1)[..., ::2],
+    lambda array: np.frombuffer(bytearray(b"." + array.tobytes()), array.dtype, -1, 1).reshape(array.shape),
+)
+"""The same elements in memory of other strides, and not aligned."""
+
+
+def arrays(lists):
+    strided = st.tuples(lists, st.sampled_from(STRIDES), st.sampled_from((np.int32, np.int64)))
+    return lists | strided.map(lambda drawn: drawn[1](np.array(drawn[0], drawn[2])))
+
+
+lengths = mostly(arrays(lens), sequences)
 tables = st.lists(st.lists(st.integers(0, 60), min_size=4, max_size=4), min_size=2, max_size=2)
-block_table = mostly(tables | tables.map(lambda rows: np.array(rows, np.int32)), sequences)
+block_table = mostly(arrays(tables), sequences)
 size = mostly(st.integers(1, 8), integers)
 ARGUMENTS = {
     "block_table": block_table, "block_tables": block_table, "rows": block_table,

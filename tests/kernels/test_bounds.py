@@ -255,3 +255,40 @@ def test_an_arena_of_a_short_array_is_refused(in_group, name):
     arrays[name] = arrays[name][:-1]
     with pytest.raises(ValueError, match=f"^{name}: .* elements, and a step of this arena writes"):
         load_kernels("cython").StepArena(fields, groups, True)
+
+
+def with_rows_of_any_stride(table):
+    """The same table in memory whose rows are not contiguous."""
+    yield np.ascontiguousarray(table[:, ::-1])[:, ::-1]
+    yield np.asfortranarray(table)
+    yield np.repeat(table, 2, axis=1)[:, ::2]
+    yield np.broadcast_to(table[:, :1], table.shape)
+
+
+def test_rows_that_are_not_contiguous_are_refused(kernels):
+    """They are copied as runs of memory; a part of a wider table has contiguous rows."""
+    module, table = load_kernels(kernels), np.arange(1, 9, dtype=np.int32).reshape(2, 4)
+    for strange in with_rows_of_any_stride(table):
+        out, memory = guarded(4, np.int32)
+        with pytest.raises(ValueError, match="block_table: its rows are not contiguous"):
+            module.fill_page_indices(strange, ints(0, 2, 4), out)
+        assert (memory == GUARD).all()
+    out, memory = guarded(4, np.int32)
+    assert module.fill_page_indices(table[::-1, 1:], ints(0, 2, 4), out) == -1
+    assert out.tolist() == [6, 7, 2, 3]
+    assert module.fill_page_indices(np.asfortranarray(table)[:, :1], ints(0, 1, 2), out) == -1
+    assert out.tolist() == [1, 5, 2, 3]
+    assert untouched(memory)
+
+
+def test_a_table_to_fill_has_contiguous_rows(kernels):
+    reader = load_kernels(kernels).GroupReader()
+    assert reader.read([SequenceGroup(False, [Sequence(0, 1, 5, [3, 4])])])
+    reader.measure(4, 0, False, False, True)
+    memory = np.full((4, 4), GUARD, np.int32)
+    for strange in (memory[:2, :2].T, memory[:2, ::-1], memory[:2, ::2]):
+        with pytest.raises(ValueError, match="block_table: its rows are not contiguous"):
+            reader.fill_table(strange)
+        assert (memory == GUARD).all()
+    reader.fill_table(memory[1:3, 1:3])
+    assert memory[1:3].tolist() == [[GUARD, 3, 4, GUARD], [GUARD, 0, 0, GUARD]]

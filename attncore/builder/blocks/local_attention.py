@@ -22,6 +22,7 @@ from attncore.builder.slices import HostArrays, own_array
 from attncore.kernels import host_functions
 
 _MOST_BLOCKS = (INT32_MAX + 1) // 4  # of all tables of a virtual batch: 2 GiB
+_MOST_CHUNKS = 1 << 20  # of a virtual batch: three numbers may ask for 2**31, which take minutes and all memory
 
 
 class VirtualBatch(NamedTuple):
@@ -50,7 +51,8 @@ def local_attention_batches(
 
     ``chunk_size`` is a multiple of ``block_size``, both in tokens. A request without tokens in this step gives no
     virtual request. A chunk without context reads no cache, so that its blocks may be missing from the table (plain
-    prompts of the list builder); otherwise a row that is too short for a chunk raises ValueError.
+    prompts of the list builder); otherwise a row that is too short for a chunk raises ValueError,
+    and so do more than 2**20 virtual requests.
     """
     chunk_size, block_size = _check_sizes(chunk_size, block_size)
     queries = array_arguments.lengths("query_lens", query_lens, 0)
@@ -60,6 +62,12 @@ def local_attention_batches(
 
     first_chunks = contexts // chunk_size
     num_chunks = np.where(queries > 0, -(-lens.astype(np.int64) // chunk_size) - first_chunks, 0)
+    count, blocks_per_chunk = int(num_chunks.sum()), chunk_size // block_size
+    if count > _MOST_CHUNKS or count * blocks_per_chunk > _MOST_BLOCKS:
+        raise ValueError(
+            f"chunk_size: {count} chunks of {blocks_per_chunk} blocks each, more than {_MOST_CHUNKS} chunks or tables "
+            f"of {_MOST_BLOCKS} blocks; give a {'larger' if count > _MOST_CHUNKS else 'smaller'} one"
+        )
     rows = np.repeat(np.arange(len(queries)), num_chunks)
     chunks = first_chunks[rows] + np.arange(len(rows)) - (np.cumsum(num_chunks) - num_chunks)[rows]
     starts, stops = chunks * chunk_size, np.minimum((chunks + 1) * chunk_size, lens[rows])
@@ -70,7 +78,7 @@ def local_attention_batches(
         virtual_lens.astype(np.int32),
         host_functions.build_query_start_loc(virtual_queries),
         host_functions.build_query_start_loc(virtual_lens),
-        _build_chunk_tables(table, rows, chunks, virtual_lens, virtual_queries, chunk_size // block_size, block_size),
+        _build_chunk_tables(table, rows, chunks, virtual_lens, virtual_queries, blocks_per_chunk, block_size),
         rows.astype(np.int32),
         chunks.astype(np.int32),
     )
@@ -156,11 +164,6 @@ def _build_chunk_tables(
         raise ValueError(
             f"block_table: row {row} holds {table.shape[1]} blocks but chunk {chunks[short[0]]} "
             f"needs block {needed - 1} (block_size {block_size})"
-        )
-    if len(rows) * blocks_per_chunk > _MOST_BLOCKS:
-        raise ValueError(
-            f"chunk_size: {len(rows)} chunks of {blocks_per_chunk} blocks each have tables of more than {_MOST_BLOCKS} "
-            "blocks; give a smaller one"
         )
     width = min(blocks_per_chunk, table.shape[1])  # beyond the batch's table all are 0
     columns = chunks[:, np.newaxis] * blocks_per_chunk + np.arange(width)

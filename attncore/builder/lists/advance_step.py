@@ -33,11 +33,24 @@ def advance_step(
     A token that starts a block takes it from the tables of the groups that the step was built from: an engine may
     append to these tables, but must not change their entries. Raises ValueError or TypeError that names the argument or
     the row, and changes nothing, for a step with prompts, a decode of several tokens, a token without a block, and a
-    step that a captured graph can no longer hold; CaptureError while a stream is capturing. Where an exception from
-    outside interrupts it (KeyboardInterrupt), ``metadata.advanced`` says whether it has happened.
+    step that a captured graph can no longer hold; CaptureError while a stream is capturing; ConcurrentUseError while
+    the builder is inside another call, in this thread or another. Where an exception from outside interrupts it
+    (KeyboardInterrupt), ``metadata.advanced`` says whether it has happened.
     """
     settings = _check_metadata(metadata)
-    settle(metadata)
+    with settings.enter():
+        settle(metadata)
+        _advance(metadata, settings, input_tokens, sampled_token_ids, num_queries)
+
+
+def _advance(
+    metadata: CommonAttentionMetadata,
+    settings: ListSettings,
+    input_tokens: Any,
+    sampled_token_ids: Any,
+    num_queries: int | None,
+) -> None:
+    """``advance_step``, inside the builder."""
     n = len(metadata.host.query_lens)
     if num_queries is not None and arguments.integer("num_queries", num_queries, 1) != n:
         raise ValueError(f"num_queries: {num_queries}, but the step has {n} decodes without padding; build it anew")

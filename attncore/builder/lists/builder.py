@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +16,8 @@ from attncore.builder.lists.sequence_group import SequenceGroup
 from attncore.builder.lists.settings import ListSettings
 from attncore.builder.metadata import CommonAttentionMetadata, Source
 from attncore.builder.show import list_builder_text
-from attncore.builder.slices import HostArrays
+from attncore.builder.slices import HostArrays, own_arrays
 from attncore.builder.uncopied import Uncopied
-from attncore.errors import ConcurrentUseError
 from attncore.kernels import KernelsName, codes
 from attncore.show import guarded
 
@@ -61,9 +59,10 @@ def _new_arrays(num_seqs: int, num_reqs: int, num_tokens: int, width: int, num_p
         block_table=np.empty((num_reqs, width), np.int32),
     )
     if num_pages >= 0:
-        host.paged_kv_indptr = np.empty(num_reqs + 1, np.int32)
-        host.paged_kv_indices = np.empty(num_pages, np.int32)
-        host.paged_kv_last_page_len = np.empty(num_reqs, np.int32)
+        own = own_arrays(host)
+        own.paged_kv_indptr = np.empty(num_reqs + 1, np.int32)
+        own.paged_kv_indices = np.empty(num_pages, np.int32)
+        own.paged_kv_last_page_len = np.empty(num_reqs, np.int32)
     return host
 
 
@@ -102,10 +101,6 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             block_size, layout, sliding_window, chunked_prefill, max_seq_len_to_capture, encoder_decoder,
             max_encoder_seq_len_to_capture, backend, kernels,
         )  # fmt: skip
-        self._reader = self.kernels.GroupReader()
-        self._reader.refused = partial(
-            ConcurrentUseError, "builder: another caller is inside it; give each thread a builder of its own"
-        )
 
     __repr__ = guarded(list_builder_text)
 
@@ -136,7 +131,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
                 groups = list(groups)
             except UNREADABLE:
                 raise error_texts.malformed_groups(groups) from None
-        with self._reader.enter():
+        with self.enter():
             return self._build_step(groups, cuda_graph_pad_size, allocate)
 
     def _build_step(self, groups: Any, cuda_graph_pad_size: int, allocate: Allocate) -> CommonAttentionMetadata:

@@ -140,20 +140,22 @@ class CommonAttentionState(FirstGenerationStateNames):
 
         Returns the metadata that the graph was captured over. On CUDA it waits only for the copy of the step before the
         last; call it on the stream that replays. Raises ValueError for a step that no graph of this builder can run,
-        and CaptureError for a size that was not captured and while a stream is capturing; the buffers have not changed
-        then.
+        and CaptureError for a size that was not captured and while a stream is capturing, and ConcurrentUseError while
+        the step's builder is inside another call; the buffers have not changed then.
         """
         refuse_while_capturing(self._device, "prepare")
         steps = self._steps
         bucket = steps.size_of(metadata, self._only)
-        settle(metadata)
         if self.builder is None:  # no size is captured without one
             raise ValueError("prepare: this state has no builder; make it with builder=")
-        steps.check_fits(metadata, self.builder)
-        captured, steps.prepared = steps.metadata[bucket], NOTHING
-        if captured is not metadata:
-            set_host(captured, steps.buffers.write(own_arrays(metadata.host), bucket))
-        steps.prepared = metadata, metadata.advanced
+        builder = self.builder if metadata.source is None else metadata.source.builder
+        with builder.enter():  # it advances the step
+            settle(metadata)
+            steps.check_fits(metadata, self.builder)
+            captured, steps.prepared = steps.metadata[bucket], NOTHING
+            if captured is not metadata:
+                set_host(captured, steps.buffers.write(own_arrays(metadata.host), bucket))
+            steps.prepared = metadata, metadata.advanced
         return captured
 
     def build(self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int) -> CommonAttentionMetadata:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from attncore import arguments
 from attncore.builder.lists.dialects import DIALECTS, Dialect
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.read_only import read_only
+from attncore.errors import ConcurrentUseError
 from attncore.graphs import refuse_while_capturing
 from attncore.kernels import KernelsName, load_kernels
 
@@ -54,6 +56,12 @@ class ListSettings:
         self._kernels = load_kernels(kernels)
         self.max_numbers: int | None = None
         """The most numbers that a step's arrays may hold; set for untrusted input (``attncore build``)."""
+        self._reader = self._kernels.GroupReader()
+        self._reader.refused = partial(
+            ConcurrentUseError, "builder: another caller is inside it; give each thread a builder of its own"
+        )
+        self.enter: Callable[[], Any] = self._reader.enter
+        """One caller at a time builds with these settings, or advances or prepares what was built (see Entrance)."""
         self._backend = backend
         self.wrap = read_only if backend is None else backend.from_host
         self.plan: Any = _guard_plan(backend) if backend is not None and backend.has_plan else None

@@ -58,6 +58,8 @@ class BatchCore:
         self.order = RequestRows()
         self.follower: Callable[[], Any] | None = None
         """A weak reference to the builder whose device tables are kept in step with these."""
+        self.overlap: Any = None
+        """The follower's Overlap, where its steps overlap: it hears which requests leave or are preempted."""
         self._scratch = zeros(max_num_reqs, np.int32)
 
     @property
@@ -109,6 +111,9 @@ class BatchCore:
         held = {name: table.held(row) for name, table in self.tables.items()}
         progress = self.state.progress(row)
         self.undo.append((self._refill, row, self.order.req_ids[row], row in self.order.paused, progress, held))
+        if self.overlap is not None:
+            self.undo.append((self.overlap.restore, *self.overlap.steps))
+            self.overlap.leave(self.order.req_ids[row])
         for table in self.tables.values():
             table.clear(row)
         self.state.start(row, 0, progress[1] if keeps_encoder else 0, False)

@@ -103,7 +103,7 @@ class MetadataBuilder(Uncopied):
         )
         side, kernel = assembly.side, assembly.kernel
         if side is not None:
-            self._core.follower = weakref.ref(self)
+            self._core.follower, self._core.overlap = weakref.ref(self), self._overlap
             side.tables.forget()
         self._assembly = assembly
         self._refuse_while_capturing = assembly.refuse_while_capturing

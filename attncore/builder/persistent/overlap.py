@@ -28,6 +28,13 @@ class _Step(NamedTuple):
 
     req_ids: tuple[Any, ...]
     rows: dict[Any, int]
+    left: frozenset[int] = frozenset()
+    """Rows whose request has left or was preempted since: the lengths of what has its name by now are exact."""
+
+    def without(self, req_id: Any) -> _Step:
+        """The step after this request has left. It is found by identity: a name's own ``__eq__`` may raise."""
+        row = next((row for row, held in enumerate(self.req_ids) if held is req_id), None)
+        return self if row is None else self._replace(left=self.left | {row})
 
 
 _NO_STEP = _Step((), {})
@@ -50,18 +57,32 @@ class Overlap:
         if not self.overlapped:
             return
         req_ids, last = metadata.req_ids, self._last
-        if req_ids is last.req_ids or req_ids == last.req_ids:
+        if not last.left and (req_ids is last.req_ids or req_ids == last.req_ids):
             out[: len(req_ids)] = self._all[: len(req_ids)]
         else:
-            out[: len(req_ids)] = [last.rows.get(req_id, -1) for req_id in req_ids]
+            rows = [last.rows.get(req_id, -1) for req_id in req_ids]
+            out[: len(req_ids)] = [-1 if row in last.left else row for row in rows]
 
     def remember(self, metadata: StepMetadata) -> None:
         """Makes a step that was sent the last one. A step without rows does not replace the one before it."""
         self._bounded[metadata.step] = self.overlapped
         self._bounded.pop(metadata.step - 8, None)
         req_ids, self._before_last = metadata.req_ids, self._last
-        if req_ids and req_ids is not self._last.req_ids:
+        if req_ids and (req_ids is not self._last.req_ids or self._last.left):
             self._last = _Step(req_ids, {req_id: row for row, req_id in enumerate(req_ids)})
+
+    def leave(self, req_id: Any) -> None:
+        """A request leaves, or loses its progress: whoever has its name later is another one here."""
+        self.restore(*(step.without(req_id) for step in self.steps))
+
+    @property
+    def steps(self) -> tuple[_Step, ...]:
+        """The last step and the one before it, for ``restore``."""
+        return self._last, self._before_last
+
+    def restore(self, last: _Step, before_last: _Step) -> None:
+        """Takes back ``leave``."""
+        self._last, self._before_last = last, before_last
 
     @property
     def last(self) -> Any:

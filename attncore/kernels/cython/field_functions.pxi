@@ -10,6 +10,13 @@ cdef inline bint has_room(slot_t start, slot_t count, slot_t room) noexcept nogi
     return start >= 0 and count >= 0 and start + count <= room
 
 
+cdef int check_columns(Py_ssize_t columns, Py_ssize_t stride) except -1:
+    """ValueError for a rectangle of block ids whose rows are not contiguous: they are copied as runs of memory."""
+    if columns > 1 and stride != sizeof(block_id_t):
+        raise ValueError("block_table: its rows are not contiguous; give a copy")
+    return 0
+
+
 def fill_slot_mapping(const block_id_t[:, ::1] block_table, const length_t[::1] context_lens,
                       const length_t[::1] query_lens, length_t block_size, slot_t[::1] out):
     """slot_mapping of a rectangle of block ids: the first row with a token beyond its columns or ``out``, or -1."""
@@ -57,6 +64,7 @@ def fill_page_indices(const block_id_t[:, :] block_table, const length_t[::1] in
     Returns the first row whose ids lie beyond its columns or ``out``, or -1.
     """
     cdef length_t i, start, count
+    check_columns(block_table.shape[1], block_table.strides[1])
     for i in range(<length_t> indptr.shape[0] - 1):
         start = indptr[i]
         count = <length_t> max(min(<slot_t> indptr[i + 1] - start, <slot_t> MAX_INT32), -1)

@@ -167,6 +167,7 @@ cdef class GroupReader(Entrance):
 
     def fill_table(self, block_id_t[:, :] table):
         """Fills int32[rows, width] (rows contiguous), rows beyond the sequences and every tail with 0."""
+        check_columns(table.shape[1], table.strides[1])
         fill_entry_rows(self.entries, self.num_seqs, self.ids, table)
 
     def fill_pages(self, length_t[::1] indptr, block_id_t[::1] indices, length_t[::1] last_page_len):

@@ -55,7 +55,13 @@ def fill_positions(context_lens, query_lens, positions, token_to_req_indices):
     return -1
 
 
+def check_columns(table: Any) -> None:
+    if table.shape[1] > 1 and table.strides[1] != table.itemsize:
+        raise ValueError("block_table: its rows are not contiguous; give a copy")
+
+
 def fill_page_indices(block_table: Any, indptr: Any, out: Any) -> int:
+    check_columns(block_table)
     indptr = indptr.tolist()
     for i, (start, stop) in enumerate(itertools.pairwise(indptr)):
         if start == stop:

@@ -11,6 +11,7 @@ from attncore.arguments import INT32_MAX
 from attncore.kernels.codes import OK, TOO_MANY_SEQ_TOKENS
 from attncore.kernels.numba.block_ids import read_ids, read_int, readable
 from attncore.kernels.numba.entrance import Entrance
+from attncore.kernels.numba.field_functions import check_columns
 from attncore.kernels.numba.sequence_checks import ENTRY_COLUMNS, NUM_IDS, count_entries, settle_entries
 from attncore.kernels.numba.sequence_fields import fill_entries, fill_entry_pages, fill_entry_rows, pad_entries
 
@@ -105,6 +106,7 @@ class GroupReader(Entrance):
             )  # fmt: skip
 
     def fill_table(self, table: Any) -> None:
+        check_columns(table)
         fill_entry_rows(self.entries, self.ids, table)
 
     def fill_pages(self, indptr: Any, indices: Any, last_page_len: Any) -> None:

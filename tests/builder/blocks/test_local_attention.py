@@ -157,8 +157,13 @@ def list_step(pad=-1, **options):
         ),
         (
             lambda: local_attention_batches([1], [1], [[0]], 2**31 - 1, 1),
-            "chunk_size: 1 chunks of 2147483647 blocks each have tables of more than",
+            "chunk_size: 1 chunks of 2147483647 blocks each, more than .*; give a smaller one",
         ),
+        (
+            lambda: local_attention_batches([2**31 - 1] * 3, [2**31 - 1] * 3, [[1]] * 3, 1, 1),
+            "chunk_size: 6442450941 chunks of 1 blocks each, more than 1048576 chunks .*; give a larger one",
+        ),
+        (lambda: local_attention_batches([2**20 + 1], [2**20 + 1], [[1]], 1, 1), "chunk_size: 1048577 chunks"),
         (lambda: local_attention_metadata(list_step(1), 4, 2), "metadata: padded for a graph"),
         (lambda: local_attention_metadata(list_step(sliding_window=4), 4, 2), "metadata: row 0 has a length capped"),
     ],

@@ -40,3 +40,53 @@ def test_what_overlapping_needs(given, options, message):
     batch = InputBatch(max_num_reqs=2, max_model_len=32, block_size=4)
     with pytest.raises(ValueError, match=message):
         MetadataBuilder(batch, max_num_batched_tokens=8, num_rejected=given, **{"transport": "copy"} | options)
+
+
+def two_requests(kernels, names=("a", "b")):
+    """A batch of two requests, and a builder each of whose steps has two rejected tokens a row; one step is built."""
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=16, kernels=kernels)
+    rejected = torch.full((4,), 2, dtype=torch.int32)
+    builder = MetadataBuilder(
+        batch, max_num_batched_tokens=64, decode_threshold=4, transport="copy", num_rejected=rejected
+    )
+    for row, computed in enumerate((4, 2)):
+        batch.add_request(names[row], [4 * row + k for k in range(1, 5)], computed)
+    builder.build(query_len=3)
+    return batch, builder
+
+
+@pytest.mark.parametrize("others", [{}, {"b": 0}])
+def test_a_request_with_the_name_of_one_that_left_is_exact(kernels, others):
+    batch, builder = two_requests(kernels)
+    batch.remove_request("a")
+    batch.add_request("a", [9, 10, 11, 12], 8)
+    metadata = builder.build(others, query_len=3, overlapped=True)
+    assert metadata.seq_lens.tolist() == ([11] if others else [11, 6])
+    assert metadata.slot_mapping.tolist()[:3] == [152, 153, 154]
+    assert metadata.host.previous_rows.tolist() == ([-1] if others else [-1, 1])
+    assert builder.build(query_len=3, overlapped=True).seq_lens.tolist()[0] == 12  # 14 less the two of its own
+
+
+def test_a_preempted_request_begins_anew(kernels):
+    batch, builder = two_requests(kernels)
+    batch.preempt("a")
+    batch.append_blocks("a", [9, 10])
+    metadata = builder.build({"a": 20}, query_len=3, overlapped=True)
+    lens = dict(zip(metadata.req_ids, metadata.seq_lens.tolist(), strict=True))
+    assert lens == {"a": 20, "b": 6}
+    assert dict(zip(metadata.req_ids, metadata.host.previous_rows.tolist(), strict=True)) == {"a": -1, "b": 1}
+
+
+def test_a_removal_that_fails_is_no_removal(kernels, monkeypatch):
+    batch, builder = two_requests(kernels)
+
+    def fail(*args):
+        raise RuntimeError("not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch.core.order, "remove", fail)
+        with pytest.raises(RuntimeError, match="not now"):
+            batch.remove_request("a")
+    metadata = builder.build(query_len=3, overlapped=True)
+    assert metadata.host.previous_rows.tolist() == [0, 1]
+    assert metadata.seq_lens.tolist() == [8, 6]
