@@ -28,7 +28,6 @@ EXCEPTIONS = {
     "checks.Failure": STRUCT,
     "checks.stale_rows": "SSE2",
     "one_token_rows.prefix_sum": "SSE2",
-    "step_arena.check_length": "a pointer knows no length; a slice of NumPy's ends with its array",
     "step_arena.lengths_of": "a pointer to an array",
     "step_arena.slots_of": "a pointer to an array",
     "step_sender.store_word": "an atomic store; NumPy has none, and the numba side serves no device",

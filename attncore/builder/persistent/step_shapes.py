@@ -172,7 +172,7 @@ class StepShapes:
             device, memory = ring.fixed_views(capacity), ring.bytes_of(capacity)
         arenas, metadata = [], []
         for views in ring.views(capacity):
-            arenas.append(core.kernels.StepArena(views.fields, views.groups, has_cross))
+            arenas.append(core.kernels.StepArena(views.fields, views.groups, capacity, has_cross))
             metadata.append(
                 step_metadata(
                     arenas[-1], views, core, self._backends.wraps, self._owner, extra, device, side, padded=pads
