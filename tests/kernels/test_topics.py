@@ -34,6 +34,7 @@ EXCEPTIONS = {
     "step_sender.load_word": "an atomic load, the same",
     "step_sender.words_at": "memory at an address, for which C has a cast",
     "entrance.after_fork": "in a forked child sys._current_frames() has no frame of another thread",
+    "entrance.begin": "what a direct call does; those of the numba side enter",
     "entrance.Stay.lasts": "in C a Stay that is let go ends: no frame is looked for",
     "batch.BatchState._restored": NO_STEP,
     "step.StepKernel.next_step": "a field in C",
