@@ -137,8 +137,14 @@ class StepShapes:
         return None
 
     def of(self, metadata: StepMetadata) -> Any:
-        """The StepShape of a padded step."""
-        return self.captured[metadata.num_reqs]
+        """The StepShape of a padded step; CaptureError where its size was released."""
+        shape = self.captured.get(metadata.num_reqs)
+        if shape is None:
+            self.captured.refuse(
+                f"metadata: its size of {metadata.num_reqs} requests",
+                f"builder.capture({metadata.num_reqs}) gives metadata of it",
+            )
+        return shape
 
     def at_capture(self, metadata: StepMetadata) -> StepMetadata:
         """A captured size's ``metadata`` for a stand-in graph on the CPU: it keeps the counts of the capture.
