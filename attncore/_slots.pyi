@@ -81,7 +81,11 @@ class StepArena:
     moves: tuple[tuple[int, int], ...]
     views: tuple[tuple[dict[str, Any], tuple[str, ...]], ...]
     def __init__(
-        self, fields: dict[str, npt.NDArray[Any]], groups: list[dict[str, npt.NDArray[Any]]], has_cross: bool
+        self,
+        fields: dict[str, npt.NDArray[Any]],
+        groups: list[dict[str, npt.NDArray[Any]]],
+        capacity: tuple[int, int, int],
+        has_cross: bool,
     ) -> None: ...
 
 class StepShape:

@@ -3,16 +3,18 @@
 An integer is a Python int, a NumPy integer of any width, a 0-d array or tensor of integers, or any other object whose
 ``__index__`` gives one. A bool of any library, a float and an array with dimensions are none. A value is converted
 once: what goes on is the int that is returned here, and never the object, which may answer differently when it is asked
-again. Checks of arrays are in ``array_arguments``. The module imports nothing heavy, so that light modules may use it.
+again. A name, likewise, is a plain str from then on: a subclass may hash or compare otherwise the next time. Checks of
+arrays are in ``array_arguments``. The module imports nothing heavy, so that light modules may use it.
 """
 
 from __future__ import annotations
 
 import operator
 import sys
+from collections.abc import Iterable
 from typing import Any
 
-from attncore.quoted import quoted
+from attncore.quoted import plain_text, quoted
 
 INT32_MAX = 2**31 - 1
 FLOAT_MAX = sys.float_info.max
@@ -72,6 +74,14 @@ def finite_number(name: str, value: Any, *, positive: bool = False) -> int | flo
     if number is None or not (0 if positive else -FLOAT_MAX) <= number <= FLOAT_MAX or (positive and not number):
         raise ValueError(f"{name}: {quoted(value)} is not a {'positive' if positive else 'finite'} number")
     return number
+
+
+def one_of(name: str, value: Any, known: Iterable[str]) -> str:
+    """``value`` as a plain str; ValueError where it is not one of ``known``."""
+    word, words = plain_text(value), tuple(known)
+    if word is None or word not in words:
+        raise ValueError(f"{name}: {quoted(value)} is not one of {', '.join(words)}")
+    return word
 
 
 def items(name: str, values: Any) -> list[Any]:

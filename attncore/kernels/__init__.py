@@ -11,11 +11,11 @@ from __future__ import annotations
 import importlib
 from typing import Any, Literal
 
-from attncore import env
+from attncore import arguments, env
 
 KernelsName = Literal["cython", "numba"]
 
-_MODULES: dict[KernelsName, str] = {"cython": "attncore._slots", "numba": "attncore.kernels.numba"}
+_MODULES = {"cython": "attncore._slots", "numba": "attncore.kernels.numba"}
 
 
 def load_kernels(name: KernelsName | None = None) -> Any:
@@ -23,10 +23,9 @@ def load_kernels(name: KernelsName | None = None) -> Any:
 
     Raises ValueError for an unknown name, and ImportError where the requested module, or either, cannot be imported.
     """
-    wanted = name or env.kernels()
-    if wanted is not None:
-        if wanted not in _MODULES:
-            raise ValueError(f"kernels: {wanted!r} is not one of {', '.join(_MODULES)}")
+    asked = name or env.kernels()
+    if asked is not None:
+        wanted = arguments.one_of("kernels", asked, _MODULES)
         try:
             return importlib.import_module(_MODULES[wanted])
         except Exception as error:

@@ -218,7 +218,8 @@ def test_page_lists_that_were_written_to_show_no_other_memory(kernels, num_reque
 ARENA_FIELDS = [
     (False, name)
     for name in (
-        "token_to_req_indices", "context_lens", "query_lens", "logits_indices", "query_start_loc", "seq_start_loc",
+        "positions", "token_to_req_indices", "seq_lens", "context_lens", "query_lens", "logits_indices",
+        "query_start_loc", "seq_start_loc",
         "prefill_query_start_loc", "prefill_seq_start_loc", "encoder_seq_lens", "encoder_query_lens",
         "encoder_seq_start_loc", "encoder_query_start_loc",
     )
@@ -242,19 +243,19 @@ def arena_arrays(num_reqs, num_tokens):
 )
 def test_a_shape_that_its_arenas_do_not_hold_is_refused(kernels, padding, message):
     module = load_kernels(kernels)
-    arenas = [module.StepArena(*arena_arrays(*size), True) for size in ((5, 12), (4, 8))]
+    arenas = [module.StepArena(*arena_arrays(*size), (*size[::-1], 0), True) for size in ((5, 12), (4, 8))]
     module.StepShape(arenas, [], True, 4, 2)
     with pytest.raises(ValueError, match=message):
         module.StepShape(arenas, [], True, *padding)
 
 
 @pytest.mark.parametrize(("in_group", "name"), ARENA_FIELDS)
-def test_an_arena_of_a_short_array_is_refused(in_group, name):
+def test_an_arena_of_a_short_array_is_refused(kernels, in_group, name):
     fields, groups = arena_arrays(4, 8)
     arrays = groups[0] if in_group else fields
     arrays[name] = arrays[name][:-1]
     with pytest.raises(ValueError, match=f"^{name}: .* elements, and a step of this arena writes"):
-        load_kernels("cython").StepArena(fields, groups, True)
+        load_kernels(kernels).StepArena(fields, groups, (8, 4, 0), True)
 
 
 def with_rows_of_any_stride(table):

@@ -38,8 +38,7 @@ class ListSettings:
         sliding_window = optional("sliding_window", sliding_window, 1)
         max_seq_len_to_capture = optional("max_seq_len_to_capture", max_seq_len_to_capture, 1)
         max_encoder_seq_len_to_capture = optional("max_encoder_seq_len_to_capture", max_encoder_seq_len_to_capture, 1)
-        if layout not in DIALECTS:
-            raise ValueError(f"layout: {layout!r} is not one of {', '.join(DIALECTS)}")
+        layout = arguments.one_of("layout", layout, DIALECTS)
         for name, flag in (("chunked_prefill", chunked_prefill), ("encoder_decoder", encoder_decoder)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: {flag!r} is not true or false")

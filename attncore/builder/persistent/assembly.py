@@ -110,13 +110,16 @@ class Assembly:
         """Memory of arenas, host and device, and of the device's tables and page indices, bytes."""
         return self.ring.nbytes + (self.side.nbytes if self.side else 0)
 
-    def build(self, shape: Any, scheduled: Mapping[Hashable, int], query_len: int) -> StepMetadata:
-        """Builds, plans and sends a step; ``shape`` None: an eager step, whose shape follows from its tokens."""
+    def build(self, shape: Any, scheduled: Mapping[Hashable, int], query_len: int, one_of_each: bool) -> StepMetadata:
+        """Builds, plans and sends a step; ``shape`` None: an eager step, whose shape follows from its tokens.
+
+        ``one_of_each``: every request runs one token, which the other two arguments say too.
+        """
         num_rows = len(self._core.order.req_ids)
         self.acquire()
         metadata = None
         # Poisoned memory is poisoned behind the checks, which this way and the filling of the arena are one call.
-        if not scheduled and query_len == 1 and not self._poison:
+        if one_of_each and not self._poison:
             step_shape = shape or self.shapes.eager(num_rows, 0)
             self._begin(step_shape)
             metadata = self.kernel.decode_step_inside(step_shape)
@@ -128,6 +131,8 @@ class Assembly:
     def build_empty(self, bucket: int, *, capturing: bool) -> StepMetadata:
         """An empty step padded to a captured size; for the capture itself, with the largest lengths."""
         shape = self.shapes.find(bucket)
+        if self._overlap is not None:
+            self._overlap.overlapped = False  # of no rows, whatever the build before it was
         self.acquire()
         self._poison_arena()
         self._begin(shape)

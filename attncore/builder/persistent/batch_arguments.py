@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncore import arguments
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup, checked_groups
+from attncore.quoted import plain_text
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.batch_core import BatchCore
@@ -74,14 +75,19 @@ def ids_by_group(
             f"block_ids: {block_ids!r} of request {req_id!r} is not a mapping; give ids by group: {', '.join(tables)}"
         )
     try:
-        given = dict(block_ids.items())  # read once: the caller's mapping may answer otherwise the next time
+        given = [
+            (key, ids) for key, ids in block_ids.items()
+        ]  # read once: the caller's mapping may answer otherwise the next time
     except (TypeError, ValueError) as error:
         raise TypeError(f"block_ids: of request {req_id!r}, its items are no names and ids ({error})") from None
-    for name in given:
-        if name not in tables:
-            raise ValueError(f"block_ids: request {req_id!r} names group {name!r}; known: {', '.join(tables)}")
+    by_name: dict[str, Any] = {}
+    for key, ids in given:
+        name = plain_text(key)
+        if name is None or name not in tables:
+            raise ValueError(f"block_ids: request {req_id!r} names group {key!r}; known: {', '.join(tables)}")
+        by_name[name] = ids
     if all_groups:
         for name in tables:
-            if name not in given:
+            if name not in by_name:
                 raise ValueError(f"block_ids: request {req_id!r} has none for group {name!r}; give a list, if empty")
-    return given
+    return by_name

@@ -29,6 +29,8 @@ from attncore.errors import CaptureError
 from attncore.show import guarded
 
 _ALL_REQUESTS: Mapping[Any, int] = MappingProxyType({})
+_ONE = 1
+"""CPython has one object of this int, which neither True nor 1.0 is."""
 
 
 def _no_short_way(*_: Any) -> None:
@@ -202,16 +204,19 @@ class MetadataBuilder(Uncopied):
         changed: ``last_step`` tells which, and ``last_metadata`` is the step.
         """
         shape = None
+        one_of_each = query_len is _ONE and (
+            scheduled is _ALL_REQUESTS or (type(scheduled) in (dict, MappingProxyType) and not scheduled)
+        )
         if overlapped and self._overlap is None:
             raise ValueError("overlapped: this builder was made without num_rejected, so lengths must be exact")
-        if bucket is None and query_len == 1 and not scheduled:
+        if bucket is None and one_of_each:
             metadata = self._decode_step()
             if metadata is not None:
                 return metadata  # type: ignore[no-any-return]
         elif bucket is not None:
             if not self._longer:
                 self._refuse_while_capturing("build")
-                if query_len == 1 and not scheduled:
+                if one_of_each:
                     metadata = self._padded_step(bucket)
                     if metadata is not None:
                         return metadata  # type: ignore[no-any-return]
@@ -222,7 +227,7 @@ class MetadataBuilder(Uncopied):
             self._refuse_while_capturing("build")
             if self._overlap is not None:
                 self._overlap.overlapped = overlapped
-            return self._answer(self._assembly.build(shape, scheduled, query_len))
+            return self._answer(self._assembly.build(shape, scheduled, query_len, one_of_each))
 
     def capture(self, num_reqs: int, query_len: int = 1) -> StepMetadata:
         """Metadata to capture a graph over: an empty step, padded to ``num_reqs`` rows of ``query_len`` tokens.

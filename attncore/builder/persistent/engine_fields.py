@@ -12,6 +12,7 @@ from attncore.builder.fields import FIELDS, Field, Length, engine_field
 from attncore.builder.persistent.host_fields import HostFields
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.builder.slices import own_array
+from attncore.quoted import plain_text, quoted
 
 FillField = Callable[[StepMetadata, npt.NDArray[Any]], None]
 
@@ -45,20 +46,22 @@ class EngineFields:
         """Takes back what ``add`` or ``register`` added since."""
         self._fills = registered
 
-    def register(self, name: Any, dtype: Any, per: str, fill: Any) -> None:
+    def register(self, given: Any, dtype: Any, per: Any, fill: Any) -> None:
         """Adds a field; raises ValueError or TypeError that names the wrong argument."""
-        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_") or name in _TAKEN:
-            raise ValueError(f"name: {name!r} is not a free name for a field of metadata")
+        name = plain_text(given)
+        if name is None or not name.isidentifier() or name.startswith("_") or name in _TAKEN:
+            raise ValueError(f"name: {quoted(given)} is not a free name for a field of metadata")
         if name in self._fills:
             raise ValueError(f"name: {name!r} is registered already")
-        if per not in ("token", "request"):
-            raise ValueError(f"per: {per!r} is neither token nor request")
+        word = plain_text(per)
+        if word not in ("token", "request"):
+            raise ValueError(f"per: {quoted(per)} is neither token nor request")
         if not callable(fill):
             raise TypeError(f"fill: {fill!r} is not a function of metadata and the array to fill")
         field_dtype = np.dtype(dtype)
         if field_dtype.kind not in "iufb":
             raise TypeError(f"dtype: {field_dtype} is not one of numbers")
-        self.add(engine_field(name, field_dtype.type, Length.TOKEN if per == "token" else Length.REQUEST), fill)
+        self.add(engine_field(name, field_dtype.type, Length.TOKEN if word == "token" else Length.REQUEST), fill)
 
     def fill(self, metadata: StepMetadata) -> None:
         """Writes the values of a step; elements that a field's ``fill`` leaves are 0."""

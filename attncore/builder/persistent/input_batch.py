@@ -334,9 +334,7 @@ class InputBatch(Uncopied):
             if len(self.core.tables) > 1:
                 raise ValueError(f"group: name one of {', '.join(self.core.tables)}")
             return self.core.decoders[0]
-        if not isinstance(group, str) or group not in self.core.tables:
-            raise ValueError(f"group: {group!r} is not one of {', '.join(self.core.tables)}")
-        return self.core.tables[group]
+        return self.core.tables[arguments.one_of("group", group, self.core.tables)]
 
     def _by_group(self, req_id: Hashable, block_ids: Any, *, all_groups: bool = False) -> dict[str, Any]:
         """Block ids by the name of their group; with ``all_groups``, every group's."""

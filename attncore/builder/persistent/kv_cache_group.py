@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from attncore import arguments
+from attncore.quoted import plain_text, quoted
 
 MAX_GROUPS = 64
 
@@ -64,12 +65,13 @@ def checked_groups(groups: Iterable[KVCacheGroup]) -> tuple[KVCacheGroup, ...]:
 
 
 def _checked_group(path: str, given: object) -> KVCacheGroup:
-    """The group with plain ints, each of its fields read once; ValueError or TypeError that names the field."""
+    """The group with a plain name and ints, each field read once; ValueError or TypeError that names the field."""
     if not isinstance(given, KVCacheGroup):
         raise TypeError(f"{path}: {given!r} is not a KVCacheGroup")
-    name, block_size, kernel_block_size, sliding_window, cross, num_blocks = tuple.__iter__(given)
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"{path}.name: {name!r} is not a name")
+    named, block_size, kernel_block_size, sliding_window, cross, num_blocks = tuple.__iter__(given)
+    name = plain_text(named)
+    if not name:
+        raise TypeError(f"{path}.name: {quoted(named)} is not a name")
     block_size = arguments.integer(f"{path}.block_size", block_size, 1)
     kernel_block_size = arguments.optional_integer(f"{path}.kernel_block_size", kernel_block_size, 1)
     if kernel_block_size is not None and block_size % kernel_block_size:

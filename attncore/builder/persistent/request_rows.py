@@ -8,6 +8,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Any
 
+from attncore.errors import ConcurrentUseError
+
+_READS = 8
+"""How often the names are read at most, until no other caller has changed them meanwhile."""
+
 
 class RequestRows:
     """The order of rows. ``holes`` are empty rows below the last one in use; ``paused`` are preempted requests."""
@@ -16,15 +21,27 @@ class RequestRows:
         self.req_ids: list[Any] = []
         """The request of each row; None: an empty row."""
         self._row_of: dict[Hashable, int] | None = {}
+        self._changes = 0  # of ``req_ids``, counted behind each
         self.holes: set[int] = set()
         self.paused: set[int] = set()
 
     @property
     def row_of(self) -> dict[Hashable, int]:
-        """The row of each request by its name, made anew after ``derive``."""
-        if self._row_of is None:
-            self._row_of = self._index()
-        return self._row_of
+        """The row of each request by its name, made anew after ``derive``. What the names' own code raises is raised.
+
+        That code, a signal's handler or another thread may remove a request while the names are read: what was read
+        is kept only where nothing has changed since. Inside a call that has entered the batch, nothing does.
+        """
+        for _ in range(_READS):
+            if (known := self._row_of) is not None:
+                return known
+            changes = self._changes
+            read = {req_id: row for row, req_id in enumerate(self.req_ids) if req_id is not None}
+            if self._changes == changes and self._row_of is None:
+                self._row_of = read
+        raise ConcurrentUseError(
+            "batch: its requests change while they are looked up; use it from one thread at a time"
+        )
 
     def __len__(self) -> int:
         """Rows in use, including holes."""
@@ -45,12 +62,24 @@ class RequestRows:
             # One whose own __eq__ or __hash__ raises now is still the request of its row.
             row = next((row for row, held in enumerate(self.req_ids) if held is req_id and held is not None), -1)
             if row >= 0:
+                self._refuse_from_outside(error, req_id)
+                self._row_of = None  # so that ``remove`` calls none of its code
                 return row
             if isinstance(error, KeyError):
                 raise ValueError(f"req_id: {req_id!r} is not in the batch") from None
             if isinstance(error, TypeError):
                 raise TypeError(f"req_id: {req_id!r} cannot name a request ({error})") from None
             raise
+
+    def _refuse_from_outside(self, error: BaseException, req_id: Hashable) -> None:
+        """Raises ``error`` where the look-up, made again, raises nothing: it was no name's, but a signal handler's."""
+        try:
+            _ = self.row_of[req_id]
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            return
+        raise error
 
     def free_row(self) -> int:
         """The row for the next request: the lowest hole, or a new row."""
@@ -63,6 +92,7 @@ class RequestRows:
         else:
             self.req_ids[row] = req_id
             self.holes.discard(row)
+        self._changes += 1
         self.row_of[req_id] = row
 
     def remove(self, req_id: Hashable, row: int) -> None:
@@ -71,14 +101,11 @@ class RequestRows:
         self.holes.add(row)
         self.paused.discard(row)
         self.drop_last_holes()
-        row_of, self._row_of = self.row_of, None
-        try:
+        self._changes += 1
+        row_of, self._row_of = self._row_of, None
+        if row_of is not None:
             row_of.pop(req_id, None)
             self._row_of = row_of
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # its own __eq__ or __hash__ raised: ``row_of`` is made anew, without it
-            return
 
     def drop_last_holes(self) -> None:
         """Drops the holes behind the last request."""
@@ -91,6 +118,7 @@ class RequestRows:
         ids = self.req_ids
         for i, j in moves:
             ids[i], ids[j] = ids[j], ids[i]
+            self._changes += 1
             for rows in (self.holes, self.paused):
                 if (i in rows) != (j in rows):
                     rows.symmetric_difference_update((i, j))
@@ -112,18 +140,6 @@ class RequestRows:
         """
         while self.req_ids and self.req_ids[-1] is None:
             self.req_ids.pop()
+        self._changes += 1
         self._row_of = None
         self.holes = {row for row, req_id in enumerate(self.req_ids) if req_id is None}
-
-    def _index(self) -> dict[Hashable, int]:
-        """``row_of``, without names whose own ``__eq__`` or ``__hash__`` raises: ``row`` finds these by identity."""
-        row_of: dict[Hashable, int] = {}
-        for row, req_id in enumerate(self.req_ids):
-            if req_id is not None:
-                try:
-                    row_of[req_id] = row
-                except KeyboardInterrupt:
-                    raise
-                except BaseException:
-                    continue
-        return row_of

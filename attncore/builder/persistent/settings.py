@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from attncore import arguments
 from attncore.builder.blocks.context_parallel import ContextParallel
+from attncore.builder.device.transport import TRANSPORTS
 
 
 class Settings(NamedTuple):
@@ -53,7 +54,7 @@ def check_settings(
         max_num_encoder_tokens,
         decode_threshold,
         context_parallel,
-        transport,
+        arguments.one_of("transport", transport, TRANSPORTS),
         bool(ticket),
         depth,
     )

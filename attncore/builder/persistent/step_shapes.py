@@ -137,8 +137,14 @@ class StepShapes:
         return None
 
     def of(self, metadata: StepMetadata) -> Any:
-        """The StepShape of a padded step."""
-        return self.captured[metadata.num_reqs]
+        """The StepShape of a padded step; CaptureError where its size was released."""
+        shape = self.captured.get(metadata.num_reqs)
+        if shape is None:
+            self.captured.refuse(
+                f"metadata: its size of {metadata.num_reqs} requests",
+                f"builder.capture({metadata.num_reqs}) gives metadata of it",
+            )
+        return shape
 
     def at_capture(self, metadata: StepMetadata) -> StepMetadata:
         """A captured size's ``metadata`` for a stand-in graph on the CPU: it keeps the counts of the capture.
@@ -172,7 +178,7 @@ class StepShapes:
             device, memory = ring.fixed_views(capacity), ring.bytes_of(capacity)
         arenas, metadata = [], []
         for views in ring.views(capacity):
-            arenas.append(core.kernels.StepArena(views.fields, views.groups, has_cross))
+            arenas.append(core.kernels.StepArena(views.fields, views.groups, capacity, has_cross))
             metadata.append(
                 step_metadata(
                     arenas[-1], views, core, self._backends.wraps, self._owner, extra, device, side, padded=pads

@@ -55,7 +55,7 @@ cdef class Entrance:
         cdef Stay stay = Stay.__new__(Stay)  # first: an allocation may run other code
         if self.state == INSIDE and (self.forks == num_forks or self.thread == PyThread_get_thread_ident()):
             raise self.refused()
-        self.state, self.forks, self.thread = INSIDE, num_forks, PyThread_get_thread_ident()
+        begin(self)
         stay.entrance, stay.inside = self, True
         return stay
 
@@ -65,6 +65,12 @@ cdef class Entrance:
             action = self.undo[PyList_GET_SIZE(self.undo) - 1]
             action[0](*action[1:])
             self.undo.pop()  # in C, right after the call: no exception comes between
+
+
+cdef inline void begin(Entrance entrance) noexcept:
+    """Makes the caller the one inside. A direct call, which undoes nothing, sets the state FREE at its end."""
+    entrance.state, entrance.forks = INSIDE, num_forks
+    entrance.thread = PyThread_get_thread_ident()
 
 
 @cython.final

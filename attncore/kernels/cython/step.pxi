@@ -53,7 +53,13 @@ cdef class StepKernel:
 
     def decode_step(self):
         """Runs one token of every row: the metadata, or None where rows must be arranged or a check fails."""
-        return self.decode_step_inside(self.eager) if self.batch.state == FREE else None
+        if self.batch.state != FREE:
+            return None
+        begin(self.batch)  # the last reference to a removed request's name may be let go, and its __del__ build
+        try:
+            return self.decode_step_inside(self.eager)
+        finally:
+            self.batch.state = FREE
 
     def add_shape(self, StepShape shape):
         """Adds a shape that ``padded_step`` finds by its num_reqs."""
@@ -67,10 +73,14 @@ cdef class StepKernel:
         cdef object shape = self.shapes.get(num_reqs) if type(num_reqs) is int else None, metadata
         if shape is None or self.batch.state != FREE:
             return None
-        metadata = self.decode_step_inside(<StepShape> shape)
-        if metadata is not None:
-            (<StepShape> shape).commit(self.next_step - 1)
-        return metadata
+        begin(self.batch)
+        try:
+            metadata = self.decode_step_inside(<StepShape> shape)
+            if metadata is not None:
+                (<StepShape> shape).commit(self.next_step - 1)
+            return metadata
+        finally:
+            self.batch.state = FREE
 
     cpdef object decode_step_inside(self, StepShape shape):
         """decode_step in a shape, for the caller that has entered the batch."""

@@ -36,6 +36,7 @@ cdef slot_t* slots_of(dict fields, str name, Py_ssize_t least) except NULL:
 cdef class StepArena:
     """The outputs of one step: arrays of one arena of the ring (by name, see builder/device/arena.py), and its counts.
 
+    ``capacity`` is what the arrays hold, of which each is checked: tokens, requests and encoder tokens.
     ``groups`` has the arrays of each KV-cache group, the cross group's last. Groups whose page lists are the same
     arrays as an earlier group's have blocks of one size: they are filled once.
     """
@@ -72,14 +73,15 @@ cdef class StepArena:
     cdef public object moves
     cdef public tuple views     # (mapping, names): the arrays of a step that are cached, until it has other counts
 
-    def __init__(self, dict fields, list groups, bint has_cross):
+    def __init__(self, dict fields, list groups, capacity, bint has_cross):
         cdef dict group, other
         cdef GroupFields* out
         cdef length_t g, h
         if len(groups) > MAX_GROUPS + 1:
             raise ValueError(f"groups: {len(groups)} are more than the kernels take")
-        cdef Py_ssize_t reqs = len(fields["seq_lens"]), tokens = len(fields["positions"])
+        cdef Py_ssize_t tokens, reqs, encoder_tokens
         cdef Py_ssize_t cross = len(groups) - 1 if has_cross else len(groups)
+        tokens, reqs, encoder_tokens = capacity
         self._keep = fields, groups
         self.positions = slots_of(fields, "positions", tokens)
         self.token_to_req_indices = lengths_of(fields, "token_to_req_indices", tokens)
@@ -98,7 +100,7 @@ cdef class StepArena:
             self.encoder_query_start_loc = lengths_of(fields, "encoder_query_start_loc", reqs + 1)
         for g in range(<length_t> len(groups)):
             group, out = groups[g], self.groups + g
-            out.slot_mapping = slots_of(group, "slot_mapping", tokens if g < cross else 0)
+            out.slot_mapping = slots_of(group, "slot_mapping", tokens if g < cross else encoder_tokens)
             out.paged_kv_indptr = lengths_of(group, "paged_kv_indptr", reqs + 1)
             out.paged_kv_last_page_len = lengths_of(group, "paged_kv_last_page_len", reqs)
             out.shares_pages = False
@@ -106,7 +108,7 @@ cdef class StepArena:
                 other = groups[h]
                 out.shares_pages |= other["paged_kv_indptr"] is group["paged_kv_indptr"]
         self.max_reqs, self.max_tokens = <length_t> reqs, <length_t> tokens
-        self.max_cross_slots = <length_t> len(groups[len(groups) - 1]["slot_mapping"]) if has_cross else 0
+        self.max_cross_slots = <length_t> encoder_tokens if has_cross else 0
         self.step = -1
         self.req_ids = self.moves = self.views = ()
         # Nothing is written before the first step: this memory may hold a step of another shape.

@@ -5,10 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 
+def check_length(name: str, length: int, least: int) -> None:
+    if length < least:
+        raise ValueError(f"{name}: {length} elements, and a step of this arena writes {least}")
+
+
+BY_TOKEN = ("positions", "token_to_req_indices")
+BY_REQUEST = ("seq_lens", "context_lens", "query_lens", "logits_indices")
+SUMS = ("query_start_loc", "seq_start_loc", "prefill_query_start_loc", "prefill_seq_start_loc")
+OF_ENCODERS = ("encoder_seq_lens", "encoder_query_lens")
+SUMS_OF_ENCODERS = ("encoder_seq_start_loc", "encoder_query_start_loc")
+
+
 class GroupFields:
     """The arrays of a step that each KV-cache group has of its own."""
 
-    def __init__(self, arrays: dict[str, Any], shares_pages: bool) -> None:
+    def __init__(self, arrays: dict[str, Any], slots: int, reqs: int, shares_pages: bool) -> None:
+        least = {"slot_mapping": slots, "paged_kv_indptr": reqs + 1, "paged_kv_last_page_len": reqs}
+        for name in least:
+            check_length(name, len(arrays[name]), least[name])
         self.slot_mapping = arrays["slot_mapping"]
         self.paged_kv_indptr = arrays["paged_kv_indptr"]
         self.paged_kv_last_page_len = arrays["paged_kv_last_page_len"]
@@ -22,7 +37,16 @@ class StepArena:
     encoder_seq_start_loc: Any
     encoder_query_start_loc: Any
 
-    def __init__(self, fields: dict[str, Any], groups: list[dict[str, Any]], has_cross: bool) -> None:
+    def __init__(
+        self, fields: dict[str, Any], groups: list[dict[str, Any]], capacity: tuple[int, int, int], has_cross: bool
+    ) -> None:
+        self.max_tokens, self.max_reqs, encoder_tokens = capacity
+        tokens, reqs, cross = self.max_tokens, self.max_reqs, len(groups) - has_cross
+        least = dict.fromkeys(BY_TOKEN, tokens)
+        least |= dict.fromkeys(BY_REQUEST + OF_ENCODERS * has_cross, reqs)
+        least |= dict.fromkeys(SUMS + SUMS_OF_ENCODERS * has_cross, reqs + 1)
+        for name in least:
+            check_length(name, len(fields[name]), least[name])
         self.positions = fields["positions"]
         self.token_to_req_indices = fields["token_to_req_indices"]
         self.query_start_loc = fields["query_start_loc"]
@@ -39,7 +63,12 @@ class StepArena:
             self.encoder_seq_start_loc = fields["encoder_seq_start_loc"]
             self.encoder_query_start_loc = fields["encoder_query_start_loc"]
         self.groups = [
-            GroupFields(group, any(other["paged_kv_indptr"] is group["paged_kv_indptr"] for other in groups[:g]))
+            GroupFields(
+                group,
+                tokens if g < cross else encoder_tokens,
+                reqs,
+                any(other["paged_kv_indptr"] is group["paged_kv_indptr"] for other in groups[:g]),
+            )
             for g, group in enumerate(groups)
         ]
         self.counting = self.version = self.encoder_reqs = 0

@@ -13,13 +13,13 @@ class StepShape:
         pad_seq_len: int = 0, uniform: bool = True, sources: list[Any] | None = None, device: Any = None,
     ) -> None:  # fmt: skip
         self.arenas, self.metadata = arenas, metadata
-        self.max_rows = min(min(len(arena.seq_lens), len(arena.positions)) for arena in arenas)
+        self.max_rows = min(min(arena.max_reqs, arena.max_tokens) for arena in arenas)
         for arena in arenas:
-            if num_reqs > len(arena.seq_lens):
-                raise ValueError(f"num_reqs: {num_reqs} exceed the {len(arena.seq_lens)} that the arenas hold")
-            if num_reqs * query_len > len(arena.positions):
+            if num_reqs > arena.max_reqs:
+                raise ValueError(f"num_reqs: {num_reqs} exceed the {arena.max_reqs} that the arenas hold")
+            if num_reqs * query_len > arena.max_tokens:
                 raise ValueError(
-                    f"num_reqs: {num_reqs} of {query_len} tokens exceed the {len(arena.positions)} that the arenas hold"
+                    f"num_reqs: {num_reqs} of {query_len} tokens exceed the {arena.max_tokens} that the arenas hold"
                 )
         self.sources, self.device = sources or [], device
         self.capacity: Any = None

@@ -121,3 +121,28 @@ def test_memory_that_a_field_replaces_is_given_back(batch, monkeypatch):
     side = made._assembly.side
     made.register_field("ones", np.int32, "request", ones)
     assert closed == [side]
+
+
+class TwoNames(str):
+    """Hashes as no name of metadata once, and as its text from then on."""
+
+    asked = 0
+
+    def __hash__(self):
+        TwoNames.asked += 1
+        return 99 if TwoNames.asked == 1 else str.__hash__(self)
+
+
+def test_a_name_that_answers_otherwise_the_second_time_takes_no_fields_place(batch):
+    made = MetadataBuilder(batch, max_num_batched_tokens=32)
+    with pytest.raises(ValueError, match="name: 'positions' is not a free name"):
+        made.register_field(TwoNames("positions"), np.int64, "request", lambda metadata, out: None)
+    assert made.build({"a": 20}).positions.shape == (21,)
+
+
+def test_a_name_is_kept_as_a_plain_str(batch):
+    made = MetadataBuilder(batch, max_num_batched_tokens=32)
+    made.register_field(TwoNames("extra"), np.int64, TwoNames("token"), lambda metadata, out: None)
+    with pytest.raises(ValueError, match="name: 'extra' is registered already"):
+        made.register_field(TwoNames("extra"), np.int64, "token", lambda metadata, out: None)
+    assert [type(name) for name in made._engine_fields.registered] == [str]

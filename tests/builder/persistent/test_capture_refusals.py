@@ -214,3 +214,12 @@ def test_padded_encoder_lengths_whose_sum_does_not_fit(kernels):
         with pytest.raises(ValueError, match="bucket: 8 rows, the padded ones included, have lengths whose sum"):
             builder.build(bucket=8)
         assert builder.build(bucket=3).groups["encoder"].seq_start_loc.tolist() == [0, 2**30, 2**31 - 3, 2**31 - 2]
+
+
+def test_metadata_of_a_released_size_records_nothing(kernels):
+    batch = InputBatch(max_num_reqs=2, max_model_len=32, block_size=4, kernels=kernels)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8, transport="copy")
+    metadata = builder.capture(2)
+    builder.release(2)
+    with pytest.raises(CaptureError, match="metadata: its size of 2 requests was not captured"):
+        metadata.record()

@@ -107,7 +107,7 @@ BAD_CALLS += [
     (lambda b: b.add_request("z", lying([]), 17), "^block_ids: request 'z' has none for group 'full'"),
     (lambda b: b.append_blocks("a", lying([("none", [7])])), "^block_ids: request 'a' names group 'none'"),
     (lambda b: b.append_blocks("a", lying([3])), "^block_ids: of request 'a', its items are no names and ids"),
-    (lambda b: b.append_blocks("a", lying([([], 3)])), "^block_ids: of request 'a', its items are no names and ids"),
+    (lambda b: b.append_blocks("a", lying([([], 3)])), r"^block_ids: request 'a' names group \[\]"),
 ]
 
 

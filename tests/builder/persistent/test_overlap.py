@@ -90,3 +90,15 @@ def test_a_removal_that_fails_is_no_removal(kernels, monkeypatch):
     metadata = builder.build(query_len=3, overlapped=True)
     assert metadata.host.previous_rows.tolist() == [0, 1]
     assert metadata.seq_lens.tolist() == [8, 6]
+
+
+def test_an_empty_step_has_exact_lengths_whatever_the_build_before_it_was():
+    batch = InputBatch(max_num_reqs=2, max_model_len=32, block_size=4)
+    num_rejected = torch.zeros(2, dtype=torch.int32)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8, transport="copy", num_rejected=num_rejected)
+    builder.capture(2)
+    batch.add_request("a", [1], 3)
+    assert builder.host_lengths(builder.build(overlapped=True)) == "bounded"
+    with pytest.raises(ValueError, match="request 'a'"):
+        builder.build(overlapped=True)  # no block
+    assert builder.host_lengths(builder.build_empty(2)) == "exact"
