@@ -199,11 +199,11 @@ def _print(found: Run, changes: list[Change], saved: list[Run], file: Path | Non
         for step, members in itertools.groupby(rows, key=lambda cells: cells[0]):
             print_lines(f"{step}:")
             print_table(headers[1:], [cells[1:] for cells in members])
+    for step, reason in found.unsupported.items():
+        print_lines(f"{step}: unsupported, {reason}")
     for header in headers:
         if header in _LEGEND:
             print_lines(f"{header}: {_LEGEND[header]}")
-    for step, reason in found.unsupported.items():
-        print_lines(f"{step}: unsupported, {reason}")
     print_lines(_summary(changes, saved))
     if file is not None:
         print_lines(f"saved as {file}")

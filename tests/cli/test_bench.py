@@ -59,18 +59,20 @@ def test_the_first_run_is_saved_and_the_second_is_compared(measured, capsys, sta
     assert main(["bench", "reference"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("reference (attncore ")
-    assert out[0].endswith("on cpu: 8 heads over 2, head size 64, float32, blocks of 16; 5 passes, one thread")
+    assert out[0].endswith("on cpu: 8 query heads, 2 key/value heads, head size 64, float32, blocks of 16; 5 passes, one thread")
     assert out[1].split() == ["STEP", "PART", "MEDIAN", "IQR", "TO", "REF", "CHANGE"]
     assert out[2].split() == ["decode", "of", "1", "build", "4", "us", "50", "%", "0.50x", "first", "run"]
     assert out[4] == "prefill of 256: unsupported, its spec declares no phase prefill"
-    assert out[5].startswith("no saved run of this backend, these sizes and this machine")
+    assert [line.partition(":")[0] for line in out[5:9]] == ["PART", "IQR", "TO REF", "CHANGE"]
+    assert out[9].startswith("no saved run of this backend, these sizes and this machine")
     assert len(list(state.rglob("*.json"))) == 1
 
     assert main(["bench", "reference"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[1].split()[-3:] == ["CHANGE", "USUAL", "TREND"]
-    assert out[2].endswith("+0 %    +0 to +0 %  ▄▄")
-    assert out[5] == "1 saved run since 2026-11-22: with 3 or more, rows that got slower are named"
+    assert out[2].endswith("0 %     0 to 0 %  ▄▄")
+    assert out[9].startswith("USUAL: ")
+    assert out[10] == "1 saved run since 2026-11-22: with 3 or more, rows that got slower are named"
     assert len(list(state.rglob("*.json"))) == 2
     for _ in range(2):
         main(["bench", "reference"])

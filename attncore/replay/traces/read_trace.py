@@ -40,8 +40,8 @@ _FORMATS: dict[str, ModuleType] = {"azure": azure, "mooncake": mooncake}
 def read_trace(path: str | Path, max_requests: int | None = None, max_seconds: float = math.inf) -> Trace:
     """The first ``max_requests`` requests of a file that arrive in its first ``max_seconds`` seconds.
 
-    ``-`` is standard input.     The whole file is checked, also behind the last request kept: a broken file is refused, not half used. Without
-    ``max_requests`` at most MAX_REQUESTS may remain.
+    The whole file is checked, also behind the last request kept: a broken file is refused, not half used. Without
+    ``max_requests`` at most MAX_REQUESTS may remain. ``-`` is standard input.
 
     Raises:
         TraceError: the file is missing, empty, cut, of an unknown format, has a bad row, or is beyond a limit; one line
