@@ -40,6 +40,19 @@ def install_distribution(name: str) -> str:
     return f"pip install {shlex.join(core + plugin)}"
 
 
+def compile_extension() -> str:
+    """What to do where the compiled extension cannot be imported, in words: in a source tree, or in an installation."""
+    if (_HERE / "setup.py").is_file():  # Python puts the folder that it is started in before site-packages
+        return (
+            f"this attncore is the source tree {_HERE}, in which the extension is not compiled: pip install -e "
+            f"{shlex.quote(str(_HERE))}, or, where attncore is installed, start Python in another folder or with -P"
+        )
+    return (
+        "install a C compiler and then attncore again (with pip's --no-cache-dir and --force-reinstall, which leave no "
+        "old wheel)"
+    )
+
+
 def _requirements(extra: str) -> Iterator[str]:
     from packaging.requirements import Requirement
 

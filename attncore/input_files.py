@@ -1,9 +1,9 @@
 """Reading what arrives from outside: never more of it than was said, whatever the file turns out to be.
 
-``read_file`` for a file that is read whole, ``bounded_lines`` for a stream of lines (``WaitingReader``: of one that
-does not wait by itself), ``parse_json`` for text that is
-data alone. Errors are ValueErrors (OSErrors of the system aside) whose text says what is wrong; who calls puts before
-it what was read. The module imports nothing of attncore but how values are quoted.
+``read_file`` for a file that is read whole, ``bounded_lines`` for a stream of lines (``standard_input``: of that, also
+where it does not wait by itself), ``parse_json`` for text that is data alone. Errors are
+ValueErrors (OSErrors of the system aside) whose text says what is wrong; who calls puts before it what was read. The
+module imports nothing of attncore but how values are quoted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import select
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -46,6 +47,17 @@ class WaitingReader(io.RawIOBase):
                 return os.readv(self._descriptor, [buffer])
             except BlockingIOError:
                 select.select([self._descriptor], [], [])
+
+
+def standard_input() -> Any:
+    """Standard input as a binary stream that waits, whatever it is; who takes it leaves it open."""
+    stream = sys.stdin.buffer
+    try:
+        descriptor = stream.fileno()
+        waits = os.get_blocking(descriptor)
+    except (OSError, ValueError):  # no file behind it
+        return stream
+    return stream if waits else io.BufferedReader(WaitingReader(descriptor))
 
 
 def read_file(path: str | Path, most: int) -> bytes:

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from attncore import how_to_install
-from attncore.how_to_install import install_distribution, install_extra
+from attncore.how_to_install import compile_extension, install_distribution, install_extra
 from attncore.registry.plugins.known_backends import KNOWN
 
 ROOT = Path(__file__).parents[1]
@@ -103,6 +103,14 @@ def test_every_extra_of_this_installation_is_a_list_of_requirements(extra):
 def test_a_known_backends_command_names_a_folder_that_is_there():
     for known in KNOWN.values():
         assert Path(shlex.split(install_distribution(known.distribution))[-1], "pyproject.toml").is_file()
+
+
+def test_a_missing_extension_in_a_source_tree_is_told_from_one_in_an_installation(installed):
+    here = installed(None)
+    assert compile_extension().startswith("install a C compiler and then attncore again")
+    (here / "setup.py").touch()
+    assert compile_extension().startswith(f"this attncore is the source tree {here}, ")
+    assert f"pip install -e {here}, or, where attncore is installed, start Python in another" in compile_extension()
 
 
 def test_nothing_says_to_install_ours_by_name():

@@ -7,7 +7,8 @@ standard error, and one for each reason), 130 interrupted, 141 the pipe that it 
 
 - ``replay``, ``build``, ``list``, ``explain``, ``doctor``, ``verify``, ``bench``, ``new_backend``: the commands.
 - ``replay_options``: the options of ``replay``; ``persistent_builder_options``: those it shares with ``build``.
-- ``argument_types``: types for argparse; ``completion``: scripts by which a shell completes a command line.
+- ``argument_types``: types for argparse; ``installed_backends``: backends by name; ``completion``: scripts by which a
+  shell completes a command line.
 - ``output``, ``progress_bar``: JSON, tables, a bar.
 
 How a command ends is ``attncore.command``, which the conformance kit's command shares.
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from attncore._version import __version__
+from attncore.cli.completion import SHELLS
 from attncore.cli.output import only_json
 from attncore.command import Parser, UsageError, run_command
 from attncore.did_you_mean import did_you_mean
@@ -68,13 +70,14 @@ def _parser(command: str) -> Parser:
 def _overview() -> str:
     rows = (f"  {name:12} {text}" for name, text in COMMANDS.items())
     width = columns() or 80
+    shells = f"{', '.join(SHELLS[:-1])} or {SHELLS[-1]}"
     lines = (
         "usage: attncore COMMAND [OPTION ...]",
         "",
         *(wrapped(row, width, 15) for row in rows),
         "",
         wrapped("'attncore COMMAND --help' lists a command's options.", width),
-        wrapped("'attncore --print-completion SHELL' prints what completes them in bash, zsh, fish or tcsh.", width),
+        wrapped(f"'attncore --print-completion SHELL' prints what completes them in {shells}.", width),
     )
     return "\n".join(lines)
 

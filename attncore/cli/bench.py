@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attncore.cli.argument_types import add_integer, number
+from attncore.cli.installed_backends import check_installed
 from attncore.cli.output import print_json, print_table, stdout_to_stderr
 from attncore.cli.progress_bar import progress_bar
 from attncore.command import UsageError
-from attncore.did_you_mean import did_you_mean
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
 from attncore.kept_files import state_folder
@@ -36,6 +36,7 @@ from attncore.registry.choice.runs_here import reasons_here
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.terminal import columns, print_lines
+from attncore.testing.device_option import check_device
 
 if TYPE_CHECKING:
     from attncore.testing.bench.change import Change
@@ -46,6 +47,16 @@ NARROW, WIDE = 80, 110
 """Columns of a terminal: with fewer than the first every step has a table of its own, from the second on the trend is
 shown. A pipe or a file has room for all.
 """
+_LEGEND = {
+    "PART": "build: the metadata; plan: what the backend prepares for its kernels; commit: all that an engine's call "
+    "does on the host, both and the rest; forward: one layer",
+    "IQR": "what half of a pass's times lie within, in percent of MEDIAN",
+    "TO REF": "the time in times of the reference's, beside which it ran",
+    "CHANGE": "against this machine's saved runs, in times of a fixed piece of work that is timed beside each row, so "
+    "that a slower machine is no change; MEDIAN is by the clock and may tell otherwise",
+    "USUAL": "what the passes of the saved runs lie between",
+}
+"""What the headers of the table mean."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=Path, metavar="FILE", help="also steps that `attncore replay --save-steps` wrote"
     )
-    add_integer(parser, "--passes", 3, 100, 5, "how often all is measured, each time in a new process")
+    add_integer(parser, "--passes", 3, 100, 5, "how often all is measured, 3 to 100 times, each in a new process")
     parser.add_argument(
         "--seconds", type=number(0.001, 60), default=0.15, metavar="S", help="for each row and pass (default 0.15)"
     )
@@ -103,10 +114,8 @@ def _installed(name: str, device: str | None) -> str:
     from attncore.testing.harness.errors import UnsupportedError
     from attncore.testing.harness.subject import Subject
 
-    names = sorted({record.name for record in registry().records})
-    if name not in names:
-        hint = did_you_mean(name, names)
-        raise NoBackendError(f"NAME: no backend {quoted(name)} is installed; installed: {', '.join(names)}{hint}")
+    check_installed("NAME", name)
+    check_device(device)
     if device is not None and device.partition(":")[0] == "meta":
         raise UsageError("--device: meta computes nothing, so that its times are none; give another")
     subject = Subject(name, device=device)
@@ -169,8 +178,8 @@ def _print(found: Run, changes: list[Change], saved: list[Run], file: Path | Non
     config = found.config
     passes = len(found.rows[0].median)
     print_lines(
-        f"{found.backend} ({found.versions['distribution']}) on {config['device']}: {config['num_heads']} heads over "
-        f"{config['num_kv_heads']}, head size {config['head_size']}, {config['dtype']}, blocks of "
+        f"{found.backend} ({found.versions['distribution']}) on {config['device']}: {config['num_heads']} query heads, "
+        f"{config['num_kv_heads']} key/value heads, head size {config['head_size']}, {config['dtype']}, blocks of "
         f"{config['block_size']}; {passes} passes, one thread"
     )
     beside = any(row.to_reference for row in found.rows)
@@ -192,6 +201,9 @@ def _print(found: Run, changes: list[Change], saved: list[Run], file: Path | Non
             print_table(headers[1:], [cells[1:] for cells in members])
     for step, reason in found.unsupported.items():
         print_lines(f"{step}: unsupported, {reason}")
+    for header in headers:
+        if header in _LEGEND:
+            print_lines(f"{header}: {_LEGEND[header]}")
     print_lines(_summary(changes, saved))
     if file is not None:
         print_lines(f"saved as {file}")
@@ -213,7 +225,7 @@ def _figures(row: Row) -> tuple[str, str]:
     """The median of the passes' medians, and their usual quartiles' distance in percent of it."""
     middle = statistics.median(row.median)
     spread = statistics.median(high - low for low, high in zip(row.q1, row.q3, strict=True))
-    return _time(middle), f"{spread / middle * 100:.0f} %"
+    return _time(middle), f"{_percent(spread / middle * 100)}"
 
 
 def _time(seconds: float) -> str:
@@ -230,11 +242,17 @@ def _ratio(row: Row) -> str:
 def _change(one: Change) -> str:
     if one.percent is None:
         return one.verdict
-    return f"{one.percent:+.0f} %" + (f" {one.verdict}" if one.verdict in ("slower", "faster") else "")
+    return _percent(one.percent, "+") + (f" {one.verdict}" if one.verdict in ("slower", "faster") else "")
 
 
 def _usual(one: Change) -> str:
-    return "-" if one.low is None or one.high is None else f"{one.low:+.0f} to {one.high:+.0f} %"
+    return "-" if one.low is None or one.high is None else f"{_percent(one.low, '+')[:-2]} to {_percent(one.high, '+')}"
+
+
+def _percent(value: float, sign: str = "") -> str:
+    """Whole percents, with ``sign`` a plus before those above 0; neither has 0."""
+    whole = round(value)
+    return f"{whole:{sign if whole else ''}} %"
 
 
 def _sparkline(values: Sequence[float]) -> str:

@@ -11,9 +11,7 @@ in the answer.
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -30,7 +28,7 @@ from attncore.cli.persistent_builder_options import (
     parse_one_rank,
 )
 from attncore.command import InputLineError, UsageError
-from attncore.input_files import WaitingReader, bounded_lines
+from attncore.input_files import bounded_lines, standard_input
 from attncore.json_lines.list_builder import build_batch, parse_batch
 from attncore.json_lines.metadata_as_json import MAX_ANSWER
 from attncore.kernels import load_kernels
@@ -85,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     load_kernels(args.kernels)  # before the first line, which an unavailable choice is no mistake of
     if args.file == "-" and sys.stdin.isatty():
         print_lines("attncore build: reading standard input, a batch (JSON) a line; Ctrl-D ends it", sys.stderr)
-    with nullcontext(_standard_input()) if args.file == "-" else _opened(args.file) as lines:
+    with nullcontext(standard_input()) if args.file == "-" else _opened(args.file) as lines:
         if not _answer_all(_numbered(lines, max(args.max_answer, MAX_ANSWER) // 4), answer):
             raise UsageError(
                 "standard input is empty; expected a batch (JSON) a line"
@@ -93,16 +91,6 @@ def run(args: argparse.Namespace) -> int:
                 else f"{args.file} is empty; expected a batch (JSON) a line"
             )
     return 0
-
-
-def _standard_input() -> BinaryIO:
-    stream = sys.stdin.buffer
-    try:
-        descriptor = stream.fileno()
-        waits = os.get_blocking(descriptor)
-    except (OSError, ValueError):  # no file behind it
-        return stream
-    return stream if waits else io.BufferedReader(WaitingReader(descriptor))
 
 
 def _opened(file: str) -> BinaryIO:

@@ -7,6 +7,10 @@ from collections.abc import Callable, Mapping
 
 from attncore.command import UsageError
 from attncore.how_to_install import install_extra
+from attncore.quoted import quoted
+
+SHELLS = ("bash", "zsh", "fish", "tcsh")
+"""Those that the script is made for; a release of ``shtab`` may know others, or fewer."""
 
 FILES = ("CONFIG.json", "FILE", "TRACE")
 """The metavars of arguments that are completed by files' names; that of a folder is DIR."""
@@ -21,11 +25,12 @@ def completion_script(shell: str, commands: Mapping[str, tuple[str, Configure]])
     except ImportError:
         text = f"--print-completion: shtab, which makes the script, is not installed: {install_extra('completion')}"
         raise UsageError(text) from None
-    if shell not in shtab.SUPPORTED_SHELLS:
-        raise UsageError(f"--print-completion: {shell!r} is not one of {', '.join(shtab.SUPPORTED_SHELLS)}")
+    supported = [name for name in SHELLS if name in shtab.SUPPORTED_SHELLS]
+    if shell not in supported:
+        raise UsageError(f"--print-completion: {quoted(shell)} is not one of {', '.join(supported)}")
     root = argparse.ArgumentParser(prog="attncore")
     root.add_argument("--version", action="store_true")
-    root.add_argument("--print-completion", choices=shtab.SUPPORTED_SHELLS)
+    root.add_argument("--print-completion", choices=supported)
     added = root.add_subparsers()
     for name, (text, configure) in commands.items():
         parser = added.add_parser(name, help=text)

@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     problems = env.problems({row.record.name: row.variables for row in rows})
     declared = {*env.VARIABLES, *(name for row in rows for name in row.variables or ())}
     kernels, kernels_fine = _kernels()
-    findings = [*problems.values(), *_unmatched(rows), *_broken(rows), *_cannot_run(rows)]
-    if not kernels_fine:
+    findings = [*problems.values(), *_unmatched(rows), *_broken(rows), *_cannot_run(rows, kernels_fine)]
+    if not kernels_fine and kernels not in problems.values():
         findings.append(f"kernels: {kernels}")
     if plugins and plugins.partition(": ")[2] not in problems.values():
         findings.append(plugins)
@@ -72,7 +72,7 @@ def _kernels() -> tuple[str, bool]:
 
         return why_kernels(), True
     except (ImportError, ValueError) as error:
-        return str(error), False
+        return str(error).removeprefix("kernels: "), False
 
 
 def _unmatched(rows: list[Diagnosis]) -> list[str]:
@@ -98,13 +98,14 @@ def _broken(rows: list[Diagnosis]) -> list[str]:
     ]
 
 
-def _cannot_run(rows: list[Diagnosis]) -> Iterator[str]:
+def _cannot_run(rows: list[Diagnosis], kernels_fine: bool) -> Iterator[str]:
     """Backends for a device of this host that lack something; and that there is none left to run attention."""
+    cannot = "metadata can be built, attention cannot" if kernels_fine else "neither metadata nor attention can be run"
     for row in rows:
         if row.record.state == "loaded" and any(reason.code != "device" for reason in row.missing):
             yield f"{row.record.name} ({row.record.label}): {row.created}"
     if not any(row.runs_here for row in rows):
-        yield "no backend can run here: metadata can be built, attention cannot; the reasons are above"
+        yield f"no backend can run here: {cannot}; the reasons are above"
 
 
 def _print(report: dict[str, Any], rows: list[Diagnosis], plugins: str) -> None:

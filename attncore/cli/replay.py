@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from attncore import chart_page
 from attncore.cli import replay_options
+from attncore.cli.installed_backends import check_installed
 from attncore.cli.output import print_json, stdout_to_stderr
 from attncore.cli.progress_bar import progress_bar
 from attncore.command import UsageError
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
+from attncore.quoted import one_line
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.replay.layers.attention_layers import torch_threads
@@ -37,6 +39,7 @@ from attncore.replay.settings import Settings
 from attncore.replay.traces import synthetic
 from attncore.replay.traces.read_trace import read_trace
 from attncore.replay.traces.trace import Trace
+from attncore.terminal import print_lines
 from attncore.testing.bench.machine import machine
 from attncore.versions import versions
 
@@ -98,6 +101,9 @@ def _run(args: argparse.Namespace) -> int:
         print_json(written)
     else:
         print_report(written)
+        for what, file in (("steps", args.save_steps), ("page", args.html)):
+            if file:
+                print_lines(f"{what} written to {one_line(file)}")
     return 1 if outcome.verification.failed else 0
 
 
@@ -144,6 +150,9 @@ def _layers(
         raise NoBackendError(
             f"torch is not installed and attention needs it: {install_extra('torch')}, or pass --metadata-only"
         )
+    if args.backend:
+        with stdout_to_stderr():
+            check_installed("--backend", args.backend)
     if args.model:
         return _model(args.model, args.backend, settings, trace)
     from attncore.replay.layers.make_layers import head_size_of, make_layers
@@ -161,7 +170,7 @@ def _layers(
 
 def _model(path: str, backend: str | None, settings: Settings, trace: Trace) -> tuple[ModelLayers, str]:
     if importlib.util.find_spec("transformers") is None:
-        raise NoBackendError(f"transformers is not installed and --model needs it: {install_extra('transformers')}")
+        raise UsageError(f"--model: transformers is not installed and it needs that: {install_extra('transformers')}")
     from attncore.replay.layers.whole_model import ModelLayers
     from attncore.replay.model_error import ModelError
 

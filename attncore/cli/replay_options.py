@@ -18,6 +18,7 @@ from attncore.cli.persistent_builder_options import (
     parse_groups,
 )
 from attncore.command import UsageError
+from attncore.quoted import quoted
 from attncore.replay.scheduling.cost_model import CostModel
 from attncore.replay.scheduling.draft_model import DEFAULT_ACCEPTANCE, Speculation
 from attncore.replay.settings import Settings
@@ -36,7 +37,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_trace_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("trace", nargs="?", metavar="TRACE", help=f"trace file; absent: a synthetic workload ({synthetic.DESCRIPTION})")
+    add(
+        "trace",
+        nargs="?",
+        metavar="TRACE",
+        help=f"trace file, - for standard input; absent: a synthetic workload ({synthetic.DESCRIPTION})",
+    )
     add("--trace", dest="trace_option", metavar="TRACE", help="the same, as an option")
     add(
         "--requests",
@@ -204,10 +210,11 @@ def _check_contradictions(args: argparse.Namespace) -> None:
         raise UsageError(f"--block-size: {args.block_size} given beside --groups, which states block sizes")
     if args.groups and args.layers is not None and args.layers < len(args.groups) and not args.metadata_only:
         raise UsageError(f"--layers: {args.layers} given for {len(args.groups)} groups; each needs a layer at least")
-    if args.context_parallel and args.backend not in (None, "reference") and not args.metadata_only:
+    if args.backend and args.metadata_only:
+        raise UsageError(f"--backend: {quoted(args.backend)} given beside --metadata-only, which runs none")
+    if args.context_parallel and args.backend not in (None, "reference"):
         raise UsageError(
-            f"--context-parallel: ranks attend by backend reference, and --backend is {args.backend}; leave it out, or "
-            "pass --metadata-only"
+            f"--context-parallel: ranks attend by backend reference, and --backend is {args.backend}; leave it out"
         )
     if args.model:
         for name in ("metadata_only", "groups", "speculative", "context_parallel", "layers"):

@@ -8,9 +8,10 @@ agree, 1 where one differs, fails, crashes or hangs, 3 where none can be used he
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attncore.cli.argument_types import add_choice
+from attncore.cli.installed_backends import check_installed
 from attncore.cli.output import print_json, print_table, stdout_to_stderr
 from attncore.errors import NoBackendError
 from attncore.quoted import quoted
@@ -21,6 +22,9 @@ from attncore.registry.plugins.load import registry
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.fitting_fields import fitting_fields
 from attncore.vocabulary import DTYPES, KV_CACHE_DTYPES
+
+if TYPE_CHECKING:
+    from attncore.testing.verify import Verdict
 
 _COUNTS = {
     "num_heads": "query heads",
@@ -53,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     if args.all and args.name:
         raise ValueError(f"--all: given with NAME {quoted(args.name)}; give one of them")
     with stdout_to_stderr():
+        if args.name:
+            check_installed("NAME", args.name)
         choices = _choices(args)
     verdicts = [verify(choice, timeout=args.timeout, fresh=args.fresh) for choice in choices]
     if args.json:
@@ -66,13 +72,18 @@ def run(args: argparse.Namespace) -> int:
                 verdict.state,
                 "-" if verdict.max_abs_error is None else f"{verdict.max_abs_error:.2g}",
                 f"{verdict.seconds:.1f}" + (" (kept)" if verdict.cached else ""),
-                (verdict.message or f"{verdict.steps} steps compared with {verdict.against}")
+                (verdict.message or _compared(verdict))
                 + (f"; what was kept is ignored: {verdict.ignored}" if verdict.ignored else ""),
             )
             for verdict in verdicts
         ]
         print_table(("NAME", "DISTRIBUTION", "DEVICE", "STATE", "ERROR", "SECONDS", "WHAT"), rows)
     return 0 if all(verdict.fine for verdict in verdicts) else 1
+
+
+def _compared(verdict: Verdict) -> str:
+    text = f"{verdict.steps} steps compared with {verdict.against}"
+    return text if verdict.tolerance is None else f"{text}; allowed error: {verdict.tolerance:g} x (1 + abs(number))"
 
 
 def _choices(args: argparse.Namespace) -> list[Choice]:

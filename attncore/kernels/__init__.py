@@ -29,19 +29,24 @@ def load_kernels(name: KernelsName | None = None) -> Any:
         try:
             return importlib.import_module(_MODULES[wanted])
         except Exception as error:
-            raise ImportError(f"kernels: {wanted} was asked for and cannot be imported: {_text(error)}") from error
+            raise ImportError(
+                f"kernels: {wanted} was asked for and cannot be imported: {_text(error)}; {_how_to_get(wanted)}"
+            ) from error
     failures = []
     for candidate, module in _MODULES.items():
         try:
             return importlib.import_module(module)
         except Exception as error:  # a library that is there and broken raises whatever it likes
             failures.append(f"{candidate}: {_text(error)}")
-    from attncore.how_to_install import install_extra
-
     raise ImportError(
-        f"kernels: none can be imported ({'; '.join(failures)}); {install_extra('numba')}, or install a C compiler and "
-        "then attncore again (with pip's --no-cache-dir and --force-reinstall, which leave no old wheel)"
+        f"kernels: none can be imported ({'; '.join(failures)}); {_how_to_get('cython')}; or {_how_to_get('numba')}"
     )
+
+
+def _how_to_get(name: KernelsName) -> str:
+    from attncore.how_to_install import compile_extension, install_extra  # reads the installation: only for an error
+
+    return install_extra("numba") if name == "numba" else compile_extension()
 
 
 def _text(error: Exception) -> str:

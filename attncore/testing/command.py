@@ -12,8 +12,11 @@ from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
 from attncore.quoted import printable, quoted
 from attncore.standard_output import Lent
+from attncore.testing.device_option import check_device
 
 MAX_EXAMPLES = 10**6
+_NONE_RAN = 5
+"""pytest's exit code where it has collected no test."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
         from attncore.testing.harness.subject import Subject
     except ImportError as error:
         raise UsageError(f"{error}; {install_extra('test')}") from error
+    check_device(args.device)
     subject = Subject(args.name, device=args.device)
     if subject.record.spec is not None and subject.refusal:
         raise NoBackendError(f"{args.name} cannot run here: {subject.refusal}")
@@ -41,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     options = ["-q", "--color=no", *(["-k", args.k] if args.k else [])]
     with contextlib.redirect_stdout(_Printable(sys.stderr if args.json else sys.stdout)):
         code, report = conformance(args.name, settings=settings, options=options)
+    if code == _NONE_RAN and args.k:
+        raise UsageError(f"-k: no test's name matches {quoted(args.k)}; without it all run, and the table names them")
     if args.json:
         print(json.dumps(report.as_json(), indent=2))
     return 0 if code == 0 else 1 if code == 1 else 2

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from attncore.cli import main
+from attncore.cli.bench import _percent
 from attncore.testing.bench import run as runs
 from attncore.testing.bench.run import PassError
 from attncore.testing.bench.saved_runs import Row, Run
@@ -59,22 +60,39 @@ def test_the_first_run_is_saved_and_the_second_is_compared(measured, capsys, sta
     assert main(["bench", "reference"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("reference (attncore ")
-    assert out[0].endswith("on cpu: 8 heads over 2, head size 64, float32, blocks of 16; 5 passes, one thread")
+    assert out[0].endswith(
+        "on cpu: 8 query heads, 2 key/value heads, head size 64, float32, blocks of 16; 5 passes, one thread"
+    )
     assert out[1].split() == ["STEP", "PART", "MEDIAN", "IQR", "TO", "REF", "CHANGE"]
     assert out[2].split() == ["decode", "of", "1", "build", "4", "us", "50", "%", "0.50x", "first", "run"]
     assert out[4] == "prefill of 256: unsupported, its spec declares no phase prefill"
-    assert out[5].startswith("no saved run of this backend, these sizes and this machine")
+    assert [line.partition(":")[0] for line in out[5:9]] == ["PART", "IQR", "TO REF", "CHANGE"]
+    assert out[9].startswith("no saved run of this backend, these sizes and this machine")
     assert len(list(state.rglob("*.json"))) == 1
 
     assert main(["bench", "reference"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[1].split()[-3:] == ["CHANGE", "USUAL", "TREND"]
-    assert out[2].endswith("+0 %    +0 to +0 %  ▄▄")
-    assert out[5] == "1 saved run since 2026-11-22: with 3 or more, rows that got slower are named"
+    assert out[2].endswith("0 %     0 to 0 %  ▄▄")
+    assert out[9].startswith("USUAL: ")
+    assert out[10] == "1 saved run since 2026-11-22: with 3 or more, rows that got slower are named"
     assert len(list(state.rglob("*.json"))) == 2
     for _ in range(2):
         main(["bench", "reference"])
     assert "0 of 2 rows slower than in 3 saved runs since 2026-11-22" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["foo", "cuda:99"])
+def test_a_device_that_is_none_is_bad_usage(measured, capsys, device):
+    assert main(["bench", "reference", "--device", device]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"attncore: error: --device: '{device}' cannot be used here: ")
+    assert error.count("\n") == 1
+    assert not measured.asked
+
+
+def test_a_percentage_of_nothing_has_no_sign():
+    assert [_percent(value, "+") for value in (-0.4, 0.4, 1.6, -1.6)] == ["0 %", "0 %", "+2 %", "-2 %"]
 
 
 def test_a_user_without_a_home_keeps_no_run(measured, capsys, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from cli.changed_line import changed_line
 
 from attncore.cli import main
+from attncore.how_to_install import install_extra
 
 EXAMPLE = {
     "block_size": 4,
@@ -318,6 +319,7 @@ def test_kernels_that_are_not_installed_are_one_line(build, monkeypatch):
     code, _, err = build(json.dumps(EXAMPLE), "--kernels", "numba")
     assert code == 2
     assert err.startswith("attncore: error: kernels: numba was asked for and cannot be imported")
+    assert err.endswith(f"; {install_extra('numba')}\n")
 
 
 def test_an_empty_input_is_an_error(build):

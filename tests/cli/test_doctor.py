@@ -168,6 +168,18 @@ def test_without_torch_it_says_that_nothing_can_run(site, capsys, monkeypatch):
     assert none.startswith("no backend can run here: ")
 
 
+def test_without_kernels_it_says_that_no_metadata_can_be_built(site, capsys, monkeypatch):
+    def absent():
+        raise ImportError("kernels: none can be imported (x)")
+
+    monkeypatch.setattr("attncore.kernels.why_kernels", absent)
+    monkeypatch.setenv("ATTNCORE_DISABLE_PLUGINS", "reference")
+    _, report = doctor(capsys, "--no-create")
+    assert [one for one in report["findings"] if "kernels" in one] == ["kernels: none can be imported (x)"]
+    assert any("neither metadata nor attention" in one for one in report["findings"])
+    assert report["kernels"] == "none can be imported (x)"
+
+
 def test_variables_known_and_unknown(site, capsys, monkeypatch):
     monkeypatch.setenv("ATTNCORE_KERNELS", "numba")
     monkeypatch.setenv("ATTNCORE_POISON", "maybe")

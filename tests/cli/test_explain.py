@@ -76,7 +76,9 @@ def test_no_usable_backend_is_3_and_still_explained(plugins, capsys):
     assert all(row["reasons"] for row in report["backends"])
     code, out, _ = ask(capsys, "--assume", "cpu", "--backend", "flash")
     assert code == 3
-    assert out.endswith("backend: 'flash', named by the request, cannot be used on cpu (policy strict)\n")
+    assert out.endswith(
+        "backend: 'flash', named by the request, cannot be used on cpu (policy strict: no other takes its place)\n"
+    )
 
 
 def test_latent_attention_has_one_head(plugins, capsys):

@@ -70,6 +70,10 @@ BAD = {
         ["TRACE", "--context-parallel", "2:3"],
         ["--context-parallel", "3 does not divide the block size 16"],
     ),
+    "a backend of nothing": (
+        ["TRACE", "--metadata-only", "--backend", "cpu"],
+        ["--backend", "'cpu' given beside --metadata-only, which runs none"],
+    ),
     "another backend's ranks": (
         ["TRACE", "--context-parallel", "2", "--backend", "other"],
         ["--context-parallel", "--backend is other"],
@@ -96,6 +100,14 @@ def test_a_mistake_is_one_line_that_names_it(capsys, trace, tmp_path, monkeypatc
         assert word in err
     assert [path.name for path in tmp_path.iterdir()] == ["trace.jsonl"]
     assert Path(trace).read_bytes() == before
+
+
+def test_a_backend_that_is_none_is_one_line(capsys, trace):
+    pytest.importorskip("torch")
+    code, out, err = ran(capsys, trace, "--backend", "referense")
+    assert (code, out, err.count("\n")) == (3, "", 1)
+    assert err.startswith("attncore: error: --backend: no backend 'referense' is installed; installed: ")
+    assert err.endswith("; did you mean reference?\n")
 
 
 def test_a_broken_trace_is_one_line_and_leaves_no_steps(capsys, tmp_path):

@@ -1,6 +1,8 @@
 """The report of attncore replay: on a terminal, in a pipe, as a page, as JSON."""
 
+import gzip
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -25,11 +27,13 @@ def test_a_report_fits_its_terminal(capsys, trace, monkeypatch, columns, attenti
     if attention:
         pytest.importorskip("torch")
     monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     code, out, err = ran(capsys, trace, *(SMALL if attention else ["--metadata-only"]))
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert max(map(len, lines[1:])) <= min(columns, 120)
-    assert "\x1b" not in out  # no terminal: no colour
+    assert "\x1b" not in out
     assert set(out) & BLOCKS
     verdict = " ".join(out.split()).rpartition(" OK: 3 requests were served in ")[2]
     assert re.search(
@@ -40,6 +44,29 @@ def test_a_report_fits_its_terminal(capsys, trace, monkeypatch, columns, attenti
         assert any(line.startswith("build, cold, us  ") for line in lines) == attention
         assert any("cold builds" in line for line in lines) == attention
         assert any(line.startswith("prompt tokens  ") and set(line) & BLOCKS for line in lines)
+
+
+def test_what_was_written_is_said_at_the_end(capsys, trace, tmp_path):
+    pytest.importorskip("pygal")
+    steps, page = str(tmp_path / "steps.jsonl"), str(tmp_path / "page.html")
+    code, out, _ = ran(capsys, trace, "--metadata-only", "--save-steps", steps, "--html", page)
+    assert code == 0
+    assert out.splitlines()[-2:] == [f"steps written to {steps}", f"page written to {page}"]
+
+
+def test_the_timeline_says_what_its_numbers_are_of(capsys, trace):
+    _, out, _ = ran(capsys, trace, "--metadata-only")
+    seconds = float(re.search(r"most: requests of a step; tokens of all steps in ([0-9.e-]+) s, a letter", out)[1])
+    letters = next(line for line in out.splitlines() if line.startswith("requests  ") and set(line) & BLOCKS)
+    virtual = float(re.search(r"0 virtual time +([0-9.]+) s", out)[1])
+    assert seconds * len(letters.split()[1]) == pytest.approx(virtual, abs=0.06)
+
+
+def test_a_trace_is_read_from_standard_input(trace):
+    words = [sys.executable, "-m", "attncore", "replay", "-", "--metadata-only", "--json"]
+    for data in (Path(trace).read_bytes(), gzip.compress(Path(trace).read_bytes())):
+        told = subprocess.run(words, capture_output=True, check=True, timeout=120, input=data)
+        assert json.loads(told.stdout)["trace"] == {"source": "standard input", "format": "mooncake"}
 
 
 def test_every_term_of_the_table_is_explained(capsys, trace):

@@ -252,3 +252,23 @@ def test_a_change_in_a_file_of_the_same_name_elsewhere_is_seen(tmp_path, monkeyp
     before = _modified("pack.a.k")
     os.utime(tmp_path / "pack" / "a" / "k.py", (1, 1))
     assert _modified("pack.a.k") != before
+
+
+def test_verify_needs_no_library_of_the_kits(site, capsys):
+    for name in ("hypothesis", "pytest"):
+        site.module(name, f"raise ModuleNotFoundError('No module named {name}')")
+    code, (found,) = verdicts(capsys, "reference")
+    assert (code, found["state"]) == (0, "agrees"), found["message"]
+
+
+def test_a_backend_that_is_misspelt_is_one_line(site, capsys):
+    site.plugin("acme")
+    assert main(["verify", "acmee"]) == 3
+    said = "NAME: no backend 'acmee' is installed; installed: acme, reference; did you mean acme?"
+    assert capsys.readouterr().err == f"attncore: error: {said}\n"
+
+
+def test_the_table_says_what_error_is_allowed(site, capsys):
+    site.plugin("right", heavy=REFERENCE.format(forward="pass"))
+    assert main(["verify", "right", *SMALL]) == 0
+    assert "; allowed error: 2e-05 x (1 + abs(number))\n" in capsys.readouterr().out

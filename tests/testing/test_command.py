@@ -44,6 +44,15 @@ def test_a_failure_exits_1_with_its_sentence(site, capsys):
     assert "wrote nothing" in failure["reason"]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["-k", "zzz"], "-k: no test's name matches 'zzz'; "), (["--device", "foo"], "--device: 'foo' ")],
+)
+def test_bad_usage_is_named(capsys, words, said):
+    assert main(["reference", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"attncore: error: {said}")
+
+
 def test_what_is_not_there_exits_2(site, capsys):
     assert main(["nobody"]) == 2
     error = capsys.readouterr().err

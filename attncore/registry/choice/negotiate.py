@@ -49,7 +49,7 @@ class Negotiation:
         request = self.request
         if request.backend and request.policy == "strict":
             who = f"backend: {quoted(request.backend)}, named by {self.asked_by},"
-            return f"{who} cannot be used on {self.host.device} (policy strict)"
+            return f"{who} cannot be used on {self.host.device} (policy strict: no other takes its place)"
         return f"no backend can be used on {self.host.device}"
 
 

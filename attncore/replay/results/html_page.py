@@ -7,12 +7,11 @@ from typing import Any
 
 from attncore import chart_page
 from attncore.quoted import one_line
-from attncore.replay.results.report import facts, figure, spreads, terms, verdict
+from attncore.replay.results.report import facts, figure, spreads, terms, title, verdict
 
 
 def as_html(report: dict[str, Any]) -> str:
     """The page; it needs ``attncore[html]`` to be made, and nothing to be read."""
-    trace = report["trace"]
     parts = [
         f"<p>{_text(verdict(report))}</p>",
         *(f"<p>failed: {_text(sentence)}</p>" for sentence in report["verification"]["failures"]),
@@ -26,7 +25,7 @@ def as_html(report: dict[str, Any]) -> str:
         chart_page.table((), ([*map(_text, pair)] for pair in [*facts(report), *_versions(report)])),
     ]
     charts = [_requests(report), _tokens(report), _builds(report)]
-    return chart_page.page(f"Replay of {one_line(trace['source'])} ({trace['format']})", "\n".join(parts), charts)
+    return chart_page.page(title(report["trace"]), "\n".join(parts), charts)
 
 
 def _text(text: str) -> str:
@@ -50,9 +49,9 @@ def _requests(report: dict[str, Any]) -> str:
 
 def _tokens(report: dict[str, Any]) -> str:
     timeline = report["timeline"]
-    chart = _over_time("Tokens computed, over virtual time")
-    for name, title in (("prefill_tokens", "of prompts"), ("decode_tokens", "decoded")):
-        chart.add(title, _points(timeline, name))
+    chart = _over_time(f"Tokens computed in each {timeline['bin_s']:.3g} s, over virtual time")
+    for name, text in (("prefill_tokens", "of prompts"), ("decode_tokens", "decoded")):
+        chart.add(text, _points(timeline, name))
     return _rendered(chart)
 
 

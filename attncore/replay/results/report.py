@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attncore.quoted import one_line
 from attncore.replay.results.measurements import microseconds, quantiles, total
 from attncore.replay.results.series import histogram, timeline
 
@@ -84,6 +85,12 @@ def as_json(
     }
 
 
+def title(trace: dict[str, str]) -> str:
+    """What was replayed: the trace and, where its name does not say it, the format."""
+    source, kind = one_line(trace["source"]), trace["format"]
+    return f"Replay of {source}" + ("" if kind == source else f" ({kind})")
+
+
 def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     """What was replayed, on what and how it went: names and texts."""
     checked = report["verification"]
@@ -110,8 +117,14 @@ def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("backend", f"{report['backend'] or 'none'}: {report['why']}"),
         ("device", report["device"]),
         ("host", f"{host['cpu']}, {host['cores']} cores"),
-        ("verification", f"{checked['checked']:,} checked, {checked['failed']:,} failed"),
+        ("verification", f"{checked['checked']:,} {_what_is_checked(report)} checked, {checked['failed']:,} failed"),
     ]
+
+
+def _what_is_checked(report: dict[str, Any]) -> str:
+    if report["build_us"]["cold"] is None:
+        return "steps' metadata"
+    return "results of the model" if "model" in report["options"] else "results of attention"
 
 
 def spreads(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

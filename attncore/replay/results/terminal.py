@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from attncore.quoted import one_line
-from attncore.replay.results.report import facts, figure, spreads, terms, verdict
+from attncore.replay.results.report import facts, figure, spreads, terms, title, verdict
 from attncore.replay.results.series import in_bins
 from attncore.terminal import columns
 
@@ -41,7 +40,7 @@ def print_report(report: dict[str, Any]) -> None:
     for name, values in spreads(report):
         spread.add_row(name, *map(figure, values.values()))
     trace = report["trace"]
-    console.print(f"Replay of {one_line(trace['source'])} ({trace['format']})", soft_wrap=True)
+    console.print(title(trace), soft_wrap=True)
     for part in ("", _pairs(facts(report)), "", spread, "", _pairs(terms(report)), ""):
         console.print(part, width=text_width)
     _print_timeline(console, report["timeline"])
@@ -77,6 +76,8 @@ def _print_timeline(console: Console, timeline: dict[str, Any]) -> None:
     ends = f"{seconds:,.1f} s"
     note = "virtual time" if count >= 30 else ""
     console.print(f"{'':{label}}{'0 ' + note:{count - len(ends)}}{ends}     most", no_wrap=True, overflow="ignore")
+    means = f"most: requests of a step; tokens of all steps in {seconds / count:.3g} s, a letter of the line"
+    console.print(means, width=min(console.width, 80))
     console.print()
 
 

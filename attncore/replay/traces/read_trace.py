@@ -9,10 +9,11 @@ from __future__ import annotations
 import gzip
 import math
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attncore.input_files import bounded_lines
+from attncore.input_files import bounded_lines, standard_input
 from attncore.quoted import quoted
 from attncore.replay.traces import azure, mooncake
 from attncore.replay.traces.trace import Request, Trace, TraceError
@@ -40,25 +41,26 @@ def read_trace(path: str | Path, max_requests: int | None = None, max_seconds: f
     """The first ``max_requests`` requests of a file that arrive in its first ``max_seconds`` seconds.
 
     The whole file is checked, also behind the last request kept: a broken file is refused, not half used. Without
-    ``max_requests`` at most MAX_REQUESTS may remain.
+    ``max_requests`` at most MAX_REQUESTS may remain. ``-`` is standard input.
 
     Raises:
         TraceError: the file is missing, empty, cut, of an unknown format, has a bad row, or is beyond a limit; one line
             that names the file, the row (1 is the first request) and line, the field and the limit.
     """
+    name = "standard input" if path == "-" else str(path)
     try:
-        with Path(path).open("rb") as raw:
+        with nullcontext(standard_input()) if path == "-" else Path(path).open("rb") as raw:
             # Peeked at, since a pipe cannot be rewound.
-            with gzip.open(raw) if raw.peek(2)[:2] == _GZIP else raw as data:
-                return _read(str(path), data, max_requests, max_seconds)
+            with gzip.open(raw) if raw.peek(2)[:2] == _GZIP else nullcontext(raw) as data:
+                return _read(name, data, max_requests, max_seconds)
     except OSError as error:
         # gzip reports a bad header or checksum as OSError without errno; the system's have one.
         reason = f" cannot be read: {error.strerror}" if error.strerror else f": broken gzip data ({error})"
-        raise TraceError(f"{path}{reason}") from error
+        raise TraceError(f"{name}{reason}") from error
     except (EOFError, zlib.error) as error:
-        raise TraceError(f"{path}: the gzip data are cut or broken ({error}); fetch the file again") from error
+        raise TraceError(f"{name}: the gzip data are cut or broken ({error}); fetch the file again") from error
     except UnicodeDecodeError as error:
-        raise TraceError(f"{path}: not a text file: byte {error.object[error.start]:#04x} is not UTF-8") from error
+        raise TraceError(f"{name}: not a text file: byte {error.object[error.start]:#04x} is not UTF-8") from error
 
 
 def _read(path: str, data: Readable, max_requests: int | None, max_seconds: float) -> Trace:

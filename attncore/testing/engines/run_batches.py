@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from attncore.testing.engines.engine import Engine
-from attncore.testing.harness.draw_batches import batches, explore
 from attncore.testing.harness.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -46,6 +44,10 @@ def run_around_a_block(subject: Subject, backend: AttentionBackend, **given: Any
 
 def run_drawn_batches(subject: Subject, backend: AttentionBackend, examples: int, **given: Any) -> None:
     """Run ``examples`` batches that are drawn, of the phases that the backend has, each in an Engine of its own."""
+    # Here, so that `attncore verify`, which draws nothing, does not need Hypothesis.
+    from hypothesis import strategies as st
+
+    from attncore.testing.harness.draw_batches import batches, explore
 
     def check(batch: list[tuple[int, int]], seed: int) -> None:
         run_batch(Engine(backend, seed=seed, **given), batch)
