@@ -43,7 +43,7 @@ def load_kernels(name: KernelsName | None = None) -> Any:
     )
 
 
-def _how_to_get(name: KernelsName) -> str:
+def _how_to_get(name: str) -> str:
     from attncore.how_to_install import compile_extension, install_extra  # reads the installation: only for an error
 
     return install_extra("numba") if name == "numba" else compile_extension()
