@@ -240,5 +240,8 @@ def test_interrupted_it_leaves_nothing_behind(state):
         process.send_signal(signal.SIGINT)
         assert process.stderr.read() == "attncore: error: interrupted\n"
         assert process.wait() == 130
+    end = time.monotonic() + 30
+    while any(child.exists() for child in children) and time.monotonic() < end:
+        time.sleep(0.05)  # they are killed, and gone when init has heard of it
     assert not any(child.exists() for child in children)
     assert not list(state.rglob("*.json"))
