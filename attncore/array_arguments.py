@@ -26,6 +26,7 @@ def lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
         and values.dtype is _INT32
         and values.ndim == 1
         and values.flags.c_contiguous
+        and values.flags.aligned
         and (not values.size or np.minimum.reduce(values) >= least)
     ):
         return values
@@ -33,9 +34,10 @@ def lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
 
 
 def as_array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
-    """``values`` as an array of any dtype; ValueError where they are none, such as rows of two lengths."""
+    """``values`` as an aligned array of any dtype; ValueError where they are none, such as rows of two lengths."""
     try:
-        return np.asarray(values)
+        array = np.asarray(values)
+        return array if array.flags.aligned else array.copy()  # compiled code reads whole numbers at their addresses
     except UNREADABLE as error:
         raise ValueError(f"{name}: {type(values).__name__} cannot be read as an array: {error}") from error
 
