@@ -199,3 +199,15 @@ def test_a_tensor_that_was_written_to_is_refused_and_not_trusted(kernels, field,
         assert step.advanced == 0
     step.advance_step()
     assert step.host.paged_kv_indices.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("wrong", [[0, 10**7, 2], [0, -1, 2], [1, 1, 2], [0, 1, 10**7]])
+def test_page_counts_that_were_written_to_are_refused(kernels, wrong):
+    batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=4, kernels=kernels)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=16, transport="copy")
+    batch.add_request("a", [1, 2], 2)
+    batch.add_request("b", [3], 2)
+    metadata = builder.build()
+    metadata.paged_kv_indptr.copy_(torch.tensor(wrong, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"^metadata: paged_kv_indptr was written to"):
+        metadata.paged_kv_indices  # noqa: B018

@@ -110,10 +110,23 @@ class DeviceTables:
             longest = int(np.diff(indptr).max())
             self._kernels.gather_pages(table, metadata.paged_kv_indptr, buffer, longest)
             return buffer[:num_pages]
-        device_indptr = metadata.paged_kv_indptr
+        device_indptr, filled = metadata.paged_kv_indptr, num_pages
+        if self.device == "cpu":  # it can be read, and may have been written to; torch trusts it
+            filled = _checked_pages(device_indptr.numpy(), table.shape[1], num_pages)
         rows = torch.repeat_interleave(
-            torch.arange(len(indptr) - 1, device=self.device), device_indptr.diff(), output_size=num_pages
+            torch.arange(len(indptr) - 1, device=self.device), device_indptr.diff(), output_size=filled
         )
-        columns = torch.arange(num_pages, device=self.device) - device_indptr[rows]
-        buffer[:num_pages] = table[rows, columns]
+        columns = torch.arange(filled, device=self.device) - device_indptr[rows]
+        buffer[:filled] = table[rows, columns]
         return buffer[:num_pages]
+
+
+def _checked_pages(indptr: npt.NDArray[np.int32], width: int, most: int) -> int:
+    """How many pages ``indptr`` counts: fewer than ``most``, the host's bound, where drafts were rejected."""
+    counts = np.diff(indptr)
+    if indptr[0] or counts.min() < 0 or counts.max() > width or indptr[-1] > most:
+        raise ValueError(
+            f"metadata: paged_kv_indptr was written to, and counts no pages of a table of {width} columns any more; "
+            "metadata is read-only"
+        )
+    return int(indptr[-1])

@@ -257,3 +257,19 @@ def test_memory_is_that_of_every_groups_table(kernels):
     owners = (two.core, *two.core.tables.values())
     owned = {id(a): a.nbytes for owner in owners for a in vars(owner).values() if isinstance(a, np.ndarray)}
     assert two.nbytes == sum(owned.values())
+
+
+def test_views_of_a_cross_group_have_the_encoders_longest_length(kernels):
+    """A kernel may read no more keys than ``max_seq_len``."""
+    batch = InputBatch(
+        max_num_reqs=4, max_model_len=64, max_encoder_len=32, kernels=kernels,
+        groups=[KVCacheGroup("self", 4), KVCacheGroup("cross", 4, cross=True)],
+    )  # fmt: skip
+    builder = MetadataBuilder(batch, max_num_batched_tokens=64)
+    batch.add_request("a", {"self": [1, 2], "cross": [3, 4, 5, 6, 7]}, 2, encoder_seq_len=20)
+    batch.add_request("b", {"self": [8, 9], "cross": [10, 11]}, 0, encoder_seq_len=6)
+    step = builder.build({"b": 3}).groups["cross"]
+    assert step.max_seq_len == 20
+    for view in (step.decode_metadata, step.prefill_metadata):
+        assert view.max_seq_len == view.seq_lens.max()
+    assert [step.decode_metadata.max_seq_len, step.prefill_metadata.max_seq_len] == [20, 6]

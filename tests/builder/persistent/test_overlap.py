@@ -102,3 +102,18 @@ def test_an_empty_step_has_exact_lengths_whatever_the_build_before_it_was():
     with pytest.raises(ValueError, match="request 'a'"):
         builder.build(overlapped=True)  # no block
     assert builder.host_lengths(builder.build_empty(2)) == "exact"
+
+
+def test_pages_of_a_step_whose_rejected_drafts_give_a_page_back(kernels):
+    """The host counts at most so many pages; on the device there are fewer."""
+    batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=4, kernels=kernels)
+    rejected = torch.full((2,), 3, dtype=torch.int32)
+    builder = MetadataBuilder(
+        batch, max_num_batched_tokens=16, decode_threshold=4, transport="copy", num_rejected=rejected
+    )
+    batch.add_request("a", [5, 6, 7, 8], 3)
+    builder.build(query_len=4)
+    metadata = builder.build(overlapped=True)
+    assert metadata.seq_lens.tolist() == [5]
+    assert metadata.paged_kv_indptr.tolist() == [0, 2]
+    assert metadata.paged_kv_indices.tolist()[:2] == [5, 6]
