@@ -94,7 +94,8 @@ def parse_json(data: bytes, depth: int) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8: {error.reason} at byte {error.start}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+        words = error.msg.removesuffix(" at")  # "Unterminated string starting at"
+        raise ValueError(f"is not JSON: {words} at line {error.lineno}, column {error.colno}") from None
     except RecursionError:
         raise ValueError("is nested too deeply to be read") from None
     if _is_deeper(value, depth):

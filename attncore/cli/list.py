@@ -59,8 +59,8 @@ def as_json(record: PluginRecord, missing: tuple[Reason, ...]) -> dict[str, Any]
 
 def _row(record: PluginRecord, missing: tuple[Reason, ...]) -> tuple[str, ...]:
     devices = ", ".join(record.spec.devices) if record.spec else ""
-    # that it is for other devices the column before says
-    reasons = (*record.reasons, *(reason for reason in missing if reason.code != "device"))
-    words = " | ".join(dict.fromkeys(map(str, reasons)))
+    # Its devices stand in the column before.
+    here = (f"no such device here ({one.asked})" if one.code == "device" else str(one) for one in missing)
+    words = " | ".join(dict.fromkeys((*map(str, record.reasons), *here)))
     runs = "no" if missing else "yes"
     return (record.name, record.distribution, record.version, record.state, runs, devices or "-", words)

@@ -24,7 +24,9 @@ def read_record(line: str | bytes) -> tuple[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"batch: not UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"batch: not JSON ({error.msg} at column {error.colno})") from None
+        # Without the end of the line, which would begin a line, and a column, of its own.
+        column = min(error.pos, len(text.rstrip("\r\n"))) + 1
+        raise ValueError(f"batch: not JSON ({error.msg.removesuffix(' at')} at column {column})") from None
     except ValueError as error:  # an integer of thousands of digits
         raise ValueError(f"batch: {error}") from None
 

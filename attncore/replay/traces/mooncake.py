@@ -42,6 +42,7 @@ def _record(line: str) -> dict[str, Any]:
     except ValueError as error:
         text = str(error).removeprefix("is not JSON: ")
         cut = "; the line may be cut" if " at line 1, " in text else ""
+        text = text.replace(" at line 1, ", " at ")  # of the row, which is named
         raise ValueError(f"JSON: {text[:120]}{cut}") from None
     if not isinstance(record, dict):
         raise ValueError(f"JSON: {type(record).__name__} found, one object a line expected")
