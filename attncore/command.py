@@ -161,6 +161,8 @@ def prepared() -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
         before = {one: signal.signal(one, _raise) for one in numbers if signal.getsignal(one) is signal.SIG_DFL}
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # of a daemon: no child could be waited for
+            before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
     finally:

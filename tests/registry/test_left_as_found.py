@@ -1,6 +1,8 @@
 """What a plugin does to the settings of the process while it loads reaches neither the other plugins nor the caller."""
 
+import logging
 import os
+import signal
 import sys
 import time
 import warnings
@@ -55,6 +57,9 @@ class Half:
         raise SystemExit
 sys.meta_path.append(Half())""",
     "no list of finders": "import sys; sys.meta_path = None",
+    "ignores signals": "import signal; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]",
+    "a timer": "import signal; signal.setitimer(signal.ITIMER_REAL, 0.02)",
+    "traces": "import sys; sys.settrace(lambda *_: None)",
 }
 
 
@@ -171,3 +176,43 @@ while not pathlib.Path({str(ended)!r}).exists() and time.monotonic() < end: time
         ended.touch()
         assert loaded.result().records
     assert (told, error) == ("blocked loaded", "")
+
+
+def test_signals_and_timers_are_as_before(site):
+    handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    source = f"{CHANGES['ignores signals']}; {CHANGES['a timer']}\n"
+    site.plugin("acme", source + SPEC.format(name="acme", module="attn_acme", extra=""))
+    assert "acme" in [one.name for one in attncore.backends()]
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_function_that_traces_is_taken_away(site):
+    before = sys.gettrace()
+    site.plugin("acme", CHANGES["traces"] + "\n" + SPEC.format(name="acme", module="attn_acme", extra=""))
+    try:
+        assert "acme" in [one.name for one in attncore.backends()]
+        found = sys.gettrace()
+    finally:
+        sys.settrace(before)
+    assert found is before
+
+
+def test_a_logging_handler_that_raises_stops_no_other_plugin(site):
+    source = """
+import logging
+class Raises(logging.Handler):
+    def handle(self, record): raise ValueError("mine")
+logging.getLogger("attncore").addHandler(Raises())
+logging.getLogger("attncore").setLevel(logging.DEBUG)
+"""
+    site.plugin("aaa", source + SPEC.format(name="aaa", module="attn_aaa", extra=""))
+    site.plugin("bbb", "raise RuntimeError('broken')")
+    logger = logging.getLogger("attncore")
+    before, level = list(logger.handlers), logger.level
+    try:
+        states = {one.name: one.state for one in attncore.backends()}
+    finally:
+        logger.handlers[:] = before
+        logger.setLevel(level)
+    assert (states["aaa"], states["bbb"]) == ("loaded", "broken")

@@ -6,6 +6,7 @@ hangs the caller; `attncore doctor` loads each in a child process instead.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -171,7 +172,8 @@ def _failed(record: PluginRecord, error: BaseException) -> PluginRecord:
             source=record.label,
             fix=f"update {record.distribution}, or report it to its authors",
         )
-    logger.debug("plugin %s (%s) is %s", record.name, record.label, reason.code, exc_info=error)
+    with contextlib.suppress(Exception):  # of a handler that a plugin has added
+        logger.debug("plugin %s (%s) is %s", record.name, record.label, reason.code, exc_info=error)
     return replace(record, state=reason.code, reasons=(reason,), error=error)
 
 
