@@ -179,3 +179,17 @@ def test_padding_a_block_table():
         slots.pad_block_table([[5]], 1, [[0]])
     with pytest.raises(TypeError, match=r"rows: row 0: block id 1\.5 at index 0 is not an integer"):
         slots.pad_block_table([[1.5]])
+
+
+def test_a_row_is_as_long_as_what_it_yields():
+    """Else tokens beyond would lie in block 0."""
+
+    class Liar(list):
+        def __len__(self):
+            return 3
+
+    assert slots.pad_block_table([Liar([7])]).tolist() == [[7]]
+    out = []
+    with pytest.raises(ValueError, match="sequence 0 holds 1 blocks but token 4"):
+        slots.compute_slot_mapping(False, out, 0, 9, 0, 0, 4, {0: Liar([7])})
+    assert out == []

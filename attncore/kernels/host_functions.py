@@ -181,6 +181,8 @@ def pad_block_table(
     for index, row in enumerate(rows):
         if not hasattr(row, "__len__"):
             raise TypeError(f"rows: row {index}: {row!r} is not a sequence of block ids")
+        if type(row) is not np.ndarray:
+            rows[index] = arguments.items(f"rows: row {index}", row)
     columns = max((len(row) for row in rows), default=0) if width is None else integer("width", width, 0)
     table = np.empty((len(rows), columns), np.int32)
     bad = load_kernels().fill_block_table(rows, table) if rows else -1

@@ -1,6 +1,7 @@
 """The values of the contract travel: they pickle to worker processes, compare, and serve as keys."""
 
 import copy
+import json
 import pickle
 
 import pytest
@@ -42,3 +43,14 @@ def test_mappings_inside_cannot_be_changed():
     assert not hasattr(FLASH.devices, "update")
     assert FLASH.devices == {"cuda:sm_80+": 60}
     assert repr(FLASH.devices) == "{'cuda:sm_80+': 60}"
+
+
+def test_a_reason_is_json_whatever_it_holds():
+    loop = []
+    loop.append(loop)
+    reason = Reason("check", "a\ud800\nb", asked=object, accepted={"x": {1.5}, "y": float("nan"), "z": loop})
+    found = reason.as_json()
+    assert found["message"] == "a\\ud800 b"
+    assert found["asked"] == "<class 'object'>"
+    assert (found["accepted"]["x"], found["accepted"]["y"]) == ([1.5], "nan")
+    json.dumps(found, allow_nan=False).encode()

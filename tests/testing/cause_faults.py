@@ -1,51 +1,8 @@
-"""Faults whose message names the likely cause."""
+"""Faults of rows and calls, whose message names the likely cause (those of features are in feature_faults)."""
 
-from testing.faulty_backend import Fault, forward, init
+from testing.faulty_backend import Fault, forward
 
 CAUSE_FAULTS = (
-    Fault(
-        "window_one_too_wide",
-        "test_window_off_by_one",
-        "it is as if the window were W + 1",
-        init("features['sliding_window'] = features.get('sliding_window') and features['sliding_window'] + 1"),
-    ),
-    Fault(
-        "scale_of_its_own",
-        "test_scale",
-        "it is as if the scale were 1 / sqrt(head_size), not the layer's own, 0.7",
-        init("features['scale'] = backend.config.head_size ** -0.5"),
-    ),
-    Fault(
-        "plan_of_another_layer",
-        "test_two_layers_with_other_values",
-        "it is as if its features were those of layer",
-        """
-def plan_layers(self, metadata, key):
-    self.planned = key
-Backend.plan_layers = plan_layers
-"""
-        + forward(
-            """
-from dataclasses import replace
-self._scoring = replace(self._scoring, sliding_window=self.backend.planned.sliding_window)
-return whole(query, key, value, kv_cache, metadata, output)
-"""
-        ),
-    ),
-    Fault(
-        "heads_modulo",
-        "test_grouped_heads[4-2]",
-        "it is as if query head h read key/value head h % num_kv_heads",
-        forward(
-            """
-n, kv = query.shape[1], key.shape[1]
-order = torch.arange(n).view(n // kv, kv).T.flatten()
-answer = whole(query[:, order].contiguous(), key, value, kv_cache, metadata)
-back = answer[:, torch.argsort(order)]
-return back if output is None else output.copy_(back)
-"""
-        ),
-    ),
     Fault(
         "rows_exchanged",
         "test_many_requests_in_a_step",

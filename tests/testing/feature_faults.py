@@ -7,7 +7,7 @@ FEATURE_FAULTS = (
     Fault(
         "window_too_wide",
         "test_window_off_by_one",
-        "sliding_window",
+        "it is as if the window were W + 1",
         init("features['sliding_window'] = features['sliding_window'] and features['sliding_window'] + 1"),
     ),
     Fault(
@@ -32,11 +32,16 @@ FEATURE_FAULTS = (
             "[2.0 ** (-8 * i / n) for i in range(1, n + 1)]"
         ),
     ),
-    Fault("own_scale", "test_scale", "differs", init("features['scale'] = backend.config.head_size ** -0.5")),
+    Fault(
+        "own_scale",
+        "test_scale",
+        "it is as if the scale were 1 / sqrt(head_size), not the layer's own, 0.7",
+        init("features['scale'] = backend.config.head_size ** -0.5"),
+    ),
     Fault(
         "interleaved_heads",
         "test_grouped_heads[4-2]",
-        "4 heads over 2",
+        "it is as if query head h read key/value head h % num_kv_heads",
         forward(
             """
 n, kv = query.shape[1], key.shape[1]
@@ -91,7 +96,7 @@ return whole(query, key, value, kv_cache, metadata, output)
     Fault(
         "one_window_for_all_that_have_one",
         "test_two_layers_with_other_values",
-        "sliding_window=9) of 11 that share a step",
+        "it is as if its features were those of layer",
         forward(
             """
 from dataclasses import replace

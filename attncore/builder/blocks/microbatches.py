@@ -11,6 +11,7 @@ from attncore import arguments, array_arguments
 from attncore.builder.blocks.check_whole_requests import first_partial
 from attncore.builder.device_slices import DeviceView
 from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.slices import own_array, own_arrays
 from attncore.kernels import host_functions
 
 
@@ -152,7 +153,7 @@ def _is_decoder(host: Any) -> bool:
 def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int | None) -> None:
     """Removes ``before`` tokens from the first request of a view, which become context, and ``after`` from the last."""
     host: Any = view.host
-    own = host._arrays  # to write to, once they are copies
+    own = own_arrays(host)  # to write to, once they are copies
     fewer_keys = after > 0 and _is_decoder(host)
     has_pages = hasattr(host, "paged_kv_indptr")
     if fewer_keys and has_pages and block_size is None:
@@ -219,5 +220,5 @@ def _cut_pages(host: Any, after: int, block_size: int) -> None:
         )
     indptr[-1] = indptr[-2] + column + 1
     host.paged_kv_indptr, host.paged_kv_last_page_len = indptr, last_page_len.copy()
-    host._arrays.paged_kv_last_page_len[-1] = (length - 1) % block_size + 1
-    host.paged_kv_indices = host._own("paged_kv_indices")[: indptr[-1]]
+    own_arrays(host).paged_kv_last_page_len[-1] = (length - 1) % block_size + 1
+    host.paged_kv_indices = own_array(host, "paged_kv_indices")[: indptr[-1]]

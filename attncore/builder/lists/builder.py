@@ -175,7 +175,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
         )
         if self._encoder_decoder:
             fields, counts = encoder_fields(self, groups, reader.num_seqs, measures.num_prefills, num_reqs, use_graph)
-            vars(host._arrays).update(fields)
+            vars(own_arrays(host)).update(fields)
             vars(metadata).update(counts)
         if self.plan is not None:
             self.plan(metadata)

@@ -99,8 +99,10 @@ def _read(groups: Any, block_size: int) -> tuple[list[int], list[Any]]:
         if table is None or sequences[0][3] is None:
             _check_missing(index, group, length, table)
             table = ()
-        elif _count_blocks(index, table) * block_size < length:
-            raise _too_few_blocks(index, group, length, len(table), block_size)
+        else:
+            table = _read_table(index, table)
+            if len(table) * block_size < length:
+                raise _too_few_blocks(index, group, length, len(table), block_size)
         if len(sequences) == 1:
             lens.append(length)
             tables.append(table)
@@ -201,11 +203,14 @@ def _check_missing(index: int, group: Any, length: int, table: Any) -> None:
         raise ValueError(f"{path}: missing; the {length} encoder tokens need blocks (null: profiling, as block tables)")
 
 
-def _count_blocks(index: int, table: Any) -> int:
+def _read_table(index: int, table: Any) -> Any:
+    """The block ids as an array or a list of our own: the caller's may say another length, or change."""
+    name = f"groups[{index}].cross_block_table"
     try:
-        return len(table)
+        len(table)
     except TypeError:
-        raise TypeError(f"groups[{index}].cross_block_table: {table!r} is not a sequence of block ids") from None
+        raise TypeError(f"{name}: {table!r} is not a sequence of block ids") from None
+    return table if type(table) is np.ndarray else arguments.items(name, table)
 
 
 def _too_few_blocks(index: int, group: Any, length: int, num_blocks: int, block_size: int) -> ValueError:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from attncore.builder.device.memory import Readers, aligned_bytes, aligned_up, device_bytes, pinned_bytes
 from attncore.builder.fields import FIELDS, Field, Length, Owner, Pad, named
-from attncore.builder.slices import HostArrays
+from attncore.builder.slices import HostArrays, own_arrays
 
 if TYPE_CHECKING:
     from attncore.builder.lists.settings import ListSettings
@@ -129,7 +129,7 @@ class GraphBuffers:
         """The arrays that a graph of ``bucket`` requests reads: tensors on the device, or NumPy arrays."""
         if self._device_name is None:
             host = self._host(self._arenas[0], bucket)
-            return {name: getattr(host, name) for name in vars(host._arrays)}
+            return {name: getattr(host, name) for name in vars(own_arrays(host))}
         import torch
 
         if self._device is None:
@@ -179,7 +179,7 @@ class GraphBuffers:
             arena.reserved[bucket, num_seqs] = arrays
         host = HostArrays(**arrays)
         if self.has_pages:
-            host._arrays.paged_kv_indices = arrays["paged_kv_indices"][:num_pages]
+            own_arrays(host).paged_kv_indices = arrays["paged_kv_indices"][:num_pages]
             arena.num_pages = max(arena.num_pages, num_pages)
         return host
 
@@ -228,7 +228,7 @@ class GraphBuffers:
 
     def _arrays(self, arena: _Arena, bucket: int) -> dict[str, Any]:
         """The arrays of ``_host``, to write to."""
-        arrays: dict[str, Any] = vars(self._host(arena, bucket)._arrays)
+        arrays: dict[str, Any] = vars(own_arrays(self._host(arena, bucket)))
         return arrays
 
     def _host(self, arena: _Arena, bucket: int) -> HostArrays:

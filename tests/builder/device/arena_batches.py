@@ -1,22 +1,14 @@
 """A batch of two requests, and a backend that does nothing, for the tests of arenas."""
 
-from attncore import AttentionBackend, AttentionImpl, BackendConfig
+from builder.plain_backend import Least, config
+
 from attncore.builder import InputBatch
 
-CONFIG = BackendConfig(num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", block_size=4)
+CONFIG = config()
 
 
-class Impl(AttentionImpl):
-    def forward(self, query, key, value, kv_cache, metadata, output=None):
-        return query
-
-
-class Backend(AttentionBackend):
+class Backend(Least):
     name = "late"
-    impl_class = Impl
-
-    def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
 
 
 def two_requests(kernels):

@@ -7,13 +7,12 @@ import oracles
 import pytest
 import torch
 from batches import Batches
+from builder.plain_backend import Least
 from hypothesis import HealthCheck, settings
 from late_verdicts import GROUPS, drafts_judged_late
 
 from attncore import (
     ATTNCORE_API,
-    AttentionBackend,
-    AttentionImpl,
     BackendConfig,
     BackendSpec,
     InputBatch,
@@ -26,17 +25,8 @@ from attncore.errors import CaptureError
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-class Impl(AttentionImpl):
-    def forward(self, query, key, value, kv_cache, metadata, output=None):
-        return query
-
-
-class OnCuda(AttentionBackend):
+class OnCuda(Least):
     name = "on-cuda"
-    impl_class = Impl
-
-    def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
 
 
 def on_cuda(block_size, *, page_list=False):

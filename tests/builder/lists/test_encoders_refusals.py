@@ -102,3 +102,24 @@ def test_bad_arguments_name_themselves(arguments, message):
 def test_a_builder_of_decoders_refuses_encoders(kernels):
     with pytest.raises(ValueError, match=r"^groups\[0\].encoder_seq_len: given to a builder that was not made with"):
         CommonMetadataBuilder(4, kernels=kernels).build([decode()])
+
+
+class Liar:
+    """Says that it has three ids, and gives one."""
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        return iter([7])
+
+    def __getitem__(self, index):
+        return [7][index]
+
+
+@pytest.mark.parametrize("group", [prompt(9, Liar()), decode(9, Liar())], ids=["prompt", "decode"])
+def test_a_table_is_as_long_as_what_it_yields(group, kernels):
+    """Else the tokens beyond would lie in block 0, which is nobody's."""
+    builder = CommonMetadataBuilder(4, "common", encoder_decoder=True, kernels=kernels)
+    with pytest.raises(ValueError, match=r"cross_block_table: sequence \d+ holds 1 blocks but encoder token 4 of 9"):
+        builder.build([group])

@@ -1,6 +1,6 @@
 """A builder with captured sizes, and a backend that states how it may be captured, for the tests of capture."""
 
-from builder.persistent.plain_backend import BLOCK
+from builder.plain_backend import BLOCK
 
 from attncore import BackendSpec, MultipleOf
 from attncore.builder import InputBatch, MetadataBuilder

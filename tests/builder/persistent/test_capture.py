@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 from builder.persistent.capture_builders import MAX_LEN, MAX_REQS, new_builder, spec
-from builder.persistent.plain_backend import BLOCK, Plain, config
+from builder.plain_backend import BLOCK, Plain, config
 
 from attncore import graphs
 from attncore.builder import KVCacheGroup

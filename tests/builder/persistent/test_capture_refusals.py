@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from builder.persistent.capture_builders import new_builder, spec
-from builder.persistent.plain_backend import Plain, config
+from builder.plain_backend import Plain, config
 from core_state import core_state
 
 from attncore import graphs

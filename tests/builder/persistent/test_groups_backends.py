@@ -2,7 +2,7 @@
 
 import pytest
 from builder.persistent.group_batches import CROSS, FULL, WINDOW, batch_of
-from builder.persistent.plain_backend import Plain, config
+from builder.plain_backend import Plain, config
 
 from attncore.builder import ContextParallel, InputBatch, KVCacheGroup, MetadataBuilder
 

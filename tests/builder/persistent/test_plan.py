@@ -1,7 +1,7 @@
 """The backend's plan runs once per build, before the metadata is returned; a failing plan undoes the step."""
 
 import pytest
-from builder.persistent.plain_backend import Plain, config
+from builder.plain_backend import Plain, config
 
 from attncore import CommonMetadataBuilder, Sequence, SequenceGroup
 from attncore.builder import InputBatch, MetadataBuilder

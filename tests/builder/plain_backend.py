@@ -1,4 +1,4 @@
-"""The least backend that a builder takes: its attention gives the queries back."""
+"""The least backends that a builder takes: their attention gives the queries back."""
 
 import numpy as np
 
@@ -12,15 +12,21 @@ class Impl(AttentionImpl):
         return query
 
 
-class Plain(AttentionBackend):
-    name = "plain"
+class Least(AttentionBackend):
+    name = "least"
     impl_class = Impl
-
-    def from_host(self, array):
-        return np.asarray(array)
 
     def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
         return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+
+class Plain(Least):
+    """Its steps have NumPy arrays."""
+
+    name = "plain"
+
+    def from_host(self, array):
+        return np.asarray(array)
 
 
 def config(spec=None, block_size=BLOCK):
