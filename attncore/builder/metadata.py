@@ -54,6 +54,8 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     cross attention in a step without encoder input.
     """
 
+    host: _HostArrays
+    _wrap: Wrap
     # counts: plain ints
     num_reqs: int
     num_tokens: int
@@ -97,19 +99,19 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     """What a step of the list builder was built from; None for views, captured sizes and the persistent builder."""
 
     def __init__(self, host: Any, wrap: Wrap = read_only, **values: Any) -> None:
-        self.host: _HostArrays = host
-        self._wrap = wrap
-        self.__dict__.update(values)
+        self.__dict__.update(values, host=host, _wrap=wrap)
 
     if not TYPE_CHECKING:  # a checker knows the fields from StepArrays, and refuses other names
 
         def __getattr__(self, name: str) -> Any:
             # Called only for missing attributes: wraps an array on first use and keeps it.
-            if name in ARRAYS:
-                value = self._derived(name) if name in DERIVED else self._wrapped(name)
-                self.__dict__[name] = value
-                return value
-            raise no_such_field(type(self).__name__, name)
+            value = self.__dict__[name] = self._of_host(name)
+            return value
+
+        def _of_host(self, name: str) -> Any:
+            if name not in ARRAYS:
+                raise no_such_field(type(self).__name__, name)
+            return self._derived(name) if name in DERIVED else self._wrapped(name)
 
     __repr__ = guarded(metadata_text)
     __str__ = guarded(step_grid)

@@ -8,6 +8,7 @@ from attncore.builder.device.captured_sizes import CapturedSizes
 from attncore.builder.lists.graph_buffers import GraphBuffers
 from attncore.builder.metadata import OF_ARRAYS, CommonAttentionMetadata
 from attncore.builder.read_only import read_only
+from attncore.builder.reused import Reused
 from attncore.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -24,6 +25,16 @@ def set_host(metadata: CommonAttentionMetadata, host: HostArrays) -> None:
         if name in held:  # most steps: none
             del held[name]
     held["host"] = host
+
+
+class CapturedStepMetadata(Reused, CommonAttentionMetadata):
+    """The metadata that a graph was captured over: every later step of its size has it too."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Called only for missing attributes. Not kept: the arrays of ``host`` are another object the next time.
+            return self._of_host(name)
 
 
 class CapturedSteps:
@@ -124,7 +135,7 @@ class CapturedSteps:
     def new_metadata(self, settings: ListSettings, bucket: int) -> CommonAttentionMetadata:
         """Metadata of ``bucket`` decodes over the buffers, with the largest lengths; ``host`` is set later."""
         longest = settings.max_seq_len_to_capture
-        metadata = CommonAttentionMetadata(
+        metadata = CapturedStepMetadata(
             None,
             read_only if settings.backend is None else settings.backend.from_host,
             num_reqs=bucket,
@@ -143,8 +154,8 @@ class CapturedSteps:
             **self.buffers.views(bucket),
         )
         if settings.encoder_decoder:
-            metadata.max_encoder_seq_len = settings.max_encoder_seq_len_to_capture or metadata.max_seq_len
-            metadata.num_encoder_tokens = bucket * metadata.max_encoder_seq_len
+            longest = settings.max_encoder_seq_len_to_capture or metadata.max_seq_len
+            vars(metadata).update(max_encoder_seq_len=longest, num_encoder_tokens=bucket * longest)
         # A backend reads the views inside a capture, where no arrays may be allocated: the decodes are the whole step.
         vars(metadata).update(_prefill=None, _decode=metadata)
         return metadata

@@ -76,7 +76,8 @@ class _Arena:
         self.memory, self.index = memory, index
         self.tensor: Any = None
         """The same memory as a tensor, for copies to a device."""
-        self.hosts: dict[int, HostArrays] = {}
+        self.arrays: dict[int, dict[str, Any]] = {}
+        """The arrays of each bucket, to write to."""
         self.reserved: dict[tuple[int, int], dict[str, Any]] = {}
         self.num_pages = 0
         """Leading page indices that may differ from 0."""
@@ -126,10 +127,9 @@ class GraphBuffers:
         return tuple(self._places)
 
     def views(self, bucket: int) -> dict[str, Any]:
-        """The arrays that a graph of ``bucket`` requests reads: tensors on the device, or NumPy arrays."""
+        """The tensors that a graph of ``bucket`` requests reads; none where it reads the host's arrays."""
         if self._device_name is None:
-            host = self._host(self._arenas[0], bucket)
-            return {name: getattr(host, name) for name in vars(own_arrays(host))}
+            return {}
         import torch
 
         if self._device is None:
@@ -189,7 +189,7 @@ class GraphBuffers:
 
     def _finish(self, arena: _Arena, bucket: int, num_seqs: int, num_pages: int) -> HostArrays:
         """Resets what the step's rows leave, and sends the block; the next step takes the next staging block."""
-        host, arrays = self._host(arena, bucket), self._arrays(arena, bucket)
+        arrays = self._arrays(arena, bucket)
         self._next = (self._next + 1) % len(self._arenas)
         if num_seqs < bucket:
             for name in _UNPADDED_ROWS:
@@ -202,7 +202,7 @@ class GraphBuffers:
             self._device_pages = max(num_pages, self._device_pages)
             self._send(arena, bucket, self._device_pages)
             self._device_pages = num_pages
-        return host
+        return HostArrays(**arrays)  # whoever gets it may set its fields
 
     def write_empty(self, bucket: int) -> HostArrays:
         """Writes an empty step: padded rows only."""
@@ -227,21 +227,16 @@ class GraphBuffers:
         return arenas
 
     def _arrays(self, arena: _Arena, bucket: int) -> dict[str, Any]:
-        """The arrays of ``_host``, to write to."""
-        arrays: dict[str, Any] = vars(own_arrays(self._host(arena, bucket)))
-        return arrays
-
-    def _host(self, arena: _Arena, bucket: int) -> HostArrays:
-        views = arena.hosts.get(bucket)
-        if views is None:
-            views = HostArrays()
+        arrays = arena.arrays.get(bucket)
+        if arrays is None:
+            arrays = {}
             for name, place in self._places.items():
                 array = arena.memory[place.offset : place.end].view(place.dtype).reshape(place.shape)
-                setattr(views, name, self._cut(name, array, bucket))
+                arrays[name] = self._cut(name, array, bucket)
             if self.has_encoder:
-                views.cross_slot_mapping = np.zeros(0, np.int64)
-            arena.hosts[bucket] = views  # now that it has all of them
-        return views
+                arrays["cross_slot_mapping"] = np.zeros(0, np.int64)
+            arena.arrays[bucket] = arrays  # now that it has all of them
+        return arrays
 
     def _cut(self, name: str, array: Any, bucket: int) -> Any:
         length = FIELDS[name].length

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from attncore.builder.device.arena import Arrays
 from attncore.builder.fields import DERIVED, FIELDS, Field, Length, named, no_such_field
 from attncore.builder.read_only import read_only
+from attncore.builder.reused import Reused
 from attncore.builder.show import host_text
 from attncore.errors import AttncoreError
 from attncore.show import guarded
@@ -26,13 +27,17 @@ STEP_ARRAYS = BY_TOKEN | BY_REQUEST | BY_START | BY_ENCODER_TOKEN
 """The arrays that a step has without gathering or deriving them."""
 
 
-class HostFields:
-    """Read-only views of an arena, cut to its step: made on first use, dropped when a step has other counts."""
+class HostFields(Reused):
+    """Read-only views of an arena, cut to its step: made on first use, dropped when a step has other counts.
+
+    Each access gives an array of its own: the shape that a caller sets on one is not that of the next step's.
+    """
 
     def __init__(
         self, arena: Any, arrays: Arrays, tables: Mapping[str, BlockTable], state: Any, extra: Mapping[str, Field]
     ) -> None:
         self._arena, self._arrays, self._tables, self._state, self._extra = arena, arrays, tables, state, extra
+        self.kept_views: dict[str, npt.NDArray[Any]] = {}  # the kernel drops them
         self._shown = {name: read_only(array) for name, array in arrays.items()}
         self._shown |= {name: read_only(table.array) for name, table in tables.items()}
 
@@ -46,9 +51,10 @@ class HostFields:
                 raise no_such_field("metadata.host", name, self._extra)
         if name not in self._shown:
             raise AttributeError(f"metadata.host of this batch and group has no field {name!r}")
-        view: npt.NDArray[Any] = cut(self._shown[name], name, self._arena, self._extra)
-        self.__dict__[name] = view
-        return view
+        view = self.kept_views.get(name)  # of an engine's field
+        if view is None:
+            view = self.kept_views[name] = cut(self._shown[name], name, self._arena, self._extra)
+        return view.view()
 
     def _memory(self, name: str) -> npt.NDArray[Any] | None:
         """The array that a field of every step is the beginning of, which kernels write; None for no field of these."""
@@ -64,7 +70,7 @@ class HostFields:
     __repr__ = guarded(host_text)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self.field_names()})
+        return sorted(({*super().__dir__()} - STEP_ARRAYS) | {*self.field_names()})
 
     def field_names(self) -> list[str]:
         """The fields that steps of this group have."""
@@ -101,6 +107,20 @@ class HostFields:
                 "changes"
             )
         return self._tables["block_table"].page_indices(self.paged_kv_indptr)
+
+
+def _view_of(name: str) -> Any:
+    def view(host: HostFields) -> npt.NDArray[Any]:
+        kept = host.kept_views.get(name)
+        if kept is None:
+            raise AttributeError(name)  # goes to __getattr__
+        return kept.view()
+
+    return property(view)
+
+
+for _name in STEP_ARRAYS:
+    setattr(HostFields, _name, _view_of(_name))
 
 
 def cut(array: Any, name: str, arena: Any, extra: Mapping[str, Field]) -> Any:

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from attncore.builder.device.arena import Views
 from attncore.builder.fields import Field
 from attncore.builder.metadata import Wrap
-from attncore.builder.persistent.step_metadata import CrossStepMetadata, Owner, StepMetadata
+from attncore.builder.persistent.step_metadata import (
+    CrossStepMetadata,
+    HostCrossStepMetadata,
+    HostStepMetadata,
+    Owner,
+    StepMetadata,
+)
+from attncore.builder.read_only import read_only
 
 if TYPE_CHECKING:
     from attncore.builder.device.by_copy import CopyTransport
     from attncore.builder.persistent.batch_core import BatchCore
+
+_CLASSES = {
+    (False, False): StepMetadata,
+    (True, False): CrossStepMetadata,
+    (False, True): HostStepMetadata,
+    (True, True): HostCrossStepMetadata,
+}
+"""The class of metadata, by whether the group is a cross group and whether its fields are those of the host."""
 
 _LENGTHS_OF_CROSS = {"seq_lens": "encoder_seq_lens", "seq_start_loc": "encoder_seq_start_loc"}
 
@@ -43,13 +59,13 @@ def step_metadata(
             buffer = partial(side.page_buffer, index)
             if core.cross is not None:
                 on_device["cross_block_table"] = side.tables.tensors[-1]
-        metadata_class = CrossStepMetadata if group.cross else StepMetadata
+        metadata_class = _CLASSES[group.cross, wrap is read_only and on_device is None]
         groups[group.name] = metadata_class(
             arena, group.name, arrays, tables, core.state, wrap, on_device, pages, buffer, owner, extra, padded=padded
         )
     first = groups[core.groups[0].name]
     for metadata in groups.values():
-        metadata.groups = groups
+        vars(metadata)["groups"] = MappingProxyType(groups)
     arena.views = tuple(views for metadata in groups.values() for views in metadata.views())
     return first
 

@@ -10,6 +10,8 @@ from attncore.builder.device_slices import DeviceView
 from attncore.builder.fields import ACTUAL_COUNTS, COUNTS, DERIVED, Field
 from attncore.builder.metadata import CommonAttentionMetadata, Wrap
 from attncore.builder.persistent.host_fields import STEP_ARRAYS, HostFields, cut
+from attncore.builder.read_only import read_only
+from attncore.builder.reused import Reused
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.block_table import BlockTable
@@ -21,7 +23,7 @@ def _count(name: str) -> Any:
     return property(lambda self: getattr(self._arena, name))
 
 
-class StepMetadata(CommonAttentionMetadata):
+class StepMetadata(Reused, CommonAttentionMetadata):
     """The metadata of one step. Read-only, and valid until its arena is used again, ``depth`` builds later.
 
     ``block_table`` is the live table: it, and what is gathered from it (``paged_kv_indices``, the tables of views),
@@ -50,11 +52,11 @@ class StepMetadata(CommonAttentionMetadata):
         device: Mapping[str, Any] | None, pages: Callable[[Any], Any] | None, buffer: Callable[[], Any] | None,
         owner: Owner, extra: Mapping[str, Field], *, padded: bool,
     ) -> None:  # fmt: skip
-        super().__init__(HostFields(arena, arrays, tables, state, extra), wrap)
+        values: dict[str, Any] = {"group": group, "use_cuda_graph": padded}
+        super().__init__(HostFields(arena, arrays, tables, state, extra), wrap, **values)
         self._extra = extra
         self._arena, self._arrays, self._device, self._pages = arena, arrays, device, pages
-        self._buffer = buffer
-        self.group, self.use_cuda_graph, self._owner = group, padded, owner
+        self._buffer, self._owner = buffer, owner
 
     if not TYPE_CHECKING:
 
@@ -69,12 +71,13 @@ class StepMetadata(CommonAttentionMetadata):
             elif name in self._extra:
                 value = self._wrapped(name)
             else:
-                return super().__getattr__(name)
-            self.__dict__[name] = value
+                value = self._of_host(name)
+            if self._wrap is not read_only:  # else its shape may be set, and the next step would have that
+                self.__dict__[name] = value
             return value
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._extra})
+        return sorted(({*super().__dir__()} - (STEP_ARRAYS - {*dir(self.host)})) | self._extra.keys())
 
     def _page_indices(self) -> Any:
         if self._pages is not None:
@@ -121,7 +124,8 @@ class StepMetadata(CommonAttentionMetadata):
     def views(self) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
         """Where arrays are cached, and by which names: the kernel drops them where a step has other counts."""
         names = tuple(STEP_ARRAYS | self._extra.keys())
-        return [(vars(self), names), (vars(self.host), names)]
+        host: Any = self.host
+        return [(vars(self), names), (host.kept_views, names)]
 
     def forget_step(self) -> None:
         """Called by the kernel when this arena's step is taken back: the next step has the same number."""
@@ -178,6 +182,24 @@ class CrossStepMetadata(StepMetadata):
         view = super()._view(*rows, **counts)
         view.max_seq_len = int(view.host.seq_lens.max(initial=0))  # the encoder's; the counts have the decoder's
         return view
+
+
+class HostStepMetadata(StepMetadata):
+    """A step of a builder without a backend, where its fields are those of ``host``."""
+
+
+class HostCrossStepMetadata(CrossStepMetadata):
+    """The same for cross-attention layers."""
+
+
+def _of_host(name: str) -> Any:
+    return property(lambda self: getattr(self.host, name))
+
+
+for _class in (HostStepMetadata, HostCrossStepMetadata):
+    _class.__name__ = _class.__mro__[1].__name__  # in messages they are what they stand in for
+    for _name in STEP_ARRAYS:
+        setattr(_class, _name, _of_host(_name))
 
 
 class Owner(Protocol):
