@@ -76,6 +76,15 @@ def finite_number(name: str, value: Any, *, positive: bool = False) -> int | flo
     return number
 
 
+def flag(name: str, value: Any) -> bool:
+    """``value`` as a bool; TypeError where it is neither a bool nor NumPy's: the text "no" is true to Python."""
+    if value is True or value is False:
+        return value
+    if type(value).__module__ == "numpy" and getattr(value, "dtype", None) == "bool" and value.ndim == 0:
+        return bool(value)
+    raise TypeError(f"{name}: {quoted(value)} is not True or False")
+
+
 def one_of(name: str, value: Any, known: Iterable[str]) -> str:
     """``value`` as a plain str; ValueError where it is not one of ``known``."""
     word, words = plain_text(value), tuple(known)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from attncore.arguments import finite_number, optional_integer
+from attncore.arguments import finite_number, flag, optional_integer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,6 +80,7 @@ def dense_attention(
     """
     scale = finite_number("scale", scale)
     sliding_window = optional_integer("sliding_window", sliding_window, 1)  # a query sees at least itself
+    causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
     placed = causal or sliding_window is not None or alibi_slopes is not None
     _check(query, key, value, logits_soft_cap, placed)
     num_queries, num_heads = query.shape[:2]

@@ -176,7 +176,7 @@ def test_layers_out_of_range(fields, text):
         ({"device": 0}, ValueError, "device: 0 is not a device"),
         ({"logits_soft_cap": float("inf")}, ValueError, "logits_soft_cap: inf is not a positive number"),
         ({"logits_soft_cap": "30"}, ValueError, "logits_soft_cap: '30' is not a positive number"),
-        ({"use_mla": 1}, TypeError, "use_mla: 1 is neither True nor False"),
+        ({"use_mla": 1}, TypeError, "use_mla: 1 is not True or False"),
         ({"options": 3}, TypeError, "options: 3 cannot be read as a mapping"),
         ({"dtype": 10**5000}, TypeError, "dtype: an integer of 16610 bits found; give a name as text"),
         ({"dtype": ["float32"]}, TypeError, "dtype: ['float32'] found; give a name as text"),

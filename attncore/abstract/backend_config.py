@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from attncore.arguments import finite_number, integer, optional_integer
+from attncore.arguments import finite_number, flag, integer, optional_integer
 from attncore.frozen_map import FrozenMap
 from attncore.quoted import plain_text, quoted
 from attncore.vocabulary import KV_CACHE_LAYOUTS, dtype_name
@@ -66,8 +66,7 @@ class BackendConfig:
             object.__setattr__(self, name, optional_integer(name, getattr(self, name), 1))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
-        if self.use_mla is not True and self.use_mla is not False:
-            raise TypeError(f"use_mla: {quoted(self.use_mla)} is neither True nor False")
+        object.__setattr__(self, "use_mla", flag("use_mla", self.use_mla))
         check_value_size(self.head_size, self.head_size_v, self.num_kv_heads, self.use_mla)
         if self.logits_soft_cap is not None:
             cap = finite_number("logits_soft_cap", self.logits_soft_cap, positive=True)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 
 class FirstGenerationMetadataNames:
     """Mixed into CommonAttentionMetadata."""
@@ -56,7 +58,7 @@ class FirstGenerationStateNames:
         """``prepare``: into all buffers of the step's size, of which ``input_buffers`` must be some."""
         own = self.get_graph_input_buffers(attn_metadata, is_encoder_decoder_model)
         for name, buffer in own.items():
-            if input_buffers.get(name) is not buffer:
+            if not _is_same(input_buffers.get(name), buffer):
                 raise ValueError(
                     f"input_buffers: {name!r} is not what get_graph_input_buffers gives for a step of this size"
                 )
@@ -69,3 +71,10 @@ class FirstGenerationStateNames:
                 f"is_encoder_decoder_model: {is_encoder_decoder_model}, but the state's builder was made with "
                 f"encoder_decoder={found}"
             )
+
+
+def _is_same(given: Any, buffer: Any) -> bool:
+    """Whether they are one tensor, or arrays of the same memory: each access of a step's array gives another view."""
+    if isinstance(given, np.ndarray) and isinstance(buffer, np.ndarray):
+        return given.__array_interface__ == buffer.__array_interface__
+    return given is buffer

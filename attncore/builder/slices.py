@@ -44,7 +44,9 @@ class HostArrays:
 
     def __setattr__(self, name: str, array: Any) -> None:
         array = _own_of(name, array)
-        vars(self).pop(name, None)
+        held = vars(self)
+        held.pop(name, None)
+        held["_replaced"] = held.get("_replaced", frozenset()) | {name}  # advance_step checks these
         setattr(self._arrays, name, array)
 
     def __delattr__(self, name: str) -> None:

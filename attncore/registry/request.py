@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from attncore.abstract import check_value_size
-from attncore.arguments import finite_number, integer
+from attncore.arguments import finite_number, flag, integer
 from attncore.did_you_mean import did_you_mean
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
@@ -146,8 +146,7 @@ class AttentionRequest:
                     f"{name}: {quoted(value)} is not one of {', '.join(words)}{did_you_mean(value, words)}"
                 )
         for name in ("sinks", "use_mla", "allow_compile"):
-            if getattr(self, name) is not True and getattr(self, name) is not False:
-                raise TypeError(f"{name}: {quoted(getattr(self, name))} is neither True nor False")
+            object.__setattr__(self, name, flag(name, getattr(self, name)))
         alibi = _plain(self.alibi)
         object.__setattr__(self, "alibi", alibi)
         if alibi is not True and alibi is not False and (not isinstance(alibi, str) or alibi != "standard"):

@@ -54,6 +54,7 @@ def split_decodes_and_prefills(
     """
     decode_threshold = arguments.integer("decode_threshold", decode_threshold, 1)
     lens = array_arguments.lengths("query_lens", query_lens, 0)
+    require_uniform = arguments.flag("require_uniform", require_uniform)
     long = lens > decode_threshold
     num_decodes = _count_leading(long)
     if num_decodes < len(lens):

@@ -39,9 +39,8 @@ class ListSettings:
         max_seq_len_to_capture = optional("max_seq_len_to_capture", max_seq_len_to_capture, 1)
         max_encoder_seq_len_to_capture = optional("max_encoder_seq_len_to_capture", max_encoder_seq_len_to_capture, 1)
         layout = arguments.one_of("layout", layout, DIALECTS)
-        for name, flag in (("chunked_prefill", chunked_prefill), ("encoder_decoder", encoder_decoder)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name}: {flag!r} is not true or false")
+        chunked_prefill = arguments.flag("chunked_prefill", chunked_prefill)
+        encoder_decoder = arguments.flag("encoder_decoder", encoder_decoder)
         if encoder_decoder and not DIALECTS[layout].encoder_decoder:
             able = ", ".join(name for name, dialect in DIALECTS.items() if dialect.encoder_decoder)
             raise ValueError(f"layout: {layout} has no encoder/decoder attention; {able} have")

@@ -34,8 +34,8 @@ def groups_of(
 
 def check_new_request(
     core: BatchCore, req_id: Hashable, num_computed_tokens: int, encoder_seq_len: int, encoder_computed: bool
-) -> tuple[int, int]:
-    """Computed tokens and encoder tokens as ints; ValueError or TypeError where the request cannot be added."""
+) -> tuple[int, int, bool]:
+    """The numbers of tokens as ints, and the flag; ValueError or TypeError where the request cannot be added."""
     if req_id is None:
         raise ValueError("req_id: None cannot name a request")
     try:
@@ -57,11 +57,12 @@ def check_new_request(
         raise ValueError(
             f"encoder_seq_len: {encoder_seq_len} of request {req_id!r} exceed max_encoder_len {core.max_encoder_len}"
         )
+    encoder_computed = arguments.flag("encoder_computed", encoder_computed)
     if encoder_computed and core.cross is None:
         raise ValueError(f"encoder_computed: true for request {req_id!r}, but no group is cross")
     if core.order.num_reqs == core.max_num_reqs:
         raise ValueError(f"req_id: no row for {req_id!r}; the batch holds max_num_reqs {core.max_num_reqs}")
-    return num_computed_tokens, encoder_seq_len
+    return num_computed_tokens, encoder_seq_len, encoder_computed
 
 
 def ids_by_group(

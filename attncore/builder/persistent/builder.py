@@ -207,8 +207,8 @@ class MetadataBuilder(Uncopied):
         one_of_each = query_len is _ONE and (
             scheduled is _ALL_REQUESTS or (type(scheduled) in (dict, MappingProxyType) and not scheduled)
         )
-        if overlapped and self._overlap is None:
-            raise ValueError("overlapped: this builder was made without num_rejected, so lengths must be exact")
+        if overlapped is not False:
+            overlapped = self._check_overlapped(overlapped)
         if bucket is None and one_of_each:
             metadata = self._decode_step()
             if metadata is not None:
@@ -228,6 +228,12 @@ class MetadataBuilder(Uncopied):
             if self._overlap is not None:
                 self._overlap.overlapped = overlapped
             return self._answer(self._assembly.build(shape, scheduled, query_len, one_of_each))
+
+    def _check_overlapped(self, given: Any) -> bool:
+        overlapped = arguments.flag("overlapped", given)
+        if overlapped and self._overlap is None:
+            raise ValueError("overlapped: this builder was made without num_rejected, so lengths must be exact")
+        return overlapped
 
     def capture(self, num_reqs: int, query_len: int = 1) -> StepMetadata:
         """Metadata to capture a graph over: an empty step, padded to ``num_reqs`` rows of ``query_len`` tokens.

@@ -159,13 +159,13 @@ class InputBatch(Uncopied):
         the tokens.
         """
         with self.core.enter():
-            num_computed_tokens, encoder_seq_len = check_new_request(
+            num_computed_tokens, encoder_seq_len, encoder_computed = check_new_request(
                 self.core, req_id, num_computed_tokens, encoder_seq_len, encoder_computed
             )
             given = self._by_group(req_id, block_ids, all_groups=True)
             row = self.core.order.free_row()
             self.core.undo.append((self.core.vacate, row))
-            self.core.state.start(row, num_computed_tokens, encoder_seq_len, bool(encoder_computed))
+            self.core.state.start(row, num_computed_tokens, encoder_seq_len, encoder_computed)
             for name, ids in given.items():
                 table = self.core.tables[name]
                 table.append(row, req_id, ids)

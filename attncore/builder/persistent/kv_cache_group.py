@@ -81,8 +81,7 @@ def _checked_group(path: str, given: object) -> KVCacheGroup:
         )
     sliding_window = arguments.optional_integer(f"{path}.sliding_window", sliding_window, 1)
     num_blocks = arguments.optional_integer(f"{path}.num_blocks", num_blocks, 1)
-    if not isinstance(cross, bool):
-        raise TypeError(f"{path}.cross: {cross!r} is not true or false")
+    cross = arguments.flag(f"{path}.cross", cross)
     if cross and sliding_window is not None:
         raise ValueError(f"{path}.sliding_window: given for a cross group, whose queries see the whole encoder")
     return KVCacheGroup(name, block_size, kernel_block_size, sliding_window, cross, num_blocks)

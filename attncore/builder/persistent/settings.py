@@ -55,6 +55,6 @@ def check_settings(
         decode_threshold,
         context_parallel,
         arguments.one_of("transport", transport, TRANSPORTS),
-        bool(ticket),
+        arguments.flag("ticket", ticket),
         depth,
     )

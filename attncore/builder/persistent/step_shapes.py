@@ -14,6 +14,7 @@ from attncore.builder.fields import ACTUAL_COUNTS, COUNTS, Field
 from attncore.builder.persistent.group_backends import Backends
 from attncore.builder.persistent.new_step_metadata import step_metadata
 from attncore.builder.persistent.step_metadata import Owner, StepMetadata
+from attncore.errors import CaptureError
 
 if TYPE_CHECKING:
     from attncore.builder.device.by_copy import CopyTransport
@@ -137,12 +138,14 @@ class StepShapes:
         return None
 
     def of(self, metadata: StepMetadata) -> Any:
-        """The StepShape of a padded step; CaptureError where its size was released."""
+        """The StepShape of a padded step; CaptureError where its size was released, and perhaps captured again."""
         shape = self.captured.get(metadata.num_reqs)
+        instead = f"builder.capture({metadata.num_reqs}) gives metadata of it"
         if shape is None:
-            self.captured.refuse(
-                f"metadata: its size of {metadata.num_reqs} requests",
-                f"builder.capture({metadata.num_reqs}) gives metadata of it",
+            self.captured.refuse(f"metadata: its size of {metadata.num_reqs} requests", instead)
+        if not any(metadata._arena is arena for arena in shape.arenas):
+            raise CaptureError(
+                f"metadata: its size of {metadata.num_reqs} requests was released and captured again; {instead}"
             )
         return shape
 

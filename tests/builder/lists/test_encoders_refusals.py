@@ -86,7 +86,7 @@ def test_lengths_of_a_step_fit_int32(kernels):
             {"layout": "flashinfer", "encoder_decoder": True},
             "layout: flashinfer has no encoder/decoder attention; comm",
         ),
-        ({"encoder_decoder": 1}, "encoder_decoder: 1 is not true or false"),
+        ({"encoder_decoder": 1}, "encoder_decoder: 1 is not True or False"),
         ({"max_encoder_seq_len_to_capture": 5}, "max_encoder_seq_len_to_capture: given, but encoder_decoder is false"),
         (
             {"encoder_decoder": True, "max_encoder_seq_len_to_capture": 0},

@@ -223,3 +223,7 @@ def test_metadata_of_a_released_size_records_nothing(kernels):
     builder.release(2)
     with pytest.raises(CaptureError, match="metadata: its size of 2 requests was not captured"):
         metadata.record()
+    again = builder.capture(2)
+    with pytest.raises(CaptureError, match="metadata: its size of 2 requests was released and captured again"):
+        metadata.record()
+    again.record()

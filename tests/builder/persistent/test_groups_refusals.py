@@ -18,7 +18,7 @@ BAD_GROUPS = [
     ([FULL, KVCacheGroup("b", 8, kernel_block_size=0)], r"groups\[1\].kernel_block_size: 0 is below 1"),
     ([FULL, KVCacheGroup("b", 8, sliding_window=0)], r"groups\[1\].sliding_window: 0 is below 1"),
     ([FULL, KVCacheGroup("b", 8, num_blocks=0)], r"groups\[1\].num_blocks: 0 is below 1"),
-    ([FULL, KVCacheGroup("b", 8, cross="no")], r"groups\[1\].cross: 'no' is not true or false"),
+    ([FULL, KVCacheGroup("b", 8, cross="no")], r"groups\[1\].cross: 'no' is not True or False"),
     ([FULL, CROSS._replace(sliding_window=4)], r"groups\[1\].sliding_window: given for a cross group"),
     ([FULL, CROSS, CROSS._replace(name="other")], "groups: 'encoder' and 'other' are both cross"),
     ([KVCacheGroup(str(i), 4) for i in range(65)], "groups: 65 given; a batch takes 64"),
