@@ -28,6 +28,7 @@ from attncore.cli.completion import SHELLS
 from attncore.cli.output import only_json
 from attncore.command import Parser, UsageError, run_command
 from attncore.did_you_mean import did_you_mean
+from attncore.errors import NoBackendError
 from attncore.quoted import quoted
 from attncore.terminal import columns, wrapped
 
@@ -115,5 +116,9 @@ def _run(words: list[str]) -> int:
     except SystemExit as ended:  # --help
         return int(ended.code or 0)
     with only_json() if getattr(args, "json", False) else contextlib.nullcontext():
-        code: int = args.run(args)
+        try:
+            code: int = args.run(args)
+        except (ValueError, TypeError, NoBackendError) as error:
+            parser.in_words_of_options(error)
+            raise
     return code
