@@ -157,11 +157,11 @@ def named_descriptor(path: str | os.PathLike[str]) -> int | None:
     text = os.fspath(path)
     for _ in range(40):  # links, which may lead to themselves
         folder, name = os.path.split(text)
-        if os.path.realpath(folder) in folders and name.isdecimal() and len(name) < 10:
-            return int(name)
         try:
+            if os.path.realpath(folder) in folders and name.isdecimal() and len(name) < 10:
+                return int(name)
             text = os.path.join(folder, os.readlink(text))
-        except OSError:  # no link
+        except OSError:  # no link, or the current folder has been deleted
             return None
     return None
 

@@ -18,7 +18,7 @@ from attncore.builder.persistent.assembly import Assembly
 from attncore.builder.persistent.engine_fields import EngineFields, FillField
 from attncore.builder.persistent.group_backends import backends_of
 from attncore.builder.persistent.input_batch import InputBatch
-from attncore.builder.persistent.overlap import PREVIOUS_ROWS, Overlap
+from attncore.builder.persistent.overlap import PREVIOUS_ROWS, Overlap, check_overlapped
 from attncore.builder.persistent.poison import expiring
 from attncore.builder.persistent.profiling_run import profile_metadata
 from attncore.builder.persistent.settings import check_settings
@@ -207,8 +207,8 @@ class MetadataBuilder(Uncopied):
         one_of_each = query_len is _ONE and (
             scheduled is _ALL_REQUESTS or (type(scheduled) in (dict, MappingProxyType) and not scheduled)
         )
-        if overlapped and self._overlap is None:
-            raise ValueError("overlapped: this builder was made without num_rejected, so lengths must be exact")
+        if overlapped is not False:
+            check_overlapped(overlapped, self._overlap)
         if bucket is None and one_of_each:
             metadata = self._decode_step()
             if metadata is not None:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.persistent.group_backends import Backends
+from attncore.quoted import quoted
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.step_metadata import StepMetadata
@@ -118,3 +119,11 @@ def _check(backends: Backends, max_num_reqs: int, num_rejected: Any, ranks: Cont
             raise ValueError(
                 f"num_rejected: backend {backend.name!r} needs exact lengths on the host; choose one that takes bounds"
             )
+
+
+def check_overlapped(overlapped: object, overlap: Overlap | None) -> None:
+    """TypeError or ValueError where ``build`` may not be given ``overlapped``, which is not False."""
+    if overlapped is not True:
+        raise TypeError(f"overlapped: {quoted(overlapped)} is not True or False")
+    if overlap is None:
+        raise ValueError("overlapped: this builder was made without num_rejected, so lengths must be exact")
