@@ -132,6 +132,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")  # so that it begins with the option's name
+        if message.startswith("the following arguments are required"):  # a misspelt option comes first
+            options = [word.partition("=")[0] for word in self._words if word.startswith("--") and word != "--"]
+            if (strange := next((one for one in options if one not in self._option_string_actions), None)) is not None:
+                message = f"unrecognized arguments: {strange}"
         name, unknown, words = message.partition("unrecognized arguments: ")
         if unknown and not name:
             option = words.split(maxsplit=1)[0].partition("=")[0]
@@ -147,12 +151,14 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
     def in_words_of_options(self, error: Exception) -> None:
-        """Has an error that begins with the name of an argument name the option that states it, as it was typed."""
+        """Has an error that begins with the name of an argument name the option that states it, as it was typed
+        (``NAME`` where it is no option)."""
         text = str(error)
         options = {
-            action.dest: next(name for name in reversed(action.option_strings) if name.startswith("--"))
+            action.dest: next(
+                (one for one in reversed(action.option_strings) if one.startswith("--")), str(action.metavar)
+            )
             for action in self._actions
-            if action.option_strings
         }
         name, colon, rest = text.partition(":")
         if not colon or name not in options or error.args[:1] != (text,):

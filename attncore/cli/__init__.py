@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import importlib
 import sys
+import textwrap
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -49,6 +50,9 @@ class _Help(argparse.HelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=(columns() or 80) - 2)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)  # nor the name of an option
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n\n".join(super(_Help, self)._fill_text(part, width, indent) for part in text.split("\n\n"))

@@ -43,6 +43,12 @@ def test_every_option_is_named_for_the_argument_that_it_states(command):
         assert str(error) == f"{action.option_strings[-1]}: 3 is wrong"
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_breaks_no_option_s_name(command, capsys):
+    assert main([command, "--help"]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.endswith("-")] == []
+
+
 def test_what_is_no_argument_stays_as_it_is():
     parser = _parser("explain")
     for text in ("ATTNCORE_BACKEND: x", "line 3: num_heads: 0", "/num_heads: absent", "no colon"):
@@ -60,6 +66,7 @@ def test_what_is_no_argument_stays_as_it_is():
         (["replay", "--dtype", "x"], "; attncore replay --help lists the options"),
         (["replay", "--head-sze", "3"], "; did you mean --head-size?"),
         (["explain", "--dtpye", "x"], "; did you mean --dtype?"),
+        (["bench", "--jsn"], "; did you mean --json?"),  # which lacks NAME, too
     ],
 )
 def test_a_misspelt_option_is_guessed_only_where_one_is_close(words, hint, capsys):

@@ -178,7 +178,8 @@ def test_a_refusal_has_lines_and_the_one_named_first(site, screen, command, widt
     # explain says why each other is not used, a command that was told to use one says why not that one
     assert [line.split()[0] for line in lines[first + 1 :]][:1] == (["reference"] if command == "explain" else [])
     said = " ".join((out + err).split())
-    assert "backend: 'acme2', named by the request, cannot be used on " in said
+    asked_by = {"explain": "backend", "verify": "NAME", "replay": "--backend"}[command]
+    assert f"{asked_by}: 'acme2', named by the request, cannot be used on " in said
     assert "pip install library-3" in said
     assert max(map(len, (out + err).splitlines())) < 200
 
