@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from attncore.did_you_mean import did_you_mean
+from attncore.did_you_mean import close_name
 from attncore.errors import AttncoreError, NoBackendError
 from attncore.quoted import MAX_PART, MOST, one_line, quoted
 from attncore.standard_output import own_streams
@@ -132,16 +132,41 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")  # so that it begins with the option's name
+        if message.startswith("the following arguments are required"):  # a misspelt option comes first
+            options = [word.partition("=")[0] for word in self._words if word.startswith("--") and word != "--"]
+            if (strange := next((one for one in options if one not in self._option_string_actions), None)) is not None:
+                message = f"unrecognized arguments: {strange}"
         name, unknown, words = message.partition("unrecognized arguments: ")
         if unknown and not name:
             option = words.split(maxsplit=1)[0].partition("=")[0]
-            hint = did_you_mean(option, self._option_string_actions) or f"; {self.prog} --help lists the options"
+            # Without dashes, which make any two short words alike.
+            known = {name.lstrip("-"): name for name in self._option_string_actions if name.startswith("--")}
+            close = close_name(option.lstrip("-"), known)
+            hint = f"; did you mean {known[close]}?" if close else f"; {self.prog} --help lists the options"
             raise UsageError(unknown + one_line(words, MOST) + hint)
         for word in self._words:
             for part in (word, word.partition("=")[2]):
                 if len(part) > MOST:
                     message = message.replace(repr(part), quoted(part)).replace(part, one_line(part, MOST))
         raise UsageError(message)
+
+    def in_words_of_options(self, error: Exception) -> None:
+        """Has an error that begins with the name of an argument name the option that states it, as it was typed
+        (``NAME`` where it is no option)."""
+        text = str(error)
+        options = {
+            action.dest: next(
+                (one for one in reversed(action.option_strings) if one.startswith("--")), str(action.metavar)
+            )
+            for action in self._actions
+        }
+        name, colon, rest = text.partition(":")
+        if not colon or name not in options or error.args[:1] != (text,):
+            return
+        others = "|".join(sorted(other for other in options if "_" in other))
+        if others:  # names of one word may be plain words
+            rest = re.sub(rf"(?<![\w./'\"-])({others})(?![\w./'\"-])", lambda found: options[found[1]], rest)
+        error.args = (f"{options[name]}:{rest}", *error.args[1:])
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         """As argparse does, but for the errors of a full disk, which it drops."""

@@ -14,7 +14,7 @@ class AttncoreError(Exception):
 
 
 class NoBackendError(AttncoreError):
-    """No installed backend satisfies the request; the text lists every candidate with its reasons."""
+    """No installed backend satisfies the request; the text lists the candidates with their reasons."""
 
 
 class FallbackWarning(UserWarning):

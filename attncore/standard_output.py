@@ -1,6 +1,7 @@
 """Standard output that holds what a command prints, and nothing of the libraries that it loads.
 
-``own_streams`` is around a command, ``lent_streams`` around code of a plugin. Code of others gets Lent streams, which
+``own_streams`` is around a command, ``lent_streams`` around code of a plugin. ``named_descriptor`` and
+``is_standard_output`` say what a path such as ``/dev/stdout`` means. Code of others gets Lent streams, which
 it may close, detach or wrap without any effect on what is printed afterwards.
 """
 
@@ -148,6 +149,34 @@ def own_streams(*, to_the_end: bool) -> Iterator[None]:
                 _redirect(_STREAMS[name], stream.fileno())
             with contextlib.suppress(OSError):  # a plugin has closed every descriptor
                 stream.close()
+
+
+def named_descriptor(path: str | os.PathLike[str]) -> int | None:
+    """The file descriptor of this process that a path names, such as ``/dev/fd/3`` or ``/dev/stdout``; else None."""
+    folders = {os.path.realpath(folder) for folder in ("/dev/fd", "/proc/self/fd")}
+    text = os.fspath(path)
+    for _ in range(40):  # links, which may lead to themselves
+        folder, name = os.path.split(text)
+        try:
+            if os.path.realpath(folder) in folders and name.isdecimal() and len(name) < 10:
+                return int(name)
+            text = os.path.join(folder, os.readlink(text))
+        except OSError:  # no link, or the current folder has been deleted
+            return None
+    return None
+
+
+def is_standard_output(path: str | os.PathLike[str]) -> bool:
+    """Whether what is written to ``path`` mixes with standard output: they are one file, pipe or terminal."""
+    descriptor = named_descriptor(path)
+    if descriptor == 1:
+        return True
+    stream = sys.stdout.own if isinstance(sys.stdout, Lent) else sys.stdout
+    try:  # by way of the stream: others may have changed where descriptor 1 leads to
+        ours, other = os.fstat(stream.fileno()), os.stat(path if descriptor is None else descriptor)
+        return os.path.samestat(ours, other) and not os.path.samestat(ours, os.stat(os.devnull))
+    except (OSError, ValueError):  # no file behind the stream, or none of that name
+        return False
 
 
 def _writes_to(stream: object, descriptor: int) -> bool:

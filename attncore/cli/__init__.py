@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import importlib
 import sys
+import textwrap
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -28,6 +29,7 @@ from attncore.cli.completion import SHELLS
 from attncore.cli.output import only_json
 from attncore.command import Parser, UsageError, run_command
 from attncore.did_you_mean import did_you_mean
+from attncore.errors import NoBackendError
 from attncore.quoted import quoted
 from attncore.terminal import columns, wrapped
 
@@ -48,6 +50,9 @@ class _Help(argparse.HelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=(columns() or 80) - 2)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)  # nor the name of an option
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n\n".join(super(_Help, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
@@ -115,5 +120,9 @@ def _run(words: list[str]) -> int:
     except SystemExit as ended:  # --help
         return int(ended.code or 0)
     with only_json() if getattr(args, "json", False) else contextlib.nullcontext():
-        code: int = args.run(args)
+        try:
+            code: int = args.run(args)
+        except (ValueError, TypeError, NoBackendError) as error:
+            parser.in_words_of_options(error)
+            raise
     return code

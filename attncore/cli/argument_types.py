@@ -34,16 +34,17 @@ def integer(low: int, high: int) -> Callable[[str], int]:
     return lambda text: parse_integer(text, low, high)
 
 
-def number(low: float, high: float) -> Callable[[str], float]:
-    """The type of a number from ``low`` to ``high``."""
+def number(low: float, high: float, name: str = "") -> Callable[[str], float]:
+    """The type of a number from ``low`` to ``high``; the ArgumentTypeError begins with ``name`` where it is given."""
+    subject = f"{name} " if name else ""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number") from None
+            raise argparse.ArgumentTypeError(f"{subject}{quoted(text)} is not a number") from None
         if not low <= value <= high:  # NaN neither
-            raise argparse.ArgumentTypeError(f"{value:g} is not between {low:g} and {high:g}")
+            raise argparse.ArgumentTypeError(f"{subject}{value:g} is not between {low:g} and {high:g}")
         return value
 
     return parse

@@ -20,6 +20,7 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,8 @@ NARROW, WIDE = 80, 110
 """Columns of a terminal: with fewer than the first every step has a table of its own, from the second on the trend is
 shown. A pipe or a file has room for all.
 """
+SHORTEST = 0.05
+"""Seconds of a row and pass below which times are too few to be compared, or to be saved for a comparison."""
 _LEGEND = {
     "PART": "build: the metadata; plan: what the backend prepares for its kernels; commit: all that an engine's call "
     "does on the host, both and the rest; forward: one layer",
@@ -68,7 +71,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_integer(parser, "--passes", 3, 100, 5, "how often all is measured, 3 to 100 times, each in a new process")
     parser.add_argument(
-        "--seconds", type=number(0.001, 60), default=0.15, metavar="S", help="for each row and pass (default 0.15)"
+        "--seconds",
+        type=number(0.001, 60),
+        default=0.15,
+        metavar="S",
+        help=f"for each row and pass (default 0.15); a run of less than {SHORTEST:g} is not compared and not saved",
     )
     parser.add_argument(
         "--timeout", type=number(1, 1e6), default=600.0, metavar="SECONDS", help="for each pass (default 600)"
@@ -84,12 +91,17 @@ def run(args: argparse.Namespace) -> int:
         raise NoBackendError(f"torch is not installed and a backend's steps need it: {install_extra('torch')}")
     from attncore.testing.bench.run import PassError, Question, joined, measure
 
+    too_short = args.seconds < SHORTEST
+    if too_short and args.strict:
+        raise UsageError(
+            f"--strict: --seconds {args.seconds:g} is too short to compare runs; give {SHORTEST:g} or more"
+        )
     with stdout_to_stderr():
         version = _installed(args.name, args.device)
     question = Question(args.name, version, args.device, args.steps, args.seconds, args.timeout)
     try:
         found = _measured(question, args.passes, measure)
-        saved, left_out = _earlier(found)
+        saved, left_out = ([], []) if too_short else _earlier(found)
         for name in left_out:
             print_lines(
                 f"attncore bench: the saved run {quoted(name)} is left out: it is damaged or not yours", sys.stderr
@@ -101,11 +113,19 @@ def run(args: argparse.Namespace) -> int:
         print_lines(f"attncore: error: {error}", sys.stderr)
         return 1
     changes = _changes(found, saved)
-    file = None if args.no_save else _saved(found)
+    if too_short:
+        changes = [replace(one, verdict="too short") for one in changes]
+    file = None if args.no_save or too_short else _saved(found)
     if args.json:
         print_json(_as_json(found, changes, saved, file))
     else:
-        _print(found, changes, saved, file)
+        _print(found, changes, saved)
+        if too_short:
+            print_lines(f"--seconds {args.seconds:g} is too short to compare runs, and the run is not saved")
+        else:
+            print_lines(_summary(changes, saved))
+        if file is not None:
+            print_lines(f"saved as {file}")
     return 1 if args.strict and any(one.verdict == "slower" for one in changes) else 0
 
 
@@ -174,7 +194,7 @@ def _as_json(found: Run, changes: list[Change], saved: list[Run], file: Path | N
     return {**shown, "compared_with": [run.time for run in saved], "saved": None if file is None else str(file)}
 
 
-def _print(found: Run, changes: list[Change], saved: list[Run], file: Path | None) -> None:
+def _print(found: Run, changes: list[Change], saved: list[Run]) -> None:
     config = found.config
     passes = len(found.rows[0].median)
     print_lines(
@@ -204,9 +224,6 @@ def _print(found: Run, changes: list[Change], saved: list[Run], file: Path | Non
     for header in headers:
         if header in _LEGEND:
             print_lines(f"{header}: {_LEGEND[header]}")
-    print_lines(_summary(changes, saved))
-    if file is not None:
-        print_lines(f"saved as {file}")
 
 
 def _summary(changes: list[Change], saved: list[Run]) -> str:

@@ -84,12 +84,9 @@ def run(args: argparse.Namespace) -> int:
     if args.file == "-" and sys.stdin.isatty():
         print_lines("attncore build: reading standard input, a batch (JSON) a line; Ctrl-D ends it", sys.stderr)
     with nullcontext(standard_input()) if args.file == "-" else _opened(args.file) as lines:
-        if not _answer_all(_numbered(lines, max(args.max_answer, MAX_ANSWER) // 4), answer):
-            raise UsageError(
-                "standard input is empty; expected a batch (JSON) a line"
-                if args.file == "-"
-                else f"{args.file} is empty; expected a batch (JSON) a line"
-            )
+        name = "standard input" if args.file == "-" else args.file
+        if not _answer_all(_numbered(name, lines, max(args.max_answer, MAX_ANSWER) // 4), answer):
+            raise UsageError(f"{name} is empty; expected a batch (JSON) a line")
     return 0
 
 
@@ -120,14 +117,19 @@ def _answerer(args: argparse.Namespace) -> Callable[[bytes], dict[str, Any]]:
     return lambda line: build_step(parse_step(line, options), options, args.kernels)
 
 
-def _numbered(stream: BinaryIO, most: int) -> Iterator[tuple[int, bytes]]:
-    """The lines with their numbers; InputLineError for one of more than ``most`` bytes, which is not read on."""
+def _numbered(name: str, stream: BinaryIO, most: int) -> Iterator[tuple[int, bytes]]:
+    """The lines with their numbers; InputLineError for one of more than ``most`` bytes, which is not read on.
+
+    UsageError where the stream ``name`` cannot be read: an error of a descriptor says not of which.
+    """
     number = 0
     try:
         for number, line in enumerate(bounded_lines(stream, most), 1):
             yield number, line
     except ValueError as error:
         raise InputLineError(f"line {number + 1}: batch: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{name} cannot be read: {error.strerror or error}") from error
 
 
 def _answer_all(lines: Iterable[tuple[int, bytes]], answer: Callable[[bytes], dict[str, Any]]) -> int:

@@ -88,7 +88,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--exclude", type=_names, metavar="A,B", help="backends not to use")
     parser.add_argument("--joint", action="store_true", help="choose for prefill and for decode together")
     parser.add_argument(
-        "--assume", metavar="DEVICE", help="the machine to choose for, such as sm_90, gfx942, cpu (default: this one)"
+        "--assume",
+        dest="device",  # as errors of Host.assume name it
+        metavar="DEVICE",
+        help="the machine to choose for, such as sm_90, gfx942, cpu (default: this one)",
     )
     parser.add_argument(
         "--assume-package",
@@ -161,8 +164,8 @@ def _host(args: argparse.Namespace) -> Host:
                 f"--assume-package: {quoted(text)} is not NAME==VERSION (NAME== says that it is not installed)"
             )
         packages[name.strip()] = version.strip()
-    if args.assume is not None:
-        return Host.assume(args.assume, packages=packages)
+    if args.device is not None:
+        return Host.assume(args.device, packages=packages)
     return Host.probe() if not packages else Host.probe().stating(packages)
 
 

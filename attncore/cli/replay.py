@@ -155,17 +155,21 @@ def _layers(
             check_installed("--backend", args.backend)
     if args.model:
         return _model(args.model, args.backend, settings, trace)
-    from attncore.replay.layers.make_layers import head_size_of, make_layers
+    from attncore.replay.layers.make_layers import fitting_a_gpu, head_size_of, make_layers
     from attncore.replay.token_content import Content
 
     with stdout_to_stderr():  # plugins load
+        fitting = None if args.backend else fitting_a_gpu(settings, args.num_heads, args.num_kv_heads, args.head_size)
         try:
-            args.head_size = head_size_of(args.backend, args.head_size)
+            args.head_size = fitting[0] if fitting else head_size_of(args.backend, args.head_size)
         except ValueError as error:
             raise UsageError(str(error).replace("head_size", "--head-size", 1)) from None
     content = Content(args.num_heads, args.num_kv_heads, args.head_size, args.seed)
     with stdout_to_stderr():
-        return make_layers(settings, content, args.layers, args.backend)
+        layers, why = make_layers(settings, content, args.layers, args.backend, fitting[1] if fitting else None)
+    if fitting:
+        why += f"; with heads of {args.head_size} and {layers.dtype}, which it has"
+    return layers, why
 
 
 def _model(path: str, backend: str | None, settings: Settings, trace: Trace) -> tuple[ModelLayers, str]:

@@ -23,6 +23,7 @@ from attncore.replay.scheduling.cost_model import CostModel
 from attncore.replay.scheduling.draft_model import DEFAULT_ACCEPTANCE, Speculation
 from attncore.replay.settings import Settings
 from attncore.replay.traces import synthetic
+from attncore.standard_output import is_standard_output
 
 _DEFAULTS = Settings()
 
@@ -114,8 +115,8 @@ def _add_attention_options(parser: argparse.ArgumentParser) -> None:
         "--head-size",
         type=integer(1, 1024),
         metavar="N",
-        help="numbers a head has; scores are scaled by its square root (default 32, or what the backend of --backend "
-        "has)",
+        help="numbers a head has; scores are scaled by its square root (default 32; of --backend, or on a GPU, "
+        "what the backend has)",
     )
     add(
         "--layers",
@@ -224,7 +225,10 @@ def _check_contradictions(args: argparse.Namespace) -> None:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """UsageError where a file that is written is one that is read, or the other one."""
+    """UsageError where a file that is written is one that is read, the other one, or where the report goes."""
+    for option, file in {"--save-steps": args.save_steps, "--html": args.html}.items():
+        if file and is_standard_output(file):
+            raise UsageError(f"{option}: {file} is standard output, which the report is written to; give another file")
     model = args.model and (os.path.join(args.model, "config.json") if os.path.isdir(args.model) else args.model)
     read = {"--trace": args.trace or args.trace_option, "--model": model}
     seen: dict[str, str] = {}
@@ -244,7 +248,7 @@ def _parse_speculation(text: str) -> Speculation:
     """``3`` or ``3:0.8``: the most drafts of a decode, and the probability that each is accepted."""
     count, colon, acceptance = text.partition(":")
     num_drafts = parse_drafts(count)
-    return Speculation(num_drafts, number(0, 1)(acceptance)) if colon else Speculation(num_drafts)
+    return Speculation(num_drafts, number(0, 1, "ACCEPT")(acceptance)) if colon else Speculation(num_drafts)
 
 
 def _parse_ranks(text: str) -> Ranks:

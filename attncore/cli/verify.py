@@ -37,7 +37,9 @@ _COUNTS = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the backend (default: the one that would be chosen)")
+    parser.add_argument(
+        "backend", nargs="?", metavar="NAME", help="the backend (default: the one that would be chosen)"
+    )
     parser.add_argument("--all", action="store_true", help="every backend that is loaded")
     for name, text in _COUNTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
@@ -54,11 +56,11 @@ def run(args: argparse.Namespace) -> int:
 
     if not 0 < args.timeout < float("inf"):
         raise ValueError(f"--timeout: {args.timeout:g} is not a positive number of seconds")
-    if args.all and args.name:
-        raise ValueError(f"--all: given with NAME {quoted(args.name)}; give one of them")
+    if args.all and args.backend:
+        raise ValueError(f"--all: given with NAME {quoted(args.backend)}; give one of them")
     with stdout_to_stderr():
-        if args.name:
-            check_installed("NAME", args.name)
+        if args.backend:
+            check_installed("NAME", args.backend)
         choices = _choices(args)
     verdicts = [verify(choice, timeout=args.timeout, fresh=args.fresh) for choice in choices]
     if args.json:
@@ -91,8 +93,8 @@ def _choices(args: argparse.Namespace) -> list[Choice]:
     given = {name: value for name, value in given.items() if value is not None}
     specs = {record.name: record.spec for record in registry().records if record.spec is not None}
     if not args.all:
-        spec = specs.get(args.name) if args.name else None
-        return [select(**{**_fields(spec), **given, "backend": args.name})]
+        spec = specs.get(args.backend) if args.backend else None
+        return [select(**{**_fields(spec), **given, "backend": args.backend})]
     found, refusals = [], ["no backend that is loaded can be used here"]
     for name, one in specs.items():
         negotiation = negotiate_installed(**{**_fields(one), **given, "backend": name})

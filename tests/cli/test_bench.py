@@ -82,6 +82,26 @@ def test_the_first_run_is_saved_and_the_second_is_compared(measured, capsys, sta
     assert "0 of 2 rows slower than in 3 saved runs since 2026-11-22" in capsys.readouterr().out
 
 
+def test_a_run_that_is_too_short_is_neither_compared_nor_saved(measured, capsys, state):
+    for _ in range(3):
+        main(["bench", "reference"])
+    measured.factors.append(1.45)
+    capsys.readouterr()
+    assert main(["bench", "reference", "--seconds", "0.01"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.splitlines()[-1] == "--seconds 0.01 is too short to compare runs, and the run is not saved"
+    assert out.count("too short") == 3
+    assert "slower" not in out.partition("CHANGE: ")[0]
+    assert len(list(state.rglob("*.json"))) == 3
+    assert main(["bench", "reference", "--seconds", "0.01", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [row["change"]["verdict"] for row in report["rows"]] == ["too short", "too short"]
+    assert (report["compared_with"], report["saved"]) == ([], None)
+    measured.factors += [1.45, 1.45]  # measured twice, since it looks slower
+    assert main(["bench", "reference", "--seconds", "0.05", "--strict"]) == 1
+
+
 @pytest.mark.parametrize("device", ["foo", "cuda:99"])
 def test_a_device_that_is_none_is_bad_usage(measured, capsys, device):
     assert main(["bench", "reference", "--device", device]) == 2

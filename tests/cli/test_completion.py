@@ -1,12 +1,15 @@
 """attncore --print-completion: scripts by which a shell completes commands, options and files."""
 
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from attncore.cli import COMMANDS, main
+from attncore.cli.completion import SHELLS
 from attncore.how_to_install import install_extra
 
 COMPLETED = """
@@ -48,6 +51,24 @@ def test_bash_completes(script, tmp_path, words, begun, found):
     assert set(done.stdout.split()) >= found
     assert all(one.startswith(begun) for one in done.stdout.split())
     assert "file" not in done.stdout.split()
+
+
+@pytest.mark.usefixtures("script")
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_script_names_every_command_and_its_shell_can_read_it(shell, capsys, tmp_path):
+    assert main(["--print-completion", shell]) == 0
+    text, err = capsys.readouterr()
+    assert err == ""
+    assert all(command in text for command in COMMANDS)
+    assert {"metadata-only", "assume-package"} <= {*re.findall(r"[a-z]+-[a-z]+", text)}  # options of two commands
+    if shutil.which(shell) and shell != "tcsh":  # which has no such option
+        (tmp_path / "script").write_text(text)
+        subprocess.run([shell, "-n", tmp_path / "script"], check=True)
+
+
+def test_the_readme_says_how_to_install_each():
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    assert all(f"attncore --print-completion {shell}" in text for shell in SHELLS)
 
 
 @pytest.mark.usefixtures("script")

@@ -89,7 +89,7 @@ def test_latent_attention_has_one_head(plugins, capsys):
     assert (code, report["chosen"]["name"], report["request"]["num_kv_heads"]) == (0, "reference", 1)
     code, _, err = ask(capsys, *words, "--num-kv-heads", "2")
     assert code == 2
-    assert "num_kv_heads: 2 found; a latent cache" in err
+    assert "--num-kv-heads: 2 found; a latent cache" in err
 
 
 def test_a_models_config_and_flags_over_it(plugins, capsys, tmp_path):
@@ -123,15 +123,15 @@ def test_joint(plugins, capsys):
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        (["--assume", "h100"], "device: 'h100'"),
+        (["--assume", "h100"], "--assume: 'h100'"),
         (["--num-heads", "x"], "--num-heads"),
-        (["--num-heads", "0"], "num_heads: 0"),
+        (["--num-heads", "0"], "--num-heads: 0"),
         (["--dtype", "half"], "--dtype"),
         (["--feature", "wings"], "--feature"),
-        (["--config", "nowhere.json"], "config: nowhere.json cannot be read"),
+        (["--config", "nowhere.json"], "--config: nowhere.json cannot be read"),
         (["--tensor-parallel", "2"], "--tensor-parallel: only with --config"),
         (["--assume-package", "torch"], "--assume-package: 'torch'"),
-        (["--prefer", "Flash"], "prefer: 'Flash'"),
+        (["--prefer", "Flash"], "--prefer: 'Flash'"),
     ],
 )
 def test_mistakes_are_one_line_that_names_the_field(plugins, capsys, words, names):

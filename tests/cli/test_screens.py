@@ -42,6 +42,7 @@ class Screen:
         out, err = self.capsys.readouterr()
         assert "Traceback" not in out + err
         assert "\x1b" not in out + err
+        assert re.findall(r"[ \t]$", out + err, re.MULTILINE) == []
         too_wide = [line for line in (out + err).splitlines() if width is not None and len(line) > width]
         assert too_wide == []
         return code, out, err
@@ -124,7 +125,7 @@ def test_a_wrong_value_begins_with_its_option(screen, words):
     [
         (["build", "{}"], ""),
         (["replay", "--metadata-only", "{}"], ""),
-        (["explain", "--config", "{}"], "config: "),
+        (["explain", "--config", "{}"], "--config: "),
         (["bench", "reference", "--steps", "{}"], "--steps: "),
     ],
 )
@@ -174,9 +175,11 @@ def test_a_refusal_has_lines_and_the_one_named_first(site, screen, command, widt
     first = 0 if command == "explain" else 1
     assert code == 3
     assert lines[first].startswith("acme2 (attn-acme2 1.0): ")
-    assert [line.split()[0] for line in lines[first + 1 :]][:1] == ["reference"]
+    # explain says why each other is not used, a command that was told to use one says why not that one
+    assert [line.split()[0] for line in lines[first + 1 :]][:1] == (["reference"] if command == "explain" else [])
     said = " ".join((out + err).split())
-    assert "backend: 'acme2', named by the request, cannot be used on " in said
+    asked_by = {"explain": "backend", "verify": "NAME", "replay": "--backend"}[command]
+    assert f"{asked_by}: 'acme2', named by the request, cannot be used on " in said
     assert "pip install library-3" in said
     assert max(map(len, (out + err).splitlines())) < 200
 

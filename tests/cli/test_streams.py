@@ -209,6 +209,15 @@ def test_lines_come_from_a_pipe_that_does_not_wait(folder):
     assert (process.returncode, out.count(b"\n"), err) == (0, 2, b"")
 
 
+@pytest.mark.parametrize("words", ["build", "replay --metadata-only -"])
+def test_standard_input_that_cannot_be_read_is_named(words, folder):
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m attncore {words} 0>f"], cwd=folder, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr == b"attncore: error: standard input cannot be read: Bad file descriptor\n"
+
+
 def test_a_link_that_leads_to_itself_is_one_line(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     os.symlink("loop", "loop")

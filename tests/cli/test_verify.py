@@ -123,7 +123,7 @@ def test_all_is_a_row_each_and_prints_a_table(site, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "field"),
-    [(["--timeout", "0"], "--timeout"), (["reference", "--all"], "--all"), (["--head-size", "0"], "head_size")],
+    [(["--timeout", "0"], "--timeout"), (["reference", "--all"], "--all"), (["--head-size", "0"], "--head-size")],
 )
 def test_bad_usage_is_one_line(capsys, words, field):
     assert main(["verify", *words]) == 2

@@ -259,7 +259,7 @@ def test_variants_before_the_one_that_fits_tell_why_not():
     ((name, reasons),) = chosen.candidate.passed_over
     assert name == "new"
     assert reasons
-    assert f"\n  not its variant new: {' | '.join(map(str, reasons))}" in chosen.explain()
+    assert f"\n  not its variant new: {reasons[0]}\n" in f"{chosen.explain()}\n"
     (told,) = chosen.candidate.as_json()["passed_over"]
     assert told["reasons"][0]["message"] == reasons[0].message
     assert chosen.candidate.reasons == ()

@@ -47,6 +47,25 @@ def test_lines_without_end_are_refused(tmp_path, monkeypatch):
     assert refusal(path, max_requests=5) == "longer than 100 bytes, unpacked"
 
 
+def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tmp_path, monkeypatch):
+    path, text = tmp_path / "trace.gz", (AZURE + "2023-11-16 18:15:00.0,9,2\n" * 20000).encode()
+    path.write_bytes(gzip.compress(text))
+    size = path.stat().st_size
+    assert len(text) > 200 * size
+    assert len(read_trace(path, max_requests=5).requests) == 5  # of less than MAX_SMALL bytes
+    monkeypatch.setattr(module, "MAX_SMALL", len(text) // 2)
+    assert refusal(path, max_requests=5) == (
+        f"its first {size} bytes unpack to more than {len(text) // 2} bytes and to more than 100 times as many, which "
+        "no trace does; if it is one, give it unpacked"
+    )
+    monkeypatch.setattr(module, "MAX_RATIO", 1 + len(text) // size)
+    assert len(read_trace(path, max_requests=5).requests) == 5
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "MAX_SMALL", 100)
+    (tmp_path / "plain").write_bytes(text)
+    assert len(read_trace(tmp_path / "plain", max_requests=5).requests) == 5
+
+
 def test_ids_without_end_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "trace"
     path.write_text(MOONCAKE)

@@ -18,7 +18,7 @@ from attncore.builder.persistent.assembly import Assembly
 from attncore.builder.persistent.engine_fields import EngineFields, FillField
 from attncore.builder.persistent.group_backends import backends_of
 from attncore.builder.persistent.input_batch import InputBatch
-from attncore.builder.persistent.overlap import PREVIOUS_ROWS, Overlap
+from attncore.builder.persistent.overlap import PREVIOUS_ROWS, Overlap, check_overlapped
 from attncore.builder.persistent.poison import expiring
 from attncore.builder.persistent.profiling_run import profile_metadata
 from attncore.builder.persistent.settings import check_settings
@@ -208,7 +208,7 @@ class MetadataBuilder(Uncopied):
             scheduled is _ALL_REQUESTS or (type(scheduled) in (dict, MappingProxyType) and not scheduled)
         )
         if overlapped is not False:
-            overlapped = self._check_overlapped(overlapped)
+            overlapped = check_overlapped(overlapped, self._overlap)
         if bucket is None and one_of_each:
             metadata = self._decode_step()
             if metadata is not None:
@@ -228,12 +228,6 @@ class MetadataBuilder(Uncopied):
             if self._overlap is not None:
                 self._overlap.overlapped = overlapped
             return self._answer(self._assembly.build(shape, scheduled, query_len, one_of_each))
-
-    def _check_overlapped(self, given: Any) -> bool:
-        overlapped = arguments.flag("overlapped", given)
-        if overlapped and self._overlap is None:
-            raise ValueError("overlapped: this builder was made without num_rejected, so lengths must be exact")
-        return overlapped
 
     def capture(self, num_reqs: int, query_len: int = 1) -> StepMetadata:
         """Metadata to capture a graph over: an empty step, padded to ``num_reqs`` rows of ``query_len`` tokens.

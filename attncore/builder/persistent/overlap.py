@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from attncore import arguments
 from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.persistent.group_backends import Backends
 
@@ -118,3 +119,11 @@ def _check(backends: Backends, max_num_reqs: int, num_rejected: Any, ranks: Cont
             raise ValueError(
                 f"num_rejected: backend {backend.name!r} needs exact lengths on the host; choose one that takes bounds"
             )
+
+
+def check_overlapped(given: object, overlap: Overlap | None) -> bool:
+    """``build``'s ``overlapped`` as a bool; TypeError or ValueError where it may not be given."""
+    overlapped = arguments.flag("overlapped", given)
+    if overlapped and overlap is None:
+        raise ValueError("overlapped: this builder was made without num_rejected, so lengths must be exact")
+    return overlapped

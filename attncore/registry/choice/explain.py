@@ -58,13 +58,19 @@ def _standing(candidate: Candidate, request: AttentionRequest) -> Iterator[str]:
 def _passed_over(candidate: Candidate) -> Iterator[str]:
     """The reasons against the variants that the backend prefers to the one that fits."""
     for name, reasons in candidate.passed_over:
-        yield f"  not its variant {name}: {' | '.join(map(str, reasons))}"
+        said = [str(reason).removeprefix(f"variant {name}: ") for reason in reasons]
+        yield from _with_reasons(f"  not its variant {name}", said)
 
 
 def _rejected(candidate: Candidate) -> Iterator[str]:
-    if len(candidate.reasons) == 1:
-        yield f"{candidate.label}: {candidate.reasons[0]}"
+    yield from _with_reasons(candidate.label, list(map(str, candidate.reasons)))
+
+
+def _with_reasons(subject: str, reasons: list[str]) -> Iterator[str]:
+    """One reason beside its subject; each of several on a line of its own below."""
+    if len(reasons) == 1:
+        yield f"{subject}: {reasons[0]}"
         return
-    yield f"{candidate.label}: {len(candidate.reasons)} reasons"
-    for reason in candidate.reasons:
-        yield f"  {reason}"
+    indent = " " * (len(subject) - len(subject.lstrip()) + 2)
+    yield f"{subject}: {len(reasons)} reasons"
+    yield from (f"{indent}{reason}" for reason in reasons)

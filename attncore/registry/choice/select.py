@@ -6,6 +6,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Unpack
 
 from attncore.did_you_mean import close_name
@@ -30,12 +31,15 @@ def select(
     ``host`` is this machine unless another is given. ATTNCORE_BACKEND names the backend where the request names none.
     The choice is a line of the logger ``attncore`` at INFO; where another backend takes the place of the one named
     (policy ``fallback``), it is a FallbackWarning too. Raises ValueError or TypeError naming the field for a bad
-    request, and NoBackendError, with every candidate and all its reasons, where no backend can be used.
+    request, and NoBackendError where no backend can be used, with every candidate and all its reasons; of a backend
+    that is named, and whose place no other may take, with the reasons against it alone.
     """
     negotiation = negotiate_installed(request, host=host, **fields)
     _tell(negotiation)
     choice = choose(negotiation)
     if choice is None:
+        if negotiation.request.backend and negotiation.request.policy == "strict":  # it comes first
+            negotiation = replace(negotiation, usable=(), rejected=negotiation.rejected[:1])
         raise NoBackendError(f"{negotiation.refusal}\n{explain(negotiation)}")
     return choice
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from attncore.registry.choice.negotiate_installed import negotiate_installed
 from attncore.registry.choice.select import select
+from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.registry.spec.sizes import describe, smallest
 from attncore.replay.layers.attention_layers import AttentionLayers
@@ -12,6 +14,7 @@ from attncore.replay.layers.context_parallel_layers import ShardedLayers
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
+    from attncore.builder.persistent.kv_cache_group import KVCacheGroup
     from attncore.registry.spec.backend_spec import BackendSpec
     from attncore.registry.spec.sizes import Sizes
     from attncore.replay.settings import Settings
@@ -21,26 +24,25 @@ HEAD_SIZES = (32, 64, 128, 256)
 """Of heads where the command does not say: small ones first, which a CPU computes soon."""
 
 
+HEAD_SIZES_OF_GPUS, DTYPE_OF_GPUS = (128, 64, 256), "bfloat16"
+"""The same where the command names no backend either and the machine has a GPU, whose libraries have few."""
+
+
 def make_layers(
-    settings: Settings, content: Content, num_layers: int, backend: str | None
+    settings: Settings, content: Content, num_layers: int, backend: str | None, dtype: str | None = None
 ) -> tuple[AttentionLayers, str]:
     """``num_layers`` layers, and why their backend was chosen; NoBackendError where none can be used.
 
     ``backend`` names one (None: the one that is chosen for the first KV-cache group, which all others then have too).
-    Layers are float32 where it computes in that, else of the dtype that it has.
+    Layers are of ``dtype``; where that is None, float32 where the one named computes in that, else of one that it has.
     """
-    features = {"multi_token_decode"} if settings.speculation else set()
     if settings.world_size > 1:
-        features |= {"encoder_decoder", "lse"}
         backend = "reference"  # whose caches and partial results the merge here knows how to write and read
     made: dict[str, AttentionBackend] = {}
-    why, dtype = "", dtype_of(backend)
+    why, dtype = "", dtype or dtype_of(backend)
     for group in settings.groups_of_rank:
-        choice = select(
-            num_heads=content.num_heads, num_kv_heads=content.num_kv_heads, head_size=content.head_size,
-            dtype=dtype, block_size=group.block_size, num_blocks=settings.num_blocks,
-            sliding_window=group.sliding_window, features=features, backend=backend,
-        )  # fmt: skip
+        fields = _fields(settings, group, content.num_heads, content.num_kv_heads)
+        choice = select(head_size=content.head_size, dtype=dtype, backend=backend, **fields)
         why = why or choice.explain().splitlines()[0].partition(": ")[2]
         made[group.name] = choice.create()
         backend = made[group.name].name
@@ -52,6 +54,34 @@ def make_layers(
         given, content, num_layers, settings.num_blocks, windows,
         world_size=settings.world_size, interleave=settings.interleave,
     ), why  # fmt: skip
+
+
+def fitting_a_gpu(
+    settings: Settings, num_heads: int, num_kv_heads: int, head_size: int | None
+) -> tuple[int, str] | None:
+    """A head size (the one asked for, where one is) and a dtype with which a backend of this machine's GPU is chosen.
+
+    None where there is none: on a CPU, and where only backends for any device can be used.
+    """
+    if Host.probe().device == "cpu" or settings.world_size > 1:
+        return None
+    fields = _fields(settings, settings.groups_of_rank[0], num_heads, num_kv_heads)
+    for size in (head_size,) if head_size else HEAD_SIZES_OF_GPUS:
+        chosen = negotiate_installed(head_size=size, dtype=DTYPE_OF_GPUS, **fields).chosen
+        if chosen is not None and chosen.match is not None and chosen.match.pattern != "any":
+            return size, DTYPE_OF_GPUS
+    return None
+
+
+def _fields(settings: Settings, group: KVCacheGroup, num_heads: int, num_kv_heads: int) -> Any:
+    """The fields of a request for the layers of a group, but for head size, dtype and backend."""
+    features = {"multi_token_decode"} if settings.speculation else set()
+    if settings.world_size > 1:
+        features |= {"encoder_decoder", "lse"}
+    return {
+        "num_heads": num_heads, "num_kv_heads": num_kv_heads, "block_size": group.block_size,
+        "num_blocks": settings.num_blocks, "sliding_window": group.sliding_window, "features": features,
+    }  # fmt: skip
 
 
 def dtype_of(backend: str | None) -> str:

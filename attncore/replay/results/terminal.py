@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +26,9 @@ def print_report(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    class Plain(Console):
-        def on_broken_pipe(self) -> None:
-            raise  # rich would end the process
-
     # Both are given: rich takes any digit in COLUMNS and LINES for a number, and fails.
     width = min(columns() or 80, WIDEST)
-    console = Plain(markup=False, highlight=False, emoji=False, width=width, height=25)
+    console = Console(markup=False, highlight=False, emoji=False, width=width, height=25)
     text_width = min(console.width, 80)
     spread = Table(box=None, padding=(0, 2, 0, 0), header_style="")
     spread.add_column("a step", overflow="fold")
@@ -40,14 +37,17 @@ def print_report(report: dict[str, Any]) -> None:
     for name, values in spreads(report):
         spread.add_row(name, *map(figure, values.values()))
     trace = report["trace"]
-    console.print(title(trace), soft_wrap=True)
-    for part in ("", _pairs(facts(report)), "", spread, "", _pairs(terms(report)), ""):
-        console.print(part, width=text_width)
-    _print_timeline(console, report["timeline"])
-    _print_histogram(console, report["build_histogram"])
-    for failure in report["verification"]["failures"]:
-        console.print(f"failed: {failure}", soft_wrap=True)
-    console.print(verdict(report), width=text_width)
+    with console.capture() as captured:
+        console.print(title(trace), soft_wrap=True)
+        for part in ("", _pairs(facts(report)), "", spread, "", _pairs(terms(report)), ""):
+            console.print(part, width=text_width)
+        _print_timeline(console, report["timeline"])
+        _print_histogram(console, report["build_histogram"])
+        for failure in report["verification"]["failures"]:
+            console.print(f"failed: {failure}", soft_wrap=True)
+        console.print(verdict(report), width=text_width)
+    # Printed by print: rich fills lines with blanks, and would end the process where a pipe's reader has gone.
+    print(re.sub(" +$", "", captured.get(), flags=re.MULTILINE), end="")
 
 
 def _pairs(rows: Sequence[tuple[str, str]]) -> RenderableType:

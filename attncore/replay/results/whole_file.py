@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TextIO
 
+from attncore.standard_output import named_descriptor
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
@@ -19,17 +21,20 @@ class WholeFile:
     """``with WholeFile(path) as file: file.write(text)``.
 
     The file appears under its name, and replaces one of that name, only when all is written and nothing went wrong;
-    until then it has a name of its own beside it, which is removed whatever ends the block. A pipe or a device is
-    written to directly. Raises OSError, naming the path, where it cannot be written.
+    until then it has a name of its own beside it, which is removed whatever ends the block. A pipe, a device or a
+    descriptor of this process (``/dev/fd/3``) is written to directly. Raises OSError, naming the path, where it
+    cannot be written.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._given = path
+        self._descriptor = named_descriptor(path)
         with self._named_errors():  # a relative one, of a folder that has been deleted
             self._path = Path(os.path.realpath(path))  # the whole of it, but for a link that leads to itself
-            if self._path.is_symlink():
+            if self._path.is_symlink() and self._descriptor is None:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-            self._direct = self._path.exists() and not self._path.is_file()
+            special = self._path.exists() and not self._path.is_file()
+            self._direct = special or self._descriptor is not None
         # Random, and never an existing file: others may write to this folder.
         beside = self._path.with_name(f".{self._path.name[:100]}.{secrets.token_hex(6)}.partial")
         self._partial = self._path if self._direct else beside
@@ -38,6 +43,9 @@ class WholeFile:
     def open(self) -> None:
         """What ``with`` does at its beginning."""
         with self._named_errors():
+            if self._descriptor is not None:  # by its number: a name would be of another file, or of none
+                self._file = os.fdopen(os.dup(self._descriptor), "w", encoding="utf-8")
+                return
             if self._path.is_dir():
                 raise IsADirectoryError("is a directory, a file is needed")
             self._file = self._partial.open("w" if self._direct else "x", encoding="utf-8")

@@ -21,6 +21,7 @@ from attncore.replay.traces.trace import Request, Trace, TraceError
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
+    from typing import BinaryIO
 
     from attncore.input_files import Readable
 
@@ -28,6 +29,9 @@ MAX_LINE = 2**22
 """Bytes of a line: it has an id of some digits for each 512 tokens of a prompt."""
 MAX_BYTES = 2**33
 """Bytes of a trace, unpacked; a week of a busy service has one or two 2**30."""
+MAX_RATIO, MAX_SMALL = 100, 2**24
+"""A gzipped trace unpacks to at most so many times its size, or so many bytes: traces unpack to less than 10 times
+theirs, and gzip can pack 1000 times as much, so that a small file would take hours."""
 MAX_REQUESTS = 10**6
 """Requests that are kept where the number of requests is not limited."""
 MAX_HASH_IDS = 2 * 10**7
@@ -51,8 +55,11 @@ def read_trace(path: str | Path, max_requests: int | None = None, max_seconds: f
     try:
         with nullcontext(standard_input()) if path == "-" else Path(path).open("rb") as raw:
             # Peeked at, since a pipe cannot be rewound.
-            with gzip.open(raw) if raw.peek(2)[:2] == _GZIP else nullcontext(raw) as data:
-                return _read(name, data, max_requests, max_seconds)
+            if raw.peek(2)[:2] != _GZIP:
+                return _read(_text(name, raw, None), name, max_requests, max_seconds)
+            packed = _Counted(raw)
+            with gzip.open(packed) as data:  # type: ignore[call-overload]
+                return _read(_text(name, data, packed), name, max_requests, max_seconds)
     except OSError as error:
         # gzip reports a bad header or checksum as OSError without errno; the system's have one.
         reason = f" cannot be read: {error.strerror}" if error.strerror else f": broken gzip data ({error})"
@@ -63,8 +70,20 @@ def read_trace(path: str | Path, max_requests: int | None = None, max_seconds: f
         raise TraceError(f"{name}: not a text file: byte {error.object[error.start]:#04x} is not UTF-8") from error
 
 
-def _read(path: str, data: Readable, max_requests: int | None, max_seconds: float) -> Trace:
-    lines = _text(path, data)
+class _Counted:
+    """A binary stream, of which ``count`` bytes have been read."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self.count = stream, 0
+
+    def read(self, size: int = -1) -> bytes:
+        """The next ``size`` bytes."""
+        data = self._stream.read(size)
+        self.count += len(data)
+        return data
+
+
+def _read(lines: Iterator[str], path: str, max_requests: int | None, max_seconds: float) -> Trace:
     first_line = next(lines, None)
     if first_line is None:
         raise TraceError(f"{path}: the file is empty; an Azure CSV or a Mooncake JSONL trace is expected")
@@ -89,14 +108,19 @@ def _read(path: str, data: Readable, max_requests: int | None, max_seconds: floa
     return Trace(path, name, tuple(requests))
 
 
-def _text(path: str, data: Readable) -> Iterator[str]:
-    """The lines of a trace without their ends, and without a byte order mark."""
+def _text(path: str, data: Readable, packed: _Counted | None) -> Iterator[str]:
+    """The lines of a trace without their ends, and without a byte order mark; ``packed`` is what is unpacked."""
     number = read = 0
     try:
         for number, line in enumerate(bounded_lines(data, MAX_LINE), 1):
             read += len(line)
             if read > MAX_BYTES:
                 raise TraceError(f"{path}: longer than {MAX_BYTES} bytes, unpacked")
+            if packed is not None and read > max(MAX_SMALL, MAX_RATIO * packed.count):
+                raise TraceError(
+                    f"{path}: its first {packed.count} bytes unpack to more than {MAX_SMALL} bytes and to more than "
+                    f"{MAX_RATIO} times as many, which no trace does; if it is one, give it unpacked"
+                )
             yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except (TraceError, UnicodeDecodeError):
         raise

@@ -20,8 +20,8 @@ MARGIN = 1.03
 
 @dataclass(frozen=True)
 class Change:
-    """One row beside the saved runs; ``verdict`` is ``first run``, ``too few runs``, ``same``, ``slower`` or
-    ``faster``.
+    """One row beside the saved runs; ``verdict`` is ``first run``, ``too few runs``, ``same``, ``slower``, ``faster``,
+    or ``too short`` of a run that is not compared.
     """
 
     verdict: str

@@ -13,6 +13,14 @@ def test_the_device_knows_exact_lengths(kernels, seed):
     drafts_judged_late(kernels, seed)
 
 
+@pytest.mark.parametrize("given", ["no", 1, None, 0])
+def test_overlapped_is_true_or_false(kernels, given):
+    _, builder = two_requests(kernels)
+    with pytest.raises(TypeError, match=r"^overlapped: .* is not True or False$"):
+        builder.build(query_len=3, overlapped=given)
+    assert builder.build(query_len=3, overlapped=True).seq_lens.tolist() == [8, 6]
+
+
 def test_without_num_rejected_nothing_overlaps():
     batch = InputBatch(max_num_reqs=2, max_model_len=32, block_size=4)
     builder = MetadataBuilder(batch, max_num_batched_tokens=8, transport="copy")

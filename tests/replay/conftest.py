@@ -1,0 +1,5 @@
+"""The fixture of planting.py."""
+
+from planting import site
+
+__all__ = ["site"]
