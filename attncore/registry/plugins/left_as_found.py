@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import importlib.metadata
 import logging
 import os
@@ -16,44 +17,79 @@ from typing import Any
 from attncore.quoted import describe_error, type_name
 
 _ABSENT = "attncore_asks_for_no_such_module"
+_SIGNALS = tuple(int(number) for number in signal.valid_signals())  # asked once: it makes an enum of each
+_FINDERS = (importlib.machinery.FileFinder, type(None))
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+_TRIES = 1000
+"""A handler of a timer that runs every few microseconds raises some times before the timer is stopped."""
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def process_left_as_found(plugin: str) -> Iterator[None]:
-    """Within it ``plugin`` is loaded; afterwards the settings of the process are as before.
+    """Within it code of ``plugin`` runs; afterwards the settings of the process are as before.
 
-    These are ``sys.path``, the current folder, the recursion limit, the filters of ``warnings``, the ``ATTNCORE_``
-    variables, the functions of ``sys.settrace`` and ``sys.setprofile``, and in the main thread the handlers of signals
-    and timers that were not running. Finders that the plugin adds to ``sys.meta_path`` stay, for a library that it
-    imports may need its own, but behind those of before, and only where they work. A child process that it forked ends
-    here.
+    These are ``sys.path``, ``sys.path_hooks`` and ``sys.path_importer_cache``, the current folder, the recursion limit,
+    the filters of ``warnings``, the ``ATTNCORE_`` variables, the functions of ``sys.settrace``, ``sys.setprofile`` and
+    ``sys.unraisablehook``, and in the main thread the handlers of signals, those that are blocked, and timers that were
+    not running. Finders that the plugin adds to ``sys.meta_path`` stay, for a library that it imports may need its own,
+    but behind those of before, and only where they work. A child process that it forked ends here.
     """
-    process, path, paths, finders = os.getpid(), sys.path, list(sys.path), sys.meta_path
+    process, search, finders = os.getpid(), _SearchSettings(), sys.meta_path
     found, limit, environ, variables = list(finders), sys.getrecursionlimit(), os.environ, _variables(os.environ)
     try:
         folder = os.getcwd()
     except OSError:  # it was deleted
         folder = None
-    traced, profiled = sys.gettrace(), sys.getprofile()
-    with warnings.catch_warnings(), _signals():
+    traced, profiled, unraisable = sys.gettrace(), sys.getprofile(), sys.unraisablehook
+    sys.unraisablehook = _unraisable
+    working: list[Any] = []
+    with warnings.catch_warnings():
         try:
-            yield
+            try:
+                with _signals():  # first of all, no handler of the plugin's runs any more
+                    yield
+            finally:
+                sys.settrace(traced)
+                sys.setprofile(profiled)
+                sys.setrecursionlimit(limit)  # what follows calls functions
+                if os.getpid() == process:
+                    added = sys.meta_path[:] if isinstance(getattr(sys, "meta_path", None), list) else []
+                    search.restore()
+                    working = _working(added, found, plugin)
         finally:
-            sys.settrace(traced)
-            sys.setprofile(profiled)
-            sys.setrecursionlimit(limit)  # what follows calls functions
             if os.getpid() != process:
                 os._exit(1)  # two of us would print
-            added = sys.meta_path[:] if isinstance(getattr(sys, "meta_path", None), list) else []
-            path[:], finders[:] = paths, found
-            os.environ, sys.path, sys.meta_path = environ, path, finders
+            search.restore()
+            finders[:] = [*found, *working]
+            os.environ, sys.meta_path = environ, finders
+            sys.unraisablehook = unraisable
             _restore(environ, variables)
             if folder is not None:
                 with contextlib.suppress(OSError):
                     os.chdir(folder)
-            finders += _working(added, found, plugin)
+
+
+def _unraisable(told: sys.UnraisableHookArgs) -> None:
+    """An error of a plugin's object that goes away, such as a generator that does not end when it is closed."""
+    with contextlib.suppress(BaseException):
+        logger.debug("%s: %s", type_name(told.object), type_name(told.exc_value))
+
+
+class _SearchSettings:
+    """What ``sys`` has to find modules in folders, the objects and what they hold."""
+
+    def __init__(self) -> None:
+        self.path, self.hooks, self.cache = sys.path, sys.path_hooks, sys.path_importer_cache
+        self._path, self._hooks, self._cache = list(self.path), list(self.hooks), dict(self.cache)
+
+    def restore(self) -> None:
+        """As they were found, but for Python's own finders of folders that were searched since."""
+        self.path[:], self.hooks[:] = self._path, self._hooks
+        python = {key: one for key, one in self.cache.items() if type(key) is str and type(one) in _FINDERS}
+        self.cache.clear()
+        self.cache.update({**python, **self._cache})
+        sys.path, sys.path_hooks, sys.path_importer_cache = self.path, self.hooks, self.cache
 
 
 @contextlib.contextmanager
@@ -62,16 +98,34 @@ def _signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # another may not set a handler
         yield
         return
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     idle = [timer for timer in _TIMERS if signal.getitimer(timer) == (0.0, 0.0)]
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         yield
     finally:
-        for timer in idle:
-            signal.setitimer(timer, 0)
-        for number, handler in handlers.items():
-            if handler is not None and signal.getsignal(number) != handler:  # None: not set by Python
-                signal.signal(number, handler)
+        _undo_signals(handlers, idle, blocked)
+
+
+def _undo_signals(handlers: dict[int, Any], idle: list[int], blocked: set[Any]) -> None:
+    """Begun again where a handler of the plugin's raises meanwhile; an interrupt is raised at the end."""
+    interrupt = None
+    for _ in range(_TRIES):
+        try:
+            for timer in idle:
+                signal.setitimer(timer, 0)
+            for number, handler in handlers.items():
+                if handler is not None and signal.getsignal(number) != handler:  # None: not set by Python
+                    signal.signal(number, signal.SIG_IGN)  # drops one that has arrived, which the default may end us by
+                    signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+        except BaseException:  # of the plugin, whose handlers may log, too
+            continue
+    if interrupt is not None:
+        raise interrupt
 
 
 def _variables(environ: os._Environ[str]) -> dict[str, str]:
