@@ -20,8 +20,8 @@ _ABSENT = "attncore_asks_for_no_such_module"
 _SIGNALS = tuple(int(number) for number in signal.valid_signals())  # asked once: it makes an enum of each
 _FINDERS = (importlib.machinery.FileFinder, type(None))
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-_TRIES = 1000
-"""A handler of a timer that runs every few microseconds raises some times before the timer is stopped."""
+_TRIES = 100
+"""A handler of a timer may raise some times before the timer is stopped."""
 logger = logging.getLogger(__name__)
 
 
@@ -35,7 +35,7 @@ def process_left_as_found(plugin: str) -> Iterator[None]:
     not running. Finders that the plugin adds to ``sys.meta_path`` stay, for a library that it imports may need its own,
     but behind those of before, and only where they work. A child process that it forked ends here.
     """
-    process, search, finders = os.getpid(), _SearchSettings(), sys.meta_path
+    process, signals, search, finders = os.getpid(), _Signals(), _SearchSettings(), sys.meta_path
     found, limit, environ, variables = list(finders), sys.getrecursionlimit(), os.environ, _variables(os.environ)
     try:
         folder = os.getcwd()
@@ -47,9 +47,9 @@ def process_left_as_found(plugin: str) -> Iterator[None]:
     with warnings.catch_warnings():
         try:
             try:
-                with _signals():  # first of all, no handler of the plugin's runs any more
-                    yield
+                yield
             finally:
+                signals.restore()  # first of all, so that no handler of the plugin's interrupts what follows
                 sys.settrace(traced)
                 sys.setprofile(profiled)
                 sys.setrecursionlimit(limit)  # what follows calls functions
@@ -60,6 +60,7 @@ def process_left_as_found(plugin: str) -> Iterator[None]:
         finally:
             if os.getpid() != process:
                 os._exit(1)  # two of us would print
+            signals.restore()
             search.restore()
             finders[:] = [*found, *working]
             os.environ, sys.meta_path = environ, finders
@@ -92,40 +93,38 @@ class _SearchSettings:
         sys.path, sys.path_hooks, sys.path_importer_cache = self.path, self.hooks, self.cache
 
 
-@contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    """Within it handlers may be set and timers started; afterwards they are as before."""
-    if threading.current_thread() is not threading.main_thread():  # another may not set a handler
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    idle = [timer for timer in _TIMERS if signal.getitimer(timer) == (0.0, 0.0)]
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    try:
-        yield
-    finally:
-        _undo_signals(handlers, idle, blocked)
+class _Signals:
+    """Handlers of signals, those that are blocked, and timers: of the main thread, for another may set no handler."""
 
+    def __init__(self) -> None:
+        self.handlers: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self.handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+            self.idle = [timer for timer in _TIMERS if signal.getitimer(timer) == (0.0, 0.0)]
+            self.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
-def _undo_signals(handlers: dict[int, Any], idle: list[int], blocked: set[Any]) -> None:
-    """Begun again where a handler of the plugin's raises meanwhile; an interrupt is raised at the end."""
-    interrupt = None
-    for _ in range(_TRIES):
-        try:
-            for timer in idle:
-                signal.setitimer(timer, 0)
-            for number, handler in handlers.items():
-                if handler is not None and signal.getsignal(number) != handler:  # None: not set by Python
-                    signal.signal(number, signal.SIG_IGN)  # drops one that has arrived, which the default may end us by
-                    signal.signal(number, handler)
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            break
-        except KeyboardInterrupt as error:
-            interrupt = error
-        except BaseException:  # of the plugin, whose handlers may log, too
-            continue
-    if interrupt is not None:
-        raise interrupt
+    def restore(self) -> None:
+        """As they were found. Begun again where a handler of the plugin's raises meanwhile; an interrupt is raised."""
+        interrupt = None
+        for _ in range(_TRIES if self.handlers else 0):
+            try:
+                self._restore()
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+            except BaseException:  # of the plugin, whose handlers may log, too
+                continue
+        if interrupt is not None:
+            raise interrupt
+
+    def _restore(self) -> None:
+        for timer in self.idle:
+            signal.setitimer(timer, 0)
+        for number, handler in self.handlers.items():
+            if handler is not None and signal.getsignal(number) != handler:  # None: not set by Python
+                signal.signal(number, signal.SIG_IGN)  # drops one that has arrived, which the default may end us by
+                signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
 
 
 def _variables(environ: os._Environ[str]) -> dict[str, str]:
