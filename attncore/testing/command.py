@@ -34,6 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the kit; 1 where a test failed or the backend ended the process, 2 where none ran."""
+    with _told_if_ended(args.name):  # from the first plugin that is loaded on
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     if not 1 <= args.examples <= MAX_EXAMPLES:
         raise UsageError(f"--examples: {quoted(args.examples)} is not between 1 and {MAX_EXAMPLES}")
     try:
@@ -52,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise NoBackendError("\n  ".join((f"{args.name} cannot run here:", *subject.refusals)))
     settings = f"EXAMPLES = {args.examples}\nDEVICE = {args.device!r}\n"
     options = ["-q", "--color=no", *(["-k", args.k] if args.k else [])]
-    with _told_if_ended(args.name), contextlib.redirect_stdout(_Printable(sys.stderr if args.json else sys.stdout)):
+    with contextlib.redirect_stdout(_Printable(sys.stderr if args.json else sys.stdout)):
         code, report = conformance(args.name, settings=settings, options=options)
     if code == _NONE_RAN and args.k:
         raise UsageError(f"-k: no test's name matches {quoted(args.k)}; they are such as test_decode, test_prefill")
@@ -63,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _told_if_ended(name: str) -> Iterator[None]:
-    """Within it ``os._exit`` of this process is a failure of the backend ``name``: a line, and code 1.
+    """Within it ``os._exit`` of this process is a failure while ``name`` is tested: a line, and code 1.
 
     It ends the process at once, whatever code it is given, 0 and those of this command too.
     """
@@ -74,7 +79,7 @@ def _told_if_ended(name: str) -> Iterator[None]:
             real(status)
         try:
             print_lines(
-                f"attncore: error: {name} died: it has ended the process with os._exit({quoted(status)})", stream
+                f"attncore: error: {name} died: a plugin has ended the process with os._exit({quoted(status)})", stream
             )
             stream.flush()
         finally:

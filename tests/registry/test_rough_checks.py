@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import warnings
 
 import pytest
 from planting import SPEC
@@ -114,3 +115,12 @@ def check(request, host):
         assert attncore.select(**ASKED, prefer=["good"]).name == "good"
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_the_filters_of_warnings_are_as_before(site):
+    plant(site, "def check(request, host): exec(CHANGE, {})", CHANGES["warnings are errors"])
+    attncore.backends()
+    filters, before = warnings.filters, [*warnings.filters]
+    attncore.select(**ASKED)
+    assert warnings.filters is filters
+    assert [*filters] == before

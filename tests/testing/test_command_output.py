@@ -13,13 +13,13 @@ from attncore.testing.command import _told_if_ended
 
 
 @pytest.mark.parametrize("code", [0, 2, 3])
-@pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_backend_that_ends_the_process_is_a_failure_and_said(site, code, options):
-    site.plugin("ends", heavy=f"import os\nos._exit({code})\n")
+@pytest.mark.parametrize("where", ["source", "heavy"])
+def test_a_backend_that_ends_the_process_is_a_failure_and_said(site, code, where):
+    site.plugin("ends", **{where: f"import os\nos._exit({code})\n"})
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    words = [sys.executable, "-m", "attncore.testing", "ends", "-k", "test_decode", *options]
+    words = [sys.executable, "-m", "attncore.testing", "ends", "-k", "test_decode"]
     done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
-    said = f"attncore: error: ends died: it has ended the process with os._exit({code})\n"
+    said = f"attncore: error: ends died: a plugin has ended the process with os._exit({code})\n"
     assert (done.returncode, done.stderr) == (1, said)
 
 

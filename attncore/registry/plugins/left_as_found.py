@@ -43,32 +43,52 @@ def process_left_as_found(plugin: str) -> Iterator[None]:
         folder = None
     traced, profiled, unraisable = sys.gettrace(), sys.getprofile(), sys.unraisablehook
     sys.unraisablehook = _unraisable
+    filters = _WarningFilters()
     working: list[Any] = []
-    with warnings.catch_warnings():
+    try:
         try:
-            try:
-                yield
-            finally:
-                signals.restore()  # first of all, so that no handler of the plugin's interrupts what follows
-                sys.settrace(traced)
-                sys.setprofile(profiled)
-                sys.setrecursionlimit(limit)  # what follows calls functions
-                if os.getpid() == process:
-                    added = sys.meta_path[:] if isinstance(getattr(sys, "meta_path", None), list) else []
-                    search.restore()
-                    working = _working(added, found, plugin)
+            yield
         finally:
-            if os.getpid() != process:
-                os._exit(1)  # two of us would print
-            signals.restore()
-            search.restore()
-            finders[:] = [*found, *working]
-            os.environ, sys.meta_path = environ, finders
-            sys.unraisablehook = unraisable
-            _restore(environ, variables)
-            if folder is not None:
-                with contextlib.suppress(OSError):
-                    os.chdir(folder)
+            sys.setrecursionlimit(limit)  # what follows calls functions
+            signals.restore()  # so that no handler of the plugin's interrupts it
+            sys.settrace(traced)
+            sys.setprofile(profiled)
+            if os.getpid() == process:
+                added = sys.meta_path[:] if isinstance(getattr(sys, "meta_path", None), list) else []
+                search.restore()
+                working = _working(added, found, plugin)
+    finally:
+        if os.getpid() != process:
+            os._exit(1)  # two of us would print
+        signals.restore()
+        filters.restore()
+        search.restore()
+        finders[:] = [*found, *working]
+        os.environ, sys.meta_path = environ, finders
+        sys.unraisablehook = unraisable
+        _restore(environ, variables)
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                os.chdir(folder)
+
+
+class _WarningFilters:
+    """The filters of ``warnings`` and what shows one; ``catch_warnings`` would have each be shown again."""
+
+    def __init__(self) -> None:
+        self.filters, self.show = warnings.filters, warnings.showwarning
+        self._filters = list(warnings.filters)
+
+    def restore(self) -> None:
+        """As they were found."""
+        warnings.showwarning = self.show
+        same = warnings.filters is self.filters and len(self.filters) == len(self._filters)
+        if same and all(one is other for one, other in zip(self.filters, self._filters, strict=True)):
+            return
+        self.filters[:] = self._filters  # type: ignore[index]
+        warnings.filters = self.filters
+        with warnings.catch_warnings():  # which lets warnings know
+            pass
 
 
 def _unraisable(told: sys.UnraisableHookArgs) -> None:
