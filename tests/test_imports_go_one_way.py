@@ -32,7 +32,8 @@ LAYERS = {
         "device blocks",
         "metadata slices device_slices first_generation_names uncopied",
         "grid show",
-        "fields read_only",
+        "read_only reused",
+        "fields",
     ),
     "registry": (
         "doctor",

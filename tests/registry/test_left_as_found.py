@@ -11,67 +11,11 @@ from unittest import mock
 
 import pytest
 from planting import SPEC
+from process_changes import ASKED, CHANGES, settings
 
 import attncore
 from attncore.registry.child_process import run_in_fork
 from attncore.registry.plugins import discover, load
-
-CHANGES = {
-    "clears the path": "import sys; sys.path.clear()",
-    "replaces the path": "import sys; sys.path = []",
-    "a list on the path": "import sys; sys.path.append(['x'])",
-    "a bad finder": "import sys; sys.meta_path.insert(0, None)",
-    "a finder that raises": """
-import os
-import sys
-class Raises:
-    def find_spec(*args): raise RuntimeError("mine")
-sys.meta_path.insert(0, Raises())""",
-    "another folder": "import os; os.chdir('/')",
-    "no stderr": "import sys; sys.stderr = None",
-    "another stdout": "import io, sys; sys.stdout = io.StringIO()",
-    "forks": "import os; os.fork()",
-    "a low recursion limit": "import sys; sys.setrecursionlimit(len(__import__('inspect').stack()) + 30)",
-    "warnings are errors": "import warnings; warnings.simplefilter('error')",
-    "no warnings": "import warnings; warnings.filters = None",
-    "another backend": "import os; os.environ['ATTNCORE_BACKEND'] = 'nope'",
-    "no bad variables": "import os; del os.environ['ATTNCORE_KERNELS']; os.environ['ATTNCORE_STRICT_PLUGINS'] = 'x'",
-    "another environment": "import os; os.environ = {}",
-    "a finder of an old signature": """
-import sys
-class Old:
-    def find_spec(self, name): return None
-sys.meta_path.insert(0, Old())""",
-    "a finder whose distributions have an old signature": """
-import sys
-class Old:
-    def find_spec(self, name, path, target=None): return None
-    def find_distributions(self): return ()
-sys.meta_path = [*sys.meta_path, Old()]""",
-    "a finder that fails half way": """
-import sys
-class Half:
-    def find_spec(self, name, path, target=None): return None
-    def find_distributions(self, context):
-        yield from ()
-        raise SystemExit
-sys.meta_path.append(Half())""",
-    "no list of finders": "import sys; sys.meta_path = None",
-    "ignores signals": "import signal; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]",
-    "a timer": "import signal; signal.setitimer(signal.ITIMER_REAL, 0.02)",
-    "traces": "import sys; sys.settrace(lambda *_: None)",
-}
-
-
-ASKED = {"num_heads": 2, "num_kv_heads": 1, "head_size": 64, "dtype": "float32"}
-
-
-def settings():
-    """The settings of the process that a plugin may change for the others."""
-    streams = sys.stdout, sys.stderr
-    own = {name: value for name, value in os.environ.items() if name.startswith("ATTNCORE_")}
-    limits = sys.getrecursionlimit(), [*warnings.filters]
-    return os.getpid(), [*sys.path], [*sys.meta_path], os.getcwd(), streams, os.environ, own, limits
 
 
 @pytest.mark.parametrize("change", CHANGES)

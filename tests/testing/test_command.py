@@ -56,7 +56,7 @@ def test_bad_usage_is_named(capsys, words, said):
 def test_what_is_not_there_exits_2(site, capsys):
     assert main(["nobody"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("attncore: error: BACKEND: no distribution installed here provides 'nobody'")
+    assert error.startswith("attncore: error: NAME: no distribution installed here provides 'nobody'")
     assert error.count("\n") == 1
 
 

@@ -40,7 +40,7 @@ class _CapturedArena:
 
     def __init__(self, arena: Any, state: Any, owner: Owner) -> None:
         self.__dict__.update({name: getattr(arena, name) for name in _KEPT_BY_CAPTURE})
-        self._state, self._owner = state, owner
+        self.original, self._state, self._owner = arena, state, owner
 
     @property
     def step(self) -> int:
@@ -143,7 +143,9 @@ class StepShapes:
         instead = f"builder.capture({metadata.num_reqs}) gives metadata of it"
         if shape is None:
             self.captured.refuse(f"metadata: its size of {metadata.num_reqs} requests", instead)
-        if not any(metadata._arena is arena for arena in shape.arenas):
+        own: Any = metadata._arena
+        own = own.original if isinstance(own, _CapturedArena) else own
+        if not any(own is arena for arena in shape.arenas):
             raise CaptureError(
                 f"metadata: its size of {metadata.num_reqs} requests was released and captured again; {instead}"
             )

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
 from shlex import quote
+from typing import Any
 
 from attncore.quoted import MAX_ITEMS, describe_error, json_value, listed, plain_text, quoted, type_name
 from attncore.registry import package_requirements
 from attncore.registry.choice.cache_format import common_block_sizes, common_layouts
 from attncore.registry.device_patterns import best_match
 from attncore.registry.host.host import Host
+from attncore.registry.plugins.plugin_code import plugin_code
 from attncore.registry.reasons import USE_ANOTHER, Reason
 from attncore.registry.request import AttentionRequest
 from attncore.registry.spec import sizes
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.sizes import Sizes
+from attncore.registry.spec.variant import Check
 from attncore.vocabulary import GRAPH_LEVELS, PHASES
 
 _checked: ContextVar[str] = ContextVar("_checked", default="")
@@ -211,9 +214,8 @@ def option_problem(spec: BackendSpec, name: str, value: object) -> str | None:
 
 def _own_check(spec: BackendSpec, request: AttentionRequest, host: Host, plugin: str) -> list[Reason]:
     """The answers of the spec's own check: an iterable of them, a single one, or None."""
-    reasons: list[Reason] = []
     if spec.check is None:
-        return reasons
+        return []
     if within := _checked.get():
         message = f"the check of {plugin} is not asked while the check of {within} runs"
         return [
@@ -221,22 +223,43 @@ def _own_check(spec: BackendSpec, request: AttentionRequest, host: Host, plugin:
         ]
     token = _checked.set(plugin)
     try:
-        answers: object = spec.check(request, host)
-        if answers is None or isinstance(answers, str | Reason):
-            answers = () if answers is None else (answers,)
-        for answer in answers:  # type: ignore[attr-defined]
-            if len(reasons) == MAX_ITEMS:
-                raise ValueError(f"it yields more than {MAX_ITEMS} reasons")
-            reasons.append(_plain_reason(answer, plugin))
+        with plugin_code(plugin):
+            return _answers(spec.check, request, host, plugin)
     except KeyboardInterrupt as error:
         error.add_note(f"while the check of {plugin} ran")
         raise
-    except BaseException as error:  # the plugin's code: its failure is a reason against it, not against the others
-        message = f"the check of {plugin} failed: {describe_error(error)}"
-        reasons.append(Reason("check", message, source=plugin, fix=f"update {plugin}, or report it to its authors"))
+    except BaseException as error:  # of a timer or a handler of the plugin's, while they are taken back
+        return [_failed(error, plugin)]
     finally:
         _checked.reset(token)
+
+
+def _answers(check: Check, request: AttentionRequest, host: Host, plugin: str) -> list[Reason]:
+    """What ``check`` answers, read and told within this call: an object of the plugin runs its code there."""
+    reasons: list[Reason] = []
+    answers: Any = None
+    try:
+        answers = check(request, host)
+        if answers is None or isinstance(answers, str | Reason):
+            answers = () if answers is None else (answers,)
+        try:
+            for answer in answers:
+                if len(reasons) == MAX_ITEMS:
+                    raise ValueError(f"it yields more than {MAX_ITEMS} reasons")
+                reasons.append(_plain_reason(answer, plugin))
+        finally:
+            if isinstance(answers, Generator):  # what it does when it is closed is done here
+                answers.close()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the plugin's code: its failure is a reason against it, not against the others
+        reasons.append(_failed(error, plugin))
     return reasons
+
+
+def _failed(error: BaseException, plugin: str) -> Reason:
+    message = f"the check of {plugin} failed: {describe_error(error)}"
+    return Reason("check", message, source=plugin, fix=f"update {plugin}, or report it to its authors")
 
 
 def _plain_reason(answer: object, plugin: str) -> Reason:

@@ -2,7 +2,8 @@
 
 - ``installed``: ``attncore.backends``, the specs and the known backends that are missing, as a table.
 - ``load``: the specs of all plugins, cached for the process.
-- ``left_as_found``: the settings of the process, restored after each plugin.
+- ``plugin_code``: what is around all code of a plugin that runs here: one thread at a time, streams, settings.
+- ``left_as_found``: the settings of the process, restored after code of a plugin.
 - ``discover``: the entry points that may load, read from metadata.
 - ``known_backends``: the names that belong to distributions known to attncore.
 - ``plugin_record``: PluginRecord, what is known of one plugin.

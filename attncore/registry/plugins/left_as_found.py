@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import importlib.metadata
 import logging
 import os
@@ -16,62 +17,134 @@ from typing import Any
 from attncore.quoted import describe_error, type_name
 
 _ABSENT = "attncore_asks_for_no_such_module"
+_SIGNALS = tuple(int(number) for number in signal.valid_signals())  # asked once: it makes an enum of each
+_FINDERS = (importlib.machinery.FileFinder, type(None))
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+_TRIES = 100
+"""A handler of a timer may raise some times before the timer is stopped."""
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def process_left_as_found(plugin: str) -> Iterator[None]:
-    """Within it ``plugin`` is loaded; afterwards the settings of the process are as before.
+    """Within it code of ``plugin`` runs; afterwards the settings of the process are as before.
 
-    These are ``sys.path``, the current folder, the recursion limit, the filters of ``warnings``, the ``ATTNCORE_``
-    variables, the functions of ``sys.settrace`` and ``sys.setprofile``, and in the main thread the handlers of signals
-    and timers that were not running. Finders that the plugin adds to ``sys.meta_path`` stay, for a library that it
-    imports may need its own, but behind those of before, and only where they work. A child process that it forked ends
-    here.
+    These are ``sys.path``, ``sys.path_hooks`` and ``sys.path_importer_cache``, the current folder, the recursion limit,
+    the filters of ``warnings``, the ``ATTNCORE_`` variables, the functions of ``sys.settrace``, ``sys.setprofile`` and
+    ``sys.unraisablehook``, and in the main thread the handlers of signals, those that are blocked, and timers that were
+    not running. Finders that the plugin adds to ``sys.meta_path`` stay, for a library that it imports may need its own,
+    but behind those of before, and only where they work. A child process that it forked ends here.
     """
-    process, path, paths, finders = os.getpid(), sys.path, list(sys.path), sys.meta_path
+    process, signals, search, finders = os.getpid(), _Signals(), _SearchSettings(), sys.meta_path
     found, limit, environ, variables = list(finders), sys.getrecursionlimit(), os.environ, _variables(os.environ)
     try:
         folder = os.getcwd()
     except OSError:  # it was deleted
         folder = None
-    traced, profiled = sys.gettrace(), sys.getprofile()
-    with warnings.catch_warnings(), _signals():
+    traced, profiled, unraisable = sys.gettrace(), sys.getprofile(), sys.unraisablehook
+    sys.unraisablehook = _unraisable
+    filters = _WarningFilters()
+    working: list[Any] = []
+    try:
         try:
             yield
         finally:
+            sys.setrecursionlimit(limit)  # what follows calls functions
+            signals.restore()  # so that no handler of the plugin's interrupts it
             sys.settrace(traced)
             sys.setprofile(profiled)
-            sys.setrecursionlimit(limit)  # what follows calls functions
-            if os.getpid() != process:
-                os._exit(1)  # two of us would print
-            added = sys.meta_path[:] if isinstance(getattr(sys, "meta_path", None), list) else []
-            path[:], finders[:] = paths, found
-            os.environ, sys.path, sys.meta_path = environ, path, finders
-            _restore(environ, variables)
-            if folder is not None:
-                with contextlib.suppress(OSError):
-                    os.chdir(folder)
-            finders += _working(added, found, plugin)
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    """Within it handlers may be set and timers started; afterwards they are as before."""
-    if threading.current_thread() is not threading.main_thread():  # another may not set a handler
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    idle = [timer for timer in _TIMERS if signal.getitimer(timer) == (0.0, 0.0)]
-    try:
-        yield
+            if os.getpid() == process:
+                added = sys.meta_path[:] if isinstance(getattr(sys, "meta_path", None), list) else []
+                search.restore()
+                working = _working(added, found, plugin)
     finally:
-        for timer in idle:
+        if os.getpid() != process:
+            os._exit(1)  # two of us would print
+        signals.restore()
+        filters.restore()
+        search.restore()
+        finders[:] = [*found, *working]
+        os.environ, sys.meta_path = environ, finders
+        sys.unraisablehook = unraisable
+        _restore(environ, variables)
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                os.chdir(folder)
+
+
+class _WarningFilters:
+    """The filters of ``warnings`` and what shows one; ``catch_warnings`` would have each be shown again."""
+
+    def __init__(self) -> None:
+        self.filters, self.show = warnings.filters, warnings.showwarning
+        self._filters = list(warnings.filters)
+
+    def restore(self) -> None:
+        """As they were found."""
+        warnings.showwarning = self.show
+        same = warnings.filters is self.filters and len(self.filters) == len(self._filters)
+        if same and all(one is other for one, other in zip(self.filters, self._filters, strict=True)):
+            return
+        self.filters[:] = self._filters  # type: ignore[index]
+        warnings.filters = self.filters
+        with warnings.catch_warnings():  # which lets warnings know
+            pass
+
+
+def _unraisable(told: sys.UnraisableHookArgs) -> None:
+    """An error of a plugin's object that goes away, such as a generator that does not end when it is closed."""
+    with contextlib.suppress(BaseException):
+        logger.debug("%s: %s", type_name(told.object), type_name(told.exc_value))
+
+
+class _SearchSettings:
+    """What ``sys`` has to find modules in folders, the objects and what they hold."""
+
+    def __init__(self) -> None:
+        self.path, self.hooks, self.cache = sys.path, sys.path_hooks, sys.path_importer_cache
+        self._path, self._hooks, self._cache = list(self.path), list(self.hooks), dict(self.cache)
+
+    def restore(self) -> None:
+        """As they were found, but for Python's own finders of folders that were searched since."""
+        self.path[:], self.hooks[:] = self._path, self._hooks
+        python = {key: one for key, one in self.cache.items() if type(key) is str and type(one) in _FINDERS}
+        self.cache.clear()
+        self.cache.update({**python, **self._cache})
+        sys.path, sys.path_hooks, sys.path_importer_cache = self.path, self.hooks, self.cache
+
+
+class _Signals:
+    """Handlers of signals, those that are blocked, and timers: of the main thread, for another may set no handler."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self.handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+            self.idle = [timer for timer in _TIMERS if signal.getitimer(timer) == (0.0, 0.0)]
+            self.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    def restore(self) -> None:
+        """As they were found. Begun again where a handler of the plugin's raises meanwhile; an interrupt is raised."""
+        interrupt = None
+        for _ in range(_TRIES if self.handlers else 0):
+            try:
+                self._restore()
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+            except BaseException:  # of the plugin, whose handlers may log, too
+                continue
+        if interrupt is not None:
+            raise interrupt
+
+    def _restore(self) -> None:
+        for timer in self.idle:
             signal.setitimer(timer, 0)
-        for number, handler in handlers.items():
+        for number, handler in self.handlers.items():
             if handler is not None and signal.getsignal(number) != handler:  # None: not set by Python
+                signal.signal(number, signal.SIG_IGN)  # drops one that has arrived, which the default may end us by
                 signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
 
 
 def _variables(environ: os._Environ[str]) -> dict[str, str]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
-import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,11 +19,10 @@ from attncore.errors import PluginError
 from attncore.quoted import describe_error, json_value, one_line, type_name
 from attncore.registry import package_requirements
 from attncore.registry.plugins import discover
-from attncore.registry.plugins.left_as_found import process_left_as_found
+from attncore.registry.plugins.plugin_code import one_thread, plugin_code
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
 from attncore.registry.spec.backend_spec import ATTNCORE_API, BackendSpec, ContractVersionError, plain_spec
-from attncore.standard_output import lent_streams
 
 HEAVY_MODULES = ("torch", "triton", "flashinfer", "flash_attn", "aiter", "jax", "tensorflow", "cupy", "numba")
 """What a spec must not import."""
@@ -43,28 +40,15 @@ class Registry:
 
 
 _cache: dict[tuple[Any, ...], Registry] = {}
-_loading = threading.RLock()
-"""Held while plugins load: of two threads at once, each would take what the other's plugin changed for what was there.
-
-An RLock, because a plugin may ask for a backend when it is imported.
-"""
-
-
-def _free_loading() -> None:
-    global _loading
-    _loading = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_free_loading)  # the thread that held it is not in the child
 
 
 def registry() -> Registry:
     """The plugins of this process; loaded once for each setting of the variables and of ``sys.path``.
 
     Raises ValueError naming the variable for a bad setting, and PluginError for the first plugin that fails under
-    ``ATTNCORE_STRICT_PLUGINS=1``.
+    ``ATTNCORE_STRICT_PLUGINS=1``, and where another thread loads plugins without end.
     """
-    with _loading:  # the settings, too, are read within it: a plugin may change them until it is loaded
+    with one_thread():  # the settings, too, are read within it: a plugin may change them until it is loaded
         folders = tuple(folder for folder in sys.path if isinstance(folder, str))
         key = (env.plugins(), env.disabled_plugins(), env.strict_plugins(), folders)
         if key not in _cache:
@@ -90,13 +74,14 @@ def load(record: PluginRecord, *, strict: bool = False) -> PluginRecord:
     if record.state == "found":
         heavy = {name for name in HEAVY_MODULES if name in sys.modules}
         try:
-            with lent_streams(), process_left_as_found(record.label):
+            with plugin_code(record.label):
                 spec = _spec(record)
         except KeyboardInterrupt as error:
             error.add_note(f"while {record.name} ({record.label}) was loaded")
             raise
         except BaseException as error:
-            record = _failed(record, error)
+            with plugin_code(record.label):  # its text is code of the plugin
+                record = _failed(record, error)
         else:
             record = replace(record, state="loaded", spec=spec, reasons=_heavy_imports(record, heavy))
     if strict and record.state in ("duplicate", "broken", "incompatible"):

@@ -11,7 +11,7 @@ from attncore.registry.spec.sizes import MultipleOf
 from attncore.testing.engines.run_batches import run_around_a_block
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import MAX_SIZE, edges
-from attncore.testing.harness.errors import ConformanceError, UnsupportedError
+from attncore.testing.harness.errors import ConformanceError, NothingToRefuseError, UnsupportedError
 from attncore.testing.harness.subject import Subject
 
 __all__ = [
@@ -47,7 +47,7 @@ def test_undeclared_sizes_are_refused_or_right(attncore_subject: Subject, field:
         near.add(declared.base + 1)
     beyond = sorted(size for size in near if 0 < size <= MAX_SIZE and size not in declared)[:4]
     if not beyond:
-        raise UnsupportedError("its spec declares every size")
+        raise NothingToRefuseError("its spec declares every size")
     for size in beyond:
         try:
             backend = attncore_subject.beyond(**{field: size})
@@ -83,7 +83,7 @@ def test_undeclared_features_are_refused_with_a_sentence(
     """A layer that needs a feature which the spec does not declare is refused when it is made, naming the argument."""
     form = attncore_subject.form
     if feature in form.features or (feature == "alibi" and "alibi_standard" in form.features):
-        raise UnsupportedError(f"its spec declares {feature}, so there is nothing to refuse")
+        raise NothingToRefuseError(f"its spec declares {feature}, so there is nothing to refuse")
     backend = attncore_subject.backend()
     given: dict[str, Any] = {argument: [0.5] * backend.config.num_heads if value == "per head" else value}
     error = _refused(lambda: backend.impl("layers.0", scale=1.0, **given), f"{argument}={value}")

@@ -28,6 +28,10 @@ class UnsupportedError(AttncoreError):
     """The backend says, or its spec does, that it cannot do this here; shown as unsupported, with the reason."""
 
 
+class NothingToRefuseError(UnsupportedError):
+    """The backend declares what would be refused; there is nothing to check, and no row for it."""
+
+
 def told(error: BaseException) -> str:
     """An error in words: its type and text, that it has none, and where in the backend's own code it was raised."""
     words = f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} without a message"

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from attncore.testing.harness.errors import UnsupportedError, told
+from attncore.testing.harness.errors import NothingToRefuseError, UnsupportedError, told
 from attncore.testing.harness.support_table import Report, Result
 
-NOT_RUN = "not run: "
+NOT_RUN, NOTHING = "not run: ", "nothing to check: "
 _REPORTS = pytest.StashKey[dict[str, Report]]()
 _ROW = pytest.StashKey[tuple[str, str]]()
 _BROKEN = pytest.StashKey[dict[Any, str]]()
@@ -97,7 +97,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     except UnsupportedError as error:
         if _ROW not in pyfuncitem.stash:
             raise
-        return pytest.skip(f"unsupported: {error}")
+        return pytest.skip(f"{NOTHING if isinstance(error, NothingToRefuseError) else 'unsupported: '}{error}")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -122,6 +122,8 @@ def pytest_runtest_makereport(
             outcome = "expected failure"
         elif outcome == "skipped" and reason.startswith(NOT_RUN):
             outcome, reason = "not run", reason.removeprefix(NOT_RUN)
+        elif outcome == "skipped" and reason.startswith(NOTHING):
+            outcome, reason = "nothing to check", reason.removeprefix(NOTHING)
         reports.setdefault(row[0], Report(row[0])).add(Result(row[1], item.name, outcome, reason))
     return report
 

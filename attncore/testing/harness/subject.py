@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from attncore.quoted import quoted
+from attncore.did_you_mean import did_you_mean
+from attncore.quoted import listed, quoted
 from attncore.registry.choice.choice import choose
 from attncore.registry.choice.negotiate_installed import negotiate_installed
 from attncore.registry.host.host import Host
@@ -24,10 +25,18 @@ if TYPE_CHECKING:
     from attncore.registry.choice.choice import Choice
 
 
+class _RefusedError(UnsupportedError):
+    """A negotiation refuses the backend, for each of ``reasons``."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons = reasons
+
+
 class Subject:
     """One backend by name, on this machine.
 
-    ``form`` is the spec of the first variant that runs here, and the facts that tests go by; ``refusal`` says why none
+    ``form`` is the spec of the first variant that runs here, and the facts that tests go by; ``refusals`` say why none
     does. ``backend`` makes (and keeps) backends.
     """
 
@@ -51,9 +60,10 @@ class Subject:
         records = registry().records
         found = [record for record in records if record.name == self.name]
         if not found:
-            names = ", ".join(sorted({record.name for record in records})) or "none"
+            names = sorted({record.name for record in records})
             raise UnsupportedError(
-                f"BACKEND: no distribution installed here provides {quoted(self.name)}; installed: {names}"
+                f"BACKEND: no distribution installed here provides {quoted(self.name)}; installed: {listed(names)}"
+                f"{did_you_mean(self.name, names)}"
             )
         return min(found, key=lambda record: record.state != "loaded")
 
@@ -66,19 +76,24 @@ class Subject:
         return self.record.spec
 
     @cached_property
-    def _usable(self) -> tuple[BackendSpec | None, str]:
-        refusals = []
+    def _usable(self) -> tuple[BackendSpec | None, tuple[str, ...]]:
+        refusals: list[str] = []
         for _, form in self.spec.by_variant:
             try:
-                return self._choose(**_base(form)).spec, ""
-            except UnsupportedError as error:
-                refusals.append(str(error))
-        return None, "; ".join(dict.fromkeys(refusals))
+                return self._choose(**_base(form)).spec, ()
+            except _RefusedError as error:
+                refusals += error.reasons
+        return None, tuple(dict.fromkeys(refusals))
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """Why no form of the backend runs on this machine; empty where one does."""
+        return self._usable[1]
 
     @property
     def refusal(self) -> str:
-        """Why no form of the backend runs on this machine; empty where one does."""
-        return self._usable[1]
+        """``refusals`` in a sentence."""
+        return "; ".join(self.refusals)
 
     @property
     def form(self) -> BackendSpec:
@@ -129,7 +144,7 @@ class Subject:
         if choice is None:
             mine = [one for one in negotiation.rejected if one.name == self.name]
             reasons = [str(reason) for one in mine for reason in one.reasons]
-            raise UnsupportedError("; ".join(reasons) or negotiation.refusal)
+            raise _RefusedError(reasons or [negotiation.refusal])
         return choice
 
     @property

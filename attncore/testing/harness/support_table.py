@@ -9,12 +9,15 @@ from attncore._version import __version__
 
 STATES = ("failed", "expected failure", "not run", "supported", "unsupported")
 """Of a row, the worst first: some test failed; some failed as its author expects; some waits for the plainest steps to
-be right; some passed; none could run."""
+be right; some passed; none could run. A row whose tests all found nothing to check is left out."""
 _OUTCOMES = {"failed": 0, "expected failure": 1, "not run": 2, "passed": 3, "skipped": 4}
+_NOTHING = "nothing to check"
 
 
 class Result(NamedTuple):
-    """What came of one test: ``passed``, ``failed``, ``skipped``, ``not run`` or ``expected failure``, and why."""
+    """What came of one test, and why: ``passed``, ``failed``, ``skipped``, ``not run``, ``expected failure`` or
+    ``nothing to check``.
+    """
 
     capability: str
     """Its row of the table."""
@@ -44,7 +47,11 @@ class Report:
         found: dict[str, list[Result]] = {}
         for result in self.results:
             found.setdefault(result.capability, []).append(result)
-        return [_row(capability, results) for capability, results in found.items()]
+        return [
+            _row(capability, results)
+            for capability, results in found.items()
+            if any(result.outcome != _NOTHING for result in results)
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """The table, the failures, and of what they are, as JSON types."""
@@ -68,7 +75,7 @@ class Report:
 
 
 def _row(capability: str, results: list[Result]) -> dict[str, Any]:
-    state = STATES[min(_OUTCOMES[result.outcome] for result in results)]
+    state = STATES[min(_OUTCOMES[result.outcome] for result in results if result.outcome != _NOTHING)]
     counted = [result.outcome for result in results]
     wanted = "skipped" if state == "unsupported" else state
     reasons = [result.reason for result in results if result.outcome == wanted and result.reason]
@@ -78,7 +85,7 @@ def _row(capability: str, results: list[Result]) -> dict[str, Any]:
         "passed": counted.count("passed"),
         "failed": counted.count("failed"),
         "expected_failures": counted.count("expected failure"),
-        "skipped": counted.count("skipped"),
+        "skipped": counted.count("skipped") + counted.count(_NOTHING),
         "reason": reasons[0] if reasons else "",
     }
 

@@ -1,0 +1,76 @@
+"""What a plugin may do to the settings of the process, as source, and these settings."""
+
+import os
+import sys
+import warnings
+from importlib.machinery import FileFinder
+
+USUAL = (FileFinder, type(None))
+ASKED = {"num_heads": 2, "num_kv_heads": 1, "head_size": 64, "dtype": "float32"}
+CHANGES = {
+    "clears the path": "import sys; sys.path.clear()",
+    "replaces the path": "import sys; sys.path = []",
+    "a list on the path": "import sys; sys.path.append(['x'])",
+    "a bad finder": "import sys; sys.meta_path.insert(0, None)",
+    "a finder that raises": """
+import os
+import sys
+class Raises:
+    def find_spec(*args): raise RuntimeError("mine")
+sys.meta_path.insert(0, Raises())""",
+    "another folder": "import os; os.chdir('/')",
+    "no stderr": "import sys; sys.stderr = None",
+    "another stdout": "import io, sys; sys.stdout = io.StringIO()",
+    "forks": "import os; os.fork()",
+    "a low recursion limit": "import sys; sys.setrecursionlimit(len(__import__('inspect').stack()) + 30)",
+    "warnings are errors": "import warnings; warnings.simplefilter('error')",
+    "no warnings": "import warnings; warnings.filters = None",
+    "another backend": "import os; os.environ['ATTNCORE_BACKEND'] = 'nope'",
+    "no bad variables": "import os; del os.environ['ATTNCORE_KERNELS']; os.environ['ATTNCORE_STRICT_PLUGINS'] = 'x'",
+    "another environment": "import os; os.environ = {}",
+    "a finder of an old signature": """
+import sys
+class Old:
+    def find_spec(self, name): return None
+sys.meta_path.insert(0, Old())""",
+    "a finder whose distributions have an old signature": """
+import sys
+class Old:
+    def find_spec(self, name, path, target=None): return None
+    def find_distributions(self): return ()
+sys.meta_path = [*sys.meta_path, Old()]""",
+    "a finder that fails half way": """
+import sys
+class Half:
+    def find_spec(self, name, path, target=None): return None
+    def find_distributions(self, context):
+        yield from ()
+        raise SystemExit
+sys.meta_path.append(Half())""",
+    "no list of finders": "import sys; sys.meta_path = None",
+    "a path hook that raises": """
+import sys
+def raises(folder): raise RuntimeError("mine")
+sys.path_hooks.insert(0, raises)
+sys.path_importer_cache.clear()""",
+    "a path hook that fails later": """
+import sys
+class Fails:
+    def __init__(self, folder): pass
+    def find_spec(self, name, target=None): raise RuntimeError("mine")
+sys.path_hooks.insert(0, Fails)
+for folder in sys.path: sys.path_importer_cache[folder] = Fails(folder)""",
+    "no path hooks": "import sys; sys.path_hooks = sys.path_importer_cache = None",
+    "ignores signals": "import signal; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]",
+    "a timer": "import signal; signal.setitimer(signal.ITIMER_REAL, 0.02)",
+    "traces": "import sys; sys.settrace(lambda *_: None)",
+}
+
+
+def settings():
+    """The settings of the process that a plugin may change for the others."""
+    streams = sys.stdout, sys.stderr
+    own = {name: value for name, value in os.environ.items() if name.startswith("ATTNCORE_")}
+    limits = sys.getrecursionlimit(), [*warnings.filters]
+    hooks = [*sys.path_hooks], [type(one) for one in sys.path_importer_cache.values() if type(one) not in USUAL]
+    return os.getpid(), hooks, [*sys.path], [*sys.meta_path], os.getcwd(), streams, os.environ, own, limits
