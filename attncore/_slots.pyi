@@ -24,6 +24,11 @@ class Entrance:
     def enter(self) -> Stay: ...
     def roll_back(self) -> None: ...
 
+class ReadOnly:
+    """Exports an array's memory, which cannot be written to through it; nothing public leads back to the array."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None: ...
+
 class TableState:
     capacity: int
     width: int

@@ -5,6 +5,7 @@ Errors begin with the argument's name. An array that already has the right dtype
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -114,12 +115,18 @@ def check_block_ids_fit(name: str, ids: npt.NDArray[Any]) -> None:
         raise ValueError(f"{name}: block id {low if low < 0 else high} is outside 0..{INT32_MAX}")
 
 
-def bad_block_ids(ids: Any, limit: int) -> tuple[type[ValueError] | type[TypeError], str] | None:
-    """The error (type and text) of block ids that the kernels refused; None where only the room was too small."""
+def bad_block_ids(
+    ids: Any, limit: int, most: int | None = None
+) -> tuple[type[ValueError] | type[TypeError], str] | None:
+    """The error (type and text) of block ids that the kernels refused; None where only the room was too small.
+
+    ``most``: of that many and no more, for there may be far more than there is room for.
+    """
     if not hasattr(ids, "__len__"):
         return TypeError, f"{quoted(ids)} is not a sequence of block ids"
     try:
-        items = list(ids)
+        len(ids)
+        items = list(islice(ids, most))
     except UNREADABLE:
         return TypeError, f"{type(ids).__name__} is not a sequence of block ids that can be read"
     for index, item in enumerate(items):

@@ -111,6 +111,6 @@ class Batches(RequestRules, StepRules, RuleBasedStateMachine):
                     needy.add(name)
         assert set(self.batch.needs_block()) == needy
         held = {row for row, name in enumerate(self.rows) if name is not None}
-        for table in self.batch.core.tables.values():
+        for table in self.batch._core.tables.values():
             for row in set(range(MAX_REQS)) - held:
                 assert not table.array[row].any()

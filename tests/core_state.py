@@ -3,7 +3,7 @@
 
 def core_state(batch, *, blocks_in_use=True):
     """Lengths, tables, the order of rows; ``blocks_in_use`` False: without cached blocks and synced columns."""
-    core = batch.core
+    core = batch._core
     lengths = slice(None) if blocks_in_use else slice(1)
     tables = [(table._lengths[lengths].tobytes(), table.array.tobytes()) for table in core.tables.values()]
     order = core.order

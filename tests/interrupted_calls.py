@@ -108,7 +108,7 @@ class Engine(StepChecks):
     # The state: what the batch says, and what the model says.
 
     def found(self):
-        order = self.batch.core.order
+        order = self.batch._core.order
         return {
             name: (self.by_name(self.batch.block_ids(name)), self.batch.num_computed_tokens(name),
                    self.batch.encoder_seq_len(name), order.row_of[name], order.row_of[name] in order.paused)
@@ -126,7 +126,7 @@ class Engine(StepChecks):
 
     def check_rows(self):
         """What the batch keeps of its rows agrees, and rows without a request are empty."""
-        core = self.batch.core
+        core = self.batch._core
         ids = core.order.req_ids
         held = {name: row for row, name in enumerate(ids) if name is not None}
         assert core.order.row_of == held
@@ -153,7 +153,7 @@ class Engine(StepChecks):
             change()
             assert found == self.expected(), (found, self.expected())
         self.check_rows()
-        assert not self.batch.core.state.busy
+        assert not self.batch._core.state.busy
         return happened
 
     # The calls.

@@ -46,7 +46,7 @@ class GridRow(NamedTuple):
 
 def batch_rows(batch: Any, group: str) -> Iterator[GridRow]:
     """The first rows of a batch, in one KV-cache group."""
-    core = batch.core
+    core = batch._core
     table = core.tables[group]
     for row, req_id in enumerate(core.order.req_ids[:MOST_ROWS]):
         length = core.encoder_len(row) if table.group.cross else core.num_computed(row)
@@ -103,9 +103,9 @@ def _block_size(metadata: Any) -> int | None:
 def batch_grid(batch: Any) -> str:
     """``str`` of a batch: its ``repr``, and a row of blocks for each of the first requests."""
     parts = [repr(batch)]
-    for name in batch.core.tables:
-        title = [f"group {short(name)}:"] if len(batch.core.tables) > 1 else []
-        parts += [*title, *_text(list(batch_rows(batch, name)), len(batch.core.order.req_ids), "")]
+    for name in batch._core.tables:
+        title = [f"group {short(name)}:"] if len(batch._core.tables) > 1 else []
+        parts += [*title, *_text(list(batch_rows(batch, name)), len(batch._core.order.req_ids), "")]
     return "\n".join(parts if len(parts) == 1 else [*parts, LEGEND])
 
 
@@ -143,7 +143,7 @@ def _left_out(rows: list[GridRow], total: int) -> list[str]:
 def batch_html(batch: Any) -> str:
     """``_repr_html_`` of a batch."""
     tables = "".join(
-        _html(list(batch_rows(batch, name)), len(batch.core.order.req_ids), name) for name in batch.core.tables
+        _html(list(batch_rows(batch, name)), len(batch._core.order.req_ids), name) for name in batch._core.tables
     )
     return preformatted(repr(batch)) + tables
 

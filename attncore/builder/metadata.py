@@ -43,6 +43,8 @@ class Source(NamedTuple):
     """The groups that it was given."""
     num_ids: int
     """Block ids that their tables had in all."""
+    host: Any
+    """The step's host arrays."""
 
 
 class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
@@ -98,6 +100,9 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     source: Source | None = None
     """What a step of the list builder was built from; None for views, captured sizes and the persistent builder."""
 
+    _copied_as: type[Any] | None = None
+    """The class of a copy, where it is another one."""
+
     def __init__(self, host: Any, wrap: Wrap = read_only, **values: Any) -> None:
         self.__dict__.update(values, host=host, _wrap=wrap)
 
@@ -122,8 +127,8 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
         return sorted({*super().__dir__(), *ARRAYS.intersection(dir(self.host))})
 
     def __copy__(self) -> Self:
-        copied = object.__new__(type(self))
-        copied.__dict__.update(self.__dict__)
+        copied = object.__new__(self._copied_as or type(self))
+        copied.__dict__.update(self.__dict__, _copied=True)
         return copied
 
     def __reduce_ex__(self, _: Any) -> NoReturn:

@@ -24,7 +24,7 @@ def batch_text(batch: Any) -> str:
 
 
 def _batch_facts(batch: Any) -> Iterator[str]:
-    core = batch.core
+    core = batch._core
     num_rows, paused = len(core.order.req_ids), len(core.order.paused)
     yield f"{core.order.num_reqs} of {counted(batch.max_num_reqs, 'request')}"
     if paused:

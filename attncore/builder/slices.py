@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from attncore.array_arguments import as_array
 from attncore.builder.fields import DERIVED, ENCODER_ARRAYS, FIELDS, Length, Rebase, no_such_field
@@ -43,15 +44,15 @@ class HostArrays:
         return view
 
     def __setattr__(self, name: str, array: Any) -> None:
-        array = _own_of(name, array)
-        held = vars(self)
-        held.pop(name, None)
-        held["_replaced"] = held.get("_replaced", frozenset()) | {name}  # advance_step checks these
-        setattr(self._arrays, name, array)
+        set_own_array(self, name, _own_of(name, array))
+        vars(self)["_replaced"] = name  # what was built is no longer all of the step
 
     def __delattr__(self, name: str) -> None:
-        vars(self).pop(name, None)
+        if name not in vars(self._arrays):
+            raise no_such_field("metadata.host", name)
         delattr(self._arrays, name)
+        vars(self).pop(name, None)
+        vars(self)["_replaced"] = name
 
     def _own(self, name: str) -> Any:
         """The array of a field, which builders may write to; None for a field that the step does not have."""
@@ -87,11 +88,14 @@ def _own_of(name: str, values: Any) -> Any:
     not. ValueError that names the field where it is no array of such numbers.
     """
     field = FIELDS.get(name)
-    if field is None or (type(values) is np.ndarray and values.dtype == field.dtype and values.flags.carray):
+    if field is None:
+        return values
+    ndim = 1 + (field.length is Length.TABLE)
+    if type(values) is np.ndarray and values.dtype == field.dtype and values.flags.carray and values.ndim == ndim:
         return values
     array = as_array(f"metadata.host.{name}", values)
     wanted = np.dtype(field.dtype)
-    fits = array.ndim == 1 + (field.length is Length.TABLE) and (array.dtype.kind in "iu" or not array.size)
+    fits = array.ndim == ndim and (array.dtype.kind in "iu" or not array.size)
     own = np.require(array, wanted, ["C", "A", "W"]) if fits else array
     if not fits or (own is not array and not np.array_equal(own, array)):
         raise ValueError(f"metadata.host.{name}: {array.dtype}{list(array.shape)}; it must hold numbers of {wanted}")
@@ -106,6 +110,18 @@ def own_array(host: Any, name: str) -> Any:
 def own_arrays(host: Any) -> Any:
     """The arrays of ``metadata.host`` of a step of the list builder as attributes, for a builder to write to."""
     return host._arrays
+
+
+def set_own_array(host: Any, name: str, array: npt.NDArray[Any]) -> None:
+    """Makes ``array``, a builder's own, the field of a step of the list builder."""
+    vars(host).pop(name, None)
+    setattr(host._arrays, name, array)
+
+
+def replaced(host: Any) -> str | None:
+    """The last field of a step of the list builder that was set or deleted from outside; None where none was."""
+    name: str | None = vars(host).get("_replaced")
+    return name
 
 
 def slice_host(

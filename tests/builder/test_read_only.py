@@ -103,9 +103,11 @@ def arrays_of(step):
 
 
 def bases(array):
-    while isinstance(array, np.ndarray):
-        yield array
-        array = array.base
+    """The arrays that an array leads to, by ``base`` and by the ``obj`` of a memoryview."""
+    while isinstance(array, np.ndarray | memoryview):
+        if isinstance(array, np.ndarray):
+            yield array
+        array = array.base if isinstance(array, np.ndarray) else array.obj
 
 
 def writable(steps):

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 from builder.device.arena_batches import two_requests
-from builder.test_read_only import arrays_of, reference, with_views
+from builder.test_read_only import arrays_of, bases, reference, with_views
 
 from attncore.builder import CommonMetadataBuilder, MetadataBuilder, Sequence, SequenceGroup, metadata_from_fields
 from attncore.builder.lists.capture_state import CommonAttentionState
@@ -42,9 +42,10 @@ def numbers(step):
 
 def reshape(step):
     for one in with_views([step]):
-        for _, array in arrays_of(one):
-            array.shape = (*array.shape, 1)
-            array.dtype = np.int8 if array.shape[0] else array.dtype
+        for _, shown in arrays_of(one):
+            for array in bases(shown):
+                array.shape = (*array.shape, 1)
+                array.dtype = np.int8 if array.shape[0] else array.dtype
 
 
 def assign(step):
@@ -80,12 +81,17 @@ def test_a_field_of_a_step_cannot_be_set(kernels, backend):
                 setattr(owner, name, [1])
             with pytest.raises(AttributeError, match=f"^metadata: {name} cannot be set"):
                 delattr(owner, name)
-    for name in ("num_reqs", "host", "groups", "req_ids", "use_cuda_graph"):
+    for name in ("num_reqs", "host", "groups", "req_ids", "use_cuda_graph", "forget_step", "views", "step"):
         with pytest.raises(AttributeError, match=f"^metadata: {name} cannot be set"):
             setattr(step, name, 1)
     with pytest.raises(TypeError, match="item assignment"):
         step.groups["default"] = None
     step.of_the_engine = 3
+    copied = copy.copy(step)
+    copied.seq_lens = [1, 2]
+    copied.host = own_host = metadata_from_fields(step.asdict_zerocopy()).host
+    assert (copied.seq_lens, copied.host) == ([1, 2], own_host)
+    assert isinstance(copied, type(step).__mro__[1] if backend is None else type(step))
     own = metadata_from_fields(step.asdict_zerocopy())
     own.seq_lens = np.zeros(2, np.int32)
     own.host.seq_lens = np.zeros(2, np.int32)

@@ -41,7 +41,7 @@ class Side:
         self.groups, self.changed_inside = groups, False
 
     def state(self):
-        core = self.batch.core
+        core = self.batch._core
         tables = [(table._lengths[codes.NUM_BLOCKS].tobytes(), table.array.tobytes()) for table in core.tables.values()]
         order = core.order
         rows = [*map(repr, order.req_ids)], sorted(order.holes), sorted(order.paused), sorted(order.row_of.values())
@@ -169,7 +169,7 @@ class Twins(RuleBasedStateMachine):
             return
         left, right = self.sides
         assert left.state() == right.state()
-        core = left.batch.core
+        core = left.batch._core
         computed = core.lengths[codes.COMPUTED]
         assert ((computed >= 0) & (computed <= MAX_LEN)).all()
         for table in core.tables.values():

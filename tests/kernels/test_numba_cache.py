@@ -19,6 +19,36 @@ print(slots[0])
 """
 
 
+INTERRUPTED = """
+import sys
+
+def interrupt(frame, event, arg):
+    if frame.f_code.co_name == "stream_list" and event == "call":
+        sys.settrace(None)
+        raise KeyboardInterrupt
+    return interrupt
+
+sys.settrace(interrupt)
+try:
+    import numpy as np
+    from attncore.kernels import numba
+    slots = np.zeros(1, np.int64)
+    numba.fill_slot_mapping(np.array([[5]], np.int32), np.array([1], np.int32), np.array([1], np.int32), 4, slots)
+except KeyboardInterrupt:
+    print("interrupted")
+sys.settrace(None)
+"""
+
+
+def test_an_interrupt_while_it_compiles_leaves_a_process_that_compiles(tmp_path):
+    """numba 0.68.1: a generator of its own is finished by it, and every later compilation is a RuntimeError."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    process = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED + ASK], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (process.stdout.split()[-1:], process.stderr) == (["21"], "")
+
+
 def test_a_change_in_another_file_reaches_a_compiled_function(tmp_path):
     copy = tmp_path / "attncore"
     shutil.copytree(Path(attncore.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__", "*.so"))

@@ -8,7 +8,7 @@ import numpy as np
 
 from attncore import arguments
 from attncore.builder.lists.advanced_arrays import before_advance, settle, write_next
-from attncore.builder.lists.next_decodes import plan_next
+from attncore.builder.lists.next_decodes import check_built, plan_next
 from attncore.graphs import refuse_while_capturing
 
 if TYPE_CHECKING:
@@ -51,12 +51,14 @@ def _advance(
     num_queries: int | None,
 ) -> None:
     """``advance_step``, inside the builder."""
+    check_built(metadata)
     n = len(metadata.host.query_lens)
     if num_queries is not None and arguments.integer("num_queries", num_queries, 1) != n:
         raise ValueError(f"num_queries: {num_queries}, but the step has {n} decodes without padding; build it anew")
     tokens = _check_tokens(metadata, n, input_tokens, sampled_token_ids)
     refuse_while_capturing("cpu" if settings.backend is None else settings.backend.config.device, "advance_step")
     step = plan_next(metadata, settings, n)
+    check_built(metadata)  # a block id's own code may have set one
     before = before_advance(metadata, step, None if tokens is None else input_tokens[: metadata.num_reqs])
     vars(metadata)["_unfinished"] = before
     try:

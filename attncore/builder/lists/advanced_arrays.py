@@ -11,7 +11,7 @@ import numpy.typing as npt
 from attncore.array_arguments import Int32Array
 from attncore.builder.lists.next_decodes import Next
 from attncore.builder.metadata import OF_ARRAYS, CommonAttentionMetadata
-from attncore.builder.slices import own_arrays
+from attncore.builder.slices import own_arrays, set_own_array
 
 if TYPE_CHECKING:
     from attncore.builder.lists.settings import ListSettings
@@ -43,7 +43,7 @@ def write_next(metadata: CommonAttentionMetadata, step: Next, settings: ListSett
     np.cumsum(own.seq_lens, out=own.seq_start_loc[1:])
     table, changed = own.block_table, step.table
     if changed.ids.shape[1] != table.shape[1]:
-        host.block_table = np.zeros((num_reqs, changed.ids.shape[1]), np.int32)
+        set_own_array(host, "block_table", np.zeros((num_reqs, changed.ids.shape[1]), np.int32))
         own.block_table[:, : table.shape[1]] = table[:, : changed.ids.shape[1]]
     if len(changed.rows):
         own.block_table[changed.rows] = changed.ids
@@ -66,14 +66,14 @@ def _add_pages(host: Any, settings: ListSettings, rows: npt.NDArray[np.intp], id
     more[rows + 1] = 1
     indptr += np.cumsum(more, dtype=np.int32)
     if settings.sliding_window is not None:  # the window trims the table, but not the page list
-        host.paged_kv_indices = np.insert(own.paged_kv_indices, before, ids)
+        set_own_array(host, "paged_kv_indices", np.insert(own.paged_kv_indices, before, ids))
         return
     indices = np.empty(int(indptr[-1]), np.int32)
     n = len(own.query_lens)
     row = settings.kernels.fill_page_indices(own.block_table[:n], indptr[: n + 1], indices)
     if row >= 0:
         raise ValueError(f"metadata: row {row} has more pages than its table has blocks; build the step anew")
-    host.paged_kv_indices = indices
+    set_own_array(host, "paged_kv_indices", indices)
 
 
 def _update_views(metadata: CommonAttentionMetadata, table_changed: bool) -> None:
@@ -139,9 +139,9 @@ def settle(metadata: Any) -> None:
     for array, values in before.arrays:
         array[...] = values
     before.table[before.rows] = before.table_rows
-    host.block_table = before.table
+    set_own_array(host, "block_table", before.table)
     if before.pages is not None:
-        host.paged_kv_indices = before.pages
+        set_own_array(host, "paged_kv_indices", before.pages)
     vars(metadata).update(before.attributes)
     _update_views(metadata, table_changed=True)
     if before.tokens is not None:

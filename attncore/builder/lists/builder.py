@@ -171,7 +171,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             use_cuda_graph=use_graph,
             max_decode_query_len=measures.max_decode_query_len,
             from_groups=True,
-            source=_new_source(Source, (self, groups, reader.num_ids)),
+            source=_new_source(Source, (self, groups, reader.num_ids, host)),
         )
         if self._encoder_decoder:
             fields, counts = encoder_fields(self, groups, reader.num_seqs, measures.num_prefills, num_reqs, use_graph)

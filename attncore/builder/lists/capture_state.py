@@ -152,9 +152,11 @@ class CommonAttentionState(FirstGenerationStateNames):
         with builder.enter():  # it advances the step
             settle(metadata)
             steps.check_fits(metadata, self.builder)
-            captured, steps.prepared = steps.metadata[bucket], NOTHING
+            captured, step = steps.metadata[bucket], own_arrays(metadata.host)
             if captured is not metadata:
-                set_host(captured, steps.buffers.write(own_arrays(metadata.host), bucket))
+                copies = steps.buffers.copies(step, bucket)
+                steps.prepared = NOTHING
+                set_host(captured, steps.buffers.write(step, bucket, copies))
             steps.prepared = metadata, metadata.advanced
         return captured
 

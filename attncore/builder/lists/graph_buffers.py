@@ -6,7 +6,6 @@ staging block, pinned on CUDA, and sent in two or three asynchronous copies.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -142,30 +141,39 @@ class GraphBuffers:
             views["cross_slot_mapping"] = torch.empty(0, dtype=torch.int64, device=self._device_name)
         return views
 
-    def write(self, step: Any, bucket: int) -> HostArrays:
-        """Writes ``step``, arrays of one that was padded to ``bucket``, padded rows included, and sends them.
+    def copies(self, step: Any, bucket: int) -> list[tuple[Any, Any]]:
+        """What ``write`` writes of ``step``, arrays of one that was padded to ``bucket``, padded rows included: arrays
+        of the buffers, and those that are copied to them.
 
-        Returns the same arrays on the host. On CUDA it waits only for an earlier copy out of the same staging block.
+        On CUDA it waits only for an earlier copy out of the same staging block. ValueError for an array of another
+        shape, which a caller has set.
         """
-        arena = self._acquire()
-        out, num_seqs = self._arrays(arena, bucket), len(step.query_lens)
-        for name in _PADDED:
-            out[name][...] = getattr(step, name)
-        for name in _UNPADDED_ROWS:
-            out[name][:num_seqs] = getattr(step, name)
-        out["query_start_loc"][: num_seqs + 1] = step.query_start_loc
-        out["block_table"][...] = step.block_table
+        out, num_seqs = self._arrays(self._acquire(), bucket), len(step.query_lens)
+        targets = {name: out[name] for name in (*_PADDED, "block_table")}
+        targets |= {name: out[name][:num_seqs] for name in _UNPADDED_ROWS}
+        targets["query_start_loc"] = out["query_start_loc"][: num_seqs + 1]
         if self.has_encoder:
-            for name in (*_PADDED_ENCODER, "cross_block_table"):
-                out[name][...] = getattr(step, name)
-        num_pages = 0
+            targets |= {name: out[name] for name in (*_PADDED_ENCODER, "cross_block_table")}
         if self.has_pages:
-            for name in _PADDED_PAGES:
-                out[name][...] = getattr(step, name)
-            num_pages = len(step.paged_kv_indices)
-            arena.num_pages = max(arena.num_pages, num_pages)  # before: an interrupted step leaves some of them
-            out["paged_kv_indices"][:num_pages] = step.paged_kv_indices
-        return self._finish(arena, bucket, num_seqs, num_pages)
+            targets |= {name: out[name] for name in _PADDED_PAGES}
+            targets["paged_kv_indices"] = out["paged_kv_indices"][: len(step.paged_kv_indices)]
+        sources = vars(step)
+        for name, target in targets.items():
+            found = getattr(sources.get(name), "shape", None)
+            if found != target.shape:
+                raise ValueError(
+                    f"metadata: its {name} has the shape {found}, not {target.shape} as it was built; build the step "
+                    "anew, for metadata is read-only"
+                )
+        return [(target, sources[name]) for name, target in targets.items()]
+
+    def write(self, step: Any, bucket: int, copies: list[tuple[Any, Any]]) -> HostArrays:
+        """Writes a step, of which ``copies`` tells the arrays, and sends it; returns the same arrays on the host."""
+        arena, num_pages = self._acquire(), len(step.paged_kv_indices) if self.has_pages else 0
+        arena.num_pages = max(arena.num_pages, num_pages)  # before: an interrupted step leaves some of them
+        for target, source in copies:
+            target[...] = source
+        return self._finish(arena, bucket, len(step.query_lens), num_pages)
 
     def reserve(self, num_seqs: int, bucket: int, num_pages: int) -> HostArrays:
         """Host arrays for a builder to write a step of ``num_seqs`` rows padded to ``bucket`` to, before ``commit``."""
@@ -206,9 +214,12 @@ class GraphBuffers:
 
     def write_empty(self, bucket: int) -> HostArrays:
         """Writes an empty step: padded rows only."""
-        rows = {name: _pad_value(FIELDS[name], bucket) for name in self._places}
-        none = np.zeros(0, np.int32)
-        return self.write(SimpleNamespace(**rows | dict.fromkeys((*_UNPADDED_ROWS, "paged_kv_indices"), none)), bucket)
+        arena = self._acquire()
+        arrays = self._arrays(arena, bucket)
+        for name in self._places:
+            if name not in (_FIXED, "paged_kv_indices"):  # constant, and reset where they were in use
+                arrays[name][...] = _pad_value(FIELDS[name], bucket)
+        return self._finish(arena, bucket, 0, 0)
 
     def _allocate(self, device: str | None) -> list[_Arena]:
         if device is None or device.startswith("cpu"):

@@ -11,9 +11,8 @@ import numpy.typing as npt
 from attncore import array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array
-from attncore.builder.fields import FIELDS, Length
 from attncore.builder.lists import error_texts
-from attncore.builder.slices import own_array, own_arrays
+from attncore.builder.slices import own_arrays, replaced
 
 if TYPE_CHECKING:
     from attncore.builder.lists.settings import ListSettings
@@ -49,7 +48,6 @@ def plan_next(metadata: CommonAttentionMetadata, settings: ListSettings, n: int)
     tables = vars(metadata).get("_row_tables")
     if tables is None:
         tables = vars(metadata)["_row_tables"] = _read_row_tables(metadata, n)
-    _check_lengths(metadata.host, n, metadata.num_reqs)
     contexts = host.context_lens + np.int32(1)  # the positions of the new tokens
     _check_written(host, settings, contexts)
     longest = int(contexts.max()) + 1
@@ -79,14 +77,12 @@ def plan_next(metadata: CommonAttentionMetadata, settings: ListSettings, n: int)
     return Next(started, _trim_rows(metadata, block_size, contexts, lengths, started), lengths, longest, [])
 
 
-def _check_lengths(host: Any, n: int, num_reqs: int) -> None:
-    """ValueError where a caller has set an array of another length as a field of ``host``."""
-    for name in vars(host).get("_replaced", ()):
-        field = FIELDS.get(name)
-        if field is not None and field.length not in (Length.PAGE, Length.ENCODER_TOKEN):  # a token for each row
-            rows = num_reqs if field.list_pads else n
-            if len(own_array(host, name)) != rows + (field.length is Length.START):
-                raise _changed(name)
+def check_built(metadata: CommonAttentionMetadata) -> None:
+    """ValueError where the step's host arrays are not those that were built: it would advance from others."""
+    built = metadata.source is None or metadata.source.host is metadata.host
+    name = replaced(metadata.host) if built else "host"
+    if name is not None:
+        raise _changed(name)
 
 
 def _changed(name: str) -> ValueError:

@@ -70,7 +70,7 @@ class BlockTable:
         """Appends manager blocks; raises ValueError or TypeError, and changes nothing, for a bad id or a full row."""
         if self.state.append(row, block_ids) < 0:
             room = (self.array.shape[1] - self.num_columns(row)) // self.group.kernel_blocks
-            error, text = array_arguments.bad_block_ids(block_ids, self.limit) or (
+            error, text = array_arguments.bad_block_ids(block_ids, self.limit, room) or (
                 ValueError,
                 f"{len(block_ids)} block ids but room for {room} "
                 f"({'max_encoder_len' if self.group.cross else 'max_model_len'} {self.max_len}, "

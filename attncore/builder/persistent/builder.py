@@ -86,7 +86,7 @@ class MetadataBuilder(Uncopied):
             max_num_batched_tokens, max_num_encoder_tokens, decode_threshold, context_parallel, transport, ticket,
             depth, batch.max_encoder_len,
         )  # fmt: skip
-        self.batch, self._core = batch, batch.core
+        self.batch, self._core = batch, batch._core
         context_parallel = self._settings.context_parallel
         self._backends = backends_of(self._core, backend, context_parallel)
         self._poison = env.poison()

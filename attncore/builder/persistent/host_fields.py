@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from attncore.builder.device.arena import Arrays
 from attncore.builder.fields import DERIVED, FIELDS, Field, Length, named, no_such_field
-from attncore.builder.read_only import read_only
+from attncore.builder.read_only import read_only, shown
 from attncore.builder.reused import Reused
 from attncore.builder.show import host_text
 from attncore.errors import AttncoreError
@@ -37,9 +37,7 @@ class HostFields(Reused):
         self, arena: Any, arrays: Arrays, tables: Mapping[str, BlockTable], state: Any, extra: Mapping[str, Field]
     ) -> None:
         self._arena, self._arrays, self._tables, self._state, self._extra = arena, arrays, tables, state, extra
-        self.kept_views: dict[str, npt.NDArray[Any]] = {}  # the kernel drops them
-        self._shown = {name: read_only(array) for name, array in arrays.items()}
-        self._shown |= {name: read_only(table.array) for name, table in tables.items()}
+        self._kept_views: dict[str, Any] = {}  # the kernel drops them
 
     def __getattr__(self, name: str) -> npt.NDArray[Any]:
         if name in DERIVED:  # not kept: the next step in this arena has other values
@@ -49,12 +47,13 @@ class HostFields(Reused):
                 raise AttributeError(name)
             if name not in self._extra:
                 raise no_such_field("metadata.host", name, self._extra)
-        if name not in self._shown:
-            raise AttributeError(f"metadata.host of this batch and group has no field {name!r}")
-        view = self.kept_views.get(name)  # of an engine's field
-        if view is None:
-            view = self.kept_views[name] = cut(self._shown[name], name, self._arena, self._extra)
-        return view.view()
+        kept = self._kept_views.get(name)  # of an engine's field
+        if kept is None:
+            array = self._memory(name)
+            if array is None:
+                raise AttributeError(f"metadata.host of this batch and group has no field {name!r}")
+            kept = self._kept_views[name] = shown(cut(array, name, self._arena, self._extra))
+        return np.asarray(kept)
 
     def _memory(self, name: str) -> npt.NDArray[Any] | None:
         """The array that a field of every step is the beginning of, which kernels write; None for no field of these."""
@@ -79,8 +78,8 @@ class HostFields(Reused):
 
     def peek(self, name: str) -> npt.NDArray[Any] | None:
         """A field of the step, of which no view is kept; None for one that it does not have, or would gather."""
-        array = self._shown.get(name)
-        return None if array is None else cut(array, name, self._arena, self._extra)
+        array = self._memory(name)
+        return None if array is None else read_only(cut(array, name, self._arena, self._extra))
 
     @property
     def _live_table(self) -> BlockTable:
@@ -111,10 +110,10 @@ class HostFields(Reused):
 
 def _view_of(name: str) -> Any:
     def view(host: HostFields) -> npt.NDArray[Any]:
-        kept = host.kept_views.get(name)
+        kept = host._kept_views.get(name)
         if kept is None:
             raise AttributeError(name)  # goes to __getattr__
-        return kept.view()
+        return np.asarray(kept)
 
     return property(view)
 

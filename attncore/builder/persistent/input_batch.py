@@ -58,7 +58,7 @@ class InputBatch(Uncopied):
         elif max_encoder_len is not None:
             raise ValueError(f"max_encoder_len: {max_encoder_len} given, but no group is cross")
         self._one_group = groups is None
-        self.core = BatchCore(self.groups, max_num_reqs, max_model_len, max_encoder_len or 0, kernels)
+        self._core = BatchCore(self.groups, max_num_reqs, max_model_len, max_encoder_len or 0, kernels)
         """The state that the builder reads and writes. An engine uses the methods of the batch instead."""
 
     __repr__ = guarded(batch_text)
@@ -67,43 +67,43 @@ class InputBatch(Uncopied):
 
     @property
     def max_num_reqs(self) -> int:
-        return self.core.max_num_reqs
+        return self._core.max_num_reqs
 
     @property
     def max_model_len(self) -> int:
-        return self.core.max_model_len
+        return self._core.max_model_len
 
     @property
     def max_encoder_len(self) -> int:
         """0 without a cross group."""
-        return self.core.max_encoder_len
+        return self._core.max_encoder_len
 
     @property
     def block_size(self) -> int:
         """Of the first group."""
-        return self.core.groups[0].block_size
+        return self._core.groups[0].block_size
 
     @property
     def block_table(self) -> npt.NDArray[np.int32]:
         """int32[max_num_reqs, width]: the live table of the first group, a new read-only view of it at each access."""
-        return read_only(self.core.tables[self.groups[0].name].array)
+        return read_only(self._core.tables[self.groups[0].name].array)
 
     @property
     def nbytes(self) -> int:
         """Host memory of the tables and the rows, bytes."""
-        return self.core.nbytes
+        return self._core.nbytes
 
     @property
     def kernels(self) -> str:
         """``"cython"`` or ``"numba"``."""
-        return str(self.core.kernels.IMPLEMENTATION)
+        return str(self._core.kernels.IMPLEMENTATION)
 
     @property
     def _order(self) -> RequestRows:
         """The order of rows, for methods that only read: nothing in it is of a call that was interrupted."""
-        if self.core.state.unfinished:
-            self.core.settle()
-        return self.core.order
+        if self._core.state.unfinished:
+            self._core.settle()
+        return self._core.order
 
     @property
     def num_reqs(self) -> int:
@@ -127,11 +127,11 @@ class InputBatch(Uncopied):
 
     def num_computed_tokens(self, req_id: Hashable) -> int:
         """Tokens of the request that are in the cache."""
-        return self.core.num_computed(self._order.row(req_id))
+        return self._core.num_computed(self._order.row(req_id))
 
     def encoder_seq_len(self, req_id: Hashable) -> int:
         """Encoder tokens of the request; 0: it has no encoder input."""
-        return self.core.encoder_len(self._order.row(req_id))
+        return self._core.encoder_len(self._order.row(req_id))
 
     def block_ids(self, req_id: Hashable) -> Any:
         """The blocks that the request holds, in order: list[int], or with groups a dict of such lists by group name.
@@ -139,7 +139,7 @@ class InputBatch(Uncopied):
         These are manager blocks; 0 where a window has passed.
         """
         row = self._order.row(req_id)
-        return self._answer({name: table.held(row) for name, table in self.core.tables.items()})
+        return self._answer({name: table.held(row) for name, table in self._core.tables.items()})
 
     def add_request(
         self,
@@ -158,16 +158,16 @@ class InputBatch(Uncopied):
         batch is full, the name is in use, a block id is invalid, a group has no blocks given or the blocks do not hold
         the tokens.
         """
-        with self.core.enter():
+        with self._core.enter():
             num_computed_tokens, encoder_seq_len, encoder_computed = check_new_request(
-                self.core, req_id, num_computed_tokens, encoder_seq_len, encoder_computed
+                self._core, req_id, num_computed_tokens, encoder_seq_len, encoder_computed
             )
             given = self._by_group(req_id, block_ids, all_groups=True)
-            row = self.core.order.free_row()
-            self.core.undo.append((self.core.vacate, row))
-            self.core.state.start(row, num_computed_tokens, encoder_seq_len, encoder_computed)
+            row = self._core.order.free_row()
+            self._core.undo.append((self._core.vacate, row))
+            self._core.state.start(row, num_computed_tokens, encoder_seq_len, encoder_computed)
             for name, ids in given.items():
-                table = self.core.tables[name]
+                table = self._core.tables[name]
                 table.append(row, req_id, ids)
                 table.check_holds(row, req_id, encoder_seq_len if table.group.cross else num_computed_tokens)
                 if table.group.cross and not encoder_seq_len and table.num_columns(row):
@@ -175,7 +175,7 @@ class InputBatch(Uncopied):
                         f"encoder_seq_len: 0 of request {req_id!r}, which has blocks in cross group {name!r}; "
                         "say how many encoder tokens they are for, or give none"
                     )
-            self.core.add(req_id, row)
+            self._core.add(req_id, row)
             return row
 
     def append_blocks(self, req_id: Hashable, block_ids: Any) -> None:
@@ -186,18 +186,18 @@ class InputBatch(Uncopied):
         """``append_blocks`` for several requests in one call; where one is wrong, it raises and changes none."""
         if not isinstance(block_ids, Mapping):
             raise TypeError(f"block_ids: {block_ids!r} is not a mapping of request to block ids")
-        with self.core.enter():
-            undo, paused = self.core.undo, self.core.order.paused
+        with self._core.enter():
+            undo, paused = self._core.undo, self._core.order.paused
             for req_id, ids in block_ids.items():
-                row = self.core.order.row(req_id)
+                row = self._core.order.row(req_id)
                 for name, ids_of_group in self._by_group(req_id, ids).items():
-                    table = self.core.tables[name]
+                    table = self._core.tables[name]
                     undo.append((table.state.truncate, row, table.num_columns(row)))
                     table.append(row, req_id, ids_of_group)
-                if row in paused and any(table.num_columns(row) for table in self.core.decoders):
+                if row in paused and any(table.num_columns(row) for table in self._core.decoders):
                     undo.append((paused.add, row))
                     paused.discard(row)
-                    self.core.state.dirty = True
+                    self._core.state.dirty = True
 
     def replace_block(self, req_id: Hashable, index: int, block_id: int, group: str | None = None) -> int:
         """Replaces the request's block number ``index`` (copy on write); returns the block that it had.
@@ -205,12 +205,12 @@ class InputBatch(Uncopied):
         A ``block_id`` of 0 makes the block null; ``release_passed_blocks`` then takes the blocks before it as passed.
         ``group`` names the KV-cache group, where there are several.
         """
-        with self.core.enter():
-            row, table = self.core.order.row(req_id), self._table(group)
+        with self._core.enter():
+            row, table = self._core.order.row(req_id), self._table(group)
             index, block_id, was = table.replaces(row, req_id, index, block_id)
-            self.core.undo.append((table.put, row, index, was))
+            self._core.undo.append((table.put, row, index, was))
             table.put(row, index, block_id)
-            self.core.state.changes += 1
+            self._core.state.changes += 1
             return was
 
     def truncate_blocks(self, req_id: Hashable, num_blocks: int, group: str | None = None) -> list[int]:
@@ -218,9 +218,9 @@ class InputBatch(Uncopied):
 
         ``group`` names the KV-cache group, where there are several.
         """
-        with self.core.enter():
-            row, table = self.core.order.row(req_id), self._table(group)
-            tokens = self.core.num_encoded(row) if table.group.cross else self.core.num_computed(row)
+        with self._core.enter():
+            row, table = self._core.order.row(req_id), self._table(group)
+            tokens = self._core.num_encoded(row) if table.group.cross else self._core.num_computed(row)
             num_blocks = arguments.integer("num_blocks", num_blocks, 0)
             held, needed = table.held(row), -(-tokens // table.group.block_size)
             if not needed <= num_blocks <= len(held):
@@ -229,9 +229,9 @@ class InputBatch(Uncopied):
                     f"num_blocks: {num_blocks} is outside {needed}..{len(held)} "
                     f"(request {req_id!r} has {tokens} {what} and {len(held)} blocks)"
                 )
-            self.core.undo.append((table.refill, row, held))
+            self._core.undo.append((table.refill, row, held))
             table.state.truncate(row, num_blocks * table.group.kernel_blocks)
-            self.core.state.changes += num_blocks < len(held)
+            self._core.state.changes += num_blocks < len(held)
             return held[num_blocks:]
 
     def release_passed_blocks(self, num_rollback: int = 0) -> dict[Hashable, Any]:
@@ -241,17 +241,17 @@ class InputBatch(Uncopied):
         of ``num_rollback`` tokens. Ids are as in ``block_ids`` (with groups: by group name); requests that released
         none are left out. Call it between steps: afterwards the last step's page indices can no longer be read.
         """
-        with self.core.enter():
+        with self._core.enter():
             num_rollback = arguments.integer("num_rollback", num_rollback, 0)
             released: dict[Hashable, dict[str, list[int]]] = {}
-            for table in self.core.decoders:
+            for table in self._core.decoders:
                 passed: list[tuple[int, int, list[int]]] = []
-                self.core.undo.append((table.take_back_passed, passed))
-                table.pass_windows(len(self.core.order), num_rollback, passed)
+                self._core.undo.append((table.take_back_passed, passed))
+                table.pass_windows(len(self._core.order), num_rollback, passed)
                 for row, _, ids in passed:
-                    released.setdefault(self.core.order.req_ids[row], {})[table.group.name] = ids
+                    released.setdefault(self._core.order.req_ids[row], {})[table.group.name] = ids
             answer = {req_id: self._answer(by_group) for req_id, by_group in released.items()}
-            self.core.state.changes += bool(released)
+            self._core.state.changes += bool(released)
             return answer
 
     def remove_request(self, req_id: Hashable) -> Any:
@@ -259,8 +259,8 @@ class InputBatch(Uncopied):
 
         Its row stays empty until the next build.
         """
-        with self.core.enter():
-            return self._answer(self.core.remove(req_id))
+        with self._core.enter():
+            return self._answer(self._core.remove(req_id))
 
     def preempt(self, req_id: Hashable) -> Any:
         """Takes the request's blocks and progress, to be computed again; returns the blocks that it held.
@@ -268,11 +268,11 @@ class InputBatch(Uncopied):
         It keeps its row and takes part in no step until ``append_blocks`` gives it blocks. Its encoder tokens run
         again too.
         """
-        with self.core.enter():
-            row = self.core.order.row(req_id)
-            held = self.core.clear(row, keeps_encoder=True)
-            self.core.order.paused.add(row)
-            self.core.state.changes += 1
+        with self._core.enter():
+            row = self._core.order.row(req_id)
+            held = self._core.clear(row, keeps_encoder=True)
+            self._core.order.paused.add(row)
+            self._core.state.changes += 1
             return self._answer(held)
 
     def rollback(self, req_id: Hashable, num_tokens: int) -> None:
@@ -283,64 +283,64 @@ class InputBatch(Uncopied):
         """``rollback`` for several requests in one call; where one goes too far, it raises and changes none."""
         if not isinstance(num_tokens, Mapping):
             raise TypeError(f"num_tokens: {num_tokens!r} is not a mapping of request to tokens")
-        with self.core.enter():
+        with self._core.enter():
             new: list[tuple[int, int]] = []
             for req_id, count in num_tokens.items():
-                row = self.core.order.row(req_id)
+                row = self._core.order.row(req_id)
                 count = arguments.integer("num_tokens", count, 0)
-                computed = self.core.num_computed(row)
+                computed = self._core.num_computed(row)
                 if count > computed:
                     raise ValueError(
                         f"num_tokens: {count} goes past the start of request {req_id!r}, "
                         f"which has {computed} computed tokens"
                     )
-                for table in self.core.decoders:
+                for table in self._core.decoders:
                     if count and table.group.sliding_window is not None:
                         table.check_sees(row, req_id, computed - count)
                 new.append((row, computed - count))
-                self.core.undo.append((self.core.state.set_computed, row, computed))
+                self._core.undo.append((self._core.state.set_computed, row, computed))
             for row, computed in new:
-                self.core.state.set_computed(row, computed)
+                self._core.state.set_computed(row, computed)
 
     def swap_rows(self, i: int, j: int) -> None:
         """Exchanges the requests in rows ``i`` and ``j``, for an engine that orders its rows itself.
 
         The next build still puts decodes before prefills.
         """
-        with self.core.enter():
+        with self._core.enter():
             i, j = arguments.integer("i", i, 0), arguments.integer("j", j, 0)
             for name, row in (("i", i), ("j", j)):
-                if row >= len(self.core.order):
-                    raise ValueError(f"{name}: row {row} is not in use; the batch has {len(self.core.order)} rows")
+                if row >= len(self._core.order):
+                    raise ValueError(f"{name}: row {row} is not in use; the batch has {len(self._core.order)} rows")
             if i != j:
-                self.core.swap(i, j)
+                self._core.swap(i, j)
 
     def needs_block(self, group: str | None = None) -> list[Hashable]:
         """Requests whose next token has no block yet in ``group`` (None: in any), in the order of rows.
 
         Preempted requests are left out. A cross group never needs a block: its blocks come with the request.
         """
-        with self.core.enter():
-            tables = self.core.decoders if group is None else [self._table(group)]
+        with self._core.enter():
+            tables = self._core.decoders if group is None else [self._table(group)]
             rows: set[int] = set()
             for table in tables:
                 if not table.group.cross:
-                    rows.update(self.core.rows_without_block(table))
-            order = self.core.order
+                    rows.update(self._core.rows_without_block(table))
+            order = self._core.order
             return [order.req_ids[row] for row in sorted(rows - order.paused - order.holes)]
 
     def _table(self, group: str | None) -> BlockTable:
         if group is None:
-            if len(self.core.tables) > 1:
-                raise ValueError(f"group: name one of {', '.join(self.core.tables)}")
-            return self.core.decoders[0]
-        return self.core.tables[arguments.one_of("group", group, self.core.tables)]
+            if len(self._core.tables) > 1:
+                raise ValueError(f"group: name one of {', '.join(self._core.tables)}")
+            return self._core.decoders[0]
+        return self._core.tables[arguments.one_of("group", group, self._core.tables)]
 
     def _by_group(self, req_id: Hashable, block_ids: Any, *, all_groups: bool = False) -> dict[str, Any]:
         """Block ids by the name of their group; with ``all_groups``, every group's."""
         if self._one_group:
             return {ONLY_GROUP: block_ids}
-        return ids_by_group(self.core.tables, req_id, block_ids, all_groups=all_groups)
+        return ids_by_group(self._core.tables, req_id, block_ids, all_groups=all_groups)
 
     def _answer(self, by_group: dict[str, list[int]]) -> Any:
         return by_group[ONLY_GROUP] if self._one_group else by_group

@@ -125,7 +125,7 @@ class StepMetadata(Reused, CommonAttentionMetadata):
         """Where arrays are cached, and by which names: the kernel drops them where a step has other counts."""
         names = tuple(STEP_ARRAYS | self._extra.keys())
         host: Any = self.host
-        return [(vars(self), names), (host.kept_views, names)]
+        return [(vars(self), names), (host._kept_views, names)]
 
     def forget_step(self) -> None:
         """Called by the kernel when this arena's step is taken back: the next step has the same number."""
@@ -197,7 +197,8 @@ def _of_host(name: str) -> Any:
 
 
 for _class in (HostStepMetadata, HostCrossStepMetadata):
-    _class.__name__ = _class.__mro__[1].__name__  # in messages they are what they stand in for
+    _class._copied_as = _class.__mro__[1]  # whose fields can be set
+    _class.__name__ = _class._copied_as.__name__  # in messages they are what they stand in for
     for _name in STEP_ARRAYS:
         setattr(_class, _name, _of_host(_name))
 

@@ -62,6 +62,14 @@ cdef object readable(object ids):
         return None
 
 
+cdef bint exceeds(object ids, slot_t most) except -1:
+    """Whether there are more ids than most: what is no list is read as one, which takes time and memory."""
+    try:
+        return len(ids) > most
+    except UNREADABLE:
+        return False  # readable says what it is
+
+
 cdef slot_t read_ids(object row, block_id_t* out, slot_t capacity, slot_t limit) except -3:
     """Block ids 0 <= id < limit of a ``readable`` row into out: the count, or -1 where one is bad."""
     cdef slot_t k, value = 0, count

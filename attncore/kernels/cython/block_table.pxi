@@ -142,6 +142,8 @@ cdef class TableState:
         cdef block_id_t* tail = self.view.table + <slot_t> row * self.width + held
         cdef block_id_t first
         cdef slot_t count = -1
+        if exceeds(ids, room // each):
+            return -1
         try:
             count = read_ids(readable(ids), tail, room // each, self.num_blocks)
         finally:

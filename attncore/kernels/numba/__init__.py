@@ -17,6 +17,7 @@ from attncore.kernels.numba.field_functions import (
     fill_slot_mapping,
     order_kinds,
 )
+from attncore.kernels.numba.read_only import ReadOnly
 from attncore.kernels.numba.sequence_groups import GroupReader
 from attncore.kernels.numba.step import StepKernel
 from attncore.kernels.numba.step_arena import StepArena
@@ -32,6 +33,7 @@ __all__ = [
     "BatchState",
     "Entrance",
     "GroupReader",
+    "ReadOnly",
     "Stay",
     "StepArena",
     "StepKernel",

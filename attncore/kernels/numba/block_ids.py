@@ -33,6 +33,14 @@ def readable(ids: Any) -> Any:
         return None
 
 
+def exceeds(ids: Any, most: int) -> bool:
+    """Whether there are more ids than most: what is no list is read as one, which takes time and memory."""
+    try:
+        return len(ids) > most
+    except UNREADABLE:
+        return False  # readable says what it is
+
+
 def read_ids(row: Any, limit: int) -> Any:
     """Block ids 0 <= id < limit of a ``readable`` row as an int32 array; None where one is bad."""
     if type(row) is not list:

@@ -16,7 +16,7 @@ from attncore.kernels.codes import (
     NUM_BLOCKS,
     SYNCED,
 )
-from attncore.kernels.numba.block_ids import check_row, read_ids, readable
+from attncore.kernels.numba.block_ids import check_row, exceeds, read_ids, readable
 from attncore.kernels.numba.jit import jit
 from attncore.kernels.numba.slots import column_of
 
@@ -103,8 +103,8 @@ class TableState:
 
     def append(self, row: int, ids: Any) -> int:
         check_row(row, self.capacity)
-        array, each = read_ids(readable(ids), self.num_blocks), self.kernel_blocks
-        held = int(self.state[NUM_BLOCKS, row])
+        held, each = int(self.state[NUM_BLOCKS, row]), self.kernel_blocks
+        array = None if exceeds(ids, (self.width - held) // each) else read_ids(readable(ids), self.num_blocks)
         if array is None or len(array) * each > self.width - held:
             return -1
         columns = (array[:, np.newaxis] * np.int32(each) + np.arange(each, dtype=np.int32)).ravel()

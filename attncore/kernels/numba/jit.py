@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,11 +34,28 @@ _problems: list[str] = []
 def jit(function: Callable[..., Any]) -> Any:
     """The function, compiled by numba at first use and kept in its cache."""
     compiled: Any = njit(nogil=False, boundscheck=False)(function)
+    compiled.compile = _in_another_thread(compiled.compile)
     try:
         compiled._cache = _Cache(function)
     except Exception as error:  # no folder for it can be written to
         _tell(error)
     return compiled
+
+
+def _in_another_thread(compile_for: Callable[..., Any]) -> Callable[..., Any]:
+    """``compile_for``, out of reach of signals' handlers, which run in the main thread.
+
+    A handler that raises (KeyboardInterrupt) in the middle of it leaves generators of numba's that are finished, and
+    nothing is compiled in the process from then on. Here it raises when the function has been compiled.
+    """
+
+    def run(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():  # as what is compiled for another function
+            return compile_for(*args)
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(compile_for, *args).result()
+
+    return run
 
 
 def cache_problem() -> str:

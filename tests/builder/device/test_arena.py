@@ -242,7 +242,7 @@ def test_no_pinned_memory_is_an_error_that_names_it(monkeypatch, batch):
 
     with monkeypatch.context() as patch:
         patch.setattr(CopyTransport, "attach", lambda self, ring: None)
-        side = CopyTransport("cpu", list(batch.core.tables.values()))
+        side = CopyTransport("cpu", list(batch._core.tables.values()))
         patch.setattr(torch, "zeros", exhausted)
         with pytest.raises(MemoryError, match=r"arenas: no 4096 bytes of pinned host memory .* lower max_num_batched"):
             side.pinned(4096)

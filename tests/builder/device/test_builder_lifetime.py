@@ -65,7 +65,7 @@ def test_a_second_builder_starts_from_nothing(batch, monkeypatch):
 def test_a_dropped_transport_frees_its_memory_at_once(batch):
     """Memory of a device is scarce: it does not wait for Python's collector."""
     side = MetadataBuilder(batch, max_num_batched_tokens=32, transport="copy")._assembly.side
-    tables = list(batch.core.tables.values())
+    tables = list(batch._core.tables.values())
     gc.disable()
     try:
         other = CopyTransport("cpu", tables)

@@ -5,6 +5,7 @@ import pytest
 from builder.lists.decodes import decodes, fields
 
 from attncore import CommonMetadataBuilder
+from attncore.builder.lists.capture_state import CommonAttentionState
 
 TABLES = {
     "reversed": lambda table: np.ascontiguousarray(table[:, ::-1])[:, ::-1],
@@ -19,15 +20,86 @@ TABLES = {
 
 
 @pytest.mark.parametrize("changed", TABLES)
-def test_a_table_of_other_memory_advances_alike(kernels, changed):
+def test_a_table_of_other_memory_is_the_same_table(kernels, changed):
     builder = CommonMetadataBuilder(4, "flashinfer", kernels=kernels)
     rows = [(1595, list(range(1, 500))), (7, list(range(600, 1099)))]
     metadata, other = (builder.build(decodes(rows)) for _ in range(2))
     other.host.block_table = TABLES[changed](np.array(metadata.host.block_table))
-    for _ in range(3):
-        metadata.advance_step()
-        other.advance_step()
     assert fields(other) == fields(metadata)
+
+
+def delete(metadata):
+    del metadata.host.context_lens
+
+
+def shrink(metadata):
+    metadata.advance_step()
+    metadata.host.query_lens = [1]
+
+
+def another(metadata):
+    metadata.host = CommonMetadataBuilder(4, "flashinfer").build(decodes([(1, [5])])).host
+
+
+class Sets:
+    """A block id that sets a field of the step when it is read."""
+
+    metadata = None
+
+    def __index__(self):
+        if self.metadata is not None:
+            self.metadata.host.paged_kv_indptr = np.array([1000] * 3, np.int32)
+        return 3
+
+
+CHANGES = {
+    "seq_lens": lambda metadata: setattr(metadata.host, "seq_lens", [5, 8]),
+    "query_lens": shrink,
+    "context_lens": delete,
+    "host": another,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_step_whose_arrays_were_set_does_not_advance(kernels, name):
+    metadata = CommonMetadataBuilder(4, "flashinfer", kernels=kernels).build(decodes([(3, [1, 2]), (7, [3, 4, 5])]))
+    CHANGES[name](metadata)
+    before = metadata.advanced
+    with pytest.raises(ValueError, match=f"^metadata: its {name} was changed since the build"):
+        metadata.advance_step()
+    assert metadata.advanced == before
+
+
+def test_a_block_id_that_sets_an_array_stops_the_advance(kernels):
+    last = Sets()
+    metadata = CommonMetadataBuilder(4, "flashinfer", kernels=kernels).build(decodes([(2, [1, last]), (6, [3, 4, 5])]))
+    metadata.advance_step()
+    last.metadata = metadata
+    with pytest.raises(ValueError, match=r"^metadata: its paged_kv_indptr was changed since the build"):
+        metadata.advance_step()
+    assert metadata.advanced == 1
+
+
+FIELDS = "slot_mapping", "positions", "seq_lens", "context_lens", "query_lens", "query_start_loc", "seq_start_loc"
+PAGES = "logits_indices", "block_table", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"
+
+
+@pytest.mark.parametrize("name", FIELDS + PAGES)
+@pytest.mark.parametrize("length", [1, 9])
+def test_a_step_of_other_shapes_is_not_prepared_and_changes_no_buffer(name, length):
+    builder = CommonMetadataBuilder(4, "flashinfer", max_seq_len_to_capture=16)
+    state = CommonAttentionState(None, builder)
+    with state.graph_capture(4):
+        captured = state.metadata_for_capture(4)
+    first = builder.build(decodes([(2, [1]), (6, [3, 4])]), 2)
+    state.prepare(first)
+    before = fields(captured)
+    second = builder.build(decodes([(3, [7]), (7, [8, 9])]), 2)
+    setattr(second.host, name, np.zeros((length, 2) if name == "block_table" else length, np.int64))
+    with pytest.raises(ValueError, match=r"^metadata: its "):
+        state.prepare(second)
+    assert fields(captured) == before
+    state.begin_forward(first)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from attncore.builder import CommonMetadataBuilder, metadata_from_fields
 from attncore.builder.device.memory import aligned_bytes
 from attncore.builder.lists.capture_state import CommonAttentionState
 from attncore.builder.lists.graph_buffers import GraphBuffers, _Arena
+from attncore.builder.slices import own_arrays
 from attncore.graphs import StandInGraph, capturing, launch
 from attncore.reference import ReferenceBackend
 
@@ -241,7 +242,8 @@ def test_staging_blocks_take_turns_and_are_waited_for():
             context = int(rng.integers(0, 16))
             rows.append((context, rng.integers(0, 99, oracles.cdiv(context + 1, 4)).tolist(), None))
         metadata = builder.build(decodes([row[:2] for row in rows]), 4 - len(rows))
-        host = buffers.write(metadata.host, 4)
+        step_arrays = own_arrays(metadata.host)
+        host = buffers.write(step_arrays, 4, buffers.copies(step_arrays, 4))
         expected = expected_buffers(rows, one, 4)
         assert {name: views[name].tolist() for name in buffers.names} == expected
         assert {name: getattr(host, name).tolist() for name in buffers.names} == expected

@@ -131,7 +131,7 @@ def test_half_a_block_of_the_managers_is_not_given_up(kernels):
     assert batch.release_passed_blocks() == {}
     MetadataBuilder(batch, max_num_batched_tokens=8).build()
     assert batch.release_passed_blocks() == {"a": {"window": [1]}}
-    assert batch.core.tables["window"].array[0, :4].tolist() == [0, 1, 4, 5]
+    assert batch._core.tables["window"].array[0, :4].tolist() == [0, 1, 4, 5]
 
 
 @pytest.mark.parametrize(("group", "count", "block"), [(WINDOW, 6, 1), (EXPANDED, 12, 0)])

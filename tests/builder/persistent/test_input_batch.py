@@ -92,7 +92,7 @@ def test_a_decode_into_the_null_block_is_refused(batch, builder):
     for _ in range(2):  # by the fast path and by the arranged one
         with pytest.raises(ValueError, match=r"row 0 \(request 'a'\) would write token 4 to block 0"):
             builder.build()
-        batch.core.state.dirty = True
+        batch._core.state.dirty = True
 
 
 def test_a_chunk_that_starts_in_the_cached_block_still_meets_the_null_block(batch, builder):

@@ -79,7 +79,7 @@ def test_sums_that_do_not_fit_are_refused(kernels):
     for _ in range(2):
         with pytest.raises(ValueError, match="seq_lens: their sum over this step does not fit int32"):
             builder.build()
-        batch.core.state.dirty = False  # the fast path refuses it too
+        batch._core.state.dirty = False  # the fast path refuses it too
     assert builder.build({"c": 0}).seq_start_loc.tolist() == [0, 2**30 - 1, 2**31 - 2]
 
 
@@ -93,7 +93,7 @@ def test_more_decodes_than_a_step_may_have_tokens(kernels):
     for _ in range(2):
         with pytest.raises(ValueError, match="3 tokens in this step exceed max_num_batched_tokens 2"):
             builder.build()
-        batch.core.state.dirty = False
+        batch._core.state.dirty = False
 
 
 def test_ids_of_an_array_are_bounded_too(kernels):

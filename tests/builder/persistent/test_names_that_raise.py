@@ -41,7 +41,7 @@ def test_a_removal_that_is_taken_back(batch, breaks, monkeypatch):
     names = [Name() for _ in range(3)]
     for index, name in enumerate(names):
         batch.add_request(name, [3 * index + 1, 3 * index + 2], index)
-    core = batch.core
+    core = batch._core
     clears = core.clear
 
     def clear(row):
@@ -75,7 +75,7 @@ def test_a_build_that_moves_rows_and_is_taken_back(batch, breaks, monkeypatch):
     builder.register_field("extra", "int32", "request", fill)
     with pytest.raises(ValueError, match="no values"):
         builder.build({names[0]: 3})
-    assert not batch.core.state.unfinished
+    assert not batch._core.state.unfinished
     assert builder.last_step == -1
     assert rows(batch) == (tuple(names), [0, 1, 2], 3)
 

@@ -92,7 +92,7 @@ def test_a_removal_that_fails_is_no_removal(kernels, monkeypatch):
         raise RuntimeError("not now")
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch.core.order, "remove", fail)
+        patch.setattr(batch._core.order, "remove", fail)
         with pytest.raises(RuntimeError, match="not now"):
             batch.remove_request("a")
     metadata = builder.build(query_len=3, overlapped=True)
