@@ -21,15 +21,17 @@ import copy
 import numpy as np
 import torch
 from attncore import AttentionBackend, AttentionImpl
+from attncore.builder.fields import ARRAYS, DERIVED
+from attncore.builder.slices import HostArrays
 from attncore.reference import ReferenceBackend, ReferenceImpl
 
 def changed(metadata, **fields):
     '''The metadata with host fields replaced, and the device's from them.'''
-    found = copy.copy(metadata)
-    found.host = copy.copy(metadata.host)
-    for name, value in fields.items():
-        setattr(found.host, name, value)
-        setattr(found, name, torch.from_numpy(np.ascontiguousarray(value)))
+    found = copy.copy(metadata)  # of a builder's own no field can be set
+    held = {name: getattr(metadata.host, name) for name in ARRAYS - DERIVED if hasattr(metadata.host, name)}
+    host = HostArrays(**{**held, **fields})
+    made = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in fields.items()}
+    vars(found).update(made, host=host)
     return found
 
 class Impl(ReferenceImpl):

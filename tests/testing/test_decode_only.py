@@ -86,6 +86,7 @@ def test_on_a_device_it_neither_waits_nor_breaks_when_captured(site):
     [
         ("return torch.tensor(metadata.seq_lens.tolist(), device='cuda')", "wait"),
         ("return torch.full_like(metadata.seq_lens, 1) * int(metadata.host.seq_lens[0])", "captured"),
+        ("return (metadata.seq_lens, metadata.block_table[:, -1:].fill_(1))[0]", "uses_its_metadata_again"),
     ],
 )
 def test_on_a_device_faults_are_found(site, fault, test):

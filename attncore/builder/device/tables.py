@@ -1,4 +1,7 @@
-"""Block tables on a device: a journal of new columns keeps them equal to the batch's; page indices come from them."""
+"""Block tables on a device: a journal of new columns keeps them equal to the batch's; page indices come from them.
+
+Equal up to each row's last block: behind it the batch's are 0, and a device's keep what stood there.
+"""
 
 from __future__ import annotations
 

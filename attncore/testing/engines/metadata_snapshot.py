@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attncore.builder.fields import ARRAYS, COUNTS, DERIVED
+from attncore.builder.fields import ARRAYS, COUNTS, DERIVED, FIELDS, Length
 from attncore.testing.harness.errors import ConformanceError
 
 if TYPE_CHECKING:
@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 
 class MetadataSnapshot:
-    """The arrays and counts of a step, as they were when it was taken."""
+    """The arrays and counts of a step, as they were when it was taken.
+
+    Of a table the device may have its own, which equals the host's up to each request's last block; behind that, ids of
+    steps before stay there. So a table is kept as the device has it. The copy is made on the current stream, as the
+    step was sent: the device has fetched the step by then.
+    """
 
     def __init__(self, metadata: CommonAttentionMetadata) -> None:
         self._metadata = metadata
@@ -23,6 +28,8 @@ class MetadataSnapshot:
         self._arrays = {
             name: np.array(getattr(metadata.host, name)) for name in ARRAYS - DERIVED if hasattr(metadata.host, name)
         }
+        tables = [name for name in self._arrays if FIELDS[name].length is Length.TABLE]
+        self._on_device = self._arrays | {name: np.array(_on_host(getattr(metadata, name))) for name in tables}
 
     def check(self, who: str) -> None:
         """ConformanceError where ``who`` changed a count, an array on the host, or one that was made for the device."""
@@ -34,13 +41,16 @@ class MetadataSnapshot:
             if _differs(getattr(metadata.host, name), array):
                 raise _changed(who, f"metadata.host.{name}")
             made = metadata.__dict__.get(name)
-            if made is not None and _differs(made, array):
+            if made is not None and _differs(made, self._on_device[name]):
                 raise _changed(who, f"metadata.{name}")
 
 
 def _differs(found: Any, before: Any) -> bool:
-    array = found.detach().cpu().numpy() if isinstance(found, torch.Tensor) else np.asarray(found)
-    return not np.array_equal(array, before)
+    return not np.array_equal(_on_host(found), before)
+
+
+def _on_host(array: Any) -> Any:
+    return array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else np.asarray(array)
 
 
 def _changed(who: str, what: str) -> ConformanceError:

@@ -107,13 +107,29 @@ def test_prefill_and_decode_with_the_reference_share_a_block_size_and_a_layout()
     assert (joint.block_size, joint.kv_cache_layout) == (256, "NHD")
 
 
-@pytest.mark.parametrize("generation", ["2", "4"])
-def test_explain_says_why_it_comes_before_flashinfer(generation: str) -> None:
+@pytest.mark.parametrize(
+    ("generations", "first", "says"),
+    [
+        ("2", "flashinfer", "generation 2 on sm_90 after flashinfer: "),
+        ("4", "flash", "on sm_90 before flashinfer: "),
+        ("24", "flash", "on sm_90 before flashinfer: "),
+    ],
+)
+def test_explain_says_on_which_side_of_flashinfer_a_generation_stands(generations: str, first: str, says: str) -> None:
     """By their priorities, not by their names; both specs are those that are installed."""
-    where = host("sm_90", generation, **{"flashinfer-python": "0.7.2", "apache-tvm-ffi": "0.1.12", "torch": "2.11.0"})
-    found = negotiate_installed(AttentionRequest(**HEADS), host=where)
+    installed = {"flashinfer-python": "0.7.2", "apache-tvm-ffi": "0.1.12", "torch": "2.11.0"}
+    found = negotiate_installed(AttentionRequest(**HEADS), host=host("sm_90", *generations, **installed))
     priorities = {one.name: one.match.priority for one in (*found.usable, *found.rejected) if one.match}
-    assert found.chosen is not None
-    assert found.chosen.name == "flash"
-    assert priorities["flash"] > priorities["flashinfer"]
-    assert "on sm_90 before flashinfer, which plans on the host: " in explain(found)
+    assert (priorities["flash"] > priorities["flashinfer"]) == (first == "flash")
+    assert says in explain(found)
+
+
+@pytest.mark.parametrize("device", ["sm_80", "sm_90"])
+def test_generation_2_is_chosen_where_flashinfer_comes_later_or_is_not_installed(device: str) -> None:
+    """On sm_80 it comes before flashinfer, as ever."""
+    installed = {
+        "sm_80": {"flashinfer-python": "0.7.2", "apache-tvm-ffi": "0.1.12"},
+        "sm_90": {"flashinfer-python": ""},
+    }
+    found = attncore.select(AttentionRequest(**HEADS), host=host(device, "2", **installed[device]))
+    assert (found.name, found.variant) == ("flash", "fa2")

@@ -34,7 +34,7 @@ def attncore_backend() -> BackendSpec:
         name="flashinfer",
         api=1,
         factory="attn_flashinfer.backend:FlashInferBackend",
-        devices={"cuda:sm_90": 55, "cuda:sm_80+": 50},  # after flash, whose spec has the figures
+        devices={"cuda:sm_90": 55, "cuda:sm_80+": 50},  # sm_90: between flash's generations; its spec has the figures
         dtypes={"float16", "bfloat16"},
         kv_cache_dtypes={"auto", "float16", "bfloat16", "fp8_e4m3"},
         head_sizes={64, 128, 256},
