@@ -29,7 +29,7 @@ CALLS_WITH_A_COUNT = {
 @pytest.mark.parametrize("value", [-1, NUM_ROWS, NUM_ROWS + 1, 2**31 - 1])
 @pytest.mark.parametrize("name", [*CALLS_WITH_A_ROW, *CALLS_WITH_A_COUNT])
 def test_a_row_that_is_none(kernels, name, value):
-    core = InputBatch(max_num_reqs=NUM_ROWS, max_model_len=32, block_size=4, kernels=kernels).core
+    core = InputBatch(max_num_reqs=NUM_ROWS, max_model_len=32, block_size=4, kernels=kernels)._core
     table = core.tables["decoder"]
     before = core.lengths.copy(), table.array.copy(), table._lengths.copy()
     call = CALLS_WITH_A_ROW.get(name)
