@@ -154,7 +154,7 @@ class Parser(argparse.ArgumentParser):
         """As argparse does; an empty text, as of a variable of the shell that is not set, is no value of any option."""
         if arg_string == "":
             raise argparse.ArgumentError(action, "'' is empty; give a value")
-        return super()._get_value(action, arg_string)  # type: ignore[misc]
+        return super()._get_value(action, arg_string)
 
     def in_words_of_options(self, error: Exception, args: argparse.Namespace) -> None:
         """Has an error that begins with the name of an argument name the option that states it, as it was typed
