@@ -152,7 +152,7 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """As argparse does; an empty text, as of a variable of the shell that is not set, is no value of any option."""
-        if arg_string == "":
+        if arg_string == "" and (action.type is None or isinstance(action.type, type)):  # a function says what it takes
             raise argparse.ArgumentError(action, "'' is empty; give a value")
         return super()._get_value(action, arg_string)
 
