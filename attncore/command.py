@@ -150,15 +150,27 @@ class Parser(argparse.ArgumentParser):
                     message = message.replace(repr(part), quoted(part)).replace(part, one_line(part, MOST))
         raise UsageError(message)
 
-    def in_words_of_options(self, error: Exception) -> None:
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """As argparse does; an empty text, as of a variable of the shell that is not set, is no value of any option."""
+        if arg_string == "" and (action.type is None or isinstance(action.type, type)):  # a function says what it takes
+            raise argparse.ArgumentError(action, "'' is empty; give a value")
+        return super()._get_value(action, arg_string)
+
+    def in_words_of_options(self, error: Exception, args: argparse.Namespace) -> None:
         """Has an error that begins with the name of an argument name the option that states it, as it was typed
-        (``NAME`` where it is no option)."""
+        (``NAME`` where it is no option).
+
+        An option without a value states nothing. A UsageError is left as it is: it may begin with the name of a file.
+        """
+        if isinstance(error, UsageError):
+            return
         text = str(error)
         options = {
             action.dest: next(
                 (one for one in reversed(action.option_strings) if one.startswith("--")), str(action.metavar)
             )
             for action in self._actions
+            if getattr(args, action.dest, None) is not None
         }
         name, colon, rest = text.partition(":")
         if not colon or name not in options or error.args[:1] != (text,):

@@ -1,9 +1,15 @@
-"""Ctrl-C outside of what a command does: while it is loaded, and while Python ends. Imports nothing but signal."""
+"""Ctrl-C outside of what a command does: while it is loaded, and while Python ends. Imports nothing but signal, sys."""
 
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+_SOON = 1e-3
+"""Seconds after which an interrupt that was lost is raised again: what swallowed it has returned."""
 
 
 def as_program(load: Callable[[], Callable[[], int]]) -> int:
@@ -13,6 +19,7 @@ def as_program(load: Callable[[], Callable[[], int]]) -> int:
     silently, as one of any other tool, in place of a traceback of the module that is being imported. Where the process
     was started with interrupts ignored, they stay so.
     """
+    _raise_again_what_is_swallowed()
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return load()()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -24,3 +31,25 @@ def as_program(load: Callable[[], Callable[[], int]]) -> int:
         return int(getattr(error, "code", 130))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _raise_again_what_is_swallowed() -> None:
+    """Has an interrupt that arrives in a callback, such as importlib's on a lock that is freed, end the command too.
+
+    Python prints what a callback raises and goes on. A signal that ends a command otherwise is lost in the same way.
+    """
+    lost: list[BaseException] = []
+
+    def swallowed(unraisable: sys.UnraisableHookArgs) -> None:
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            lost[:] = [unraisable.exc_value.with_traceback(None)]
+            signal.setitimer(signal.ITIMER_REAL, _SOON)
+        else:
+            sys.__unraisablehook__(unraisable)
+
+    def again(number: int, frame: FrameType | None) -> NoReturn:
+        raise lost[-1]
+
+    if hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+        signal.signal(signal.SIGALRM, again)
+        sys.unraisablehook = swallowed

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import io
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -153,17 +154,22 @@ def own_streams(*, to_the_end: bool) -> Iterator[None]:
 
 def named_descriptor(path: str | os.PathLike[str]) -> int | None:
     """The file descriptor of this process that a path names, such as ``/dev/fd/3`` or ``/dev/stdout``; else None."""
-    folders = {os.path.realpath(folder) for folder in ("/dev/fd", "/proc/self/fd")}
     text = os.fspath(path)
     for _ in range(40):  # links, which may lead to themselves
         folder, name = os.path.split(text)
         try:
-            if os.path.realpath(folder) in folders and name.isdecimal() and len(name) < 10:
+            if _is_of_descriptors(os.path.realpath(folder)) and name.isdecimal() and len(name) < 10:
                 return int(name)
             text = os.path.join(folder, os.readlink(text))
         except OSError:  # no link, or the current folder has been deleted
             return None
     return None
+
+
+def _is_of_descriptors(folder: str) -> bool:
+    """Whether a folder, without links, is that of this process's descriptors, which its threads share."""
+    thread = re.fullmatch(r"/proc/(?:[0-9]+/task/)?([0-9]+)/fd", folder)
+    return folder == "/dev/fd" or (thread is not None and os.path.isdir(f"/proc/self/task/{thread[1]}"))
 
 
 def is_standard_output(path: str | os.PathLike[str]) -> bool:

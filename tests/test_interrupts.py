@@ -30,6 +30,36 @@ def test_an_interrupt_is_no_traceback(program, found):
     assert run(program) == found
 
 
+SWALLOWED = """
+import time, weakref
+class Lock: pass
+def freed(_): os.kill(os.getpid(), signal.SIG{name}); [None for _ in range(100)]
+def command():
+    lock = Lock()
+    kept = weakref.ref(lock, freed)
+    del lock
+    for _ in range(1000): time.sleep(0.01)
+    return 0
+def prepared_command():
+    from attncore.command import prepared
+    with prepared(): return command()
+sys.exit(as_program(lambda: {command}))
+"""
+
+
+@pytest.mark.parametrize(("name", "command", "code"), [("INT", "command", 130), ("TERM", "prepared_command", 143)])
+def test_an_interrupt_in_a_callback_is_not_lost(name, command, code):
+    """Python prints what the callback of a weak reference raises, and goes on."""
+    assert run(SWALLOWED.format(name=name, command=command)) == (code, "", "")
+
+
+def test_what_else_a_callback_raises_is_printed():
+    program = "import weakref; a = type('A', (), {})(); r = weakref.ref(a, lambda _: 1 / 0); "
+    code, out, err = run(f"{program}as_program(lambda: lambda: 0); del a")
+    assert (code, out) == (0, "")
+    assert "ZeroDivisionError" in err
+
+
 def test_interrupts_that_are_ignored_stay_ignored():
     ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN); "
     assert run(f"{ignore}sys.exit(as_program(lambda: [{KILL}] and (lambda: 5)))") == (5, "", "")

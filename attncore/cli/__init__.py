@@ -123,6 +123,6 @@ def _run(words: list[str]) -> int:
         try:
             code: int = args.run(args)
         except (ValueError, TypeError, NoBackendError) as error:
-            parser.in_words_of_options(error)
+            parser.in_words_of_options(error, args)
             raise
     return code

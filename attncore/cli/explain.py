@@ -7,11 +7,13 @@ printed. The machine is this one, or any that --assume names; --assume-package s
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from attncore.cli.argument_types import add_choice
 from attncore.cli.output import print_json, stdout_to_stderr
+from attncore.command import UsageError
 from attncore.quoted import quoted
 from attncore.registry.choice.candidates import Candidate
 from attncore.registry.choice.choice import Choice, choose
@@ -20,8 +22,9 @@ from attncore.registry.choice.negotiate import Negotiation
 from attncore.registry.choice.negotiate_installed import negotiate_installed, negotiate_installed_joint
 from attncore.registry.choice.negotiate_prefill_decode import JointNegotiation
 from attncore.registry.choice.prefill_decode_choice import JointChoice, choose_joint
+from attncore.registry.config_json import read_config
 from attncore.registry.host.host import Host
-from attncore.registry.request_from_config_json import read
+from attncore.registry.request_from_config_json import request_fields
 from attncore.terminal import print_lines
 from attncore.vocabulary import (
     DTYPES,
@@ -108,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     fields, host = _fields(args), _host(args)
     negotiation: Negotiation | JointNegotiation
     choice: Choice | JointChoice | None
-    with stdout_to_stderr():
+    with stdout_to_stderr(), _naming_config(args):
         if args.joint:
             negotiation = negotiate_installed_joint(host=host, **fields)
             choice = choose_joint(negotiation)
@@ -145,14 +148,40 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
     ]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.config:
-        return {**read(args.config, tensor_parallel=args.tensor_parallel), **given}
+        return {**_fields_of_config(args), **given}
     if args.tensor_parallel != 1:
         raise ValueError("--tensor-parallel: only with --config; --num-heads are those of one rank already")
     if "use_mla" in given:
         given.setdefault("num_kv_heads", 1)
     if "num_heads" in given:
         given.setdefault("num_kv_heads", given["num_heads"])
-    return {**_COMMON, **given}
+    fields = {**_COMMON, **given}
+    vars(args).update(fields)  # those left open are filled in
+    return fields
+
+
+def _fields_of_config(args: argparse.Namespace) -> dict[str, Any]:
+    try:
+        config = read_config(args.config)
+    except ValueError as error:
+        raise UsageError(f"--config: {error}") from None
+    try:
+        return request_fields(config, tensor_parallel=args.tensor_parallel)
+    except ValueError as error:
+        if not str(error).startswith("config: "):
+            raise
+        raise UsageError(f"--config: {args.config}: {str(error).removeprefix('config: ')}") from None
+
+
+@contextlib.contextmanager
+def _naming_config(args: argparse.Namespace) -> Iterator[None]:
+    """Has an error of a field that no option gave name the file of --config, where there is one."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if args.config and vars(args).get(str(error).partition(":")[0], error) is None:
+            raise UsageError(f"--config: {args.config}: {error}") from error
+        raise
 
 
 def _host(args: argparse.Namespace) -> Host:

@@ -38,7 +38,7 @@ from attncore.replay.scheduling.kv_cache_manager import check_pools
 from attncore.replay.settings import Settings
 from attncore.replay.traces import synthetic
 from attncore.replay.traces.read_trace import read_trace
-from attncore.replay.traces.trace import Trace
+from attncore.replay.traces.trace import Trace, TraceError
 from attncore.terminal import print_lines
 from attncore.testing.bench.machine import machine
 from attncore.versions import versions
@@ -134,7 +134,10 @@ def _trace(args: argparse.Namespace) -> Trace:
     path = args.trace if args.trace is not None else args.trace_option
     seconds = math.inf if args.minutes is None else args.minutes * 60
     if path is not None:
-        return read_trace(path, args.requests, seconds)
+        try:
+            return read_trace(path, args.requests, seconds)
+        except TraceError as error:  # begins with the file's name, which may be that of an option
+            raise UsageError(str(error)) from error
     trace = synthetic.synthetic_trace(args.requests or synthetic.NUM_REQUESTS, args.seed)
     kept = tuple(request for request in trace.requests if request.arrival < seconds)
     return Trace(trace.source, trace.format, kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attncore.builder.lists.builder import CommonMetadataBuilder
 from attncore.builder.lists.sequence_group import Sequence, SequenceGroup
@@ -21,6 +21,9 @@ from attncore.json_lines.json_fields import (
 from attncore.json_lines.metadata_as_json import LEAST_OF_A_NUMBER, MAX_ANSWER, as_json, fields_of_metadata
 from attncore.kernels import KernelsName
 from attncore.quoted import quoted_json
+
+if TYPE_CHECKING:
+    from attncore.builder import CommonAttentionMetadata
 
 _BATCH = {
     "block_size": REQUIRED, "groups": REQUIRED, "sliding_window": None, "chunked_prefill": False,
@@ -100,17 +103,24 @@ def build_batch(
     batch: Batch, layout: str = "common", kernels: KernelsName | None = None, max_answer: int = MAX_ANSWER
 ) -> dict[str, Any]:
     """The metadata of a batch as JSON types: ints, bools and lists; ValueError for more than ``max_answer`` bytes."""
+    metadata = metadata_of(batch, layout, kernels, max_answer)
+    names = _OUTPUT[layout] + _ENCODER_OUTPUT if batch.encoder_decoder else _OUTPUT[layout]
+    return as_json(fields_of_metadata(metadata, names), max_answer)
+
+
+def metadata_of(
+    batch: Batch, layout: str = "common", kernels: KernelsName | None = None, max_answer: int = MAX_ANSWER
+) -> CommonAttentionMetadata:
+    """The metadata of a batch; ValueError where its answer would be of more than ``max_answer`` bytes."""
     builder = _builder(
         batch.block_size, layout, batch.sliding_window, batch.chunked_prefill, batch.max_seq_len_to_capture,
         batch.encoder_decoder, kernels, max_answer,
     )  # fmt: skip
     try:
-        metadata = builder.build(batch.groups, batch.cuda_graph_pad_size)
+        return builder.build(batch.groups, batch.cuda_graph_pad_size)
     except (ValueError, TypeError):
         _check_values(batch.groups)
         raise
-    names = _OUTPUT[layout] + _ENCODER_OUTPUT if batch.encoder_decoder else _OUTPUT[layout]
-    return as_json(fields_of_metadata(metadata, names), max_answer)
 
 
 @lru_cache(maxsize=4)

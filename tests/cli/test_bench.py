@@ -235,6 +235,14 @@ def test_mistakes_are_one_line(site, capsys, words, code, said):
     assert error.count("\n") == 1
 
 
+def test_steps_that_are_none_are_one_line_before_any_pass(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runs, "_one_pass", None)
+    (tmp_path / "steps.jsonl").write_text('{"block_size": 16}')
+    assert main(["bench", "reference", "--steps", str(tmp_path / "steps.jsonl")]) == 2
+    said = f"attncore: error: --steps: {tmp_path}/steps.jsonl: line 1: groups: missing\n"
+    assert capsys.readouterr() == ("", said)
+
+
 def passes_of(parent):
     """The processes that ``parent`` has started for a pass."""
     found = []

@@ -1,8 +1,12 @@
 """An error names what was typed: the option, and not the argument of the library that it states."""
 
+import json
+from argparse import Namespace
+
 import pytest
 
 from attncore.cli import COMMANDS, _parser, main
+from attncore.command import UsageError
 
 MISTAKES = {
     "replay --metadata-only --num-blocks 2": "--num-blocks: row 1 of the trace",
@@ -14,6 +18,7 @@ MISTAKES = {
     "verify --head-size 0": "--head-size: 0 is below 1",
     "explain --num-heads 3 --num-kv-heads 2": "--num-kv-heads: 2 does not divide --num-heads 3",
     "explain --config absent": "--config: absent cannot be read",
+    "explain --num-kv-heads 5": "--num-kv-heads: 5 does not divide --num-heads 32",
     "explain --assume foo": "--assume: 'foo' is not a device",
     "explain --prefer Flash": "--prefer: 'Flash'",
     "explain --max-model-len 0": "--max-model-len: 0 is below 1",
@@ -39,7 +44,7 @@ def test_every_option_is_named_for_the_argument_that_it_states(command):
         if not action.option_strings or action.dest == "help":
             continue
         error = ValueError(f"{action.dest}: 3 is wrong")
-        parser.in_words_of_options(error)
+        parser.in_words_of_options(error, Namespace(**{action.dest: 3}))
         assert str(error) == f"{action.option_strings[-1]}: 3 is wrong"
 
 
@@ -49,14 +54,61 @@ def test_help_breaks_no_option_s_name(command, capsys):
     assert [line for line in capsys.readouterr().out.splitlines() if line.endswith("-")] == []
 
 
+@pytest.mark.parametrize("name", ["seed", "trace", "num_blocks"])
+def test_a_file_that_is_called_as_an_option_is_a_file(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:00.0,x,2\n")
+    assert main(["replay", "--metadata-only", name]) == 2
+    assert capsys.readouterr().err.startswith(f"attncore: error: {name}: row 1 (line 2): ContextTokens: 'x'")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words", "said"),
+    [
+        ({"sliding_window": 0}, "", "--config: c.json: sliding_window: 0 is not a positive integer"),
+        ({"head_dim": 0}, "", "--config: c.json: head_dim: 0 is not a positive integer"),
+        ({"torch_dtype": "int3"}, "", "--config: c.json: dtype: 'int3' is not one of"),
+        ({"num_key_value_heads": 3}, "", "--config: c.json: num_kv_heads: 3 does not divide num_heads 8"),
+        ({"attn_logit_softcapping": "x"}, "", "--config: c.json: logits_soft_cap: 'x' is not a positive"),
+        ({}, "--num-kv-heads 3", "--num-kv-heads: 3 does not divide num_heads 8"),
+        ({}, "--tensor-parallel 3", "--tensor-parallel: 3 does not divide the 8 heads of the model"),
+    ],
+)
+def test_what_a_configuration_states_is_named_as_its_own(fields, words, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.json").write_text(json.dumps({"num_attention_heads": 8, "hidden_size": 512, **fields}))
+    assert main(["explain", "--config", "c.json", *words.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"attncore: error: {said}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["replay --save-steps", "replay --html", "replay", "replay --trace", "replay --model", "replay --backend",
+     "explain --config", "bench reference --steps", "build", "new-backend acme", "verify"],
+)  # fmt: skip
+def test_an_empty_name_is_refused(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*words.split(), ""]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), err.endswith(": '' is empty; give a value\n")) == ("", 1, True)
+    assert main([*words.split()[:1], "--device="]) == 2  # of an option that is none, too
+
+
 def test_what_is_no_argument_stays_as_it_is():
     parser = _parser("explain")
+    given = Namespace(num_heads=3, num_kv_heads=2)
+    error = UsageError("num_heads: row 1 of a file of that name")
+    parser.in_words_of_options(error, given)
+    assert str(error).startswith("num_heads: row 1")
+    error = ValueError("head_size: 3 of a file, no option")
+    parser.in_words_of_options(error, given)
+    assert str(error).startswith("head_size: 3")
     for text in ("ATTNCORE_BACKEND: x", "line 3: num_heads: 0", "/num_heads: absent", "no colon"):
         error = ValueError(text)
-        parser.in_words_of_options(error)
+        parser.in_words_of_options(error, given)
         assert str(error) == text
     error = ValueError("num_heads: 3, of num_heads.json and 'num_heads'; lower num_kv_heads")
-    parser.in_words_of_options(error)
+    parser.in_words_of_options(error, given)
     assert str(error) == "--num-heads: 3, of num_heads.json and 'num_heads'; lower --num-kv-heads"
 
 

@@ -105,7 +105,7 @@ def test_a_run_that_outgrows_memory_is_one_line(where, config, trace, capsys, mo
     assert main(["replay", trace, "--model", config(LLAMA)]) == 2
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1].startswith(
-        f"attncore: error: model: {'a step' if where == 'step' else 'the check'} of"
+        f"attncore: error: --model: {'a step' if where == 'step' else 'the check'} of"
     )
     assert "does not fit in memory (CUDA out of memory. Tried to allocate 24.00 GiB); " in captured.err
     assert "Traceback" not in captured.err

@@ -162,6 +162,21 @@ def test_what_a_model_takes_is_counted_first(fields, message, model, capsys):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_of_more_bytes_than_are_free_is_refused(tied, model, capsys, monkeypatch):
+    """Each number counts once: tied weights are one."""
+    from attncore.replay.layers import model_from_config
+
+    fields = {**LLAMA, "tie_word_embeddings": tied}
+    made = model_from_config.random_model("here", fields, 0, "cpu")
+    size = sum(one.numel() * one.element_size() for one in (*made.parameters(), *made.buffers()))
+    assert any(one is made.lm_head.weight for one in made.model.parameters()) == tied
+    monkeypatch.setattr(model_from_config, "available_bytes", lambda device: size - 1)
+    refused(model(fields, capsys), "the model does not fit in memory: more than the 0.0 GiB that are free; take")
+    monkeypatch.setattr(model_from_config, "available_bytes", lambda device: size)
+    assert model(fields, capsys)[0] == 0
+
+
 def test_modules_without_end_are_refused(model, capsys, monkeypatch):
     from attncore.replay.layers import model_from_config
 

@@ -1,10 +1,14 @@
 """Files of replay that are streams: `--save-steps` and `--html` to a pipe, a descriptor, or standard output."""
 
 import json
+import os
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from attncore.standard_output import named_descriptor
 
 REPLAY = f"{sys.executable} -m attncore replay --metadata-only --requests 2"
 
@@ -27,7 +31,7 @@ def steps(text):
     return [sorted(json.loads(line)) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "/proc/thread-self/fd/1"])
 @pytest.mark.parametrize("option", ["--save-steps", "--html", "--json --save-steps"])
 def test_standard_output_has_the_report_and_nothing_else(shell, option, name):
     done = shell(f"{REPLAY} {option} {name}")
@@ -61,6 +65,24 @@ def test_a_descriptor_of_a_file_is_written_on_where_it_stands(shell, tmp_path):
 
 def test_standard_error_may_have_them(shell):
     assert len(steps(shell(f"{REPLAY} --save-steps /dev/stderr >/dev/null").stderr)) > 100
+
+
+def test_every_name_of_a_descriptor_is_known():
+    thread = threading.get_native_id()
+    folders = ("/dev/fd", "/proc/self/fd", "/proc/thread-self/fd", f"/proc/{os.getpid()}/fd", f"/proc/{thread}/fd")
+    folders += (f"/proc/self/task/{thread}/fd", f"/proc/{os.getpid()}/task/{thread}/fd", "/proc/self/cwd/../dev/fd")
+    with open("/dev/null") as file:
+        found = [named_descriptor(f"{folder}/{file.fileno()}") for folder in folders[:-1]]
+        assert found == [file.fileno()] * len(found)
+    for name in (f"/proc/{os.getppid()}/fd/1", "/proc/self/fd/1/2", "/proc/self/fd/x", "/proc/self/fdinfo/1"):
+        assert named_descriptor(name) is None, name
+
+
+@pytest.mark.parametrize("name", ["x/", "x/.", "x//"])
+def test_a_name_of_a_folder_is_no_file_s(shell, name):
+    done = shell(f"{REPLAY} --save-steps {name}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"attncore: error: {name} cannot be written: Is a directory\n"
 
 
 def test_what_is_thrown_away_may_be_both(shell):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from attncore.cli import main
-from attncore.testing.engines import timed_steps
+from attncore.testing.engines import saved_steps, timed_steps
 from attncore.testing.harness.subject import Subject
 
 # Some releases of pytest-benchmark leave the file of --benchmark-json to the garbage collector.
@@ -45,7 +45,7 @@ def test_build_plan_commit_and_forward_are_timed_apart(tmp_path):
 
 
 def test_saved_steps_are_replayed(tmp_path, monkeypatch):
-    monkeypatch.setattr(timed_steps, "MAX_STEPS", 3)
+    monkeypatch.setattr(saved_steps, "MAX_STEPS", 3)
     saved = tmp_path / "steps.jsonl"
     assert (
         main(["replay", "--metadata-only", "--save-steps", str(saved), "--requests", "3", "--num-blocks", "400"]) == 0

@@ -9,19 +9,18 @@ takes too long or too much is ended. A new process would import transformers aga
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from logging import CRITICAL
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from attncore.quoted import one_line, quoted_json
 from attncore.registry.child_process import run_in_fork
+from attncore.registry.host.free_memory import available_bytes
 from attncore.replay.model_error import ModelError, errors_as_model_errors, memory_error_as_model_error
 from attncore.vocabulary import DTYPES
 
@@ -72,7 +71,7 @@ def random_model(path: str, facts: dict[str, Any], seed: int, device: str | None
                     config, dtype=dtype, trust_remote_code=False
                 ).eval()
 
-        free = _available_bytes(device)
+        free = available_bytes(device)
 
         def fault() -> str:
             torch.set_num_threads(1)  # a copy of a process has none of its threads
@@ -82,7 +81,9 @@ def random_model(path: str, facts: dict[str, Any], seed: int, device: str | None
                     memory_error_as_model_error(f"{path}: the model", "take a smaller one"),
                     _counted(path, free),
                 ):
-                    _initialise(make("meta"))
+                    model = make("meta")
+                    _initialise(model)
+                    _check_size(path, model, free)
             except ModelError as error:
                 return str(error)
             return ""
@@ -178,7 +179,7 @@ def data_alone() -> Iterator[None]:
 
 @contextmanager
 def _counted(path: str, most: int) -> Iterator[None]:
-    """Inside, a model may be made of MAX_MODULES modules and ``most`` bytes; ModelError where it is more."""
+    """Inside, a model may be made of MAX_MODULES modules and ``most`` bytes, tied ones twice; else ModelError."""
     from torch.nn.modules import module as hooks
 
     modules, numbers = 0, 0
@@ -192,11 +193,8 @@ def _counted(path: str, most: int) -> Iterator[None]:
     def count_tensor(_module: Any, _name: str, tensor: Any) -> None:
         nonlocal numbers
         numbers += 0 if tensor is None else tensor.numel() * tensor.element_size()
-        if numbers > 2 * most:  # tied weights are registered twice
-            raise ModelError(
-                f"{path}: the model does not fit in memory: more than the {most / 2**30:.1f} GiB that are free; take "
-                "a smaller one"
-            )
+        if numbers > 2 * most:  # tied weights are registered twice; _check_size counts them once
+            raise _too_large(path, most)
 
     with ExitStack() as stack:
         for handle in (
@@ -208,12 +206,12 @@ def _counted(path: str, most: int) -> Iterator[None]:
         yield
 
 
-def _available_bytes(device: str) -> int:
-    """Memory that is free for a model: of the GPU, or of the machine as the system estimates it."""
-    if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info()[0])
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _check_size(path: str, model: Any, most: int) -> None:
+    """ModelError where the numbers of a model, each counted once, take more than ``most`` bytes."""
+    if sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers())) > most:
+        raise _too_large(path, most)
+
+
+def _too_large(path: str, most: int) -> ModelError:
+    free = f"{most / 2**30:.1f} GiB that are free"
+    return ModelError(f"{path}: the model does not fit in memory: more than the {free}; take a smaller one")

@@ -31,6 +31,8 @@ class WholeFile:
         self._descriptor = named_descriptor(path)
         with self._named_errors():  # a relative one, of a folder that has been deleted
             self._path = Path(os.path.realpath(path))  # the whole of it, but for a link that leads to itself
+            if os.path.basename(path) in ("", "."):  # what realpath leaves out, "steps.jsonl/" is of a folder
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             if self._path.is_symlink() and self._descriptor is None:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
             special = self._path.exists() and not self._path.is_file()

@@ -16,13 +16,13 @@ from typing import Any
 
 from attncore._version import __version__
 from attncore.errors import AttncoreError
-from attncore.input_files import parse_json, read_file
-from attncore.json_lines.json_fields import integer
+from attncore.input_files import read_file
 from attncore.registry.child_process import read_answers, run_in_child
+from attncore.registry.host.free_memory import available_bytes
 from attncore.testing.bench.answer import FIGURES, Answer, read_pass
 from attncore.testing.bench.machine import machine
 from attncore.testing.bench.saved_runs import Row, Run
-from attncore.testing.engines.saved_steps import MAX_BYTES, MAX_DEPTH
+from attncore.testing.engines.saved_steps import MAX_BYTES, SavedSteps, read_steps
 
 
 class PassError(AttncoreError):
@@ -43,11 +43,11 @@ class Question:
     timeout: float = 600.0
 
     def as_json(self) -> str:
-        """What the child reads."""
+        """What the child reads; ValueError where the file of steps has none, or they do not fit in memory."""
         facts: dict[str, Any] = {"backend": self.backend, "device": self.device, "seconds": self.seconds}
         facts["steps"] = None if self.steps is None else os.path.realpath(self.steps)
         if self.steps is not None:
-            facts["block_size"] = _block_size(self.steps)
+            facts["block_size"] = _checked_block_size(self)
         return json.dumps(facts)
 
 
@@ -101,20 +101,41 @@ def _one_pass(question: Question, asked: str) -> Answer:
         raise PassError(f"NAME: {question.backend} cannot be timed: {error}") from None
 
 
-def _block_size(steps: Path) -> int:
+def _checked_block_size(question: Question) -> int:
+    """That of the file of steps, every line of which is built once; ValueError where one is no batch."""
     try:
-        lines = read_file(steps, MAX_BYTES).splitlines()
+        steps = read_steps(str(question.steps), every_line=True)
     except OSError as error:
-        raise ValueError(f"--steps: {steps} cannot be read: {error.strerror or error}") from error
+        raise ValueError(f"--steps: {question.steps} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise ValueError(f"--steps: {steps} {error}") from error
-    try:
-        record = parse_json(next((line for line in lines if line.strip()), b""), MAX_DEPTH)
-        return integer("block_size", record["block_size"], 1)
-    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"--steps: {error}") from error
+    _check_memory(question, steps)
+    return steps.batches[0].block_size
+
+
+def _check_memory(question: Question, steps: SavedSteps) -> None:
+    """ValueError where a pass over the steps, and over its own with blocks of that size, does not fit in memory.
+
+    Counted for float32; a few numbers of a file may ask for any size.
+    """
+    import torch
+
+    from attncore.testing.engines.timed_steps import REQUEST, SHAPES
+
+    size = steps.batches[0].block_size
+    own = max(1 + sum(-(-(context + tokens) // size) for context, tokens in one) for one in SHAPES.values())
+    sequences = [one for batch in steps.batches for group in batch.groups for one in group.sequences]
+    longest = max(one.context_len + one.query_len for one in sequences)  # is gathered
+    heads, kv_heads = REQUEST["num_heads"] or 1, REQUEST["num_kv_heads"] or 1
+    numbers = (max(own, steps.num_blocks) * size + longest) * 2 * kv_heads
+    numbers += sum(one.query_len for one in sequences) * 2 * (heads + kv_heads)
+    needed = numbers * (REQUEST["head_size"] or 1) * 4 * (1 if question.backend == "reference" else 2)
+    free = available_bytes(question.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if needed > free:
         raise ValueError(
-            f"--steps: {steps} does not begin with a batch; it takes what `attncore replay --save-steps FILE` writes"
-        ) from None
+            f"--steps: {question.steps}: block_size {size}, {steps.num_blocks} blocks and sequences of up to {longest} "
+            f"tokens take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; give smaller steps"
+        )
 
 
 def _versions(question: Question) -> dict[str, str]:

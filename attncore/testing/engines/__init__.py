@@ -5,5 +5,5 @@ kinds for encoders, for cross attention and for captured graphs. An engine is ma
 blocks, histories), ``random_tensors`` (queries, keys, values) and a ``cache_view`` (the cache by slots, over
 ``blocks_first`` and ``cache_element_owners``). A step goes from a builder through ``steps_on_device`` to the layer; its
 output, log-sum-exp and cache go to ``compare``, within ``tolerances``. ``run_batches`` runs whole batches through an
-engine. ``timed_steps`` makes steps to be timed; ``saved_steps`` says how much is read of a file of them.
+engine. ``timed_steps`` makes steps to be timed; ``saved_steps`` reads a file of them.
 """

@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder
-from attncore.input_files import read_file
-from attncore.json_lines.list_builder import Batch, parse_batch
-from attncore.testing.engines.saved_steps import MAX_BYTES
+from attncore.json_lines.list_builder import Batch
+from attncore.testing.engines.saved_steps import read_steps
 from attncore.testing.engines.steps_on_device import planned
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
@@ -35,7 +33,6 @@ SHAPES: Mapping[str, list[tuple[int, int]]] = {
 """Name -> requests of (context, tokens of the step)."""
 SAVED = "saved steps"
 REQUEST = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "block_size": None}
-MAX_STEPS = 32  # of a file: evenly spread over it
 READ = ("slot_mapping", "query_start_loc", "seq_lens", "block_table", "paged_kv_indptr", "paged_kv_indices")
 """What layers read of a step of the list builder; each field goes to the device when it is first read."""
 
@@ -132,13 +129,11 @@ class Timed:
         """Make steps of a batch file, of the list builder; return how many blocks their cache needs."""
         if path is None:
             raise UnsupportedError("the test file sets no STEPS")
-        lines = [line for line in read_file(path, MAX_BYTES).splitlines() if line.strip()]
-        if not lines:
-            raise ValueError(f"STEPS: {path} is empty; expected a batch a line")
-        chosen = sorted(set(np.linspace(0, len(lines) - 1, min(MAX_STEPS, len(lines))).astype(int).tolist()))
-        blocks = 0
-        for number in chosen:
-            batch = parse_batch(lines[number])
+        try:
+            steps = read_steps(path)
+        except ValueError as error:
+            raise ValueError(f"STEPS: {error}") from None
+        for batch in steps.batches:
             if batch.block_size != self.config.block_size:
                 raise UnsupportedError(
                     f"the steps have block_size {batch.block_size}, the backend {self.config.block_size}; set REQUEST"
@@ -146,11 +141,7 @@ class Timed:
             layout = "flashinfer" if "page_list" in form.needs else "common"
             self.builds.append(_list_build(batch, layout))
             self.sends.append(_reading(_list_build(batch, layout, self.backend)))
-            tables = [
-                one.block_table for group in batch.groups for one in group.sequences if one.block_table is not None
-            ]
-            blocks = max(blocks, *(max(table, default=0) + 1 for table in tables), 1)
-        return blocks
+        return steps.num_blocks
 
     def _tensors(self, tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
         config, dtype = self.config, getattr(torch, self.config.dtype)
