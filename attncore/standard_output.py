@@ -1,6 +1,6 @@
 """Standard output that holds what a command prints, and nothing of the libraries that it loads.
 
-``own_streams`` is around a command, ``lent_streams`` around code of a plugin. ``named_descriptor`` and
+``own_streams`` is around a command, ``LentStreams`` around code of a plugin. ``named_descriptor`` and
 ``is_standard_output`` say what a path such as ``/dev/stdout`` means. Code of others gets Lent streams, which
 it may close, detach or wrap without any effect on what is printed afterwards.
 """
@@ -96,27 +96,47 @@ def _lend(stream: Any, descriptor: int | None = None) -> Lent:
     return found
 
 
-@contextlib.contextmanager
-def lent_streams() -> Iterator[None]:
-    """Within it ``sys.stdout`` and ``sys.stderr`` are lent; afterwards they and file descriptors 1 and 2 are as before.
+class LentStreams:
+    """``lend`` lends ``sys.stdout`` and ``sys.stderr``; ``restore`` has them and file descriptors 1 and 2 as found.
 
-    A plugin may keep a stream that it finds here, as the handlers of ``logging`` do.
+    A plugin may keep a stream that it finds here, as the handlers of ``logging`` do. Both may be interrupted at any
+    place: ``restore`` is then called again.
     """
-    streams = {name: getattr(sys, name, None) for name in _STREAMS}
-    copies = {descriptor: (_copy(descriptor), file) for descriptor in (1, 2) if (file := _file(descriptor)) is not None}
-    for name, stream in streams.items():
-        setattr(sys, name, None if stream is None else _lend(stream))
-    try:
-        yield
-    finally:
-        for name, stream in streams.items():
+
+    def __init__(self) -> None:
+        self._streams = {name: getattr(sys, name, None) for name in _STREAMS}
+        self._files = {descriptor: file for descriptor in (1, 2) if (file := _file(descriptor)) is not None}
+        self._copies: dict[int, list[int]] = {descriptor: [] for descriptor in self._files}
+
+    def lend(self) -> None:
+        """Put lent streams in the place of those of ``sys``."""
+        for descriptor, copies in self._copies.items():
+            _add_copy(copies, descriptor)
+        for name, stream in self._streams.items():
+            setattr(sys, name, None if stream is None else _lend(stream))
+
+    def restore(self) -> None:
+        """As they were found."""
+        for name, stream in self._streams.items():
             setattr(sys, name, stream)
-        for descriptor, (copy, file) in copies.items():
-            if _file(copy) == file:
-                _redirect(descriptor, copy)
-                os.close(copy)
+        for descriptor, copies in self._copies.items():
+            if copies and _file(copies[0]) == self._files[descriptor]:
+                _redirect(descriptor, copies[0])
+                with contextlib.suppress(IndexError):  # one call of C: no interrupt between the two
+                    any(map(os.close, iter(copies.pop, None)))
             elif _file(descriptor) is None:  # the plugin has closed every descriptor, or opened others in their place
                 _redirect(descriptor, None)
+
+
+@contextlib.contextmanager
+def lent_streams() -> Iterator[None]:
+    """Within it the streams are lent; afterwards they and their file descriptors are as before."""
+    streams = LentStreams()
+    try:
+        streams.lend()
+        yield
+    finally:
+        streams.restore()
 
 
 @contextlib.contextmanager
@@ -210,9 +230,18 @@ def _copy(descriptor: int) -> int:
 
     It is out of reach of those who close the first thousand by their numbers, where the process may have so many.
     """
-    with contextlib.suppress(OSError):
-        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 1024)
-    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    copies: list[int] = []
+    _add_copy(copies, descriptor)
+    return copies[0]
+
+
+def _add_copy(copies: list[int], descriptor: int) -> None:
+    """Add what ``_copy`` returns, in one call of C: no interrupt comes between a copy and its place in the list."""
+    command = (fcntl.F_DUPFD_CLOEXEC,)
+    try:
+        copies.extend(map(fcntl.fcntl, (descriptor,), command, (1024,)))
+    except OSError:
+        copies.extend(map(fcntl.fcntl, (descriptor,), command, (3,)))
 
 
 def _file(descriptor: int) -> tuple[int, int, int] | None:
@@ -230,6 +259,5 @@ def _redirect(descriptor: int, target: int | None) -> None:
         if target is not None:
             os.dup2(target, descriptor)
             return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+    with io.FileIO(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), descriptor)

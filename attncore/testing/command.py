@@ -5,17 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
-from collections.abc import Iterator
-from typing import NoReturn
 
 from attncore.command import UsageError
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
 from attncore.quoted import printable, quoted
 from attncore.standard_output import Lent
-from attncore.terminal import print_lines
 from attncore.testing.device_option import check_device
 
 MAX_EXAMPLES = 10**6
@@ -33,12 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the kit; 1 where a test failed or the backend ended the process, 2 where none ran."""
-    with _told_if_ended(args.name):  # from the first plugin that is loaded on
-        return _run(args)
-
-
-def _run(args: argparse.Namespace) -> int:
+    """Run the kit; 1 where a test failed or the backend ended the run, 2 where none ran."""
     if not 1 <= args.examples <= MAX_EXAMPLES:
         raise UsageError(f"--examples: {quoted(args.examples)} is not between 1 and {MAX_EXAMPLES}")
     try:
@@ -64,32 +55,6 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.as_json(), indent=2))
     return 0 if code == 0 else 1 if code == 1 else 2
-
-
-@contextlib.contextmanager
-def _told_if_ended(name: str) -> Iterator[None]:
-    """Within it ``os._exit`` of this process is a failure while ``name`` is tested: a line, and code 1.
-
-    It ends the process at once, whatever code it is given, 0 and those of this command too.
-    """
-    real, process, stream = os._exit, os.getpid(), sys.stderr
-
-    def ended(status: int) -> NoReturn:
-        if os.getpid() != process:  # a child that multiprocessing has forked ends so
-            real(status)
-        try:
-            print_lines(
-                f"attncore: error: {name} died: a plugin has ended the process with os._exit({quoted(status)})", stream
-            )
-            stream.flush()
-        finally:
-            real(1)
-
-    os._exit = ended
-    try:
-        yield
-    finally:
-        os._exit = real
 
 
 class _Printable(Lent):

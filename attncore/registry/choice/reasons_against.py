@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 from shlex import quote
 from typing import Any
 
@@ -12,7 +13,7 @@ from attncore.registry import package_requirements
 from attncore.registry.choice.cache_format import common_block_sizes, common_layouts
 from attncore.registry.device_patterns import best_match
 from attncore.registry.host.host import Host
-from attncore.registry.plugins.plugin_code import plugin_code
+from attncore.registry.plugins.plugin_code import run_plugin_code
 from attncore.registry.reasons import USE_ANOTHER, Reason
 from attncore.registry.request import AttentionRequest
 from attncore.registry.spec import sizes
@@ -223,8 +224,8 @@ def _own_check(spec: BackendSpec, request: AttentionRequest, host: Host, plugin:
         ]
     token = _checked.set(plugin)
     try:
-        with plugin_code(plugin):
-            return _answers(spec.check, request, host, plugin)
+        # copies: a check that changes them with object.__setattr__ changes nothing for the others
+        return run_plugin_code(plugin, _answers, spec.check, replace(request), replace(host), plugin)
     except KeyboardInterrupt as error:
         error.add_note(f"while the check of {plugin} ran")
         raise

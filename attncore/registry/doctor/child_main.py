@@ -21,7 +21,7 @@ from attncore.registry.choice.runs_here import plain_request, reasons_here
 from attncore.registry.host.host import Host
 from attncore.registry.plugins import discover, load
 from attncore.registry.plugins.hookspecs import PROJECT, Hooks
-from attncore.registry.plugins.plugin_code import plugin_code
+from attncore.registry.plugins.plugin_code import run_plugin_code
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
 from attncore.registry.spec.backend_spec import BackendSpec
@@ -42,9 +42,7 @@ def main(name: str, distribution: str, path: str, *options: str) -> None:
             missing = [reason.as_json() for reason in reasons_here(record, host)]
             _tell(file, variables=dict(record.spec.variables), missing=missing)
             _tell(file, phase="doctor")
-            with plugin_code(record.label):
-                answer = _doctor(record)
-            _tell(file, **answer)
+            _tell(file, **run_plugin_code(record.label, _doctor, record))
             if "--create" in options:
                 _tell(file, phase="create")
                 _tell(file, **_create(record, record.spec, host))

@@ -11,10 +11,10 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
-from attncore.quoted import describe_error, type_name
+from attncore.quoted import describe_error, quoted, type_name
 
 _ABSENT = "attncore_asks_for_no_such_module"
 _SIGNALS = tuple(int(number) for number in signal.valid_signals())  # asked once: it makes an enum of each
@@ -25,51 +25,79 @@ _TRIES = 100
 logger = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
-def process_left_as_found(plugin: str) -> Iterator[None]:
-    """Within it code of ``plugin`` runs; afterwards the settings of the process are as before.
+class Process:
+    """The settings of the process, which ``restore`` has as they were found, after code of ``plugin`` has run.
 
     These are ``sys.path``, ``sys.path_hooks`` and ``sys.path_importer_cache``, the current folder, the recursion limit,
     the filters of ``warnings``, the ``ATTNCORE_`` variables, the functions of ``sys.settrace``, ``sys.setprofile`` and
     ``sys.unraisablehook``, and in the main thread the handlers of signals, those that are blocked, and timers that were
     not running. Finders that the plugin adds to ``sys.meta_path`` stay, for a library that it imports may need its own,
     but behind those of before, and only where they work. A child process that it forked ends here.
+
+    Between ``begin`` and ``restore``, ``os._exit`` of this process and thread is a SystemExit. All of it may be
+    interrupted at any place: ``restore`` is then called again.
     """
-    process, signals, search, finders = os.getpid(), _Signals(), _SearchSettings(), sys.meta_path
-    found, limit, environ, variables = list(finders), sys.getrecursionlimit(), os.environ, _variables(os.environ)
-    try:
-        folder = os.getcwd()
-    except OSError:  # it was deleted
-        folder = None
-    traced, profiled, unraisable = sys.gettrace(), sys.getprofile(), sys.unraisablehook
-    sys.unraisablehook = _unraisable
-    filters = _WarningFilters()
-    working: list[Any] = []
-    try:
+
+    def __init__(self, plugin: str) -> None:
+        self._plugin, self._pid, self._exit = plugin, os.getpid(), os._exit
+        self._signals, self._search, self._filters = _Signals(), _SearchSettings(), _WarningFilters()
+        self._finders, self._known = sys.meta_path, list(sys.meta_path)
+        self._limit, self._environ, self._variables = sys.getrecursionlimit(), os.environ, _variables(os.environ)
+        self._traced, self._profiled, self._unraisable = sys.gettrace(), sys.getprofile(), sys.unraisablehook
         try:
-            yield
-        finally:
-            sys.setrecursionlimit(limit)  # what follows calls functions
-            signals.restore()  # so that no handler of the plugin's interrupts it
-            sys.settrace(traced)
-            sys.setprofile(profiled)
-            if os.getpid() == process:
-                added = sys.meta_path[:] if isinstance(getattr(sys, "meta_path", None), list) else []
-                search.restore()
-                working = _working(added, found, plugin)
-    finally:
-        if os.getpid() != process:
-            os._exit(1)  # two of us would print
-        signals.restore()
-        filters.restore()
-        search.restore()
-        finders[:] = [*found, *working]
-        os.environ, sys.meta_path = environ, finders
-        sys.unraisablehook = unraisable
-        _restore(environ, variables)
-        if folder is not None:
+            self._folder: str | None = os.getcwd()
+        except OSError:  # it was deleted
+            self._folder = None
+
+    def begin(self) -> None:
+        """Before code of the plugin runs."""
+        sys.unraisablehook = _unraisable
+        os._exit = exit_refused()
+
+    def idle_timers(self) -> tuple[int, ...]:
+        """The timers of this thread's that were not running."""
+        return self._signals.idle
+
+    def restore(self) -> None:
+        """As they were found; an interrupt is raised."""
+        if os.getpid() != self._pid:
+            self._exit(1)  # two of us would print
+        sys.setrecursionlimit(self._limit)  # what follows calls functions
+        self._signals.restore()  # so that no handler of the plugin's interrupts it
+        sys.settrace(self._traced)
+        sys.setprofile(self._profiled)
+        added = sys.meta_path[:] if isinstance(getattr(sys, "meta_path", None), list) else []
+        self._search.restore()
+        working = _working(added, self._known, self._plugin)
+        if os.getpid() != self._pid:  # a finder that forks
+            self._exit(1)
+        self._signals.restore()
+        self._filters.restore()
+        self._search.restore()
+        self._finders[:] = [*self._known, *working]
+        os.environ, sys.meta_path = self._environ, self._finders
+        sys.unraisablehook, os._exit = self._unraisable, self._exit
+        _restore(self._environ, self._variables)
+        if self._folder is not None:
             with contextlib.suppress(OSError):
-                os.chdir(folder)
+                os.chdir(self._folder)
+
+
+def exit_refused(in_a_thread: Callable[[int], None] = lambda status: None) -> Any:
+    """``os._exit`` that is a SystemExit in this process and thread, where it would end the caller silently.
+
+    It is the one of before in a child that this process has forked, and in another thread, after ``in_a_thread``.
+    """
+    real, process, thread = os._exit, os.getpid(), threading.get_ident()
+
+    def _exit(status: int) -> NoReturn:
+        if os.getpid() == process:
+            if threading.get_ident() == thread:
+                raise SystemExit(f"os._exit({quoted(status)}) would end the process")
+            in_a_thread(status)
+        real(status)
+
+    return _exit
 
 
 class _WarningFilters:
@@ -118,9 +146,10 @@ class _Signals:
 
     def __init__(self) -> None:
         self.handlers: dict[int, Any] = {}
+        self.idle: tuple[int, ...] = ()
         if threading.current_thread() is threading.main_thread():
             self.handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-            self.idle = [timer for timer in _TIMERS if signal.getitimer(timer) == (0.0, 0.0)]
+            self.idle = tuple(timer for timer in _TIMERS if signal.getitimer(timer) == (0.0, 0.0))
             self.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
     def restore(self) -> None:
@@ -158,18 +187,21 @@ def _restore(environ: os._Environ[str], variables: dict[str, str]) -> None:
 
 
 def _working(finders: list[Any], known: list[Any], plugin: str) -> list[Any]:
-    """Those of ``finders`` that are not ``known`` and answer for a module and a distribution that do not exist.
+    """Those of ``finders`` that are not ``known`` and do not find a module and a distribution that do not exist.
 
-    One that raises, such as one of an old signature, would fail every import of what is not installed.
+    One that raises, such as one of an old signature, would fail every import of what is not installed; one that finds
+    it would give every other plugin modules of its own.
     """
     working: list[Any] = []
     for finder in finders:
         if any(finder is one for one in (*known, *working)):
             continue
         try:
-            finder.find_spec(_ABSENT, None, None)
-            if find := getattr(finder, "find_distributions", None):
-                list(find(importlib.metadata.DistributionFinder.Context(name=_ABSENT)))
+            if finder.find_spec(_ABSENT, None, None) is not None:
+                raise ImportError("it finds a module that does not exist")
+            find = getattr(finder, "find_distributions", None)
+            if find and list(find(importlib.metadata.DistributionFinder.Context(name=_ABSENT))):
+                raise ImportError("it finds a distribution that does not exist")
         except KeyboardInterrupt:
             raise
         except BaseException as error:

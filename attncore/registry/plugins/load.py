@@ -19,7 +19,7 @@ from attncore.errors import PluginError
 from attncore.quoted import describe_error, json_value, one_line, type_name
 from attncore.registry import package_requirements
 from attncore.registry.plugins import discover
-from attncore.registry.plugins.plugin_code import one_thread, plugin_code
+from attncore.registry.plugins.plugin_code import one_thread, run_plugin_code
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
 from attncore.registry.spec.backend_spec import ATTNCORE_API, BackendSpec, ContractVersionError, plain_spec
@@ -74,14 +74,12 @@ def load(record: PluginRecord, *, strict: bool = False) -> PluginRecord:
     if record.state == "found":
         heavy = {name for name in HEAVY_MODULES if name in sys.modules}
         try:
-            with plugin_code(record.label):
-                spec = _spec(record)
+            spec = run_plugin_code(record.label, _spec, record)
         except KeyboardInterrupt as error:
             error.add_note(f"while {record.name} ({record.label}) was loaded")
             raise
         except BaseException as error:
-            with plugin_code(record.label):  # its text is code of the plugin
-                record = _failed(record, error)
+            record = run_plugin_code(record.label, _failed, record, error)  # its text is code of the plugin
         else:
             record = replace(record, state="loaded", spec=spec, reasons=_heavy_imports(record, heavy))
     if strict and record.state in ("duplicate", "broken", "incompatible"):

@@ -7,15 +7,18 @@ It may be imported before pytest knows of it: PYTEST_DONT_REWRITE.
 
 from __future__ import annotations
 
+import unittest
 from collections.abc import Generator
 from typing import Any
 
 import pytest
 
-from attncore.testing.harness.errors import NothingToRefuseError, UnsupportedError, told
+from attncore.testing.harness.errors import ConformanceError, NothingToRefuseError, UnsupportedError, told
 from attncore.testing.harness.support_table import Report, Result
 
 NOT_RUN, NOTHING = "not run: ", "nothing to check: "
+_OUTCOMES = (pytest.skip.Exception, pytest.xfail.Exception, pytest.exit.Exception, unittest.SkipTest)
+"""What pytest takes for no failure, whoever raises it."""
 _REPORTS = pytest.StashKey[dict[str, Report]]()
 _ROW = pytest.StashKey[tuple[str, str]]()
 _BROKEN = pytest.StashKey[dict[Any, str]]()
@@ -91,13 +94,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """A check that finds its capability undeclared is a skip that says why."""
+    """A check that finds its capability undeclared is a skip that says why; a backend that skips a check fails it."""
     try:
         return (yield)
     except UnsupportedError as error:
         if _ROW not in pyfuncitem.stash:
             raise
         return pytest.skip(f"{NOTHING if isinstance(error, NothingToRefuseError) else 'unsupported: '}{error}")
+    except _OUTCOMES as error:  # no check raises them
+        if _ROW not in pyfuncitem.stash:
+            raise
+        raise ConformanceError(f"the backend raises what would skip the check or end the run: {told(error)}") from error
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import os
 import re
+import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from attncore.command import fail
+from attncore.quoted import quoted
+from attncore.registry.plugins.left_as_found import exit_refused
+from attncore.terminal import print_lines
 from attncore.testing.harness.pytest_plugin import reports
 from attncore.testing.harness.support_table import Report
 
@@ -39,10 +48,40 @@ def conformance(name: str, *, settings: str = "", options: Sequence[str] = ("-q"
             os.getcwd()
         except OSError:  # it has been deleted, and pytest asks for it
             os.chdir(folder)
-        code = int(pytest.main([*fixed, *options, str(file)], plugins=[catcher]))
+        code = _finished(name, folder, [*fixed, *options, str(file)], catcher)
     if catcher.interrupt is not None:
         raise catcher.interrupt
     return code, catcher.found.get(name, Report(name))
+
+
+def _finished(name: str, folder: str, words: list[str], catcher: ReportCatcher) -> int:
+    """pytest's exit code; 1 and a line where the backend has ended it.
+
+    ``os._exit`` is a failure of the test that runs; in a thread of the backend's it ends the process with 1.
+    """
+    real, stream = os._exit, sys.stderr
+
+    def in_a_thread(status: int) -> NoReturn:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            print_lines(f"attncore: error: {name}: a thread ends the process with os._exit({quoted(status)})", stream)
+            stream.flush()
+        finally:
+            real(1)
+
+    os._exit = exit_refused(in_a_thread)
+    try:
+        with contextlib.redirect_stderr(stream):  # pytest leaves its own where it fails
+            code = int(pytest.main(words, plugins=[catcher]))
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        return fail(f"{name}: it has closed file descriptors of others, which pytest needs: {error}", 1)
+    finally:
+        os._exit = real
+    if code == 0 and catcher.left:
+        return fail(f"{name}: the run has ended before {catcher.left} of its tests", 1)
+    return code
 
 
 class ReportCatcher:
@@ -52,8 +91,17 @@ class ReportCatcher:
     interrupt: KeyboardInterrupt | None
     """What interrupted pytest, which ends without raising it."""
 
+    left: int
+    """The tests that were collected and have not ended."""
+
     def __init__(self) -> None:
-        self.found, self.interrupt = {}, None
+        self.found, self.interrupt, self.left = {}, None, 0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.left = len(session.items)
+
+    def pytest_runtest_logfinish(self) -> None:
+        self.left -= 1
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         if isinstance(excinfo.value, KeyboardInterrupt):  # and not pytest.exit
