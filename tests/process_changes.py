@@ -47,6 +47,11 @@ class Half:
         yield from ()
         raise SystemExit
 sys.meta_path.append(Half())""",
+    "a finder that claims everything": """
+import importlib.machinery, sys
+class All:
+    def find_spec(self, name, path=None, target=None): return importlib.machinery.ModuleSpec(name, None)
+sys.meta_path.append(All())""",
     "no list of finders": "import sys; sys.meta_path = None",
     "a path hook that raises": """
 import sys

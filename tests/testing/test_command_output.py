@@ -7,27 +7,30 @@ import subprocess
 import sys
 
 import pytest
+from planting import HEAVY
 
+from attncore.registry.plugins.left_as_found import exit_refused
 from attncore.testing.__main__ import main
-from attncore.testing.command import _told_if_ended
 
 
 @pytest.mark.parametrize("code", [0, 2, 3])
 @pytest.mark.parametrize("where", ["source", "heavy"])
-def test_a_backend_that_ends_the_process_is_a_failure_and_said(site, code, where):
+def test_a_backend_that_ends_the_process_is_a_failure_and_said(site, code, where, tmp_path):
     site.plugin("ends", **{where: f"import os\nos._exit({code})\n"})
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    words = [sys.executable, "-m", "attncore.testing", "ends", "-k", "test_decode"]
+    environ["TMPDIR"] = str(tmp_path)
+    words = [sys.executable, "-m", "attncore.testing", "ends", "-k", "test_decode or plugin_loads"]
     done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
-    said = f"attncore: error: ends died: a plugin has ended the process with os._exit({code})\n"
-    assert (done.returncode, done.stderr) == (1, said)
+    assert done.returncode == 1
+    assert f"os._exit({code}) would end the process" in done.stdout
+    assert not list(tmp_path.glob("attncore-conformance-*"))
 
 
-def test_a_child_of_a_backend_ends_with_its_own_code():
-    with _told_if_ended("forks"):
-        child = multiprocessing.get_context("fork").Process(target=sys.exit, args=(7,))
-        child.start()
-        child.join()
+def test_a_child_of_a_backend_ends_with_its_own_code(monkeypatch):
+    monkeypatch.setattr(os, "_exit", exit_refused())
+    child = multiprocessing.get_context("fork").Process(target=sys.exit, args=(7,))
+    child.start()
+    child.join()
     assert child.exitcode == 7
 
 
@@ -50,3 +53,14 @@ def test_tests_that_find_nothing_to_refuse_are_no_row(capsys):
     shown = capsys.readouterr()
     assert [row["state"] for row in json.loads(shown.out)["rows"]] == ["supported"] * len(json.loads(shown.out)["rows"])
     assert "skipped" in shown.err
+
+
+@pytest.mark.parametrize(
+    "skips", ["raise unittest.SkipTest('no')", "pytest.skip('no')", "pytest.xfail('no')", "pytest.exit('no', 0)"]
+)
+def test_a_backend_that_skips_its_tests_fails(site, capsys, skips):
+    heavy = HEAVY.replace("return (num", f"{skips}\n        return (num")
+    site.plugin("skips", heavy=f"import unittest, pytest\n{heavy}")
+    assert main(["skips", "--json", "--examples", "1", "-k", "test_decode"]) == 1
+    failures = json.loads(capsys.readouterr().out)["failures"]
+    assert "what would skip the check or end the run" in failures[0]["reason"]
