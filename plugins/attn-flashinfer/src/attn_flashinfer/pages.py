@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,17 +38,34 @@ class Pages(NamedTuple):
 
 
 class _Memory:
-    """Memory of a read-only array, as NumPy takes it for one that may be written to."""
+    """int32[count] at an address, as NumPy takes memory that may be written to."""
 
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        interface = array.__array_interface__
-        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
-        self.kept = array
+    def __init__(self, address: int, count: int, kept: object) -> None:
+        self.__array_interface__ = {"version": 3, "shape": (count,), "typestr": "<i4", "data": (address, False)}
+        self.kept = kept
 
 
-def tensor_over(array: npt.NDArray[Any]) -> torch.Tensor:
-    """A host array as a tensor, without a copy. torch warns of read-only ones; a plan only reads."""
-    return torch.from_numpy(np.asarray(_Memory(array)))
+def tensor_over(array: npt.NDArray[np.int32]) -> torch.Tensor:
+    """A host array int32[n] as a tensor, without a copy. torch warns of read-only ones; a plan only reads."""
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    return torch.from_numpy(np.asarray(_Memory(_address(array), len(array), array)))
+
+
+def arena_tensor(array: npt.NDArray[np.int32]) -> torch.Tensor:
+    """The same of a step of the persistent builder, whose few addresses later steps have too."""
+    return _tensor_at(_address(array), len(array))
+
+
+@lru_cache(maxsize=512)  # to make one takes 7 us, three times a plan
+def _tensor_at(address: int, count: int) -> torch.Tensor:
+    """A tensor that does not keep its memory: it is asked for by an array that lies there."""
+    return torch.from_numpy(np.asarray(_Memory(address, count, None)))
+
+
+def _address(array: npt.NDArray[np.int32]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def pages_of(metadata: AttentionMetadata, block_size: int, num_blocks: int, from_host: FromHost) -> Pages:
@@ -60,9 +78,9 @@ def pages_of(metadata: AttentionMetadata, block_size: int, num_blocks: int, from
     if metadata.builder is not None:
         indices = metadata.page_buffer
         return Pages(
-            tensor_over(host.paged_kv_indptr),
-            tensor_over(host.paged_kv_last_page_len),
-            tensor_over(host.seq_lens),
+            arena_tensor(host.paged_kv_indptr),
+            arena_tensor(host.paged_kv_last_page_len),
+            arena_tensor(host.seq_lens),
             metadata.paged_kv_indices if indices is None else indices,
         )
     if not hasattr(host, "paged_kv_indptr"):
