@@ -25,7 +25,10 @@ class _Owner:
     __slots__ = ("__array_interface__", "_owned")
 
     def __init__(self, nbytes: int) -> None:
-        self._owned = np.zeros(nbytes, np.uint8)
+        try:
+            self._owned = np.zeros(nbytes, np.uint8)
+        except ValueError as error:  # more than an address can say
+            raise MemoryError(f"{nbytes} bytes of host memory") from error
         self.__array_interface__ = {**self._owned.__array_interface__, "strides": None}
 
 

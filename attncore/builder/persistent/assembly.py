@@ -216,6 +216,8 @@ class Assembly:
         """``metadata.replay(graph)``."""
         if not metadata.use_cuda_graph:
             raise CaptureError("replay: this step was built without a bucket; build(bucket=...) makes one for a graph")
+        if not hasattr(graph, "replay"):
+            raise TypeError(f"graph: {type(graph).__name__} has no replay(); give the graph that was captured")
         self.refuse_while_capturing("replay")
         if self.side is None:
             graph.replay()

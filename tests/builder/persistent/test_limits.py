@@ -284,3 +284,34 @@ def test_odd_arguments_name_themselves(kernels, call, message):
     builder = MetadataBuilder(batch, max_num_batched_tokens=16)
     with pytest.raises(TypeError, match=message):
         call(batch, builder)
+
+
+@pytest.mark.parametrize("depth", [2**20, 2**31 - 1])
+def test_more_memory_than_an_address_can_say_is_a_memory_error(kernels, depth):
+    batch = InputBatch(max_num_reqs=1, max_model_len=16, block_size=4, kernels=kernels)
+    with pytest.raises(MemoryError):
+        MetadataBuilder(batch, max_num_batched_tokens=2**31 - 1, depth=depth)
+
+
+def test_far_more_block_ids_than_there_is_room_for_are_not_read(kernels):
+    batch = InputBatch(max_num_reqs=1, max_model_len=16, block_size=4, kernels=kernels)
+
+    class Ids(list):
+        def __iter__(self):
+            raise AssertionError("read")
+
+        def __len__(self):
+            return 10**9
+
+    with pytest.raises(
+        ValueError, match=r"'a': 1000000000 block ids but room for 4 \(max_model_len 16, block_size 4\)"
+    ):
+        batch.add_request("a", range(10**9))
+    with pytest.raises(
+        AssertionError, match="read"
+    ):  # of the refusal, which names a bad id where one is among the first
+        batch.add_request("a", Ids())
+    with pytest.raises(
+        ValueError, match=r"block_ids: request 'a': range is not a sequence of block ids that can be read"
+    ):
+        batch.add_request("a", range(10**30))
