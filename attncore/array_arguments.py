@@ -126,7 +126,7 @@ def bad_block_ids(
         return TypeError, f"{quoted(ids)} is not a sequence of block ids"
     try:
         len(ids)
-        items = list(islice(ids, most))
+        items = list(ids if most is None else islice(ids, most))  # islice hides how many there are
     except UNREADABLE:
         return TypeError, f"{type(ids).__name__} is not a sequence of block ids that can be read"
     for index, item in enumerate(items):

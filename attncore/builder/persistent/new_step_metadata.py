@@ -52,7 +52,7 @@ def step_metadata(
         on_device = pages = buffer = None
         if device is not None:
             on_device = _arrays_of(device, index, group.cross, core.cross is not None)
-            if side is None:
+            if side is None and wrap is not read_only:
                 on_device = {name: wrap(array) for name, array in on_device.items()}
         if side is not None and on_device is not None:
             on_device["block_table"], pages = side.tables.tensors[index], partial(side.pages_of, index)

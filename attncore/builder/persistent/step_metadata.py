@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from attncore.builder.device.arena import Arrays
 from attncore.builder.device_slices import DeviceView
 from attncore.builder.fields import ACTUAL_COUNTS, COUNTS, DERIVED, Field
@@ -72,8 +74,9 @@ class StepMetadata(Reused, CommonAttentionMetadata):
                 value = self._wrapped(name)
             else:
                 value = self._of_host(name)
-            if self._wrap is not read_only:  # else its shape may be set, and the next step would have that
-                self.__dict__[name] = value
+            if self._wrap is read_only and isinstance(value, np.ndarray):
+                return read_only(value)  # not kept: its shape may be set, and the next step would have that
+            self.__dict__[name] = value
             return value
 
     def __dir__(self) -> list[str]:
