@@ -213,3 +213,13 @@ def test_page_counts_that_were_written_to_are_refused(kernels, wrong):
     metadata.paged_kv_indptr.copy_(torch.tensor(wrong, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"^metadata: paged_kv_indptr was written to"):
         metadata.paged_kv_indices  # noqa: B018
+
+
+def test_what_fill_gets_leads_to_no_memory_of_the_builder(kernels):
+    builder, given = MetadataBuilder(two_requests(kernels), max_num_batched_tokens=32), []
+    builder.register_field("extra", np.int32, "request", lambda metadata, out: given.append(out) or out.fill(3))
+    step = builder.build()
+    for array in bases(given[0]):
+        array[...] = 17
+    assert (step.extra.tolist(), step.query_start_loc.tolist()) == ([3, 3], [0, 1, 2])
+    assert builder.build().query_start_loc.tolist() == [0, 1, 2]

@@ -262,8 +262,10 @@ class Assembly:
         kernel.schedule_all(arguments.integer("query_len", query_len, 1))
         self._schedule(scheduled)
         self._check(shape)
+        core.moving = True
         moves, num_decodes, num_reqs = kernel.arrange()
         core.take_moves(moves)
+        core.moving = False
         if shape is None:
             shape = self.eager if self.side is None else self.shapes.eager(*self._tokens_of_step())
         self._poison_arena()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +12,12 @@ import numpy.typing as npt
 from attncore.builder.device.memory import zeros
 from attncore.builder.persistent.block_table import BlockTable
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
-from attncore.builder.persistent.request_rows import RequestRows
+from attncore.builder.persistent.request_rows import READS, RequestRows
 from attncore.errors import ConcurrentUseError
 from attncore.kernels import KernelsName, load_kernels
 
 Moves = tuple[tuple[int, int], ...]
+T = TypeVar("T")
 
 
 class BatchCore:
@@ -60,6 +61,8 @@ class BatchCore:
         """A weak reference to the builder whose device tables are kept in step with these."""
         self.overlap: Any = None
         """The follower's Overlap, where its steps overlap: it hears which requests leave or are preempted."""
+        self.moving = False
+        """Whether a build has moved rows whose order does not say so yet."""
         self._scratch = zeros(max_num_reqs, np.int32)
 
     @property
@@ -76,6 +79,21 @@ class BatchCore:
         if self.state.unfinished:
             with self.enter():
                 pass
+
+    def read(self, req_id: Hashable, of_row: Callable[[int], T]) -> T:
+        """What ``of_row`` reads of the request's row; ConcurrentUseError where another thread is inside the batch, and
+        for a signal's handler while a build moves rows: they would be another request's numbers.
+        """
+        self.settle()
+        order, state = self.order, self.state
+        for _ in range(READS):
+            state.check_reader()
+            changes = order.changes
+            read = of_row(order.row(req_id))
+            state.check_reader()
+            if order.changes == changes and not (self.moving and state.busy):
+                return read
+        raise ConcurrentUseError("batch: its rows move while it is read; read it before or after the call")
 
     def num_computed(self, row: int) -> int:
         return self.state.progress(row)[0]  # type: ignore[no-any-return]

@@ -66,6 +66,7 @@ class EngineFields:
     def fill(self, metadata: StepMetadata) -> None:
         """Writes the values of a step; elements that a field's ``fill`` leaves are 0."""
         for name, (_, fill) in self._fills.items():
-            out = own_array(metadata.host, name)
-            out[:] = 0
+            array = own_array(metadata.host, name)
+            out = np.zeros(array.shape, array.dtype)  # of the arena itself the base would be all of its memory
             fill(metadata, out)
+            array[...] = out

@@ -127,19 +127,19 @@ class InputBatch(Uncopied):
 
     def num_computed_tokens(self, req_id: Hashable) -> int:
         """Tokens of the request that are in the cache."""
-        return self._core.num_computed(self._order.row(req_id))
+        return self._core.read(req_id, self._core.num_computed)
 
     def encoder_seq_len(self, req_id: Hashable) -> int:
         """Encoder tokens of the request; 0: it has no encoder input."""
-        return self._core.encoder_len(self._order.row(req_id))
+        return self._core.read(req_id, self._core.encoder_len)
 
     def block_ids(self, req_id: Hashable) -> Any:
         """The blocks that the request holds, in order: list[int], or with groups a dict of such lists by group name.
 
         These are manager blocks; 0 where a window has passed.
         """
-        row = self._order.row(req_id)
-        return self._answer({name: table.held(row) for name, table in self._core.tables.items()})
+        tables = self._core.tables.items()
+        return self._answer(self._core.read(req_id, lambda row: {name: table.held(row) for name, table in tables}))
 
     def add_request(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 
 from attncore.errors import ConcurrentUseError
 
-_READS = 8
+READS = 8
 """How often the names are read at most, until no other caller has changed them meanwhile."""
 
 
@@ -21,7 +21,7 @@ class RequestRows:
         self.req_ids: list[Any] = []
         """The request of each row; None: an empty row."""
         self._row_of: dict[Hashable, int] | None = {}
-        self._changes = 0  # of ``req_ids``, counted behind each
+        self.changes = 0  # of ``req_ids``, counted behind each
         self.holes: set[int] = set()
         self.paused: set[int] = set()
 
@@ -32,12 +32,12 @@ class RequestRows:
         That code, a signal's handler or another thread may remove a request while the names are read: what was read
         is kept only where nothing has changed since. Inside a call that has entered the batch, nothing does.
         """
-        for _ in range(_READS):
+        for _ in range(READS):
             if (known := self._row_of) is not None:
                 return known
-            changes = self._changes
+            changes = self.changes
             read = {req_id: row for row, req_id in enumerate(self.req_ids) if req_id is not None}
-            if self._changes == changes and self._row_of is None:
+            if self.changes == changes and self._row_of is None:
                 self._row_of = read
         raise ConcurrentUseError(
             "batch: its requests change while they are looked up; use it from one thread at a time"
@@ -92,7 +92,7 @@ class RequestRows:
         else:
             self.req_ids[row] = req_id
             self.holes.discard(row)
-        self._changes += 1
+        self.changes += 1
         self.row_of[req_id] = row
 
     def remove(self, req_id: Hashable, row: int) -> None:
@@ -101,7 +101,7 @@ class RequestRows:
         self.holes.add(row)
         self.paused.discard(row)
         self.drop_last_holes()
-        self._changes += 1
+        self.changes += 1
         row_of, self._row_of = self._row_of, None
         if row_of is not None:
             row_of.pop(req_id, None)
@@ -118,7 +118,7 @@ class RequestRows:
         ids = self.req_ids
         for i, j in moves:
             ids[i], ids[j] = ids[j], ids[i]
-            self._changes += 1
+            self.changes += 1
             for rows in (self.holes, self.paused):
                 if (i in rows) != (j in rows):
                     rows.symmetric_difference_update((i, j))
@@ -140,6 +140,6 @@ class RequestRows:
         """
         while self.req_ids and self.req_ids[-1] is None:
             self.req_ids.pop()
-        self._changes += 1
+        self.changes += 1
         self._row_of = None
         self.holes = {row for row, req_id in enumerate(self.req_ids) if req_id is None}

@@ -59,6 +59,11 @@ cdef class Entrance:
         stay.entrance, stay.inside = self, True
         return stay
 
+    def check_reader(self):
+        """Raises what ``refused`` makes where another thread is inside; the caller's own may read."""
+        if self.state == INSIDE and self.forks == num_forks and self.thread != PyThread_get_thread_ident():
+            raise self.refused()
+
     def roll_back(self):
         """Undoes what this caller has changed so far."""
         while PyList_GET_SIZE(self.undo):

@@ -32,6 +32,11 @@ class Entrance:
         self.inside = stay  # nothing is called since the comparison, so that no other thread comes between
         return stay
 
+    def check_reader(self) -> None:
+        stay = self.inside
+        if stay is not None and stay.thread != threading.get_ident() and stay.lasts():
+            raise self.refused()
+
     def roll_back(self) -> None:
         while self.undo:
             function, *args = self.undo[-1]

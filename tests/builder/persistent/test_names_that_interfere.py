@@ -68,7 +68,7 @@ def test_rows_that_change_places_while_the_names_are_read(batch):
 
 def test_names_that_change_the_batch_each_time_are_refused(batch):
     def change():
-        batch._core.order._changes += 1
+        batch._core.order.changes += 1
         Name.then = change
 
     Name.then = change
