@@ -156,7 +156,7 @@ class GraphBuffers:
             targets |= {name: out[name] for name in (*_PADDED_ENCODER, "cross_block_table")}
         if self.has_pages:
             targets |= {name: out[name] for name in _PADDED_PAGES}
-            targets["paged_kv_indices"] = out["paged_kv_indices"][: len(step.paged_kv_indices)]
+            targets["paged_kv_indices"] = out["paged_kv_indices"][: max(step.paged_kv_indptr[-1:], default=0)]
         sources = vars(step)
         for name, target in targets.items():
             found = getattr(sources.get(name), "shape", None)
@@ -169,7 +169,8 @@ class GraphBuffers:
 
     def write(self, step: Any, bucket: int, copies: list[tuple[Any, Any]]) -> HostArrays:
         """Writes a step, of which ``copies`` tells the arrays, and sends it; returns the same arrays on the host."""
-        arena, num_pages = self._acquire(), len(step.paged_kv_indices) if self.has_pages else 0
+        arena = self._arenas[self._next]  # which ``copies`` has waited for
+        num_pages = len(step.paged_kv_indices) if self.has_pages else 0
         arena.num_pages = max(arena.num_pages, num_pages)  # before: an interrupted step leaves some of them
         for target, source in copies:
             target[...] = source

@@ -96,7 +96,7 @@ def test_a_step_of_other_shapes_is_not_prepared_and_changes_no_buffer(name, leng
     before = fields(captured)
     second = builder.build(decodes([(3, [7]), (7, [8, 9])]), 2)
     setattr(second.host, name, np.zeros((length, 2) if name == "block_table" else length, np.int64))
-    with pytest.raises(ValueError, match=r"^metadata: its "):
+    with pytest.raises(ValueError, match=r"^metadata: (a|its) "):
         state.prepare(second)
     assert fields(captured) == before
     state.begin_forward(first)

@@ -252,9 +252,9 @@ def test_needs_block_asks_one_group_or_all(kernels):
 def test_memory_is_that_of_every_groups_table(kernels):
     one = batch_of(kernels, FULL)
     two = batch_of(kernels, FULL, KVCacheGroup("large", 16, kernel_block_size=2))
-    assert two.nbytes - one.nbytes == two.core.tables["large"].nbytes
-    assert two.core.tables["large"].nbytes >= 4 * 4 * (24 + 4)
-    owners = (two.core, *two.core.tables.values())
+    assert two.nbytes - one.nbytes == two._core.tables["large"].nbytes
+    assert two._core.tables["large"].nbytes >= 4 * 4 * (24 + 4)
+    owners = (two._core, *two._core.tables.values())
     owned = {id(a): a.nbytes for owner in owners for a in vars(owner).values() if isinstance(a, np.ndarray)}
     assert two.nbytes == sum(owned.values())
 
