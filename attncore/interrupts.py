@@ -37,19 +37,27 @@ def _raise_again_what_is_swallowed() -> None:
     """Has an interrupt that arrives in a callback, such as importlib's on a lock that is freed, end the command too.
 
     Python prints what a callback raises and goes on. A signal that ends a command otherwise is lost in the same way.
+    Until then SIGALRM keeps its default: one from outside ends the process, as it ends any other.
     """
-    lost: list[BaseException] = []
 
     def swallowed(unraisable: sys.UnraisableHookArgs) -> None:
-        if isinstance(unraisable.exc_value, KeyboardInterrupt):
-            lost[:] = [unraisable.exc_value.with_traceback(None)]
-            signal.setitimer(signal.ITIMER_REAL, _SOON)
-        else:
+        error = unraisable.exc_value
+        if not isinstance(error, KeyboardInterrupt):
             sys.__unraisablehook__(unraisable)
+            return
+        lost = error.with_traceback(None)
 
-    def again(number: int, frame: FrameType | None) -> NoReturn:
-        raise lost[-1]
+        def again(number: int, frame: FrameType | None) -> NoReturn:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # set again by a second one meanwhile: it would end the process
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            raise lost
+
+        try:
+            signal.signal(signal.SIGALRM, again)
+        except ValueError:  # another thread's, which no signal has interrupted
+            sys.__unraisablehook__(unraisable)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, _SOON)
 
     if hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
-        signal.signal(signal.SIGALRM, again)
         sys.unraisablehook = swallowed

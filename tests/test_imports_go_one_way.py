@@ -24,7 +24,7 @@ LAYERS = {
         "command",
         "arguments chart_page how_to_install input_files kept_files search_path standard_output terminal interrupts "
         "vocabulary env errors show",
-        "frozen_map step_arrays did_you_mean _version",
+        "frozen_map step_arrays did_you_mean logged _version",
         "quoted",
     ),
     "builder": (

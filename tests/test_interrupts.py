@@ -53,6 +53,17 @@ def test_an_interrupt_in_a_callback_is_not_lost(name, command, code):
     assert run(SWALLOWED.format(name=name, command=command)) == (code, "", "")
 
 
+def test_an_alarm_from_outside_ends_the_process_as_any_other():
+    alarm = "os.kill(os.getpid(), signal.SIGALRM)"
+    assert run(f"as_program(lambda: lambda: {alarm})") == (-signal.SIGALRM, "", "")
+
+
+def test_after_an_interrupt_that_was_lost_an_alarm_is_one_from_outside_again():
+    program = "def caught():\n    try: command()\n    except KeyboardInterrupt: os.kill(os.getpid(), signal.SIGALRM)\n"
+    program = SWALLOWED.format(name="INT", command="caught").replace("def prepared_command", f"{program}def unused")
+    assert run(program) == (-signal.SIGALRM, "", "")
+
+
 def test_what_else_a_callback_raises_is_printed():
     program = "import weakref; a = type('A', (), {})(); r = weakref.ref(a, lambda _: 1 / 0); "
     code, out, err = run(f"{program}as_program(lambda: lambda: 0); del a")

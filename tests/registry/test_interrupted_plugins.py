@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from interrupted_calls import AtOpcode
+from planting import SPEC
 from process_changes import settings
 
 import attncore
@@ -101,3 +102,35 @@ def run(program, **environ):
 def test_alarms():
     done = run(ALARMS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "400 True\n", "")
+
+
+SWALLOWS = """
+import os, signal, time
+class Slow:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{signal})
+        time.sleep(30)
+try:
+    Slow()
+    {after}
+except BaseException:
+    pass
+"""
+
+
+@pytest.mark.parametrize("after", ["pass", "time.sleep(30)"], ids=["at its end", "before it hangs"])
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_in_an_object_of_a_plugin_s_that_goes_away_is_not_lost(site, name, code, after):
+    """Python prints what ``__del__`` raises, and goes on."""
+    source = SWALLOWS.format(signal=name, after=after)
+    site.plugin("aaa", source + SPEC.format(name="aaa", module="attn_aaa", extra=""))
+    done = run("import sys; sys.argv[1:] = ['list']; import runpy; runpy.run_module('attncore', run_name='__main__')")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert "Traceback" not in done.stderr
+
+
+def test_without_the_command_it_is_raised_too(site):
+    source = SWALLOWS.format(signal="SIGINT", after="pass")
+    site.plugin("aaa", source + SPEC.format(name="aaa", module="attn_aaa", extra=""))
+    done = run("import attncore\ntry: attncore.backends()\nexcept KeyboardInterrupt as e: print(e.__notes__)")
+    assert done.stdout == "['while aaa (attn-aaa 1.0) was loaded']\n"

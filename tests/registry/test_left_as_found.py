@@ -142,7 +142,7 @@ def test_a_function_that_traces_is_taken_away(site):
     assert found is before
 
 
-def test_a_logging_handler_that_raises_stops_no_other_plugin(site):
+def test_a_logging_handler_that_raises_stops_no_other_plugin(site, monkeypatch):
     source = """
 import logging
 class Raises(logging.Handler):
@@ -150,13 +150,30 @@ class Raises(logging.Handler):
 logging.getLogger("attncore").addHandler(Raises())
 logging.getLogger("attncore").setLevel(logging.DEBUG)
 """
+
+    class Fails:
+        def find_spec(self, name, path, target=None):
+            return None
+
+        def find_distributions(self, context):
+            raise RuntimeError("no index")
+
+    monkeypatch.setattr(sys, "meta_path", [Fails(), *sys.meta_path])  # which is a warning each time
     site.plugin("aaa", source + SPEC.format(name="aaa", module="attn_aaa", extra=""))
     site.plugin("bbb", "raise RuntimeError('broken')")
     logger = logging.getLogger("attncore")
     before, level = list(logger.handlers), logger.level
     try:
         states = {one.name: one.state for one in attncore.backends()}
+        load.forget()
+        chosen = attncore.select(**ASKED).name
     finally:
         logger.handlers[:] = before
         logger.setLevel(level)
-    assert (states["aaa"], states["bbb"]) == ("loaded", "broken")
+    assert (states["aaa"], states["bbb"], chosen) == ("loaded", "broken", "aaa")
+
+
+def test_a_line_of_the_log_has_the_place_that_it_is_of(site, caplog):
+    caplog.set_level(logging.INFO, "attncore")
+    attncore.select(**ASKED)
+    assert [one.module for one in caplog.records if " because " in one.message] == ["select"]

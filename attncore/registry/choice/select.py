@@ -11,6 +11,7 @@ from typing import Unpack
 
 from attncore.did_you_mean import close_name
 from attncore.errors import FallbackWarning, NoBackendError
+from attncore.logged import logged
 from attncore.registry.choice.candidates import Candidate
 from attncore.registry.choice.choice import Choice, choose
 from attncore.registry.choice.explain import explain
@@ -75,11 +76,12 @@ def _tell(negotiation: Negotiation, phase: str = "") -> None:
     chosen, named = negotiation.chosen, negotiation.fell_back_from
     if chosen is not None:
         used = f"using {chosen.label}{f' for {phase}' if phase else ''} on {negotiation.host.device}"
-        logger.log(logging.WARNING if named else logging.INFO, "%s because %s", used, _because(negotiation, chosen))
+        level = logging.WARNING if named else logging.INFO
+        logged(logger, level, "%s because %s", used, _because(negotiation, chosen))
     for candidate in negotiation.rejected:
         level = logging.WARNING if _excludes_in_vain(candidate, negotiation) else logging.DEBUG
         for reason in candidate.reasons:
-            logger.log(level, "%s: %s", candidate.label, reason)
+            logged(logger, level, "%s: %s", candidate.label, reason)
     if chosen is not None and named:
         why = next((f": {one.reasons[0]}" for one in negotiation.rejected if one.name == named and one.reasons), "")
         warnings.warn(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attncore import env
+from attncore.logged import logged
 from attncore.quoted import describe_error, listed, one_line, quoted, type_name
 from attncore.registry.package_requirements import canonical_name
 from attncore.registry.plugins.known_backends import KNOWN
@@ -77,9 +78,8 @@ def _distributions() -> Iterable[importlib.metadata.Distribution]:
         try:
             yield from find(importlib.metadata.DistributionFinder.Context()) if find is not None else ()
         except Exception as error:
-            logger.warning(
-                "distributions of %s in sys.meta_path cannot be listed: %s", type_name(finder), describe_error(error)
-            )
+            words = "distributions of %s in sys.meta_path cannot be listed: %s"
+            logged(logger, logging.WARNING, words, type_name(finder), describe_error(error))
 
 
 class _Installed(NamedTuple):
@@ -133,7 +133,8 @@ def _unreadable(
     except OSError:
         text = ""
     if GROUP not in text:
-        logger.warning("%s is skipped, its metadata is unreadable: %s", name, describe_error(error))
+        words = "%s is skipped, its metadata is unreadable: %s"
+        logged(logger, logging.WARNING, words, name, describe_error(error))
         return []
     section = text.partition(f"[{GROUP}]")[2].partition("\n[")[0]
     names = dict.fromkeys(re.findall(rf"(?m)^[ \t]*({env.NAME.pattern})[ \t]*=", section)) or {"?": None}

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from attncore.logged import logged
 from attncore.quoted import describe_error, quoted, type_name
 
 _ABSENT = "attncore_asks_for_no_such_module"
@@ -44,6 +45,7 @@ class Process:
         self._finders, self._known = sys.meta_path, list(sys.meta_path)
         self._limit, self._environ, self._variables = sys.getrecursionlimit(), os.environ, _variables(os.environ)
         self._traced, self._profiled, self._unraisable = sys.gettrace(), sys.getprofile(), sys.unraisablehook
+        self._lost: list[KeyboardInterrupt] = []
         try:
             self._folder: str | None = os.getcwd()
         except OSError:  # it was deleted
@@ -51,7 +53,7 @@ class Process:
 
     def begin(self) -> None:
         """Before code of the plugin runs."""
-        sys.unraisablehook = _unraisable
+        sys.unraisablehook = self._swallowed
         os._exit = exit_refused()
 
     def idle_timers(self) -> tuple[int, ...]:
@@ -59,7 +61,7 @@ class Process:
         return self._signals.idle
 
     def restore(self) -> None:
-        """As they were found; an interrupt is raised."""
+        """As they were found; an interrupt is raised, also one that an object of the plugin's has swallowed."""
         if os.getpid() != self._pid:
             self._exit(1)  # two of us would print
         sys.setrecursionlimit(self._limit)  # what follows calls functions
@@ -81,6 +83,20 @@ class Process:
         if self._folder is not None:
             with contextlib.suppress(OSError):
                 os.chdir(self._folder)
+        if self._lost:
+            lost, self._lost = self._lost[-1], []
+            raise lost
+
+    def _swallowed(self, told: sys.UnraisableHookArgs) -> None:
+        """An error of a plugin's object that goes away, such as a generator that does not end when it is closed.
+
+        An interrupt is the user's: the hook of before is told, which may raise it again, and ``restore`` raises it.
+        """
+        if isinstance(told.exc_value, KeyboardInterrupt):
+            self._lost.append(told.exc_value.with_traceback(None))
+            self._unraisable(told)
+        else:
+            logged(logger, logging.DEBUG, "%s: %s", type_name(told.object), type_name(told.exc_value))
 
 
 def exit_refused(in_a_thread: Callable[[int], None] = lambda status: None) -> Any:
@@ -117,12 +133,6 @@ class _WarningFilters:
         warnings.filters = self.filters
         with warnings.catch_warnings():  # which lets warnings know
             pass
-
-
-def _unraisable(told: sys.UnraisableHookArgs) -> None:
-    """An error of a plugin's object that goes away, such as a generator that does not end when it is closed."""
-    with contextlib.suppress(BaseException):
-        logger.debug("%s: %s", type_name(told.object), type_name(told.exc_value))
 
 
 class _SearchSettings:
@@ -206,8 +216,7 @@ def _working(finders: list[Any], known: list[Any], plugin: str) -> list[Any]:
             raise
         except BaseException as error:
             words = "%s adds %s to sys.meta_path, which is taken out again, because it fails: %s"
-            with contextlib.suppress(Exception):  # of a handler that a plugin has added
-                logger.warning(words, plugin, type_name(finder), describe_error(error))
+            logged(logger, logging.WARNING, words, plugin, type_name(finder), describe_error(error))
         else:
             working.append(finder)
     return working

@@ -6,7 +6,6 @@ hangs the caller; `attncore doctor` loads each in a child process instead.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from attncore import env
 from attncore._version import __version__
 from attncore.did_you_mean import close_name
 from attncore.errors import PluginError
+from attncore.logged import logged
 from attncore.quoted import describe_error, json_value, one_line, type_name
 from attncore.registry import package_requirements
 from attncore.registry.plugins import discover
@@ -155,8 +155,7 @@ def _failed(record: PluginRecord, error: BaseException) -> PluginRecord:
             source=record.label,
             fix=f"update {record.distribution}, or report it to its authors",
         )
-    with contextlib.suppress(Exception):  # of a handler that a plugin has added
-        logger.debug("plugin %s (%s) is %s", record.name, record.label, reason.code, exc_info=error)
+    logged(logger, logging.DEBUG, "plugin %s (%s) is %s", record.name, record.label, reason.code, error=error)
     return replace(record, state=reason.code, reasons=(reason,), error=error)
 
 
