@@ -88,8 +88,8 @@ def dense_attention(
     slopes = _per_head("alibi_slopes", alibi_slopes, num_heads)
     sink_logits = _per_head("sinks", sinks, num_heads)
 
-    key_position = torch.arange(num_keys, device=query.device)
-    query_position = torch.arange(num_keys - num_queries, num_keys, device=query.device).unsqueeze(1)
+    key_position = torch.arange(num_keys, dtype=torch.int64, device=query.device)
+    query_position = torch.arange(num_keys - num_queries, num_keys, dtype=torch.int64, device=query.device).unsqueeze(1)
     hidden = torch.zeros(num_queries, num_keys, dtype=torch.bool, device=query.device)
     if causal:
         hidden |= key_position > query_position
@@ -103,7 +103,7 @@ def dense_attention(
         if logits_soft_cap is not None:
             score = logits_soft_cap * torch.tanh(score / logits_soft_cap)
         if slopes is not None:
-            score = score - slopes[head] * (key_position - query_position).abs()
+            score = score - slopes[head] * (key_position - query_position).abs().float()
         score = score.masked_fill(hidden, -torch.inf)
         lse = torch.logsumexp(score, dim=1)
         if sink_logits is not None:

@@ -231,7 +231,7 @@ class AttentionBackend(FirstGenerationNames, ABC):
         """Copy blocks from one cache to another, perhaps on another device: ``src_to_dst`` is (n, 2) of block ids."""
         import torch
 
-        pairs = torch.as_tensor(src_to_dst, dtype=torch.int64).reshape(-1, 2)
+        pairs = torch.as_tensor(src_to_dst, dtype=torch.int64, device=src_kv_cache.device).reshape(-1, 2)
         axis = self.kv_cache_block_axis()
         if src_kv_cache.element_size() == 1:  # torch indexes no fp8
             src_kv_cache, dst_kv_cache = src_kv_cache.view(torch.uint8), dst_kv_cache.view(torch.uint8)

@@ -69,7 +69,7 @@ class Paged(NamedTuple):
 
     def cached(self, row: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens ``start:end`` of table row ``row``, float32."""
-        position = torch.arange(start, end, device=self.query.device)
+        position = torch.arange(start, end, dtype=torch.int64, device=self.query.device)
         return self.gather(_slots(self.block_table[row], position, self.key_cache.shape[1]))
 
     def fresh(self, start: int, end: int) -> tuple[Tensor, Tensor]:
@@ -174,8 +174,8 @@ def over_keys(
             step.query[some].float().unsqueeze(0),
             key[seen].unsqueeze(0),
             value[seen].unsqueeze(0),
-            torch.arange(places.start, places.stop, device=key.device).unsqueeze(0),
-            torch.arange(low, high, device=key.device).unsqueeze(0),
+            torch.arange(places.start, places.stop, dtype=torch.int64, device=key.device).unsqueeze(0),
+            torch.arange(low, high, dtype=torch.int64, device=key.device).unsqueeze(0),
             scoring,
         )
         answer.put(some, result[0], None if lse is None else lse[0])
@@ -253,15 +253,15 @@ def _many_requests(
 def _batch(step: Paged, scoring: Scoring, answer: Answer, packed: Tensor, width: int, num_queries: int) -> None:
     device = step.query.device
     rows, starts, contexts, first = packed.to(device, non_blocking=True).unsqueeze(2).unbind()
-    ahead = torch.arange(num_queries, device=device)
-    key_position = first + torch.arange(width, device=device)
+    ahead = torch.arange(num_queries, dtype=torch.int64, device=device)
+    key_position = first + torch.arange(width, dtype=torch.int64, device=device)
     table = step.block_table[rows.squeeze(1)]
     readable = torch.where(key_position < contexts, key_position, contexts + num_queries - 1)
     key, value = step.gather(_slots(table, readable, step.key_cache.shape[1]))
     tokens = starts + ahead
     query_position = contexts + ahead
     if num_queries > 1:  # the step's own keys are taken as they came: a window may have masked the slots of some
-        line = torch.arange(len(rows), device=device).unsqueeze(1)
+        line = torch.arange(len(rows), dtype=torch.int64, device=device).unsqueeze(1)
         key[line, query_position - first] = step.key[tokens].to(step.key_cache.dtype).float()
         value[line, query_position - first] = step.value[tokens].to(step.value_cache.dtype).float()
     answer.put(tokens, *attend(step.query[tokens].float(), key, value, query_position, key_position, scoring))

@@ -42,12 +42,12 @@ def per_head(name: str, values: Sequence[float] | Tensor | None, config: Backend
     """One float32 number for each query head, as ``(num_kv_heads, heads a kv head)`` on the configuration's device."""
     if values is None:
         return None
-    found = torch.as_tensor(values, dtype=torch.float32)
+    found = torch.as_tensor(values, dtype=torch.float32, device=config.device)
     if found.shape != (config.num_heads,):
         raise ValueError(
             f"{name}: shape {tuple(found.shape)} found; give one number for each of the {config.num_heads} heads"
         )
-    return found.to(config.device).view(config.num_kv_heads, -1)
+    return found.view(config.num_kv_heads, -1)
 
 
 def check_host(attn_type: AttentionType, host: HostArrays) -> None:

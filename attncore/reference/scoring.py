@@ -66,7 +66,7 @@ def attend(
 def fused(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scoring: Scoring) -> Tensor:
     """``attend`` by torch's scaled_dot_product_attention."""
     group = query.shape[2] // key.shape[2]
-    mask = torch.zeros(hidden.shape, device=query.device).masked_fill_(hidden, -torch.inf)
+    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
     result = scaled_dot_product_attention(
         _fold(query, key.shape[2]),
         key.transpose(1, 2),

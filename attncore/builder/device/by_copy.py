@@ -86,7 +86,7 @@ class CopyTransport:
         self._readers = Readers(self.device, len(ring.memory))
         self.sent = -1
         """The last step that was sent."""
-        self._receipt = torch.full((1,), -1, dtype=torch.int64, pin_memory=self._cuda)
+        self._receipt = torch.full((1,), -1, dtype=torch.int64, device="cpu", pin_memory=self._cuda)
         states = [table.state for table in self.tables.host]
         self._sender = self.tables.host[0].kernels.StepSender(
             ring.addresses(), states, ring.journal_entries, self._receipt.numpy()

@@ -53,7 +53,7 @@ def pinned_bytes(nbytes: int, device: str, lower: str) -> npt.NDArray[np.uint8]:
     import torch
 
     try:
-        memory = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=device.startswith("cuda"))
+        memory = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=device.startswith("cuda"))
     except RuntimeError as error:
         raise MemoryError(f"arenas: no {nbytes} bytes of pinned host memory ({error}); lower {lower}") from error
     array: npt.NDArray[np.uint8] = memory.numpy()

@@ -77,7 +77,7 @@ class DeviceTables:
         """
         for index, host in enumerate(self.host):
             while True:
-                entries = torch.empty(2 * SURPLUS_ENTRIES, dtype=torch.int32, pin_memory=self._cuda)
+                entries = torch.empty(2 * SURPLUS_ENTRIES, dtype=torch.int32, device="cpu", pin_memory=self._cuda)
                 count = host.state.journal(num_rows, entries.numpy())
                 if count == 0:
                     break
