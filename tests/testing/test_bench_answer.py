@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 
 from attncore.testing.bench import run as runs
-from attncore.testing.bench.answer import FIGURES, SETTINGS, read_pass
+from attncore.testing.bench.answer import DONE, FIGURES, SETTINGS, read_pass
 from attncore.testing.bench.run import PassError, Question, measure
 
 ROW = {"step": "decode of 1", "part": "plan", **dict.fromkeys(FIGURES, 1e-6)}
 CONFIG = {"config": dict.fromkeys(SETTINGS, 1)}
-PHASE = {"phase": "while it was tried"}
+PHASE, END = {"phase": "while it was tried"}, {"phase": DONE}
 
 
 def test_a_good_answer_is_read():
     alone = {**ROW, "part": "build", "to_reference": None}
-    found = read_pass([PHASE, CONFIG, {"row": ROW}, {"row": alone}, {"unsupported": {"a step": "no\nkernel"}}], "")
+    found = read_pass([PHASE, CONFIG, {"row": ROW}, {"row": alone}, {"unsupported": {"a step": "no\nkernel"}}, END], "")
     assert found.rows.keys() == {("decode of 1", "plan"), ("decode of 1", "build")}
     assert found.config == CONFIG["config"]
     assert found.unsupported == {"a step": "no kernel"}
@@ -38,9 +38,20 @@ def test_an_answer_that_cannot_be_meant_is_one_line(line):
 
 def test_figures_without_what_they_are_of_or_given_twice_are_refused():
     with pytest.raises(ValueError, match="did not say what it timed"):
-        read_pass([{"row": ROW}], "")
+        read_pass([{"row": ROW}, END], "")
     with pytest.raises(ValueError, match="cannot be meant"):
         read_pass([CONFIG, {"row": ROW}, {"row": ROW}], "")
+
+
+def test_an_answer_that_breaks_off_is_none():
+    with pytest.raises(ValueError, match=r"^the process ended without an answer while it was tried$"):
+        read_pass([CONFIG, {"row": ROW}, PHASE], "")
+    with pytest.raises(ValueError, match=r"^its process timed nothing$"):
+        read_pass([PHASE, END], "")
+
+
+def test_a_reason_is_never_empty():
+    assert read_pass([{"unsupported": {"a step": ""}}, END], "").unsupported == {"a step": "no reason is given"}
 
 
 def test_how_it_failed_is_short_and_printable():
@@ -76,7 +87,7 @@ def test_passes_of_other_rows_are_refused(monkeypatch):
 
     def child(arguments, timeout):
         row = {**ROW, **dict.fromkeys(FIGURES, 1.0), "part": next(parts), "to_reference": None}
-        Path(arguments[-1]).write_text(f"{json.dumps(CONFIG)}\n{json.dumps({'row': row})}\n")
+        Path(arguments[-1]).write_text(f"{json.dumps(CONFIG)}\n{json.dumps({'row': row})}\n{json.dumps(END)}\n")
         return ""
 
     monkeypatch.setattr(runs, "run_in_child", child)

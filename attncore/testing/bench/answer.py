@@ -16,6 +16,9 @@ SETTINGS = (
 )  # fmt: skip
 """What is said of the backend that was timed."""
 
+DONE = "done"
+"""The phase after the last row: a process that a backend has ended before says no such thing."""
+
 
 @dataclass
 class Answer:
@@ -41,8 +44,12 @@ def read_pass(lines: Sequence[dict[str, Any]], ended: str) -> Answer:
             failed = failed or "its process gave an answer that cannot be meant"
     if failed or ended:
         raise ValueError(f"{failed or ended} {phase}")
+    if phase != DONE:
+        raise ValueError(f"the process ended without an answer {phase}")
+    if not answer.rows and not answer.unsupported:
+        raise ValueError("its process timed nothing")
     if answer.rows and not answer.config:
-        raise ValueError(f"its process did not say what it timed {phase}")
+        raise ValueError(f"its process did not say what it timed")
     return answer
 
 
@@ -53,7 +60,7 @@ def _add(answer: Answer, line: dict[str, Any]) -> None:
             raise ValueError
         answer.config = {name: _short(value) for name, value in config.items()}
     for step, reason in line.get("unsupported", {}).items():
-        answer.unsupported[one_line(step, MOST)] = one_line(reason, MAX_PART)
+        answer.unsupported[one_line(step, MOST)] = one_line(reason, MAX_PART) or "no reason is given"
     if "row" in line:
         row = line["row"]
         key = (one_line(row["step"], MOST), one_line(row["part"], MOST))

@@ -17,7 +17,7 @@ import torch
 
 from attncore.errors import AttncoreError
 from attncore.quoted import describe_error
-from attncore.testing.bench.answer import SETTINGS
+from attncore.testing.bench.answer import DONE, SETTINGS
 from attncore.testing.bench.turns import Call, device_yardstick, host_yardstick, in_turns
 from attncore.testing.engines.timed_steps import REQUEST, SAVED, SHAPES, Timed
 from attncore.testing.harness.errors import UnsupportedError
@@ -35,6 +35,7 @@ def main(question: str, answer: str) -> None:
         try:
             for facts in _facts(asked):
                 _tell(file, facts)
+            _tell(file, {"phase": DONE})
         except (Exception, SystemExit) as error:
             _tell(file, {"failed": describe_error(error)})
 
