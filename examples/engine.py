@@ -55,6 +55,8 @@ class Engine:
         max_model_len: int | None = None, graph_sizes: tuple[int, ...] | None = None, seed: int = 0, threads: int = 1,
         tokenizer: Any = None, **wanted: Any,
     ) -> None:  # fmt: skip
+        if operator.index(threads) < 1:
+            raise ValueError(f"threads: {threads} is below 1; torch needs one at least")
         self.model, self.device, self.tokenizer, self.threads = model.eval(), str(model.device), tokenizer, threads
         if graph_sizes is None:
             graph_sizes = (1, 2, 4, *range(8, max_num_reqs + 8, 8)) if self.device.startswith("cuda") else ()
@@ -104,8 +106,8 @@ class Engine:
         longest = len(prompt) + operator.index(max_new_tokens)
         if not prompt or max_new_tokens < 1:
             raise ValueError(f"prompt: {len(prompt)} tokens, max_new_tokens: {max_new_tokens}; give at least one each")
-        if not 0 <= temperature < float("inf"):
-            raise ValueError(f"temperature: {temperature}; give 0 for greedy decoding, or a positive number")
+        if not 0 <= temperature <= float(np.finfo(np.float32).max):  # which it is sent to the device as
+            raise ValueError(f"temperature: {temperature}; give 0 for greedy decoding, or a positive float32")
         if longest > self.max_model_len:
             raise ValueError(f"prompt: {longest} tokens with max_new_tokens exceed max_model_len {self.max_model_len}")
         if -(-longest // self.block_size) > self.pool.num_blocks - 1:

@@ -289,4 +289,5 @@ def test_whatever_the_doctor_hook_answers(site, capsys, hook, text):
     row = rows(report)["odd"]
     assert (code, row["state"]) == ((1, "broken") if text else (0, "loaded"))
     assert text in "".join(reason["message"] for reason in row["reasons"])
-    assert len(row["facts"]) <= 1000
+    assert len(row["facts"]) <= 64
+    assert max(map(len, row["facts"].values()), default=0) <= 200

@@ -49,12 +49,24 @@ def test_a_prompt_that_the_model_has_no_words_for(engine, prompt, message):
 
 
 def test_other_fields_of_a_request(engine):
-    for field, value in (("stop", (128,)), ("stop", ("a",)), ("temperature", float("nan")), ("temperature", -1)):
+    for field, value in (
+        ("stop", (128,)),
+        ("stop", ("a",)),
+        ("temperature", float("nan")),
+        ("temperature", -1),
+        ("temperature", 1e300),
+    ):
         with pytest.raises((ValueError, TypeError), match=f"^{field}: "):
             engine.add_request([1], 3, **{field: value})
     with pytest.raises(TypeError):
         engine.add_request([1], 2.5)
     assert engine.complete([np.array([3, 4], np.int16)], np.int8(4)) == [greedy(engine.model, [3, 4], 4)]
+
+
+@pytest.mark.parametrize("threads", [0, -1])
+def test_threads_that_torch_cannot_have(threads):
+    with pytest.raises(ValueError, match=f"^threads: {threads} is below 1"):
+        Engine(decoder("llama"), threads=threads)
 
 
 def failing(engine, monkeypatch, fails):

@@ -18,6 +18,7 @@ from attncore.integrations.transformers import (  # noqa: E402
     paged_caches,
     select_for_model,
 )
+from attncore.integrations.transformers.attention_interface import using_attncore  # noqa: E402
 
 BLOCK = 8
 
@@ -240,3 +241,29 @@ def test_a_decoder_whose_positions_begin_behind_the_padding_token_is_refused():
     model = transformers.RobertaForCausalLM(transformers.RobertaConfig(is_decoder=True, **shape)).eval()
     with pytest.raises(ValueError, match=r"RobertaForCausalLM counts positions from 2, .* padding_idx \+ 1"):
         attention_layers(model)
+
+
+def test_the_models_in_a_model_have_their_implementations_afterwards():
+    parts = {
+        "text_config": transformers.LlamaConfig(**SHAPE),
+        "vision_config": transformers.CLIPVisionConfig(
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=28,
+            patch_size=14,
+        ),
+    }
+    model = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(**parts)).eval()
+    found = {"text_config": "eager", "vision_config": "sdpa"}
+    model.set_attn_implementation(found)
+
+    def now():
+        return [model.config._attn_implementation, *(getattr(model.config, n)._attn_implementation for n in found)]
+
+    before = now()
+    with using_attncore(model):
+        assert set(now()) == {"attncore"}
+    assert now() == before
+    assert before[1:] == ["eager", "sdpa"]

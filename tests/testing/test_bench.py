@@ -254,7 +254,7 @@ def test_a_backend_that_fails_is_said_to_with_where(site, forward, said):
 
 def test_steps_that_are_not_there_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"^--steps: .* cannot be read"):
-        dataclasses.replace(Question("acme", ""), steps=tmp_path / "none").as_json()
+        dataclasses.replace(Question("acme", ""), steps=tmp_path / "none").as_json(tmp_path / "copy")
 
 
 def test_steps_are_a_file_of_a_limited_size(tmp_path, monkeypatch):
@@ -267,7 +267,7 @@ def test_steps_are_a_file_of_a_limited_size(tmp_path, monkeypatch):
         (tmp_path / "large", "is larger than 100 bytes"),
     ):
         with pytest.raises(ValueError, match=rf"^--steps: .* {said}"):
-            runs.Question("acme", "", steps=file).as_json()
+            runs.Question("acme", "", steps=file).as_json(tmp_path / "copy")
 
 
 def test_it_runs_without_the_test_tools():

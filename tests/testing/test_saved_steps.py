@@ -1,6 +1,7 @@
 """Files of saved steps: which batches of them are timed, and what they may take."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -62,19 +63,33 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("text", MISTAKES)
-def test_a_bad_line_is_named_before_any_pass(text, file):
+def test_a_bad_line_is_named_before_any_pass(text, file, tmp_path):
     with pytest.raises(ValueError, match=r"^--steps: ") as error:
-        Question("reference", "", steps=file(text)).as_json()
+        Question("reference", "", steps=file(text)).as_json(tmp_path / "copy")
     assert f"steps.jsonl{MISTAKES[text]}" in str(error.value)
 
 
-def test_what_steps_take_is_counted_before_any_pass(file, monkeypatch):
+def test_every_pass_reads_what_was_checked(file, tmp_path):
+    asked = json.loads(Question("reference", "", steps=file(line([1]))).as_json(tmp_path / "copy"))
+    file("not JSON")
+    assert len(read_steps(asked["steps"]).batches) == 1
+
+
+def test_a_deleted_folder_is_said_of_the_option(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ValueError, match=r"^--steps: x cannot be read: No such file"):
+        Question("reference", "", steps=Path("x")).as_json(tmp_path / "copy")
+
+
+def test_what_steps_take_is_counted_before_any_pass(file, monkeypatch, tmp_path):
     small = file(line([1], [2]))
-    asked = json.loads(Question("reference", "", steps=small).as_json())
+    asked = json.loads(Question("reference", "", steps=small).as_json(tmp_path / "copy"))
     assert asked["block_size"] == 16
     shared = line([1] * 10**5, block_size=16384, query_len=1).replace('"context_len": 0', '"context_len": 1600000000')
     shared = shared.replace("true", "false")  # a decode
     for text in (line([1], block_size=10**9), line([1], block_size=10**6), shared):
         monkeypatch.setattr(runs, "available_bytes", lambda device: 20 << 30)
         with pytest.raises(ValueError, match=r"^--steps: .*steps\.jsonl: block_size .* GiB, and 20\.0 GiB are free"):
-            Question("acme", "", steps=file(text)).as_json()
+            Question("acme", "", steps=file(text)).as_json(tmp_path / "copy")

@@ -51,13 +51,23 @@ def attending_by(attender: Attender) -> Iterator[None]:
 
 @contextmanager
 def using_attncore(model: Any) -> Iterator[None]:
-    """Inside, the model's attention implementation is attncore's."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
+    """Inside, the model's attention implementation is attncore's, and that of each model in it."""
+    configs = [one for module in model.modules() if hasattr(module, "config") for one in _with_parts(module.config)]
+    before = [(config, config._attn_implementation) for config in configs if hasattr(config, "_attn_implementation")]
     try:
+        model.set_attn_implementation(NAME)
         yield
     finally:
-        model.set_attn_implementation(before)
+        for config, name in before:  # a whole before its parts, for it sets them, too
+            config._attn_implementation = name
+
+
+def _with_parts(config: Any) -> Iterator[Any]:
+    """A configuration, then those of its parts, such as ``text_config``."""
+    yield config
+    for name in getattr(config, "sub_configs", ()):
+        if (part := getattr(config, name, None)) is not None:
+            yield from _with_parts(part)
 
 
 def _attention(

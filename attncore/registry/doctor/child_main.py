@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import pluggy
 
-from attncore.quoted import MAX_ITEMS, describe_error, one_line, type_name
+from attncore.quoted import MOST, describe_error, one_line, type_name
 from attncore.registry import package_requirements
 from attncore.registry.choice.choice import choose
 from attncore.registry.choice.negotiate import negotiate
@@ -25,6 +25,7 @@ from attncore.registry.plugins.plugin_code import run_plugin_code
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
 from attncore.registry.spec.backend_spec import BackendSpec
+from attncore.registry.spec.plain_values import MAX_ENTRIES
 
 
 def main(name: str, distribution: str, path: str, *options: str) -> None:
@@ -62,8 +63,8 @@ def _doctor(record: PluginRecord) -> dict[str, Any]:
         manager.add_hookspecs(Hooks)
         manager.register(record.entry_point.load())
         answers = manager.hook.attncore_doctor(host=Host.probe())
-        items = [(key, answer[key]) for answer in answers for key in islice(answer, MAX_ITEMS)]
-        return {"facts": {one_line(key): one_line(value) for key, value in items}}
+        items = [(key, answer[key]) for answer in answers for key in islice(answer, MAX_ENTRIES)]
+        return {"facts": {one_line(key, MOST): one_line(value, MOST) for key, value in items}}
     except BaseException as error:  # nothing interrupts this process but its plugin
         return _broken(record, f"attncore_doctor failed: {describe_error(error)}")
 

@@ -49,7 +49,7 @@ def read_pass(lines: Sequence[dict[str, Any]], ended: str) -> Answer:
     if not answer.rows and not answer.unsupported:
         raise ValueError("its process timed nothing")
     if answer.rows and not answer.config:
-        raise ValueError(f"its process did not say what it timed")
+        raise ValueError("its process did not say what it timed")
     return answer
 
 

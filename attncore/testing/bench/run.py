@@ -6,7 +6,6 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 import tempfile
 from collections.abc import Callable
@@ -16,13 +15,12 @@ from typing import Any
 
 from attncore._version import __version__
 from attncore.errors import AttncoreError
-from attncore.input_files import read_file
 from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.host.free_memory import available_bytes
 from attncore.testing.bench.answer import FIGURES, Answer, read_pass
 from attncore.testing.bench.machine import machine
 from attncore.testing.bench.saved_runs import Row, Run
-from attncore.testing.engines.saved_steps import MAX_BYTES, SavedSteps, read_steps
+from attncore.testing.engines.saved_steps import SavedSteps, parse_steps, read_bytes
 
 
 class PassError(AttncoreError):
@@ -42,18 +40,28 @@ class Question:
     """For each row, in each pass."""
     timeout: float = 600.0
 
-    def as_json(self) -> str:
-        """What the child reads; ValueError where the file of steps has none, or they do not fit in memory."""
+    def as_json(self, copy: Path) -> str:
+        """What the child reads. The file of steps is read once: every pass reads ``copy``, which is made of it here.
+
+        ValueError where the file has no steps, or they do not fit in memory.
+        """
         facts: dict[str, Any] = {"backend": self.backend, "device": self.device, "seconds": self.seconds}
-        facts["steps"] = None if self.steps is None else os.path.realpath(self.steps)
+        facts["steps"] = None if self.steps is None else str(copy)
         if self.steps is not None:
-            facts["block_size"] = _checked_block_size(self)
+            data = _read(self.steps)
+            facts["block_size"] = _checked_block_size(self, data)
+            copy.write_bytes(data)
         return json.dumps(facts)
 
 
 def measure(question: Question, passes: int, done: Callable[[int], None] | None = None) -> Run:
     """Run ``passes`` one after the other; ``done`` is told how many have ended. PassError where one fails."""
-    asked = question.as_json()
+    with tempfile.TemporaryDirectory(prefix="attncore-bench-", ignore_cleanup_errors=True) as temporary:
+        return _measured(question, passes, done, Path(temporary, "steps"))
+
+
+def _measured(question: Question, passes: int, done: Callable[[int], None] | None, copy: Path) -> Run:
+    asked = question.as_json(copy)
     rows: dict[tuple[str, str], Row] = {}
     for number in range(passes):
         answer = _one_pass(question, asked)
@@ -74,7 +82,7 @@ def measure(question: Question, passes: int, done: Callable[[int], None] | None 
         time=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z",
         versions=_versions(question),
         config=answer.config,
-        steps="" if question.steps is None else hashlib.sha256(read_file(question.steps, MAX_BYTES)).hexdigest()[:12],
+        steps="" if question.steps is None else hashlib.sha256(copy.read_bytes()).hexdigest()[:12],
         rows=list(rows.values()),
         unsupported=answer.unsupported,
     )
@@ -101,12 +109,19 @@ def _one_pass(question: Question, asked: str) -> Answer:
         raise PassError(f"NAME: {question.backend} cannot be timed: {error}") from None
 
 
-def _checked_block_size(question: Question) -> int:
+def _read(path: Path) -> bytes:
+    try:
+        return read_bytes(path)
+    except OSError as error:
+        raise ValueError(f"--steps: {path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"--steps: {error}") from error
+
+
+def _checked_block_size(question: Question, data: bytes) -> int:
     """That of the file of steps, every line of which is built once; ValueError where one is no batch."""
     try:
-        steps = read_steps(str(question.steps), every_line=True)
-    except OSError as error:
-        raise ValueError(f"--steps: {question.steps} cannot be read: {error.strerror or error}") from error
+        steps = parse_steps(str(question.steps), data, every_line=True)
     except ValueError as error:
         raise ValueError(f"--steps: {error}") from error
     _check_memory(question, steps)

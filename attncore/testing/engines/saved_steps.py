@@ -26,14 +26,23 @@ class SavedSteps(NamedTuple):
 
 
 def read_steps(path: str | Path, *, every_line: bool = False) -> SavedSteps:
-    """At most MAX_STEPS of a file, which are built once; with ``every_line`` all its lines are, before.
+    """``parse_steps`` of a file; OSError where it cannot be read."""
+    return parse_steps(path, read_bytes(path), every_line=every_line)
 
-    ValueError, which begins with the file and the line, where there is none or one is no batch; OSError.
-    """
+
+def read_bytes(path: str | Path) -> bytes:
+    """What a file of steps holds; OSError, and ValueError, which begins with the file, where that is too much."""
     try:
-        data = read_file(path, MAX_BYTES)
+        return read_file(path, MAX_BYTES)
     except ValueError as error:
         raise ValueError(f"{path} {error}") from None
+
+
+def parse_steps(path: str | Path, data: bytes, *, every_line: bool = False) -> SavedSteps:
+    """At most MAX_STEPS of what a file holds, which are built once; with ``every_line`` all its lines are, before.
+
+    ValueError, which begins with the file and the line, where there is none or one is no batch.
+    """
     lines = [(number, line) for number, line in enumerate(io.BytesIO(data), 1) if line.strip()]
     if not lines:
         raise ValueError(f"{path} is empty; it takes what `attncore replay --save-steps FILE` writes")
