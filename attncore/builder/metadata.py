@@ -304,7 +304,7 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
         array = fields[name]
         setattr(host, name, array.cpu() if hasattr(array, "cpu") else array)
     values = {name: _count(name, fields[name]) for name in BROADCAST if name in fields}
-    _check_lengths(host, values["num_tokens"], values["num_reqs"], values.get("from_groups", False))
+    _check_lengths(host, values["num_tokens"], values["num_reqs"], bool(values.get("from_groups")))
     return CommonAttentionMetadata(host, read_only if backend is None else backend.from_host, **values)
 
 
