@@ -17,6 +17,12 @@ from attncore.quoted import quoted
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
+MOST_TOKENS = 1 << 28
+"""Tokens of a step, or of a request on a rank, that host functions make arrays for: 2 GiB of slots. Two small numbers
+may ask for 2**31, which take all memory."""
+MOST_BLOCKS = 1 << 29
+"""Block ids of a table that they make: 2 GiB."""
+
 _INT32 = np.dtype(np.int32)
 
 
@@ -57,6 +63,13 @@ def same_length(name: str, values: npt.NDArray[Any], num_reqs: int) -> None:
     """ValueError unless ``values`` has one length per request."""
     if len(values) != num_reqs:
         raise ValueError(f"{name}: {len(values)} lengths for {num_reqs} requests; give one each")
+
+
+def at_most(name: str, count: int, most: int, what: str) -> int:
+    """``count``; ValueError where it exceeds ``most``, before an array of that many ``what`` is made."""
+    if count > most:
+        raise ValueError(f"{name}: {count} {what}, more than {most}, for which an array would be made; give fewer")
+    return count
 
 
 def contexts(query_lens: Int32Array, seq_lens: Int32Array) -> Int32Array:

@@ -16,6 +16,8 @@ from attncore.arguments import finite_number, flag, optional_integer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_MOST_SCORES = 1 << 30  # of a head, 4 GiB: expanded tensors, which take no memory, may ask for far more
+
 
 @overload
 def dense_attention(
@@ -80,9 +82,11 @@ def dense_attention(
     """
     scale = finite_number("scale", scale)
     sliding_window = optional_integer("sliding_window", sliding_window, 1)  # a query sees at least itself
+    if logits_soft_cap is not None:
+        logits_soft_cap = finite_number("logits_soft_cap", logits_soft_cap, positive=True)
     causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
     placed = causal or sliding_window is not None or alibi_slopes is not None
-    _check(query, key, value, logits_soft_cap, placed)
+    _check(query, key, value, placed)
     num_queries, num_heads = query.shape[:2]
     num_keys, num_kv_heads = key.shape[:2]
     slopes = _per_head("alibi_slopes", alibi_slopes, num_heads)
@@ -114,7 +118,7 @@ def dense_attention(
     return (output, torch.stack(sums, dim=1)) if return_lse else output
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, cap: float | None, placed: bool) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, placed: bool) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 3 or not tensor.is_floating_point():
             raise ValueError(
@@ -129,8 +133,11 @@ def _check(query: Tensor, key: Tensor, value: Tensor, cap: float | None, placed:
         raise ValueError(f"value: tokens and heads {tuple(value.shape[:2])} found; the key has {tuple(key.shape[:2])}")
     if placed and query.shape[0] > key.shape[0]:
         raise ValueError(f"query: {query.shape[0]} tokens found; the whole sequence has {key.shape[0]} keys")
-    if cap is not None and not 0 < cap < float("inf"):
-        raise ValueError(f"logits_soft_cap: {cap} found; give a positive number, or None")
+    if query.shape[0] * key.shape[0] > _MOST_SCORES:
+        raise ValueError(
+            f"query: {query.shape[0]} tokens over {key.shape[0]} keys; dense attention makes at most {_MOST_SCORES} "
+            "scores a head; give fewer tokens at a time"
+        )
 
 
 def _per_head(name: str, values: Tensor | Sequence[float] | None, num_heads: int) -> list[float] | None:

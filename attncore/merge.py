@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from attncore.arguments import flag
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -16,11 +18,12 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor], *, base2:
     logarithm of the softmax's sum of that part: natural, or to base 2 with ``base2`` (FlashInfer). Infinite of either
     sign, it says that the part held no key (kernels differ in the sign); what the output then holds is not looked at.
     Sinks belong in one part only. Arithmetic and the merged logarithm (same base) are float32; the merged output has
-    the dtype of ``outputs[0]``. Where no part held a key, the output is 0 and the logarithm -inf. One device; nothing
-    synchronises.
+    the dtype of ``outputs[0]``. Where no part held a key, the output is 0 and the logarithm -inf. Where a logarithm
+    is NaN, both are. One device; nothing synchronises.
     """
     import torch
 
+    base2 = flag("base2", base2)
     _check(outputs, lses)
     parts = torch.stack([lse.float() for lse in lses])
     parts = torch.where(parts.isinf(), -torch.inf, parts)
@@ -32,7 +35,7 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor], *, base2:
     merged = torch.zeros(outputs[0].shape, dtype=torch.float32, device=outputs[0].device)
     for output, weight in zip(outputs, weights, strict=True):
         share = (weight / total.clamp_min(torch.finfo(torch.float32).tiny)).unsqueeze(-1)
-        merged += torch.where(share > 0, output.float() * share, 0.0)
+        merged += torch.where(share == 0, 0.0, output.float() * share)  # a share that is no number shows
     lse = peak + (torch.log2(total) if base2 else torch.log(total))
     return merged.to(outputs[0].dtype), lse
 

@@ -10,6 +10,7 @@ BLOCKS, SIZE, HEADS, HEAD, HEAD_V = 5, 4, 3, 16, 8
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+FNUZ = [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]  # of ROCm: Triton has them on no CUDA device
 SLOTS = [7, -1, 0, 19, -1, 12]
 
 
@@ -123,6 +124,15 @@ def test_on_a_cpu_a_slot_past_the_end_writes_nothing():
     assert not value_cache.any()
 
 
+@pytest.mark.parametrize(("dtype", "largest"), [(FNUZ[0], 240.0), (FNUZ[1], 57344.0)], ids=str)
+def test_the_fp8_of_rocm_is_scaled_and_cut_off(dtype, largest):
+    key_cache, value_cache = caches("pair", dtype, "cpu")
+    key, value = new_tokens(1, "cpu")
+    CacheWriter(2.0, 2.0)(key * 0 + 8.0, value * 0 - 1e6, key_cache, value_cache, torch.tensor([5]))
+    assert key_cache[1, 1].float().unique().tolist() == [4.0]
+    assert value_cache[1, 1].float().unique().tolist() == [-largest]
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool], ids=str)
 def test_a_call_of_the_same_shapes_and_other_dtypes_is_checked_again(dtype):
     writer, tokens = CacheWriter(), new_tokens(2, "cpu")
@@ -134,6 +144,51 @@ def test_a_call_of_the_same_shapes_and_other_dtypes_is_checked_again(dtype):
         writer(*tokens, key_cache, value_cache.half(), torch.tensor([1, 2]))
 
 
-def test_a_scale_of_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"v_scale: 0.0 is not positive"):
-        CacheWriter(1.0, 0.0)
+@pytest.mark.skipif(not hasattr(torch, "float8_e8m0fnu"), reason="a torch without it")
+def test_a_cache_of_floats_that_are_only_scales_is_refused():
+    key_cache, value_cache = (cache.view(torch.float8_e8m0fnu) for cache in caches("pair", torch.float8_e5m2, "cpu"))
+    with pytest.raises(ValueError, match=r"^key_cache: torch.float8_e8m0fnu found; of the floats of a byte"):
+        CacheWriter()(*new_tokens(1, "cpu"), key_cache, value_cache, torch.tensor([1]))
+
+
+def in_inference_mode(tensor):
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("value", torch.Tensor.to_sparse),
+        ("value", lambda tensor: tensor.to("meta")),
+        ("value_cache", lambda tensor: tensor[:1].expand(tensor.shape)),
+        ("value_cache", lambda tensor: tensor.to("meta")),
+        ("value_cache", in_inference_mode),
+    ],
+)
+def test_on_a_cpu_a_refused_value_leaves_the_keys(name, change):
+    key_cache, value_cache = caches("pair", torch.float32, "cpu")
+    key, value = new_tokens(1, "cpu")
+    tensors = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
+    tensors[name] = change(tensors[name])
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        CacheWriter()(**tensors, slot_mapping=torch.tensor([1]))
+    assert not key_cache.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2], ids=str)
+def test_on_a_cpu_a_cache_that_requires_a_gradient_is_written(dtype):
+    key_cache, value_cache = (cache.requires_grad_() for cache in caches("pair", dtype, "cpu"))
+    key, value = (tensor.requires_grad_() for tensor in new_tokens(1, "cpu"))
+    CacheWriter()(key, value, key_cache, value_cache, torch.tensor([1]))
+    assert torch.equal(value_cache[0, 1].float(), value[0].to(dtype).float())
+    assert value_cache.is_leaf
+
+
+@pytest.mark.parametrize(
+    "scale", [0.0, -1.0, "1", 1j, torch.ones(2), None, True, float("inf"), float("nan"), 1e-50, 1e300]
+)
+def test_a_scale_that_is_no_positive_number_is_refused(scale):
+    for name in ("k_scale", "v_scale"):
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            CacheWriter(**{name: scale})

@@ -131,3 +131,17 @@ def test_parts_that_disagree_are_named(outputs, lses, message):
 def test_what_is_no_tensor_is_named(outputs, lses, message):
     with pytest.raises(TypeError, match=f"^{message}"):
         merge_attention(outputs, lses)
+
+
+def test_a_logarithm_that_is_no_number_shows_in_the_output(tensors):
+    outputs, lses = parts_of(*tensors, 0, 9, 23)
+    lses[1][2] = math.nan
+    output, lse = merge_attention(outputs, lses)
+    assert output[2].isnan().all()
+    assert lse[2].isnan().all()
+    assert not output[:2].isnan().any()
+
+
+def test_a_text_is_no_flag(tensors):
+    with pytest.raises(TypeError, match=r"^base2: 'no' is not True or False"):
+        merge_attention(*parts_of(*tensors, 0, 9, 23), base2="no")

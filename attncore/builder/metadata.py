@@ -11,8 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 import numpy as np
 import numpy.typing as npt
 
+from attncore import arguments
 from attncore.builder import slices
-from attncore.builder.fields import ARRAYS, BROADCAST, COUNTS, DERIVED, FIELDS, no_such_field
+from attncore.builder.fields import (
+    ARRAYS,
+    BROADCAST,
+    COUNTS,
+    DERIVED,
+    ENCODER_ARRAYS,
+    FIELDS,
+    ORDER,
+    Length,
+    no_such_field,
+)
 from attncore.builder.first_generation_names import FirstGenerationMetadataNames
 from attncore.builder.grid import step_grid, step_html
 from attncore.builder.read_only import read_only
@@ -54,6 +65,9 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     NumPy arrays, without a copy. NumPy arrays are read-only; tensors on a CPU share their memory, and must not be
     written to. A field that the builder does not make raises AttributeError, and so do the fields of encoders and of
     cross attention in a step without encoder input.
+
+    ``copy.copy`` of a step of the list builder has arrays of its own, as they are, and cannot advance; that of another
+    step is a second view of its arrays.
     """
 
     host: _HostArrays
@@ -129,7 +143,23 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     def __copy__(self) -> Self:
         copied = object.__new__(self._copied_as or type(self))
         copied.__dict__.update(self.__dict__, _copied=True)
+        if self.source is not None:  # advance_step writes to the arrays of the step, and the copy stays what it was
+            self._settle_copy(copied)
         return copied
+
+    def _settle_copy(self, copied: Self) -> None:
+        """Gives a copy of a step of the list builder arrays of its own."""
+        own, mine = vars(slices.own_arrays(self.host)), vars(copied)
+        host = slices.HostArrays(**{name: np.copy(array) for name, array in own.items()})
+        mine.update(source=None, host=host)
+        for name in ("_prefill", "_decode", *OF_ARRAYS):
+            mine.pop(name, None)
+        for name in ARRAYS & mine.keys():
+            value = mine[name]
+            if hasattr(value, "clone"):
+                mine[name] = value.clone()
+            elif name in own and np.may_share_memory(value, own[name]):  # not what an engine has set in its place
+                del mine[name]
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         raise TypeError(
@@ -160,8 +190,8 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
         """Moves the step on by one token, in place (list builder): see ``attncore.builder.advance_step``."""
         if self.source is None:
             raise ValueError(
-                "metadata: not as CommonMetadataBuilder.build gave it (a view, a captured size, or of the persistent "
-                "builder); advance the built step"
+                "metadata: not as CommonMetadataBuilder.build gave it (a copy, a view, a captured size, or of the "
+                "persistent builder); advance the built step"
             )
         self.source.builder.advance_step(self, input_tokens, sampled_token_ids, num_queries)
 
@@ -247,13 +277,22 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
         return CommonAttentionMetadata(host, self._wrap, **values_of_view)
 
 
+def check_metadata(name: str, metadata: Any) -> None:
+    """TypeError where ``metadata`` is none."""
+    if not isinstance(metadata, CommonAttentionMetadata):
+        raise TypeError(f"{name}: {type(metadata).__name__} found; give the metadata of a step")
+
+
 def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> CommonAttentionMetadata:
     """The inverse of ``asdict_zerocopy``: metadata from fields that arrived from another rank.
 
     Arrays are NumPy arrays or torch tensors; tensors on a device are copied to the host. ``backend`` wraps them for its
-    device (None: NumPy). A skipped field raises AttributeError on access. Raises ValueError for an unknown field and
+    device (None: NumPy). A skipped field raises AttributeError on access. Raises ValueError or TypeError that names
+    the field where it is unknown or no such count, and where an array's length is not that of the counts; ValueError
     for a missing count.
     """
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"fields: {type(fields).__name__} found; give what asdict_zerocopy returned")
     unknown = sorted(set(fields) - ARRAYS - set(BROADCAST))
     if unknown:
         raise ValueError(f"fields: {unknown[0]!r} is no field of metadata")
@@ -264,5 +303,26 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
     for name in ARRAYS & fields.keys():
         array = fields[name]
         setattr(host, name, array.cpu() if hasattr(array, "cpu") else array)
-    values = {name: fields[name] for name in BROADCAST if name in fields}
+    values = {name: _count(name, fields[name]) for name in BROADCAST if name in fields}
+    _check_lengths(host, values["num_tokens"], values["num_reqs"], bool(values.get("from_groups")))
     return CommonAttentionMetadata(host, read_only if backend is None else backend.from_host, **values)
+
+
+def _count(name: str, value: Any) -> int | bool:
+    path = f"fields[{name!r}]"
+    return arguments.flag(path, value) if name in (*ORDER, "use_cuda_graph") else arguments.integer(path, value, 0)
+
+
+def _check_lengths(host: Any, num_tokens: int, num_reqs: int, from_groups: bool) -> None:
+    """ValueError where an array is not as long as a step of these counts; a view's encoder may cover more rows."""
+    for name in host.field_names():
+        field = FIELDS[name]
+        if name in ENCODER_ARRAYS or name in DERIVED or field.length is Length.PAGE:
+            continue
+        rows = field.length is Length.TABLE
+        wanted, found = num_reqs if rows else field.num_elements(num_tokens, num_reqs, 0), len(host.peek(name))
+        least = 0 if from_groups and (rows or not field.list_pads) else wanted  # no padded rows
+        if not least <= found <= wanted:
+            raise ValueError(
+                f"fields[{name!r}]: {found} long, but {num_tokens} tokens and {num_reqs} requests have {wanted}"
+            )

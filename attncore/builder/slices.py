@@ -44,15 +44,16 @@ class HostArrays:
         return view
 
     def __setattr__(self, name: str, array: Any) -> None:
-        set_own_array(self, name, _own_of(name, array))
-        vars(self)["_replaced"] = name  # what was built is no longer all of the step
+        array = _own_of(name, array)
+        vars(self)["_replaced"] = name  # what was built is no longer all of the step; first, for a signal may end this
+        set_own_array(self, name, array)
 
     def __delattr__(self, name: str) -> None:
         if name not in vars(self._arrays):
             raise no_such_field("metadata.host", name)
+        vars(self)["_replaced"] = name
         delattr(self._arrays, name)
         vars(self).pop(name, None)
-        vars(self)["_replaced"] = name
 
     def _own(self, name: str) -> Any:
         """The array of a field, which builders may write to; None for a field that the step does not have."""

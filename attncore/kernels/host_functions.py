@@ -14,7 +14,16 @@ import numpy.typing as npt
 
 from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX, integer, optional_integer
-from attncore.array_arguments import Int32Array, Int64Array, bad_block_ids, context_and_query, output
+from attncore.array_arguments import (
+    MOST_BLOCKS,
+    MOST_TOKENS,
+    Int32Array,
+    Int64Array,
+    at_most,
+    bad_block_ids,
+    context_and_query,
+    output,
+)
 from attncore.kernels import load_kernels
 from attncore.kernels.codes import PAD_SLOT_ID
 from attncore.quoted import quoted
@@ -58,6 +67,7 @@ def compute_slot_mapping(
     seq_len = integer("seq_len", seq_len, context_len + 1)
     start_idx = integer("start_idx", start_idx, 0)
     block_size = integer("block_size", block_size, 1)
+    at_most("seq_len", seq_len - context_len, MOST_TOKENS, "tokens beyond context_len")
     if is_profile_run:
         slot_mapping.extend([PAD_SLOT_ID] * (seq_len - context_len))
         return
@@ -114,7 +124,10 @@ def build_slot_mapping(
             f"block_table: row {row} holds {table.shape[1]} blocks but token {last[row]} "
             f"needs block {last[row] // block_size} (block_size {block_size})"
         )
-    out = output("out", out, int(query.sum(dtype=np.int64)), np.int64)
+    total = int(query.sum(dtype=np.int64))
+    if out is None:
+        at_most("query_lens", total, MOST_TOKENS, "tokens")
+    out = output("out", out, total, np.int64)
     if len(out):
         _check_unchanged("query_lens", load_kernels().fill_slot_mapping(table, context, query, block_size, out))
     return out
@@ -123,7 +136,7 @@ def build_slot_mapping(
 def build_positions(context_lens: npt.ArrayLike, query_lens: npt.ArrayLike) -> tuple[Int64Array, Int32Array]:
     """``positions`` int64[num_tokens] and ``token_to_req_indices`` int32[num_tokens] of a batch of lengths int[n]."""
     context, query = context_and_query(context_lens, query_lens, None)
-    total = int(query.sum(dtype=np.int64))
+    total = at_most("query_lens", int(query.sum(dtype=np.int64)), MOST_TOKENS, "tokens")
     positions, rows = np.empty(total, np.int64), np.empty(total, np.int32)
     if total:
         _check_unchanged("query_lens", load_kernels().fill_positions(context, query, positions, rows))
@@ -184,6 +197,7 @@ def pad_block_table(
         if type(row) is not np.ndarray:
             rows[index] = arguments.items(f"rows: row {index}", row)
     columns = max((len(row) for row in rows), default=0) if width is None else integer("width", width, 0)
+    at_most("width", len(rows) * columns, MOST_BLOCKS, "block ids in all rows")
     table = np.empty((len(rows), columns), np.int32)
     bad = load_kernels().fill_block_table(rows, table) if rows else -1
     if bad >= 0:

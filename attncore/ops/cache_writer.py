@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+from attncore.arguments import finite_number
+
+LARGEST = {
+    torch.float8_e4m3fn: 448.0,
+    torch.float8_e5m2: 57344.0,
+    torch.float8_e4m3fnuz: 240.0,
+    torch.float8_e5m2fnuz: 57344.0,
+}
 """What an fp8 cache holds at most: larger numbers are cut off, where a conversion may make them NaN or infinite."""
 
 
@@ -20,16 +27,14 @@ class CacheWriter:
     ``cache.transpose(1, 2)``. On a GPU it is one launch, which may be captured and waits for nothing, and skips
     negative slots and those past the end. On a CPU negative ones land in the last slot of the last block, which has to
     be a sink, and one past the end is an IndexError before anything is written. Numbers are converted to the cache's
-    dtype; in fp8 those beyond its range are cut off.
+    dtype; in fp8 (``LARGEST``) those beyond its range are cut off. No gradient is kept.
 
-    Raises ValueError naming the argument where shapes disagree, or where a scale is not positive.
+    Raises ValueError naming the argument, before anything is written, where shapes, devices or layouts disagree, where
+    a cache's floats of a byte are none of ``LARGEST``, or where a scale is no positive number of float32.
     """
 
     def __init__(self, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if not scale > 0:
-                raise ValueError(f"{name}: {scale} is not positive")
-        self.k_scale, self.v_scale = float(k_scale), float(v_scale)
+        self.k_scale, self.v_scale = _scale("k_scale", k_scale), _scale("v_scale", v_scale)
         self._checked: tuple[Any, ...] = ()
         self._launches: dict[Any, Any] = {}
 
@@ -46,6 +51,7 @@ class CacheWriter:
                 key, value, key_cache, value_cache, slot_mapping, self.k_scale, self.v_scale, largest, self._launches
             )  # fmt: skip
             return
+        _check_on_cpu(key, value, key_cache, value_cache, slot_mapping)
         num_blocks, block_size = key_cache.shape[:2]
         if len(slot_mapping) and int(slot_mapping.max()) >= num_blocks * block_size:
             raise IndexError(
@@ -55,13 +61,16 @@ class CacheWriter:
         slots = slot_mapping.clamp(min=-1)
         block = torch.div(slots, block_size, rounding_mode="floor")  # -1: the last block's last slot
         offset = torch.remainder(slots, block_size)
-        for new, cache, scale in ((key, key_cache, self.k_scale), (value, value_cache, self.v_scale)):
-            numbers = new[: len(slot_mapping)]
-            if cache.dtype in LARGEST:
-                largest = LARGEST[cache.dtype]
-                numbers = (numbers.float() / scale).clamp(-largest, largest).to(cache.dtype).view(torch.uint8)
-                cache = cache.view(torch.uint8)  # torch indexes no fp8
-            cache[block, offset] = numbers.to(cache.dtype)
+        with torch.no_grad():  # as on a GPU; a cache that requires a gradient could not be written to
+            converted = [
+                _convert(key[: len(slots)], key_cache.dtype, self.k_scale),
+                _convert(value[: len(slots)], value_cache.dtype, self.v_scale),
+            ]
+            for numbers, cache in zip(converted, (key_cache, value_cache), strict=True):
+                if cache.dtype in LARGEST:  # torch indexes no fp8
+                    cache.view(torch.uint8)[block, offset] = numbers.view(torch.uint8)
+                else:
+                    cache[block, offset] = numbers
 
     def _check(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
         if slot_mapping.dim() != 1 or slot_mapping.dtype != torch.int64:
@@ -85,6 +94,9 @@ class CacheWriter:
                 f"value_cache: {value_cache.dtype} {tuple(value_cache.shape)} found beside keys of {key_cache.dtype} "
                 f"{tuple(key_cache.shape)}"
             )
+        if key_cache.dtype.is_floating_point and key_cache.dtype.itemsize == 1 and key_cache.dtype not in LARGEST:
+            known = ", ".join(map(str, LARGEST))
+            raise ValueError(f"key_cache: {key_cache.dtype} found; of the floats of a byte it may be one of {known}")
         self._checked = _formats(key, value, key_cache, value_cache, slot_mapping)
 
 
@@ -94,3 +106,33 @@ def _formats(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         key.shape, value.shape, key_cache.shape, value_cache.shape, slot_mapping.shape,
         key_cache.dtype, value_cache.dtype, slot_mapping.dtype,
     )  # fmt: skip
+
+
+def _scale(name: str, value: Any) -> float:
+    scale, held = float(finite_number(name, value, positive=True)), torch.finfo(torch.float32)
+    if not held.tiny <= scale <= held.max:
+        raise ValueError(f"{name}: {scale} is outside {held.tiny}..{held.max}, the numbers of float32")
+    return scale
+
+
+def _convert(numbers: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    if dtype in LARGEST:
+        numbers = (numbers.float() / scale).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return numbers.to(dtype)
+
+
+def _check_on_cpu(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """ValueError where torch would refuse a tensor, perhaps after the keys are written."""
+    named = {
+        "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slot_mapping,
+    }  # fmt: skip
+    for name, tensor in named.items():
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name}: of layout {tensor.layout}; give a strided tensor")
+        if tensor.device != slot_mapping.device:
+            raise ValueError(f"{name}: on {tensor.device}, but slot_mapping is on {slot_mapping.device}")
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if any(size > 1 and not stride for size, stride in zip(cache.shape, cache.stride(), strict=True)):
+            raise ValueError(f"{name}: an expanded tensor, whose elements share memory; give one that has its own")
+        if cache.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(f"{name}: made in torch.inference_mode(), and outside of it not to be written to")

@@ -69,3 +69,29 @@ def test_a_padded_step_says_what_of_it_is_real():
     builder.capture(4)
     arrived = received(builder.build(bucket=4).asdict_zerocopy())
     assert (arrived.num_reqs, arrived.num_actual_reqs, arrived.num_actual_tokens) == (4, 1, 1)
+
+
+@pytest.mark.parametrize("build", [persistent, list_step])
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("num_reqs", 2**40, ValueError),
+        ("num_reqs", 1, ValueError),
+        ("num_tokens", 2**20, ValueError),
+        ("num_decodes", -1, ValueError),
+        ("num_decodes", 1.0, TypeError),
+        ("use_cuda_graph", "no", TypeError),
+        ("from_groups", 1, TypeError),
+        ("positions", np.zeros(1, np.int64), ValueError),
+        ("query_start_loc", np.zeros(9, np.int32), ValueError),
+        ("block_table", np.zeros((9, 2), np.int32), ValueError),
+    ],
+)
+def test_counts_and_arrays_that_disagree_are_refused(build, name, value, error):
+    with pytest.raises(error, match=r"^fields\["):
+        received(build().asdict_zerocopy() | {name: value})
+
+
+def test_what_is_no_dict_of_fields_is_named():
+    with pytest.raises(TypeError, match=r"^fields: int found"):
+        received(5)

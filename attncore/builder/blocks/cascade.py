@@ -123,6 +123,8 @@ def plan_cascade(
 
     Raises ValueError where ``shared`` is not a prefix of this batch's rows, or reaches into a request's queries.
     """
+    if not isinstance(shared, SharedPrefix):
+        raise TypeError(f"shared: {type(shared).__name__} found; give the SharedPrefix of find_shared_prefix")
     queries = array_arguments.lengths("query_lens", query_lens, 0)
     lens = array_arguments.lengths("seq_lens", seq_lens, 0)
     contexts = array_arguments.contexts(queries, lens)
@@ -132,6 +134,7 @@ def plan_cascade(
 
     starts = host_functions.build_query_start_loc(queries)
     row_lens = queries[rows]
+    array_arguments.at_most("query_lens", int(row_lens.sum(dtype=np.int64)), array_arguments.MOST_TOKENS, "tokens")
     within = np.arange(int(row_lens.sum())) - np.repeat(np.cumsum(row_lens) - row_lens, row_lens)
     token_indices = np.repeat(starts[rows], row_lens) + within
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from attncore import arguments, array_arguments
 from attncore.array_arguments import Int32Array, Int64Array
 from attncore.builder.fields import ARRAYS, COUNTS, DERIVED, ENCODER_ARRAYS
-from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
 from attncore.builder.slices import HostArrays, own_array
 from attncore.kernels import codes, host_functions
 
@@ -68,6 +68,7 @@ def context_chunks(
             f"workspace_tokens: {workspace_tokens} are less than a block of {block_size} tokens for each of the "
             f"{waiting} prefills that have context; give {waiting * block_size} or more, or run fewer prefills"
         )
+    array_arguments.at_most("context_lens", int(contexts.sum(dtype=np.int64)), array_arguments.MOST_TOKENS, "tokens")
     starts, lens, places = [], [], []
     start, left = np.zeros_like(contexts), contexts.copy()
     while left.any():
@@ -96,6 +97,9 @@ def context_chunk_metadata(
     layer attends to them without a mask and writes nothing: its slots are -1, and its ``kv_cache`` may be None.
     ``backend`` wraps the arrays (None: as the batch's).
     """
+    check_metadata("metadata", metadata)
+    if not isinstance(chunks, ContextChunks):
+        raise TypeError(f"chunks: {type(chunks).__name__} found; give what context_chunks returned")
     index = arguments.integer("index", index, 0)
     if index >= chunks.num_chunks:
         raise ValueError(f"index: {index} found; there are {chunks.num_chunks} chunks")
@@ -120,6 +124,7 @@ def new_tokens_metadata(metadata: CommonAttentionMetadata, backend: Any = None) 
     Slots are -1 and tables empty: the cache is neither written nor read, and ``kv_cache`` may be None. ``backend``
     wraps the arrays (None: as the batch's).
     """
+    check_metadata("metadata", metadata)
     host = metadata.host
     queries, num_reqs = own_array(host, "query_lens"), len(host.query_lens)
     fields = _decoder_fields(metadata) | {

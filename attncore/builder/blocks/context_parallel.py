@@ -18,7 +18,7 @@ from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array, Int64Array
 from attncore.builder.blocks.check_whole_requests import check_whole_requests
 from attncore.builder.fields import COUNTS
-from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
 from attncore.builder.slices import HostArrays, own_array
 from attncore.kernels import codes, host_functions
 
@@ -116,7 +116,9 @@ class ContextParallel:
     def positions(self, seq_len: int) -> Int64Array:
         """int64[seq_lens([seq_len])[0]]: which of a request's first ``seq_len`` tokens this rank keeps, in order."""
         seq_len = arguments.integer("seq_len", seq_len, 0)
-        local = np.arange(self.seq_lens([seq_len])[0], dtype=np.int64)
+        kept = int(self.seq_lens([seq_len])[0])
+        array_arguments.at_most("seq_len", kept, array_arguments.MOST_TOKENS, "tokens on this rank")
+        local = np.arange(kept, dtype=np.int64)
         rounds, within = np.divmod(local, self.interleave)
         positions: Int64Array = (rounds * self.world_size + self.rank) * self.interleave + within
         return positions
@@ -149,6 +151,7 @@ class ContextParallel:
         batch's). Refused for a batch that is padded for a graph, for a cross group, for what is one rank's already, and
         for lengths that a sliding window has capped.
         """
+        check_metadata("metadata", metadata)
         host = metadata.host
         check_whole_requests(metadata, "a rank takes its share of all keys")
         lens = host.seq_lens

@@ -35,16 +35,21 @@ def expand_blocks(
     ids = array_arguments.as_array("block_ids", block_ids)
     if ids.ndim not in (1, 2) or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"block_ids: {ids.dtype}{list(ids.shape)}; it must be a row or a rectangle of integers")
+    array_arguments.at_most("kernel_blocks", ids.size * kernel_blocks, array_arguments.MOST_BLOCKS, "ids in all")
     held = None if num_blocks is None else _check_num_blocks(num_blocks, ids)
-    if ids.size:
-        array_arguments.check_block_ids_fit("block_ids", ids)
-        highest = int(ids.max())
-        if (highest + 1) * kernel_blocks - 1 > INT32_MAX:
-            raise ValueError(f"block_ids: block {highest} of {kernel_blocks} kernel blocks does not fit int32")
+    if not ids.size:
+        return np.empty((*ids.shape[:-1], ids.shape[-1] * kernel_blocks), np.int32)
+    array_arguments.check_block_ids_fit("block_ids", ids)
+    highest = int(ids.max())
+    if (highest + 1) * kernel_blocks - 1 > INT32_MAX:
+        raise ValueError(f"block_ids: block {highest} of {kernel_blocks} kernel blocks does not fit int32")
     first = ids.astype(np.int32, copy=False) * np.int32(kernel_blocks)
     expanded = np.empty((*ids.shape, kernel_blocks), np.int32)
-    for index in range(kernel_blocks):  # few long loops instead of many short ones
-        np.add(first, np.int32(index), out=expanded[..., index])
+    if kernel_blocks > 8:
+        np.add(first[..., np.newaxis], np.arange(kernel_blocks, dtype=np.int32), out=expanded)
+    else:
+        for index in range(kernel_blocks):  # few long loops instead of many short ones
+            np.add(first, np.int32(index), out=expanded[..., index])
     expanded = expanded.reshape(*ids.shape[:-1], ids.shape[-1] * kernel_blocks)
     if held is not None:
         expanded[np.arange(expanded.shape[1]) >= held[:, np.newaxis] * kernel_blocks] = 0

@@ -17,7 +17,7 @@ from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array
 from attncore.builder.blocks.check_whole_requests import check_whole_requests
 from attncore.builder.fields import COUNTS
-from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
 from attncore.builder.slices import HostArrays, own_array
 from attncore.kernels import host_functions
 
@@ -93,6 +93,7 @@ def local_attention_metadata(
     sampling, use those of the batch. Virtual requests of decodes are decodes. Raises ValueError for a batch that is
     padded for a graph, of a cross group or of one rank of several, and for lengths that a sliding window has capped.
     """
+    check_metadata("metadata", metadata)
     host = metadata.host
     chunk_size, block_size = _check_sizes(chunk_size, block_size)
     check_whole_requests(metadata, "chunks are of whole requests")

@@ -10,9 +10,12 @@ import numpy.typing as npt
 from attncore import arguments, array_arguments
 from attncore.builder.blocks.check_whole_requests import first_partial
 from attncore.builder.device_slices import DeviceView
-from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
 from attncore.builder.slices import own_array, own_arrays
 from attncore.kernels import host_functions
+from attncore.quoted import quoted
+
+_MOST_SLICES = 1 << 16  # by tokens: two numbers may ask for 2**31, which take minutes and all memory
 
 
 class BatchSlice(NamedTuple):
@@ -43,9 +46,10 @@ def slice_by_tokens(query_lens: npt.ArrayLike, num_slices: int) -> tuple[BatchSl
     """``num_slices`` slices of a batch of ``query_lens`` int[n], as equal as possible in tokens.
 
     A request that lies across a border is cut: its later part has the earlier one as context, so that the slices must
-    run in order, layer by layer. Rows without tokens go with the tokens before them, or with the first slice.
+    run in order, layer by layer. Rows without tokens go with the tokens before them, or with the first slice. At most
+    2**16 slices.
     """
-    num_slices = arguments.integer("num_slices", num_slices, 1)
+    num_slices = arguments.integer("num_slices", num_slices, 1, _MOST_SLICES)
     starts = host_functions.build_query_start_loc(array_arguments.lengths("query_lens", query_lens, 0))
     num_reqs, num_tokens = len(starts) - 1, int(starts[-1])
     if num_slices > num_tokens:
@@ -75,6 +79,9 @@ def slice_metadata(
     tables and lengths may be trimmed. Raises ValueError where the slice is not one of this batch, and for a step padded
     to a captured size.
     """
+    check_metadata("metadata", metadata)
+    if not isinstance(batch_slice, tuple) or len(batch_slice) != len(BatchSlice._fields):
+        raise TypeError(f"batch_slice: {quoted(batch_slice)} is not a BatchSlice")
     batch_slice = BatchSlice(
         *(
             arguments.integer(f"batch_slice.{name}", value, 0)

@@ -69,6 +69,7 @@ def placeholder_map(
     queries = array_arguments.lengths("query_lens", query_lens, 0)
     contexts = array_arguments.lengths("context_lens", context_lens, 0)
     array_arguments.same_length("context_lens", contexts, len(queries))
+    placeholders = arguments.items("placeholders", placeholders)
     if len(placeholders) != len(queries):
         raise ValueError(f"placeholders: those of {len(placeholders)} requests for {len(queries)}; give each a list")
     runs: list[PlaceholderRun] = []
@@ -80,6 +81,8 @@ def placeholder_map(
                 token = first_token + start - context
                 runs.append(PlaceholderRun(row, item, token, token + stop - start, embedding_start + start - offset))
         first_token += query
+    total = sum(run.token_stop - run.token_start for run in runs)
+    array_arguments.at_most("placeholders", total, array_arguments.MOST_TOKENS, "tokens of them in the step")
     return _to_arrays(runs)
 
 

@@ -19,6 +19,7 @@ DECODE, EXTEND, PREFILL = range(3)
 """Kinds of requests, in the order of rows."""
 
 _NONE = np.empty(0, np.int32)
+_MOST_ROWS = 1 << 20  # of a list that a number asks for: 2**31 rows take minutes and all memory
 
 
 class DecodePrefillSplit(NamedTuple):
@@ -139,7 +140,7 @@ def rows_after(swaps: npt.ArrayLike, num_rows: int) -> Int32Array:
 
     For an engine's own tensors of one row per request. ``metadata.moves`` are swaps too.
     """
-    num_rows = arguments.integer("num_rows", num_rows, 0)
+    num_rows = arguments.integer("num_rows", num_rows, 0, _MOST_ROWS)
     pairs = array_arguments.as_array("swaps", swaps)
     if pairs.size and (pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu"):
         raise ValueError(f"swaps: {pairs.dtype}{list(pairs.shape)}; give pairs of rows (k, 2)")

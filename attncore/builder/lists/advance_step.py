@@ -78,8 +78,8 @@ def _check_metadata(metadata: CommonAttentionMetadata) -> ListSettings:
     """The settings of the step's builder; ValueError where the step cannot advance."""
     if metadata.source is None:
         raise ValueError(
-            "metadata: not as CommonMetadataBuilder.build gave it (a view, a captured size, or of the persistent "
-            "builder); advance the built step"
+            "metadata: not as CommonMetadataBuilder.build gave it (a copy, a view, a captured size, or of the "
+            "persistent builder); advance the built step"
         )
     if metadata.num_prefills:
         raise ValueError(f"metadata: {metadata.num_prefills} prompts in the step; only decodes advance without a build")

@@ -12,12 +12,12 @@ from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array, Int64Array
 from attncore.builder.lists import error_texts
+from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
 from attncore.kernels import codes
 from attncore.vocabulary import AttentionType
 
 if TYPE_CHECKING:
     from attncore.builder.lists.settings import ListSettings
-    from attncore.builder.metadata import CommonAttentionMetadata
 
 Fields = dict[str, npt.NDArray[Any]]
 Counts = dict[str, int]
@@ -30,6 +30,7 @@ def token_counts(metadata: CommonAttentionMetadata, attn_type: AttentionType | s
     ``num_encoder_tokens``, including those of decodes, which do not run (``len(metadata.cross_slot_mapping)`` run).
     Raises ValueError for an unknown type, and where the type needs encoder input that the step does not have.
     """
+    check_metadata("metadata", metadata)
     try:
         attention_type = AttentionType(attn_type)
     except ValueError:

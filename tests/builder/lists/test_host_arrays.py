@@ -1,11 +1,14 @@
 """What is set as a host array of a step is the array that kernels take, whatever its memory was, or is refused."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from builder.lists.decodes import decodes, fields
 
 from attncore import CommonMetadataBuilder
 from attncore.builder.lists.capture_state import CommonAttentionState
+from attncore.builder.slices import HostArrays, replaced
 
 TABLES = {
     "reversed": lambda table: np.ascontiguousarray(table[:, ::-1])[:, ::-1],
@@ -126,3 +129,20 @@ def test_an_array_that_kernels_can_take_is_not_copied():
     table = np.array([[7, 8]], np.int32)
     host.block_table = table
     assert np.shares_memory(host.block_table, table)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda host: setattr(host, "seq_lens", [4]), lambda host: delattr(host, "seq_lens")]
+)
+def test_the_mark_of_a_replaced_array_is_set_before_the_array(change):
+    class Interrupted(SimpleNamespace):
+        def __setattr__(self, name, value):
+            raise KeyboardInterrupt
+
+        __delattr__ = lambda self, name: setattr(self, name, None)  # noqa: E731
+
+    host = HostArrays(seq_lens=np.array([3], np.int32))
+    vars(host)["_arrays"] = Interrupted(**vars(host._arrays))
+    with pytest.raises(KeyboardInterrupt):
+        change(host)
+    assert replaced(host) == "seq_lens"
