@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from attncore.did_you_mean import close_name
+from attncore.did_you_mean import close_name, did_you_mean
 from attncore.errors import AttncoreError, NoBackendError
 from attncore.quoted import MAX_PART, MOST, one_line, quoted
 from attncore.standard_output import own_streams
@@ -156,6 +156,14 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, "'' is empty; give a value")
         return super()._get_value(action, arg_string)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse does; a misspelt choice is guessed."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(value, map(str, action.choices or ()))
+            raise
+
     def in_words_of_options(self, error: Exception, args: argparse.Namespace) -> None:
         """Has an error that begins with the name of an argument name the option that states it, as it was typed
         (``NAME`` where it is no option).
@@ -175,6 +183,7 @@ class Parser(argparse.ArgumentParser):
         name, colon, rest = text.partition(":")
         if not colon or name not in options or error.args[:1] != (text,):
             return
+        rest = rest.replace(", named by the request, ", " ")  # by the option, which the error begins with
         others = "|".join(sorted(other for other in options if "_" in other))
         if others:  # names of one word may be plain words
             rest = re.sub(rf"(?<![\w./'\"-])({others})(?![\w./'\"-])", lambda found: options[found[1]], rest)

@@ -8,7 +8,9 @@ computed again later. Steps of decodes run in CUDA graphs where there is a GPU. 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import itertools
 import logging
 import operator
@@ -22,7 +24,8 @@ import torch
 from block_pool import BlockPool
 from request import Request
 
-from attncore import AttentionType, InputBatch, MetadataBuilder
+from attncore import AttentionRequest, AttentionType, InputBatch, MetadataBuilder
+from attncore.did_you_mean import did_you_mean
 from attncore.graphs import capturing, new_graph
 from attncore.integrations.transformers import attention_layers, attncore_context, paged_caches, select_for_model
 
@@ -57,6 +60,9 @@ class Engine:
     ) -> None:  # fmt: skip
         if operator.index(threads) < 1:
             raise ValueError(f"threads: {threads} is below 1; torch needs one at least")
+        known = {*inspect.signature(Engine).parameters, *(one.name for one in dataclasses.fields(AttentionRequest))}
+        if strange := [name for name in wanted if name not in known]:
+            raise TypeError(f"{strange[0]}: Engine has no such argument{did_you_mean(strange[0], known)}")
         self.model, self.device, self.tokenizer, self.threads = model.eval(), str(model.device), tokenizer, threads
         if graph_sizes is None:
             graph_sizes = (1, 2, 4, *range(8, max_num_reqs + 8, 8)) if self.device.startswith("cuda") else ()
@@ -141,6 +147,9 @@ class Engine:
         Who stops reading cancels what still runs."""
         if isinstance(prompts, str):
             raise TypeError("prompts: one text; give a list of them")  # else each letter would be a prompt
+        prompts = list(prompts)
+        if any(isinstance(prompt, int | np.integer) for prompt in prompts):
+            raise TypeError("prompts: the token ids of one prompt; give a list of prompts, such as [[1, 2, 3]]")
         return self._streamed([self._request(prompt, max_new_tokens, **sampling) for prompt in prompts])
 
     def _streamed(self, requests: list[Request]) -> Iterator[tuple[int, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 TOKENS = 100
@@ -30,6 +31,8 @@ def continued(name: str, text: str, kind: dict[str, Any]) -> None:
     from engine import Engine
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if (name[:1] in "/.~" or name.count("/") > 1) and not Path(name).is_dir():  # else transformers reads it as a name
+        raise OSError("no such folder")
     model = AutoModelForCausalLM.from_pretrained(name)
     engine = Engine(model.to(**kind), tokenizer=AutoTokenizer.from_pretrained(name))
     print(text, end="", flush=True)

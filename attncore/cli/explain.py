@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from attncore.cli.argument_types import add_choice
 from attncore.cli.output import print_json, stdout_to_stderr
 from attncore.command import UsageError
+from attncore.did_you_mean import did_you_mean
 from attncore.quoted import quoted
+from attncore.registry import package_requirements
 from attncore.registry.choice.candidates import Candidate
 from attncore.registry.choice.choice import Choice, choose
 from attncore.registry.choice.explain import explain
@@ -24,6 +27,7 @@ from attncore.registry.choice.negotiate_prefill_decode import JointNegotiation
 from attncore.registry.choice.prefill_decode_choice import JointChoice, choose_joint
 from attncore.registry.config_json import read_config
 from attncore.registry.host.host import Host
+from attncore.registry.plugins.load import registry
 from attncore.registry.request_from_config_json import request_fields
 from attncore.terminal import print_lines
 from attncore.vocabulary import (
@@ -112,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
     negotiation: Negotiation | JointNegotiation
     choice: Choice | JointChoice | None
     with stdout_to_stderr(), _naming_config(args):
+        _tell_of_strange_packages(args.assume_package)
         if args.joint:
             negotiation = negotiate_installed_joint(host=host, **fields)
             choice = choose_joint(negotiation)
@@ -196,6 +201,20 @@ def _host(args: argparse.Namespace) -> Host:
     if args.device is not None:
         return Host.assume(args.device, packages=packages)
     return Host.probe() if not packages else Host.probe().stating(packages)
+
+
+def _tell_of_strange_packages(assumed: Sequence[str]) -> None:
+    """A line on standard error for each package of --assume-package that no spec requires, such as a misspelt one.
+
+    It is no error: a plugin's own check may read a version that its spec does not require.
+    """
+    specs = [record.spec for record in registry().records if record.spec is not None]
+    required = {package_requirements.parse(text).name for spec in specs for text in spec.all_requires}
+    for text in assumed:
+        name = package_requirements.canonical_name(text.partition("==")[0].strip())
+        if name not in required:
+            line = f"--assume-package: no plugin installed here requires {quoted(name)}{did_you_mean(name, required)}"
+            print_lines(f"attncore explain: {line}", sys.stderr)
 
 
 def _by_phase(negotiation: Negotiation | JointNegotiation) -> Sequence[tuple[str, Negotiation]]:

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         record = subject.record
     except UnsupportedError as error:  # a test file calls it BACKEND
-        raise UsageError(str(error).replace("BACKEND", "NAME", 1)) from error
+        raise NoBackendError(str(error).replace("BACKEND", "NAME", 1)) from error
     if record.spec is not None and subject.refusals:
         raise NoBackendError("\n  ".join((f"{args.name} cannot run here:", *subject.refusals)))
     settings = f"EXAMPLES = {args.examples}\nDEVICE = {args.device!r}\n"

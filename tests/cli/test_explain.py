@@ -109,6 +109,15 @@ def test_packages_can_be_assumed(plugins, capsys):
     assert (code, json.loads(out)["chosen"]) == (3, None)
 
 
+def test_a_package_that_no_plugin_requires_is_told(site, capsys):
+    site.plugin("acme", extra="requires=('acme-kernels>=2',)")
+    words = ["--assume", "cpu", "--backend", "acme", "--assume-package"]
+    code, _, err = ask(capsys, *words, "Acme_Kernel==2.1")
+    told = "attncore explain: --assume-package: no plugin installed here requires 'acme-kernel'; did you mean acme-kernels?"
+    assert (code, err) == (3, f"{told}\n")
+    assert ask(capsys, *words, "acme-kernels==2.1")[::2] == (0, "")
+
+
 def test_joint(plugins, capsys):
     code, out, _ = ask(capsys, "--assume", "sm_90", "--joint", "--json")
     report = json.loads(out)
@@ -127,7 +136,9 @@ def test_joint(plugins, capsys):
         (["--num-heads", "x"], "--num-heads"),
         (["--num-heads", "0"], "--num-heads: 0"),
         (["--dtype", "half"], "--dtype"),
+        (["--dtype", "bf16"], "; did you mean bfloat16?"),
         (["--feature", "wings"], "--feature"),
+        (["--feature", "sink"], "; did you mean sinks?"),
         (["--config", "nowhere.json"], "--config: nowhere.json cannot be read"),
         (["--tensor-parallel", "2"], "--tensor-parallel: only with --config"),
         (["--assume-package", "torch"], "--assume-package: 'torch'"),

@@ -17,6 +17,7 @@ import sys
 import termios
 
 import pytest
+from planting import SPEC
 
 from attncore.cli import COMMANDS, _parser, main
 from attncore.cli.output import columns
@@ -179,7 +180,8 @@ def test_a_refusal_has_lines_and_the_one_named_first(site, screen, command, widt
     assert [line.split()[0] for line in lines[first + 1 :]][:1] == (["reference"] if command == "explain" else [])
     said = " ".join((out + err).split())
     asked_by = {"explain": "backend", "verify": "NAME", "replay": "--backend"}[command]
-    assert f"{asked_by}: 'acme2', named by the request, cannot be used on " in said
+    named = ", named by the request," if command == "explain" else ""  # the option that names it is said already
+    assert f"{asked_by}: 'acme2'{named} cannot be used on " in said
     assert "pip install library-3" in said
     assert max(map(len, (out + err).splitlines())) < 200
 
@@ -189,6 +191,18 @@ def test_a_misspelt_backend_is_guessed_at_once(screen, words):
     code, out, err = screen(*words)
     assert (code, out) == (3, "")
     assert "did you mean reference?" in "".join(err.splitlines()[:2])
+
+
+@pytest.mark.parametrize("words", [["verify"], ["replay", "--backend"], ["bench"]])
+def test_a_backend_for_other_devices_is_one_line_without_sizes(site, screen, words):
+    source = SPEC.format(name="far", module="attn_far", extra="")
+    source = source.replace("MultipleOf(16)", "{256}").replace('"any"', '"cuda:sm_90"')
+    site.plugin("far", source)
+    code, out, err = screen(*words, "far")
+    assert (code, out) == (3, "")
+    said = " ".join(err.split())
+    assert said.endswith("'far' cannot be used here: device cpu not supported by attn-far 1.0; supported: cuda:sm_90")
+    assert "block" not in said
 
 
 def test_a_misspelt_name_that_is_excluded_is_told(screen, caplog):

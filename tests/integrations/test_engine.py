@@ -133,6 +133,18 @@ def test_requests_that_can_never_run_are_refused(prompt, new, message):
     assert is_empty(engine)
 
 
+def test_an_argument_that_is_misspelt_is_guessed():
+    with pytest.raises(TypeError, match=r"^num_block: Engine has no such argument; did you mean num_blocks\?$"):
+        Engine(decoder("llama"), num_block=8)
+
+
+def test_token_ids_in_place_of_prompts_are_told():
+    engine = Engine(decoder("llama"), num_blocks=10, max_num_reqs=4, max_num_batched_tokens=64, block_size=8)
+    with pytest.raises(TypeError, match=r"^prompts: the token ids of one prompt; give a list of prompts"):
+        engine.complete([1, 2, 3], 4)
+    assert not engine.waiting
+
+
 def test_no_prompt_is_queued_where_one_can_never_run():
     engine = Engine(decoder("llama"), num_blocks=10, max_num_reqs=4, max_num_batched_tokens=64, block_size=8)
     with pytest.raises(ValueError, match="504 tokens with max_new_tokens exceed max_model_len 256"):

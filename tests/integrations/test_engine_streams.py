@@ -132,7 +132,9 @@ def test_the_example_continues_a_text_by_a_model_of_a_folder(tmp_path):
     assert len(ran.stdout.strip()) > len("Once upon")
 
 
-@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["no/such/model"], 2), (["--fast"], 2)])
+@pytest.mark.parametrize(
+    ("words", "code"), [(["--help"], 0), (["no/such/model"], 2), (["/nosuch"], 2), (["--fast"], 2)]
+)
 def test_the_example_says_what_is_wrong_without_a_traceback(words, code):
     words = [sys.executable, str(EXAMPLES / "generate.py"), *words]
     environ = {**UTF8, "HF_HUB_OFFLINE": "1"}
@@ -140,6 +142,7 @@ def test_the_example_says_what_is_wrong_without_a_traceback(words, code):
     assert ran.returncode == code
     assert "Traceback" not in ran.stderr
     assert not code or ran.stderr.splitlines()[-1].startswith("generate.py: ")
+    assert words[-1] != "/nosuch" or ran.stderr == "generate.py: /nosuch: no such folder\n"
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from planting import SPEC
 
 from attncore.command import READER_GONE
 from attncore.testing.__main__ import main
@@ -53,8 +54,8 @@ def test_bad_usage_is_named(capsys, words, said):
     assert capsys.readouterr().err.startswith(f"attncore: error: {said}")
 
 
-def test_what_is_not_there_exits_2(site, capsys):
-    assert main(["nobody"]) == 2
+def test_what_is_not_there_exits_3_as_in_every_command(site, capsys):
+    assert main(["nobody"]) == 3
     error = capsys.readouterr().err
     assert error.startswith("attncore: error: NAME: no distribution installed here provides 'nobody'")
     assert error.count("\n") == 1
@@ -73,6 +74,15 @@ def test_what_cannot_run_here_exits_3(site, capsys):
     site.plugin("elsewhere", extra="requires=('a-library-nobody-has',)")
     assert main(["elsewhere"]) == 3
     assert "a-library-nobody-has is not installed" in capsys.readouterr().err
+
+
+def test_a_backend_for_other_devices_is_refused_for_that_alone(site, capsys):
+    source = SPEC.format(name="far", module="attn_far", extra="")
+    source = source.replace("MultipleOf(16)", "{256}").replace('"any"', '"cuda:sm_90"')
+    site.plugin("far", source)
+    assert main(["far"]) == 3
+    told = "attncore: error: far cannot run here:\n  device cpu not supported by attn-far 1.0; supported: cuda:sm_90\n"
+    assert capsys.readouterr().err == told
 
 
 @pytest.mark.parametrize("words", [["--examples", "0"], ["--examples", "9" * 4000], ["-x" * 5000], []])
@@ -131,3 +141,5 @@ def test_a_signal_ends_it_without_a_traceback(number, code, said, site):
     done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (code, said)
     assert "Traceback" not in done.stdout
+    if number == signal.SIGINT:
+        assert "KeyboardInterrupt" not in done.stdout

@@ -123,7 +123,7 @@ def _fitting_variant(
             return variant, stated, (), tuple((name, tuple(why)) for name, _, why in judged)
         judged.append((variant, stated, reasons))
     variant, stated, _ = judged[0]
-    return variant, stated, tuple(_merged([reasons for _, _, reasons in judged], host)), ()
+    return variant, stated, tuple(_merged(_naming_variants(judged, host), host)), ()
 
 
 def _library(spec: BackendSpec, host: Host) -> str:
@@ -132,6 +132,23 @@ def _library(spec: BackendSpec, host: Host) -> str:
         return spec.name
     name = package_requirements.parse(tuple(spec.requires)[-1]).name
     return f"{name} {host.packages.get(name, '')}".strip()
+
+
+def _naming_variants(judged: list[tuple[str, BackendSpec, list[Reason]]], host: Host) -> list[list[Reason]]:
+    """The reasons of each variant. Of several variants of one library the library's name does not tell them apart: a
+    reason that only some of these have names its variant."""
+    told = {variant: {(reason.code, reason.message) for reason in reasons} for variant, _, reasons in judged}
+    named = []
+    for variant, stated, reasons in judged:
+        others = [
+            name for name, other, _ in judged if name != variant and _library(other, host) == _library(stated, host)
+        ]
+        named.append([
+            reason if all((reason.code, reason.message) in told[name] for name in others)
+            else replace(reason, message=f"variant {variant}: {reason.message.removeprefix(f'variant {variant}: ')}")
+            for reason in reasons
+        ])  # fmt: skip
+    return named
 
 
 def _merged(by_variant: list[list[Reason]], host: Host) -> Iterator[Reason]:

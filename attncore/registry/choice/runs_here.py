@@ -18,6 +18,15 @@ def plain_request(spec: BackendSpec) -> AttentionRequest:
     return AttentionRequest(num_heads=1, num_kv_heads=1, backend=spec.name, **fitting_fields(spec))
 
 
+def no_device_here(spec: BackendSpec, host: Host, source: str) -> Reason | None:
+    """The reason, of code ``device``, where no variant of ``spec`` is for the host's device; None where one is."""
+    devices = dict.fromkeys(device for _, stated in spec.by_variant for device in stated.devices)
+    if best_match(dict.fromkeys(devices, 0), host.device) is not None:
+        return None
+    message = f"device {host.device} not supported by {source}; supported: {listed(devices)}"
+    return Reason("device", message, host.device, list(devices), source, USE_ANOTHER)
+
+
 def reasons_here(record: PluginRecord, host: Host) -> tuple[Reason, ...]:
     """Why a backend cannot serve a plain request on ``host``; empty where it can.
 
@@ -27,9 +36,7 @@ def reasons_here(record: PluginRecord, host: Host) -> tuple[Reason, ...]:
     spec = record.spec
     if spec is None:
         return record.reasons
-    devices = dict.fromkeys(device for _, stated in spec.by_variant for device in stated.devices)
-    if best_match(dict.fromkeys(devices, 0), host.device) is None:
-        message = f"device {host.device} not supported by {record.label}; supported: {listed(devices)}"
-        return (Reason("device", message, host.device, list(devices), record.label, USE_ANOTHER),)
+    if (reason := no_device_here(spec, host, record.label)) is not None:
+        return (reason,)
     request = plain_request(spec)
     return next(one.reasons for one in candidates(request, host, [record]) if one.name == record.name)

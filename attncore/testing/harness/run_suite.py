@@ -96,6 +96,10 @@ class ReportCatcher:
 
     def __init__(self) -> None:
         self.found, self.interrupt, self.left = {}, None, 0
+        self._session: pytest.Session | None = None
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._session = session
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.left = len(session.items)
@@ -106,6 +110,15 @@ class ReportCatcher:
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         if isinstance(excinfo.value, KeyboardInterrupt):  # and not pytest.exit
             self.interrupt = excinfo.value
+            self._end_screen()
+
+    def _end_screen(self) -> None:
+        """What interrupts the run is one line, which the command prints: pytest's banner does not follow."""
+        manager = self._session.config.pluginmanager if self._session is not None else None
+        reporter = manager.get_plugin("terminalreporter") if manager is not None else None
+        if manager is not None and reporter is not None:
+            reporter.ensure_newline()  # after the dots
+            manager.unregister(reporter)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

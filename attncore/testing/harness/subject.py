@@ -11,6 +11,7 @@ from attncore.did_you_mean import did_you_mean
 from attncore.quoted import listed, quoted
 from attncore.registry.choice.choice import choose
 from attncore.registry.choice.negotiate_installed import negotiate_installed
+from attncore.registry.choice.runs_here import no_device_here
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.plugin_record import PluginRecord
@@ -77,6 +78,8 @@ class Subject:
 
     @cached_property
     def _usable(self) -> tuple[BackendSpec | None, tuple[str, ...]]:
+        if (reason := no_device_here(self.spec, self.host or Host.probe(), self.record.label)) is not None:
+            return None, (str(reason),)  # and nothing about sizes, which are the kit's own
         refusals: list[str] = []
         for _, form in self.spec.by_variant:
             try:
