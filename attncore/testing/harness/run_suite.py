@@ -117,7 +117,8 @@ class ReportCatcher:
         manager = self._session.config.pluginmanager if self._session is not None else None
         reporter = manager.get_plugin("terminalreporter") if manager is not None else None
         if manager is not None and reporter is not None:
-            reporter.ensure_newline()  # after the dots
+            reporter.line("")  # after the dots
+            reporter.flush()
             manager.unregister(reporter)
 
     @pytest.hookimpl(trylast=True)
