@@ -35,7 +35,7 @@ def test_a_child_of_a_backend_ends_with_its_own_code(monkeypatch):
 
 
 def test_a_misspelt_backend_is_told_the_one_that_is_meant(capsys):
-    assert main(["referense"]) == 2
+    assert main(["referense"]) == 3
     assert capsys.readouterr().err.endswith("; did you mean reference?\n")
 
 
