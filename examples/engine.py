@@ -148,7 +148,7 @@ class Engine:
         if isinstance(prompts, str):
             raise TypeError("prompts: one text; give a list of them")  # else each letter would be a prompt
         prompts = list(prompts)
-        if any(isinstance(prompt, int | np.integer) for prompt in prompts):
+        if prompts and all(isinstance(prompt, int | np.integer) for prompt in prompts):
             raise TypeError("prompts: the token ids of one prompt; give a list of prompts, such as [[1, 2, 3]]")
         return self._streamed([self._request(prompt, max_new_tokens, **sampling) for prompt in prompts])
 

@@ -37,7 +37,7 @@ def run_all(engine, most=500):
         ([1.0], "^prompt: 'float' object cannot be interpreted as an integer; give a list of token ids"),
         (["1"], "^prompt: 'str' object"),
         ([None], "^prompt: 'NoneType' object"),
-        (7, "^prompts: the token ids of one prompt; give a list of prompts"),
+        (7, "^prompt: 'int' object is not iterable"),
         ([], "^prompt: 0 tokens"),
     ],
 )
