@@ -17,12 +17,16 @@ def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     A view of NumPy's own may be made writable again wherever its base is, and a memoryview gives its array away. Each
     call gives an array of its own: one whose shape is changed changes no other.
     """
-    return np.asarray(shown(array))
+    shown: npt.NDArray[Any] = np.asarray(_exporter()(array))
+    return shown
 
 
-def shown(array: npt.NDArray[Any]) -> Any:
-    """What ``numpy.asarray`` makes such arrays of, again and again."""
-    return _exporter()(array)
+def kept(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """An array whose ``view()`` is such an array, in a quarter of the time: the base of each is not it, but one below.
+
+    NumPy goes down a chain of views for a base. What is set on that one is therefore not what later views have.
+    """
+    return read_only(array).view()
 
 
 @cache

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from attncore.builder.device.arena import Arrays
 from attncore.builder.fields import DERIVED, FIELDS, Field, Length, named, no_such_field
-from attncore.builder.read_only import read_only, shown
+from attncore.builder.read_only import kept, read_only
 from attncore.builder.reused import Reused
 from attncore.builder.show import host_text
 from attncore.errors import AttncoreError
@@ -37,7 +37,7 @@ class HostFields(Reused):
         self, arena: Any, arrays: Arrays, tables: Mapping[str, BlockTable], state: Any, extra: Mapping[str, Field]
     ) -> None:
         self._arena, self._arrays, self._tables, self._state, self._extra = arena, arrays, tables, state, extra
-        self._kept_views: dict[str, Any] = {}  # the kernel drops them
+        self._kept_views: dict[str, npt.NDArray[Any]] = {}  # the kernel drops them
 
     def __getattr__(self, name: str) -> npt.NDArray[Any]:
         if name in DERIVED:  # not kept: the next step in this arena has other values
@@ -47,13 +47,13 @@ class HostFields(Reused):
                 raise AttributeError(name)
             if name not in self._extra:
                 raise no_such_field("metadata.host", name, self._extra)
-        kept = self._kept_views.get(name)  # of an engine's field
-        if kept is None:
+        view = self._kept_views.get(name)  # of an engine's field
+        if view is None:
             array = self._memory(name)
             if array is None:
                 raise AttributeError(f"metadata.host of this batch and group has no field {name!r}")
-            kept = self._kept_views[name] = shown(cut(array, name, self._arena, self._extra))
-        return np.asarray(kept)
+            view = self._kept_views[name] = kept(cut(array, name, self._arena, self._extra))
+        return view.view()
 
     def _memory(self, name: str) -> npt.NDArray[Any] | None:
         """The array that a field of every step is the beginning of, which kernels write; None for no field of these."""
@@ -110,10 +110,10 @@ class HostFields(Reused):
 
 def _view_of(name: str) -> Any:
     def view(host: HostFields) -> npt.NDArray[Any]:
-        kept = host._kept_views.get(name)
-        if kept is None:
-            raise AttributeError(name)  # goes to __getattr__
-        return np.asarray(kept)
+        try:
+            return host._kept_views[name].view()
+        except KeyError:
+            raise AttributeError(name) from None  # goes to __getattr__
 
     return property(view)
 
