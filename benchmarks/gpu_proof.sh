@@ -65,7 +65,7 @@ if [[ $only == *benchmarks* ]]; then
   part flashinfer "$python" -P plugins/attn-flashinfer/benchmarks/bench.py --save "$results/flashinfer_bench.json"; report
   part flash2 "$python" -P plugins/attn-flash/benchmarks/forward.py --generation 2 --save "$results/flash_forward_fa2.json"; report
   [ -z "${KERNELS4:-}" ] || { part flash4 env PYTHONPATH="$four" "$python" -P plugins/attn-flash/benchmarks/forward.py --generation 4 --save "$results/flash_forward_fa4.json"; report; }
-  part each env PYTHONPATH="$four" "$python" -P benchmarks/decode_of_each_backend.py --save "$results/decode_of_each_backend.json"; report
+  part each env PYTHONPATH="$four" "$python" -P benchmarks/steps_of_each_backend.py --save "$results/steps_of_each_backend.json"; report
   part transformers "$python" -P benchmarks/transformers_gpu.py --backends flashinfer,flash ${1:+--trace "$1"} --save "$results/transformers.json"; report
 fi
 exit $failed

@@ -1,4 +1,4 @@
-"""benchmarks/decode_of_each_backend.py measures what it says: tried on a CPU, tiny."""
+"""benchmarks/steps_of_each_backend.py measures what it says: tried on a CPU, tiny."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 @pytest.fixture
 def script(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return pytest.importorskip("decode_of_each_backend")
+    return pytest.importorskip("steps_of_each_backend")
 
 
 def test_a_backend_is_measured_and_saved_and_another_says_why_it_is_not_here(script, tmp_path, monkeypatch):

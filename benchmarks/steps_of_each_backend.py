@@ -1,6 +1,6 @@
 """The same steps by each backend that can be used here, turn by turn in one process: which one should come first?
 
-    python benchmarks/decode_of_each_backend.py [--backends NAME[:GENERATION],...] [--save FILE]
+    python benchmarks/steps_of_each_backend.py [--backends NAME[:GENERATION],...] [--save FILE]
 
 Decode steps (captured, where the backend can be), an eager step of prefills beside decodes, and a prefill; of one layer
 and of many. Medians, in microseconds: ``build`` and ``run`` are the host's (build with plan and send; replay, or each
