@@ -170,4 +170,4 @@ if not TYPE_CHECKING:  # a checker knows the names from the imports above, and r
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -19,12 +19,22 @@ def columns(stream: TextIO | None = None) -> int | None:
     stream = stream or sys.stdout
     if not stream.isatty():
         return None
-    stated = os.environ.get("COLUMNS", "")
-    found = int(stated) if stated.isdecimal() and len(stated) < 9 else 0
+    found = _stated()
     if not found:
         with contextlib.suppress(OSError, ValueError):  # no file behind it
             found = os.get_terminal_size(stream.fileno()).columns
     return max(found or 80, NARROW)
+
+
+def columns_of_help() -> int:
+    """The columns that help is written to, which is wrapped in a pipe too: the terminal's, or COLUMNS, or 80."""
+    return columns() or max(_stated() or 80, NARROW)
+
+
+def _stated() -> int:
+    """COLUMNS; 0 where it states no number."""
+    stated = os.environ.get("COLUMNS", "")
+    return int(stated) if stated.isdecimal() and len(stated) < 9 else 0
 
 
 def wrapped(line: str, width: int | None, indent: int | None = None) -> str:

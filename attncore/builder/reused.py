@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from attncore.builder.fields import ARRAYS, BROADCAST
+from attncore.did_you_mean import did_you_mean
 
 OF_THE_BUILDER = frozenset((*ARRAYS, *BROADCAST, "host", "groups", "group", "advanced"))
 
@@ -12,28 +13,27 @@ OF_THE_BUILDER = frozenset((*ARRAYS, *BROADCAST, "host", "groups", "group", "adv
 class Reused:
     """The base of metadata, and of its ``host``, whose fields are the builder's; it sets them by ``vars``.
 
-    A copy (``copy.copy``) is the caller's: it has ``_copied``.
+    A copy (``copy.copy``) is the caller's: it has ``_copied``. Names that are like no field are an engine's own.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_the_builders(name):
-            _refuse(name)
+        self._check_name(name)
         object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if self._is_the_builders(name):
-            _refuse(name)
+        self._check_name(name)
         object.__delattr__(self, name)
 
-    def _is_the_builders(self, name: str) -> bool:
+    def _check_name(self, name: str) -> None:
+        """AttributeError for a name of the builder's, and for one that is such a name misspelt."""
         held = vars(self)
         if name.startswith("_") or "_copied" in held:
-            return False
-        return name in OF_THE_BUILDER or name in held.get("_extra", ()) or hasattr(type(self), name)
-
-
-def _refuse(name: str) -> NoReturn:
-    raise AttributeError(
-        f"metadata: {name} cannot be set, for later steps use the same object; "
-        "copy.copy(metadata) is an object of your own"
-    )
+            return
+        of, own = "metadata", "copy.copy(metadata) is an object of your own"
+        if "host" not in held:  # it is the host; a copy of the metadata has the same one
+            of, own = "metadata.host", "metadata_from_fields(metadata.asdict_zerocopy()) has a host of its own"
+        fields = {*OF_THE_BUILDER, *held.get("_extra", ())}
+        if name in fields or hasattr(type(self), name):
+            raise AttributeError(f"{of}: {name} cannot be set, for later steps use the same object; {own}")
+        if name not in held and (meant := did_you_mean(name, fields)):
+            raise AttributeError(f"{of}: no field {name!r}{meant}")

@@ -31,7 +31,7 @@ from attncore.command import Parser, UsageError, run_command
 from attncore.did_you_mean import did_you_mean
 from attncore.errors import NoBackendError
 from attncore.quoted import quoted
-from attncore.terminal import columns, wrapped
+from attncore.terminal import columns_of_help, wrapped
 
 COMMANDS = {
     "replay": "replay a trace of requests through paged attention, verified",
@@ -49,7 +49,7 @@ class _Help(argparse.HelpFormatter):
     """Fills a description paragraph by paragraph, to the width of the terminal."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=(columns() or 80) - 2)
+        super().__init__(prog, width=columns_of_help() - 2)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)  # nor the name of an option
@@ -74,7 +74,7 @@ def _parser(command: str) -> Parser:
 
 def _overview() -> str:
     rows = (f"  {name:12} {text}" for name, text in COMMANDS.items())
-    width = columns() or 80
+    width = columns_of_help()
     shells = f"{', '.join(SHELLS[:-1])} or {SHELLS[-1]}"
     lines = (
         "usage: attncore COMMAND [OPTION ...]",

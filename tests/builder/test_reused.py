@@ -77,9 +77,9 @@ def test_a_field_of_a_step_cannot_be_set(kernels, backend):
     step = builder.build()
     for owner in (step, step.host, builder.capture(4)):
         for name in (*FIELDS, "extra"):
-            with pytest.raises(AttributeError, match=f"^metadata: {name} cannot be set, for later steps use the same"):
+            with pytest.raises(AttributeError, match=rf"^metadata(\.host)?: {name} cannot be set, for later"):
                 setattr(owner, name, [1])
-            with pytest.raises(AttributeError, match=f"^metadata: {name} cannot be set"):
+            with pytest.raises(AttributeError, match=rf"^metadata(\.host)?: {name} cannot be set"):
                 delattr(owner, name)
     for name in ("num_reqs", "host", "groups", "req_ids", "use_cuda_graph", "forget_step", "views", "step"):
         with pytest.raises(AttributeError, match=f"^metadata: {name} cannot be set"):
@@ -96,3 +96,17 @@ def test_a_field_of_a_step_cannot_be_set(kernels, backend):
     own.seq_lens = np.zeros(2, np.int32)
     own.host.seq_lens = np.zeros(2, np.int32)
     assert (own.seq_lens.tolist(), copy.copy(step).of_the_engine) == ([0, 0], 3)
+
+
+def test_a_misspelt_field_is_refused_with_the_field_that_was_meant():
+    metadata = MetadataBuilder(two_requests("cython"), max_num_batched_tokens=32).build()
+    with pytest.raises(AttributeError, match=r"metadata: no field 'num_tokns'; did you mean num_tokens\?"):
+        metadata.num_tokns = 3
+    with pytest.raises(AttributeError, match=r"metadata\.host: no field 'seq_len'; did you mean seq_lens\?"):
+        metadata.host.seq_len = 3
+    metadata.mine = 3  # an engine's own
+    del metadata.mine
+    mine = copy.copy(metadata)
+    mine.num_tokns = 3  # a copy is the caller's
+    with pytest.raises(AttributeError, match=r"metadata\.host: seq_lens cannot be set.*metadata_from_fields"):
+        mine.host.seq_lens = 3

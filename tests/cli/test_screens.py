@@ -318,3 +318,13 @@ def test_on_a_terminal_of_its_own(words, code, said, monkeypatch):
     assert process.returncode == code, found
     assert said in " ".join(found.replace("^D\b\b", "").split())
     assert max(map(len, found.splitlines())) <= 60
+
+
+@pytest.mark.parametrize(("stated", "width"), [("50", 50), ("many", 80), ("", 80)])
+def test_help_is_wrapped_in_a_pipe_too(stated, width, capsys, monkeypatch):
+    """Nobody reads it line by line with a tool."""
+    monkeypatch.setenv("COLUMNS", stated)
+    for words in (["--help"], ["explain", "--help"]):
+        main(words)
+        longest = max(map(len, capsys.readouterr().out.splitlines()))
+        assert width - 15 < longest <= width

@@ -18,6 +18,7 @@ def explain(negotiation: Negotiation) -> str:
     lines: list[str] = []
     if chosen is not None:
         lines.append(f"{chosen.label}: chosen; {', '.join(_why(chosen, negotiation))}")
+        lines.extend(_notes(chosen))
         lines.extend(_passed_over(chosen))
     rejected = list(negotiation.rejected)  # the one that is named comes first
     if chosen is None and rejected and rejected[0].name == request.backend:
@@ -25,6 +26,7 @@ def explain(negotiation: Negotiation) -> str:
     for candidate in negotiation.usable:
         if candidate is not chosen:
             lines.append(f"{candidate.label}: usable, not chosen; {', '.join(_standing(candidate, request))}")
+            lines.extend(_notes(candidate))
             lines.extend(_passed_over(candidate))
     for candidate in rejected:
         lines.extend(_rejected(candidate))
@@ -41,7 +43,7 @@ def _why(chosen: Candidate, negotiation: Negotiation) -> Iterator[str]:
 
 
 def _standing(candidate: Candidate, request: AttentionRequest) -> Iterator[str]:
-    """What a usable candidate is ranked by, then the notes of its spec and its plugin's warnings."""
+    """What a usable candidate is ranked by."""
     if candidate.name in request.prefer:
         yield "preferred by the request"
     if candidate.match is not None:
@@ -49,10 +51,12 @@ def _standing(candidate: Candidate, request: AttentionRequest) -> Iterator[str]:
         yield f"priority {candidate.match.priority} on {where}"
     if candidate.variant:
         yield f"variant {candidate.variant} ({candidate.library})"
-    if candidate.spec is not None:
-        yield from candidate.spec.notes
-    for warning in candidate.warnings:
-        yield warning.message
+
+
+def _notes(candidate: Candidate) -> Iterator[str]:
+    """The notes of a candidate's spec and its plugin's warnings, each on a line of its own."""
+    notes = candidate.spec.notes if candidate.spec is not None else ()
+    yield from (f"  {note}" for note in (*notes, *(warning.message for warning in candidate.warnings)))
 
 
 def _passed_over(candidate: Candidate) -> Iterator[str]:
