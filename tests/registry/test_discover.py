@@ -47,6 +47,13 @@ def test_a_blocked_plugin_is_not_imported_and_says_how_to_let_it_in(site, monkey
     assert str(record.reasons[0]) == "blocked by ATTNCORE_PLUGINS, which allows only: two; add one to ATTNCORE_PLUGINS"
 
 
+def test_a_misspelt_name_in_the_variable_is_told_where_it_is_missed(site, monkeypatch):
+    site.plugin("flash")
+    monkeypatch.setenv("ATTNCORE_PLUGINS", "flsh,reference")
+    record = next(record for record in load.registry().records if record.name == "flash")
+    assert str(record.reasons[0]).endswith("no backend is named 'flsh'; write flash there")
+
+
 def test_a_blocked_claimant_makes_no_duplicate(site, monkeypatch):
     site.plugin("one")
     site.plugin("flash", distribution="zoo-flash")

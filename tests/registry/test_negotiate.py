@@ -320,6 +320,18 @@ def test_requests_are_values():
     assert dataclasses.replace(request(), sinks=True) == request(sinks=True)
 
 
+def test_what_a_check_changes_is_a_copy_of_request_and_host():
+    def changes(asked, host):
+        object.__setattr__(asked, "head_size", 3)
+        object.__setattr__(host, "device", "cuda:sm_10")
+        return f"{asked.head_size} on {host.device}"
+
+    host, asked = dataclasses.replace(H90), request()
+    found = negotiate(asked, host, [record(spec(check=changes), "attn-one")])
+    assert any("3 on cuda:sm_10" in str(reason) for one in found.rejected for reason in one.reasons)
+    assert (asked.head_size, host) == (request().head_size, H90)
+
+
 def _exits(request, host):
     raise SystemExit("no licence")
 

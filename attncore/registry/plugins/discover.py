@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attncore import env
+from attncore.did_you_mean import close_name
 from attncore.logged import logged
 from attncore.quoted import describe_error, listed, one_line, quoted, type_name
 from attncore.registry.package_requirements import canonical_name
@@ -193,6 +194,7 @@ def _without_misnamed(records: list[PluginRecord]) -> list[PluginRecord]:
 def _without_blocked(records: list[PluginRecord]) -> list[PluginRecord]:
     """The records, blocked where the environment keeps them from loading."""
     allowed, disabled = env.plugins(), env.disabled_plugins()
+    installed = {record.name for record in records}
 
     def checked(record: PluginRecord) -> PluginRecord:
         if record.state != "found":
@@ -204,6 +206,9 @@ def _without_blocked(records: list[PluginRecord]) -> list[PluginRecord]:
             variable, fix = "ATTNCORE_PLUGINS", f"add {record.name} to ATTNCORE_PLUGINS"
             accepted = sorted(allowed)
             message = f"blocked by {variable}, which allows only: {', '.join(accepted) or 'none'}"
+            meant = [one for one in accepted if one not in installed and close_name(one, installed) == record.name]
+            if meant:
+                message, fix = f"{message}; no backend is named {quoted(meant[0])}", f"write {record.name} there"
         else:
             return record
         reason = Reason("blocked", message, asked=record.name, accepted=accepted, source=variable, fix=fix)
