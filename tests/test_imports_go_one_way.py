@@ -30,7 +30,7 @@ LAYERS = {
     "builder": (
         "persistent lists",
         "device blocks",
-        "metadata slices device_slices first_generation_names uncopied",
+        "received_metadata metadata slices device_slices first_generation_names uncopied",
         "grid show",
         "read_only reused",
         "fields",

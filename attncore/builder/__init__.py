@@ -41,10 +41,11 @@ from attncore.builder.lists.builder import CommonMetadataBuilder
 from attncore.builder.lists.capture_state import CommonAttentionState
 from attncore.builder.lists.encoders import token_counts
 from attncore.builder.lists.sequence_group import Sequence, SequenceGroup
-from attncore.builder.metadata import CommonAttentionMetadata, metadata_from_fields
+from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.persistent.builder import MetadataBuilder
 from attncore.builder.persistent.input_batch import InputBatch
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
+from attncore.builder.received_metadata import metadata_from_fields
 
 __all__ = [
     "BatchSlice",

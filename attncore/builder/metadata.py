@@ -5,23 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from attncore import arguments
 from attncore.builder import slices
 from attncore.builder.fields import (
     ARRAYS,
     BROADCAST,
     COUNTS,
     DERIVED,
-    ENCODER_ARRAYS,
     FIELDS,
-    ORDER,
-    Length,
     no_such_field,
 )
 from attncore.builder.first_generation_names import FirstGenerationMetadataNames
@@ -281,48 +277,3 @@ def check_metadata(name: str, metadata: Any) -> None:
     """TypeError where ``metadata`` is none."""
     if not isinstance(metadata, CommonAttentionMetadata):
         raise TypeError(f"{name}: {type(metadata).__name__} found; give the metadata of a step")
-
-
-def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> CommonAttentionMetadata:
-    """The inverse of ``asdict_zerocopy``: metadata from fields that arrived from another rank.
-
-    Arrays are NumPy arrays or torch tensors; tensors on a device are copied to the host. ``backend`` wraps them for its
-    device (None: NumPy). A skipped field raises AttributeError on access. Raises ValueError or TypeError that names
-    the field where it is unknown or no such count, and where an array's length is not that of the counts; ValueError
-    for a missing count.
-    """
-    if not isinstance(fields, Mapping):
-        raise TypeError(f"fields: {type(fields).__name__} found; give what asdict_zerocopy returned")
-    unknown = sorted(set(fields) - ARRAYS - set(BROADCAST))
-    if unknown:
-        raise ValueError(f"fields: {unknown[0]!r} is no field of metadata")
-    missing = [name for name in COUNTS if name not in fields]
-    if missing:
-        raise ValueError(f"fields: {missing[0]!r} is missing; only arrays may be skipped")
-    host = slices.HostArrays()
-    for name in ARRAYS & fields.keys():
-        array = fields[name]
-        setattr(host, name, array.cpu() if hasattr(array, "cpu") else array)
-    values = {name: _count(name, fields[name]) for name in BROADCAST if name in fields}
-    _check_lengths(host, values["num_tokens"], values["num_reqs"], bool(values.get("from_groups")))
-    return CommonAttentionMetadata(host, read_only if backend is None else backend.from_host, **values)
-
-
-def _count(name: str, value: Any) -> int | bool:
-    path = f"fields[{name!r}]"
-    return arguments.flag(path, value) if name in (*ORDER, "use_cuda_graph") else arguments.integer(path, value, 0)
-
-
-def _check_lengths(host: Any, num_tokens: int, num_reqs: int, from_groups: bool) -> None:
-    """ValueError where an array is not as long as a step of these counts; a view's encoder may cover more rows."""
-    for name in host.field_names():
-        field = FIELDS[name]
-        if name in ENCODER_ARRAYS or name in DERIVED or field.length is Length.PAGE:
-            continue
-        rows = field.length is Length.TABLE
-        wanted, found = num_reqs if rows else field.num_elements(num_tokens, num_reqs, 0), len(host.peek(name))
-        least = 0 if from_groups and (rows or not field.list_pads) else wanted  # no padded rows
-        if not least <= found <= wanted:
-            raise ValueError(
-                f"fields[{name!r}]: {found} long, but {num_tokens} tokens and {num_reqs} requests have {wanted}"
-            )

@@ -92,6 +92,21 @@ def test_counts_and_arrays_that_disagree_are_refused(build, name, value, error):
         received(build().asdict_zerocopy() | {name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("query_start_loc", [0, 3, 1], "starts begin with 0 and never descend"),
+        ("query_start_loc", [1, 2, 3], "starts begin with 0 and never descend"),
+        ("query_start_loc", [0, 1, 2**31 - 1], "it ends with 2147483647, but there are 7 tokens"),
+        ("paged_kv_indptr", [0, 2, 99], r"it ends with 99, but there are \d+ paged_kv_indices"),
+        ("paged_kv_indices", [], "but there are 0 paged_kv_indices"),
+    ],
+)
+def test_starts_that_lead_beyond_what_they_count_are_refused(name, value, message):
+    with pytest.raises(ValueError, match=rf"^fields\['\w+'\]: .*{message}"):
+        received(persistent().asdict_zerocopy() | {name: np.array(value, np.int32)})
+
+
 def test_what_is_no_dict_of_fields_is_named():
     with pytest.raises(TypeError, match=r"^fields: int found"):
         received(5)

@@ -1,0 +1,78 @@
+"""Metadata of fields that arrived from another rank, checked as what it is: data from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attncore import arguments
+from attncore.arguments import INT32_MAX
+from attncore.builder import slices
+from attncore.builder.fields import ARRAYS, BROADCAST, COUNTS, DERIVED, ENCODER_ARRAYS, FIELDS, ORDER, Length
+from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.read_only import read_only
+from attncore.quoted import quoted
+
+
+def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> CommonAttentionMetadata:
+    """The inverse of ``asdict_zerocopy``: metadata from fields that arrived from another rank.
+
+    Arrays are NumPy arrays or torch tensors; tensors on a device are copied to the host. ``backend`` wraps them for its
+    device (None: NumPy). A skipped field raises AttributeError on access. Raises ValueError or TypeError that names
+    the field where it is unknown or no such count, where an array's length is not that of the counts, and where starts
+    (``query_start_loc``, ``paged_kv_indptr``) descend or reach beyond what they count; ValueError for a missing count.
+    """
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"fields: {type(fields).__name__} found; give what asdict_zerocopy returned")
+    unknown = sorted(set(fields) - ARRAYS - set(BROADCAST))
+    if unknown:
+        raise ValueError(f"fields: {unknown[0]!r} is no field of metadata")
+    missing = [name for name in COUNTS if name not in fields]
+    if missing:
+        raise ValueError(f"fields: {missing[0]!r} is missing; only arrays may be skipped")
+    host = slices.HostArrays()
+    for name in ARRAYS & fields.keys():
+        array = fields[name]
+        setattr(host, name, array.cpu() if hasattr(array, "cpu") else array)
+    values = {name: _count(name, fields[name]) for name in BROADCAST if name in fields}
+    _check_lengths(host, values["num_tokens"], values["num_reqs"], bool(values.get("from_groups")))
+    _check_starts(host, values["num_tokens"])
+    return CommonAttentionMetadata(host, read_only if backend is None else backend.from_host, **values)
+
+
+def _count(name: str, value: Any) -> int | bool:
+    path = f"fields[{name!r}]"
+    return arguments.flag(path, value) if name in (*ORDER, "use_cuda_graph") else arguments.integer(path, value, 0)
+
+
+def _check_lengths(host: Any, num_tokens: int, num_reqs: int, from_groups: bool) -> None:
+    """ValueError where an array is not as long as a step of these counts; a view's encoder may cover more rows."""
+    for name in host.field_names():
+        field = FIELDS[name]
+        if name in ENCODER_ARRAYS or name in DERIVED or field.length is Length.PAGE:
+            continue
+        rows = field.length is Length.TABLE
+        wanted, found = num_reqs if rows else field.num_elements(num_tokens, num_reqs, 0), len(host.peek(name))
+        least = 0 if from_groups and (rows or not field.list_pads) else wanted  # no padded rows
+        if not least <= found <= wanted:
+            raise ValueError(
+                f"fields[{name!r}]: {found} long, but {num_tokens} tokens and {num_reqs} requests have {wanted}"
+            )
+
+
+def _check_starts(host: Any, num_tokens: int) -> None:
+    """ValueError where an array of starts descends, or ends beyond the tokens or page indices that there are."""
+    ends, pages = {"query_start_loc": ("tokens", num_tokens)}, host.peek("paged_kv_indices")
+    if pages is not None:  # the page indices were not skipped
+        ends["paged_kv_indptr"] = "paged_kv_indices", len(pages)
+    for name in host.field_names():
+        if FIELDS[name].length is not Length.START or name in DERIVED:
+            continue
+        starts = host.peek(name)
+        if starts[0] or (starts[1:] < starts[:-1]).any():
+            raise ValueError(
+                f"fields[{name!r}]: {quoted(starts.tolist())} found; starts begin with 0 and never descend"
+            )
+        what, end = ends.get(name, ("", INT32_MAX))
+        if starts[-1] > end:
+            raise ValueError(f"fields[{name!r}]: it ends with {starts[-1]}, but there are {end} {what}")
