@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from attncore.quoted import plain_text, quoted
@@ -93,12 +94,18 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> str:
     return word
 
 
-def items(name: str, values: Any) -> list[Any]:
-    """``values`` as a list, read once; TypeError where they cannot be read."""
+def items(name: str, values: Any, *, most: int | None = None) -> list[Any]:
+    """``values`` as a list, read once and, where given, ``most`` of them; TypeError where they cannot be read."""
     try:
-        return list(values)
+        return list(values if most is None else islice(values, most))
     except UNREADABLE as error:
         raise TypeError(f"{name}: {type(values).__name__} cannot be read as a list: {error}") from error
+
+
+def own_items(values: Any) -> list[Any]:
+    """What a list or a tuple holds, whatever a subclass says of its length and its items; [] of anything else."""
+    kind = list if isinstance(values, list) else tuple
+    return list(kind.__iter__(values)) if isinstance(values, kind) else []
 
 
 def _to_int(value: Any) -> int:

@@ -53,6 +53,8 @@ def _check_lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
     array = as_array(name, values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name}: {array.dtype}{list(array.shape)}; it must be a list of integers")
+    if not array.size:  # of any dtype: NumPy makes floats of []
+        return np.zeros(0, np.int32)
     wrong = np.flatnonzero((array < least) | (array > INT32_MAX))
     if len(wrong):
         raise ValueError(f"{name}: {array[wrong[0]]} at index {wrong[0]} is outside {least}..{INT32_MAX}")

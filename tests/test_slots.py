@@ -4,9 +4,12 @@ import ast
 import importlib
 import inspect
 import pathlib
+from types import MappingProxyType
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from attncore import slots
 
@@ -85,6 +88,54 @@ def test_compute_slot_mapping_appends_nothing_when_it_refuses(arguments, message
     with pytest.raises(ValueError, match=message):
         slots.compute_slot_mapping(*arguments)
     assert arguments[1] == []
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 2**31 - 1), max_size=6), st.integers(0, 24), st.integers(1, 12), st.integers(0, 30),
+    st.sampled_from([1, 3, 4]), st.sampled_from([dict, MappingProxyType]),
+)  # fmt: skip
+def test_compute_slot_mapping_token_by_token(table, context_len, query_len, start_idx, block_size, mapping):
+    """A dict of lists, the usual case, has a way of its own; any other mapping goes by the checks."""
+    tokens, out = range(context_len, context_len + query_len), []
+    arguments = (7, context_len + query_len, context_len, start_idx, block_size, mapping({7: table}))
+    if start_idx < tokens.stop and tokens[-1] // block_size >= len(table):
+        with pytest.raises(ValueError, match=rf"^block_tables: sequence 7 holds {len(table)} blocks but token"):
+            slots.compute_slot_mapping(False, out, *arguments)
+        assert out == []
+        return
+    slots.compute_slot_mapping(False, out, *arguments)
+    of = lambda token: table[token // block_size] * block_size + token % block_size  # noqa: E731
+    assert out == [of(token) if token >= start_idx else -1 for token in tokens]
+
+
+@pytest.mark.parametrize("bad", [-1, 2**31, 1.0, "x", True])
+def test_compute_slot_mapping_refuses_ids_that_it_reads(bad):
+    for context_len, seq_len in ((5, 6), (5, 12)):
+        out = []
+        with pytest.raises((ValueError, TypeError), match="block id"):
+            slots.compute_slot_mapping(False, out, 7, seq_len, context_len, 0, 4, {7: [1, bad, 2]})
+        assert out == []
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: slots.is_block_tables_empty([1]), "block_tables: list is no mapping"),
+        (lambda: slots.compute_slot_mapping(False, [], 7, 4, 0, 0, 4, None), "block_tables: NoneType is no mapping"),
+        (lambda: slots.compute_slot_mapping("no", [], 7, 4, 0, 0, 4, {}), "is_profile_run: 'no' is not True or False"),
+        (lambda: slots.compute_slot_mapping_start_idx("no", 5, 0, 2), "is_prompt: 'no' is not True or False"),
+        (lambda: slots.pad_block_table([np.array(3)]), r"rows: row 0: int64\[\]; it must be a list of block ids"),
+    ],
+)
+def test_what_is_of_another_type_is_named(call, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        call()
+
+
+@pytest.mark.parametrize("dtype", ["M8[s]", "i4,i4", "O", "f8"])
+def test_no_lengths_are_none_whatever_their_dtype(dtype):
+    assert slots.build_query_start_loc(np.zeros(0, dtype)).tolist() == [0]
 
 
 def test_compute_slot_mapping_names_the_argument_of_keys_that_cannot_be_compared_or_hashed():

@@ -116,6 +116,11 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     def __init__(self, host: Any, wrap: Wrap = read_only, **values: Any) -> None:
         self.__dict__.update(values, host=host, _wrap=wrap)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ARRAYS:  # the step is no longer as it was built: advance_step refuses it
+            vars(self)["_replaced"] = name
+        object.__setattr__(self, name, value)
+
     if not TYPE_CHECKING:  # a checker knows the fields from StepArrays, and refuses other names
 
         def __getattr__(self, name: str) -> Any:

@@ -24,9 +24,9 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
     """
     if not isinstance(fields, Mapping):
         raise TypeError(f"fields: {type(fields).__name__} found; give what asdict_zerocopy returned")
-    unknown = sorted(set(fields) - ARRAYS - set(BROADCAST))
+    unknown = sorted(set(fields) - ARRAYS - set(BROADCAST), key=str)
     if unknown:
-        raise ValueError(f"fields: {unknown[0]!r} is no field of metadata")
+        raise ValueError(f"fields: {quoted(unknown[0])} is no field of metadata")
     missing = [name for name in COUNTS if name not in fields]
     if missing:
         raise ValueError(f"fields: {missing[0]!r} is missing; only arrays may be skipped")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from attncore.array_arguments import as_array
 from attncore.builder.fields import DERIVED, ENCODER_ARRAYS, FIELDS, Length, Rebase, no_such_field
-from attncore.builder.read_only import read_only
+from attncore.builder.read_only import kept, read_only
 from attncore.builder.show import host_text
 from attncore.show import guarded
 
@@ -23,25 +23,28 @@ _WITHOUT_ENCODER = tuple(sliced for sliced in _WITH_ENCODER if sliced[0] not in 
 
 
 class HostArrays:
-    """Host arrays by name: what is read is a read-only view, made on first use, of the array that was set.
+    """Host arrays by name: what is read is a read-only view of the array that was set, one of its own each time.
 
     The page indices of a view are cut out on access: gathering them is slow, and few views need them.
     """
 
     def __init__(self, **arrays: Any) -> None:
         vars(self)["_arrays"] = SimpleNamespace(**arrays)  # the arrays themselves, for the builders, which write them
+        vars(self)["_kept_views"] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # copy.copy asks before the copy has any attribute
             raise AttributeError(name)
-        field = FIELDS.get(name)
-        if field is not None and field.derive is not None:
-            return read_only(field.derive(self))  # not kept: the arrays may be those of another step the next time
-        array = self._own(name)
-        if array is None:
-            raise no_such_field("metadata.host", name)
-        view = vars(self)[name] = read_only(array)
-        return view
+        view = self._kept_views.get(name)
+        if view is None:
+            field = FIELDS.get(name)
+            if field is not None and field.derive is not None:
+                return read_only(field.derive(self))  # not kept: the arrays may be those of another step the next time
+            array = self._own(name)
+            if array is None:
+                raise no_such_field("metadata.host", name)
+            view = self._kept_views[name] = kept(array)
+        return view.view()
 
     def __setattr__(self, name: str, array: Any) -> None:
         array = _own_of(name, array)
@@ -53,7 +56,7 @@ class HostArrays:
             raise no_such_field("metadata.host", name)
         vars(self)["_replaced"] = name
         delattr(self._arrays, name)
-        vars(self).pop(name, None)
+        self._kept_views.pop(name, None)
 
     def _own(self, name: str) -> Any:
         """The array of a field, which builders may write to; None for a field that the step does not have."""
@@ -115,7 +118,7 @@ def own_arrays(host: Any) -> Any:
 
 def set_own_array(host: Any, name: str, array: npt.NDArray[Any]) -> None:
     """Makes ``array``, a builder's own, the field of a step of the list builder."""
-    vars(host).pop(name, None)
+    host._kept_views.pop(name, None)
     setattr(host._arrays, name, array)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore import arguments, array_arguments
-from attncore.arguments import INT32_MAX, integer, optional_integer
+from attncore.arguments import INT32_MAX, flag, integer, optional_integer
 from attncore.array_arguments import (
     MOST_BLOCKS,
     MOST_TOKENS,
@@ -31,7 +31,15 @@ from attncore.quoted import quoted
 
 def is_block_tables_empty(block_tables: Mapping[int, Sequence[int] | None] | None) -> bool:
     """Whether a group has no block tables, as in a profiling run: None, or a mapping whose every value is None."""
-    return block_tables is None or all(table is None for table in block_tables.values())
+    if block_tables is None:
+        return True
+    return all(table is None for table in _mapping(block_tables).values())
+
+
+def _mapping(block_tables: Any) -> Mapping[Any, Any]:
+    if not isinstance(block_tables, Mapping):
+        raise TypeError(f"block_tables: {type(block_tables).__name__} is no mapping of sequence to block ids")
+    return block_tables
 
 
 def compute_slot_mapping_start_idx(
@@ -44,7 +52,8 @@ def compute_slot_mapping_start_idx(
     query_len = integer("query_len", query_len, 1)
     context_len = integer("context_len", context_len, 0)
     sliding_window = optional_integer("sliding_window", sliding_window, 1)
-    return max(0, query_len - sliding_window) if is_prompt and sliding_window is not None else 0
+    windowed = flag("is_prompt", is_prompt) and sliding_window is not None
+    return max(0, query_len - sliding_window) if windowed else 0
 
 
 def compute_slot_mapping(
@@ -61,16 +70,30 @@ def compute_slot_mapping(
 
     Tokens before ``start_idx`` and every token of a profiling run get ``PAD_SLOT_ID``; token i of the others gets
     ``block_tables[seq_id][i // block_size] * block_size + i % block_size``. Raises ValueError, and appends nothing,
-    where the table is missing or too short.
+    where the table is missing or too short. Of a list of ids those alone are read that the tokens are in.
     """
+    # The usual case first, for which an engine has a microsecond a sequence; what is unusual goes on to the checks.
+    if type(context_len) is int and type(seq_len) is int and type(block_size) is int and type(start_idx) is int:
+        table = block_tables.get(seq_id) if type(block_tables) is dict and type(seq_id) is int else None
+        if type(table) is list and is_profile_run is False and 0 <= start_idx <= INT32_MAX and block_size > 0:
+            if 0 <= context_len == seq_len - 1 >= start_idx and seq_len <= INT32_MAX:  # a decode of one token
+                column = context_len // block_size
+                block_id = table[column] if column < len(table) else None
+                if type(block_id) is int and 0 <= block_id <= INT32_MAX and block_size <= INT32_MAX:
+                    slot_mapping.append(block_id * block_size + context_len % block_size)
+                    return
+            elif (slots := _slots_of_list(table, context_len, seq_len, start_idx, block_size)) is not None:
+                slot_mapping.extend(slots)
+                return
     context_len = integer("context_len", context_len, 0)
     seq_len = integer("seq_len", seq_len, context_len + 1)
     start_idx = integer("start_idx", start_idx, 0)
     block_size = integer("block_size", block_size, 1)
     at_most("seq_len", seq_len - context_len, MOST_TOKENS, "tokens beyond context_len")
-    if is_profile_run:
+    if flag("is_profile_run", is_profile_run):
         slot_mapping.extend([PAD_SLOT_ID] * (seq_len - context_len))
         return
+    block_tables = _mapping(block_tables)
     try:
         known = block_tables.get(seq_id) is not None
     except TypeError as error:
@@ -87,6 +110,28 @@ def compute_slot_mapping(
         )
     slots = build_slot_mapping(table, [written], [seq_len - written], block_size)
     slot_mapping.extend([PAD_SLOT_ID] * (written - context_len) + slots.tolist())
+
+
+def _slots_of_list(
+    table: list[Any], context_len: int, seq_len: int, start_idx: int, block_size: int
+) -> list[int] | None:
+    """The slots of ``compute_slot_mapping`` for a table that is a list; None where it has to refuse."""
+    start = start_idx if start_idx > context_len else context_len
+    rest, offset = seq_len - start, start % block_size
+    if context_len < 0 or rest < 1 or max(seq_len, block_size) > INT32_MAX or seq_len - context_len > MOST_TOKENS:
+        return None
+    slots: list[int] = [PAD_SLOT_ID] * (start - context_len) if start > context_len else []
+    for block_id in table[start // block_size : (seq_len - 1) // block_size + 1]:
+        if type(block_id) is not int or not 0 <= block_id <= INT32_MAX:
+            return None
+        run = block_size - offset
+        if run > rest:
+            run = rest
+        first = block_id * block_size + offset
+        slots += range(first, first + run)
+        rest -= run
+        offset = 0
+    return None if rest else slots
 
 
 def build_query_start_loc(query_lens: npt.ArrayLike, out: Int32Array | None = None) -> Int32Array:
@@ -194,6 +239,8 @@ def pad_block_table(
     for index, row in enumerate(rows):
         if not hasattr(row, "__len__"):
             raise TypeError(f"rows: row {index}: {row!r} is not a sequence of block ids")
+        if type(row) is np.ndarray and row.ndim != 1:
+            raise TypeError(f"rows: row {index}: {row.dtype}{list(row.shape)}; it must be a list of block ids")
         if type(row) is not np.ndarray:
             rows[index] = arguments.items(f"rows: row {index}", row)
     columns = max((len(row) for row in rows), default=0) if width is None else integer("width", width, 0)

@@ -54,6 +54,7 @@ def test_what_was_skipped_is_missing():
     ("fields", "message"),
     [
         ({"slots": [1]}, "fields: 'slots' is no field of metadata"),
+        ({"slots": [1], 3: 5}, "fields: 3 is no field of metadata"),
         ({"num_reqs": 1}, "fields: 'num_tokens' is missing; only arrays may be skipped"),
     ],
 )

@@ -143,7 +143,8 @@ def test_an_array_that_is_left_writable_is_found(monkeypatch, kernels, steps):
     """The tests above can fail: a field of the builder's own is handed out as it is."""
     for module in ("slices", "metadata", "persistent.host_fields"):
         faulty = lambda array: array if array.dtype == np.int64 else read_only(array)  # noqa: E731
-        monkeypatch.setattr(f"attncore.builder.{module}.read_only", faulty)
+        for name in ("read_only", "kept"):
+            monkeypatch.setattr(f"attncore.builder.{module}.{name}", faulty, raising=False)
     assert "positions" in writable(steps(kernels))
 
 

@@ -75,7 +75,7 @@ def count_common_blocks(
     Only blocks filled with context count, since every query must come after all of them. ``null_block``, where given
     (0 with the persistent builder), holds no keys and ends a prefix. 0 for an empty batch.
     """
-    table, usable = _count_usable_blocks(block_table, context_lens, block_size, null_block)
+    table, usable, _ = _count_usable_blocks(block_table, context_lens, block_size, null_block)
     if not len(table):
         return 0
     width = int(usable.min())
@@ -98,7 +98,7 @@ def find_shared_prefix(
     """
     rule = _check_rule(CascadeRule() if rule is None else rule)
     block_size = arguments.integer("block_size", block_size, 1)
-    table, usable = _count_usable_blocks(block_table, context_lens, block_size, null_block)
+    table, usable, contexts = _count_usable_blocks(block_table, context_lens, block_size, null_block)
     if len(table) < rule.min_requests:
         return None
     order, common = _order_by_prefix(table, usable)
@@ -108,7 +108,7 @@ def find_shared_prefix(
         requests, saved = last - first + 1, (last - first) * blocks
         if requests >= rule.min_requests and blocks >= min_blocks and (saved, requests) > (best, stop - start + 1):
             best, start, stop, depth = saved, first, last, blocks
-    if not best or best * block_size < rule.min_saving * int(np.sum(context_lens, dtype=np.int64)):
+    if not best or best * block_size < rule.min_saving * int(contexts.sum(dtype=np.int64)):
         return None
     return SharedPrefix(np.sort(order[start : stop + 1]).astype(np.int32), depth, depth * block_size)
 
@@ -158,8 +158,10 @@ def plan_cascade(
 
 def _count_usable_blocks(
     block_table: npt.ArrayLike, context_lens: npt.ArrayLike, block_size: int, null_block: int | None
-) -> tuple[Int32Array, npt.NDArray[np.int64]]:
-    """The table, and for each row the number of leading blocks that are filled with context and not null."""
+) -> tuple[Int32Array, npt.NDArray[np.int64], Int32Array]:
+    """The table, for each row the number of leading blocks that are filled with context and not null, and the lengths
+    of the contexts.
+    """
     block_size = arguments.integer("block_size", block_size, 1)
     null_block = arguments.optional_integer("null_block", null_block, 0)
     contexts = array_arguments.lengths("context_lens", context_lens, 0)
@@ -176,7 +178,7 @@ def _count_usable_blocks(
     if null_block is not None and table.size:
         null = table == null_block
         full = np.where(null.any(axis=1), np.minimum(full, null.argmax(axis=1)), full)
-    return table, full
+    return table, full, contexts
 
 
 def _order_by_prefix(table: Int32Array, usable: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], list[int]]:

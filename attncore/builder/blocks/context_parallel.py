@@ -93,6 +93,9 @@ class ContextParallel:
         virtual = array_arguments.as_array("slot_mapping", slot_mapping)
         if virtual.ndim != 1 or (virtual.size and virtual.dtype.kind not in "iu"):
             raise ValueError(f"slot_mapping: {virtual.dtype}{list(virtual.shape)}; it must be a list of integers")
+        if virtual.size and not -1 <= virtual.min() <= virtual.max() < 2**63:
+            wrong = virtual[(virtual < -1) | (virtual >= 2**63)][0]
+            raise ValueError(f"slot_mapping: {wrong} is no slot; slots are -1, for none, or 0 and more, of int64")
         # A slot gives the virtual block and the offset in it. (-1 is the last slot of block -1,
         # so that it stays -1, on the last rank too.)
         blocks, offsets = np.divmod(virtual.astype(np.int64), self.virtual_block_size)

@@ -100,7 +100,8 @@ def _check_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any, 
     for name, value, length in (("input_tokens", input_tokens, metadata.num_reqs), ("sampled_token_ids", sampled, n)):
         if value is None:
             raise TypeError(f"{name}: missing; give input_tokens and sampled_token_ids both, or neither")
-        if not hasattr(value, "shape") or "int" not in str(value.dtype):
+        kind = str(getattr(value, "dtype", "")).removeprefix("torch.")
+        if not hasattr(value, "shape") or not kind.removeprefix("u").startswith("int"):
             raise TypeError(f"{name}: {type(value).__name__} is not an array or tensor of integers")
         if len(value.reshape(-1)) < length:
             raise ValueError(f"{name}: {len(value.reshape(-1))} tokens for the {length} rows of the step")

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore.array_arguments import Int32Array
+from attncore.builder.fields import ARRAYS
 from attncore.builder.lists.next_decodes import Next
 from attncore.builder.metadata import OF_ARRAYS, CommonAttentionMetadata
 from attncore.builder.slices import own_arrays, set_own_array
@@ -81,6 +82,9 @@ def _update_views(metadata: CommonAttentionMetadata, table_changed: bool) -> Non
     wrapped = vars(metadata)
     for name in ("_prefill", "_decode", *OF_ARRAYS):
         wrapped.pop(name, None)
+    for name in ARRAYS & wrapped.keys():
+        if isinstance(wrapped[name], np.ndarray):  # a caller may have set its shape or dtype in place
+            del wrapped[name]
     for name in _FIELDS:
         value = wrapped.get(name)
         if value is None or (name == "block_table" and not table_changed):
@@ -88,8 +92,6 @@ def _update_views(metadata: CommonAttentionMetadata, table_changed: bool) -> Non
         array = getattr(own_arrays(metadata.host), name)
         if tuple(value.shape) != array.shape:
             del wrapped[name]
-        elif isinstance(value, np.ndarray):
-            wrapped[name] = getattr(metadata.host, name)
         elif value.data_ptr() != array.__array_interface__["data"][0]:
             import torch
 

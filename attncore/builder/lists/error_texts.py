@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attncore import arguments, array_arguments
-from attncore.arguments import INT32_MAX, UNREADABLE
+from attncore.arguments import INT32_MAX, UNREADABLE, own_items
 from attncore.kernels import codes
 
 
@@ -18,9 +18,9 @@ def refused_groups(
     places = _places(groups)
     if row >= len(places):
         return changed_groups()
-    i, j = places[row]
+    i, j, sequence = places[row]
     path, hit = f"groups[{i}].sequences[{j}]", f"groups[{i}].prefix_cache_hit"
-    seq_id, query_len, context_len, table = groups[i][1][j][:4]
+    seq_id, query_len, context_len, table = sequence[:4]
     match code:
         case codes.TOO_FEW_BLOCKS:
             return ValueError(
@@ -44,8 +44,8 @@ def beyond_capture(groups: Any, block_size: int, window: int | None, capture: in
     """The error of decodes that a captured graph cannot hold: the first too long, or too wide for its layout."""
     width = -(-capture // block_size)
     path, blocks = "groups", 0
-    for i, j in _places(groups):
-        path, (_, query_len, context_len, table) = f"groups[{i}].sequences[{j}]", groups[i][1][j][:4]
+    for i, j, sequence in _places(groups):
+        path, (_, query_len, context_len, table) = f"groups[{i}].sequences[{j}]", sequence[:4]
         length, blocks = int(query_len) + int(context_len), 0 if table is None else len(table)
         if window is not None:
             whole = -(-window // block_size)
@@ -66,9 +66,9 @@ def changed_groups() -> ValueError:
     return ValueError("groups: changed while they were read; give each build lists that no other code writes to")
 
 
-def _places(groups: Any) -> list[tuple[int, int]]:
-    """(group, sequence) of every row."""
-    return [(i, j) for i, group in enumerate(groups) for j in range(len(group[1]))]
+def _places(groups: Any) -> list[tuple[int, int, Any]]:
+    """(group, index in it, sequence) of every row."""
+    return [(i, j, sequence) for i, group in enumerate(groups) for j, sequence in enumerate(own_items(group[1]))]
 
 
 def malformed_groups(groups: Any) -> ValueError | TypeError:
@@ -99,9 +99,9 @@ def _malformed_group(path: str, group: Any) -> ValueError | TypeError | None:
             return TypeError(f"{path}.{name}: {value!r} is not true or false")
     if not isinstance(sequences, (list, tuple)):
         return TypeError(f"{path}.sequences: {type(sequences).__name__} is not a list")
+    sequences = own_items(sequences)  # the checks call __index__, which may be code that changes the caller's
     if not sequences:
         return ValueError(f"{path}.sequences: empty; a group needs at least one sequence")
-    sequences = list(sequences)  # the checks call __index__, which may be code that changes the caller's
     seen: set[int] = set()
     for index, sequence in enumerate(sequences):
         where = f"{path}.sequences[{index}]"

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore import array_arguments
-from attncore.arguments import INT32_MAX
+from attncore.arguments import INT32_MAX, own_items
 from attncore.array_arguments import Int32Array
 from attncore.builder.lists import error_texts
 from attncore.builder.slices import own_arrays, replaced
@@ -78,9 +78,9 @@ def plan_next(metadata: CommonAttentionMetadata, settings: ListSettings, n: int)
 
 
 def check_built(metadata: CommonAttentionMetadata) -> None:
-    """ValueError where the step's host arrays are not those that were built: it would advance from others."""
+    """ValueError where the step's arrays are not those that were built: it would advance from others."""
     built = metadata.source is None or metadata.source.host is metadata.host
-    name = replaced(metadata.host) if built else "host"
+    name = vars(metadata).get("_replaced") or (replaced(metadata.host) if built else "host")
     if name is not None:
         raise _changed(name)
 
@@ -95,6 +95,9 @@ def _check_written(host: Any, settings: ListSettings, contexts: Int32Array) -> N
     What else is wrong in them is wrong in the next step too, but no memory is found by it.
     """
     wrong = "context_lens" if contexts.min() < 1 else None
+    room = host.block_table.shape[1] * settings.block_size
+    if settings.sliding_window is not None and int(host.seq_lens.max()) > room:
+        wrong = "seq_lens"
     if settings.dialect.page_lists:
         indptr = host.paged_kv_indptr
         if indptr[0] or (indptr[1:] < indptr[:-1]).any() or indptr[-1] != len(host.paged_kv_indices):
@@ -109,7 +112,10 @@ def _read_row_tables(metadata: CommonAttentionMetadata, n: int) -> list[Any]:
     if slot_mapping.min() < 0:
         raise ValueError(f"metadata: row {int(slot_mapping.argmin())} is of a profiling run, without blocks")
     groups = metadata.source.groups if metadata.source is not None else ()
-    tables = [sequence[3] for group in groups for sequence in group[1]]
+    sequences = [sequence for group in groups for sequence in own_items(group[1])]
+    if any(not isinstance(sequence, tuple) or len(sequence) < 4 for sequence in sequences):
+        raise error_texts.changed_groups()
+    tables = [sequence[3] for sequence in sequences]
     if len(tables) != n:
         raise ValueError(f"metadata: its groups have {len(tables)} sequences now, not {n}; build the step anew")
     return tables

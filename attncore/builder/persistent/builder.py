@@ -276,7 +276,7 @@ class MetadataBuilder(Uncopied):
         Slots are -1 and tables are empty, so that a model runs without a cache and its memory can be measured. The
         batch does not change. The arrays are no arena's. Raises ValueError beyond the builder's capacity.
         """
-        given = arguments.items("query_lens", query_lens)
+        given = arguments.items("query_lens", query_lens, most=self._core.max_num_reqs + 1)
         lens = [arguments.integer(f"query_lens[{row}]", length, 1) for row, length in enumerate(given)]
         if len(lens) > self._core.max_num_reqs:
             raise ValueError(f"query_lens: {len(lens)} requests exceed max_num_reqs {self._core.max_num_reqs}")

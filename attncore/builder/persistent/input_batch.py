@@ -48,17 +48,17 @@ class InputBatch(Uncopied):
     ) -> None:
         max_num_reqs = arguments.integer("max_num_reqs", max_num_reqs, 1)
         max_model_len = arguments.integer("max_model_len", max_model_len, 1)
-        self.groups = groups_of(groups, block_size, num_blocks)
-        decoders = [group for group in self.groups if not group.cross]
-        has_cross = len(decoders) < len(self.groups)
+        known = groups_of(groups, block_size, num_blocks)
+        decoders = [group for group in known if not group.cross]
+        has_cross = len(decoders) < len(known)
         if has_cross:
             if max_encoder_len is None:
-                raise ValueError(f"max_encoder_len: missing; cross group {self.groups[-1].name!r} needs it")
+                raise ValueError(f"max_encoder_len: missing; cross group {known[-1].name!r} needs it")
             max_encoder_len = arguments.integer("max_encoder_len", max_encoder_len, 1)
         elif max_encoder_len is not None:
             raise ValueError(f"max_encoder_len: {max_encoder_len} given, but no group is cross")
         self._one_group = groups is None
-        self._core = BatchCore(self.groups, max_num_reqs, max_model_len, max_encoder_len or 0, kernels)
+        self._core = BatchCore(known, max_num_reqs, max_model_len, max_encoder_len or 0, kernels)
         """The state that the builder reads and writes. An engine uses the methods of the batch instead."""
 
     __repr__ = guarded(batch_text)
@@ -77,6 +77,11 @@ class InputBatch(Uncopied):
     def max_encoder_len(self) -> int:
         """0 without a cross group."""
         return self._core.max_encoder_len
+
+    @property
+    def groups(self) -> tuple[KVCacheGroup, ...]:
+        """The KV-cache groups, the cross group last; a batch that was made with ``block_size`` has one."""
+        return self._core.groups
 
     @property
     def block_size(self) -> int:

@@ -78,9 +78,13 @@ cdef class GroupReader(Entrance):
             if type(is_prompt) is not bool or type(hit) is not bool:
                 return False
             if type(sequences) is not list:
-                if not isinstance(sequences, (list, tuple)):
+                # A subclass may lie about its length: what it holds is read.
+                if isinstance(sequences, list):
+                    sequences = list(list.__iter__(sequences))
+                elif isinstance(sequences, tuple):
+                    sequences = list(tuple.__iter__(sequences))
+                else:
                     return False
-                sequences = list(sequences)
             for sequence in <list> sequences:
                 if self._read_sequence(sequence, is_prompt is True, hit is True) == 0:
                     return False

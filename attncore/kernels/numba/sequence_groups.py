@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from attncore.arguments import INT32_MAX
+from attncore.arguments import INT32_MAX, own_items
 from attncore.kernels.codes import OK, TOO_MANY_SEQ_TOKENS
 from attncore.kernels.numba.block_ids import read_ids, read_int, readable
 from attncore.kernels.numba.entrance import Entrance
@@ -37,7 +37,8 @@ class GroupReader(Entrance):
                 self.encoder_group = index
             if not isinstance(is_prompt, bool) or not isinstance(hit, bool):
                 return False
-            if not isinstance(sequences, (list, tuple)) or not sequences or (is_prompt and after_decode):
+            sequences = own_items(sequences)
+            if not sequences or (is_prompt and after_decode):
                 return False
             after_decode = after_decode or not is_prompt
             for sequence in sequences:

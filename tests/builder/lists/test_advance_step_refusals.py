@@ -7,6 +7,7 @@ import pytest
 import torch
 from builder.lists.decodes import decodes, fields
 
+from attncore import select
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
 from attncore.errors import CaptureError
 from attncore.graphs import StandInGraph, capturing
@@ -88,6 +89,19 @@ def test_tables_that_changed_since_the_build(kernels):
     metadata = builder.build(groups)
     groups[0].sequences.clear()
     refused(metadata, ValueError, "metadata: its groups have 0 sequences now, not 1")
+    groups[0].sequences.append((1, 2))
+    refused(metadata, ValueError, "groups: changed while they were read")
+
+
+def test_windowed_lengths_beyond_the_table(kernels):
+    """A tensor on a CPU shares the step's memory, and can be written to."""
+    backend = select(
+        backend="reference", num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", block_size=4
+    ).create()
+    builder = CommonMetadataBuilder(4, sliding_window=4, backend=backend, kernels=kernels)
+    metadata = builder.build(decodes([(3, [1, 2])]))
+    metadata.seq_lens[:] = 1000
+    refused(metadata, ValueError, "metadata: its seq_lens was changed since the build")
 
 
 READ_ONLY = np.zeros(3, int)
@@ -101,6 +115,7 @@ BAD = [
     ((np.zeros(3, int), np.zeros(2)), {}, TypeError, "sampled_token_ids: ndarray is not an array or tensor of int"),
     ((np.zeros(3, int), [1, 2]), {}, TypeError, "sampled_token_ids: list is not"),
     ((np.zeros((3, 1), int), np.zeros(2, int)), {}, ValueError, r"input_tokens: \[3, 1\]; it must have one dimension"),
+    ((np.zeros(3, "i4,i4"), np.zeros(2, int)), {}, TypeError, "input_tokens: ndarray is not an array or tensor of int"),
     ((READ_ONLY, np.zeros(2, int)), {}, ValueError, "input_tokens: a read-only array"),
     (
         (np.zeros(3, np.int32), np.array([1, 2**40])),

@@ -276,6 +276,29 @@ def test_a_list_that_lies_about_its_items(kernels):
     assert CommonMetadataBuilder(4, kernels=kernels).build(Lies()).slot_mapping.tolist() == [23]
 
 
+class LongList(list):
+    """Says that it holds 2**40 items, for which no memory is there."""
+
+    def __len__(self):
+        return 2**40
+
+
+class LongTuple(tuple):
+    __len__ = LongList.__len__
+
+
+@pytest.mark.parametrize("kind", [LongList, LongTuple])
+def test_sequences_that_lie_about_how_many_they_are(kernels, kind):
+    """They are read as what they hold, where they are right and where they are refused."""
+    builder = CommonMetadataBuilder(4, kernels=kernels)
+    right, short = Sequence(0, 1, 3, [5]), Sequence(1, 1, 4, [5])
+    assert builder.build([SequenceGroup(False, kind([right]))]).slot_mapping.tolist() == [23]
+    with pytest.raises(ValueError, match=r"^groups\[0\].sequences\[1\].block_table: sequence 1 holds 1 blocks but"):
+        builder.build([SequenceGroup(False, kind([right, short]))])
+    with pytest.raises(ValueError, match=r"^groups\[0\].sequences: empty"):
+        builder.build([SequenceGroup(False, kind())])
+
+
 def test_an_encoder_length_of_any_group_needs_an_encoder_builder(kernels):
     groups = [decode(), SequenceGroup(False, [Sequence(0, 1, 3, [5])], False, 3)]
     with pytest.raises(ValueError, match=r"^groups\[1\].encoder_seq_len: given to a builder that was not made with"):

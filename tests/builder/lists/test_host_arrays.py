@@ -73,6 +73,30 @@ def test_a_step_whose_arrays_were_set_does_not_advance(kernels, name):
     assert metadata.advanced == before
 
 
+@pytest.mark.parametrize("name", ["block_table", "seq_lens", "query_lens", "logits_indices", "token_to_req_indices"])
+def test_a_step_on_which_an_array_was_set_does_not_advance(kernels, name):
+    """On the metadata itself: it would say other numbers than its host."""
+    metadata = CommonMetadataBuilder(4, kernels=kernels).build(decodes([(1, [5, 6])]))
+    setattr(metadata, name, np.zeros(1, np.int32))
+    with pytest.raises(ValueError, match=f"^metadata: its {name} was changed since the build"):
+        metadata.advance_step()
+    assert (metadata.advanced, metadata.host.seq_lens.tolist()) == (0, [2])
+
+
+def test_a_shape_that_is_set_in_place_does_not_reach_the_next_step(kernels):
+    builder = CommonMetadataBuilder(4, "flashinfer", kernels=kernels)
+    clean, metadata = (builder.build(decodes([(1, [5, 6]), (2, [7])])) for _ in range(2))
+    for owner in (metadata.host, metadata):
+        for name in ("slot_mapping", "block_table", "logits_indices", "query_start_loc"):
+            array = getattr(owner, name)
+            array.shape = (*array.shape, 1)
+            array.dtype = np.int8
+    for step in (clean, metadata):
+        step.advance_step()
+    assert fields(metadata) == fields(clean)
+    assert metadata.slot_mapping.dtype == np.int64
+
+
 def test_a_block_id_that_sets_an_array_stops_the_advance(kernels):
     last = Sets()
     metadata = CommonMetadataBuilder(4, "flashinfer", kernels=kernels).build(decodes([(2, [1, last]), (6, [3, 4, 5])]))
@@ -121,7 +145,8 @@ def test_what_is_no_array_of_the_field_is_refused(name, value, text):
     before = getattr(host, name)
     with pytest.raises(ValueError, match=rf"^metadata\.host\.{name}: {text}"):
         setattr(host, name, value)
-    assert getattr(host, name) is before
+    assert np.array_equal(getattr(host, name), before)
+    assert np.shares_memory(getattr(host, name), before)
 
 
 def test_an_array_that_kernels_can_take_is_not_copied():

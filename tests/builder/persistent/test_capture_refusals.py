@@ -62,7 +62,7 @@ def test_bad_captures_name_themselves(kernels, level, size, message):
 def test_limits_are_read_only(kernels):
     batch, builder = new_builder(kernels, max_tokens=20)
     for owner, names in (
-        (batch, ("max_num_reqs", "max_model_len", "max_encoder_len", "block_size")),
+        (batch, ("max_num_reqs", "max_model_len", "max_encoder_len", "block_size", "groups")),
         (builder, ("max_num_batched_tokens", "max_num_encoder_tokens", "decode_threshold", "context_parallel")),
     ):
         for name in names:

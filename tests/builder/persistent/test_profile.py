@@ -1,5 +1,7 @@
 """A profiling run of the persistent builder: a model runs before the cache exists."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -33,6 +35,7 @@ def test_a_model_runs_without_a_cache(batch):
     ("query_lens", "message"),
     [
         ([1, 1, 1, 1], "query_lens: 4 requests exceed max_num_reqs 3"),
+        (itertools.repeat(1), "query_lens: 4 requests exceed max_num_reqs 3"),
         ([9, 8], "query_lens: 17 tokens exceed max_num_batched_tokens 16"),
         ([3, 0], "query_len"),
         ([], "query_lens: empty"),
