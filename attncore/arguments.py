@@ -104,8 +104,9 @@ def items(name: str, values: Any, *, most: int | None = None) -> list[Any]:
 
 def own_items(values: Any) -> list[Any]:
     """What a list or a tuple holds, whatever a subclass says of its length and its items; [] of anything else."""
-    kind = list if isinstance(values, list) else tuple
-    return list(kind.__iter__(values)) if isinstance(values, kind) else []
+    if isinstance(values, list):
+        return list(list.__iter__(values))
+    return list(tuple.__iter__(values)) if isinstance(values, tuple) else []
 
 
 def _to_int(value: Any) -> int:

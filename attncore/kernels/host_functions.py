@@ -52,8 +52,8 @@ def compute_slot_mapping_start_idx(
     query_len = integer("query_len", query_len, 1)
     context_len = integer("context_len", context_len, 0)
     sliding_window = optional_integer("sliding_window", sliding_window, 1)
-    windowed = flag("is_prompt", is_prompt) and sliding_window is not None
-    return max(0, query_len - sliding_window) if windowed else 0
+    is_prompt = flag("is_prompt", is_prompt)
+    return max(0, query_len - sliding_window) if is_prompt and sliding_window is not None else 0
 
 
 def compute_slot_mapping(
@@ -82,8 +82,8 @@ def compute_slot_mapping(
                 if type(block_id) is int and 0 <= block_id <= INT32_MAX and block_size <= INT32_MAX:
                     slot_mapping.append(block_id * block_size + context_len % block_size)
                     return
-            elif (slots := _slots_of_list(table, context_len, seq_len, start_idx, block_size)) is not None:
-                slot_mapping.extend(slots)
+            elif (found := _slots_of_list(table, context_len, seq_len, start_idx, block_size)) is not None:
+                slot_mapping.extend(found)
                 return
     context_len = integer("context_len", context_len, 0)
     seq_len = integer("seq_len", seq_len, context_len + 1)
@@ -100,15 +100,15 @@ def compute_slot_mapping(
         raise TypeError(f"seq_id: {quoted(seq_id)} cannot name a sequence: {error}") from error
     if not known:
         raise ValueError(f"block_tables: no table for sequence {quoted(seq_id)}; it has {quoted(list(block_tables))}")
-    table = pad_block_table([block_tables[seq_id]])
+    rectangle = pad_block_table([block_tables[seq_id]])
     written = min(max(start_idx, context_len), seq_len)
-    if seq_len > written and (seq_len - 1) // block_size >= table.shape[1]:
-        token = max(written, table.shape[1] * block_size)
+    if seq_len > written and (seq_len - 1) // block_size >= rectangle.shape[1]:
+        token = max(written, rectangle.shape[1] * block_size)
         raise ValueError(
-            f"block_tables: sequence {seq_id} holds {table.shape[1]} blocks but token {token} "
+            f"block_tables: sequence {seq_id} holds {rectangle.shape[1]} blocks but token {token} "
             f"needs block {token // block_size} (block_size {block_size})"
         )
-    slots = build_slot_mapping(table, [written], [seq_len - written], block_size)
+    slots = build_slot_mapping(rectangle, [written], [seq_len - written], block_size)
     slot_mapping.extend([PAD_SLOT_ID] * (written - context_len) + slots.tolist())
 
 

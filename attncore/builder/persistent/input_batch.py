@@ -59,7 +59,6 @@ class InputBatch(Uncopied):
             raise ValueError(f"max_encoder_len: {max_encoder_len} given, but no group is cross")
         self._one_group = groups is None
         self._core = BatchCore(known, max_num_reqs, max_model_len, max_encoder_len or 0, kernels)
-        """The state that the builder reads and writes. An engine uses the methods of the batch instead."""
 
     __repr__ = guarded(batch_text)
     __str__ = guarded(batch_grid)
@@ -80,7 +79,7 @@ class InputBatch(Uncopied):
 
     @property
     def groups(self) -> tuple[KVCacheGroup, ...]:
-        """The KV-cache groups, the cross group last; a batch that was made with ``block_size`` has one."""
+        """The KV-cache groups, the cross group last."""
         return self._core.groups
 
     @property
