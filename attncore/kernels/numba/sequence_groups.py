@@ -57,8 +57,10 @@ class GroupReader(Entrance):
     def _read_sequence(self, sequence: Any, is_prompt: bool, hit: bool) -> bool:
         if not isinstance(sequence, tuple) or len(sequence) < 4:
             return False
-        seq_id, query_len, context_len = map(read_int, sequence[:3])
-        if seq_id is None or query_len is None or context_len is None:
+        # One after the other, as in C: an object is not asked where the one before it is none.
+        if (seq_id := read_int(sequence[0])) is None:
+            return False
+        if (query_len := read_int(sequence[1])) is None or (context_len := read_int(sequence[2])) is None:
             return False
         if query_len < 1 or context_len < 0 or query_len + context_len > INT32_MAX:
             return False

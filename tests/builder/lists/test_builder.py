@@ -276,6 +276,15 @@ def test_a_list_that_lies_about_its_items(kernels):
     assert CommonMetadataBuilder(4, kernels=kernels).build(Lies()).slot_mapping.tolist() == [23]
 
 
+def test_what_stands_behind_a_number_that_is_none_is_not_asked(kernels):
+    class Stops:
+        def __index__(self):
+            raise KeyboardInterrupt
+
+    with pytest.raises(ValueError, match="query_len: 9223372036854775808 is outside"):
+        CommonMetadataBuilder(4, kernels=kernels).build([SequenceGroup(False, [Sequence(0, 2**63, Stops(), None)])])
+
+
 class LongList(list):
     """Says that it holds 2**40 items, for which no memory is there."""
 
