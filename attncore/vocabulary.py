@@ -59,20 +59,42 @@ FEATURES: Mapping[str, str] = {
     "lse": "forward_with_lse returns the log-sum-exp of each row too (context parallelism, a context in chunks)",
 }
 
-GRAPH_LEVELS = ("never", "uniform_decode", "uniform", "always")
-"""What may be captured in a CUDA graph, ascending: nothing; decodes of one token; batches of one query length; any
-batch.
-"""
+GRAPH_LEVELS: Mapping[str, str] = {
+    "never": "no step may be captured",
+    "uniform_decode": "steps in which every request decodes one token",
+    "uniform": "steps in which every request has the same number of tokens: a decode and its drafts",
+    "always": "any step, also of requests with different numbers of tokens",
+}
+"""What may be captured in a CUDA graph, ascending; each level includes those before it."""
 
 PHASES = ("prefill", "decode")
 NEEDS = ("block_table", "page_list")
 """What a backend reads to find its blocks: the rectangle, or the flattened list of pages."""
 
-HOST_LENGTHS = ("none", "bounded", "exact")
-"""Whether a step needs sequence lengths on the host: not at all, an upper bound, or exactly."""
+HOST_LENGTHS: Mapping[str, str] = {
+    "none": "the backend reads no length on the host",
+    "bounded": "it reads lengths on the host and is right where they are upper bounds of those on the device",
+    "exact": "it reads lengths on the host and is right only where they equal those on the device",
+}
+"""What ``plan`` and ``forward`` take from ``metadata.host.seq_lens`` and the fields that are made of it."""
 
-PLAN_STAGING = ("shared", "per_slot")
-"""Whether a library's own pinned staging is one buffer, or rotated with the builder's ring."""
+PLAN_STAGING: Mapping[str, str] = {
+    "shared": "every plan is copied from the same pinned memory: a plan waits until the copies of the last one are made",
+    "per_slot": "the plans of the builder's arenas are copied from memory of their own: no plan waits for another",
+}
+"""Whose pinned memory the library's ``plan`` copies from."""
+
+PAD_SEQ_LEN: Mapping[int, str] = {
+    0: "a padded row has no keys: the kernel skips it, or writes anything to its output",
+    1: "a padded row has one key, which it reads in block 0: the kernel divides by the length, or does not take 0",
+}
+"""``seq_lens`` of a padded row under a captured graph."""
+
+FINITE_TAIL: Mapping[bool, str] = {
+    False: "rows of a last page that no token owns may hold anything, NaN too: the kernel does not read them",
+    True: "they must hold finite numbers: the kernel reads whole pages and multiplies these rows by 0",
+}
+"""What may stand in the rows of a last page behind the request's tokens."""
 
 POLICIES = ("strict", "fallback")
 """What happens when the backend named cannot be used: an error, or the next one."""

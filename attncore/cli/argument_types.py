@@ -23,7 +23,7 @@ def add_integer(
     )
 
 
-def add_choice(parser: argparse._ActionsContainer, name: str, choices: Sequence[str], text: str) -> None:
+def add_choice(parser: argparse._ActionsContainer, name: str, choices: Collection[str], text: str) -> None:
     """An option that takes one of ``choices``; its help is ``text`` and the choices, so that these can be wrapped."""
     metavar = name.rpartition("-")[2].upper()
     parser.add_argument(name, choices=choices, metavar=metavar, help=f"{text}: {', '.join(choices)}")

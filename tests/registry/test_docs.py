@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import attncore
 from attncore import env, vocabulary
 from attncore.abstract.first_generation_names import FirstGenerationNames
+from attncore.cli import new_backend
 from attncore.registry.plugins import known_backends
 from attncore.registry.plugins.hookspecs import Hooks
 from attncore.registry.spec.variant import VariantFacts
@@ -65,11 +67,11 @@ def test_vocabularies():
         "dtypes": vocabulary.DTYPES,
         "kv_cache_dtypes": vocabulary.KV_CACHE_DTYPES,
         "kv_cache_layouts": vocabulary.KV_CACHE_LAYOUTS,
-        "cuda_graph": vocabulary.GRAPH_LEVELS,
+        "cuda_graph": tuple(vocabulary.GRAPH_LEVELS),
         "needs": vocabulary.NEEDS,
         "phases": vocabulary.PHASES,
-        "host_lengths": vocabulary.HOST_LENGTHS,
-        "plan_staging": vocabulary.PLAN_STAGING,
+        "host_lengths": tuple(vocabulary.HOST_LENGTHS),
+        "plan_staging": tuple(vocabulary.PLAN_STAGING),
         "policy": vocabulary.POLICIES,
         "state": vocabulary.STATES,
     }
@@ -78,6 +80,43 @@ def test_vocabularies():
     assert first_column(CONTRACT, "feature").keys() == set(vocabulary.FEATURES)
     assert first_column(CONTRACT, "code").keys() == set(vocabulary.REASON_CODES)
     assert first_column(NEGOTIATION, "state").keys() == set(vocabulary.STATES)
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("cuda_graph", vocabulary.GRAPH_LEVELS),
+        ("host_lengths", vocabulary.HOST_LENGTHS),
+        ("plan_staging", vocabulary.PLAN_STAGING),
+        ("pad_seq_len", vocabulary.PAD_SEQ_LEN),
+        ("finite_tail", vocabulary.FINITE_TAIL),
+    ],
+)
+def test_the_words_of_a_field_have_the_sentences_of_the_code_and_an_example(field, words):
+    text = CONTRACT[CONTRACT.index(f"| {field} | meaning | for example |") :].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+    assert {word.strip("`"): meaning for word, meaning, _ in rows} == {str(word): text for word, text in words.items()}
+    assert all(example for *_, example in rows)
+
+
+def test_features_have_the_sentences_of_the_code():
+    written = {name: meaning.strip() for name, meaning in first_column(CONTRACT, "feature").items()}
+    assert {name: meaning.replace("`", "") for name, meaning in written.items()} == dict(vocabulary.FEATURES)
+
+
+def test_names_follow_from_the_backends_name():
+    """In the page's example, in the template's, and of the plugins of this repository."""
+    (name, package), *_ = re.findall(r'^(\w+) = "(\w+)"$', CONTRACT, re.M)
+    assert package == f"attn_{name}"
+    assert f'factory="{package}.backend:{name.capitalize()}Backend"' in CONTRACT
+    words = new_backend.names("acme.v2-x")
+    assert words["distribution"] == "attn-acme-v2-x"
+    assert words["package"] == words["distribution"].replace("-", "_")
+    for folder in (DOCS.parent / "plugins").iterdir():
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        assert project["name"] == folder.name
+        entries = project["entry-points"]["attncore.backends"]
+        assert entries == {folder.name.removeprefix("attn-"): folder.name.replace("-", "_")}
 
 
 def test_members_of_a_backend():

@@ -58,7 +58,7 @@ class Backends:
             for backend in self.by_group.values()
             if backend is not None and backend.spec
         ]
-        return min(levels, key=lambda level: GRAPH_LEVELS.index(level[0]), default=("always", ""))
+        return min(levels, key=lambda level: [*GRAPH_LEVELS].index(level[0]), default=("always", ""))
 
 
 def backends_of(core: BatchCore, backend: Any, ranks: ContextParallel | None) -> Backends:

@@ -158,8 +158,9 @@ def _features(spec: BackendSpec, request: AttentionRequest, host: Host, source: 
 
 
 def _graph(spec: BackendSpec, request: AttentionRequest, host: Host, source: str) -> Iterator[Reason]:
-    if GRAPH_LEVELS.index(request.cuda_graph) > GRAPH_LEVELS.index(spec.cuda_graph):
-        names = list(GRAPH_LEVELS[: GRAPH_LEVELS.index(spec.cuda_graph) + 1])
+    levels = [*GRAPH_LEVELS]
+    names = levels[: levels.index(spec.cuda_graph) + 1]
+    if request.cuda_graph not in names:
         fix = f"capture {spec.cuda_graph} at most" if spec.cuda_graph != "never" else "run without graphs"
         yield _not_supported("cuda_graph", "cuda_graph", request.cuda_graph, names, listed(names), source, fix)
 

@@ -29,6 +29,7 @@ from attncore.vocabulary import (
     KV_CACHE_DTYPES,
     KV_CACHE_LAYOUTS,
     NEEDS,
+    PAD_SEQ_LEN,
     PHASES,
     PLAN_STAGING,
     dtype_name,
@@ -191,7 +192,7 @@ def _flag(field: str, value: object) -> bool:
 
 def _pad(field: str, value: object) -> int:
     length = integer_or_none(value)
-    if length not in (0, 1):
+    if length not in PAD_SEQ_LEN:
         raise ValueError(f"{field}: {quoted(value)} is neither 0 nor 1")
     return length
 
