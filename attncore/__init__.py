@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from attncore.ops.forward_context import forward_context
     from attncore.ops.operator import attention
     from attncore.registry.choice.choice import Choice
+    from attncore.registry.choice.installed import backends
     from attncore.registry.choice.prefill_decode_choice import JointChoice
     from attncore.registry.choice.select import select, select_joint
     from attncore.registry.host.host import Host
     from attncore.registry.plugins.hookspecs import hookimpl
-    from attncore.registry.plugins.installed import backends
     from attncore.registry.reasons import Reason
     from attncore.registry.request import AttentionRequest
     from attncore.registry.spec.backend_spec import ATTNCORE_API, BackendSpec
@@ -132,7 +132,7 @@ _HOMES = {
     "errors": "AttncoreError CaptureError ConcurrentUseError FallbackWarning NoBackendError PluginError",
     "registry.choice.choice": "Choice",
     "registry.plugins.hookspecs": "hookimpl",
-    "registry.plugins.installed": "backends",
+    "registry.choice.installed": "backends",
     "registry.host.host": "Host",
     "registry.choice.prefill_decode_choice": "JointChoice",
     "registry.reasons": "Reason",

@@ -6,9 +6,10 @@ import contextlib
 import os
 import sys
 import textwrap
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from attncore.quoted import printable
+from attncore.quoted import one_line, printable
 
 NARROW = 30
 """Columns that nothing is wrapped to fewer of."""
@@ -48,6 +49,25 @@ def wrapped(line: str, width: int | None, indent: int | None = None) -> str:
     return textwrap.fill(
         line, width, subsequent_indent=below, break_long_words=indent is not None, break_on_hyphens=False
     )
+
+
+def table_lines(headers: Sequence[str], rows: Sequence[Sequence[object]], width: int | None) -> Iterator[str]:
+    """The lines of a table of ``width`` columns (None: as wide as it is). What there is no room for stands below each
+    row, with its header before it.
+    """
+    texts = [[one_line(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in (headers, *texts)) for i in range(len(headers))]
+    starts = [sum(widths[:i]) + 2 * i for i in range(len(headers))]
+    if width is None or starts[-1] + min(widths[-1], NARROW) <= width:
+        beside = len(headers)
+    else:
+        beside = max(1, sum(start + wide <= width for start, wide in zip(starts, widths, strict=True)))
+    for row in (headers, *texts):
+        line = "  ".join(cell.ljust(wide) for cell, wide in zip(row[:beside], widths, strict=False)).rstrip()
+        yield from wrapped(line, width, starts[beside - 1]).split("\n")
+        for header, cell in zip(headers[beside:], row[beside:] if row is not headers else (), strict=False):
+            if cell:
+                yield from wrapped(f"    {header.lower()}: {cell}", width, 6).split("\n")
 
 
 def print_lines(text: str, stream: TextIO | None = None) -> None:

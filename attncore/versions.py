@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from attncore._version import __version__
 from attncore.quoted import describe_error, one_line
+from attncore.registry.choice.installed import backends
 from attncore.registry.host.host import Host
-from attncore.registry.plugins.installed import backends
 from attncore.show import table
 
 PACKAGES = ("numpy", "pluggy", "rich", "torch", "numba", "triton", "transformers")

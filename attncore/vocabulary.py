@@ -79,7 +79,7 @@ HOST_LENGTHS: Mapping[str, str] = {
 """What ``plan`` and ``forward`` take from ``metadata.host.seq_lens`` and the fields that are made of it."""
 
 PLAN_STAGING: Mapping[str, str] = {
-    "shared": "all plans are copied from the same pinned memory: a plan waits until the copies of the last one are made",
+    "shared": "all plans are copied from one pinned memory: a plan waits until the copies of the last one are made",
     "per_slot": "the plans of the builder's arenas are copied from memory of their own: no plan waits for another",
 }
 """Whose pinned memory the library's ``plan`` copies from."""

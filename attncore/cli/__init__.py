@@ -5,7 +5,8 @@ codes: 0 success, 1 a finding, 2 bad usage or input (one line on standard error)
 standard error, and one for each reason), 130 interrupted, 141 the pipe that it writes to is read no more (silently),
 143 terminated. On a terminal, lines are wrapped to its width.
 
-- ``replay``, ``build``, ``list``, ``explain``, ``doctor``, ``verify``, ``bench``, ``new_backend``: the commands.
+- ``replay``, ``build``, ``list``, ``show``, ``explain``, ``doctor``, ``verify``, ``bench``,
+  ``new_backend``: the commands.
 - ``replay_options``: the options of ``replay``; ``persistent_builder_options``: those it shares with ``build``.
 - ``argument_types``: types for argparse; ``installed_backends``: backends by name; ``completion``: scripts by which a
   shell completes a command line.
@@ -37,6 +38,7 @@ COMMANDS = {
     "replay": "replay a trace of requests through paged attention, verified",
     "build": "read batches (JSON Lines), write their metadata",
     "list": "list the attention backends that are installed",
+    "show": "show what a backend has, or the capability matrix of all",
     "explain": "say which backend is chosen for a model, and why not others",
     "doctor": "check the installation: versions, environment, each plugin",
     "verify": "compare a backend with the reference on this machine",

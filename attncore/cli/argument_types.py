@@ -60,3 +60,15 @@ def parse_integer(text: str, low: int, high: int, name: str = "") -> int:
     if not low <= value <= high:
         raise argparse.ArgumentTypeError(f"{subject}{quoted(value)} is not between {low} and {high}")
     return value
+
+
+def backend_name(text: str) -> str:
+    """The type of a backend's name, by which ``completion`` knows that a shell is to offer those installed."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is empty; give a value")
+    return text
+
+
+def backend_names(text: str) -> tuple[str, ...]:
+    """The type of names of backends, with commas between them; completed like one."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())

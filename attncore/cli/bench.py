@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attncore.cli.argument_types import add_integer, number
+from attncore.cli.argument_types import add_integer, backend_name, number
 from attncore.cli.installed_backends import check_installed
 from attncore.cli.output import print_json, print_table, stdout_to_stderr
 from attncore.cli.progress_bar import progress_bar
@@ -64,7 +64,7 @@ _LEGEND = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("name", metavar="NAME", help="the backend, as `attncore list` prints it")
+    parser.add_argument("name", type=backend_name, metavar="NAME", help="the backend, as `attncore list` prints it")
     parser.add_argument("--device", help="a torch device (default: the negotiation's)")
     parser.add_argument(
         "--steps", type=Path, metavar="FILE", help="also steps that `attncore replay --save-steps` wrote"

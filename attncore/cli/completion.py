@@ -1,13 +1,19 @@
-"""What ``attncore --print-completion SHELL`` prints: a script for the shell, which ``shtab`` makes from the parsers."""
+"""What ``attncore --print-completion SHELL`` prints: a script for the shell, which ``shtab`` makes from the parsers.
+
+The backends that it offers are those that are installed when it is printed: their names are read from metadata, and no
+plugin is imported.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
 
+from attncore.cli.argument_types import backend_name, backend_names
 from attncore.command import UsageError
 from attncore.how_to_install import install_extra
 from attncore.quoted import quoted
+from attncore.registry.plugins.discover import find
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 """Those that the script is made for; a release of ``shtab`` may know others, or fewer."""
@@ -32,11 +38,14 @@ def completion_script(shell: str, commands: Mapping[str, tuple[str, Configure]])
     root.add_argument("--version", action="store_true")
     root.add_argument("--print-completion", choices=supported)
     added = root.add_subparsers()
+    backends = sorted({record.name for record in find() if record.state == "found"})
     for name, (text, configure) in commands.items():
         parser = added.add_parser(name, help=text)
         configure(parser)
         for action in parser._actions:
-            if action.metavar in FILES:
+            if action.type in (backend_name, backend_names):
+                action.choices = backends
+            elif action.metavar in FILES:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             elif action.metavar == "DIR":
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]

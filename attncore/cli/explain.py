@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from attncore.cli.argument_types import add_choice
+from attncore.cli.argument_types import add_choice, backend_name, backend_names
 from attncore.cli.output import print_json, stdout_to_stderr
 from attncore.command import UsageError
 from attncore.did_you_mean import did_you_mean
@@ -90,9 +90,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--no-compile", dest="allow_compile", action="store_false", default=None, help="no kernels compiled at run time"
     )
-    model.add_argument("--backend", metavar="NAME", help="the backend to use")
-    model.add_argument("--prefer", type=_names, metavar="A,B", help="backends to use where they can be, in this order")
-    model.add_argument("--exclude", type=_names, metavar="A,B", help="backends not to use")
+    model.add_argument("--backend", type=backend_name, metavar="NAME", help="the backend to use")
+    model.add_argument(
+        "--prefer", type=backend_names, metavar="A,B", help="backends to use where they can be, in this order"
+    )
+    model.add_argument("--exclude", type=backend_names, metavar="A,B", help="backends not to use")
     parser.add_argument("--joint", action="store_true", help="choose for prefill and for decode together")
     parser.add_argument(
         "--assume",
@@ -132,10 +134,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _fields(args: argparse.Namespace) -> dict[str, Any]:

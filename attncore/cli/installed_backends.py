@@ -26,6 +26,13 @@ def check_installed(argument: str, name: str) -> None:
             if (reason := no_device_here(record.spec, Host.probe(), record.label)) is not None:
                 raise NoBackendError(f"{argument}: {quoted(name)} cannot be used here: {reason}")
         return
+    raise not_installed(argument, name)
+
+
+def not_installed(argument: str, name: str) -> NoBackendError:
+    """The error, which begins with ``argument``: no distribution installed here provides ``name``; which ones do, and
+    which name may be meant."""
+    names = sorted({record.name for record in registry().records})
     fix = f"; {install_line(name, Host.probe())}" if name in KNOWN else did_you_mean(name, {*names, *KNOWN})
     installed = ", ".join(names) or "none"
-    raise NoBackendError(f"{argument}: no backend {quoted(name)} is installed; installed: {installed}{fix}")
+    return NoBackendError(f"{argument}: no backend {quoted(name)} is installed; installed: {installed}{fix}")

@@ -11,6 +11,7 @@ import argparse
 from typing import Any
 
 from attncore.cli.output import print_json, print_table, stdout_to_stderr
+from attncore.registry.choice.installed import HEADERS, row
 from attncore.registry.choice.runs_here import reasons_here
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
@@ -30,10 +31,9 @@ def run(args: argparse.Namespace) -> int:
         host = Host.probe().with_packages(plugins.packages)
         rows = [(record, reasons_here(record, host)) for record in plugins.records]
     if args.json:
-        print_json([as_json(*row) for row in rows])
+        print_json([as_json(record, missing) for record, missing in rows])
     elif rows:
-        headers = ("NAME", "DISTRIBUTION", "VERSION", "STATE", "RUNS", "DEVICES", "REASON")
-        print_table(headers, [_row(*row) for row in rows])
+        print_table(HEADERS, [row(record, missing) for record, missing in rows])
     else:
         print("no backend is installed")
     return 0
@@ -55,12 +55,3 @@ def as_json(record: PluginRecord, missing: tuple[Reason, ...]) -> dict[str, Any]
         "reasons": [reason.as_json() for reason in record.reasons],
         "missing": [reason.as_json() for reason in missing if record.spec],
     }
-
-
-def _row(record: PluginRecord, missing: tuple[Reason, ...]) -> tuple[str, ...]:
-    devices = ", ".join(record.spec.devices) if record.spec else ""
-    # Its devices stand in the column before.
-    here = (f"no such device here ({one.asked})" if one.code == "device" else str(one) for one in missing)
-    words = " | ".join(dict.fromkeys((*map(str, record.reasons), *here)))
-    runs = "no" if missing else "yes"
-    return (record.name, record.distribution, record.version, record.state, runs, devices or "-", words)

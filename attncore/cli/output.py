@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from attncore.quoted import one_line, printable
+from attncore.quoted import printable
 from attncore.standard_output import lent_streams
-from attncore.terminal import NARROW, columns, wrapped
+from attncore.terminal import columns, table_lines
 
 _of_json: list[TextIO] = []
 """Standard output, where ``only_json`` has taken it."""
@@ -45,20 +45,8 @@ def print_json(value: Any) -> None:
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Rows under ``headers``. What a terminal has no room for stands below each row, with its header before it."""
-    texts = [[one_line(cell) for cell in row] for row in rows]
-    width = columns()
-    widths = [max(len(row[i]) for row in (headers, *texts)) for i in range(len(headers))]
-    starts = [sum(widths[:i]) + 2 * i for i in range(len(headers))]
-    if width is None or starts[-1] + min(widths[-1], NARROW) <= width:
-        beside = len(headers)
-    else:
-        beside = max(1, sum(start + wide <= width for start, wide in zip(starts, widths, strict=True)))
-    for row in (headers, *texts):
-        line = "  ".join(cell.ljust(wide) for cell, wide in zip(row[:beside], widths, strict=False)).rstrip()
-        print(wrapped(line, width, starts[beside - 1]))
-        for header, cell in zip(headers[beside:], row[beside:] if row is not headers else (), strict=False):
-            if cell:
-                print(wrapped(f"    {header.lower()}: {cell}", width, 6))
+    for line in table_lines(headers, rows, columns()):
+        print(line)
 
 
 @contextlib.contextmanager

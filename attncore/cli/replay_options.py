@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from attncore.cli.argument_types import add_integer, integer, number, parse_integer
+from attncore.cli.argument_types import add_integer, backend_name, integer, number, parse_integer
 from attncore.cli.persistent_builder_options import (
     GROUPS_METAVAR,
     MAX_BLOCK_SIZE,
@@ -130,7 +130,9 @@ def _add_attention_options(parser: argparse.ArgumentParser) -> None:
         metavar="CONFIG.json",
         help="a whole model of transformers with random weights, by its configuration, in place of attention alone",
     )
-    add("--backend", metavar="NAME", help="attention backend (default: what attncore.select chooses)")
+    add(
+        "--backend", type=backend_name, metavar="NAME", help="attention backend (default: what attncore.select chooses)"
+    )
 
 
 def _add_result_options(parser: argparse.ArgumentParser) -> None:

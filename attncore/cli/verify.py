@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from attncore.cli.argument_types import add_choice
+from attncore.cli.argument_types import add_choice, backend_name
 from attncore.cli.installed_backends import check_installed
 from attncore.cli.output import print_json, print_table, stdout_to_stderr
 from attncore.errors import NoBackendError
@@ -38,7 +38,11 @@ _COUNTS = {
 def configure(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument(
-        "backend", nargs="?", metavar="NAME", help="the backend (default: the one that would be chosen)"
+        "backend",
+        type=backend_name,
+        nargs="?",
+        metavar="NAME",
+        help="the backend (default: the one that would be chosen)",
     )
     parser.add_argument("--all", action="store_true", help="every backend that is loaded")
     for name, text in _COUNTS.items():

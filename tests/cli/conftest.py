@@ -1,6 +1,7 @@
-"""The fixtures of planting.py and replay_command.py."""
+"""The fixtures of planting.py, replay_command.py and screens.py."""
 
+from cli.screens import screen
 from planting import site
 from replay_command import trace
 
-__all__ = ["site", "trace"]
+__all__ = ["screen", "site", "trace"]

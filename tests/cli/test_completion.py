@@ -40,6 +40,11 @@ def script(capsys):
         (["attncore", "build", "--kernels"], "", {"cython", "numba"}),
         (["attncore", "build"], "batch", {"batches.jsonl"}),
         (["attncore", "new-backend", "acme"], "f", {"folder"}),
+        (["attncore", "show"], "", {"reference"}),
+        (["attncore", "verify"], "ref", {"reference"}),
+        (["attncore", "bench"], "", {"reference"}),
+        (["attncore", "explain", "--backend"], "", {"reference"}),
+        (["attncore", "replay", "--backend"], "r", {"reference"}),
     ],
 )
 def test_bash_completes(script, tmp_path, words, begun, found):

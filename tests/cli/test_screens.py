@@ -17,42 +17,14 @@ import sys
 import termios
 
 import pytest
+from cli.screens import WIDTHS
 from planting import SPEC
 
-from attncore.cli import COMMANDS, _parser, main
+from attncore.cli import COMMANDS, _parser
 from attncore.cli.output import columns
 
-WIDTHS = (60, 80, 200)
 NEEDED = {"verify": [], "bench": ["NAME"], "new-backend": ["NAME", "DIR"]}
 LONG = "acme-attention-kernels"
-
-
-class Screen:
-    """Runs a command in this process, on a terminal of some columns or (None) in a pipe."""
-
-    def __init__(self, capsys, monkeypatch):
-        self.capsys, self.monkeypatch = capsys, monkeypatch
-
-    def __call__(self, *words, width=None):
-        with self.monkeypatch.context() as patch:
-            if width is not None:
-                patch.setenv("COLUMNS", str(width))
-                patch.setattr(sys.stdout, "isatty", lambda: True)
-                patch.setattr(sys.stderr, "isatty", lambda: True)
-            code = main([*words])
-        out, err = self.capsys.readouterr()
-        assert "Traceback" not in out + err
-        assert "\x1b" not in out + err
-        assert re.findall(r"[ \t]$", out + err, re.MULTILINE) == []
-        too_wide = [line for line in (out + err).splitlines() if width is not None and len(line) > width]
-        assert too_wide == []
-        return code, out, err
-
-
-@pytest.fixture
-def screen(site, capsys, monkeypatch):
-    """A Screen; of plugins a few that are planted are installed."""
-    return Screen(capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("width", [None, *WIDTHS])

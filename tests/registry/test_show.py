@@ -6,6 +6,8 @@ import typing
 import pytest
 
 import attncore
+from attncore.cli import main
+from attncore.registry.choice.installed import HEADERS
 from attncore.registry.request import RequestFields
 
 FIELDS = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "dtype": "float32"}
@@ -60,10 +62,26 @@ def test_the_backends_here(site):
     )
     lines = repr(found).splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[0].split() == ["BACKEND", "STATE", "FROM", "DEVICES,", "OR", "WHY", "NOT"]
-    assert any(line.split() == ["acme", "loaded", "attn-acme", "1.0", "any"] for line in lines)
-    assert "attn-rocm pip install" in " ".join(repr(found).split())
+    assert lines[0].split() == [*HEADERS[:6]]  # what there is no room for stands below, with its header before it
+    assert any(line.split() == ["acme", "attn-acme", "1.0", "loaded", "yes", "any"] for line in lines)
+    assert any(line.split()[:3] == ["rocm", "attn-rocm", "not"] for line in lines)
+    assert "reason: not installed; pip install" in " ".join(repr(found).split())
+    assert found.runs_here == ("acme", "reference")
     assert "<script" not in found._repr_html_()
+
+
+def test_it_says_what_runs_here_as_the_list_does(site, capsys):
+    site.plugin("short", extra="requires=('numpy>=99',)")
+    found = attncore.backends()
+    assert "short" not in found.runs_here
+    assert main(["list"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split() == [*HEADERS]
+    assert [line.split()[4] for line in printed[1:]] == ["yes", "no"]
+    assert [record.name for record in found if record.state == "loaded"] == ["reference", "short"]
+    assert "numpy" in repr(found)
+    attncore.show_versions()
+    assert repr(found) in capsys.readouterr().out
 
 
 def test_versions_are_shown_whatever_the_environment_says(site, capsys, monkeypatch):
@@ -74,7 +92,7 @@ def test_versions_are_shown_whatever_the_environment_says(site, capsys, monkeypa
     monkeypatch.delenv("ATTNCORE_PLUGINS")
     attncore.show_versions()
     shown = capsys.readouterr().out
-    for what in ("attncore ", "python ", "numpy ", "torch ", "kernels ", "host ", "BACKEND", "reference "):
+    for what in ("attncore ", "python ", "numpy ", "torch ", "kernels ", "host ", "NAME  ", "reference "):
         assert f"\n{what}" in f"\n{shown}", what
 
 

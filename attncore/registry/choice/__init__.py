@@ -5,6 +5,8 @@
 - ``prefill_decode_choice``, ``choice``: what an engine gets; ``create_backend`` imports the plugin's library.
 - ``show``: a choice as text and as HTML.
 - ``explain``: a negotiation in words.
+- ``capability_matrix``: what all backends have, as Markdown.
+- ``installed``: ``attncore.backends``, what is installed and what of it runs here.
 - ``runs_here``: whether a backend can run on a host at all.
 - ``negotiate_prefill_decode``, ``negotiate``: the candidates in order and the one chosen, for two phases and for one.
 - ``candidates``: every backend with all reasons against it.

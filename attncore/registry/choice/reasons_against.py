@@ -18,6 +18,7 @@ from attncore.registry.reasons import USE_ANOTHER, Reason
 from attncore.registry.request import AttentionRequest
 from attncore.registry.spec import sizes
 from attncore.registry.spec.backend_spec import BackendSpec
+from attncore.registry.spec.facts import has_feature
 from attncore.registry.spec.sizes import Sizes
 from attncore.registry.spec.variant import Check
 from attncore.vocabulary import GRAPH_LEVELS, PHASES
@@ -123,7 +124,7 @@ def _limits(spec: BackendSpec, request: AttentionRequest, host: Host, source: st
 
 def _features(spec: BackendSpec, request: AttentionRequest, host: Host, source: str) -> Iterator[Reason]:
     for feature in request.asked_features:
-        if feature in spec.features or (feature == "alibi_standard" and "alibi" in spec.features):
+        if has_feature(spec, feature):
             continue
         has = sorted(spec.features)
         if feature in spec.unsupported:

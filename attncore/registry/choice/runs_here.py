@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attncore.quoted import listed
 from attncore.registry.choice.candidates import candidates
+from attncore.registry.choice.reasons_against import reasons_against
 from attncore.registry.device_patterns import best_match
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.plugin_record import PluginRecord
@@ -40,3 +41,15 @@ def reasons_here(record: PluginRecord, host: Host) -> tuple[Reason, ...]:
         return (reason,)
     request = plain_request(spec)
     return next(one.reasons for one in candidates(request, host, [record]) if one.name == record.name)
+
+
+def reasons_by_variant(record: PluginRecord, host: Host) -> dict[str, tuple[Reason, ...]]:
+    """Variant -> why it cannot serve a plain request on ``host``; of a spec without variants under ``""``.
+
+    Empty for a plugin that is not loaded.
+    """
+    variants = record.spec.by_variant if record.spec is not None else ()
+    return {
+        name: tuple(reasons_against(stated, plain_request(stated), host, record.label, record.label))
+        for name, stated in variants
+    }

@@ -1,6 +1,5 @@
 """Installed plugins: found by their entry points, and loaded so that none stops another.
 
-- ``installed``: ``attncore.backends``, the specs and the known backends that are missing, as a table.
 - ``load``: the specs of all plugins, cached for the process.
 - ``plugin_code``: what is around all code of a plugin that runs here: one thread at a time, streams, settings.
 - ``left_as_found``: the settings of the process, restored after code of a plugin.

@@ -1,5 +1,6 @@
 """What a backend declares: its spec.
 
+- ``facts``: a spec's facts as JSON types and in words.
 - ``fitting_fields``: the fields of a request that a spec accepts.
 - ``backend_spec``: BackendSpec, every fact of a backend, and the contract's version.
 - ``check_fields``: the checks and conversions of a spec's fields.

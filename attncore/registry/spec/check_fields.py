@@ -192,7 +192,7 @@ def _flag(field: str, value: object) -> bool:
 
 def _pad(field: str, value: object) -> int:
     length = integer_or_none(value)
-    if length not in PAD_SEQ_LEN:
+    if length is None or length not in PAD_SEQ_LEN:
         raise ValueError(f"{field}: {quoted(value)} is neither 0 nor 1")
     return length
 
