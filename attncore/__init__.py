@@ -48,8 +48,9 @@ if TYPE_CHECKING:
     from attncore.ops.operator import attention
     from attncore.registry.choice.choice import Choice
     from attncore.registry.choice.installed import backends
+    from attncore.registry.choice.layers_choice import LayersChoice
     from attncore.registry.choice.prefill_decode_choice import JointChoice
-    from attncore.registry.choice.select import select, select_joint
+    from attncore.registry.choice.select import select, select_for_layers, select_joint
     from attncore.registry.host.host import Host
     from attncore.registry.plugins.hookspecs import hookimpl
     from attncore.registry.reasons import Reason
@@ -93,6 +94,7 @@ __all__ = [
     "JointChoice",
     "KVCacheGroup",
     "LayerFeatures",
+    "LayersChoice",
     "MetadataBuilder",
     "MultipleOf",
     "NoBackendError",
@@ -112,6 +114,7 @@ __all__ = [
     "hookimpl",
     "is_block_tables_empty",
     "select",
+    "select_for_layers",
     "select_joint",
     "show_versions",
 ]
@@ -134,10 +137,11 @@ _HOMES = {
     "registry.plugins.hookspecs": "hookimpl",
     "registry.choice.installed": "backends",
     "registry.host.host": "Host",
+    "registry.choice.layers_choice": "LayersChoice",
     "registry.choice.prefill_decode_choice": "JointChoice",
     "registry.reasons": "Reason",
     "registry.request": "AttentionRequest",
-    "registry.choice.select": "select select_joint",
+    "registry.choice.select": "select select_for_layers select_joint",
     "registry.spec.sizes": "MultipleOf",
     "registry.spec.backend_spec": "ATTNCORE_API BackendSpec",
     "registry.spec.option": "Option",

@@ -125,7 +125,8 @@ REASON_CODES: Mapping[str, str] = {
     "excluded": "the request excludes the backend",
     "not_installed": "attncore knows of the backend; its distribution is not installed",
     "unknown": "the request names a backend that nobody provides",
-    "joint": "no common block size, layout and cache dtype with a backend for the other phase",
+    "joint": "no common block size, layout and cache dtype with a backend for the other phase, or no common "
+    "padding with those of the other layers",
     "blocked": "kept out by ATTNCORE_PLUGINS or ATTNCORE_DISABLE_PLUGINS",
     "duplicate": "the name is claimed twice, or its distribution is installed twice in one folder",
     "broken": "the plugin failed while it was loaded",

@@ -98,6 +98,10 @@ class Choice:
         AttentionBackend, and PluginError, with the cause chained, where the library cannot be imported or asks the
         process to end.
         """
+        return self.create_for(self.config(device, options))
+
+    def config(self, device: str | None = None, options: Mapping[str, Any] | None = None) -> BackendConfig:
+        """What ``create`` makes the backend for; arguments and errors of options as there. Imports no library."""
         from attncore.abstract import BackendConfig
 
         request = self.request
@@ -110,7 +114,7 @@ class Choice:
                 raise ValueError(f"options: {problem}")
         defaults = {name: option.default for name, option in self.spec.options.items()}
         for_any_device = self.candidate.match is not None and self.candidate.match.pattern == "any"
-        config = BackendConfig(
+        return BackendConfig(
             num_heads=request.num_heads,
             num_kv_heads=request.num_kv_heads,
             head_size=request.head_size,
@@ -128,7 +132,6 @@ class Choice:
             options={**defaults, **given},
             spec=self.spec,
         )
-        return self.create_for(config)
 
     def create_for(self, config: BackendConfig) -> AttentionBackend:
         """The backend for a configuration of the caller's own, which is not checked. Raises as ``create`` does."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any, Unpack, cast
 
 from attncore import env
 from attncore.did_you_mean import did_you_mean
-from attncore.quoted import quoted
+from attncore.quoted import plain_text, quoted
 from attncore.registry.choice.negotiate import Negotiation, negotiate
+from attncore.registry.choice.negotiate_layers import LayersNegotiation, check_kinds, negotiate_layers
 from attncore.registry.choice.negotiate_prefill_decode import JointNegotiation, negotiate_joint
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
@@ -45,6 +46,28 @@ def negotiate_installed_joint(
     return negotiate_joint(prefill, decode, host, plugins.records, asked_by)
 
 
+def negotiate_installed_layers(
+    kinds: Mapping[str, AttentionRequest], *, host: Host | None = None, **given: Unpack[RequestFields]
+) -> LayersNegotiation:
+    """Negotiate for the kinds of layers of one model together. Errors as of ``select_for_layers``."""
+    if not isinstance(kinds, Mapping):
+        raise TypeError(f"kinds: {quoted(kinds)} is not a mapping of kinds of layers to AttentionRequest")
+    _check_names(given)
+    requests, asked_by = {}, {}
+    for name, request in kinds.items():
+        if not (kind := plain_text(name)):
+            raise TypeError(f"kinds: {quoted(name)} is not the name of a kind of layers")
+        if not isinstance(request, AttentionRequest):
+            raise TypeError(f"kinds[{quoted(kind)}]: {quoted(request)} is not an AttentionRequest")
+        try:
+            requests[kind], asked_by[kind] = _request(request, given)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"kinds[{quoted(kind)}].{error}") from error
+    check_kinds(requests)
+    plugins = registry()
+    return negotiate_layers(requests, _host(host).with_packages(plugins.packages), plugins.records, asked_by)
+
+
 def _host(host: Host | None) -> Host:
     if host is not None and not isinstance(host, Host):
         raise TypeError(f"host: {quoted(host)} is not a Host; Host.assume('sm_90') makes one")
@@ -55,9 +78,7 @@ def _request(request: AttentionRequest | None, given: RequestFields) -> tuple[At
     """The request, and who named its backend."""
     if request is not None and not isinstance(request, AttentionRequest):
         raise TypeError(f"request: {quoted(request)} is not an AttentionRequest")
-    for name in given:
-        if name not in _FIELDS:
-            raise TypeError(f"{name}: a request has no such field{did_you_mean(name, _FIELDS)}")
+    _check_names(given)
     if request is None:
         for name, declared in _FIELDS.items():
             if declared.default is MISSING and declared.default_factory is MISSING and name not in given:
@@ -68,6 +89,12 @@ def _request(request: AttentionRequest | None, given: RequestFields) -> tuple[At
     if request.backend is None and (named := env.backend()) is not None:
         return replace(request, backend=named), "ATTNCORE_BACKEND"
     return request, "the request"
+
+
+def _check_names(given: Iterable[str]) -> None:
+    for name in given:
+        if name not in _FIELDS:
+            raise TypeError(f"{name}: a request has no such field{did_you_mean(name, _FIELDS)}")
 
 
 def _first(field: str, names: Iterable[str], rest: Iterable[str]) -> tuple[str, ...]:

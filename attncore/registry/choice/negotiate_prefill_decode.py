@@ -72,8 +72,8 @@ def negotiate_joint(
     first = negotiate(replace(prefill, phase="prefill"), host, records, asked_by)
     second = negotiate(replace(decode, phase="decode"), host, records, asked_by)
     best = None
-    for i, one in enumerate(_eligible(first)):
-        for j, two in enumerate(_eligible(second)):
+    for i, one in enumerate(eligible(first)):
+        for j, two in enumerate(eligible(second)):
             if one.spec is None or two.spec is None:
                 continue
             block_sizes = sizes.intersection(
@@ -92,7 +92,8 @@ def negotiate_joint(
     return JointNegotiation(replace(first, chosen=one), replace(second, chosen=two), block_sizes, layouts)
 
 
-def _eligible(negotiation: Negotiation) -> tuple[Candidate, ...]:
+def eligible(negotiation: Negotiation) -> tuple[Candidate, ...]:
+    """The candidates that a joint choice may take: where a backend is named strictly, that one alone."""
     if negotiation.request.backend and negotiation.request.policy == "strict":
         return (negotiation.chosen,) if negotiation.chosen else ()
     return negotiation.usable

@@ -1,22 +1,28 @@
-"""``select`` and ``select_joint``: what an engine calls."""
+"""``select``, ``select_joint`` and ``select_for_layers``: what an engine calls."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Unpack
 
 from attncore.did_you_mean import close_name
 from attncore.errors import FallbackWarning, NoBackendError
 from attncore.logged import logged
+from attncore.quoted import quoted
 from attncore.registry.choice.candidates import Candidate
 from attncore.registry.choice.choice import Choice, choose
 from attncore.registry.choice.explain import explain
+from attncore.registry.choice.layers_choice import LayersChoice, choose_layers
 from attncore.registry.choice.negotiate import Negotiation
-from attncore.registry.choice.negotiate_installed import negotiate_installed, negotiate_installed_joint
+from attncore.registry.choice.negotiate_installed import (
+    negotiate_installed,
+    negotiate_installed_joint,
+    negotiate_installed_layers,
+)
 from attncore.registry.choice.prefill_decode_choice import JointChoice, choose_joint
 from attncore.registry.host.host import Host
 from attncore.registry.request import AttentionRequest, RequestFields
@@ -71,13 +77,40 @@ def select_joint(
     return choice
 
 
-def _tell(negotiation: Negotiation, phase: str = "") -> None:
+def select_for_layers(
+    kinds: Mapping[str, AttentionRequest],
+    /,
+    *,
+    host: Host | None = None,
+    **fields: Unpack[RequestFields],
+) -> LayersChoice:
+    """A backend for each kind of layers of one model (full and windowed ones, cross attention, other head sizes, ...),
+    such that one batch and one builder serve them all.
+
+    ``kinds`` maps a name to what such layers need; ``fields`` replace those of every request. Of the backends that
+    the requests leave open, those that name the device come first, then as few backends as possible, then their order
+    for each kind. Kinds have one block size wherever their backends have one in common. Errors as of ``select``;
+    those of a request begin with ``kinds['name']``, and NoBackendError names the kinds that no backend serves. ValueError
+    where the kinds make no batch: none but cross layers, two kinds of these, or a kind without a cache.
+    """
+    negotiation = negotiate_installed_layers(kinds, host=host, **fields)
+    choice = choose_layers(negotiation)
+    if choice is None:
+        raise NoBackendError(negotiation.refusal)
+    for kind, of_kind in negotiation.by_kind.items():
+        _tell(of_kind, f"layers {quoted(kind)}", "cannot be used beside the backends of the other layers")
+    return choice
+
+
+def _tell(
+    negotiation: Negotiation, subject: str = "", apart: str = "shares no cache with a backend for the other phase"
+) -> None:
     """Logs a choice (INFO; a fallback is a WARNING, and warns too) and the reasons against the others (DEBUG)."""
     chosen, named = negotiation.chosen, negotiation.fell_back_from
     if chosen is not None:
-        used = f"using {chosen.label}{f' for {phase}' if phase else ''} on {negotiation.host.device}"
+        used = f"using {chosen.label}{f' for {subject}' if subject else ''} on {negotiation.host.device}"
         level = logging.WARNING if named else logging.INFO
-        logged(logger, level, "%s because %s", used, _because(negotiation, chosen))
+        logged(logger, level, "%s because %s", used, _because(negotiation, chosen, apart))
     for candidate in negotiation.rejected:
         level = logging.WARNING if _excludes_in_vain(candidate, negotiation) else logging.DEBUG
         for reason in candidate.reasons:
@@ -85,7 +118,8 @@ def _tell(negotiation: Negotiation, phase: str = "") -> None:
     if chosen is not None and named:
         why = next((f": {one.reasons[0]}" for one in negotiation.rejected if one.name == named and one.reasons), "")
         warnings.warn(
-            f"{used} in place of {named}, which {negotiation.asked_by} names and which {_cannot(negotiation)}{why}; "
+            f"{used} in place of {named}, which {negotiation.asked_by} names and which {_cannot(negotiation, apart)}"
+            f"{why}; "
             "choice.explain() has every reason, and policy='strict' makes this an error",
             FallbackWarning,
             stacklevel=_level_of_caller(),
@@ -99,14 +133,16 @@ def _excludes_in_vain(candidate: Candidate, negotiation: Negotiation) -> bool:
     return close_name(candidate.name, candidate.reasons[0].accepted) is not None
 
 
-def _because(negotiation: Negotiation, chosen: Candidate) -> str:
+def _because(negotiation: Negotiation, chosen: Candidate, apart: str) -> str:
     request = negotiation.request
     if negotiation.fell_back_from:
-        return f"{negotiation.fell_back_from}, which {negotiation.asked_by} names, {_cannot(negotiation)}"
+        return f"{negotiation.fell_back_from}, which {negotiation.asked_by} names, {_cannot(negotiation, apart)}"
     if request.backend:
         return f"{negotiation.asked_by} names it"
     if len(negotiation.usable) == 1:
         return "no other backend can be used"
+    if chosen is not negotiation.usable[0]:
+        return "it goes best with the backends that are chosen with it"
     if chosen.name in request.prefer:
         return "the request prefers it"
     where = f" on {chosen.match.pattern}" if chosen.match and chosen.match.pattern != "any" else ""
@@ -114,9 +150,9 @@ def _because(negotiation: Negotiation, chosen: Candidate) -> str:
     return f"its {priority} comes first of {len(negotiation.usable)} usable backends"
 
 
-def _cannot(negotiation: Negotiation) -> str:
+def _cannot(negotiation: Negotiation, apart: str) -> str:
     usable = any(one.name == negotiation.fell_back_from for one in negotiation.usable)
-    return "shares no cache with a backend for the other phase" if usable else "cannot be used"
+    return apart if usable else "cannot be used"
 
 
 def _level_of_caller() -> int:
