@@ -1,6 +1,11 @@
 """What `attncore new-backend` writes works as it stands: found, chosen, verified, and through the kit."""
 
+import importlib.util
 import json
+import os
+import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,7 +13,7 @@ import pytest
 from clean_venv import borrow, clean_venv, in_venv, sources
 from planting import Site, site
 
-from attncore.cli import main
+from attncore.cli import COMMANDS, _parser, main
 from attncore.cli.new_backend import TEMPLATE
 from attncore.testing.harness.run_suite import conformance
 
@@ -35,11 +40,13 @@ def test_nothing_is_left_to_fill_in(rendered):
     files = [path for path in rendered.rglob("*") if path.is_file()]
     assert len(files) == len(list(TEMPLATE.rglob("*.txt")))
     for file in files:
-        assert "{{" not in file.read_text()
+        assert not re.search(r"\{\{\w*\}\}", file.read_text())  # ${{ github.ref }} is the workflow's
         assert "PACKAGE" not in str(file)
 
 
-def test_it_is_found_chosen_and_passes_the_kit(rendered, site: Site, capsys):
+@pytest.fixture
+def installed(rendered, site: Site):
+    """The repository, installed."""
     for source in (rendered / "src" / "attn_acme_x").iterdir():
         target = site.folder / "attn_acme_x" / source.name
         target.parent.mkdir(exist_ok=True)
@@ -48,7 +55,100 @@ def test_it_is_found_chosen_and_passes_the_kit(rendered, site: Site, capsys):
     info = site.folder / "attn_acme_x-0.1.0.dist-info"
     (info / "entry_points.txt").write_text("[attncore.backends]\nacme-x = attn_acme_x\n")
     site.modules |= {"attn_acme_x", "attn_acme_x.backend"}
+    return rendered
 
+
+def commands(text):
+    """The lines that the steps of a workflow run."""
+    for step in re.findall(r"^ *(?:- )?run: (\|\n(?: {10,}.*\n)+|.*\n)", text, re.MULTILINE):
+        yield from (line.partition(" #")[0].strip() for line in step.removeprefix("|\n").splitlines())
+
+
+def test_the_workflow_is_yaml_and_publishes_only_what_was_tested(rendered):
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    flow = yaml.safe_load((rendered / ".github/workflows/ci.yml").read_text())
+    jobs = flow["jobs"]
+    assert flow[True] == {"push": {"branches": ["main"], "tags": ["v*"]}, "pull_request": None}  # YAML reads on as true
+    assert {name: job.get("needs") for name, job in jobs.items()} == {
+        "lint": None, "test": None, "kit": "test", "build": ["lint", "test"], "publish": ["build", "kit"],
+    }  # fmt: skip
+    assert jobs["publish"]["if"] == "startsWith(github.ref, 'refs/tags/v')"
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert flow["permissions"] == {"contents": "read"}
+    project = (rendered / "pyproject.toml").read_text()
+    newest = jobs["test"]["strategy"]["matrix"]["attncore"][1]
+    assert f'dependencies = ["{newest}", ' in project
+    oldest = jobs["test"]["strategy"]["matrix"]["python"][0]
+    assert f'requires-python = ">={oldest}"' in project
+
+
+def test_the_workflow_and_the_readme_run_commands_that_exist(rendered):
+    text = (rendered / ".github/workflows/ci.yml").read_text()
+    consoles = re.findall(r"```console\n(.*?)```", (rendered / "README.md").read_text(), re.DOTALL)
+    lines = [*commands(text), *(line.partition(" #")[0] for part in consoles for line in part.splitlines())]
+    assert len(lines) > 20
+    assert {"ruff check .", "pytest", "python -m build", "twine check --strict dist/*"} <= set(lines)
+    assert sum("attncore.testing.badge" in line for line in lines) == 2
+    for line in lines:
+        words = shlex.split(line.partition(" >")[0])
+        words[0] = words[0].removeprefix("clean/bin/")
+        if words[0] == "attncore":
+            assert words[1] in COMMANDS, line
+            _parser(words[1]).parse_args(words[2:])
+        elif words[:2] == ["python", "-m"] and words[2].startswith("attncore"):
+            assert importlib.util.find_spec(words[2]), line
+        else:
+            assert words[0] in {"python", "pip", "pytest", "ruff", "twine", "git"}, line
+
+
+def test_what_is_written_is_formatted_and_without_findings(rendered):
+    if not importlib.util.find_spec("ruff"):
+        pytest.skip("ruff is not installed")
+    for words in (["check", "."], ["format", "--check", "."]):
+        done = subprocess.run([sys.executable, "-m", "ruff", *words], cwd=rendered, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_its_option_is_checked_and_passes_the_kit(installed):
+    import attncore
+
+    fields = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "dtype": "float32", "backend": "acme-x"}
+    choice = attncore.select(**fields)
+    with pytest.raises(ValueError, match=r"^options: 'scores': 'float8' is not one of 'float32', 'float64'"):
+        choice.create(options={"scores": "float8"})
+    text = (installed / "tests/test_conformance_float64.py").read_text()
+    (given,) = re.findall(r"^OPTIONS = (.*)$", text, re.MULTILINE)
+    assert dict(choice.create(options=eval(given)).config.options) == eval(given)
+    code, report = conformance("acme-x", settings=f"EXAMPLES = 3\nOPTIONS = {given}\n", options=("-p", "no:terminal"))
+    assert (code, report.failures) == (0, [])
+
+
+def test_the_latency_test_runs_each_part_once(installed, site: Site):
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site.folder), os.environ.get("PYTHONPATH", "")])}
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_latency.py"]
+    done = subprocess.run(words, cwd=installed, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\d\d passed", done.stdout.splitlines()[-1]), done.stdout
+
+
+def test_a_profiling_run_writes_no_block_of_a_request_and_needs_no_cache(installed):
+    torch = pytest.importorskip("torch")
+    import attncore
+
+    fields = {"num_heads": 2, "num_kv_heads": 2, "head_size": 8, "dtype": "float32", "backend": "acme-x"}
+    backend = attncore.select(**fields, block_size=4).create()
+    batch = attncore.InputBatch(max_num_reqs=2, max_model_len=8, block_size=4)
+    builder = attncore.MetadataBuilder(batch, backend, max_num_batched_tokens=8)
+    cache = torch.zeros(backend.kv_cache_shape(3, 4, 2, 8))
+    tensors = (torch.ones(3, 2, 8) for _ in range(3))
+    backend.impl("layers.0", scale=1.0).forward(*tensors, cache, builder.build_profile([3]))
+    assert not cache[:2].any()
+    query = torch.ones(3, 2, 8)
+    answer = backend.impl("layers.1", scale=1.0).forward(query, query, query, None, builder.build_profile([3]))
+    torch.testing.assert_close(answer, query)
+
+
+def test_it_is_found_chosen_and_passes_the_kit(installed, capsys):
     assert main(["explain", "--json"]) == 0
     chosen = json.loads(capsys.readouterr().out)["chosen"]
     assert (chosen["name"], chosen["block_size"]) == ("acme-x", 16)

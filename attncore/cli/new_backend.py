@@ -23,6 +23,9 @@ from attncore.cli.output import print_json
 from attncore.quoted import one_line, quoted
 from attncore.registry.plugins.known_backends import KNOWN
 
+_HIDDEN = {"gitignore": ".gitignore", "github": ".github"}
+"""What is called so in a repository; in the template such names would be left out of wheels."""
+
 TEMPLATE = importlib.resources.files("attncore") / "template"
 
 
@@ -113,7 +116,8 @@ def _sources(folder: Traversable, above: str = "") -> Iterator[tuple[str, Traver
 
 def _write(path: str, source: Traversable, words: dict[str, str], root: Path) -> str:
     path = path.removesuffix(".txt").replace("PACKAGE", words["package"])
-    path = ".gitignore" if path == "gitignore" else path
+    first, slash, rest = path.partition("/")
+    path = f"{_HIDDEN.get(first, first)}{slash}{rest}"
     text = source.read_text(encoding="utf-8")
     for word, value in words.items():
         text = text.replace("{{" + word + "}}", value)

@@ -29,6 +29,8 @@ def requests(request: attncore.AttentionRequest) -> None:
     attncore.select(num_head=1)  # type: ignore[call-arg]
     attncore.select(request, policy="fall")  # type: ignore[arg-type]
     attncore.select_joint(num_head=1)  # type: ignore[call-arg]
+    attncore.select_for_layers({"full": request}, num_head=1)  # type: ignore[call-arg]
+    attncore.select_for_layers({"full": request}, host=None, policy="fallback")["full"].create()
     negotiate_installed(num_head=1)  # type: ignore[call-arg]
     negotiate_installed_joint(request, num_head=1)  # type: ignore[call-arg]
 

@@ -90,8 +90,8 @@ def select_for_layers(
     ``kinds`` maps a name to what such layers need; ``fields`` replace those of every request. Of the backends that
     the requests leave open, those that name the device come first, then as few backends as possible, then their order
     for each kind. Kinds have one block size wherever their backends have one in common. Errors as of ``select``;
-    those of a request begin with ``kinds['name']``, and NoBackendError names the kinds that no backend serves. ValueError
-    where the kinds make no batch: none but cross layers, two kinds of these, or a kind without a cache.
+    those of a request begin with ``kinds['name']``, and NoBackendError names the kinds that no backend serves.
+    ValueError where the kinds make no batch: none but cross layers, two kinds of these, or a kind without a cache.
     """
     negotiation = negotiate_installed_layers(kinds, host=host, **fields)
     choice = choose_layers(negotiation)
