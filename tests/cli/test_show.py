@@ -129,3 +129,8 @@ def test_what_a_check_prints_does_not_spoil_the_answer(site, capsys):
     captured = capsys.readouterr()
     assert json.loads(captured.out)["reasons"][0]["message"] == "too loud"
     assert "hello" in captured.err
+    for words in (["loud"], ["--all"], ["--all", "--markdown"]):
+        assert main(["show", *words]) == 0
+        captured = capsys.readouterr()
+        assert "hello" in captured.err
+        assert "hello" not in captured.out
