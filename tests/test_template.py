@@ -189,6 +189,8 @@ def test_its_wheel_works_beside_attncores_wheel_in_a_clean_environment(rendered,
     )
     assert all(Path(path).is_relative_to(packages) for path in where.split())
     attncore = str(python.with_name("attncore"))
+    again = json.loads(in_venv(attncore, "new-backend", "acme-y", tmp_path / "again", "--json", cwd=tmp_path))
+    assert ".github/workflows/ci.yml" in again["files"]  # the wheel has all of the template
     rows = {row["name"]: row for row in json.loads(in_venv(attncore, "list", "--json", cwd=tmp_path))}
     assert (rows["acme-x"]["state"], rows["acme-x"]["distribution"]) == ("loaded", "attn-acme-x")
     explained = json.loads(in_venv(attncore, "explain", "--assume", "cpu", "--json", cwd=tmp_path))
@@ -202,3 +204,8 @@ def test_its_wheel_works_beside_attncores_wheel_in_a_clean_environment(rendered,
     assert "| NaN canary | supported |" in in_venv(python, "-m", "pytest", cwd=rendered)
     table = json.loads(in_venv(python, "-m", "attncore.testing", "acme-x", "--json", "--examples", "5", cwd=tmp_path))
     assert (table["distribution"], table["failures"]) == ("attn-acme-x", [])
+    (tmp_path / "kit.json").write_text(json.dumps(table))
+    row = in_venv(python, "-m", "attncore.testing.badge", "kit.json", "--svg", "badge.svg", cwd=tmp_path)
+    assert "| acme-x | attn-acme-x 0.1.0 |" in row
+    assert " 0 failed" not in (badge := (tmp_path / "badge.svg").read_text())
+    assert "supported</text>" in badge

@@ -20,7 +20,7 @@ import pytest
 from cli.screens import WIDTHS
 from planting import SPEC
 
-from attncore.cli import COMMANDS, _parser
+from attncore.cli import COMMANDS, _parser, main
 from attncore.cli.output import columns
 
 NEEDED = {"verify": [], "bench": ["NAME"], "new-backend": ["NAME", "DIR"]}
