@@ -58,7 +58,7 @@ class GroupReader(Entrance):
         if not isinstance(sequence, tuple) or len(sequence) < 4:
             return False
         # One after the other, as in C: an object is not asked where the one before it is none.
-        if (seq_id := read_int(sequence[0])) is None:
+        if read_int(sequence[0]) is None:
             return False
         if (query_len := read_int(sequence[1])) is None or (context_len := read_int(sequence[2])) is None:
             return False
