@@ -42,8 +42,8 @@ def dtype_name(dtype: Any) -> Any:
     return _TORCH_NAMES.get(name, name)
 
 
-KV_CACHE_LAYOUTS = ("NHD", "HND")
-"""Order of the last three axes of a block: tokens, heads, head size, or heads first."""
+KV_CACHE_LAYOUTS = ("NHD", "HND", "own")
+"""Order of the last three axes of a block: tokens, heads, head size; heads first; what the backend alone knows."""
 
 FEATURES: Mapping[str, str] = {
     "sliding_window": "a query sees the last W tokens, itself included, in prefill and decode",
@@ -56,6 +56,7 @@ FEATURES: Mapping[str, str] = {
     "encoder_decoder": "cross attention over encoder tokens kept in the cache",
     "multi_token_decode": "decodes of several query tokens (speculative decoding) in the decode kernel",
     "tree_mask": "a mask over draft tokens that form a tree",
+    "strided_kv_cache": "forward takes the cache as a pair of views of any strides (the engine's own pool), too",
     "lse": "forward_with_lse returns the log-sum-exp of each row too (context parallelism, a context in chunks)",
 }
 

@@ -44,7 +44,7 @@ class GraphEngine:
         )  # fmt: skip
         self.state = CommonAttentionState(self.backend, self.builder)
         self.encoder = encoder
-        slots = (NUM_BLOCKS + 1) * block_size  # the last block is the sink
+        slots = (NUM_BLOCKS + 1) * block_size  # the last block is for what this engine writes of padding
         self.cache = torch.zeros(4, slots, HEADS, HEAD_SIZE, device=device)  # keys, values; those of encoders
         self.given = torch.zeros(3, max(sizes), HEADS, HEAD_SIZE, device=device)
         self.graphs, self.results, self.captured = {}, {}, {}

@@ -236,13 +236,13 @@ def test_a_layer_that_its_class_refuses_is_not_planned_for():
 
 
 @pytest.mark.parametrize("kind", [Backend, BlocksFirst])
-def test_caches_are_zeroed_and_have_a_sink(kind):
+def test_caches_are_zeroed_and_have_the_blocks_asked_for(kind):
     backend = kind(config())
     cache = backend.allocate_kv_cache(5)
-    assert cache.shape == backend.kv_cache_shape(6, 4, 2, 8)
+    assert cache.shape == backend.kv_cache_shape(5, 4, 2, 8)
     assert cache.dtype == torch.float32
     assert not cache.any()
-    assert cache.shape[backend.kv_cache_block_axis()] == 6
+    assert cache.shape[backend.kv_cache_block_axis()] == 5
 
 
 @pytest.mark.parametrize(
@@ -256,9 +256,9 @@ def test_cache_dtypes(kv_cache_dtype, dtype):
 
 def test_caches_that_no_kernel_could_address():
     backend = Backend(config(spec=spec(max_block_id=7)))
-    backend.allocate_kv_cache(7)
-    with pytest.raises(ValueError, match="num_blocks: 8 and the sink block reach beyond acme's largest id 7"):
-        backend.allocate_kv_cache(8)
+    backend.allocate_kv_cache(8)
+    with pytest.raises(ValueError, match="num_blocks: 9 found; acme's largest block id is 7, so give 8 at most"):
+        backend.allocate_kv_cache(9)
     with pytest.raises(ValueError, match="num_blocks: 0 is below 1"):
         backend.allocate_kv_cache(0)
 
@@ -268,12 +268,12 @@ def test_copying_and_swapping_blocks(kind):
     backend = kind(config())
     axis = backend.kv_cache_block_axis()
     one, two = backend.allocate_kv_cache(4), backend.allocate_kv_cache(4)
-    for block in range(5):
+    for block in range(4):
         one.select(axis, block).fill_(block)
     backend.swap_blocks(one, two, [(1, 3), (2, 0)])
-    assert [two.select(axis, block).unique().tolist() for block in range(5)] == [[2], [0], [0], [1], [0]]
+    assert [two.select(axis, block).unique().tolist() for block in range(4)] == [[2], [0], [0], [1]]
     backend.copy_blocks([one, two], torch.tensor([[1, 2], [2, 1]]))
-    assert [one.select(axis, block).unique().tolist() for block in range(5)] == [[0], [2], [1], [3], [4]]
+    assert [one.select(axis, block).unique().tolist() for block in range(4)] == [[0], [2], [1], [3]]
     backend.copy_blocks([one], np.empty((0, 2), np.int64))
 
 

@@ -79,8 +79,8 @@ def installed(distribution: str) -> bool:
 
 
 def pair(num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache of ``num_blocks`` and a sink, as keys and values apart, zeroed."""
-    shape = (num_blocks + 1, BLOCK, KV_HEADS, SIZE)
+    """A cache of ``num_blocks``, as keys and values apart, zeroed."""
+    shape = (num_blocks, BLOCK, KV_HEADS, SIZE)
     dtype = getattr(torch, DTYPE)
     return torch.zeros(shape, dtype=dtype, device="cuda"), torch.zeros(shape, dtype=dtype, device="cuda")
 

@@ -49,7 +49,7 @@ def test_an_entry_is_a_definition_of_up_to_three_sentences_and_a_link():
 
 def test_terms_that_the_issue_names_are_there():
     wanted = {
-        "arena", "journal", "receipt", "ticket", "poison", "null block", "sink block", "captured size", "bucket",
+        "arena", "journal", "receipt", "ticket", "poison", "null block", "captured size", "bucket",
         "empty step", "transport", "persistent builder", "list builder", "dialect", "plan", "plan key",
         "KV-cache group", "manager block", "kernel block", "virtual block", "twin", "variant", "light module",
     }  # fmt: skip

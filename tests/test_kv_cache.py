@@ -14,9 +14,9 @@ def filled(num_blocks=5, block_size=4, dtype=torch.float32):
     return cache.copy_(torch.arange(cache.numel()).view(cache.shape))
 
 
-def test_allocation_is_zeroed_with_a_sink_block():
+def test_allocation_is_zeroed():
     cache = kv_cache.allocate(5, 4, 2, 3, dtype=torch.bfloat16)
-    assert cache.shape == (2, 6, 4, 2, 3)
+    assert cache.shape == (2, 5, 4, 2, 3)
     assert cache.dtype == torch.bfloat16
     assert not cache.any()
 
@@ -61,17 +61,57 @@ def test_write_and_read(layout):
             expected[0, slot // 4, slot % 4] = key[token]
             expected[1, slot // 4, slot % 4] = value[token]
     for found, whole in zip(kv_cache.key_value(caches), expected, strict=True):
-        assert torch.equal(found[:-1], whole[:-1])
-        assert torch.equal(found[-1, :-1], whole[-1, :-1])  # of the sink only its last slot is used
+        assert torch.equal(found, whole)
         wanted = torch.tensor([[19, 0], [6, 3]])
         assert torch.equal(kv_cache.read(found, wanted), whole.flatten(0, 1)[wanted])
 
 
-def test_padding_alone_changes_no_block():
-    cache = filled()
-    before = cache.clone()
-    kv_cache.write(torch.full((3, 2, 3), torch.nan), torch.full((3, 2, 3), torch.nan), cache, torch.full((3,), -1))
-    assert torch.equal(cache[:, :-1], before[:, :-1])
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
+MASKED = [[-1, -1, -1], [-1, 19, -1], [19, -1, -9], [-(2**40), 0, 19], []]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("slots", MASKED, ids=str)
+def test_a_slot_below_0_writes_nothing(slots, device):
+    cache = filled().to(device)
+    expected = cache.clone()
+    key, value = torch.randn(2, len(slots), 2, 3, device=device)
+    kv_cache.write(key, value, cache, torch.tensor(slots, dtype=torch.int64, device=device))
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            expected[0, slot // 4, slot % 4], expected[1, slot // 4, slot % 4] = key[token], value[token]
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("slots", [slots for slots in MASKED if slots], ids=str)
+def test_the_write_of_a_device_that_is_not_asked_for_anything_writes_the_same(slots):
+    cache, expected, new = filled()[0], filled()[0], torch.randn(len(slots), 2, 3)
+    kv_cache.put_unasked(new, cache, torch.tensor(slots))
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            expected[slot // 4, slot % 4] = new[token]
+    assert torch.equal(cache, expected)
+
+
+@NO_CUDA
+@pytest.mark.gpu
+def test_a_captured_write_asks_the_device_for_nothing_and_masks_what_its_slots_say_then():
+    cache = filled().cuda()
+    expected = cache.clone()
+    key, value = torch.randn(2, 3, 2, 3, device="cuda")
+    slots = torch.full((3,), -1, device="cuda")
+    kv_cache.write(key, value, cache, slots)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kv_cache.write(key, value, cache, slots)
+    for held in ([-1, -1, -1], [19, -1, 3], [-1, 0, -1]):
+        slots.copy_(torch.tensor(held))
+        graph.replay()
+        for token, slot in enumerate(held):
+            if slot >= 0:
+                expected[0, slot // 4, slot % 4], expected[1, slot // 4, slot % 4] = key[token], value[token]
+        assert torch.equal(cache, expected)
 
 
 def test_write_converts_to_the_dtype_of_the_cache():
@@ -92,7 +132,7 @@ def test_write_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match=r"^kv_cache: "):
         kv_cache.write(key, key, filled()[0], torch.tensor([1, 2, 3]))
     with pytest.raises(IndexError):
-        kv_cache.write(key, key, filled(), torch.tensor([1, 2, 24]))
+        kv_cache.write(key, key, filled(), torch.tensor([1, 2, 20]))
 
 
 @settings(max_examples=40, deadline=None)
@@ -170,7 +210,7 @@ def test_shapes_of_latent_and_uneven_caches():
     assert kv_cache.cache_shape(5, 4, 1, 9, head_size_v=6, use_mla=True) == (5, 4, 9)
     assert kv_cache.cache_shape(5, 4, 2, 9, head_size_v=6) == (5, 4, 2, 15)
     assert kv_cache.cache_shape(5, 4, 2, 9, head_size_v=9) == (2, 5, 4, 2, 9)
-    assert kv_cache.allocate(5, 4, 1, 9, dtype=torch.float16, head_size_v=6, use_mla=True).shape == (6, 4, 9)
+    assert kv_cache.allocate(5, 4, 1, 9, dtype=torch.float16, head_size_v=6, use_mla=True).shape == (5, 4, 9)
     assert not kv_cache.allocate(5, 4, 2, 9, dtype=torch.float16, head_size_v=6).any()
 
 
@@ -198,10 +238,9 @@ def test_a_latent_cache_is_written_read_and_moved():
     for row, slot in zip(rows, slots, strict=True):
         if slot >= 0:
             expected[slot // 4, slot % 4] = row[0]
-    assert torch.equal(cache[:-1], expected[:-1])
-    assert torch.equal(cache[-1, :-1], expected[-1, :-1])
+    assert torch.equal(cache, expected)
     key, value = kv_cache.key_value(cache, 6)
-    assert (key.shape, value.shape) == ((6, 4, 1, 9), (6, 4, 1, 6))
+    assert (key.shape, value.shape) == ((5, 4, 1, 9), (5, 4, 1, 6))
     wanted = torch.tensor([[19, 0], [6, 3]])
     assert torch.equal(kv_cache.read(key, wanted).squeeze(2), expected.flatten(0, 1)[wanted])
     assert torch.equal(kv_cache.read(value, wanted).squeeze(2), expected.flatten(0, 1)[wanted][..., :6])
@@ -220,9 +259,9 @@ def test_keys_and_values_of_two_sizes_share_a_row(sizes):
     kv_cache.write(key, value, cache, torch.tensor([7, -1, 16]))
     kv_cache.copy_blocks(cache, [(1, 3)])
     for part, new in zip(kv_cache.key_value(cache, sizes[1]), (key, value), strict=True):
-        assert part.shape == (6, 4, 2, new.shape[2])
+        assert part.shape == (5, 4, 2, new.shape[2])
         assert torch.equal(kv_cache.read(part, torch.tensor([7, 16, 15])), new[[0, 2, 0]])
-        assert part[:-1].count_nonzero() == 3 * new[0].numel()
+        assert part.count_nonzero() == 3 * new[0].numel()
 
 
 def test_latent_and_uneven_caches_refuse_what_does_not_fit():

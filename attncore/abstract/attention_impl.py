@@ -50,6 +50,8 @@ class BackendOfLayer(Protocol):
     name: str
     config: BackendConfig
 
+    def kv_cache_views(self, kv_cache: Any) -> tuple[Tensor, Tensor]: ...
+
 
 class AttentionLayer(Protocol):
     """What the core expects of a layer object, where an engine hands one over: names and the two cache scales."""
@@ -67,6 +69,11 @@ class AttentionImpl(ABC):
     what an fp8 cache holds. ``attn_type`` is handed over for layers that are not of type ``decoder`` only, so that a
     class that knows of no other need not take it.
     """
+
+    _views: tuple[Tensor, Tensor] | None = None
+    """Of the cache that ``write_cache`` was given last, ``_views_of``."""
+    _views_of: Any = None
+    _writer: Any = None
 
     def __init__(
         self,
@@ -115,6 +122,8 @@ class AttentionImpl(ABC):
         kv_cache: Any,
         metadata: AttentionMetadata,
         output: Tensor | None = None,
+        *,
+        write: bool = True,
     ) -> Tensor:
         """Write this step's keys and values to the cache by ``metadata.slot_mapping``, then attend over it.
 
@@ -122,12 +131,16 @@ class AttentionImpl(ABC):
         the device with the host. ``query`` is (T, num_heads, head_size), ``key`` (T, num_kv_heads, head_size),
         ``value`` (T, num_kv_heads, head_size_v), T = ``metadata.num_tokens`` or more, all on the backend's device in
         its dtype. Of these and of ``output`` only the last dimension is contiguous; the others may have any stride
-        (slices of one fused QKV tensor). ``kv_cache`` is what ``allocate_kv_cache`` gave. A slot of -1 must change no
-        block that a request may own. Returns (T, num_heads, head_size_v), which is ``output`` where that is given.
+        (slices of one fused QKV tensor). ``kv_cache`` is what ``allocate_kv_cache`` gave. A slot below 0 writes
+        nothing. Returns (T, num_heads, head_size_v), which is ``output`` where that is given.
 
         With ``use_mla`` key is the latent rows (T, 1, head_size), their first head_size_v columns are the values, and
         ``value`` is None. The other types of attention take tensors of E encoder tokens, and key and value may be None
         where E is 0: docs/contract.md says which.
+
+        Without ``write`` nothing is written: the step's keys and values are in the cache already, put there by another
+        layer, by ``write_cache`` or by the engine. They are read there, and ``key`` and ``value``, which may be None,
+        only of rows that have no block table (prompts of the list builder), and where ``kv_cache`` is None.
         """
 
     def forward_with_lse(
@@ -138,6 +151,8 @@ class AttentionImpl(ABC):
         kv_cache: Any,
         metadata: AttentionMetadata,
         output: Tensor | None = None,
+        *,
+        write: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """``forward``, and float32 (T, num_heads): the natural logarithm of each softmax's sum, a sink included.
 
@@ -149,3 +164,29 @@ class AttentionImpl(ABC):
         if spec is not None and "lse" not in spec.features:
             why = spec.unsupported.get("lse", "its spec does not declare lse")
         raise ValueError(f"forward_with_lse: {self.backend.name} returns no log-sum-exp: {why}")
+
+    def write_cache(self, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata) -> None:
+        """Write this step's keys and values to the cache, as ``forward`` does before it attends, and nothing else.
+
+        By ``slot_mapping``, of a cross layer ``cross_slot_mapping``; layers that keep no cache, and profiling runs, whose
+        ``kv_cache`` is None, write nothing. Here by ``attncore.CacheWriter`` over ``backend.kv_cache_views``. It does
+        not wait for the device, and may be captured. ValueError naming the argument where tensors do not fit.
+        """
+        if self.attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_DECODER) or kv_cache is None:
+            return
+        crosses = self.attn_type is AttentionType.ENCODER_DECODER
+        slots = metadata.cross_slot_mapping if crosses else metadata.slot_mapping
+        if not len(slots):
+            return
+        latent = self.backend.config.use_mla
+        if key is None or (value is None and not latent):
+            name = "value" if key is not None else "key"
+            raise ValueError(f"{name}: None found for {len(slots)} tokens to write; give their keys and values")
+        if self._views is None or kv_cache is not self._views_of:
+            self._views, self._views_of = self.backend.kv_cache_views(kv_cache), kv_cache
+        if self._writer is None:
+            from attncore.ops.cache_writer import CacheWriter
+
+            self._writer = CacheWriter(self.k_scale, self.k_scale if latent else self.v_scale)
+        keys, values = self._views
+        self._writer(key, key[..., : values.shape[3]] if latent else value, keys, values, slots)

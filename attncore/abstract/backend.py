@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attncore.abstract.attention_impl import AttentionImpl, PlanKey
+from attncore.abstract.cache_views import key_and_value_views
 from attncore.abstract.config_against_spec import checked
 from attncore.abstract.first_generation_names import FirstGenerationNames
 from attncore.arguments import finite_number, integer, optional_integer
@@ -172,7 +173,7 @@ class AttentionBackend(FirstGenerationNames, ABC):
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        """The shape of one layer's cache. Exactly one axis must grow with ``num_blocks``; the sink block is counted."""
+        """The shape of one layer's cache. Exactly one axis must grow with ``num_blocks``."""
 
     def kv_cache_torch_dtype(self) -> Any:
         """The torch dtype of the cache's elements."""
@@ -192,21 +193,30 @@ class AttentionBackend(FirstGenerationNames, ABC):
         return angled(head, (variant, config.dtype, heads, f"block_size {config.block_size}", cache, layers))
 
     def allocate_kv_cache(self, num_blocks: int) -> Any:
-        """One layer's cache on the backend's device, zeroed, with a sink block after the ``num_blocks`` asked for.
+        """One layer's cache of ``num_blocks`` blocks on the backend's device, zeroed.
 
-        A slot of -1 is the last slot of the sink. Called by the engine at start-up, once a layer. ValueError where
-        ``num_blocks`` is below 1 or a block id would be larger than the spec's ``max_block_id``.
+        Called by the engine at start-up, once a layer. ValueError where ``num_blocks`` is below 1 or a block id would
+        be larger than the spec's ``max_block_id``.
         """
         import torch
 
         num_blocks = integer("num_blocks", num_blocks, 1, 2**63 - 1)
         limit = self.config.spec.max_block_id if self.config.spec else None
-        if limit is not None and num_blocks > limit:
+        if limit is not None and num_blocks - 1 > limit:
             raise ValueError(
-                f"num_blocks: {num_blocks} and the sink block reach beyond {self.name}'s largest id {limit}"
+                f"num_blocks: {num_blocks} found; {self.name}'s largest block id is {limit}, so give {limit + 1} at most"
             )
-        shape = self._shape(num_blocks + 1)
+        shape = self._shape(num_blocks)
         return torch.zeros(shape, dtype=self.kv_cache_torch_dtype(), device=self.config.device)
+
+    def kv_cache_views(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values of a cache, as views (blocks, block_size, num_kv_heads, head_size or head_size_v) of it.
+
+        ``kv_cache`` is what ``allocate_kv_cache`` gave, or a pair of such views, which is taken as it comes. Bytes
+        become the floats of an fp8 cache. A vendor whose whole cache is not of the usual shapes, such as one of layout
+        ``own``, overrides it, and takes pairs all the same. ValueError naming ``kv_cache`` for anything else.
+        """
+        return key_and_value_views(kv_cache, self.config, self.kv_cache_torch_dtype(), self.kv_cache_block_axis())
 
     def from_host(self, array: npt.NDArray[Any]) -> Tensor:
         """A host array as a tensor on the backend's device; on a CPU it shares the array's memory.
@@ -221,22 +231,30 @@ class AttentionBackend(FirstGenerationNames, ABC):
         return tensor if self.config.device == "cpu" else tensor.to(self.config.device)
 
     def copy_blocks(self, kv_caches: Sequence[Any], src_to_dst: Any) -> None:
-        """Copy blocks within each layer's cache: ``src_to_dst`` is (n, 2) of block ids, all read before any is
-        written.
+        """Copy blocks within each layer's cache, whole or a pair: ``src_to_dst`` is (n, 2) of block ids, all read
+        before any is written.
         """
         for kv_cache in kv_caches:
             self.swap_blocks(kv_cache, kv_cache, src_to_dst)
 
     def swap_blocks(self, src_kv_cache: Any, dst_kv_cache: Any, src_to_dst: Any) -> None:
-        """Copy blocks from one cache to another, perhaps on another device: ``src_to_dst`` is (n, 2) of block ids."""
+        """Copy blocks from one cache to another, perhaps on another device: ``src_to_dst`` is (n, 2) of block ids.
+
+        Either cache may be whole, or a pair.
+        """
         import torch
 
-        pairs = torch.as_tensor(src_to_dst, dtype=torch.int64, device=src_kv_cache.device).reshape(-1, 2)
-        axis = self.kv_cache_block_axis()
-        if src_kv_cache.element_size() == 1:  # torch indexes no fp8
-            src_kv_cache, dst_kv_cache = src_kv_cache.view(torch.uint8), dst_kv_cache.view(torch.uint8)
-        chosen = src_kv_cache.index_select(axis, pairs[:, 0].to(src_kv_cache.device))
-        dst_kv_cache.index_copy_(axis, pairs[:, 1].to(dst_kv_cache.device), chosen.to(dst_kv_cache.device))
+        if isinstance(src_kv_cache, torch.Tensor) and isinstance(dst_kv_cache, torch.Tensor):
+            axis, parts = self.kv_cache_block_axis(), [(src_kv_cache, dst_kv_cache)]
+        else:
+            views = self.kv_cache_views(src_kv_cache), self.kv_cache_views(dst_kv_cache)
+            axis, parts = 0, list(zip(*views, strict=True))
+        pairs = torch.as_tensor(src_to_dst, dtype=torch.int64, device=parts[0][0].device).reshape(-1, 2)
+        for source, target in parts:
+            if source.element_size() == 1:  # torch indexes no fp8
+                source, target = source.view(torch.uint8), target.view(torch.uint8)
+            chosen = source.index_select(axis, pairs[:, 0].to(source.device))
+            target.index_copy_(axis, pairs[:, 1].to(target.device), chosen.to(target.device))
 
     def kv_cache_block_axis(self) -> int:
         """The axis of the cache that counts blocks."""

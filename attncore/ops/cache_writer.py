@@ -24,10 +24,10 @@ class CacheWriter:
     A call takes ``key`` and ``value`` (T or more, num_kv_heads, head_size or head_size_v), the caches as views
     (blocks, block_size, num_kv_heads, head size) and ``slot_mapping`` int64 (T,), all on one device. Of each but the
     last only the last dimension has to be contiguous: a cache whose blocks hold heads first comes as
-    ``cache.transpose(1, 2)``. On a GPU it is one launch, which may be captured and waits for nothing, and skips
-    negative slots and those past the end. On a CPU negative ones land in the last slot of the last block, which has to
-    be a sink, and one past the end is an IndexError before anything is written. Numbers are converted to the cache's
-    dtype; in fp8 (``LARGEST``) those beyond its range are cut off. No gradient is kept.
+    ``cache.transpose(1, 2)``. A token of a negative slot is not written. On a GPU it is one launch, which may be
+    captured and waits for nothing, and skips slots past the end too; on a CPU such a slot is an IndexError before
+    anything is written. Numbers are converted to the cache's dtype; in fp8 (``LARGEST``) those beyond its range are cut
+    off. No gradient is kept.
 
     Raises ValueError naming the argument, before anything is written, where shapes, devices or layouts disagree, where
     a cache's floats of a byte are none of ``LARGEST``, or where a scale is no positive number of float32.
@@ -58,13 +58,13 @@ class CacheWriter:
                 f"slot_mapping: slot {int(slot_mapping.max())} is past the end of a cache of {num_blocks} blocks of "
                 f"{block_size} tokens"
             )
-        slots = slot_mapping.clamp(min=-1)
-        block = torch.div(slots, block_size, rounding_mode="floor")  # -1: the last block's last slot
-        offset = torch.remainder(slots, block_size)
+        (written,) = torch.where(slot_mapping >= 0)
+        slots = slot_mapping[written]
+        block, offset = torch.div(slots, block_size, rounding_mode="floor"), torch.remainder(slots, block_size)
         with torch.no_grad():  # as on a GPU; a cache that requires a gradient could not be written to
             converted = [
-                _convert(key[: len(slots)], key_cache.dtype, self.k_scale),
-                _convert(value[: len(slots)], value_cache.dtype, self.v_scale),
+                _convert(key[written], key_cache.dtype, self.k_scale),
+                _convert(value[written], value_cache.dtype, self.v_scale),
             ]
             for numbers, cache in zip(converted, (key_cache, value_cache), strict=True):
                 if cache.dtype in LARGEST:  # torch indexes no fp8

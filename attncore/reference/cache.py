@@ -1,13 +1,12 @@
-"""The paged KV cache, in torch: layout, allocation with a sink block, writing through the slot mapping, moving blocks.
+"""The paged KV cache, in torch: layout, allocation, writing through the slot mapping, moving blocks.
 
-Layout ``NHD`` is one tensor ``[2, num_blocks + 1, block_size, num_kv_heads, head_size]``: ``[0]`` holds keys, ``[1]``
-values, and the last block is the *sink*, which no request owns. Slot -1 is, by ordinary indexing, the last slot of
-the sink, so padding and masked tokens are written without a mask, without a branch and without asking the device for
+Layout ``NHD`` is one tensor ``[2, num_blocks, block_size, num_kv_heads, head_size]``: ``[0]`` holds keys, ``[1]``
+values. A token of a slot below 0 (padding, masked tokens) is not written, on a device too without asking it for
 anything.
 
-Where values have a size of their own, keys and values share a row: ``[num_blocks + 1, block_size, num_kv_heads,
-head_size + head_size_v]``. A *latent* cache (MLA) has one row a token and no head: ``[num_blocks + 1, block_size,
-head_size]``, of which the first ``head_size_v`` columns are the values.
+Where values have a size of their own, keys and values share a row: ``[num_blocks, block_size, num_kv_heads, head_size
++ head_size_v]``. A *latent* cache (MLA) has one row a token and no head: ``[num_blocks, block_size, head_size]``, of
+which the first ``head_size_v`` columns are the values.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def cache_shape(
     head_size_v: int | None = None,
     use_mla: bool = False,
 ) -> tuple[int, ...]:
-    """``(2, num_blocks, block_size, num_kv_heads, head_size)``; the allocator adds the sink block.
+    """``(2, num_blocks, block_size, num_kv_heads, head_size)``.
 
     ``(num_blocks, block_size, num_kv_heads, head_size + head_size_v)`` where the values' size differs, and
     ``(num_blocks, block_size, head_size)`` for a latent cache (``use_mla``, one head).
@@ -90,10 +89,9 @@ def allocate(
     head_size_v: int | None = None,
     use_mla: bool = False,
 ) -> Tensor:
-    """A zeroed cache of ``num_blocks`` usable blocks and one sink block after them, on ``device``."""
-    num_blocks = integer("num_blocks", num_blocks, 1, 2**63 - 1)  # the sink must not hide a 0
+    """A zeroed cache of ``num_blocks`` blocks on ``device``."""
     shape = cache_shape(
-        num_blocks + 1, block_size, num_kv_heads, head_size, layout, head_size_v=head_size_v, use_mla=use_mla
+        num_blocks, block_size, num_kv_heads, head_size, layout, head_size_v=head_size_v, use_mla=use_mla
     )
     return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -116,9 +114,9 @@ def key_value(kv_cache: Caches, head_size_v: int | None = None) -> tuple[Tensor,
             rows = kv_cache.unsqueeze(2)
             return rows, rows[..., :values]
         raise ValueError(
-            f"kv_cache: shape {tuple(kv_cache.shape)} found for head_size_v {head_size_v}; expected (2, num_blocks + "
-            "1, block_size, num_kv_heads, head_size), a pair of caches, (num_blocks + 1, block_size, num_kv_heads, "
-            "head_size + head_size_v), or (num_blocks + 1, block_size, head_size) for a latent cache"
+            f"kv_cache: shape {tuple(kv_cache.shape)} found for head_size_v {head_size_v}; expected (2, num_blocks, "
+            "block_size, num_kv_heads, head_size), a pair of caches, (num_blocks, block_size, num_kv_heads, head_size "
+            "+ head_size_v), or (num_blocks, block_size, head_size) for a latent cache"
         )
     if len(kv_cache) != 2 or any(cache.dim() != 4 for cache in kv_cache):
         shapes = [tuple(cache.shape) for cache in kv_cache]
@@ -132,9 +130,9 @@ def write(key: Tensor, value: Tensor | None, kv_cache: Caches, slot_mapping: Ten
     """Store this step's keys and values ``(num_tokens, num_kv_heads, head_size)`` in their slots, in place.
 
     Of a latent cache ``key`` is the rows ``(num_tokens, 1, head_size)``, and ``value`` is not read. ``slot_mapping``
-    is int64 ``(num_tokens,)`` on the caches' device; -1 lands in the last block, which has to be a sink. Values are
-    converted to the cache's dtype. Nothing synchronises, so the call may be captured in a CUDA graph. A slot past the
-    end is the caller's error, which torch reports on a CPU by an IndexError.
+    is int64 ``(num_tokens,)`` on the caches' device; a token of a slot below 0 is not written. Values are converted to
+    the cache's dtype. Nothing synchronises, so the call may be captured in a CUDA graph. A slot past the end is the
+    caller's error, which torch reports on a CPU by an IndexError.
     """
     named = {"key": key}
     if isinstance(kv_cache, Tensor) and kv_cache.dim() == 3:
@@ -153,12 +151,38 @@ def write(key: Tensor, value: Tensor | None, kv_cache: Caches, slot_mapping: Ten
             raise ValueError(
                 f"{name}: heads and head size {tuple(new.shape[1:])} found; the cache holds {tuple(cache.shape[2:])}"
             )
-        if cache.is_contiguous():
-            cache.view(-1, *cache.shape[2:])[slot_mapping] = new.to(cache.dtype)
-        else:  # floor division and modulo send -1 to the last slot of the last block too
-            block_size = cache.shape[1]
-            block = torch.div(slot_mapping, block_size, rounding_mode="floor")
-            cache[block, torch.remainder(slot_mapping, block_size)] = new.to(cache.dtype)
+    if not len(slot_mapping):
+        return
+    put = _put if slot_mapping.device.type == "cpu" else put_unasked
+    for new, cache in zip(named.values(), caches, strict=True):
+        put(new.to(cache.dtype), cache, slot_mapping)
+
+
+def _put(new: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Store each token whose slot is not below 0."""
+    written = slots >= 0
+    if not bool(written.all()):
+        new, slots = new[written], slots[written]
+    if cache.is_contiguous():
+        cache.view(-1, *cache.shape[2:])[slots] = new
+    else:
+        cache[_places(slots, cache.shape[1])] = new
+
+
+def put_unasked(new: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """The same on a device that is not asked how many tokens those are: the others repeat what the first of them
+    writes; where there is none, all write to slot 0 what it holds. There is one token at least.
+    """
+    written = slots >= 0
+    tokens = torch.arange(len(slots), dtype=torch.int64, device=slots.device)
+    tokens = torch.where(written, tokens, written.to(torch.int8).argmax())
+    places = _places(slots[tokens].clamp(min=0), cache.shape[1])
+    cache[places] = torch.where(written.any(), new[tokens], cache[places])
+
+
+def _places(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Block and offset of each slot."""
+    return torch.div(slots, block_size, rounding_mode="floor"), torch.remainder(slots, block_size)
 
 
 def read(cache: Tensor, slots: Tensor) -> Tensor:
@@ -171,7 +195,7 @@ def read(cache: Tensor, slots: Tensor) -> Tensor:
     if cache.is_contiguous():
         rows = cache.view(-1, num_kv_heads * head_size).index_select(0, slots.reshape(-1))
         return rows.view(*slots.shape, num_kv_heads, head_size)
-    return cache[torch.div(slots, block_size, rounding_mode="floor"), torch.remainder(slots, block_size)]
+    return cache[_places(slots, block_size)]
 
 
 def copy_blocks(kv_caches: Tensor | Iterable[Caches], block_pairs: Any, *, block_dim: int = 1) -> None:
@@ -179,8 +203,8 @@ def copy_blocks(kv_caches: Tensor | Iterable[Caches], block_pairs: Any, *, block
 
     One cache or one for each layer, in place. All sources are read before anything is written, so a chain such as
     ``[(1, 2), (2, 3)]`` moves the old content of both. ``block_dim`` says which dimension counts blocks where keys and
-    values are stacked in one tensor; in other caches it is the first. A block id outside the cache, the sink, or a
-    destination named twice is a ValueError. Pairs on a GPU are brought back to be checked.
+    values are stacked in one tensor; in other caches it is the first. A block id outside the cache, or a destination
+    named twice is a ValueError. Pairs on a GPU are brought back to be checked.
     """
     block_dim = integer("block_dim", block_dim, 0)
     caches = [kv_caches] if isinstance(kv_caches, Tensor) else list(kv_caches)
@@ -228,13 +252,11 @@ def _checked_pairs(block_pairs: Any, num_source: int, num_target: int) -> NDArra
         return np.empty((0, 2), dtype=np.int64)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
         raise ValueError(f"block_pairs: shape {pairs.shape} of {pairs.dtype} found; give integers of shape (n, 2)")
-    for column, blocks in enumerate((num_source - 1, num_target - 1)):  # the last block is the sink
+    for column, blocks in enumerate((num_source, num_target)):
         wrong = pairs[:, column][(pairs[:, column] < 0) | (pairs[:, column] >= blocks)]
         if wrong.size:
             side = ("source", "destination")[column]
-            raise ValueError(
-                f"block_pairs: {side} block {wrong[0]} is outside the cache's {blocks} blocks (without the sink)"
-            )
+            raise ValueError(f"block_pairs: {side} block {wrong[0]} is outside the cache's {blocks} blocks")
     if np.unique(pairs[:, 1]).size != len(pairs):
         raise ValueError("block_pairs: a destination is named twice; each block can take one source only")
     return pairs.astype(np.int64)

@@ -58,7 +58,7 @@ class Paged(NamedTuple):
         if slots.device.type == "cpu" and slots.numel():  # elsewhere looking would wait for the device
             low, high = (int(bound) for bound in slots.aminmax())
             block_size = self.key_cache.shape[1]
-            usable = (self.key_cache.shape[0] - 1) * block_size
+            usable = self.key_cache.shape[0] * block_size
             if low < 0 or high >= usable:
                 block = (low if low < 0 else high) // block_size
                 raise ValueError(

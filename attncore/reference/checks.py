@@ -122,7 +122,7 @@ def check_cache(
         return None
     size_v = config.head_size_v or config.head_size
     if config.use_mla and not (isinstance(kv_cache, Tensor) and kv_cache.dim() == 3):
-        raise ValueError("kv_cache: a latent cache (use_mla) is one tensor (num_blocks + 1, block_size, head_size)")
+        raise ValueError("kv_cache: a latent cache (use_mla) is one tensor (num_blocks, block_size, head_size)")
     uneven = config.use_mla or size_v != config.head_size
     caches = paged.key_value(kv_cache, size_v if uneven and isinstance(kv_cache, Tensor) else None)
     expected_dtype = paged.cache_dtype(config.kv_cache_dtype, config.dtype)

@@ -56,6 +56,7 @@ class RequestFields(TypedDict, total=False):
     logits_soft_cap: float | None
     alibi: bool | Literal["standard"]
     sinks: bool
+    strided_kv_cache: bool
     use_mla: bool
     features: Iterable[str]
     cuda_graph: str
@@ -102,6 +103,8 @@ class AttentionRequest:
     """True: slopes of any value; ``standard``: the standard slopes of ``num_heads`` heads."""
     sinks: bool = False
     """Whether a learnt logit per head joins the softmax."""
+    strided_kv_cache: bool = False
+    """Whether the engine hands over the cache as a pair of views, keys and values, with strides of its own."""
     use_mla: bool = False
     """Whether the cache holds one latent row of ``head_size`` per token, the values being its first ``head_size_v``."""
     features: Iterable[str] = ()
@@ -145,7 +148,7 @@ class AttentionRequest:
                 raise ValueError(
                     f"{name}: {quoted(value)} is not one of {', '.join(words)}{did_you_mean(value, words)}"
                 )
-        for name in ("sinks", "use_mla", "allow_compile"):
+        for name in ("sinks", "strided_kv_cache", "use_mla", "allow_compile"):
             object.__setattr__(self, name, flag(name, getattr(self, name)))
         alibi = _plain(self.alibi)
         object.__setattr__(self, "alibi", alibi)
@@ -180,6 +183,7 @@ class AttentionRequest:
             "alibi": self.alibi is True,
             "alibi_standard": self.alibi == "standard",
             "sinks": self.sinks,
+            "strided_kv_cache": self.strided_kv_cache,
         }
         return tuple(sorted({name for name, asked in implied.items() if asked}.union(self.features)))
 

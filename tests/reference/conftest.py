@@ -57,7 +57,6 @@ class Case:
         slots = torch.from_numpy(self.metadata.host.slot_mapping)
         touched = torch.zeros(parts_of(self.cache, self.backend.config)[0].shape[:2], dtype=torch.bool)
         touched.view(-1)[slots[slots >= 0]] = True
-        touched[-1] = True  # the sink
         after, before = (parts_of(cache, self.backend.config) for cache in (self.cache.cpu(), before))
         for part, old, new in zip(after, before, (self.key.cpu(), self.value.cpu()), strict=False):
             exactly = {"equal_nan": True, "rtol": 0, "atol": 0}
@@ -80,7 +79,7 @@ def parts_of(cache, config):
 class Options:
     """How a case is made.
 
-    ``dead`` fills every slot that no live token owns, block 0 and the sink too. ``null_passed`` puts block 0 where a
+    ``dead`` fills every slot that no live token owns, block 0 too. ``null_passed`` puts block 0 where a
     window has passed. Padding is that of the builder: query_start_loc plateaus, or (list builder) leaves the padded
     rows out. ``beyond`` is the number of tokens that the tensors have and the metadata does not know.
     """

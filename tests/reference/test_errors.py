@@ -70,7 +70,7 @@ def test_tables(case):
 
 @pytest.mark.parametrize("block", [4, -1, 100])
 def test_block_ids(case, block):
-    case.metadata.host.block_table[0, 0] = block  # block 4 is the sink
+    case.metadata.host.block_table[0, 0] = block
     with pytest.raises(ValueError, match=rf"^metadata: the block table names block {block}, .* holds 4 blocks"):
         case.forward()
 

@@ -64,9 +64,9 @@ def test_a_value_given_to_a_latent_layer_is_not_read(paged_case):
 def test_the_caches_of_the_backend():
     config = {"num_heads": 4, "dtype": "bfloat16", "block_size": 4, "head_size": 12}
     latent = ReferenceBackend(BackendConfig(**config, num_kv_heads=1, head_size_v=8, use_mla=True))
-    assert latent.allocate_kv_cache(5).shape == latent.kv_cache_shape(6, 4, 1, 12) == (6, 4, 12)
+    assert latent.allocate_kv_cache(5).shape == latent.kv_cache_shape(5, 4, 1, 12) == (5, 4, 12)
     uneven = ReferenceBackend(BackendConfig(**config, num_kv_heads=2, head_size_v=8))
-    assert uneven.allocate_kv_cache(5).shape == uneven.kv_cache_shape(6, 4, 2, 12) == (6, 4, 2, 20)
+    assert uneven.allocate_kv_cache(5).shape == uneven.kv_cache_shape(5, 4, 2, 12) == (5, 4, 2, 20)
     assert latent.kv_cache_block_axis() == uneven.kv_cache_block_axis() == 0
 
 

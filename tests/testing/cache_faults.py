@@ -5,9 +5,17 @@ from testing.faulty_backend import Fault, forward
 CACHE_FAULTS = (
     Fault(
         "writes_minus_one",
-        "test_padded_tokens_change_no_block",
-        "a slot of -1, or a token of padding, must change no block",
-        forward("return whole(query, key, value, kv_cache[:, :-1], metadata, output)"),
+        "test_a_slot_below_0_writes_nothing_where_every_block_is_owned",
+        "a slot of -1, or a token of padding, writes nothing",
+        forward(
+            """
+answer = whole(query, key, value, kv_cache, metadata, output)
+masked = metadata.slot_mapping < 0
+if masked.any():
+    kv_cache[0, -1, -1] = key[: len(masked)][masked][-1]
+return answer
+"""
+        ),
     ),
     Fault(
         "reads_an_unowned_block",
@@ -73,14 +81,14 @@ Backend.swap_blocks = swap_blocks
 """,
     ),
     Fault(
-        "no_sink",
-        "test_the_cache_is_zeroed_and_has_a_sink_block",
-        "the 5 blocks and the sink, 6 in all",
-        "Backend.allocate_kv_cache = lambda self, n: AttentionBackend.allocate_kv_cache(self, n)[:, :n].clone()",
+        "a_block_too_many",
+        "test_the_cache_is_zeroed_and_has_the_blocks_asked_for",
+        "an axis must count the 5 blocks",
+        "Backend.allocate_kv_cache = lambda self, n: AttentionBackend.allocate_kv_cache(self, n + 1)",
     ),
     Fault(
         "dirty_cache",
-        "test_the_cache_is_zeroed_and_has_a_sink_block",
+        "test_the_cache_is_zeroed_and_has_the_blocks_asked_for",
         "must give zeros",
         "Backend.allocate_kv_cache = lambda self, n: AttentionBackend.allocate_kv_cache(self, n) + 1",
     ),

@@ -81,6 +81,8 @@ def negotiate_joint(
             )
             of_prefill = common_layouts(one.spec, first.request)
             layouts = tuple(name for name in common_layouts(two.spec, second.request) if name in of_prefill)
+            if (one.name, one.variant) != (two.name, two.variant):  # the own layout of one says nothing to another
+                layouts = tuple(name for name in layouts if name != "own")
             if (isinstance(block_sizes, frozenset) and not block_sizes) or not layouts:
                 continue
             key = (i + j, one.name != two.name, j)

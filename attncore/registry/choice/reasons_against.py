@@ -110,13 +110,12 @@ def _layout(spec: BackendSpec, request: AttentionRequest, host: Host, source: st
 
 def _limits(spec: BackendSpec, request: AttentionRequest, host: Host, source: str) -> Iterator[Reason]:
     group = request.num_heads // request.num_kv_heads
-    largest_id = None if spec.max_block_id is None else spec.max_block_id + 1
+    most_blocks = None if spec.max_block_id is None else spec.max_block_id + 1  # ids begin at 0
     shorter, fewer = "serve shorter sequences", "make the cache smaller, or its blocks larger"
     for code, field, asked, limit, fix in (
         ("group_size", "query heads per key/value head:", group, spec.max_group_size, USE_ANOTHER),
         ("max_model_len", "max_model_len", request.max_model_len, spec.max_model_len, shorter),
-        # ids 1 .. num_blocks - 1, and the sink block after them
-        ("num_blocks", "num_blocks", request.num_blocks, None if largest_id is None else largest_id - 1, fewer),
+        ("num_blocks", "num_blocks", request.num_blocks, most_blocks, fewer),
     ):
         if asked is not None and limit is not None and asked > limit:
             yield _not_supported(code, field, asked, limit, f"at most {limit}", source, fix)

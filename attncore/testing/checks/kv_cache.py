@@ -1,4 +1,4 @@
-"""The cache: its shape, its sink, which elements a slot owns, and moving blocks."""
+"""The cache: its shape, which elements a slot owns, and moving blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
     "test_a_slot_owns_its_part_of_its_block",
     "test_blocks_are_copied_within_caches",
     "test_blocks_are_swapped_to_another_cache",
-    "test_the_cache_is_zeroed_and_has_a_sink_block",
+    "test_the_cache_is_zeroed_and_has_the_blocks_asked_for",
     "test_the_cache_shape_grows_along_one_axis",
 ]
 
@@ -45,8 +45,8 @@ def test_the_cache_shape_grows_along_one_axis(attncore_subject: Subject) -> None
 
 
 @covers("cache shape", apart=True)
-def test_the_cache_is_zeroed_and_has_a_sink_block(attncore_subject: Subject) -> None:
-    """``allocate_kv_cache`` gives a block more than asked for, zeros, of the stated dtype, on the backend's device."""
+def test_the_cache_is_zeroed_and_has_the_blocks_asked_for(attncore_subject: Subject) -> None:
+    """``allocate_kv_cache`` gives the blocks asked for, zeros, of the stated dtype, on the backend's device."""
     backend = attncore_subject.backend()
     parts = block_views(backend, backend.allocate_kv_cache(5), 5)
     device = torch.device(backend.config.device)
@@ -102,7 +102,7 @@ def _numbered(backend: AttentionBackend, kv_cache: Any, num_blocks: int) -> Cach
     """The cache with every element of block i at i + 1."""
     view = CacheView(backend, kv_cache, num_blocks)
     for block in range(num_blocks):
-        where = np.zeros((num_blocks + 1, view.block_size), dtype=np.bool_)
+        where = np.zeros((num_blocks, view.block_size), dtype=np.bool_)
         where[block] = True
         view.fill(where, block + 1.0)
     return view

@@ -35,7 +35,7 @@ def _explore(subject: Subject, examples: int, **features: Any) -> None:
 
 @covers("NaN canary")
 def test_nothing_is_read_that_no_request_owns(attncore_subject: Subject, attncore_examples: int) -> None:
-    """NaN in every block that no request owns, the null block and the sink; and in the unused slots of last blocks,
+    """NaN in every block that no request owns, the null block too; and in the unused slots of last blocks,
     unless the spec declares ``finite_tail``."""
     _explore(attncore_subject, attncore_examples)
 

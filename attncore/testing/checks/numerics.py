@@ -123,7 +123,7 @@ def test_a_prefix_shared_by_two_requests(attncore_subject: Subject, attncore_exa
 
 @covers("block ids at the end of the pool")
 def test_block_ids_at_the_end_of_the_pool(attncore_subject: Subject) -> None:
-    """The last block of the cache before the sink is a block like any other."""
+    """The last block of the cache is a block like any other."""
     backend = attncore_subject.backend()
     size = backend.config.block_size
     engine = Engine(backend)

@@ -11,6 +11,7 @@ from attncore.testing.harness.subject import Subject
 __all__ = [
     "test_a_graph_batch_of_the_list_builder",
     "test_a_graph_batch_of_the_persistent_builder",
+    "test_a_slot_below_0_writes_nothing_where_every_block_is_owned",
     "test_padded_tokens_change_no_block",
 ]
 
@@ -24,6 +25,17 @@ def test_padded_tokens_change_no_block(attncore_subject: Subject, tokens: int) -
     engine.fill({"a": engine.block_size})
     engine.step({"a": 1}, pad_tokens=tokens)
     engine.step({"a": 1}, pad_tokens=tokens)
+
+
+@covers("padding")
+def test_a_slot_below_0_writes_nothing_where_every_block_is_owned(attncore_subject: Subject) -> None:
+    """Requests own the whole pool, its last block too, and every slot but one holds a token: that one alone changes."""
+    engine = Engine(attncore_subject.backend(), num_blocks=4)
+    size = engine.block_size
+    engine.add("a", 2 * size)
+    engine.add("b", size)
+    engine.fill({"a": 2 * size, "b": size - 1})
+    engine.step({"b": 1}, pad_tokens=3)
 
 
 def _decoding(subject: Subject, room: int) -> Engine:

@@ -16,29 +16,28 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def block_views(backend: AttentionBackend, kv_cache: Any, num_blocks: int) -> list[Tensor]:
-    """The cache's tensors as views whose first axis counts the ``num_blocks + 1`` blocks; ConformanceError where one
+    """The cache's tensors as views whose first axis counts the ``num_blocks`` blocks; ConformanceError where one
     has no such axis.
     """
     if isinstance(kv_cache, Tensor):
         return [_blocks_first(kv_cache, backend.kv_cache_block_axis(), num_blocks)]
     parts = []
     for tensor in kv_cache:
-        axes = [axis for axis, size in enumerate(tensor.shape) if size == num_blocks + 1]
+        axes = [axis for axis, size in enumerate(tensor.shape) if size == num_blocks]
         if not axes:
-            raise ConformanceError(_WRONG.format(shape=tuple(tensor.shape), blocks=num_blocks, more=num_blocks + 1))
+            raise ConformanceError(_WRONG.format(shape=tuple(tensor.shape), blocks=num_blocks))
         parts.append(_blocks_first(tensor, axes[0], num_blocks))
     return parts
 
 
 _WRONG = (
-    "allocate_kv_cache({blocks}) gave a tensor of shape {shape}: an axis must count the {blocks} blocks and the sink, "
-    "{more} in all"
+    "allocate_kv_cache({blocks}) gave a tensor of shape {shape}: an axis must count the {blocks} blocks"
 )
 
 
 def _blocks_first(tensor: Tensor, axis: int, num_blocks: int) -> Tensor:
-    if tensor.shape[axis] != num_blocks + 1:
-        raise ConformanceError(_WRONG.format(shape=tuple(tensor.shape), blocks=num_blocks, more=num_blocks + 1))
+    if tensor.shape[axis] != num_blocks:
+        raise ConformanceError(_WRONG.format(shape=tuple(tensor.shape), blocks=num_blocks))
     return tensor.movedim(axis, 0)
 
 

@@ -23,7 +23,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class CacheView:
-    """One layer's cache of ``num_blocks`` blocks and a sink.
+    """One layer's cache of ``num_blocks`` blocks.
 
     ``parts`` are its tensors with the axis that counts blocks first; ``owners`` holds, for each element of a block of a
     part, the offset of the token that it belongs to (-1: to none).
@@ -40,7 +40,7 @@ class CacheView:
         return sum(int((owner == 0).sum()) for owner in self.owners)
 
     def fill(self, where: BoolArray, number: float) -> None:
-        """Set the elements of the slots ``where``, bool (num_blocks + 1, block_size), to ``number``."""
+        """Set the elements of the slots ``where``, bool (num_blocks, block_size), to ``number``."""
         chosen = torch.from_numpy(where)
         for part, owner in zip(self.parts, self.owners, strict=True):
             mask = (chosen[:, owner.clamp(min=0)] & (owner >= 0)).to(part.device)
@@ -56,14 +56,14 @@ class CacheView:
             as_integers(part).copy_(old)
 
     def changed(self, before: list[Tensor]) -> tuple[BoolArray, bool]:
-        """The slots of which an element changed, bool (num_blocks + 1, block_size); whether an element of no slot
-        did, outside the sink."""
-        changed = np.zeros((self.num_blocks + 1, self.block_size), dtype=np.bool_)
+        """The slots of which an element changed, bool (num_blocks, block_size); whether an element of no slot
+        did."""
+        changed = np.zeros((self.num_blocks, self.block_size), dtype=np.bool_)
         stray = False
         for part, owner, old in zip(self.parts, self.owners, before, strict=True):
             blocks, *rest = (as_integers(part) != old).cpu().nonzero(as_tuple=True)
             offsets = owner[tuple(rest)]
-            stray |= bool(((offsets < 0) & (blocks < self.num_blocks)).any())
+            stray |= bool((offsets < 0).any())
             changed[blocks[offsets >= 0].numpy(), offsets[offsets >= 0].numpy()] = True
         return changed, stray
 

@@ -252,7 +252,7 @@ class Engine(Requests):
         if not self.finite_tail or self.junk == self.junk:
             self.cache_view.fill(empty, self.junk)
             return
-        owned = np.zeros(self.num_blocks + 1, dtype=np.bool_)
+        owned = np.zeros(self.num_blocks, dtype=np.bool_)
         owned[[block for block, holders in self.holders.items() if holders]] = True
         self.cache_view.fill(empty & ~owned[:, None], self.junk)
         self.cache_view.fill(empty & owned[:, None], 0.0)

@@ -33,7 +33,7 @@ class Requests:
     """An InputBatch, a pool of blocks in random order, and what was computed.
 
     ``history`` has, by request, its keys and values; ``holders``, by block, the number of requests that hold it;
-    ``written``, bool (num_blocks + 1, block_size), the slots that hold a token.
+    ``written``, bool (num_blocks, block_size), the slots that hold a token.
     """
 
     def __init__(self, num_blocks: int, block_size: int, random: np.random.Generator, no_tokens: History) -> None:
@@ -45,7 +45,7 @@ class Requests:
         )  # fmt: skip
         self.history: dict[Hashable, History] = {}
         self.holders: dict[int, int] = {}
-        self.written = np.zeros((num_blocks + 1, block_size), dtype=np.bool_)
+        self.written = np.zeros((num_blocks, block_size), dtype=np.bool_)
         self._no_tokens = no_tokens
 
     def add(self, name: Hashable, tokens: int, *, prefix_of: Hashable = None, prefix_blocks: int = 0) -> None:

@@ -80,7 +80,7 @@ def read_cache(metadata, cache, out):
     seen = torch.arange(slots.shape[1], device="cuda") < metadata.seq_lens[:, None]
     out[: len(table)] = (cache[slots] * seen).sum(1)
     written = metadata.slot_mapping
-    cache[written] = cache[written] + 1  # -1 is the last slot: a sink
+    cache[written] = cache[written] + 1  # -1 is the last slot, in a block that is not compared
 
 
 def run(requests, steps, seed, sizes, transport, depth, eager_every=7):

@@ -31,7 +31,7 @@ class FlashInferBackend(AttentionBackend):
     """FlashInfer's paged kernels. Layers of one plan key share a plan; all share one workspace.
 
     Raises ValueError naming the field of the configuration that FlashInfer cannot run; see the base class too. A cache
-    is one tensor ``[blocks + 1, 2, block_size, num_kv_heads, head_size]`` (NHD; HND: heads before tokens), or a pair of
+    is one tensor ``[blocks, 2, block_size, num_kv_heads, head_size]`` (NHD; HND: heads before tokens), or a pair of
     its halves.
     """
 
@@ -49,7 +49,7 @@ class FlashInferBackend(AttentionBackend):
             int(options.get("max_workspace_mib", 1024)) << 20,
         )
         self.num_blocks = 0
-        """Of the largest cache that was allocated here, without the sink; 0: none was."""
+        """Of the largest cache that was allocated here; 0: none was."""
         self._tools = Tools(
             self.library(),
             self.workspace,

@@ -60,7 +60,7 @@ class FlashInferImpl(AttentionImpl):
     ) -> Tensor:
         """Writes the step's keys and values to their slots, and attends; see the base class.
 
-        ``kv_cache`` is ``[blocks + 1, 2, block_size, num_kv_heads, head_size]`` (HND: heads before tokens), a pair of
+        ``kv_cache`` is ``[blocks, 2, block_size, num_kv_heads, head_size]`` (HND: heads before tokens), a pair of
         such halves, or None in a profiling run, whose output is 0. ``metadata`` is of the step planned last, or of a
         captured size. The output of tokens of padding is not defined.
         """

@@ -138,7 +138,7 @@ def check_table(metadata: AttentionMetadata, block_size: int, num_blocks: int) -
 
 
 def check_cache(metadata: AttentionMetadata, num_blocks: int) -> None:
-    """ValueError where a step or its batch names blocks beyond a layer's cache of ``num_blocks``, the sink included."""
+    """ValueError where a step or its batch names blocks beyond a layer's cache of ``num_blocks``."""
     if metadata.builder is None:
         _check_ids(getattr(metadata.host, "paged_kv_indices", ()), num_blocks)
         return
