@@ -257,7 +257,7 @@ def test_cache_dtypes(kv_cache_dtype, dtype):
 def test_caches_that_no_kernel_could_address():
     backend = Backend(config(spec=spec(max_block_id=7)))
     backend.allocate_kv_cache(8)
-    with pytest.raises(ValueError, match="num_blocks: 9 found; acme's largest block id is 7, so give 8 at most"):
+    with pytest.raises(ValueError, match="num_blocks: 9 found; acme's largest block id is 7, give 8 at most"):
         backend.allocate_kv_cache(9)
     with pytest.raises(ValueError, match="num_blocks: 0 is below 1"):
         backend.allocate_kv_cache(0)

@@ -70,10 +70,10 @@ class AttentionImpl(ABC):
     class that knows of no other need not take it.
     """
 
-    _views: tuple[Tensor, Tensor] | None = None
-    """Of the cache that ``write_cache`` was given last, ``_views_of``."""
-    _views_of: Any = None
-    _writer: Any = None
+    __views: tuple[Tensor, Tensor] | None = None
+    """Of the cache that ``write_cache`` was given last, ``__views_of``."""
+    __views_of: Any = None
+    __writer: Any = None
 
     def __init__(
         self,
@@ -168,9 +168,9 @@ class AttentionImpl(ABC):
     def write_cache(self, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata) -> None:
         """Write this step's keys and values to the cache, as ``forward`` does before it attends, and nothing else.
 
-        By ``slot_mapping``, of a cross layer ``cross_slot_mapping``; layers that keep no cache, and profiling runs, whose
-        ``kv_cache`` is None, write nothing. Here by ``attncore.CacheWriter`` over ``backend.kv_cache_views``. It does
-        not wait for the device, and may be captured. ValueError naming the argument where tensors do not fit.
+        By ``slot_mapping``, of a cross layer ``cross_slot_mapping``; layers that keep no cache, and profiling runs,
+        whose ``kv_cache`` is None, write nothing. Here by ``attncore.CacheWriter`` over ``backend.kv_cache_views``. It
+        does not wait for the device, and may be captured. ValueError naming the argument where tensors do not fit.
         """
         if self.attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_DECODER) or kv_cache is None:
             return
@@ -182,11 +182,11 @@ class AttentionImpl(ABC):
         if key is None or (value is None and not latent):
             name = "value" if key is not None else "key"
             raise ValueError(f"{name}: None found for {len(slots)} tokens to write; give their keys and values")
-        if self._views is None or kv_cache is not self._views_of:
-            self._views, self._views_of = self.backend.kv_cache_views(kv_cache), kv_cache
-        if self._writer is None:
+        if self.__views is None or kv_cache is not self.__views_of:
+            self.__views, self.__views_of = self.backend.kv_cache_views(kv_cache), kv_cache
+        if self.__writer is None:
             from attncore.ops.cache_writer import CacheWriter
 
-            self._writer = CacheWriter(self.k_scale, self.k_scale if latent else self.v_scale)
-        keys, values = self._views
-        self._writer(key, key[..., : values.shape[3]] if latent else value, keys, values, slots)
+            self.__writer = CacheWriter(self.k_scale, self.k_scale if latent else self.v_scale)
+        keys, values = self.__views
+        self.__writer(key, key[..., : values.shape[3]] if latent else value, keys, values, slots)

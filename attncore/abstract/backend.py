@@ -204,7 +204,7 @@ class AttentionBackend(FirstGenerationNames, ABC):
         limit = self.config.spec.max_block_id if self.config.spec else None
         if limit is not None and num_blocks - 1 > limit:
             raise ValueError(
-                f"num_blocks: {num_blocks} found; {self.name}'s largest block id is {limit}, so give {limit + 1} at most"
+                f"num_blocks: {num_blocks} found; {self.name}'s largest block id is {limit}, give {limit + 1} at most"
             )
         shape = self._shape(num_blocks)
         return torch.zeros(shape, dtype=self.kv_cache_torch_dtype(), device=self.config.device)

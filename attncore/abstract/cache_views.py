@@ -38,6 +38,7 @@ def key_and_value_views(kv_cache: Any, config: BackendConfig, dtype: Any, block_
             f"kv_cache: shape {shapes[0] if whole else shapes} found for layout {config.kv_cache_layout}; expected the "
             f"tensor that allocate_kv_cache makes, or a pair of views (blocks, {', '.join(map(str, wanted))}) of keys "
             f"and values{f' (of {size_v})' if size_v != config.head_size else ''}, contiguous in the last dimension"
+            f"{'; a class with a layout of its own overrides kv_cache_views' if config.kv_cache_layout == 'own' else ''}"
         )
     for part in parts:
         if part.dtype != dtype:

@@ -54,7 +54,7 @@ _COUNTS = (
 _WORDS = (
     ("dtype", DTYPES, "of queries, keys and values"),
     ("kv_cache_dtype", (*KV_CACHE_DTYPES, "fp8"), "of the cache"),
-    ("kv_cache_layout", KV_CACHE_LAYOUTS, "tokens before heads, or heads before tokens"),
+    ("kv_cache_layout", KV_CACHE_LAYOUTS, "tokens before heads, heads before tokens, or the backend's own"),
     ("cuda_graph", GRAPH_LEVELS, "the steps that the engine captures"),
     ("phase", PHASES, "the only phase that the backend runs"),
     ("policy", POLICIES, "where --backend cannot be used, choose none or another"),

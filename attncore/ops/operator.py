@@ -24,23 +24,26 @@ def attention(
     layer_name: str,
     head_size_v: int | None = None,
     output: Tensor | None = None,
+    write: bool = True,
 ) -> Tensor:
     """``impl.forward`` of the layer ``layer_name`` in the current forward context, as a torch operator.
 
     The tensors are those of ``AttentionImpl.forward``; ``kv_cache`` is a tensor, a pair of them, or None in a profiling
-    run. Returns ``output``, or a new (T, num_heads, head_size_v) like ``query``. Runs under ``torch.compile`` without a
-    graph break. RuntimeError outside a forward context, KeyError for a layer that is not in it.
+    run. Without ``write`` it attends and writes nothing to the cache. Returns ``output``, or a new (T, num_heads,
+    head_size_v) like ``query``. Runs under ``torch.compile`` without a graph break. RuntimeError outside a forward
+    context, KeyError for a layer that is not in it.
     """
     if output is None:
         output = torch.empty_like(query) if head_size_v is None else query.new_empty((*query.shape[:2], head_size_v))
     caches = [] if kv_cache is None else [kv_cache] if isinstance(kv_cache, Tensor) else list(kv_cache)
-    torch.ops.attncore.attention(query, key, value, caches, output, layer_name)
+    torch.ops.attncore.attention(query, key, value, caches, output, layer_name, write)
     return output
 
 
 def _attention(
-    query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: list[Tensor], output: Tensor, layer_name: str
-) -> None:
+    query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: list[Tensor], output: Tensor, layer_name: str,
+    write: bool = True,
+) -> None:  # fmt: skip
     context = here.context
     if context is None:
         raise RuntimeError(
@@ -49,7 +52,10 @@ def _attention(
         )
     impl, metadata = context.layer(layer_name)
     caches = _pair(impl, kv_cache) if len(kv_cache) > 1 else kv_cache[0] if kv_cache else None
-    impl.forward(query, key, value, caches, metadata, output)
+    if write:
+        impl.forward(query, key, value, caches, metadata, output)
+    else:
+        impl.forward(query, key, value, caches, metadata, output, write=False)
 
 
 def _pair(impl: Any, halves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -63,14 +69,18 @@ def _pair(impl: Any, halves: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _nothing_to_compute(
-    query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: list[Tensor], output: Tensor, layer_name: str
-) -> None:
+    query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: list[Tensor], output: Tensor, layer_name: str,
+    write: bool = True,
+) -> None:  # fmt: skip
     """The operator under fake tensors: it only writes what it is given."""
 
 
 # A library kept for the life of the process: registered this way a call costs a tenth of what the decorator's does.
 _library = torch.library.Library("attncore", "FRAGMENT")  # type: ignore[no-untyped-call]
-_SCHEMA = "(Tensor query, Tensor? key, Tensor? value, Tensor(a!)[] kv_cache, Tensor(b!) output, str layer_name) -> ()"
+_SCHEMA = (
+    "(Tensor query, Tensor? key, Tensor? value, Tensor(a!)[] kv_cache, Tensor(b!) output, str layer_name, "
+    "bool write=True) -> ()"
+)
 _library.define(f"attention{_SCHEMA}")  # type: ignore[no-untyped-call]
 _library.impl("attention", _attention, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("attncore::attention", _nothing_to_compute, lib=_library)

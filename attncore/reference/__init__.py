@@ -38,6 +38,7 @@ def attncore_backend() -> BackendSpec:
             "encoder",
             "encoder_decoder",
             "multi_token_decode",
+            "strided_kv_cache",
             "lse",
         },
         unsupported={

@@ -53,6 +53,8 @@ class ReferenceImpl(AttentionImpl):
         kv_cache: Any,
         metadata: AttentionMetadata,
         output: Tensor | None = None,
+        *,
+        write: bool = True,
     ) -> Tensor:
         """Write this step's keys and values to the cache, and attend; returns ``(num_tokens, num_heads, head_size_v)``.
 
@@ -66,9 +68,12 @@ class ReferenceImpl(AttentionImpl):
         last slot is -1 (profiling), attends over this step's keys alone and needs no block table. Tokens beyond the
         last request (padding) give zeros. The host's arrays decide and the device's index, so nothing synchronises.
 
+        Without ``write`` nothing is written, and the keys and values of tokens that have a slot are read there; ``key``
+        and ``value``, which may be None, are for tokens without one alone.
+
         Tensors that disagree are ValueErrors that name the argument; nothing is written then.
         """
-        return self._attend(self._scoring, (query, key, value), kv_cache, metadata, output)
+        return self._attend(self._scoring, (query, key, value), kv_cache, metadata, output, write=write)
 
     def forward_with_lse(
         self,
@@ -78,6 +83,8 @@ class ReferenceImpl(AttentionImpl):
         kv_cache: Any,
         metadata: AttentionMetadata,
         output: Tensor | None = None,
+        *,
+        write: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """``forward``, and the natural logarithm of each softmax's sum, ``(num_tokens, num_heads)`` float32.
 
@@ -85,7 +92,7 @@ class ReferenceImpl(AttentionImpl):
         """
         scoring = replace(self._scoring, with_lse=True)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        return self._attend(scoring, (query, key, value), kv_cache, metadata, output, lse), lse
+        return self._attend(scoring, (query, key, value), kv_cache, metadata, output, lse, write=write), lse
 
     def _attend(
         self,
@@ -95,9 +102,14 @@ class ReferenceImpl(AttentionImpl):
         metadata: AttentionMetadata,
         output: Tensor | None,
         lse: Tensor | None = None,
+        *,
+        write: bool,
     ) -> Tensor:
         config, attn_type, host = self.backend.config, self.attn_type, metadata.host
         checks.check_host(attn_type, host)
+        write = write or kv_cache is None
+        if not write:
+            tensors = self._with_cached(tensors, kv_cache, metadata)
         query, key, value = checks.check_tensors(config, attn_type, tensors, _num_tokens(attn_type, host), output)
         checks.check_device(attn_type, metadata, query.device)
         if attn_type is AttentionType.ENCODER_ONLY:
@@ -108,7 +120,7 @@ class ReferenceImpl(AttentionImpl):
         step = Paged(query, key, value, key[:0].unsqueeze(1), value[:0].unsqueeze(1), query.new_empty((0, 0)))
         if attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
             starts = host.query_start_loc
-            requests, step = self._written(step, kv_cache, metadata)
+            requests, step = self._written(step, kv_cache, metadata, write=write)
             requests.attend(step, scoring, answer)
         else:
             encoder_only = attn_type is AttentionType.ENCODER_ONLY
@@ -117,7 +129,37 @@ class ReferenceImpl(AttentionImpl):
         answer.put_nothing(slice(int(starts[-1]), None))  # some engines feed padding to the next layer
         return output
 
-    def _written(self, step: Paged, kv_cache: Any, metadata: AttentionMetadata) -> tuple[CausalRows | CrossRows, Paged]:
+    def _with_cached(
+        self, tensors: tuple[Tensor, Any, Any], kv_cache: Any, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Any, Any]:
+        """The tensors with the keys and values that the cache has of this step's tokens, where these have a slot."""
+        crosses = self.attn_type is AttentionType.ENCODER_DECODER
+        if not crosses and self.attn_type is not AttentionType.DECODER:
+            return tensors
+        config, name = self.backend.config, "cross_slot_mapping" if crosses else "slot_mapping"
+        given, host_slots = tensors, np.asarray(getattr(metadata.host, name))
+        caches = checks.check_cache(config, kv_cache, name, host_slots, given[0].device)
+        checks.check_device(self.attn_type, metadata, given[0].device)
+        unslotted = bool((host_slots < 0).any()) if crosses else CausalRows.of(metadata).some_unslotted
+        if caches is None:
+            return tensors
+        if unslotted:
+            counts = _num_tokens(self.attn_type, metadata.host)
+            given = checks.check_tensors(config, self.attn_type, tensors, counts, None)
+        slots = getattr(metadata, name)
+        rows = len(slots) if crosses else len(given[0])  # an engine pads
+        found = []
+        for new, cache in zip(given[1:], caches, strict=True):
+            held = given[0].new_zeros((rows, *cache.shape[2:]))
+            held[: len(slots)] = paged.read(cache, slots.clamp(min=0))
+            if unslotted:
+                held[: len(slots)] = torch.where((slots >= 0)[:, None, None], held[: len(slots)], new[: len(slots)])
+            found.append(held)
+        return given[0], found[0], found[1]
+
+    def _written(
+        self, step: Paged, kv_cache: Any, metadata: AttentionMetadata, *, write: bool
+    ) -> tuple[CausalRows | CrossRows, Paged]:
         """The requests, and the step with the caches, to which its keys and values have been written."""
         host, crosses = metadata.host, self.attn_type is AttentionType.ENCODER_DECODER
         slots = "cross_slot_mapping" if crosses else "slot_mapping"
@@ -130,8 +172,9 @@ class ReferenceImpl(AttentionImpl):
         checks.check_table(caches, table, requests.rows[cached], requests.lengths[cached])
         if caches is None:
             return requests, step
-        written = len(getattr(host, slots))
-        paged.write(step.key[:written], step.value[:written], caches, getattr(metadata, slots))
+        if write:
+            written = len(getattr(host, slots))
+            paged.write(step.key[:written], step.value[:written], caches, getattr(metadata, slots))
         return requests, step._replace(key_cache=caches[0], value_cache=caches[1], block_table=table)
 
 
@@ -168,4 +211,6 @@ class ReferenceBackend(AttentionBackend):
 
     def swap_blocks(self, src_kv_cache: Any, dst_kv_cache: Any, src_to_dst: Any) -> None:
         """Copy blocks to another cache, say on the CPU; see ``attncore.reference.cache.swap_blocks``."""
+        if isinstance(src_kv_cache, Tensor) != isinstance(dst_kv_cache, Tensor):  # a pair, and a whole one
+            src_kv_cache, dst_kv_cache = self.kv_cache_views(src_kv_cache), self.kv_cache_views(dst_kv_cache)
         paged.swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst)

@@ -122,6 +122,12 @@ class CausalRows(NamedTuple):
         cached = np.where(shared, lengths > 0, (contexts > 0) & (slots[ends - 1] >= 0))
         return cls(rows, starts, ends, lengths, cached, shared, slots)
 
+    @property
+    def some_unslotted(self) -> bool:
+        """Whether a token that its request attends to has no slot: in a profiling run, or masked by a window."""
+        sums = np.concatenate(([0], np.cumsum(self.slots < 0)))
+        return bool(((sums[self.ends] > sums[self.starts]) & ~self.shared).any())
+
     def attend(self, step: Paged, scoring: Scoring, answer: Answer) -> None:
         """Attention of every request over its context and itself: short queries together, others one by one."""
         rows, starts, ends, lengths, cached, shared, _ = self

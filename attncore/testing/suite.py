@@ -7,12 +7,14 @@ BACKEND = "acme"
 from __future__ import annotations
 
 from attncore.testing.checks import (
+    attend_without_writing,
     captured_sizes,
     cross_attention,
     declared_sizes,
     dtypes_and_layouts,
     encoders,
     features,
+    given_caches,
     kv_cache,
     latent_attention,
     layers_together,
@@ -43,9 +45,11 @@ CHECKS = (
     features,
     layers_together,
     dtypes_and_layouts,
+    given_caches,
     latent_attention,
     encoders,
     cross_attention,
+    attend_without_writing,
     log_sum_exp,
     nan_canary,
     stale_state,

@@ -13,8 +13,8 @@ def attncore_backend():
     return BackendSpec(
         name={name!r}, api=1, factory="attn_{name}_heavy:Backend", devices={{"any": 5}},
         dtypes={{"float32", "float16"}}, kv_cache_dtypes={{"fp8_e4m3", "fp8_e5m2"}},
-        head_sizes={{16, 32}}, block_sizes={{4, 16}}, kv_cache_layouts=("HND", "NHD"),
-        features={{"sliding_window", "kv_scales"}}, needs={{"block_table", "page_list"}},
+        head_sizes={{16, 32}}, block_sizes={{4, 16}}, kv_cache_layouts=({layouts},),
+        features={{"sliding_window", "kv_scales", "strided_kv_cache"}}, needs={{"block_table", "page_list"}},
         unsupported={{"sinks": "the kernel has no place for them"}},
     )
 """
@@ -25,25 +25,21 @@ from attncore import AttentionBackend, AttentionImpl
 from attncore.reference import ReferenceBackend
 
 class Impl(AttentionImpl):
-    def forward(self, query, key, value, kv_cache, metadata, output=None):
-        config, backend = self.backend.config, self.backend
+    def forward(self, query, key, value, kv_cache, metadata, output=None, *, write=True):
+        backend = self.backend
         inner = backend.inner.impl(
             self.layer_name, scale=self.scale, sliding_window=self.sliding_window, logits_soft_cap=self.logits_soft_cap
         )
-        views = backend.views(kv_cache)
+        views = backend.kv_cache_views(kv_cache)
         plain = [view.float() * scale for view, scale in zip(views, (self.k_scale, self.v_scale))]
         plain = [tensor.to(query.dtype) for tensor in plain]
-        answer = inner.forward(query, key, value, plain, metadata, output)
-        slots = metadata.slot_mapping
-        for view, new, scale in zip(views, (key, value), (self.k_scale, self.v_scale)):
-            stored = (new[: len(slots)] / scale).to(backend.kv_cache_torch_dtype()).view(torch.uint8)
-            blocks, offsets = slots // config.block_size, slots % config.block_size
-            view.view(torch.uint8)[blocks, offsets] = stored
+        answer = inner.forward(query, key, value, plain, metadata, output, write=write)
+        if write:
+            self.write_cache(key, value, kv_cache, metadata)
         return answer
 
 class Backend(AttentionBackend):
     impl_class = Impl
-    pair = False
 
     def __init__(self, config):
         super().__init__(config)
@@ -55,27 +51,28 @@ class Backend(AttentionBackend):
     def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
         rest = (num_kv_heads, block_size) if self.config.kv_cache_layout == "HND" else (block_size, num_kv_heads)
         return (num_blocks, 2, *rest, head_size)
-
-    def views(self, kv_cache):
-        parts = kv_cache if self.pair else (kv_cache[:, 0], kv_cache[:, 1])
-        return [part.transpose(1, 2) if self.config.kv_cache_layout == "HND" else part for part in parts]
 """
 PAIR = """
 def allocate_kv_cache(self, num_blocks):
-    whole = AttentionBackend.allocate_kv_cache(self, num_blocks)
-    return (whole[:, 0].contiguous(), whole[:, 1].contiguous())
+    return tuple(part.clone() for part in self.kv_cache_views(AttentionBackend.allocate_kv_cache(self, num_blocks)))
 
-def swap_blocks(self, source, target, src_to_dst):
-    pairs = torch.as_tensor(src_to_dst)
-    for a, b in zip(source, target):
-        b.view(torch.uint8)[pairs[:, 1]] = a.view(torch.uint8)[pairs[:, 0]]
+Backend.allocate_kv_cache = allocate_kv_cache
+"""
+OWN = """
+def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
+    return (num_blocks, block_size, 2, num_kv_heads, head_size)  # of each token the key, then the value
 
-Backend.allocate_kv_cache, Backend.swap_blocks, Backend.pair = allocate_kv_cache, swap_blocks, True
+def kv_cache_views(self, kv_cache):
+    if isinstance(kv_cache, torch.Tensor):
+        return tuple(kv_cache.view(self.kv_cache_torch_dtype()).unbind(2))
+    return AttentionBackend.kv_cache_views(self, kv_cache)
+
+Backend.kv_cache_shape, Backend.kv_cache_views = kv_cache_shape, kv_cache_views
 """
 
 
-def plant(site, name, code=""):
-    site.plugin(name, LIGHT.format(name=name), heavy=HEAVY + code)
+def plant(site, name, code="", layouts='"HND", "NHD"'):
+    site.plugin(name, LIGHT.format(name=name, layouts=layouts), heavy=HEAVY + code)
 
 
 @pytest.mark.parametrize("code", ["", PAIR], ids=["blocks_first", "pair_of_tensors"])
@@ -84,8 +81,33 @@ def test_an_fp8_cache_with_heads_first_passes(site, code):
     exit_code, report = conformance("bytes", settings="EXAMPLES = 8\n", options=QUIET)
     assert (exit_code, report.failures) == (0, [])
     states = {row["capability"]: row["state"] for row in report.rows()}
-    for row in ("kv_scales", "cache fp8_e4m3", "cache fp8_e5m2", "layout HND", "layout NHD", "sliding_window"):
+    for row in (
+        "kv_scales",
+        "cache fp8_e4m3",
+        "cache fp8_e5m2",
+        "layout HND",
+        "layout NHD",
+        "sliding_window",
+        "strided_kv_cache",
+    ):
         assert states[row] == "supported"
+
+
+def test_a_layout_of_its_own_passes_with_the_views_that_its_class_gives(site):
+    plant(site, "owner", OWN, '"own"')
+    exit_code, report = conformance("owner", settings="EXAMPLES = 8\n", options=QUIET)
+    assert (exit_code, report.failures) == (0, [])
+    states = {row["capability"]: row["state"] for row in report.rows()}
+    for row in ("layout own", "strided_kv_cache", "attend without writing", "copy and swap of blocks"):
+        assert states[row] == "supported"
+    assert states["layout NHD"] == "unsupported"
+
+
+def test_a_layout_of_its_own_without_views_is_told(site):
+    plant(site, "viewless", OWN.rpartition("Backend.kv_cache_shape,")[0], '"own"')
+    exit_code, report = conformance("viewless", options=(*QUIET, "-k", "test_prefill"))
+    assert exit_code == 1
+    assert "found for layout own" in report.failures[0].reason
 
 
 @pytest.mark.parametrize("argument", ["k_scale", "v_scale"])
@@ -103,7 +125,7 @@ Impl.__init__ = init
 
 
 def test_heads_and_tokens_confused_is_found(site):
-    plant(site, "confused", "Backend.views = lambda self, cache: [cache[:, 0], cache[:, 1]]")
+    plant(site, "confused", "Backend.kv_cache_views = lambda self, cache: (cache[:, 0], cache[:, 1])")
     exit_code, report = conformance("confused", settings="EXAMPLES = 5\n", options=(*QUIET, "-k", "layout"))
     assert exit_code == 1
     assert "test_kv_cache_layout[HND]" in [one.test for one in report.failures]

@@ -21,18 +21,10 @@ def block_views(backend: AttentionBackend, kv_cache: Any, num_blocks: int) -> li
     """
     if isinstance(kv_cache, Tensor):
         return [_blocks_first(kv_cache, backend.kv_cache_block_axis(), num_blocks)]
-    parts = []
-    for tensor in kv_cache:
-        axes = [axis for axis, size in enumerate(tensor.shape) if size == num_blocks]
-        if not axes:
-            raise ConformanceError(_WRONG.format(shape=tuple(tensor.shape), blocks=num_blocks))
-        parts.append(_blocks_first(tensor, axes[0], num_blocks))
-    return parts
+    return [_blocks_first(tensor, 0, num_blocks) for tensor in kv_cache]
 
 
-_WRONG = (
-    "allocate_kv_cache({blocks}) gave a tensor of shape {shape}: an axis must count the {blocks} blocks"
-)
+_WRONG = "allocate_kv_cache({blocks}) gave a tensor of shape {shape}: an axis must count the {blocks} blocks"
 
 
 def _blocks_first(tensor: Tensor, axis: int, num_blocks: int) -> Tensor:

@@ -26,13 +26,15 @@ class CacheView:
     """One layer's cache of ``num_blocks`` blocks.
 
     ``parts`` are its tensors with the axis that counts blocks first; ``owners`` holds, for each element of a block of a
-    part, the offset of the token that it belongs to (-1: to none).
+    part, the offset of the token that it belongs to (-1: to none); they are found where they are not given.
     """
 
-    def __init__(self, backend: AttentionBackend, kv_cache: Any, num_blocks: int) -> None:
+    def __init__(
+        self, backend: AttentionBackend, kv_cache: Any, num_blocks: int, owners: list[Tensor] | None = None
+    ) -> None:
         self.parts = block_views(backend, kv_cache, num_blocks)
         self.num_blocks, self.block_size = num_blocks, backend.config.block_size
-        self.owners = slot_owners(backend)
+        self.owners = slot_owners(backend) if owners is None else owners
 
     @property
     def elements_of_a_token(self) -> int:

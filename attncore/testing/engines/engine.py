@@ -15,8 +15,8 @@ from torch import Tensor
 
 from attncore.builder import CommonMetadataBuilder, MetadataBuilder, Sequence, SequenceGroup
 from attncore.dense import dense_attention
-from attncore.testing.engines.cache_view import CacheView
 from attncore.testing.engines.compare import StepRequest, compare, compare_cache, compare_lse, differs
+from attncore.testing.engines.given_caches import MakeCache, allocated
 from attncore.testing.engines.likely_cause import NOT_OF_DENSE, likely_cause
 from attncore.testing.engines.metadata_snapshot import MetadataSnapshot
 from attncore.testing.engines.random_tensors import RandomTensors
@@ -42,7 +42,7 @@ class Engine(Requests):
     ``features`` are what ``backend.impl`` takes (the scale has a default). Before every step, all slots that no request
     owns are filled with ``junk``, and so are unused slots of last blocks unless the spec says ``finite_tail``. Keys and
     values lie on a grid of numbers that any cache holds exactly (``grid``; by default where the cache has a dtype of
-    its own). With ``with_lse`` the layer is asked for its log-sum-exp, too.
+    its own). With ``with_lse`` the layer is asked for its log-sum-exp, too. ``cache`` makes the layer's cache.
 
     A new engine makes the backend forget the layers of the engines before it, so that plans are made for its own.
     """
@@ -58,6 +58,7 @@ class Engine(Requests):
         seed: int = 0,
         grid: bool | None = None,
         with_lse: bool = False,
+        cache: MakeCache = allocated,
         **features: Any,
     ) -> None:
         config = backend.config
@@ -71,8 +72,7 @@ class Engine(Requests):
         num_blocks = num_blocks or max(NUM_BLOCKS, NUM_TOKENS // config.block_size)
         no_tokens = History(self.drawn.draw(0, "key"), self.drawn.draw(0, "value"))
         super().__init__(num_blocks, config.block_size, self.random, no_tokens)
-        self.kv_cache = backend.allocate_kv_cache(num_blocks)
-        self.cache_view = CacheView(backend, self.kv_cache, num_blocks)
+        self.kv_cache, self.cache_view, self._check_memory = cache(backend, num_blocks)
         self.junk, self.with_lse = junk, with_lse
         self.finite_tail = config.spec is not None and config.spec.finite_tail
         self.phases = ("prefill", "decode") if config.spec is None else config.spec.phases
@@ -215,6 +215,7 @@ class Engine(Requests):
 
     def check_cache(self, before: list[Tensor], slots: npt.NDArray[np.int64]) -> None:
         """ConformanceError unless the cache changed since ``before`` at ``slots`` (-1 apart), which are now written."""
+        self._check_memory()
         slots = slots[slots >= 0]
         compare_cache(self.cache_view, before, slots)
         self.written[slots // self.block_size, slots % self.block_size] = True

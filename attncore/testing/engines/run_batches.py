@@ -56,9 +56,9 @@ def run_drawn_batches(subject: Subject, backend: AttentionBackend, examples: int
     explore(check, examples, batch=drawn, seed=st.integers(0, 999))
 
 
-def run_with_a_copied_block(backend: AttentionBackend) -> None:
-    """A request whose first block was copied, and replaced by the copy, decodes on."""
-    engine = Engine(backend)
+def run_with_a_copied_block(backend: AttentionBackend, **given: Any) -> None:
+    """A request of an Engine made with ``given``, whose first block was copied and replaced by the copy, decodes on."""
+    engine = Engine(backend, **given)
     engine.add("a", engine.block_size + 2)
     engine.fill({"a": engine.block_size + 1})
     old, new = engine.batch.block_ids("a")[0], engine.free.pop()

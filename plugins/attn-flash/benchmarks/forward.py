@@ -98,7 +98,7 @@ class Case:
         the one call that it could be.
         """
         metadata, (_, key, value) = self.metadata, self.tensors
-        caches, writer, slots = backend.views(self.cache), CacheWriter(), metadata.slot_mapping
+        caches, writer, slots = backend.kv_cache_views(self.cache), CacheWriter(), metadata.slot_mapping
         decodes, rows = metadata.num_reqs - metadata.num_prefills, metadata.num_reqs
         if backend.generation == "4" or together or decodes in (0, rows):
             calls = [self._rows(backend, 0, rows, metadata.num_prefills == 0)]
@@ -126,7 +126,7 @@ class Case:
     def _rows(self, backend: Any, first: int, last: int, decodes: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The library's function for rows of the step, and its arguments."""
         metadata, (query, key, value), library = self.metadata, self.tensors, backend._library
-        caches, size = backend.views(self.cache), backend.config.block_size
+        caches, size = backend.kv_cache_views(self.cache), backend.config.block_size
         host = metadata.host
         longest = int(host.seq_lens[first:last].max())
         lengths, starts = metadata.seq_lens[first:last], metadata.query_start_loc[first : last + 1]

@@ -193,7 +193,7 @@ def test_manager_blocks_of_512_are_expanded_to_256(library: Any, generation: str
     impl, cache = backend.impl("layers.0", scale=0.25), backend.allocate_kv_cache(8)
     tensors = [torch.randn(700, heads, 16).bfloat16() for heads in (4, 2, 2)]
     impl.forward(*tensors, cache, builder.build({"a": 700}))
-    key_cache = backend.views(cache)[0]
+    key_cache = backend.kv_cache_views(cache)[0]
     stored = torch.cat([key_cache[block] for block in (4, 5, 2)])[:700]
     assert torch.equal(stored, tensors[1])
     library.calls.clear()
@@ -234,13 +234,13 @@ def test_a_step_without_tokens(backend: Any) -> None:
 def test_caches_that_another_backend_made_are_read(backend: Any) -> None:
     size, other = backend.config.block_size, []
     for shape in ((2, 5, size, 2, 16), (5, 2, size, 2, 16)):
-        cache = torch.randn(shape)
-        keys, values = backend.views(cache)
+        cache = torch.randn(shape).bfloat16()
+        keys, values = backend.kv_cache_views(cache)
         assert keys.shape == values.shape == (5, size, 2, 16)
         other.append((cache[0, 3], keys[3]) if shape[0] == 2 else (cache[3, 0], keys[3]))
     assert all(torch.equal(one, two) for one, two in other)
-    pair = torch.randn(5, size, 2, 16), torch.randn(5, size, 2, 16)
-    assert backend.views(pair)[1].data_ptr() == pair[1].data_ptr()
+    pair = torch.randn(5, size, 2, 16).bfloat16(), torch.randn(5, size, 2, 16).bfloat16()
+    assert backend.kv_cache_views(pair)[1].data_ptr() == pair[1].data_ptr()
 
 
 def test_bad_input_is_refused_with_a_sentence(backend: Any, generation: str) -> None:
@@ -251,7 +251,9 @@ def test_bad_input_is_refused_with_a_sentence(backend: Any, generation: str) -> 
     tensors = [torch.randn(1, heads, 16).bfloat16() for heads in (4, 2, 2)]
     with pytest.raises(ValueError, match="kv_cache: None found; a step of requests that have context"):
         engine.impl.forward(*tensors, None, metadata)
-    with pytest.raises(ValueError, match=r"kv_cache: shape \(2, 3, 7, 2, 16\) found; allocate_kv_cache makes"):
+    with pytest.raises(
+        ValueError, match=r"kv_cache: shape \(2, 3, 7, 2, 16\) found for layout NHD; expected the tensor that"
+    ):
         engine.impl.forward(*tensors, torch.zeros(2, 3, 7, 2, 16), metadata)
     other = "4" if generation == "2" else "2"
     choice = attncore.select(

@@ -18,6 +18,7 @@ from attncore.abstract import AttentionBackend
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
 from attncore.testing.engines.captured_engine import CapturedEngine
 from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.given_caches import FORMS, pair_of_views
 from attncore.testing.engines.run_batches import run_batch
 
 pytestmark = [
@@ -53,9 +54,9 @@ def test_hnd_and_an_fp8_cache_with_scales() -> None:
 
 
 def test_a_pair_of_caches() -> None:
-    engine = Engine(made(), num_blocks=160)
-    engine.kv_cache = tuple(engine.kv_cache.unbind(1))
-    run_batch(engine, LONG)
+    for form in FORMS:
+        for options in ({}, {"decode": "cuda_cores"}, {"decode": "xqa"}):
+            run_batch(Engine(made(options), num_blocks=160, cache=pair_of_views(form)), LONG)
 
 
 def test_decodes_on_cuda_cores() -> None:

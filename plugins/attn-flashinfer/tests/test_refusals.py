@@ -85,8 +85,11 @@ def test_a_module_that_cannot_be_had_is_told_when_the_layer_is_made(monkeypatch:
     ("cache", "says"),
     [
         (torch.zeros(8, 4, 2, 64, dtype=torch.bfloat16), "kv_cache: shape (8, 4, 2, 64) found"),
-        (torch.zeros(8, 2, 2, 4, 64, dtype=torch.bfloat16), "kv_cache: torch.bfloat16 (8, 2, 4, 64) found; expected"),
-        (torch.zeros(8, 2, 4, 2, 64), "kv_cache: torch.float32 (8, 4, 2, 64) found; expected torch.bfloat16"),
+        (
+            torch.zeros(8, 2, 2, 4, 64, dtype=torch.bfloat16),
+            "kv_cache: shape (8, 2, 2, 4, 64) found for layout NHD; expected",
+        ),
+        (torch.zeros(8, 2, 4, 2, 64), "kv_cache: torch.float32 found; the backend was made for torch.bfloat16"),
         (
             (torch.zeros(8, 4, 2, 64, dtype=torch.bfloat16), torch.zeros(8, 4, 4, 64, dtype=torch.bfloat16)[:, :, :2]),
             "kv_cache: strides (512, 128, 64, 1) of keys and (1024, 256, 64, 1) of values found",

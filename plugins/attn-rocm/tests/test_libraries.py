@@ -7,6 +7,8 @@ import rocm_standins as standins
 import torch
 
 from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.given_caches import FORMS, pair_of_views
+from attncore.testing.engines.reading_engine import WRITERS, ReadingEngine
 from attncore.testing.engines.run_batches import run_batch
 
 MIXED = [(0, 20), (17, 3), (40, 1), (15, 1)]
@@ -34,6 +36,24 @@ def test_steps_of_any_kind_are_right(variant, layer, layout, monkeypatch):
     for batch in (MIXED, PROMPTS, DECODES):
         run_batch(Engine(backend, **layer), batch)
     assert library.calls
+
+
+@pytest.mark.parametrize("written_by", WRITERS)
+@pytest.mark.parametrize("variant", LAYERS)
+def test_layers_that_attend_without_writing(variant, written_by, monkeypatch):
+    standins.install(monkeypatch, variant)
+    backend = standins.backend(variant)
+    for batch in (MIXED, PROMPTS, DECODES):
+        run_batch(ReadingEngine(backend, written_by=written_by, nan=written_by == "write_cache"), batch)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", ["aiter", "ck"])
+def test_a_pair_of_views(variant, form, monkeypatch):
+    standins.install(monkeypatch, variant)
+    for layout in ("NHD", "HND"):
+        for batch in (MIXED, DECODES):
+            run_batch(Engine(standins.backend(variant, kv_cache_layout=layout), cache=pair_of_views(form)), batch)
 
 
 @pytest.mark.parametrize("variant", LAYERS)
@@ -117,7 +137,7 @@ def _given(backend, tokens=3):
         ("key", torch.zeros(3, 4, 64, dtype=torch.bfloat16), "expected (tokens, 2, 64)"),
         ("value", torch.zeros(3, 2, 64), "torch.float32 on cpu found; query is torch.bfloat16"),
         ("value", torch.zeros(3, 64, 2, dtype=torch.bfloat16).transpose(1, 2), "contiguous in the last dimension"),
-        ("kv_cache", torch.zeros(5, 16, 2, 64, dtype=torch.bfloat16), "expected (2, blocks, 16, 2, 64)"),
+        ("kv_cache", torch.zeros(5, 16, 2, 64, dtype=torch.bfloat16), "a pair of views (blocks, 16, 2, 64)"),
         ("output", torch.zeros(2, 4, 64, dtype=torch.bfloat16), "2 tokens found for 3 of query"),
     ],
 )

@@ -45,11 +45,16 @@ class FlashBackend(AttentionBackend):
         for field, value in (("head_size", config.head_size), ("dtype", config.dtype)):
             self._refuse_left_out(field, f"{field} {value}", value)
         self._causal_only = self.generation == "4" and config.head_size in paged_head_sizes.CAUSAL_ONLY
-        self._plans = {windowed: DecoderPlans(config.block_size, windowed=windowed) for windowed in (False, True)}
+        self._plans = {
+            (windowed, write): DecoderPlans(config.block_size, windowed=windowed, write=write)
+            for windowed in (False, True)
+            for write in (False, True)
+        }
 
-    def plans(self, *, windowed: bool) -> DecoderPlans:
-        """The plans that causal layers with a window share, or those without."""
-        return self._plans[windowed]
+    def plans(self, *, windowed: bool, write: bool = True) -> DecoderPlans:
+        """The plans that causal layers with a window share, or those without; without ``write`` those of steps whose
+        keys are all in the cache."""
+        return self._plans[windowed, write]
 
     def layer(self, **given: Any) -> Layer:
         """A layer's calls (``generation2.Layer``, ``generation4.Layer``)."""
@@ -62,26 +67,13 @@ class FlashBackend(AttentionBackend):
             return (2, num_blocks, num_kv_heads, block_size, head_size)
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
-    def views(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values, (blocks, block_size, num_kv_heads, head_size) each, of a cache of ``kv_cache_shape``.
-
-        A pair of caches, and one tensor with the 2 behind the blocks, are read too: what another backend made for the
-        other phase. ValueError naming ``kv_cache`` for anything else.
+    def kv_cache_views(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
+        """See the base class. One tensor with the 2 behind the blocks is read too: what another backend made for the
+        other phase.
         """
-        pair = kv_cache
-        if isinstance(kv_cache, Tensor) and kv_cache.dim() == 5 and 2 in kv_cache.shape[:2]:
-            pair = kv_cache.unbind(0 if kv_cache.shape[0] == 2 else 1)
-        hnd = self.config.kv_cache_layout == "HND"
-        found = tuple(part.transpose(1, 2) if hnd else part for part in pair) if len(pair) == 2 else ()
-        config = self.config
-        wanted = (config.block_size, config.num_kv_heads, config.head_size)
-        if len(found) != 2 or any(tuple(part.shape[1:]) != wanted for part in found):
-            shape = tuple(kv_cache.shape) if isinstance(kv_cache, Tensor) else [tuple(part.shape) for part in kv_cache]
-            raise ValueError(
-                f"kv_cache: shape {shape} found; allocate_kv_cache makes {self.kv_cache_shape(1, *wanted)} with more "
-                f"blocks (layout {config.kv_cache_layout})"
-            )
-        return found[0], found[1]
+        if isinstance(kv_cache, Tensor) and kv_cache.dim() == 5 and kv_cache.shape[0] != 2 and kv_cache.shape[1] == 2:
+            kv_cache = kv_cache.transpose(0, 1)
+        return super().kv_cache_views(kv_cache)
 
     def per_head(self, values: Sequence[float] | Tensor | None) -> Tensor | None:
         """One float32 a query head, on the device."""

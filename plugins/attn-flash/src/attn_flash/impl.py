@@ -38,20 +38,23 @@ class FlashImpl(AttentionImpl):
             "sinks": backend.per_head(self.sinks),
             "causal": self.attn_type is AttentionType.DECODER,
         }
-        self._flash, self._views_of = backend, backend.views
+        self._flash, self._views_of = backend, backend.kv_cache_views
         self._layer = backend.layer(**self._fixed)
         self._prefix_layer: Layer | None = None
         self._write = CacheWriter(self.k_scale, self.v_scale)
         self._cache: Any = None
         self._views: Caches = None
         self._plans: DecoderPlans | None = None  # cross and encoder layers, which share steps with decoder layers
+        self._reading_plans: DecoderPlans | None = None
         if self.attn_type is AttentionType.DECODER:
-            self._plans = backend.plans(windowed=self.sliding_window is not None)
+            windowed = self.sliding_window is not None
+            self._plans = backend.plans(windowed=windowed)
+            self._reading_plans = backend.plans(windowed=windowed, write=False)
         self._calls: dict[StepPlan, tuple[Call, ...]] = {}
 
     def forward(
         self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata,
-        output: Tensor | None = None,
+        output: Tensor | None = None, *, write: bool = True,
     ) -> Tensor:  # fmt: skip
         """Write this step's keys and values, and attend, as ``attncore.AttentionImpl`` says. Nothing synchronises.
 
@@ -59,22 +62,24 @@ class FlashImpl(AttentionImpl):
         metadata's tokens are 0. ``kv_cache`` is None in a profiling run only, else ValueError.
         """
         # What a layer costs the host beside the library's call is this, so the usual cases are kept short.
-        plans = self._plans
+        plans = self._plans if write else self._reading_plans
         plan = None if plans is None else metadata.kept.get(plans) or plans.reused(metadata)
         if plan is None or kv_cache is not self._cache or query.shape[0] != plan.num_tokens:
-            return self._attend(query, key, value, kv_cache, metadata, output, with_lse=False)[0]
+            return self._attend(query, key, value, kv_cache, metadata, output, with_lse=False, write=write)[0]
         calls = self._calls.get(plan) or self._bound(plan)
-        if self._views is not None:
+        if not write:
+            _check_given(plan, key, value)
+        elif self._views is not None:
             self._write(key, value, *self._views, metadata.slot_mapping)
         found = plan.attend(calls, query, key, value)
         return found if output is None else output.copy_(found)
 
     def forward_with_lse(
         self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata,
-        output: Tensor | None = None,
+        output: Tensor | None = None, *, write: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """``forward``, and float32 (tokens, heads): the natural logarithm of each softmax's sum, a sink included."""
-        found, lse = self._attend(query, key, value, kv_cache, metadata, output, with_lse=True)
+        found, lse = self._attend(query, key, value, kv_cache, metadata, output, with_lse=True, write=write)
         if lse is None:
             raise RuntimeError("lse: asked for, and the library's function returned none")
         return found, lse
@@ -103,9 +108,10 @@ class FlashImpl(AttentionImpl):
 
     def _attend(
         self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata, output: Tensor | None,
-        *, with_lse: bool,
+        *, with_lse: bool, write: bool,
     ) -> OutputAndLse:  # fmt: skip
         """``forward`` of any layer and step: arguments are checked, padding is filled."""
+        write = write or kv_cache is None
         encoder = self.attn_type is AttentionType.ENCODER
         num_tokens = int(metadata.host.encoder_query_start_loc[-1]) if encoder else metadata.num_tokens
         if not num_tokens:
@@ -115,18 +121,30 @@ class FlashImpl(AttentionImpl):
         caches: Caches = None
         lengths: Tensor | None = None
         if self._plans is not None:
-            _check_tokens(num_tokens, key=key, value=value)
-            caches = self._written(key, value, kv_cache, metadata.slot_mapping)
-            plan: StepPlan = self._plans.plan(metadata, self._layer)
+            plans = self._plans if write else self._reading_plans
+            if write:
+                _check_tokens(num_tokens, key=key, value=value)
+                caches = self._written(key, value, kv_cache, metadata.slot_mapping)
+            else:
+                caches = self._views_of_cache(kv_cache)
+            plan: StepPlan = plans.plan(metadata, self._layer)
+            if not write:
+                _check_given(plan, key, value)
             # Ranks that share out a request's keys ask for its log-sum-exp; elsewhere a query sees itself at least.
             if with_lse and (metadata.use_cuda_graph or not metadata.host.seq_lens.all()):
                 lengths = metadata.seq_lens
         elif self.attn_type is AttentionType.ENCODER_DECODER:
-            if key is None:
+            num_keys = int(metadata.host.encoder_query_start_loc[-1])
+            if key is None and (not write or not num_keys):
                 key = value = query.new_empty((0, self._flash.config.num_kv_heads, query.shape[2]))
-            _check_tokens(int(metadata.host.encoder_query_start_loc[-1]), key=key, value=value)
-            caches = self._written(key, value, kv_cache, metadata.cross_slot_mapping)
+            if write:
+                _check_tokens(num_keys, key=key, value=value)
+                caches = self._written(key, value, kv_cache, metadata.cross_slot_mapping)
+            else:
+                caches = self._views_of_cache(kv_cache)
             plan = StepPlan(cross_segments(metadata, cached=caches is not None))
+            if plan.packed:
+                _check_tokens(num_keys, key=key, value=value)
             if metadata.use_cuda_graph or not metadata.host.encoder_seq_lens.all():
                 lengths = metadata.encoder_seq_lens
         else:
@@ -216,8 +234,15 @@ def _padded(found: Tensor, count: int, num_tokens: int, output: Tensor | None, f
     return output
 
 
-def _check_tokens(num_tokens: int, **tensors: Tensor) -> None:
+def _check_tokens(num_tokens: int, **tensors: Tensor | None) -> None:
     """ValueError where a kernel would read beyond a tensor."""
     for name, tensor in tensors.items():
-        if len(tensor) < num_tokens:
-            raise ValueError(f"{name}: {len(tensor)} tokens found; the metadata has {num_tokens}")
+        if tensor is None or len(tensor) < num_tokens:
+            found = "None" if tensor is None else f"{len(tensor)} tokens"
+            raise ValueError(f"{name}: {found} found; the metadata has {num_tokens}")
+
+
+def _check_given(plan: StepPlan, key: Tensor | None, value: Tensor | None) -> None:
+    """ValueError where a step that writes nothing has rows whose keys are not in the cache, and they are not given."""
+    if plan.packed:
+        _check_tokens(plan.num_tokens, key=key, value=value)

@@ -31,7 +31,7 @@ class StepPlan:
     nothing of theirs.
     """
 
-    __slots__ = ("_arguments", "_tokens", "num_tokens", "segments", "single")
+    __slots__ = ("_arguments", "_tokens", "num_tokens", "packed", "segments", "single")
 
     lasts = False
     """Whether it may be good for a later step."""
@@ -39,6 +39,8 @@ class StepPlan:
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
         self.single = len(segments) == 1
+        self.packed = any(segment.entry == "packed" for segment in segments)
+        """Whether a call attends this step's keys as they come."""
         self.num_tokens = max(segment.stop for segment in segments)
         self._arguments: list[dict[str, Any]] = []
         self._tokens = [(segment.entry == "decode", segment.tokens) for segment in segments]
@@ -112,14 +114,18 @@ class DecoderPlan(StepPlan):
 
     __slots__ = ("_above", "_counts", "_lengths", "_longest", "_one_token_each", "_table", "lasts")
 
-    def __init__(self, metadata: AttentionMetadata, block_size: int, layer: Layer, *, windowed: bool) -> None:
+    def __init__(
+        self, metadata: AttentionMetadata, block_size: int, layer: Layer, *, windowed: bool, write: bool = True
+    ) -> None:
         self._table, self._lengths = metadata.block_table, metadata.seq_lens
         self._counts = metadata.max_query_len, metadata.use_cuda_graph
         self.lasts = not metadata.num_prefills
         columns = -(-metadata.max_seq_len // block_size) or 1
         self._above, self._longest = (columns - 1) * block_size, columns * block_size
         segments = []
-        for segment in decoder_segments(metadata, block_size=block_size, together=layer.together, windowed=windowed):
+        for segment in decoder_segments(
+            metadata, block_size=block_size, together=layer.together, windowed=windowed, cached=not write
+        ):
             if self.lasts:  # all decodes: good for all lengths of the last block
                 segment = segment._replace(max_seq_len=self._longest)
             if layer.splits_by_width and segment.entry == "decode" and not metadata.use_cuda_graph:
@@ -137,10 +143,12 @@ class DecoderPlan(StepPlan):
 
 
 class DecoderPlans:
-    """The plans that the causal layers of a backend share: those with a window (``windowed``), or those without."""
+    """The plans that the causal layers of a backend share: those with a window (``windowed``), or those without; those
+    that ``write``, whose prompts read the step's own keys, or those that find all in the cache.
+    """
 
-    def __init__(self, block_size: int, *, windowed: bool) -> None:
-        self._block_size, self._windowed = block_size, windowed
+    def __init__(self, block_size: int, *, windowed: bool, write: bool = True) -> None:
+        self._block_size, self._windowed, self._write = block_size, windowed, write
         self._lasting: dict[tuple[int, int], DecoderPlan] = {}
         """By the addresses of their lengths and tables, which they keep alive."""
 
@@ -157,7 +165,7 @@ class DecoderPlans:
         found: DecoderPlan | None = metadata.kept.get(self) or self.reused(metadata)
         if found is not None:
             return found
-        plan = DecoderPlan(metadata, self._block_size, layer, windowed=self._windowed)
+        plan = DecoderPlan(metadata, self._block_size, layer, windowed=self._windowed, write=self._write)
         metadata.kept[self] = plan
         if plan.lasts:
             place = id(metadata.seq_lens), id(metadata.block_table)

@@ -93,13 +93,14 @@ class _Rows(NamedTuple):
 
 
 def decoder_segments(
-    metadata: AttentionMetadata, *, block_size: int, together: bool, windowed: bool
+    metadata: AttentionMetadata, *, block_size: int, together: bool, windowed: bool, cached: bool = False
 ) -> tuple[Segment, ...]:
     """The segments of a step in a causal layer. Together they hold every row once; those of whole steps' tokens
     (``paged``, ``packed``) come first.
 
     ``together``: the library attends decodes and prefills in one paged call as well as in two. ``windowed``: the layer
-    has a window. ValueError beginning with ``metadata`` for a step whose keys are neither all in the cache nor all new.
+    has a window. ``cached``: keys of this step are read in the cache, too, wherever a row has a table. ValueError
+    beginning with ``metadata`` for a step whose keys are neither all in the cache nor all new.
     """
     starts = metadata.query_start_loc
     rows = _Rows(metadata.block_table, metadata.seq_lens, starts, metadata.seq_start_loc, starts)
@@ -117,7 +118,7 @@ def decoder_segments(
     last, stop = first + num_prefills, start + metadata.num_prefill_tokens
     found = [
         rows.segment(entry, *where, max_query_len=longest_query, max_seq_len=metadata.max_prefill_seq_len)
-        for entry, *where in _prefills(metadata, (first, last, start, stop), block_size, windowed)
+        for entry, *where in _prefills(metadata, (first, last, start, stop), block_size, windowed, cached)
     ]
     if num_decodes:
         where = (0, num_decodes, 0, num_decode_tokens) if metadata.decodes_first else (last, num_reqs, stop, num_tokens)
@@ -126,11 +127,13 @@ def decoder_segments(
 
 
 def _prefills(
-    metadata: AttentionMetadata, prefills: tuple[int, int, int, int], block_size: int, windowed: bool
+    metadata: AttentionMetadata, prefills: tuple[int, int, int, int], block_size: int, windowed: bool, cached: bool
 ) -> list[tuple[Entry, int, int, int, int]]:
     """Of ``prefills`` (rows first:last, tokens start:stop) the runs that one call attends each."""
     first, last, start, stop = prefills
     context_lens = metadata.host.context_lens[first:last]
+    if not metadata.from_groups and cached:
+        return [("paged", *prefills)]
     if not context_lens.any():
         return [("packed", *prefills)]
     if not metadata.from_groups:

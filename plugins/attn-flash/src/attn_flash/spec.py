@@ -13,7 +13,9 @@ from attncore import AttentionRequest, BackendSpec, Host, MultipleOf, Option, Re
 
 Check = Callable[[AttentionRequest, Host], Iterator[Reason]]
 
-_COMMON = {"sliding_window", "logits_soft_cap", "encoder", "encoder_decoder", "multi_token_decode", "lse"}
+_COMMON = {
+    "sliding_window", "logits_soft_cap", "encoder", "encoder_decoder", "multi_token_decode", "strided_kv_cache", "lse",
+}  # fmt: skip
 _FEATURES = {"2": {*_COMMON, "alibi", "alibi_standard"}, "4": {*_COMMON, "sinks"}}
 _UNSUPPORTED = {
     "2": {

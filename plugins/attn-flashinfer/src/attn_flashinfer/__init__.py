@@ -41,7 +41,7 @@ def attncore_backend() -> BackendSpec:
         block_sizes=MultipleOf(1),
         preferred_block_size=16,
         kv_cache_layouts=("NHD", "HND"),
-        features={"sliding_window", "logits_soft_cap", "kv_scales", "multi_token_decode", "lse"},
+        features={"sliding_window", "logits_soft_cap", "kv_scales", "multi_token_decode", "strided_kv_cache", "lse"},
         unsupported={
             "alibi": "FlashInfer makes its own slopes, from the local number of heads",
             "alibi_standard": "FlashInfer makes its own slopes, which are wrong under tensor parallelism",

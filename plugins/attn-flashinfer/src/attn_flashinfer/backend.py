@@ -32,7 +32,7 @@ class FlashInferBackend(AttentionBackend):
 
     Raises ValueError naming the field of the configuration that FlashInfer cannot run; see the base class too. A cache
     is one tensor ``[blocks, 2, block_size, num_kv_heads, head_size]`` (NHD; HND: heads before tokens), or a pair of
-    its halves.
+    views ``[blocks, block_size, num_kv_heads, head_size]`` with the same strides.
     """
 
     name = "flashinfer"

@@ -57,14 +57,17 @@ class FlashInferImpl(AttentionImpl):
         kv_cache: Any,
         metadata: AttentionMetadata,
         output: Tensor | None = None,
+        *,
+        write: bool = True,
     ) -> Tensor:
         """Writes the step's keys and values to their slots, and attends; see the base class.
 
-        ``kv_cache`` is ``[blocks, 2, block_size, num_kv_heads, head_size]`` (HND: heads before tokens), a pair of
-        such halves, or None in a profiling run, whose output is 0. ``metadata`` is of the step planned last, or of a
-        captured size. The output of tokens of padding is not defined.
+        ``kv_cache`` is ``[blocks, 2, block_size, num_kv_heads, head_size]`` (HND: heads before tokens), a pair of views
+        ``[blocks, block_size, num_kv_heads, head_size]``, or None in a profiling run, whose output is 0. ``metadata``
+        is of the step planned last, or of a captured size. The output of tokens of padding is not defined. Every key is
+        read in the cache, so that without ``write`` key and value are not needed.
         """
-        return self._attend(query, key, value, kv_cache, metadata, output, None)
+        return self._attend(query, key, value, kv_cache, metadata, output, None, write)
 
     def forward_with_lse(
         self,
@@ -74,10 +77,12 @@ class FlashInferImpl(AttentionImpl):
         kv_cache: Any,
         metadata: AttentionMetadata,
         output: Tensor | None = None,
+        *,
+        write: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """``forward``, and the natural logarithm of each softmax's sum, float32 (T, num_heads)."""
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
-        return self._attend(query, key, value, kv_cache, metadata, output, lse), lse.mul_(LN2)
+        return self._attend(query, key, value, kv_cache, metadata, output, lse, write), lse.mul_(LN2)
 
     def _attend(
         self,
@@ -88,6 +93,7 @@ class FlashInferImpl(AttentionImpl):
         metadata: AttentionMetadata,
         output: Tensor | None,
         lse: Tensor | None,
+        write: bool,
     ) -> Tensor:
         if kv_cache is not self._kv_cache:
             if kv_cache is None:
@@ -96,7 +102,8 @@ class FlashInferImpl(AttentionImpl):
         step = self._plans.step
         if step.metadata() is not metadata:
             step = self._plans.find(metadata)
-        self._write(key, value, *self._slots, metadata.slot_mapping)
+        if write:
+            self._write(key, value, *self._slots, metadata.slot_mapping)
         if output is None:
             output = query.new_empty(query.shape)
         target = output if output.is_contiguous() else query.new_empty(query.shape)
@@ -116,28 +123,13 @@ class FlashInferImpl(AttentionImpl):
 
     def _take(self, kv_cache: Any, metadata: AttentionMetadata) -> None:
         """Keeps views of the layer's cache: as the kernels take it, and as slots address it."""
-        if isinstance(kv_cache, Tensor):
-            if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
-                raise ValueError(
-                    f"kv_cache: shape {tuple(kv_cache.shape)} found; expected (blocks, 2, ...) or a pair of halves"
-                )
-            keys, values = kv_cache.unbind(1)
-        else:
-            keys, values = kv_cache
-        shape, hnd = self.backend.shape, self.backend.shape.layout == "HND"
-        sizes = shape.block_size, shape.num_kv_heads, shape.head_size
-        wanted = (sizes[1], sizes[0], sizes[2]) if hnd else sizes
-        for half in (keys, values):
-            if half.dim() != 4 or tuple(half.shape[1:]) != wanted or half.dtype != shape.cache_dtype:
-                raise ValueError(
-                    f"kv_cache: {half.dtype} {tuple(half.shape)} found; expected {shape.cache_dtype} (blocks, "
-                    f"{', '.join(map(str, wanted))}), layout {shape.layout}"
-                )
+        keys, values = self.backend.kv_cache_views(kv_cache)
         if keys.stride() != values.stride():
             raise ValueError(
                 f"kv_cache: strides {keys.stride()} of keys and {values.stride()} of values found; they must be equal"
             )
         check_cache(metadata, len(keys))
-        self._caches = keys, values
-        self._slots = (keys.transpose(1, 2), values.transpose(1, 2)) if hnd else (keys, values)
+        hnd = self.backend.shape.layout == "HND"
+        self._caches = (keys.transpose(1, 2), values.transpose(1, 2)) if hnd else (keys, values)
+        self._slots = keys, values
         self._kv_cache = kv_cache

@@ -50,12 +50,13 @@ class AiterImpl(TritonImpl):
         metadata: AttentionMetadata,
         output: Tensor,
         lse: Tensor | None,
+        *,
+        write: bool,
     ) -> None:
         if not reads_pages(self, kv_cache, metadata, lse):
-            super()._attend(query, key, value, kv_cache, metadata, output, lse)
+            super()._attend(query, key, value, kv_cache, metadata, output, lse, write=write)
             return
-        keys, values = self.backend.caches(kv_cache)
-        self.writer(key, value, keys, values, metadata.slot_mapping)
+        keys, values = self.written(key, value, kv_cache, metadata.slot_mapping, write=write)
         starts = metadata.query_start_loc
         if metadata.use_cuda_graph or len(query) > metadata.num_tokens:
             output.zero_()  # of padding aiter writes nothing
@@ -92,29 +93,33 @@ class AiterPagedImpl(TritonImpl):
         metadata: AttentionMetadata,
         output: Tensor,
         lse: Tensor | None,
+        *,
+        write: bool,
     ) -> None:
         decodes = metadata.decode_metadata
         if not reads_pages(self, kv_cache, metadata, lse) or decodes is None or decodes.max_query_len > 1:
-            super()._attend(query, key, value, kv_cache, metadata, output, lse)
+            super()._attend(query, key, value, kv_cache, metadata, output, lse, write=write)
             return
-        keys, values = self.backend.caches(kv_cache)
-        self.writer(key, value, keys, values, metadata.slot_mapping)
+        caches = self.written(key, value, kv_cache, metadata.slot_mapping, write=write)
         prompts = metadata.prefill_metadata
         if prompts is not None:
             tokens = slice(metadata.num_decode_tokens, metadata.num_tokens)
             self.launch(query[tokens], output[tokens], prompts, self.cached_keys(kv_cache, prompts))
         output[metadata.num_tokens :] = 0
         rows = len(decodes.query_start_loc) - 1
-        self._paged(query[:rows], output[:rows], kv_cache, decodes)
+        self._paged(query[:rows], output[:rows], caches, decodes)
 
-    def _paged(self, query: Tensor, output: Tensor, kv_cache: Tensor, decodes: AttentionMetadata) -> None:
+    def _paged(self, query: Tensor, output: Tensor, caches: tuple[Tensor, Tensor], decodes: AttentionMetadata) -> None:
         rows, config = len(query), self.backend.config
+        keys, values = caches
+        if config.kv_cache_layout == "HND":
+            keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         parts = rows * config.num_heads * -(-decodes.max_seq_len // PARTITION)
         # Of each part its output in the query's dtype, and the maximum and the sum of its weights in float32.
         workspace = query.new_empty(parts * (config.head_size * query.element_size() + 8), dtype=torch.uint8)
         self.backend.paged_attention_v1(
-            out=output, workspace_buffer=workspace, query=query.contiguous(), key_cache=kv_cache[0],
-            value_cache=kv_cache[1], scale=self.scale, block_tables=decodes.block_table,
+            out=output, workspace_buffer=workspace, query=query.contiguous(), key_cache=keys,
+            value_cache=values, scale=self.scale, block_tables=decodes.block_table,
             cu_query_lens=decodes.query_start_loc,
             context_lens=decodes.seq_lens[:rows], max_context_len=decodes.max_seq_len, alibi_slopes=self.slopes,
             kv_cache_dtype="auto", kv_cache_layout=config.kv_cache_layout, logits_soft_cap=self.logits_soft_cap or 0.0,

@@ -37,13 +37,6 @@ class RocmBackend(AttentionBackend):
         inner = (block_size, num_kv_heads) if self.config.kv_cache_layout == "NHD" else (num_kv_heads, block_size)
         return (2, num_blocks, *inner, head_size)
 
-    def caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values as views (blocks, block size, kv heads, head size), whatever the layout."""
-        keys, values = kv_cache[0], kv_cache[1]
-        if self.config.kv_cache_layout == "HND":
-            return keys.transpose(1, 2), values.transpose(1, 2)
-        return keys, values
-
 
 def architecture(device: str) -> tuple[str, int]:
     """The gfx name of a torch device, as torch tells it, and its number of compute units.
@@ -80,8 +73,8 @@ class RocmImpl(AttentionImpl):
                 raise ValueError(
                     f"{name}: {number} given for a cache of {backend.config.kv_cache_dtype}; only fp8 has scales"
                 )
-        config = backend.config
-        self._block_shape = backend.kv_cache_shape(1, config.block_size, config.num_kv_heads, config.head_size)[2:]
+        self._caches_of: Any = None
+        self._caches: tuple[Tensor, Tensor]
         self.writer = CacheWriter(self.k_scale, self.v_scale)
         self.slopes, self.head_sinks = self._per_head(self.alibi_slopes), self._per_head(self.sinks)
 
@@ -89,6 +82,19 @@ class RocmImpl(AttentionImpl):
         if numbers is None:
             return None
         return torch.as_tensor(numbers, dtype=torch.float32).to(self.backend.config.device).contiguous()
+
+    def caches(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values as views (blocks, block size, kv heads, head size): those of the last cache are kept."""
+        if kv_cache is not self._caches_of:
+            self._caches, self._caches_of = self.backend.kv_cache_views(kv_cache), kv_cache
+        return self._caches
+
+    def written(self, key: Any, value: Any, kv_cache: Any, slots: Tensor, *, write: bool) -> tuple[Tensor, Tensor]:
+        """``caches``, to which the step's keys and values have been written, where they are to be."""
+        caches = self.caches(kv_cache)
+        if write:
+            self.writer(key, value, *caches, slots)
+        return caches
 
     def checked(self, query: Tensor, key: Any, value: Any, kv_cache: Any, output: Tensor | None) -> Tensor:
         """The output to fill; ValueError naming the argument where tensors are not the backend's."""
@@ -109,11 +115,8 @@ class RocmImpl(AttentionImpl):
                 raise ValueError(
                     f"{name}: {given.dtype} on {given.device} found; query is {query.dtype} on {query.device}"
                 )
-        block = self._block_shape
-        if kv_cache is not None and (kv_cache.dim() != 5 or kv_cache.shape[2:] != block or kv_cache.stride(4) != 1):
-            raise ValueError(
-                f"kv_cache: shape {tuple(kv_cache.shape)} found; expected (2, blocks, {', '.join(map(str, block))})"
-            )
+        if kv_cache is not None:
+            self.caches(kv_cache)
         if output is None:
             return torch.empty_like(query, memory_format=torch.contiguous_format)
         if len(output) < len(query):

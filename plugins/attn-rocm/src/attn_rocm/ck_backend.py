@@ -39,13 +39,17 @@ class CkImpl(TritonImpl):
         metadata: AttentionMetadata,
         output: Tensor,
         lse: Tensor | None,
+        *,
+        write: bool,
     ) -> None:
-        prompts = metadata.prefill_metadata
-        if prompts is None or lse is not None or bool(prompts.host.context_lens.any()):
-            super()._attend(query, key, value, kv_cache, metadata, output, lse)
+        # Without a write the keys are the cache's, which the Triton kernels read.
+        raw = lse is None and (write or kv_cache is None)
+        prompts = metadata.prefill_metadata if raw else None
+        if prompts is None or bool(prompts.host.context_lens.any()):
+            super()._attend(query, key, value, kv_cache, metadata, output, lse, write=write)
             return
         if kv_cache is not None:
-            self.writer(key, value, *self.backend.caches(kv_cache), metadata.slot_mapping)
+            self.writer(key, value, *self.caches(kv_cache), metadata.slot_mapping)
         first = metadata.num_decode_tokens if metadata.decodes_first else 0
         tokens = slice(first, first + metadata.num_prefill_tokens)
         starts, longest = prompts.query_start_loc, prompts.max_query_len

@@ -24,13 +24,14 @@ class SdpaImpl(RocmImpl):
         kv_cache: Any,
         metadata: AttentionMetadata,
         output: Tensor | None = None,
+        *,
+        write: bool = True,
     ) -> Tensor:
         """See ``attncore.AttentionImpl.forward``. Tokens behind the last request get zeros."""
         output = self.checked(query, key, value, kv_cache, output)
         caches = None
         if kv_cache is not None:
-            caches = self.backend.caches(kv_cache)
-            self.writer(key, value, *caches, metadata.slot_mapping)
+            caches = self.written(key, value, kv_cache, metadata.slot_mapping, write=write)
         # Where a request's tokens start is one array, how many keys it has another: the two are not mixed up.
         starts, lengths = metadata.host.query_start_loc.tolist(), metadata.host.seq_lens.tolist()
         slots = metadata.host.slot_mapping
@@ -38,14 +39,19 @@ class SdpaImpl(RocmImpl):
         for row, (start, end) in enumerate(itertools.pairwise(starts)):
             if start == end:  # padding of a captured size
                 continue
-            keys, values = key[start:end], value[start:end]
             context = lengths[row] - (end - start)
             low = 0 if self.sliding_window is None else max(0, context - self.sliding_window + 1)
-            if low < context and caches is not None and slots[end - 1] >= 0:
-                positions = torch.arange(low, context, device=query.device)
+            parts, paged = [], caches is not None and slots[end - 1] >= 0
+            # Whether this step's keys are taken as they come: prompts of the list builder have no table.
+            own = write or not paged or (metadata.from_groups and not context)
+            high = context if own else lengths[row]
+            if caches is not None and paged and low < high:
+                positions = torch.arange(low, high, device=query.device)
                 gathered = [self._gather(cache, metadata.block_table[row], positions, query) for cache in caches]
-                keys = torch.cat((gathered[0] * self.k_scale, keys))
-                values = torch.cat((gathered[1] * self.v_scale, values))
+                parts.append((gathered[0] * self.k_scale, gathered[1] * self.v_scale))
+            if own:
+                parts.append((key[start:end], value[start:end]))
+            keys, values = (torch.cat(of_both) for of_both in zip(*parts, strict=True))
             output[start:end] = self._attend(query[start:end], keys, values)
         return output
 

@@ -44,7 +44,7 @@ def make_spec() -> BackendSpec:
         preferred_block_size=16,
         features={
             "sliding_window", "logits_soft_cap", "alibi", "sinks", "kv_scales", "encoder", "encoder_decoder",
-            "multi_token_decode", "lse",
+            "multi_token_decode", "strided_kv_cache", "lse",
         },
         unsupported={"tree_mask": "the kernels take no mask"},
         cuda_graph="always",
@@ -73,7 +73,7 @@ def _aiter() -> Variant:
         kv_cache_dtypes={"auto"},
         head_sizes={64, 128, 256},
         block_sizes={16, 32, 64, 128},
-        features={"sliding_window", "logits_soft_cap", "alibi", "sinks", "multi_token_decode"},
+        features={"sliding_window", "logits_soft_cap", "alibi", "sinks", "multi_token_decode", "strided_kv_cache"},
         unsupported={
             "encoder": "aiter's unified_attention is causal only",
             "encoder_decoder": "aiter's unified_attention is causal only",
@@ -98,6 +98,7 @@ def _aiter_paged() -> Variant:
         block_sizes={16, 32},
         features={"logits_soft_cap", "alibi"},
         unsupported={
+            "strided_kv_cache": "strides of aiter's paged kernel could not be verified",
             "sliding_window": "windows of aiter's paged kernel could not be verified",
             "sinks": "aiter's paged kernel takes none",
             "encoder": "aiter's paged kernel reads a cache only",
@@ -124,7 +125,7 @@ def _ck() -> Variant:
         devices={"rocm:gfx90a": 55, "rocm:gfx942": 55, "rocm:gfx950": 55},
         dtypes={"float16", "bfloat16"},
         kv_cache_dtypes={"auto"},
-        features={"sliding_window", "logits_soft_cap", "alibi", "multi_token_decode"},
+        features={"sliding_window", "logits_soft_cap", "alibi", "multi_token_decode", "strided_kv_cache"},
         unsupported={
             "sinks": "flash-attn 2 has no place for them",
             "encoder": "the Triton kernels do that alone",
@@ -145,7 +146,7 @@ def _sdpa(developing: str | None) -> Variant:
     return Variant(
         "sdpa",
         factory="attn_rocm.sdpa_backend:SdpaBackend",
-        features={"sliding_window", "alibi", "kv_scales", "multi_token_decode"},
+        features={"sliding_window", "alibi", "kv_scales", "multi_token_decode", "strided_kv_cache"},
         unsupported={
             "logits_soft_cap": "torch's scaled_dot_product_attention has none",
             "sinks": "torch's scaled_dot_product_attention has no place for them",

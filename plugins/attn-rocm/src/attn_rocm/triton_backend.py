@@ -39,9 +39,11 @@ class TritonImpl(RocmImpl):
         kv_cache: Any,
         metadata: AttentionMetadata,
         output: Tensor | None = None,
+        *,
+        write: bool = True,
     ) -> Tensor:
         output = self.checked(query, key, value, kv_cache, output)
-        self._attend(query, key, value, kv_cache, metadata, output, None)
+        self._attend(query, key, value, kv_cache, metadata, output, None, write=write)
         return output
 
     def forward_with_lse(
@@ -52,10 +54,12 @@ class TritonImpl(RocmImpl):
         kv_cache: Any,
         metadata: AttentionMetadata,
         output: Tensor | None = None,
+        *,
+        write: bool = True,
     ) -> tuple[Tensor, Tensor]:
         output = self.checked(query, key, value, kv_cache, output)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        self._attend(query, key, value, kv_cache, metadata, output, lse)
+        self._attend(query, key, value, kv_cache, metadata, output, lse, write=write)
         return output, lse
 
     def _attend(
@@ -67,11 +71,13 @@ class TritonImpl(RocmImpl):
         metadata: AttentionMetadata,
         output: Tensor,
         lse: Tensor | None,
+        *,
+        write: bool,
     ) -> None:
         if self.attn_type is AttentionType.DECODER:
-            keys = self._own_keys(key, value, kv_cache, metadata)
+            keys = self._own_keys(key, value, kv_cache, metadata, write=write)
         elif self.attn_type is AttentionType.ENCODER_DECODER:
-            keys = self._encoders_keys(key, value, kv_cache, metadata)
+            keys = self._encoders_keys(key, value, kv_cache, metadata, write=write)
         else:
             encoder = self.attn_type is AttentionType.ENCODER
             starts = metadata.encoder_query_start_loc if encoder else metadata.query_start_loc
@@ -90,11 +96,11 @@ class TritonImpl(RocmImpl):
             one_token_each=metadata.max_query_len == 1,  # sequences without a token are padding then, and come last
         )  # fmt: skip
 
-    def cached_keys(self, kv_cache: Tensor, metadata: AttentionMetadata) -> Keys:
+    def cached_keys(self, kv_cache: Any, metadata: AttentionMetadata) -> Keys:
         """All keys of a step in the cache."""
-        return Keys(metadata.seq_lens, metadata.max_seq_len, *self.backend.caches(kv_cache), metadata.block_table)
+        return Keys(metadata.seq_lens, metadata.max_seq_len, *self.caches(kv_cache), metadata.block_table)
 
-    def _own_keys(self, key: Tensor, value: Tensor, kv_cache: Any, metadata: AttentionMetadata) -> Keys:
+    def _own_keys(self, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata, *, write: bool) -> Keys:
         """Of a decoder: written to the cache, and read there but for prompts of the list builder.
 
         Those may have no table, and slots that a window masked, so that their own keys are taken as they came.
@@ -103,28 +109,34 @@ class TritonImpl(RocmImpl):
         starts = metadata.query_start_loc
         if kv_cache is None:
             return _fresh_keys(lengths, longest, key, value, starts)
-        caches = self.backend.caches(kv_cache)
-        self.writer(key, value, *caches, metadata.slot_mapping)
+        caches = self.written(key, value, kv_cache, metadata.slot_mapping, write=write)
         if not table.shape[1]:
             return _fresh_keys(lengths, longest, key, value, starts)
         if metadata.from_groups and metadata.num_prefills:
+            _check_given(key, value)
             return Keys(lengths, longest, *caches, table, key, value, starts, metadata.num_prefills)
         return Keys(lengths, longest, *caches, table)
 
-    def _encoders_keys(self, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata) -> Keys:
+    def _encoders_keys(self, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata, *, write: bool) -> Keys:
         """Of a cross layer: an encoder's, written to the cache in the step that brings them."""
         table, lengths, longest = metadata.cross_block_table, metadata.encoder_seq_lens, metadata.max_encoder_seq_len
         starts = metadata.encoder_query_start_loc
         if kv_cache is None:
             return _fresh_keys(lengths, longest, key, value, starts)
-        caches = self.backend.caches(kv_cache)
-        if key is not None:
-            self.writer(key, value, *caches, metadata.cross_slot_mapping)
+        slots = metadata.cross_slot_mapping
+        caches = self.written(key, value, kv_cache, slots, write=write and key is not None)
         if not table.shape[1]:
             return _fresh_keys(lengths, longest, key, value, starts)
         if metadata.from_groups and key is not None:  # prompts have no row in the table
             return Keys(lengths, longest, *caches, table, key, value, starts, len(starts) - 1)
         return Keys(lengths, longest, *caches, table)
+
+
+def _check_given(key: Any, value: Any) -> None:
+    """ValueError where prompts of the list builder, which may have no table, have no keys either."""
+    for name, given in (("key", key), ("value", value)):
+        if given is None:
+            raise ValueError(f"{name}: None found; rows without a block table attend this step's own, so give them")
 
 
 def _fresh_keys(lengths: Tensor, longest: int, key: Any, value: Any, starts: Tensor) -> Keys:

@@ -1,0 +1,72 @@
+"""Caches that an engine hands over: a pair of strided views into its own pool, where declared; fp8 as bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.given_caches import FORMS, MakeCache, as_bytes, pair_of_views
+from attncore.testing.engines.run_batches import run_around_a_block, run_with_a_copied_block
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError, told
+from attncore.testing.harness.subject import Subject
+
+__all__ = [
+    "test_a_pair_of_views",
+    "test_an_fp8_cache_as_bytes",
+    "test_blocks_of_a_pair_of_views_are_copied",
+]
+FP8 = ("fp8_e4m3", "fp8_e5m2")
+
+
+@covers("strided_kv_cache")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_pair_of_views(attncore_subject: Subject, form: str) -> None:
+    """Keys and values as views of an engine's pool, whatever the strides; NaN beside them is neither read nor written.
+    For every layout that is declared: it says nothing of a pair."""
+    attncore_subject.require("strided_kv_cache")
+    for layout in attncore_subject.form.kv_cache_layouts:
+        backend = attncore_subject.backend(strided_kv_cache=True, kv_cache_layout=layout)
+        try:
+            run_around_a_block(attncore_subject, backend, cache=pair_of_views(form))
+        except Exception as error:
+            raise ConformanceError(f"with a pair of views ({form}) and layout {layout}: {told(error)}") from error
+
+
+@covers("strided_kv_cache")
+@pytest.mark.parametrize("form", FORMS)
+def test_blocks_of_a_pair_of_views_are_copied(attncore_subject: Subject, form: str) -> None:
+    """``copy_blocks`` of a pair, and ``swap_blocks`` between a pair and a cache of the backend's own."""
+    attncore_subject.require("strided_kv_cache")
+    attncore_subject.require_phase("decode")
+    backend = attncore_subject.backend(strided_kv_cache=True)
+    run_with_a_copied_block(backend, cache=pair_of_views(form))
+    engine = Engine(backend, cache=pair_of_views(form))
+    engine.add("a", engine.block_size + 1)
+    engine.fill({"a": engine.block_size})
+    elsewhere, block = backend.allocate_kv_cache(3), engine.batch.block_ids("a")[0]
+    backend.swap_blocks(engine.kv_cache, elsewhere, [(block, 1)])
+    before = engine.cache_view.snapshot()
+    for part in backend.kv_cache_views(engine.kv_cache):
+        part[block] = 0
+    backend.swap_blocks(elsewhere, engine.kv_cache, [(1, block)])
+    if any(not new.equal(old) for new, old in zip(engine.cache_view.snapshot(), before, strict=True)):
+        raise ConformanceError(f"a block of a pair of views ({form}), swapped out and in again, is another")
+    engine.step({"a": 1})
+
+
+@covers("cache {kv_cache_dtype}")
+@pytest.mark.parametrize("kv_cache_dtype", FP8)
+def test_an_fp8_cache_as_bytes(attncore_subject: Subject, kv_cache_dtype: str) -> None:
+    """An fp8 cache that an engine has allocated as ``uint8``; a pair of such views too, where pairs are declared."""
+    form = attncore_subject.form
+    if kv_cache_dtype not in form.kv_cache_dtypes:
+        raise UnsupportedError("its spec does not declare it")
+    made: list[MakeCache] = [as_bytes]
+    if "strided_kv_cache" in form.features:
+        made.append(pair_of_views("key and value in one row", bytes_only=True))
+    for cache in made:
+        try:
+            run_around_a_block(attncore_subject, attncore_subject.backend(kv_cache_dtype=kv_cache_dtype), cache=cache)
+        except Exception as error:
+            raise ConformanceError(f"with an fp8 cache as uint8: {told(error)}") from error
