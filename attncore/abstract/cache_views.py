@@ -33,12 +33,12 @@ def key_and_value_views(kv_cache: Any, config: BackendConfig, dtype: Any, block_
         views = parts[0], parts[1]
     if views is None or not _fit(views, config, size_v):
         shapes = [tuple(part.shape) for part in given]
+        own = "; a class with a layout of its own overrides kv_cache_views" if config.kv_cache_layout == "own" else ""
         wanted = (config.block_size, config.num_kv_heads, config.head_size)
         raise ValueError(
             f"kv_cache: shape {shapes[0] if whole else shapes} found for layout {config.kv_cache_layout}; expected the "
             f"tensor that allocate_kv_cache makes, or a pair of views (blocks, {', '.join(map(str, wanted))}) of keys "
-            f"and values{f' (of {size_v})' if size_v != config.head_size else ''}, contiguous in the last dimension"
-            f"{'; a class with a layout of its own overrides kv_cache_views' if config.kv_cache_layout == 'own' else ''}"
+            f"and values{f' ({size_v})' if size_v != config.head_size else ''}, contiguous in the last dimension{own}"
         )
     for part in parts:
         if part.dtype != dtype:
@@ -62,7 +62,7 @@ def _of_whole(kv_cache: Tensor, config: BackendConfig, size_v: int, block_axis: 
     if kv_cache.dim() == 5 and block_axis in (0, 1) and kv_cache.shape[1 - block_axis] == 2:
         keys, values = kv_cache.unbind(1 - block_axis)
     elif kv_cache.dim() == 4 and block_axis == 0 and kv_cache.shape[3] == config.head_size + size_v:
-        keys, values = kv_cache.split([config.head_size, size_v], dim=3)
+        keys, values = kv_cache[..., : config.head_size], kv_cache[..., config.head_size :]
     else:
         return None
     if config.kv_cache_layout == "HND":

@@ -18,6 +18,7 @@ def attncore_backend():
 """
 HEAVY = """
 import copy
+import functools
 import numpy as np
 import torch
 from attncore import AttentionBackend, AttentionImpl
@@ -57,8 +58,8 @@ def forward(body: str, name: str = "forward") -> str:
     """Code that replaces a method; ``whole`` is the sound one."""
     lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
     return f"""
-def {name}(self, query, key, value, kv_cache, metadata, output=None):
-    whole = super(Impl, self).{name}
+def {name}(self, query, key, value, kv_cache, metadata, output=None, *, write=True):
+    whole = functools.partial(super(Impl, self).{name}, write=write)
 {lines}
 Impl.{name} = {name}
 """

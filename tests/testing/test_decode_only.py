@@ -22,10 +22,9 @@ import torch
 from attncore import AttentionBackend, AttentionImpl
 
 class Impl(AttentionImpl):
-    def forward(self, query, key, value, kv_cache, metadata, output=None):
-        size, slots = self.backend.config.block_size, metadata.slot_mapping
-        kv_cache[slots // size, 0, slots % size] = key[: len(slots)]
-        kv_cache[slots // size, 1, slots % size] = value[: len(slots)]
+    def forward(self, query, key, value, kv_cache, metadata, output=None, *, write=True):
+        if write:
+            self.write_cache(key, value, kv_cache, metadata)
         lengths, table = self.lengths(metadata), metadata.block_table
         rows = min(len(query), len(table))
         cached = kv_cache[table[:rows].long()]

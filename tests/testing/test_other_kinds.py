@@ -77,7 +77,7 @@ def test_only_latent_attention_is_chosen_for_it(site):
 
 
 PAGES = """
-def forward(self, query, key, value, kv_cache, metadata, output=None):
+def forward(self, query, key, value, kv_cache, metadata, output=None, *, write=True):
     if self.attn_type == "encoder_decoder":
         starts = metadata.host.paged_kv_indptr
         table = np.zeros((len(starts) - 1, max(np.diff(starts).max(), 1)), np.int32)
@@ -85,7 +85,7 @@ def forward(self, query, key, value, kv_cache, metadata, output=None):
             pages = metadata.host.paged_kv_indices[starts[row] : starts[row + 1]]
             table[row, : len(pages)] = pages
         metadata = changed(metadata, cross_block_table=table)
-    return super(Impl, self).forward(query, key, value, kv_cache, metadata, output)
+    return super(Impl, self).forward(query, key, value, kv_cache, metadata, output, write=write)
 Impl.forward = forward
 """
 

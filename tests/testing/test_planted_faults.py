@@ -12,6 +12,7 @@ from testing.cause_faults import CAUSE_FAULTS
 from testing.encoder_faults import ENCODER_FAULTS
 from testing.faulty_backend import HEAVY, LIGHT, forward
 from testing.feature_faults import FEATURE_FAULTS
+from testing.given_cache_faults import GIVEN_CACHE_FAULTS
 from testing.metadata_faults import METADATA_FAULTS
 from testing.spec_faults import SPEC_FAULTS
 from testing.step_faults import STEP_FAULTS
@@ -28,6 +29,7 @@ EVERY_FAULT = (
     *METADATA_FAULTS,
     *ENCODER_FAULTS,
     *CAUSE_FAULTS,
+    *GIVEN_CACHE_FAULTS,
 )
 hypothesis.settings.register_profile("without shrinking", phases=[hypothesis.Phase.generate])
 
@@ -131,10 +133,10 @@ def test_a_tail_that_must_be_finite_is_left_finite(plant):
 
 def test_a_list_builder_that_is_refused_is_unsupported_with_the_reason(plant):
     code = """
-def forward(self, query, key, value, kv_cache, metadata, output=None):
+def forward(self, query, key, value, kv_cache, metadata, output=None, *, write=True):
     if metadata.from_groups:
         raise ValueError("metadata: this backend reads the persistent builder only")
-    return super(Impl, self).forward(query, key, value, kv_cache, metadata, output)
+    return super(Impl, self).forward(query, key, value, kv_cache, metadata, output, write=write)
 Impl.forward = forward
 """
     plant("modern", code)

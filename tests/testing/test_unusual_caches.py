@@ -81,15 +81,8 @@ def test_an_fp8_cache_with_heads_first_passes(site, code):
     exit_code, report = conformance("bytes", settings="EXAMPLES = 8\n", options=QUIET)
     assert (exit_code, report.failures) == (0, [])
     states = {row["capability"]: row["state"] for row in report.rows()}
-    for row in (
-        "kv_scales",
-        "cache fp8_e4m3",
-        "cache fp8_e5m2",
-        "layout HND",
-        "layout NHD",
-        "sliding_window",
-        "strided_kv_cache",
-    ):
+    rows = ("kv_scales", "cache fp8_e4m3", "cache fp8_e5m2", "layout HND", "layout NHD", "sliding_window")
+    for row in (*rows, "strided_kv_cache"):
         assert states[row] == "supported"
 
 
@@ -122,6 +115,21 @@ Impl.__init__ = init
     exit_code, report = conformance("unscaled", options=(*QUIET, "-k", "test_scales_of_an_fp8_cache"))
     assert exit_code == 1
     assert [one.test for one in report.failures] == [f"test_scales_of_an_fp8_cache[{argument}]"]
+
+
+def test_a_cache_of_bytes_that_is_refused_is_found(site):
+    code = """
+whole_views = AttentionBackend.kv_cache_views
+def kv_cache_views(self, kv_cache):
+    if isinstance(kv_cache, torch.Tensor) and kv_cache.dtype == torch.uint8:
+        raise ValueError("kv_cache: torch.uint8 found")
+    return whole_views(self, kv_cache)
+Backend.kv_cache_views = kv_cache_views
+"""
+    plant(site, "byteless", code)
+    exit_code, report = conformance("byteless", options=(*QUIET, "-k", "test_an_fp8_cache_as_bytes"))
+    assert exit_code == 1
+    assert "with an fp8 cache as uint8: ValueError: kv_cache: torch.uint8 found" in report.failures[0].reason
 
 
 def test_heads_and_tokens_confused_is_found(site):

@@ -88,16 +88,16 @@ def _in_a_pool_of_layers(memory: Tensor, num_blocks: int, config: BackendConfig)
     """Each block holds the keys and values of three layers; this is the second."""
     blocks, size, heads, key, value = _sizes(num_blocks, config)
     mine = memory.view(blocks, 3, -1)[:, 1]
-    keys, values = mine.split([size * heads * key, size * heads * value], dim=1)
-    return keys.unflatten(1, (size, heads, key)), values.unflatten(1, (size, heads, value))
+    end = size * heads * key
+    keys, values = mine[:, :end], mine[:, end : end + size * heads * value]
+    return keys.view(blocks, size, heads, key), values.view(blocks, size, heads, value)
 
 
 def _in_one_row(memory: Tensor, num_blocks: int, config: BackendConfig) -> Pair:
     """Heads before tokens, and a row holds a head's key and value."""
     blocks, size, heads, key, value = _sizes(num_blocks, config)
     rows = memory[: blocks * size * heads * (key + value)].view(blocks, heads, size, key + value).transpose(1, 2)
-    keys, values = rows.split([key, value], dim=3)
-    return keys, values
+    return rows[..., :key], rows[..., key:]
 
 
 def _apart(memory: Tensor, num_blocks: int, config: BackendConfig, *, heads_first: bool) -> Pair:

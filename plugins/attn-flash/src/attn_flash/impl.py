@@ -120,8 +120,8 @@ class FlashImpl(AttentionImpl):
         _check_tokens(num_tokens, query=query)
         caches: Caches = None
         lengths: Tensor | None = None
-        if self._plans is not None:
-            plans = self._plans if write else self._reading_plans
+        plans = self._plans if write else self._reading_plans
+        if plans is not None:
             if write:
                 _check_tokens(num_tokens, key=key, value=value)
                 caches = self._written(key, value, kv_cache, metadata.slot_mapping)
