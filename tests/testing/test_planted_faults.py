@@ -140,7 +140,7 @@ def forward(self, query, key, value, kv_cache, metadata, output=None, *, write=T
 Impl.forward = forward
 """
     plant("modern", code)
-    exit_code, report = run("modern", "list_builder and not graph and not cross")
+    exit_code, report = run("modern", "list_builder and not graph and not cross and not without_writing")
     assert exit_code == 0
     (row,) = report.rows()
     assert (row["capability"], row["state"]) == ("list builder", "unsupported")
