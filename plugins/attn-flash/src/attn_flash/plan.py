@@ -40,7 +40,7 @@ class StepPlan:
         self.segments = segments
         self.single = len(segments) == 1
         self.packed = any(segment.entry == "packed" for segment in segments)
-        """Whether a call attends this step's keys as they come."""
+        """Whether a call attends over this step's own keys."""
         self.num_tokens = max(segment.stop for segment in segments)
         self._arguments: list[dict[str, Any]] = []
         self._tokens = [(segment.entry == "decode", segment.tokens) for segment in segments]

@@ -42,7 +42,7 @@ class SdpaImpl(RocmImpl):
             context = lengths[row] - (end - start)
             low = 0 if self.sliding_window is None else max(0, context - self.sliding_window + 1)
             parts, paged = [], caches is not None and slots[end - 1] >= 0
-            # Whether this step's keys are taken as they come: prompts of the list builder have no table.
+            # Whether this step's own keys are read, and not the cache's: prompts of the list builder have no table.
             own = write or not paged or (metadata.from_groups and not context)
             high = context if own else lengths[row]
             if caches is not None and paged and low < high:
