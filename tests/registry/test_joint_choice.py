@@ -67,6 +67,16 @@ def test_a_pair_without_a_common_layout_is_passed_over(joint):
     assert found.kv_cache_layout == "HND"
 
 
+def test_the_own_layouts_of_two_backends_are_not_one(joint):
+    found = joint(
+        spec("p", devices={"any": 90}, phases={"prefill"}, kv_cache_layouts=("own", "HND")),
+        spec("d", devices={"any": 80}, phases={"decode"}, kv_cache_layouts=("own", "NHD")),
+        spec("both", kv_cache_layouts=("own",)),
+    )
+    assert names(found) == ("both", "both")
+    assert found.kv_cache_layout == "own"
+
+
 def test_one_backend_for_both_wins_a_tie(joint):
     first = spec("a", devices={"any": 50}, block_sizes={16})
     assert names(joint(first, spec("b", devices={"any": 50}, block_sizes={16}))) == ("a", "a")

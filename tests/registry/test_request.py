@@ -36,6 +36,7 @@ def request(**fields):
         ("alibi", "odd", ValueError),
         ("alibi", np.array([1, 2]), ValueError),
         ("sinks", 1, TypeError),
+        ("strided_kv_cache", 1, TypeError),
         ("features", ("wings",), ValueError),
         ("features", "sinks", TypeError),
         ("features", np.array(3), TypeError),
