@@ -129,9 +129,9 @@ def test_the_build_that_ignores_block_tables_is_refused(monkeypatch):
 
 def test_block_ids_and_pages_of_aiters_paged_kernel():
     packages = {"amd-aiter": "0.1.9"}
-    choice = select("gfx942", packages, kernel="aiter_paged", num_blocks=65535)
+    choice = select("gfx942", packages, kernel="aiter_paged", num_blocks=65536)
     assert (choice.variant, choice.spec.max_block_id) == ("aiter_paged", 65535)
-    assert "num_blocks 65536 not supported" in refused("gfx942", packages, kernel="aiter_paged", num_blocks=65536)
+    assert "num_blocks 65537 not supported" in refused("gfx942", packages, kernel="aiter_paged", num_blocks=65537)
     assert "block_size 64 not supported" in refused("gfx942", packages, kernel="aiter_paged", block_size=64)
     assert "query heads per key/value head: 32" in refused("gfx942", packages, kernel="aiter_paged", num_kv_heads=1)
     assert "max_model_len 65536" in refused("gfx942", packages, kernel="aiter_paged", max_model_len=65536)
