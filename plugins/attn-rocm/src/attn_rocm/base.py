@@ -75,15 +75,13 @@ class RocmImpl(AttentionImpl):
 
     def __init__(self, backend: AttentionBackend, layer_name: str, **features: Unpack[LayerFeatures]) -> None:
         super().__init__(backend, layer_name, **features)
-        for name, number in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
-            if number != 1.0 and not backend.config.kv_cache_dtype.startswith("fp8"):
-                raise ValueError(
-                    f"{name}: {number} given for a cache of {backend.config.kv_cache_dtype}; only fp8 has scales"
-                )
         config = backend.config
         self._block_shape = backend.kv_cache_shape(1, config.block_size, config.num_kv_heads, config.head_size)[2:]
         self.writer = CacheWriter(self.k_scale, self.v_scale)
         self.slopes, self.head_sinks = self._per_head(self.alibi_slopes), self._per_head(self.sinks)
+
+    def scales_changed(self) -> None:
+        self.writer = CacheWriter(self.k_scale, self.v_scale)
 
     def _per_head(self, numbers: Sequence[float] | Tensor | None) -> Tensor | None:
         if numbers is None:

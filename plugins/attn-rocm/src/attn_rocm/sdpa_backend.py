@@ -44,8 +44,8 @@ class SdpaImpl(RocmImpl):
             if low < context and caches is not None and slots[end - 1] >= 0:
                 positions = torch.arange(low, context, device=query.device)
                 gathered = [self._gather(cache, metadata.block_table[row], positions, query) for cache in caches]
-                keys = torch.cat((gathered[0] * self.k_scale, keys))
-                values = torch.cat((gathered[1] * self.v_scale, values))
+                keys = torch.cat((_times(gathered[0], self.k_scale), keys))
+                values = torch.cat((_times(gathered[1], self.v_scale), values))
             output[start:end] = self._attend(query[start:end], keys, values)
         return output
 
@@ -73,6 +73,13 @@ class SdpaImpl(RocmImpl):
         return scaled_dot_product_attention(
             query.transpose(0, 1), key, value, attn_mask=bias, scale=self.scale
         ).transpose(0, 1)
+
+
+def _times(tokens: Tensor, scale: float | Tensor) -> Tensor:
+    """``tokens`` (positions, kv heads, size) times one scale, or each head's; in the same dtype."""
+    if isinstance(scale, float):
+        return tokens * scale
+    return (tokens * scale.view(-1, 1)).to(tokens.dtype)
 
 
 class SdpaBackend(RocmBackend):
