@@ -138,7 +138,8 @@ class AttentionImpl(ABC):
         layer that was made with numbers has tensors of one element afterwards. ValueError as of ``set_scales``.
         """
         config = self.backend.config
-        scales.check_cache("kv_cache_dtype", 2.0, config)
+        if not config.kv_cache_dtype.startswith("fp8"):
+            raise ValueError(f"kv_cache_dtype: {config.kv_cache_dtype} found; scales are calculated for an fp8 cache")
         if value is None:
             value = key[..., : config.head_size_v or config.head_size]
         for name, numbers in (("key", key), ("value", value)):
