@@ -134,24 +134,21 @@ class AttentionImpl(ABC):
         """Sets the scales from the keys and values of a first batch, on the device; nothing synchronises.
 
         The largest number takes ``1 / 2`` of the cache's range, of a layer with scales per head the largest of each
-        head. ``key`` and ``value`` are those of ``forward``, without padding; of a latent cache ``value`` is None. A
-        layer that was made with numbers has tensors of one element afterwards. ValueError as of ``set_scales``.
+        head. ``key`` and ``value`` are those of ``forward``, without padding; of a latent cache, whose values are
+        a part of its keys, ``value`` is None. A layer that was made with numbers has tensors of one element
+        afterwards. ValueError as of ``set_scales``.
         """
         config = self.backend.config
         if not config.kv_cache_dtype.startswith("fp8"):
             raise ValueError(f"kv_cache_dtype: {config.kv_cache_dtype} found; scales are calculated for an fp8 cache")
-        if value is None:
-            value = key[..., : config.head_size_v or config.head_size]
-        for name, numbers in (("key", key), ("value", value)):
-            if numbers.dim() != 3 or numbers.shape[1] != config.num_kv_heads or not numbers.numel():
-                raise ValueError(
-                    f"{name}: shape {tuple(numbers.shape)} found; give (tokens, {config.num_kv_heads}, head size), a "
-                    "token at least"
-                )
         import torch
 
         largest = torch.finfo(self.backend.kv_cache_torch_dtype()).max
-        self.set_scales(scales.calculated(key, self.k_scale, largest), scales.calculated(value, self.v_scale, largest))
+        values = ("key", key) if config.use_mla else ("value", value)
+        self.set_scales(
+            scales.calculated("key", key, self.k_scale, config.num_kv_heads, largest),
+            scales.calculated(*values, self.v_scale, config.num_kv_heads, largest),
+        )
 
     @abstractmethod
     def forward(

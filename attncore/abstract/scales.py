@@ -1,4 +1,4 @@
-"""The scales of an fp8 cache: numbers, or tensors on the device, whose values nobody on the host reads."""
+"""The scales of an fp8 cache: numbers, or tensors on the device, whose values the host does not read."""
 
 from __future__ import annotations
 
@@ -81,13 +81,17 @@ def replaced(held: float | Tensor, new: float | Tensor) -> float | Tensor:
     return held.fill_(new) if isinstance(new, float) else held.copy_(new)
 
 
-def calculated(numbers: Tensor, held: float | Tensor, largest: float) -> Tensor:
+def calculated(name: str, numbers: Tensor | None, held: float | Tensor, num_kv_heads: int, largest: float) -> Tensor:
     """The scale with which the largest of ``numbers`` (tokens, heads, size) is ``1 / HEADROOM`` of ``largest``.
 
-    One for each head where ``held`` has them, else one. 1 where all numbers are 0. Nothing synchronises.
+    One for each head where ``held`` has them, else one. 1 where all numbers are 0. Nothing synchronises. ValueError
+    naming the argument ``name`` where it has another shape, or no token.
     """
     import torch
 
+    if numbers is None or numbers.dim() != 3 or numbers.shape[1] != num_kv_heads or not numbers.numel():
+        found = "None" if numbers is None else f"shape {tuple(numbers.shape)}"
+        raise ValueError(f"{name}: {found} found; give (tokens, {num_kv_heads}, head size), a token at least")
     per_head = not isinstance(held, float) and held.numel() > 1
     most = numbers.detach().abs().amax(dim=(0, 2) if per_head else (0, 1, 2)).float().reshape(-1)
     scale = (most * (HEADROOM / largest)).clamp(min=SMALLEST)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from attncore.arguments import UNREADABLE, integer_or_none
-from attncore.builder.fields import ARRAYS
 from attncore.did_you_mean import did_you_mean
 from attncore.env import NAME, VARIABLES, variable_prefix
 from attncore.frozen_map import FrozenMap
@@ -22,6 +21,7 @@ from attncore.registry.spec.option import Option
 from attncore.registry.spec.plain_values import collection, mapping, positive, text
 from attncore.registry.spec.sizes import as_sizes
 from attncore.registry.spec.variant import Variant
+from attncore.step_arrays import FIELD_NAMES
 from attncore.vocabulary import (
     DTYPES,
     FEATURES,
@@ -128,8 +128,8 @@ def _words_or_none(known: Collection[str]) -> Callable[[str, object], frozenset[
 def _metadata_fields(field: str, value: object) -> frozenset[str]:
     names = [text(field, name, "not a name") for name in collection(field, value, "not a collection of names")]
     for name in names:
-        if name not in ARRAYS:
-            raise ValueError(f"{field}: {quoted(name)} is no field of metadata{did_you_mean(name, ARRAYS)}")
+        if name not in FIELD_NAMES:
+            raise ValueError(f"{field}: {quoted(name)} is no field of metadata{did_you_mean(name, FIELD_NAMES)}")
     return frozenset(names)
 
 

@@ -103,7 +103,7 @@ def test_calculated_scales(attncore_subject: Subject) -> None:
         raise UnsupportedError(f"numbers that such a cache is scaled for are beyond {config.dtype}")
     key, value = engine.on_device(first.values())
     engine.impl.calculate_kv_scales(key, None if config.use_mla else value)
-    wanted = {"k_scale": 256.0, "v_scale": 256.0 if config.use_mla else 64.0}
+    wanted = {"k_scale": 256.0, "v_scale": 256.0 if config.use_mla else 64.0}  # latent values are keys
     for name, scale in wanted.items():
         found = torch.as_tensor(getattr(engine.impl, name)).flatten().tolist()
         if found != [scale] * len(found):

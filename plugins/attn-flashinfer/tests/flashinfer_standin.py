@@ -41,7 +41,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 
 
 def backend(recorder: Recorder | None = None, **changes: Any) -> FlashInferBackend:
-    """A backend on the CPU over the stand-in: bf16, four heads over two of 64, blocks of 4. It reads declared fields."""
+    """A backend on the CPU over the stand-in: bf16, four heads over two of 64, blocks of 4; reading declared fields."""
     made = recorder or Recorder()
     parts = [type(kind.__name__, (kind,), {"recorder": made}) for kind in (Decode, Prefill)]
 
