@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attncore.builder.fields import ENCODER_ARRAYS
+from attncore.builder.slices import HostArrays
 
 
 def check_needed_fields(metadata: Any, backend: Any) -> None:
@@ -19,7 +20,9 @@ def check_needed_fields(metadata: Any, backend: Any) -> None:
     host = metadata.host
     has_encoder = bool(getattr(metadata, "num_encoder_tokens", 0))
     crosses = hasattr(host, "cross_slot_mapping") and not hasattr(host, "slot_mapping")
-    for needs, of in (("host_needs", host), ("device_needs", metadata)):
+    # What metadata makes of its host arrays is not made here: each field is a copy to the device.
+    on_device = host if type(host) is HostArrays else metadata
+    for needs, of in (("host_needs", host), ("device_needs", on_device)):
         for name in sorted(getattr(spec, needs)):
             if (name in ENCODER_ARRAYS and not has_encoder) or (name == "slot_mapping" and crosses):
                 continue

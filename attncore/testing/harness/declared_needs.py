@@ -126,10 +126,6 @@ class _Declared(_Fields):
             object.__setattr__(self, "_host", _Fields(real, self._spec))
         return self._host
 
-    @host.setter
-    def host(self, value: Any) -> None:
-        self._real.host = value
-
     @property
     def prefill_metadata(self) -> Any:
         return _declared(self._real.prefill_metadata, self._spec)
