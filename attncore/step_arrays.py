@@ -66,3 +66,7 @@ class StepArrays(Protocol[Int64s, Int32s]):
     """int64[E]: the slot of the encoder token's key and value in the cross cache; -1: they are not written."""
     cross_block_table: Int32s = DECLARED
     """int32[n, width]: the blocks of the request's encoder tokens, padded with 0 (list builder: for decodes only)."""
+
+
+FIELD_NAMES = frozenset(StepArrays.__annotations__)
+"""The names of a step's arrays, for what must not load NumPy."""

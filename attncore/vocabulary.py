@@ -51,7 +51,9 @@ FEATURES: Mapping[str, str] = {
     "alibi": "linear position biases with any slopes",
     "alibi_standard": "linear position biases with the standard slopes of the local number of heads only",
     "sinks": "a learnt logit per head joins the softmax",
-    "kv_scales": "k_scale and v_scale other than 1.0 for an fp8 cache",
+    "kv_scales": "k_scale and v_scale other than 1.0 for an fp8 cache: numbers, also set after the layer is made",
+    "kv_scales_on_device": "scales that are tensors of one element, which captured graphs see change",
+    "kv_scales_per_head": "scales that are tensors with one element for each key/value head",
     "encoder": "attention that is not causal and writes no cache",
     "encoder_decoder": "cross attention over encoder tokens kept in the cache",
     "multi_token_decode": "decodes of several query tokens (speculative decoding) in the decode kernel",
@@ -69,9 +71,6 @@ GRAPH_LEVELS: Mapping[str, str] = {
 """What may be captured in a CUDA graph, ascending; each level includes those before it."""
 
 PHASES = ("prefill", "decode")
-NEEDS = ("block_table", "page_list")
-"""What a backend reads to find its blocks: the rectangle, or the flattened list of pages."""
-
 HOST_LENGTHS: Mapping[str, str] = {
     "none": "the backend reads no length on the host",
     "bounded": "it reads lengths on the host and is right where they are upper bounds of those on the device",

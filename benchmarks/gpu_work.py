@@ -38,8 +38,8 @@ class Backend(AttentionBackend):
     def __init__(self, device, block_size=BLOCK_SIZE):
         spec = BackendSpec(
             name=self.name, api=1, factory="bench:Backend", devices={"cuda": 1, "cpu": 1}, dtypes={"bfloat16"},
-            head_sizes={128}, block_sizes={block_size}, needs={"block_table", "page_list"}, cuda_graph="always",
-            plan_staging=self.plan_staging,
+            head_sizes={128}, block_sizes={block_size}, device_needs={"block_table", "paged_kv_indices"},
+            cuda_graph="always", plan_staging=self.plan_staging,
         )  # fmt: skip
         super().__init__(
             BackendConfig(

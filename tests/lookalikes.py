@@ -54,7 +54,7 @@ FLASHINFER = BackendSpec(
     features={"sliding_window", "logits_soft_cap", "alibi_standard", "kv_scales", "multi_token_decode"},
     unsupported={"sinks": "the paged wrappers take none"},
     cuda_graph="uniform_decode",
-    needs={"page_list"},
+    device_needs={"paged_kv_indices"},
     requires=("flashinfer-python>=0.7,<0.8",),
     workspace_bytes=256 << 20,
     compiles_at_run_time=True,

@@ -128,7 +128,7 @@ def test_the_name_is_the_specs():
 
 
 def test_impl_hands_everything_on():
-    backend = Backend(config())
+    backend = Backend(config(kv_cache_dtype="fp8_e4m3"))
     impl = backend.impl(
         "layers.0",
         scale=0.5,

@@ -54,6 +54,41 @@ def test_tokens_are_where_their_slots_say(kind, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["pair", "heads first"])
+def test_scales_on_the_device_are_read_by_every_call(kind, device):
+    key, value = new_tokens(len(SLOTS), device)
+    of_heads, of_all = torch.tensor([2.0, 0.5, 8.0], device=device), torch.tensor([4.0], device=device)
+    writer, slots = CacheWriter(of_heads, of_all), torch.tensor(SLOTS, device=device)
+    for factor in (1.0, 2.0):  # in place: as a layer's own tensors change
+        views = caches(kind, torch.float8_e5m2, device)
+        writer(key, value, *views, slots)
+        scaled = key / of_heads.view(1, -1, 1), value / of_all
+        for view, new in zip(views, scaled, strict=True):
+            expected = torch.zeros((BLOCKS * SIZE, *new.shape[1:]))
+            for token, slot in enumerate(SLOTS):
+                if slot >= 0:
+                    expected[slot] = new[token].cpu().to(torch.float8_e5m2).float()
+            assert torch.equal(view[:BLOCKS].cpu().float().reshape(expected.shape), expected), factor
+        of_heads.mul_(2.0)
+        of_all.mul_(2.0)
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (torch.ones(2), "k_scale: 2 elements found; the cache holds 3 heads"),
+        (torch.ones(1, device="meta"), "k_scale: on meta, but slot_mapping is on cpu"),
+    ],
+    ids=["heads", "device"],
+)
+def test_scales_that_do_not_fit_are_refused_before_anything_is_written(scale, message):
+    key_cache, value_cache = caches("pair", torch.float8_e5m2, "cpu")
+    with pytest.raises(ValueError, match=f"^{message}"):
+        CacheWriter(scale)(*new_tokens(1, "cpu"), key_cache, value_cache, torch.tensor([1]))
+    assert not key_cache.view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "largest"), [(torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)], ids=str)
 def test_numbers_beyond_an_fp8_cache_are_cut_off(dtype, largest, device):
     views = caches("pair", dtype, device)
@@ -185,8 +220,12 @@ def test_on_a_cpu_a_cache_that_requires_a_gradient_is_written(dtype):
 
 
 @pytest.mark.parametrize(
-    "scale", [0.0, -1.0, "1", 1j, torch.ones(2), None, True, float("inf"), float("nan"), 1e-50, 1e300]
-)
+    "scale",
+    [
+        0.0, -1.0, "1", 1j, None, True, float("inf"), float("nan"), 1e-50, 1e300, torch.ones(2, 2), torch.ones(0),
+        torch.ones(2, dtype=torch.int32), torch.ones(2, dtype=torch.float16), torch.ones(4)[::2],
+    ],
+)  # fmt: skip
 def test_a_scale_that_is_no_positive_number_is_refused(scale):
     for name in ("k_scale", "v_scale"):
         with pytest.raises(ValueError, match=f"^{name}: "):

@@ -30,7 +30,7 @@ LAYERS = {
     "builder": (
         "persistent lists",
         "device blocks",
-        "received_metadata metadata slices device_slices first_generation_names uncopied",
+        "received_metadata metadata slices device_slices first_generation_names needed_fields uncopied",
         "grid show",
         "read_only reused",
         "fields",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Required, TypedDict
 
+from attncore.abstract import scales
 from attncore.show import angled, guarded, short
 from attncore.vocabulary import AttentionType
 
@@ -39,8 +40,8 @@ class LayerFeatures(TypedDict, total=False):
     logits_soft_cap: float | None
     alibi_slopes: Sequence[float] | Tensor | None
     sinks: Sequence[float] | Tensor | None
-    k_scale: float
-    v_scale: float
+    k_scale: float | Tensor
+    v_scale: float | Tensor
     attn_type: AttentionType
 
 
@@ -51,6 +52,8 @@ class BackendOfLayer(Protocol):
     config: BackendConfig
 
     def kv_cache_views(self, kv_cache: Any) -> tuple[Tensor, Tensor]: ...
+    def own_scales(self, k_scale: Any, v_scale: Any) -> tuple[float | Tensor, float | Tensor]: ...
+    def kv_cache_torch_dtype(self) -> Any: ...
 
 
 class AttentionLayer(Protocol):
@@ -58,16 +61,16 @@ class AttentionLayer(Protocol):
 
     layer_name: str
     impl: AttentionImpl
-    k_scale: float
-    v_scale: float
+    k_scale: float | Tensor
+    v_scale: float | Tensor
 
 
 class AttentionImpl(ABC):
     """One layer's attention. Made at start-up by ``backend.impl``; ``forward`` runs in every step, through no hook.
 
     ``alibi_slopes`` and ``sinks`` are one float per *local* query head, or None; ``k_scale`` and ``v_scale`` multiply
-    what an fp8 cache holds. ``attn_type`` is handed over for layers that are not of type ``decoder`` only, so that a
-    class that knows of no other need not take it.
+    what an fp8 cache holds: floats, or float32 tensors on the device, (1,) or (num_kv_heads,). ``attn_type`` is handed
+    over for layers that are not of type ``decoder`` only, so that a class that knows of no other need not take it.
     """
 
     __views: tuple[Tensor, Tensor] | None = None
@@ -85,8 +88,8 @@ class AttentionImpl(ABC):
         logits_soft_cap: float | None = None,
         alibi_slopes: Sequence[float] | Tensor | None = None,
         sinks: Sequence[float] | Tensor | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        k_scale: float | Tensor = 1.0,
+        v_scale: float | Tensor = 1.0,
         attn_type: AttentionType = AttentionType.DECODER,
     ) -> None:
         self.backend = backend
@@ -108,10 +111,51 @@ class AttentionImpl(ABC):
                 facts.append(f"{name} {short(value)}")
         facts += [name for name in ("alibi_slopes", "sinks") if getattr(self, name) is not None]
         # A scale may be a tensor: comparing it would wait for its device.
-        scales = [(name, short(getattr(self, name))) for name in ("k_scale", "v_scale")]
-        facts += [f"{name} {text}" for name, text in scales if text != "1.0"]
+        texts = [(name, short(getattr(self, name))) for name in ("k_scale", "v_scale")]
+        facts += [f"{name} {text}" for name, text in texts if text != "1.0"]
         facts += [f"attn_type {self.attn_type}", f"backend {short(self.backend.name)} on {self.backend.config.device}"]
         return angled(f"{type(self).__name__} of layer {short(self.layer_name)}", facts)
+
+    def set_scales(self, k_scale: Any, v_scale: Any) -> None:
+        """Sets the scales of the cache where they become known after the layer was made: with the weights, say.
+
+        Of the kinds that ``backend.impl`` takes. A layer that was made with tensors keeps them, and they are written to
+        in place, so that captured graphs see the new ones; a number that a graph was captured with stays in it. What
+        the cache holds is not changed. Called by the engine between steps. ValueError as of ``impl``; a refused call
+        changes nothing.
+        """
+        new = self.backend.own_scales(k_scale, v_scale)
+        self.k_scale = scales.replaced(self.k_scale, new[0])
+        self.v_scale = scales.replaced(self.v_scale, new[1])
+        self.__writer = None
+        self.scales_changed()
+
+    def scales_changed(self) -> None:  # noqa: B027
+        """Called by ``set_scales``: ``k_scale`` and ``v_scale`` may be other objects now, and have other values.
+
+        Nothing by default: for a class that keeps something which it made of them. It must not refuse, and writes in
+        place what a captured graph reads.
+        """
+
+    def calculate_kv_scales(self, key: Tensor, value: Tensor | None) -> None:
+        """Sets the scales from the keys and values of a first batch, on the device; nothing synchronises.
+
+        The largest number takes ``1 / 2`` of the cache's range, of a layer with scales per head the largest of each
+        head. ``key`` and ``value`` are those of ``forward``, without padding; of a latent cache, whose values are
+        a part of its keys, ``value`` is None. A layer that was made with numbers has tensors of one element
+        afterwards. ValueError as of ``set_scales``.
+        """
+        config = self.backend.config
+        if not config.kv_cache_dtype.startswith("fp8"):
+            raise ValueError(f"kv_cache_dtype: {config.kv_cache_dtype} found; scales are calculated for an fp8 cache")
+        import torch
+
+        largest = torch.finfo(self.backend.kv_cache_torch_dtype()).max
+        values = ("key", key) if config.use_mla else ("value", value)
+        self.set_scales(
+            scales.calculated("key", key, self.k_scale, config.num_kv_heads, largest),
+            scales.calculated(*values, self.v_scale, config.num_kv_heads, largest),
+        )
 
     @abstractmethod
     def forward(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attncore.abstract import scales
 from attncore.abstract.attention_impl import AttentionImpl, PlanKey
 from attncore.abstract.cache_views import key_and_value_views
 from attncore.abstract.config_against_spec import checked
@@ -71,11 +72,14 @@ class AttentionBackend(FirstGenerationNames, ABC):
         logits_soft_cap: float | None = None,
         alibi_slopes: Sequence[float] | Tensor | None = None,
         sinks: Sequence[float] | Tensor | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        k_scale: float | Tensor = 1.0,
+        v_scale: float | Tensor = 1.0,
         attn_type: AttentionType | str = AttentionType.DECODER,
     ) -> AttentionImpl:
         """The attention of one layer. Called by the engine at start-up; registers the layer's plan key.
+
+        ``k_scale`` and ``v_scale`` are numbers, or tensors with one element or one for each key/value head, of which
+        the layer keeps a copy; ``impl.set_scales`` changes them.
 
         Raises ValueError naming the argument where it is out of range, asks for a feature that the spec does not
         declare, or makes no sense for the type of attention.
@@ -93,13 +97,12 @@ class AttentionBackend(FirstGenerationNames, ABC):
             logits_soft_cap=("logits_soft_cap", logits_soft_cap is not None),
             alibi_slopes=("alibi", alibi_slopes is not None),
             sinks=("sinks", sinks is not None),
-            k_scale=("kv_scales", k_scale != 1.0),
-            v_scale=("kv_scales", v_scale != 1.0),
             attn_type=(
                 "encoder_decoder" if attn_type is AttentionType.ENCODER_DECODER else "encoder",
                 attn_type is not AttentionType.DECODER,
             ),
         )
+        k_scale, v_scale = self.own_scales(k_scale, v_scale)
         key = PlanKey(scale, sliding_window, logits_soft_cap, attn_type)
         # A class that knows decoder layers only need not take the argument.
         other_type = {} if attn_type is AttentionType.DECODER else {"attn_type": attn_type}
@@ -118,6 +121,24 @@ class AttentionBackend(FirstGenerationNames, ABC):
         if key not in self._plan_keys:  # last: a layer that its class refuses is not planned for
             self._plan_keys = (*self._plan_keys, key)
         return impl
+
+    def own_scales(self, k_scale: Any, v_scale: Any) -> tuple[float | Tensor, float | Tensor]:
+        """The scales of a layer: floats, or float32 tensors of its own on the backend's device, of one dimension.
+
+        Called by ``impl`` and by ``AttentionImpl.set_scales``. ValueError naming the argument where it is no scale,
+        asks for a feature that the spec does not declare, or the cache is not fp8.
+        """
+        config = self.config
+        given = [
+            (name, scales.checked_scale(name, scale, config.num_kv_heads))
+            for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
+        ]
+        for name, scale in given:
+            for feature in scales.features_of(scale):
+                self._check_declared(**{name: (feature, True)})
+            scales.check_cache(name, scale, config)
+        own_k, own_v = (scales.own_scale(scale, config.device) for _, scale in given)
+        return own_k, own_v
 
     def _checked_type(self, given: AttentionType | str, sliding_window: object, alibi_slopes: object) -> AttentionType:
         try:
@@ -150,6 +171,17 @@ class AttentionBackend(FirstGenerationNames, ABC):
         """Whether this class overrides ``plan`` or ``plan_layers``. Where it does not, the core calls neither."""
         cls = type(self)
         return (cls.plan, cls.plan_layers) != (AttentionBackend.plan, AttentionBackend.plan_layers)
+
+    def check_metadata(self, metadata: AttentionMetadata) -> None:
+        """ValueError that names a field which ``metadata`` lacks and the spec declares as read (``host_needs``,
+        ``device_needs``).
+
+        For steps that no builder made: an engine calls it for the metadata of its own, once for each kind of step, and
+        ``metadata_from_fields`` calls it. A builder's steps have every field.
+        """
+        from attncore.builder.needed_fields import check_needed_fields
+
+        check_needed_fields(metadata, self)
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """Called by the core once a step, after the host arrays are built and before the first layer.

@@ -10,6 +10,7 @@ from attncore.arguments import INT32_MAX
 from attncore.builder import slices
 from attncore.builder.fields import ARRAYS, BROADCAST, COUNTS, DERIVED, ENCODER_ARRAYS, FIELDS, ORDER, Length
 from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.needed_fields import check_needed_fields
 from attncore.builder.read_only import read_only
 from attncore.quoted import quoted
 
@@ -20,7 +21,8 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
     Arrays are NumPy arrays or torch tensors; tensors on a device are copied to the host. ``backend`` wraps them for its
     device (None: NumPy). A skipped field raises AttributeError on access. Raises ValueError or TypeError that names
     the field where it is unknown or no such count, where an array's length is not that of the counts, and where starts
-    (``query_start_loc``, ``paged_kv_indptr``) descend or reach beyond what they count; ValueError for a missing count.
+    (``query_start_loc``, ``paged_kv_indptr``) descend or reach beyond what they count; ValueError for a missing count,
+    and for a missing field that the backend's spec declares (``backend.check_metadata``).
     """
     if not isinstance(fields, Mapping):
         raise TypeError(f"fields: {type(fields).__name__} found; give what asdict_zerocopy returned")
@@ -37,7 +39,10 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
     values = {name: _count(name, fields[name]) for name in BROADCAST if name in fields}
     _check_lengths(host, values["num_tokens"], values["num_reqs"], bool(values.get("from_groups")))
     _check_starts(host, values["num_tokens"])
-    return CommonAttentionMetadata(host, read_only if backend is None else backend.from_host, **values)
+    metadata = CommonAttentionMetadata(host, read_only if backend is None else backend.from_host, **values)
+    if backend is not None:
+        check_needed_fields(metadata, backend)
+    return metadata
 
 
 def _count(name: str, value: Any) -> int | bool:

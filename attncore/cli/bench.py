@@ -138,7 +138,7 @@ def _installed(name: str, device: str | None) -> str:
     check_device(device)
     if device is not None and device.partition(":")[0] == "meta":
         raise UsageError("--device: meta computes nothing, so that its times are none; give another")
-    subject = Subject(name, device=device)
+    subject = Subject(name, device=device, checks_needs=False)
     try:
         refusal = subject.refusal
     except UnsupportedError as error:  # the plugin did not load

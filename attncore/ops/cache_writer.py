@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attncore.arguments import finite_number
+from attncore.abstract.scales import checked_scale
 
 LARGEST = {
     torch.float8_e4m3fn: 448.0,
@@ -19,7 +19,8 @@ LARGEST = {
 
 
 class CacheWriter:
-    """Stores keys and values by slot mapping. ``k_scale`` and ``v_scale`` are what an fp8 cache's numbers are times.
+    """Stores keys and values by slot mapping. ``k_scale`` and ``v_scale`` are what an fp8 cache's numbers are times:
+    numbers, or float32 tensors on the device with one element or one for each head, read there by every call.
 
     A call takes ``key`` and ``value`` (T or more, num_kv_heads, head_size or head_size_v), the caches as views
     (blocks, block_size, num_kv_heads, head size) and ``slot_mapping`` int64 (T,), all on one device. Of each but the
@@ -30,10 +31,11 @@ class CacheWriter:
     off. No gradient is kept.
 
     Raises ValueError naming the argument, before anything is written, where shapes, devices or layouts disagree, where
-    a cache's floats of a byte are none of ``LARGEST``, or where a scale is no positive number of float32.
+    a cache's floats of a byte are none of ``LARGEST``, or where a scale is no positive number of float32 and no
+    such tensor.
     """
 
-    def __init__(self, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
+    def __init__(self, k_scale: float | Tensor = 1.0, v_scale: float | Tensor = 1.0) -> None:
         self.k_scale, self.v_scale = _scale("k_scale", k_scale), _scale("v_scale", v_scale)
         self._checked: tuple[Any, ...] = ()
         self._launches: dict[Any, Any] = {}
@@ -97,6 +99,13 @@ class CacheWriter:
         if key_cache.dtype.is_floating_point and key_cache.dtype.itemsize == 1 and key_cache.dtype not in LARGEST:
             known = ", ".join(map(str, LARGEST))
             raise ValueError(f"key_cache: {key_cache.dtype} found; of the floats of a byte it may be one of {known}")
+        for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
+            if isinstance(scale, float):
+                continue
+            if scale.numel() not in (1, key_cache.shape[2]):
+                raise ValueError(f"{name}: {scale.numel()} elements found; the cache holds {key_cache.shape[2]} heads")
+            if scale.device != slot_mapping.device:
+                raise ValueError(f"{name}: on {scale.device}, but slot_mapping is on {slot_mapping.device}")
         self._checked = _formats(key, value, key_cache, value_cache, slot_mapping)
 
 
@@ -108,15 +117,16 @@ def _formats(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     )  # fmt: skip
 
 
-def _scale(name: str, value: Any) -> float:
-    scale, held = float(finite_number(name, value, positive=True)), torch.finfo(torch.float32)
-    if not held.tiny <= scale <= held.max:
-        raise ValueError(f"{name}: {scale} is outside {held.tiny}..{held.max}, the numbers of float32")
+def _scale(name: str, value: Any) -> float | Tensor:
+    scale = checked_scale(name, value)
+    if not isinstance(scale, float) and (scale.dtype != torch.float32 or not scale.is_contiguous()):
+        raise ValueError(f"{name}: {scale.dtype} with strides {scale.stride()} found; give contiguous float32")
     return scale
 
 
-def _convert(numbers: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+def _convert(numbers: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
     if dtype in LARGEST:
+        scale = scale if isinstance(scale, float) else scale.reshape(-1, 1)  # of all heads, or of each
         numbers = (numbers.float() / scale).clamp(-LARGEST[dtype], LARGEST[dtype])
     return numbers.to(dtype)
 

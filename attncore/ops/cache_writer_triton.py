@@ -13,13 +13,20 @@ import triton.language as tl
 def _store(  # type: ignore[no-untyped-def]
     new, cache, scale, token, block, offset, new_token, new_head, cache_block, cache_offset, cache_head,
     largest: tl.constexpr, heads: tl.constexpr, size: tl.constexpr, heads_up: tl.constexpr, size_up: tl.constexpr,
+    scales: tl.constexpr,
 ):  # fmt: skip
     head = tl.arange(0, heads_up)[:, None]
     column = tl.arange(0, size_up)[None, :]
     inside = (head < heads) & (column < size)
     numbers = tl.load(new + token * new_token + head * new_head + column, mask=inside)
     if largest > 0:
-        numbers = numbers.to(tl.float32) / scale
+        numbers = numbers.to(tl.float32)
+        if scales == 0:
+            numbers = numbers / scale
+        elif scales == 1:
+            numbers = numbers / tl.load(scale)
+        else:
+            numbers = numbers / tl.load(scale + head, mask=head < heads, other=1.0)
         numbers = tl.minimum(tl.maximum(numbers, -largest), largest)
     place = cache + block * cache_block + offset * cache_offset + head * cache_head + column
     tl.store(place, numbers.to(cache.dtype.element_ty), mask=inside)
@@ -32,27 +39,32 @@ def store_both(  # type: ignore[no-untyped-def]
     value_block, value_offset, value_cache_head, num_slots,
     block_size: tl.constexpr, largest: tl.constexpr, heads: tl.constexpr, size: tl.constexpr, size_v: tl.constexpr,
     heads_up: tl.constexpr, size_up: tl.constexpr, size_v_up: tl.constexpr,
+    k_scales: tl.constexpr, v_scales: tl.constexpr,
 ):  # fmt: skip
-    """The kernel of ``store``, a program a token. Public for those who compile it ahead; ``store`` launches it."""
+    """The kernel of ``store``, a program a token. Public for those who compile it ahead; ``store`` launches it.
+
+    ``k_scales``, ``v_scales``: 0 where the scale is a number, 1 where it is a pointer to one, 2 to one for each head.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if (slot >= 0) & (slot < num_slots):
         block, offset = slot // block_size, slot % block_size
         _store(key, key_cache, k_scale, token, block, offset, key_token, key_head, key_block, key_offset,
-               key_cache_head, largest, heads, size, heads_up, size_up)  # fmt: skip
+               key_cache_head, largest, heads, size, heads_up, size_up, k_scales)  # fmt: skip
         _store(value, value_cache, v_scale, token, block, offset, value_token, value_head, value_block, value_offset,
-               value_cache_head, largest, heads, size_v, heads_up, size_v_up)  # fmt: skip
+               value_cache_head, largest, heads, size_v, heads_up, size_v_up, v_scales)  # fmt: skip
 
 
 def store(
-    key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, k_scale: float, v_scale: float,
+    key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, k_scale: Any, v_scale: Any,
     largest: float, launches: dict[Any, Any] | None = None,
 ) -> None:  # fmt: skip
     """One launch for keys and values of ``len(slot_mapping)`` tokens; slots that the cache lacks are skipped.
 
     ``largest``: what the cache holds at most, where numbers are to be divided by the scales and cut off; 0 elsewhere.
-    ``launches`` is the caller's, empty at first: what was compiled, for tensors of the same kind. Triton's own search
-    for it costs a step of many layers more than the launch does.
+    ``k_scale`` and ``v_scale`` are floats, or float32 tensors that the kernel reads. ``launches`` is the caller's, for
+    these scales alone, empty at first: what was compiled, for tensors of the same kind. Triton's own search for it
+    costs a step of many layers more than the launch does.
     """
     num_tokens = slot_mapping.shape[0]
     if not num_tokens:
@@ -76,11 +88,16 @@ def store(
     others = (
         k_scale, v_scale, key.stride(0), key.stride(1), value.stride(0), value.stride(1), *key_cache.stride()[:3],
         *value_cache.stride()[:3], num_blocks * block_size, block_size, largest, heads, size, size_v,
-        triton.next_power_of_2(heads), triton.next_power_of_2(size), triton.next_power_of_2(size_v),
+        triton.next_power_of_2(heads), triton.next_power_of_2(size), triton.next_power_of_2(size_v), _kind(k_scale),
+        _kind(v_scale),
     )  # fmt: skip
     compiled = store_both[(num_tokens,)](key, value, key_cache, value_cache, slot_mapping, *others)
     if launches is not None and compiled is not None:  # the interpreter compiles nothing
         launches[kind] = compiled, others
+
+
+def _kind(scale: Any) -> int:
+    return 0 if isinstance(scale, float) else 1 if scale.numel() == 1 else 2
 
 
 def _check_addresses(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> None:

@@ -48,10 +48,14 @@ def attncore_backend() -> BackendSpec:
         head_size_v=MultipleOf(1),
         use_mla=True,
         cuda_graph="never",
-        needs={"block_table"},
+        host_needs={
+            "query_start_loc", "seq_lens", "context_lens", "slot_mapping", "cross_slot_mapping", "encoder_seq_lens",
+            "encoder_query_lens", "encoder_query_start_loc",
+        },
+        device_needs={"slot_mapping", "block_table", "cross_slot_mapping", "cross_block_table"},
         host_lengths="exact",
         requires=("torch>=2.6",),
-    )
+    )  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

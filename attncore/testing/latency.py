@@ -31,7 +31,12 @@ def attncore_timed(request: pytest.FixtureRequest) -> Iterator[Timed]:
     name = getattr(module, "BACKEND", None)
     if not isinstance(name, str):
         raise ValueError('BACKEND: the test file must name the backend: BACKEND = "acme"')
-    subject = Subject(name, device=getattr(module, "DEVICE", None), options=getattr(module, "OPTIONS", None))
+    subject = Subject(
+        name,
+        device=getattr(module, "DEVICE", None),
+        options=getattr(module, "OPTIONS", None),
+        checks_needs=False,
+    )
     fields = {**REQUEST, **getattr(module, "REQUEST", {})}
     try:
         yield Timed(subject, request.param, fields, getattr(module, "STEPS", None))

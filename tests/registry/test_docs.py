@@ -68,7 +68,6 @@ def test_vocabularies():
         "kv_cache_dtypes": vocabulary.KV_CACHE_DTYPES,
         "kv_cache_layouts": vocabulary.KV_CACHE_LAYOUTS,
         "cuda_graph": tuple(vocabulary.GRAPH_LEVELS),
-        "needs": vocabulary.NEEDS,
         "phases": vocabulary.PHASES,
         "host_lengths": tuple(vocabulary.HOST_LENGTHS),
         "plan_staging": tuple(vocabulary.PLAN_STAGING),

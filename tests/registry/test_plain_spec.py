@@ -119,7 +119,7 @@ def test_what_is_derived_from_a_spec_is_made_anew(site):
 @pytest.mark.parametrize(
     "extra",
     [
-        "kv_cache_layouts=(Text('NHD'),), features=[Text('sinks')], needs={'block_table': 1}.keys()",
+        "kv_cache_layouts=(Text('NHD'),), features=[Text('sinks')], device_needs={'block_table': 1}.keys()",
         "unsupported=Table({'alibi': Text('no')}), notes=[Text('slow')], requires=()",
         "preferred_block_size=Number(16), max_block_id=Number(9), pad_seq_len=Number(1)",
         "options=Table({'x': Option(str, Text('help'), Text('a'), (Text('a'), Text('b')))})",

@@ -4,6 +4,9 @@ from typing import NamedTuple
 
 LIGHT = """
 from attncore import BackendSpec, MultipleOf, hookimpl
+from attncore.builder.fields import ARRAYS
+
+TABLES = {{name for name in ARRAYS if not name.startswith("paged")}}
 
 @hookimpl
 def attncore_backend():
@@ -11,7 +14,7 @@ def attncore_backend():
         name={name!r}, api=1, factory="attn_{name}_heavy:Backend", devices={{"any": 5}},
         dtypes={{"float32", "bfloat16"}}, head_sizes=MultipleOf(8), block_sizes=MultipleOf(4),
         features={{"sliding_window", "logits_soft_cap", "alibi", "sinks", "multi_token_decode"}},
-        cuda_graph="uniform_decode",
+        cuda_graph="uniform_decode", host_needs=TABLES, device_needs=TABLES,
     )
     facts.update({facts})
     return BackendSpec(**facts)
@@ -29,7 +32,7 @@ from attncore.reference import ReferenceBackend, ReferenceImpl
 def changed(metadata, **fields):
     '''The metadata with host fields replaced, and the device's from them.'''
     found = copy.copy(metadata)  # of a builder's own no field can be set
-    held = {name: getattr(metadata.host, name) for name in ARRAYS - DERIVED if hasattr(metadata.host, name)}
+    held = {name: getattr(found.host, name) for name in ARRAYS - DERIVED if hasattr(found.host, name)}
     host = HostArrays(**{**held, **fields})
     made = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in fields.items()}
     vars(found).update(made, host=host)

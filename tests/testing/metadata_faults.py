@@ -17,7 +17,49 @@ Backend.plan_layers = plan_layers
 """
 
 
+_NEEDS = "host_needs={'query_start_loc', 'seq_lens', 'context_lens', 'slot_mapping'}, device_needs={'slot_mapping', "
+NEEDS = _NEEDS + "'block_table'}"
+"""What the reference reads of a decoder's step."""
+
 METADATA_FAULTS = (
+    Fault(
+        "reads_positions_undeclared",
+        CHECK,
+        "it reads metadata.positions, which its spec does not declare; add 'positions' to device_needs",
+        forward("metadata.positions\nreturn whole(query, key, value, kv_cache, metadata, output)"),
+        NEEDS,
+    ),
+    Fault(
+        "asks_the_host_for_an_undeclared_field",
+        CHECK,
+        "it reads metadata.host.query_lens, which its spec does not declare; add 'query_lens' to host_needs",
+        forward("hasattr(metadata.host, 'query_lens')\nreturn whole(query, key, value, kv_cache, metadata, output)"),
+        NEEDS,
+    ),
+    Fault(
+        "reads_an_undeclared_field_of_a_view",
+        CHECK,
+        "it reads metadata.seq_lens, which its spec does not declare",
+        forward(
+            "(metadata.prefill_metadata or metadata.decode_metadata).seq_lens\n"
+            "return whole(query, key, value, kv_cache, metadata, output)"
+        ),
+        NEEDS,
+    ),
+    Fault(
+        "plans_with_an_undeclared_field",
+        CHECK,
+        "it reads metadata.host.positions, which its spec does not declare",
+        _plan("metadata.host.positions"),
+        NEEDS,
+    ),
+    Fault(
+        "plans_a_builders_step_with_an_undeclared_field",
+        "test_steps_of_a_builder_that_uses_its_metadata_again",
+        "it reads metadata.page_buffer, which its spec does not declare; add 'paged_kv_indices' to device_needs",
+        _plan("if metadata.builder is not None: metadata.page_buffer"),
+        NEEDS,
+    ),
     Fault("adds_to_lengths", CHECK, "forward changed metadata", _after("metadata.seq_lens.add_(1)")),
     Fault("clears_the_table", CHECK, "forward changed metadata", _after("metadata.block_table.zero_()")),
     Fault("moves_positions", CHECK, "forward changed metadata", _after("metadata.positions.sub_(1)")),

@@ -9,7 +9,13 @@ from attncore.testing.engines.compare import StepRequest, compare
 from attncore.testing.harness.errors import ConformanceError
 
 CONFIG = SimpleNamespace(
-    num_heads=1, num_kv_heads=1, head_size=2, block_size=4, dtype="bfloat16", kv_cache_dtype="fp8_e4m3"
+    num_heads=1,
+    num_kv_heads=1,
+    head_size=2,
+    block_size=4,
+    dtype="bfloat16",
+    kv_cache_dtype="fp8_e4m3",
+    use_mla=False,
 )
 
 

@@ -15,6 +15,7 @@ def attncore_backend():
         name={name!r}, api=1, factory="attn_{name}_heavy:Backend", devices={{"any": 5}},
         dtypes={{"float32", "bfloat16"}}, head_sizes=MultipleOf(8), block_sizes=MultipleOf(4), phases={{"decode"}},
         features={{"sliding_window"}}, cuda_graph="uniform_decode",
+        device_needs={{"slot_mapping", "block_table", "seq_lens"}},
     )
 """
 HEAVY = """

@@ -91,7 +91,7 @@ Impl.forward = forward
 
 
 def test_cross_attention_through_page_lists(site):
-    plant(site, "pages", "features={'encoder_decoder'}, needs={'page_list'}", PAGES)
+    plant(site, "pages", "features={'encoder_decoder'}, host_needs=ARRAYS, device_needs=ARRAYS", PAGES)
     code, report = conformance("pages", settings="EXAMPLES = 8\n", options=(*QUIET, "-k", "cross"))
     assert (code, report.failures) == (0, [])
     assert states(report)["encoder_decoder"] == "supported"

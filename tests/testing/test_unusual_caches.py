@@ -7,6 +7,7 @@ from attncore.testing.harness.run_suite import conformance
 QUIET = ("-p", "no:terminal")
 LIGHT = """
 from attncore import BackendSpec, MultipleOf, hookimpl
+from attncore.builder.fields import ARRAYS
 
 @hookimpl
 def attncore_backend():
@@ -14,7 +15,8 @@ def attncore_backend():
         name={name!r}, api=1, factory="attn_{name}_heavy:Backend", devices={{"any": 5}},
         dtypes={{"float32", "float16"}}, kv_cache_dtypes={{"fp8_e4m3", "fp8_e5m2"}},
         head_sizes={{16, 32}}, block_sizes={{4, 16}}, kv_cache_layouts=({layouts},),
-        features={{"sliding_window", "kv_scales", "strided_kv_cache"}}, needs={{"block_table", "page_list"}},
+        features={{"sliding_window", "kv_scales", "kv_scales_on_device", "kv_scales_per_head", "strided_kv_cache"}},
+        cuda_graph="uniform_decode", host_needs=ARRAYS, device_needs=ARRAYS,
         unsupported={{"sinks": "the kernel has no place for them"}},
     )
 """
@@ -31,12 +33,16 @@ class Impl(AttentionImpl):
             self.layer_name, scale=self.scale, sliding_window=self.sliding_window, logits_soft_cap=self.logits_soft_cap
         )
         views = backend.kv_cache_views(kv_cache)
-        plain = [view.float() * scale for view, scale in zip(views, (self.k_scale, self.v_scale))]
+        scales = [torch.as_tensor(scale).view(-1, 1) for scale in (self.k_scale, self.v_scale)]
+        plain = [view.float() * scale for view, scale in zip(views, self.read(scales))]
         plain = [tensor.to(query.dtype) for tensor in plain]
         answer = inner.forward(query, key, value, plain, metadata, output, write=write)
         if write:
             self.write_cache(key, value, kv_cache, metadata)
         return answer
+
+    def read(self, scales):
+        return scales
 
 class Backend(AttentionBackend):
     impl_class = Impl
@@ -81,8 +87,18 @@ def test_an_fp8_cache_with_heads_first_passes(site, code):
     exit_code, report = conformance("bytes", settings="EXAMPLES = 8\n", options=QUIET)
     assert (exit_code, report.failures) == (0, [])
     states = {row["capability"]: row["state"] for row in report.rows()}
-    rows = ("kv_scales", "cache fp8_e4m3", "cache fp8_e5m2", "layout HND", "layout NHD", "sliding_window")
-    for row in (*rows, "strided_kv_cache"):
+    for row in (
+        "kv_scales",
+        "kv_scales_on_device",
+        "kv_scales_per_head",
+        "scales set later",
+        "cache fp8_e4m3",
+        "cache fp8_e5m2",
+        "layout HND",
+        "layout NHD",
+        "sliding_window",
+        "strided_kv_cache",
+    ):
         assert states[row] == "supported"
 
 
@@ -130,6 +146,50 @@ Backend.kv_cache_views = kv_cache_views
     exit_code, report = conformance("byteless", options=(*QUIET, "-k", "test_an_fp8_cache_as_bytes"))
     assert exit_code == 1
     assert "with an fp8 cache as uint8: ValueError: kv_cache: torch.uint8 found" in report.failures[0].reason
+
+
+SCALE_FAULTS = {
+    "another heads scale": (
+        "per_head or each_head",
+        "def read(self, scales):\n    return [one.flip(0) for one in scales]",
+    ),
+    "swapped scales": ("each_head", "def read(self, scales):\n    return scales[::-1]"),
+    "one scale for all heads": ("each_head", "def read(self, scales):\n    return [one[:1] for one in scales]"),
+    "read at construction": (
+        "set_after and numbers",
+        "def read(self, scales):\n    return vars(self).setdefault('kept', [one.clone() for one in self.first])\n"
+        "def init(self, *given, **features):\n    AttentionImpl.__init__(self, *given, **features)\n"
+        "    self.first = [torch.as_tensor(one).reshape(-1, 1) for one in (self.k_scale, self.v_scale)]\n"
+        "Impl.__init__ = init",
+    ),
+    "kept from the first step": (
+        "captured_sizes_see",
+        "def read(self, scales):\n    return vars(self).setdefault('kept', [one.clone() for one in scales])",
+    ),
+    "another tensor than graphs read": (
+        "captured_sizes_see",
+        "def read(self, scales):\n    return scales\n"
+        "def set_scales(self, k_scale, v_scale):\n    self.other = k_scale, v_scale\nImpl.set_scales = set_scales",
+    ),
+    "calculated without the headroom": (
+        "calculated",
+        "def read(self, scales):\n    return scales\n"
+        "def calculate(self, key, value):\n    self.set_scales(*(one.abs().amax() / 448 for one in (key, value)))\n"
+        "Impl.calculate_kv_scales = calculate",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", SCALE_FAULTS)
+def test_wrong_scales_are_found(site, fault):
+    chosen, code = SCALE_FAULTS[fault]
+    name = fault.replace(" ", "_")
+    plant(site, name, f"{code}\nImpl.read = read")
+    exit_code, report = conformance(name, settings="EXAMPLES = 5\n", options=(*QUIET, "-k", chosen))
+    assert exit_code == 1
+    wrong = ("differs from dense", "calculate_kv_scales made k_scale [128.0], not 256.0")
+    assert report.failures
+    assert all(any(said in one.reason for said in wrong) for one in report.failures)
 
 
 def test_heads_and_tokens_confused_is_found(site):

@@ -33,7 +33,7 @@ class Backends:
         self.page_lists = [
             index
             for index, backend in enumerate(self.by_group.values())
-            if backend is not None and backend.spec is not None and "page_list" in backend.spec.needs
+            if backend is not None and backend.spec is not None and "paged_kv_indices" in backend.spec.device_needs
         ]
         """Groups whose backends read page indices on the device: every step makes them there."""
         self.waits_for_last_plan = any(

@@ -65,8 +65,10 @@ class BackendSpec:
     """Feature -> why the backend does not have it."""
     cuda_graph: str = "never"
     """Of GRAPH_LEVELS: the highest level that may be captured."""
-    needs: Collection[str] = ("block_table",)
-    """Of NEEDS."""
+    host_needs: Collection[str] = ()
+    """Fields of ``metadata.host`` that it reads, in ``plan`` or a layer."""
+    device_needs: Collection[str] = ()
+    """Fields of metadata that it reads on the device; builders make page lists where ``paged_kv_indices`` is one."""
     requires: Collection[str] = ()
     """Distributions with versions (``acme-kernels>=2``) that must be installed."""
     phases: Collection[str] = ("prefill", "decode")

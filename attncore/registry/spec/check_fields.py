@@ -21,6 +21,7 @@ from attncore.registry.spec.option import Option
 from attncore.registry.spec.plain_values import collection, mapping, positive, text
 from attncore.registry.spec.sizes import as_sizes
 from attncore.registry.spec.variant import Variant
+from attncore.step_arrays import FIELD_NAMES
 from attncore.vocabulary import (
     DTYPES,
     FEATURES,
@@ -28,7 +29,6 @@ from attncore.vocabulary import (
     HOST_LENGTHS,
     KV_CACHE_DTYPES,
     KV_CACHE_LAYOUTS,
-    NEEDS,
     PAD_SEQ_LEN,
     PHASES,
     PLAN_STAGING,
@@ -64,6 +64,9 @@ def _contradictions(values: Values) -> Iterable[str]:
     for variable in values["variables"]:
         if not variable.startswith(prefix := variable_prefix(values["name"])):
             yield f"variables: {quoted(variable)} does not begin with {prefix}"
+    for feature, more in (("kv_scales", "kv_scales_on_device"), ("kv_scales_on_device", "kv_scales_per_head")):
+        if more in values["features"] and feature not in values["features"]:
+            yield f"features: {more!r} is declared without {feature!r}, which it is more of"
     for feature in sorted(values["features"] & values["unsupported"].keys()):
         yield f"unsupported: {feature!r} is also among features"
 
@@ -120,6 +123,14 @@ def _words_at_least_one(known: Collection[str]) -> Callable[[str, object], froze
 
 def _words_or_none(known: Collection[str]) -> Callable[[str, object], frozenset[str]]:
     return lambda field, value: frozenset(_words(field, value, known))
+
+
+def _metadata_fields(field: str, value: object) -> frozenset[str]:
+    names = [text(field, name, "not a name") for name in collection(field, value, "not a collection of names")]
+    for name in names:
+        if name not in FIELD_NAMES:
+            raise ValueError(f"{field}: {quoted(name)} is no field of metadata{did_you_mean(name, FIELD_NAMES)}")
+    return frozenset(names)
 
 
 def _ordered_words(known: Collection[str]) -> Callable[[str, object], tuple[str, ...]]:
@@ -239,7 +250,8 @@ _CHECKS: Mapping[str, Callable[[str, object], object]] = {
     "features": _words_or_none(FEATURES),
     "unsupported": _unsupported,
     "cuda_graph": _word(GRAPH_LEVELS),
-    "needs": _words_or_none(NEEDS),
+    "host_needs": _metadata_fields,
+    "device_needs": _metadata_fields,
     "requires": _requires,
     "phases": _words_at_least_one(PHASES),
     "head_size_v": lambda field, value: None if value is None else as_sizes(field, value),

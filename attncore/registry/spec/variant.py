@@ -30,7 +30,8 @@ class VariantFacts(TypedDict, total=False):
     features: Collection[str]
     unsupported: Mapping[str, str]
     cuda_graph: str
-    needs: Collection[str]
+    host_needs: Collection[str]
+    device_needs: Collection[str]
     phases: Collection[str]
     head_size_v: Collection[int] | MultipleOf | None
     use_mla: bool

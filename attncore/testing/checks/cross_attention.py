@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from attncore.testing.engines.cross_engine import CrossEngine
+from attncore.testing.engines.steps_on_device import reads_page_lists
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import FEATURES
 from attncore.testing.harness.draw_batches import explore, lengths
@@ -58,7 +59,7 @@ def test_cross_attention_of_the_list_builder(attncore_subject: Subject) -> None:
     """Prompts alone, whose cross table is empty; decodes, padded as for a graph too; both; and a profiling run."""
     attncore_subject.require_phase("prefill", "decode")
     engine = _cross(attncore_subject)
-    if "page_list" in attncore_subject.form.needs:
+    if reads_page_lists(attncore_subject.form):
         raise UnsupportedError("the list builder makes no page lists of an encoder's keys")
     size = engine.block_size
     for name, length in enumerate((1, size, 2 * size + 1, 5)):

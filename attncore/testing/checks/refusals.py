@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from attncore.registry.spec.sizes import MultipleOf
 from attncore.testing.engines.run_batches import run_around_a_block
@@ -72,6 +73,8 @@ def test_undeclared_sizes_are_refused_or_right(attncore_subject: Subject, field:
         ("sinks", "per head", "sinks"),
         ("k_scale", 0.5, "kv_scales"),
         ("v_scale", 0.5, "kv_scales"),
+        ("k_scale", "tensor", "kv_scales_on_device"),
+        ("v_scale", "tensor per head", "kv_scales_per_head"),
         ("attn_type", "encoder", "encoder"),
         ("attn_type", "encoder_only", "encoder"),
         ("attn_type", "encoder_decoder", "encoder_decoder"),
@@ -85,7 +88,12 @@ def test_undeclared_features_are_refused_with_a_sentence(
     if feature in form.features or (feature == "alibi" and "alibi_standard" in form.features):
         raise NothingToRefuseError(f"its spec declares {feature}, so there is nothing to refuse")
     backend = attncore_subject.backend()
-    given: dict[str, Any] = {argument: [0.5] * backend.config.num_heads if value == "per head" else value}
+    meant = {
+        "per head": [0.5] * backend.config.num_heads,
+        "tensor": torch.tensor(0.5),
+        "tensor per head": torch.tensor([0.5] * backend.config.num_kv_heads),
+    }
+    given: dict[str, Any] = {argument: meant.get(value, value)}
     error = _refused(lambda: backend.impl("layers.0", scale=1.0, **given), f"{argument}={value}")
     if not str(error).startswith(argument):
         raise ConformanceError(f"the error for {argument}={value} does not begin with the argument's name: {error}")

@@ -10,7 +10,7 @@ from torch import Tensor
 from attncore.testing.engines.compare import StepRequest, compare
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.run_batches import engine_on_gpu
-from attncore.testing.engines.steps_on_device import planned
+from attncore.testing.engines.steps_on_device import planned, reads_page_lists
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
@@ -24,7 +24,7 @@ REFILLED = ("slot_mapping", "block_table", "seq_lens", "query_start_loc", "posit
 def test_a_captured_graph_replays_with_new_lengths(attncore_subject: Subject) -> None:
     """Decodes captured once, replayed after another plan with other lengths in the same tensors."""
     attncore_subject.require_graphs("decode")
-    if "page_list" in attncore_subject.form.needs:
+    if reads_page_lists(attncore_subject.form):
         raise UnsupportedError("captured page lists are laid out by the library's own state, which this test has not")
     engine = engine_on_gpu(attncore_subject, "no graph can be captured")
     names = {"a": 1, "b": engine.block_size, "c": engine.block_size + 1}

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attncore.testing.engines.random_tensors import scale_of
 from attncore.testing.harness.errors import ConformanceError
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def compare(answer: Tensor, expected: list[Tensor], requests: list[StepRequest],
     """The largest error of all requests; ConformanceError naming the first request, token and head beyond tolerance."""
     worst, start = 0.0, 0
     # A kernel rounds what it weighs before it multiplies by v_scale: errors are of the scale's size, as values are.
-    unit = max(1.0, float(engine.features.get("v_scale", 1.0)))
+    scales = scale_of(engine.features, "k_scale" if engine.config.use_mla else "v_scale").clamp(min=1.0)
+    unit = scales.repeat_interleave(engine.config.num_heads // len(scales), dim=0)  # of each query head
     for request, wanted in zip(requests, expected, strict=True):
         found = answer[start : start + request.tokens].float()
         start += request.tokens

@@ -13,7 +13,7 @@ from attncore.builder import Sequence as OneSequence
 from attncore.testing.engines.compare import EncoderStepRequest, StepRequest
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.requests import MAX_REQUESTS, History
-from attncore.testing.engines.steps_on_device import planned
+from attncore.testing.engines.steps_on_device import planned, reads_page_lists
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend, AttentionImpl
@@ -72,7 +72,7 @@ class CrossEngine(Engine):
     ) -> Tensor:
         """A step of the list builder: ``prompts`` with their numbers of tokens, whose encoder tokens are computed in
         it, then ``decodes``."""
-        layout = "flash" if self.config.spec is None or "page_list" not in self.config.spec.needs else "flashinfer"
+        layout = "flashinfer" if reads_page_lists(self.config.spec) else "flash"
         builder = CommonMetadataBuilder(
             self.block_size, layout, encoder_decoder=True, max_seq_len_to_capture=self.num_blocks * self.block_size
         )

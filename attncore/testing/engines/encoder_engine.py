@@ -12,7 +12,7 @@ from attncore.builder import CommonMetadataBuilder, SequenceGroup
 from attncore.builder import Sequence as OneSequence
 from attncore.testing.engines.compare import EncoderStepRequest, StepRequest
 from attncore.testing.engines.engine import Engine
-from attncore.testing.engines.steps_on_device import planned
+from attncore.testing.engines.steps_on_device import planned, reads_page_lists
 from attncore.testing.harness.errors import ConformanceError
 
 if TYPE_CHECKING:
@@ -33,10 +33,9 @@ class EncoderEngine(Engine):
 
         With ``cached`` the layer is handed a cache, of which nothing may change.
         """
-        spec = self.config.spec
         encoder = self.attn_type == "encoder"
         # the layout flashinfer has no encoder fields
-        layout = "flashinfer" if spec is not None and "page_list" in spec.needs and not encoder else "common"
+        layout = "flashinfer" if reads_page_lists(self.config.spec) and not encoder else "common"
         builder = CommonMetadataBuilder(self.block_size, layout, encoder_decoder=encoder)
         groups = [
             SequenceGroup(True, [OneSequence(i, 1 if encoder else n, 0, None)], False, n if encoder else None)

@@ -21,7 +21,7 @@ from attncore.testing.engines.likely_cause import NOT_OF_DENSE, likely_cause
 from attncore.testing.engines.metadata_snapshot import MetadataSnapshot
 from attncore.testing.engines.random_tensors import RandomTensors
 from attncore.testing.engines.requests import MAX_REQUESTS, History, Requests
-from attncore.testing.engines.steps_on_device import padded, planned
+from attncore.testing.engines.steps_on_device import padded, planned, reads_page_lists
 from attncore.testing.engines.tolerances import tolerance
 from attncore.testing.harness.errors import ConformanceError
 
@@ -262,4 +262,4 @@ class Engine(Requests):
 def _layout(spec: SpecFacts | None, decodes: Mapping[Hashable, int]) -> str:
     if any(count > 1 for count in decodes.values()):
         return "flash"
-    return "flashinfer" if spec is not None and "page_list" in spec.needs else "common"
+    return "flashinfer" if reads_page_lists(spec) else "common"

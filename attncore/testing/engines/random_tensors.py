@@ -16,6 +16,11 @@ GRID = (-2.0, -1.5, -1.0, -0.5, 0.5, 1.0, 1.5, 2.0)  # exact in every dtype of a
 Part = Literal["query", "key", "value"]
 
 
+def scale_of(features: Mapping[str, Any], name: str) -> Tensor:
+    """A layer's ``k_scale`` or ``v_scale``, a number or a tensor: float32 (1, 1) or (num_kv_heads, 1) on the host."""
+    return torch.as_tensor(features.get(name, 1.0), dtype=torch.float32).cpu().reshape(-1, 1)
+
+
 class RandomTensors:
     """Draws float32 tensors on the host for a backend's configuration, from ``seed``.
 
@@ -43,7 +48,7 @@ class RandomTensors:
         shape = (count, config.num_heads if part == "query" else config.num_kv_heads, size)
         if part != "query" and self.on_grid:
             drawn = torch.from_numpy(self.random.choice(np.array(GRID, dtype=np.float32), shape))
-            return drawn * float(self.features.get("v_scale" if part == "value" else "k_scale", 1.0))
+            return drawn * scale_of(self.features, "v_scale" if part == "value" else "k_scale")
         drawn = torch.randn(shape, generator=self._torch_random) * (1.5 if part == "query" else 1.0)
         return drawn.to(getattr(torch, config.dtype)).float()
 

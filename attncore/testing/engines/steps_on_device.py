@@ -13,12 +13,17 @@ from attncore.testing.engines.metadata_snapshot import MetadataSnapshot
 from attncore.testing.engines.pad_array import pad_array
 
 if TYPE_CHECKING:
-    from attncore.abstract import AttentionBackend
+    from attncore.abstract import AttentionBackend, SpecFacts
 
 COPIED = (
     *COUNTS, "moves", "req_ids", "decodes_first", "from_groups", "use_cuda_graph", "max_decode_query_len",
 )  # fmt: skip
 """Fields beside the arrays that a copy of a step has."""
+
+
+def reads_page_lists(spec: SpecFacts | None) -> bool:
+    """Whether a backend finds its blocks by page lists; of the list builder's dialects only some have them."""
+    return spec is not None and "paged_kv_indices" in {*spec.host_needs, *spec.device_needs}
 
 
 def planned(backend: AttentionBackend, step: CommonAttentionMetadata) -> CommonAttentionMetadata:

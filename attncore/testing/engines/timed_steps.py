@@ -11,7 +11,7 @@ import torch
 from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder
 from attncore.json_lines.list_builder import Batch
 from attncore.testing.engines.saved_steps import read_steps
-from attncore.testing.engines.steps_on_device import planned
+from attncore.testing.engines.steps_on_device import planned, reads_page_lists
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 
@@ -138,7 +138,7 @@ class Timed:
                 raise UnsupportedError(
                     f"the steps have block_size {batch.block_size}, the backend {self.config.block_size}; set REQUEST"
                 )
-            layout = "flashinfer" if "page_list" in form.needs else "common"
+            layout = "flashinfer" if reads_page_lists(form) else "common"
             self.builds.append(_list_build(batch, layout))
             self.sends.append(_reading(_list_build(batch, layout, self.backend)))
         return steps.num_blocks

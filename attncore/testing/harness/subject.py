@@ -19,6 +19,7 @@ from attncore.registry.request import AttentionRequest
 from attncore.registry.spec import sizes
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.sizes import MultipleOf
+from attncore.testing.harness.declared_needs import only_declared_fields
 from attncore.testing.harness.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class Subject:
     """One backend by name, on this machine.
 
     ``form`` is the spec of the first variant that runs here, and the facts that tests go by; ``refusals`` say why none
-    does. ``backend`` makes (and keeps) backends.
+    does. ``backend`` makes (and keeps) backends. They read the declared fields of a step alone, but without
+    ``checks_needs``: what times a backend hands it the step as it is.
     """
 
     def __init__(
@@ -48,11 +50,13 @@ class Subject:
         device: str | None = None,
         options: Mapping[str, Any] | None = None,
         host: Host | None = None,
+        checks_needs: bool = True,
     ) -> None:
         self.name = name
         self.device = device
         self.options = dict(options or {})
         self.host = host
+        self._watched = only_declared_fields if checks_needs else _as_it_is
         self._made: dict[tuple[Any, ...], AttentionBackend] = {}
 
     @cached_property
@@ -117,17 +121,17 @@ class Subject:
         """
         key = tuple(sorted(changes.items()))
         if key not in self._made:
-            self._made[key] = self._choose(**_base(self.form, **changes)).create(self.device, self.options)
+            self._made[key] = self.another(**changes)
         return self._made[key]
 
     def another(self, **changes: Any) -> AttentionBackend:
         """A backend for the base request with ``changes``, made anew in each call."""
-        return self._choose(**_base(self.form, **changes)).create(self.device, self.options)
+        return self._watched(self._choose(**_base(self.form, **changes)).create(self.device, self.options))
 
     def beyond(self, **changes: Any) -> AttentionBackend:
         """A backend for a configuration that the spec does not declare, made past the negotiation that would refuse."""
         config = dataclasses.replace(self.backend().config, **changes)
-        return self._choose(**_base(self.form)).create_for(config)
+        return self._watched(self._choose(**_base(self.form)).create_for(config))
 
     def around_a_block(self, size: int) -> list[tuple[int, int]]:
         """Requests of (context, tokens of a step), of the phases that the form runs, at the edges of blocks of
@@ -174,6 +178,10 @@ class Subject:
         if self.form.cuda_graph == "never":
             raise UnsupportedError("its spec says cuda_graph='never'")
         self.require_phase(*phases)
+
+
+def _as_it_is(backend: AttentionBackend) -> AttentionBackend:
+    return backend
 
 
 def _base(form: BackendSpec, **changes: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from flashinfer_standin_wrapper import Recorder
 from torch import Tensor
 
 from attncore import BackendConfig
+from attncore.testing.harness.declared_needs import only_declared_fields
 
 __all__ = [
     "Decode",
@@ -40,7 +41,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 
 
 def backend(recorder: Recorder | None = None, **changes: Any) -> FlashInferBackend:
-    """A backend on the CPU over the stand-in: bf16, four heads over two of 64, blocks of 4."""
+    """A backend on the CPU over the stand-in: bf16, four heads over two of 64, blocks of 4; reading declared fields."""
     made = recorder or Recorder()
     parts = [type(kind.__name__, (kind,), {"recorder": made}) for kind in (Decode, Prefill)]
 
@@ -54,4 +55,5 @@ def backend(recorder: Recorder | None = None, **changes: Any) -> FlashInferBacke
         import attn_flashinfer
 
         sizes |= {"spec": attn_flashinfer.attncore_backend(), "variant": "built"}
-    return OnCpu(BackendConfig(**sizes))
+    made_for: Any = only_declared_fields(OnCpu(BackendConfig(**sizes)))
+    return made_for

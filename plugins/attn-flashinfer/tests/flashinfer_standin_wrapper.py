@@ -47,6 +47,8 @@ class Wrapper:
         causal: bool, indices: Tensor, k_scale: float, v_scale: float,
     ) -> None:  # fmt: skip
         """``rows`` are (tokens, first page, keys): the tokens' queries, and where their keys are."""
+        if isinstance(k_scale, Tensor) or isinstance(v_scale, Tensor):
+            raise TypeError("scales: of fa2 they are arguments of the kernel, numbers")
         keys, values = caches if isinstance(caches, tuple) else caches.unbind(1)
         if self._layout == "HND":
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)

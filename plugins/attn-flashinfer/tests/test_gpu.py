@@ -53,6 +53,21 @@ def test_hnd_and_an_fp8_cache_with_scales() -> None:
         run_batch(engine, LONG)
 
 
+@pytest.mark.parametrize("decode", ["auto", "cuda_cores", "xqa"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_an_fp8_cache_with_scales_on_the_device(heads: int, decode: str) -> None:
+    """None is a power of two: what is multiplied into the query and the output is rounded there once."""
+    backend = made({"decode": decode}, kv_cache_dtype="fp8_e4m3")
+    scales = {"k_scale": torch.tensor([3.0, 0.7])[:heads], "v_scale": torch.tensor([0.3, 5.0])[:heads]}
+    engine = Engine(backend, num_blocks=160, scale=64**-0.5 / 3, with_lse=decode != "xqa", **scales)
+    run_batch(engine, LONG)
+    halved = {name: scale / 2 for name, scale in scales.items()}
+    engine.impl.set_scales(**halved)
+    engine.features.update(halved)
+    engine.add("later", 40)
+    engine.step({"later": 40})
+
+
 def test_a_pair_of_caches() -> None:
     for form in FORMS:
         for options in ({}, {"decode": "cuda_cores"}, {"decode": "xqa"}):

@@ -36,7 +36,7 @@ def test_configurations(changes: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("features", "says"),
     [
-        ({"k_scale": 0.5}, "k_scale: 0.5 and v_scale 1.0 found; only an fp8 cache"),
+        ({"k_scale": 0.5}, "k_scale: 0.5 given for a cache of auto; only an fp8 cache"),
         ({"sinks": [0.1] * 4}, "sinks: flashinfer does not support sinks"),
         ({"alibi_slopes": [0.1] * 4}, "alibi_slopes: flashinfer does not support alibi"),
         ({"attn_type": "encoder"}, "attn_type: flashinfer does not support encoder"),

@@ -46,6 +46,23 @@ def test_an_fp8_cache_with_scales(scales: tuple[float, float]) -> None:
     run_batch(engine, MIXED)
 
 
+@pytest.mark.parametrize("decode", ["auto", "xqa"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_an_fp8_cache_with_scales_on_the_device(heads: int, decode: str) -> None:
+    """The library is given no scale then: it would read it on the host. A number beside a tensor is still given."""
+    recorder = standin.Recorder()
+    options: dict[str, Any] = {"decode": decode}
+    backend = standin.backend(recorder, kv_cache_dtype="fp8_e4m3", block_size=16, options=options)
+    k_scale, v_scale = torch.tensor([1024.0, 256.0])[:heads], torch.tensor([512.0, 2048.0])[:heads]
+    for given in ((k_scale, v_scale), (k_scale, 512.0)):
+        engine = Engine(backend, k_scale=given[0], v_scale=given[1], scale=64**-0.5 / 1024)
+        run_batch(engine, MIXED)
+        engine.impl.set_scales(given[0] / 2, given[1])
+        engine.features["k_scale"] = given[0] / 2
+        engine.add("later", 9)
+        engine.step({"later": 9})
+
+
 def test_layers_that_disagree_get_their_own_plan() -> None:
     recorder = standin.Recorder()
     backend = standin.backend(recorder)

@@ -38,7 +38,7 @@ def test_kernels_in_the_interpreter():
 
 
 def test_cache_write_in_the_interpreter():
-    assert run("test_cache_write.py", "cpu") == 6
+    assert run("test_cache_write.py", "cpu") == 12
 
 
 @pytest.mark.parametrize("part", [f"({HALF})", f"not ({HALF})"], ids=["one half", "the other"])

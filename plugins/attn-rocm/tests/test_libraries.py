@@ -155,7 +155,7 @@ def test_wrong_tensors_are_named(name, wrong, why, monkeypatch):
 def test_scales_of_a_cache_that_has_none(monkeypatch):
     standins.install(monkeypatch, "aiter")
     backend = standins.backend("triton")
-    with pytest.raises(ValueError, match=r"k_scale: 0.5 given for a cache of auto; only fp8 has scales"):
+    with pytest.raises(ValueError, match=r"k_scale: 0.5 given for a cache of auto; only an fp8 cache has scales"):
         backend.impl("layers.0", scale=1.0, k_scale=0.5)
 
 

@@ -34,7 +34,8 @@ def on_cuda(block_size, *, page_list=False):
     if page_list:
         spec = BackendSpec(
             name="on-cuda", api=ATTNCORE_API, factory="nowhere:OnCuda", devices={"cuda": 1}, dtypes={"float32"},
-            head_sizes={8}, block_sizes=MultipleOf(1), needs={"page_list"}, cuda_graph="always",
+            head_sizes={8}, block_sizes=MultipleOf(1), device_needs={"paged_kv_indices"},
+            cuda_graph="always",
         )  # fmt: skip
     return OnCuda(
         BackendConfig(

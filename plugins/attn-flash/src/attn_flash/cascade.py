@@ -38,8 +38,9 @@ def cascade_step(
     shared = find_shared_prefix(table, host.context_lens, block_size, rule, null_block=null_block)
     if shared is None:
         return None
-    rows = len(host.query_lens)
-    cascade = plan_cascade(shared, table[:rows], host.query_lens, host.seq_lens[:rows])
+    query_lens = np.diff(host.query_start_loc)
+    rows = len(query_lens)
+    cascade = plan_cascade(shared, table[:rows], query_lens, host.seq_lens[:rows])
 
     def sent(array: npt.NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))

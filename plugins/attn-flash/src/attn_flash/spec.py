@@ -76,12 +76,20 @@ def make_spec() -> BackendSpec:
         block_sizes=MultipleOf(16),
         kv_cache_layouts=("NHD", "HND"),
         cuda_graph="uniform",
-        needs=("block_table",),
+        host_needs={
+            "query_start_loc", "context_lens", "seq_lens", "slot_mapping", "block_table", "encoder_seq_lens",
+            "encoder_query_start_loc",
+        },
+        device_needs={
+            "slot_mapping", "block_table", "query_start_loc", "seq_lens", "seq_start_loc", "cross_slot_mapping",
+            "cross_block_table", "encoder_seq_lens", "encoder_query_start_loc", "encoder_seq_start_loc",
+            "positions", "token_to_req_indices",  # slopes over keys of this step
+        },
         host_lengths="bounded",
         requires=("torch>=2.6",),
         options={"generation": Option(str, "use this generation or none", choices=("2", "4"))},
         variants=(_variant("4"), _variant("2")),
-    )
+    )  # fmt: skip
 
 
 def _variant(generation: str) -> Variant:

@@ -41,7 +41,10 @@ def attncore_backend() -> BackendSpec:
         block_sizes=MultipleOf(1),
         preferred_block_size=16,
         kv_cache_layouts=("NHD", "HND"),
-        features={"sliding_window", "logits_soft_cap", "kv_scales", "multi_token_decode", "strided_kv_cache", "lse"},
+        features={
+            "sliding_window", "logits_soft_cap", "kv_scales", "kv_scales_on_device", "kv_scales_per_head",
+            "multi_token_decode", "strided_kv_cache", "lse",
+        },
         unsupported={
             "alibi": "FlashInfer makes its own slopes, from the local number of heads",
             "alibi_standard": "FlashInfer makes its own slopes, which are wrong under tensor parallelism",
@@ -51,7 +54,15 @@ def attncore_backend() -> BackendSpec:
             "tree_mask": "it passes no mask",
         },
         cuda_graph="uniform",
-        needs={"page_list", "block_table"},
+        host_needs={
+            "query_start_loc", "seq_lens", "paged_kv_indptr", "paged_kv_last_page_len",
+            "block_table", "paged_kv_indices", "slot_mapping",  # ids beyond the cache, prompts without slots: refused
+            "context_lens",  # the option cascade
+        },
+        device_needs={
+            "slot_mapping", "paged_kv_indptr", "paged_kv_last_page_len", "paged_kv_indices",
+            "block_table", "seq_lens",  # the option decode=xqa
+        },
         host_lengths="exact",
         plan_staging="shared",
         pad_seq_len=0,
@@ -62,7 +73,7 @@ def attncore_backend() -> BackendSpec:
             Variant("built", check=checks.built),
             Variant("jit", check=checks.compiled, compiles_at_run_time=True),
         ),
-    )
+    )  # fmt: skip
 
 
 @hookimpl

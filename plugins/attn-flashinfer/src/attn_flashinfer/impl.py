@@ -29,12 +29,7 @@ class FlashInferImpl(AttentionImpl):
         for name, given in (("alibi_slopes", self.alibi_slopes), ("sinks", self.sinks)):
             if given is not None:
                 raise ValueError(f"{name}: given, but flashinfer takes none")
-        scales = {"k_scale": float(self.k_scale), "v_scale": float(self.v_scale)}
         fp8 = torch.finfo(backend.shape.cache_dtype).bits == 8
-        if not fp8 and (self.k_scale, self.v_scale) != (1.0, 1.0):
-            raise ValueError(
-                f"k_scale: {self.k_scale} and v_scale {self.v_scale} found; only an fp8 cache is kept with scales"
-            )
         if self.logits_soft_cap is not None and backend.decode_kernel == "xqa":
             raise ValueError("logits_soft_cap: decode=xqa has none; create the backend with another kernel of decodes")
         if self.sliding_window is not None and fp8 and backend.decode_kernel == "xqa":
@@ -42,12 +37,28 @@ class FlashInferImpl(AttentionImpl):
                 f"sliding_window: decode=xqa {XQA_WINDOW_FP8}; create the backend with another kernel of decodes"
             )
         backend.check_modules(self.sliding_window, self.logits_soft_cap)
-        self._scales = {name: factor for name, factor in scales.items() if factor != 1.0}
         self._plans = backend.plans_of(PlanKey(self.scale, self.sliding_window, self.logits_soft_cap))
-        self._write = CacheWriter(self.k_scale, self.v_scale)
+        self.scales_changed()
         self._kv_cache: Any = _NO_CACHE_YET
         self._caches: tuple[Tensor, Tensor]
         self._slots: tuple[Tensor, Tensor]
+
+    def scales_changed(self) -> None:
+        """See the base class.
+
+        The kernels take numbers: ``run`` multiplies ``sm_scale`` by ``k_scale`` on the host, where a tensor would have
+        to be read, and there is one for all heads. A tensor k_scale is therefore multiplied into the query, whose
+        scores with the keys of the cache are the same then, and v_scale into the output, of which it is a factor: two
+        small launches, which read the scales on the device. The log-sum-exp is that of the scores, and needs nothing.
+        """
+        self._write = CacheWriter(self.k_scale, self.v_scale)
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        self._scales = {name: scale for name, scale in scales.items() if isinstance(scale, float) and scale != 1.0}
+        self._of_query = self._of_output = None
+        if not isinstance(self.k_scale, float):
+            self._of_query = self.k_scale.view(-1, 1, 1)
+        if not isinstance(self.v_scale, float):
+            self._of_output = self.v_scale.view(-1, 1, 1)
 
     def forward(
         self,
@@ -107,6 +118,10 @@ class FlashInferImpl(AttentionImpl):
         if output is None:
             output = query.new_empty(query.shape)
         target = output if output.is_contiguous() else query.new_empty(query.shape)
+        if self._of_query is not None:
+            scaled = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+            torch.mul(self._of_kv_heads(query), self._of_query, out=self._of_kv_heads(scaled))
+            query = scaled
         caches, scales, count = self._caches, self._scales, query.shape[0]
         for run, start, stop in step.parts:
             if stop - start == count:
@@ -117,9 +132,17 @@ class FlashInferImpl(AttentionImpl):
                 run(part, caches, out=out, **scales)
             else:
                 lse[start:stop] = run(part, caches, out=out, return_lse=True, **scales)[1]
+        if self._of_output is not None:
+            self._of_kv_heads(target).mul_(self._of_output)
         if target is not output:
             output.copy_(target)
         return output
+
+    def _of_kv_heads(self, tensor: Tensor) -> Tensor:
+        """(T, num_heads, size) as a view (T, num_kv_heads, heads that share one, size)."""
+        count, heads, size = tensor.shape
+        kv_heads = self.backend.shape.num_kv_heads
+        return tensor.view(count, kv_heads, heads // kv_heads, size)
 
     def _take(self, kv_cache: Any, metadata: AttentionMetadata) -> None:
         """Keeps views of the layer's cache: as the kernels take it, and as slots address it."""

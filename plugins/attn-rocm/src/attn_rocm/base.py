@@ -68,15 +68,13 @@ class RocmImpl(AttentionImpl):
 
     def __init__(self, backend: AttentionBackend, layer_name: str, **features: Unpack[LayerFeatures]) -> None:
         super().__init__(backend, layer_name, **features)
-        for name, number in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
-            if number != 1.0 and not backend.config.kv_cache_dtype.startswith("fp8"):
-                raise ValueError(
-                    f"{name}: {number} given for a cache of {backend.config.kv_cache_dtype}; only fp8 has scales"
-                )
         self._caches_of: Any = None
         self._caches: tuple[Tensor, Tensor]
         self.writer = CacheWriter(self.k_scale, self.v_scale)
         self.slopes, self.head_sinks = self._per_head(self.alibi_slopes), self._per_head(self.sinks)
+
+    def scales_changed(self) -> None:
+        self.writer = CacheWriter(self.k_scale, self.v_scale)
 
     def _per_head(self, numbers: Sequence[float] | Tensor | None) -> Tensor | None:
         if numbers is None:

@@ -143,12 +143,15 @@ def _attention(variant: Attention, arch: str) -> tuple[ASTSource, dict[str, int]
         "key_starts_ptr": "*i32" if variant.raw else None,
         "slopes_ptr": "*fp32" if "ALIBI" in variant.features else None,
         "sinks_ptr": "*fp32" if "SINKS" in variant.features else None,
+        "k_scale_ptr": None,
+        "v_scale_ptr": None,
         **dict.fromkeys(("scale", "raw_scale", "v_scale", "cap"), "fp32"),
     }
     constants: dict[str, Any] = {
         "HEADS": heads, "GROUP": group, "SIZE": size, "PAGE": PAGE, "ROWS": tile.rows, "D": padded, "N": tile.keys,
         "SPLITS": variant.splits, "DECODE": variant.decode and not variant.drafts, "CAUSAL": variant.causal,
         "TABLE": variant.table, "RAW": variant.raw, "FP8": variant.fp8, "INTERPRET": False,
+        "K_SCALES": 0, "V_SCALES": 0,
         "TAKEN": tile.heads(group), "SLICE": tile.slice,
         **{name: name in variant.features for name in EVERYTHING},
     }  # fmt: skip
@@ -166,7 +169,7 @@ def _other(name: str) -> tuple[ASTSource, dict[str, int]]:
     store |= {"slots": "*i64", "k_scale": "fp32", "v_scale": "fp32"}
     numbers: dict[str, Any] = {
         "block_size": PAGE, "largest": 448.0 if fp8 else 0.0, "heads": KV_HEADS, "size": 128, "size_v": 128,
-        "heads_up": KV_HEADS, "size_up": 128, "size_v_up": 128,
+        "heads_up": KV_HEADS, "size_up": 128, "size_v_up": 128, "k_scales": 0, "v_scales": 0,
     }  # fmt: skip
     return _source(store_both, store, numbers), {"num_warps": 4}
 

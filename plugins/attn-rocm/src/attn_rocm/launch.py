@@ -19,15 +19,16 @@ FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """What a layer asks of the kernels. ``slopes`` and ``sinks`` are float32 (heads,) on the device, times log2(e)."""
+    """What a layer asks of the kernels. ``slopes`` and ``sinks`` are float32 (heads,) on the device, times log2(e); the
+    scales are floats, or float32 (1,) or (kv heads,) on the device, where the kernel reads them."""
 
     scale: float
     window: int | None = None
     soft_cap: float | None = None
     slopes: Tensor | None = None
     sinks: Tensor | None = None
-    k_scale: float = 1.0
-    v_scale: float = 1.0
+    k_scale: float | Tensor = 1.0
+    v_scale: float | Tensor = 1.0
     causal: bool = True
 
 
@@ -130,12 +131,15 @@ class Launcher:
         scale, cap = scoring.scale * LOG2E, 0.0
         if scoring.soft_cap is not None:
             scale, cap = 2 * scale / scoring.soft_cap, scoring.soft_cap * LOG2E
+        # The kernel multiplies by a number, or by what it finds at an address: one for all heads, or each head's own.
+        k_number, k_tensor, k_scales = _passed(scoring.k_scale)
+        v_number, v_tensor, v_scales = _passed(scoring.v_scale)
         pointers = (
             query, key_cache, value_cache, keys.key, keys.value, out, lse, table, keys.lengths, starts,
-            keys.raw_starts, scoring.slopes, scoring.sinks,
+            keys.raw_starts, scoring.slopes, scoring.sinks, k_tensor, v_tensor,
         )  # fmt: skip
         numbers = (
-            scale * scoring.k_scale, scale, scoring.v_scale, cap, num_seqs, len(query), keys.raw_rows,
+            scale * k_number, scale, v_number, cap, num_seqs, len(query), keys.raw_rows,
             scoring.window or 0, 0 if table is None else table.stride(0),
         )  # fmt: skip
         strides = (*query.stride()[:2], *kc, *vc, *key_strides, *value_strides, *out.stride()[:2])
@@ -146,5 +150,13 @@ class Launcher:
             DECODE=decode, CAUSAL=scoring.causal, TABLE=table is not None, RAW=keys.raw_rows > 0, FP8=fp8,
             WINDOW=scoring.window is not None, SOFT_CAP=scoring.soft_cap is not None,
             ALIBI=scoring.slopes is not None, SINKS=scoring.sinks is not None, LSE=lse is not None,
+            K_SCALES=k_scales, V_SCALES=v_scales,
             INTERPRET=self.interpreted, TAKEN=heads, SLICE=tile.slice, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
+
+
+def _passed(scale: float | Tensor) -> tuple[float, Tensor | None, int]:
+    """A scale as the kernel takes it: a number, an address, and which of the two it is (0: the number)."""
+    if isinstance(scale, float):
+        return scale, None, 0
+    return 1.0, scale, 1 if scale.numel() == 1 else 2

@@ -48,7 +48,7 @@ class SdpaImpl(RocmImpl):
             if caches is not None and paged and low < high:
                 positions = torch.arange(low, high, device=query.device)
                 gathered = [self._gather(cache, metadata.block_table[row], positions, query) for cache in caches]
-                parts.append((gathered[0] * self.k_scale, gathered[1] * self.v_scale))
+                parts.append((_times(gathered[0], self.k_scale), _times(gathered[1], self.v_scale)))
             if own:
                 parts.append((key[start:end], value[start:end]))
             keys, values = (torch.cat(of_both) for of_both in zip(*parts, strict=True))
@@ -79,6 +79,13 @@ class SdpaImpl(RocmImpl):
         return scaled_dot_product_attention(
             query.transpose(0, 1), key, value, attn_mask=bias, scale=self.scale
         ).transpose(0, 1)
+
+
+def _times(tokens: Tensor, scale: float | Tensor) -> Tensor:
+    """``tokens`` (positions, kv heads, size) times one scale, or each head's; in the same dtype."""
+    if isinstance(scale, float):
+        return tokens * scale
+    return (tokens * scale.view(-1, 1)).to(tokens.dtype)
 
 
 class SdpaBackend(RocmBackend):

@@ -43,10 +43,14 @@ def make_spec() -> BackendSpec:
         block_sizes=MultipleOf(1),
         preferred_block_size=16,
         features={
-            "sliding_window", "logits_soft_cap", "alibi", "sinks", "kv_scales", "encoder", "encoder_decoder",
-            "multi_token_decode", "strided_kv_cache", "lse",
+            "sliding_window", "logits_soft_cap", "alibi", "sinks", "kv_scales", "kv_scales_on_device",
+            "kv_scales_per_head", "encoder", "encoder_decoder", "multi_token_decode", "strided_kv_cache", "lse",
         },
         unsupported={"tree_mask": "the kernels take no mask"},
+        device_needs={
+            "slot_mapping", "block_table", "query_start_loc", "seq_lens", "cross_slot_mapping", "cross_block_table",
+            "encoder_seq_lens", "encoder_query_start_loc",
+        },
         cuda_graph="always",
         compiles_at_run_time=True,
         variables=settings.VARIABLES,
@@ -134,6 +138,7 @@ def _ck() -> Variant:
             "kv_scales": "the Triton kernels do that alone",
             "tree_mask": "flash-attn takes no mask",
         },
+        host_needs={"context_lens"},
         check=_check("ck", _is_ck, _has_triton),
     )
 
@@ -146,7 +151,10 @@ def _sdpa(developing: str | None) -> Variant:
     return Variant(
         "sdpa",
         factory="attn_rocm.sdpa_backend:SdpaBackend",
-        features={"sliding_window", "alibi", "kv_scales", "multi_token_decode", "strided_kv_cache"},
+        features={
+            "sliding_window", "alibi", "kv_scales", "kv_scales_on_device", "kv_scales_per_head", "multi_token_decode",
+            "strided_kv_cache",
+        },
         unsupported={
             "logits_soft_cap": "torch's scaled_dot_product_attention has none",
             "sinks": "torch's scaled_dot_product_attention has no place for them",
@@ -156,10 +164,12 @@ def _sdpa(developing: str | None) -> Variant:
             "tree_mask": "the plugin takes no mask",
         },
         cuda_graph="never",
+        host_needs={"query_start_loc", "seq_lens", "slot_mapping"},
+        device_needs={"slot_mapping", "block_table"},
         host_lengths="exact",
         compiles_at_run_time=False,
         check=_check("sdpa"),
-    )
+    )  # fmt: skip
 
 
 def _check(variant: str, *others: Check) -> Check:

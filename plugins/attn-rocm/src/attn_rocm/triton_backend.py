@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ class TritonImpl(RocmImpl):
             v_scale=self.v_scale,
             causal=self.attn_type is AttentionType.DECODER,
         )
+
+    def scales_changed(self) -> None:
+        super().scales_changed()
+        self.scoring = replace(self.scoring, k_scale=self.k_scale, v_scale=self.v_scale)
 
     def forward(
         self,

@@ -10,9 +10,10 @@ from attncore.ops import cache_writer_triton as cache_kernels
 DEVICE = "cuda" if os.environ["ATTNCORE_ROCM_DEV_DEVICE"] == "cuda" else "cpu"
 
 
+@pytest.mark.parametrize("tensors", [False, True])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_slots(layout, dtype):
+def test_slots(layout, dtype, tensors):
     """Every token lands in its slot, slots of -1 or past the end change nothing, fp8 is divided and cut off."""
     heads, size, page = 3, 24, 4
     random = torch.Generator().manual_seed(1)
@@ -26,10 +27,16 @@ def test_slots(layout, dtype):
     slots = torch.tensor([5, -1, 0, 23, 8, 24, 2**40])
     fp8 = dtype is not torch.float32
     largest = torch.finfo(dtype).max if fp8 else 0.0
+    scales = (2.0, 4.0) if fp8 else (1.0, 1.0)
+    if tensors:  # of all heads, and of each
+        scales = (torch.tensor(scales[:1], device=DEVICE), torch.tensor([scales[1]] * heads, device=DEVICE))
+        scales[1][1] *= 2
+        value[:, 1] *= 2 if fp8 else 1
     cache_kernels.store(
-        key.to(DEVICE), value.to(DEVICE), caches[0], caches[1], slots.to(DEVICE), 2.0 if fp8 else 1.0,
-        4.0 if fp8 else 1.0, largest,
+        key.to(DEVICE), value.to(DEVICE), caches[0], caches[1], slots.to(DEVICE), *scales, largest
     )  # fmt: skip
+    if tensors and fp8:
+        value[:, 1] /= 2
     for new, scale, cache in ((key, 2.0, caches[0]), (value, 4.0, caches[1])):
         wanted = torch.zeros(24, heads, size)
         for token, slot in enumerate(slots.tolist()):

@@ -203,6 +203,23 @@ def test_fp8_cache(dtype):
     Case(MIXED, cache_dtype=dtype).check(plain, raw_rows=3)
 
 
+@pytest.mark.parametrize("raw_rows", [0, 3])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_scales_on_the_device(heads, raw_rows):
+    """One for all heads, or one for each, read by the kernel; keys as they came have none."""
+    k_scale, v_scale = torch.tensor([0.5, 2.0])[:heads], torch.tensor([4.0, 0.25])[:heads]
+    case = Case(MIXED, cache_dtype=torch.float8_e5m2)
+    given = scoring(k_scale=k_scale.to(DEVICE), v_scale=v_scale.to(DEVICE), soft_cap=3.0)
+    on_host = dataclasses.replace(given, k_scale=k_scale.view(-1, 1), v_scale=v_scale.view(-1, 1))
+    output, _ = case.run(given)
+    wanted, _ = case.expected(on_host)
+    torch.testing.assert_close(output.float(), wanted, rtol=2e-5, atol=2e-5)
+    if raw_rows:
+        ones = dataclasses.replace(given, k_scale=torch.ones(2, device=DEVICE), v_scale=torch.ones(1, device=DEVICE))
+        found, _ = case.run(ones, raw_rows=raw_rows)
+        torch.testing.assert_close(found.float(), case.expected(scoring(soft_cap=3.0))[0], rtol=2e-5, atol=2e-5)
+
+
 def test_every_byte_of_fp8():
     """All finite numbers of both formats, small ones too, are read as torch reads them."""
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):

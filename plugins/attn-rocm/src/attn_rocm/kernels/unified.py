@@ -19,7 +19,7 @@ STEP_POINTERS = ["table_ptr", "lengths_ptr", "starts_ptr", "key_starts_ptr"]
 @triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
 def unified_attention(
     query_ptr, key_cache_ptr, value_cache_ptr, key_ptr, value_ptr, out_ptr, lse_ptr,
-    table_ptr, lengths_ptr, starts_ptr, key_starts_ptr, slopes_ptr, sinks_ptr,
+    table_ptr, lengths_ptr, starts_ptr, key_starts_ptr, slopes_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
     scale, raw_scale, v_scale, cap,
     num_seqs, num_tokens, raw_rows, window, table_stride,
     query_token, query_head, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
@@ -28,6 +28,7 @@ def unified_attention(
     ROWS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
     DECODE: tl.constexpr, CAUSAL: tl.constexpr, TABLE: tl.constexpr, RAW: tl.constexpr, FP8: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
     INTERPRET: tl.constexpr, TAKEN: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """Programs (block of queries, kv head and part of its group, split). A block is ``ROWS // TAKEN`` queries of one
@@ -38,7 +39,8 @@ def unified_attention(
     Keys come from the cache by the block table, but with RAW, of the first ``raw_rows`` sequences, those of this step
     (``key_starts``) as they came. ``DECODE``: token i is sequence i, so that nothing is searched. With ``SPLITS`` above
     1 each program takes a part of the keys and leaves float32 partial results for ``merge_splits``: ``out`` is then
-    (tokens, heads, splits, D) and ``lse``, to base 2, (tokens, heads, splits).
+    (tokens, heads, splits, D) and ``lse``, to base 2, (tokens, heads, splits). ``K_SCALES`` and ``V_SCALES``: what the
+    cache holds is times 0, a number that ``scale`` and ``v_scale`` have; 1, the one at ``k_scale_ptr``; 2, its head's.
     """
     BLOCK: tl.constexpr = ROWS // TAKEN
     PARTS: tl.constexpr = (GROUP + TAKEN - 1) // TAKEN
@@ -127,6 +129,10 @@ def unified_attention(
     acc = tl.zeros([ROWS, D], tl.float32)
 
     n = tl.arange(0, N)
+    if K_SCALES > 0:  # read here and not on the host: a captured graph sees what is there when it is replayed
+        scale = raw_scale * tl.load(k_scale_ptr + kv_head * (K_SCALES - 1))
+    if V_SCALES > 0:
+        v_scale = tl.load(v_scale_ptr + kv_head * (V_SCALES - 1))
     if TABLE:
         stop = tl.minimum(end, cached)
         table_ptr += seq.to(tl.int64) * table_stride

@@ -1,0 +1,33 @@
+"""Whether a step that no builder of this process made has the fields that a backend reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attncore.builder.fields import ENCODER_ARRAYS
+from attncore.builder.slices import HostArrays
+
+
+def check_needed_fields(metadata: Any, backend: Any) -> None:
+    """ValueError that names a field which the backend's spec declares (``host_needs``, ``device_needs``) and
+    ``metadata`` lacks.
+
+    Fields of encoders may be missing from a step without encoder tokens, ``slot_mapping`` from that of a cross group.
+    """
+    spec = backend.spec
+    if spec is None:
+        return
+    host = metadata.host
+    has_encoder = bool(getattr(metadata, "num_encoder_tokens", 0))
+    crosses = hasattr(host, "cross_slot_mapping") and not hasattr(host, "slot_mapping")
+    # What metadata makes of its host arrays is not made here: each field is a copy to the device.
+    on_device = host if type(host) is HostArrays else metadata
+    for needs, of in (("host_needs", host), ("device_needs", on_device)):
+        for name in sorted(getattr(spec, needs)):
+            if (name in ENCODER_ARRAYS and not has_encoder) or (name == "slot_mapping" and crosses):
+                continue
+            if not hasattr(of, name):
+                raise ValueError(
+                    f"metadata: no field {name}, which {backend.name} reads ({needs}); a step for it must have "
+                    f"{', '.join(sorted(getattr(spec, needs)))}"
+                )

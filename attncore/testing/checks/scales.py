@@ -1,0 +1,132 @@
+"""Scales of an fp8 cache: numbers and tensors, of all heads or of each, set late, calculated, seen by graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attncore.abstract import AttentionBackend
+from attncore.abstract.scales import HEADROOM
+from attncore.testing.engines.captured_engine import CapturedEngine
+from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.run_batches import run_around_a_block, run_batch
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError
+from attncore.testing.harness.subject import Subject
+
+__all__ = [
+    "test_calculated_scales",
+    "test_captured_sizes_see_scales_that_are_set",
+    "test_scales_of_an_fp8_cache",
+    "test_scales_of_each_head",
+    "test_scales_on_the_device",
+    "test_scales_set_after_the_layer_is_made",
+]
+LARGE = 1024.0
+"""Without it keys or values are beyond what e4m3 holds: a small scale, ignored both ways, would not show."""
+OF_HEADS = {"k_scale": (1024.0, 256.0), "v_scale": (512.0, 2048.0)}
+"""Of the two key/value heads of a request: another head's, and the other tensor's, are wrong by factors."""
+
+
+def _backend(subject: Subject, feature: str, **changes: Any) -> AttentionBackend:
+    subject.require(feature)
+    dtypes = sorted(name for name in subject.form.kv_cache_dtypes if name.startswith("fp8"))
+    if not dtypes:
+        raise UnsupportedError("its spec declares no fp8 cache")
+    return subject.backend(kv_cache_dtype=dtypes[0], **changes)
+
+
+def _features(backend: AttentionBackend, **scales: Any) -> dict[str, Any]:
+    """Arguments of a layer whose scores are of order one for all that."""
+    largest = float(torch.as_tensor(scales.get("k_scale", 1.0)).max())
+    return {"scale": backend.config.head_size**-0.5 / largest, **scales}
+
+
+@covers("kv_scales")
+@pytest.mark.parametrize("argument", ["k_scale", "v_scale"])
+def test_scales_of_an_fp8_cache(attncore_subject: Subject, argument: str) -> None:
+    """``k_scale`` and ``v_scale`` multiply what an fp8 cache holds."""
+    backend = _backend(attncore_subject, "kv_scales")
+    run_around_a_block(attncore_subject, backend, **_features(backend, **{argument: LARGE}))
+
+
+@covers("kv_scales_on_device")
+@pytest.mark.parametrize("argument", ["k_scale", "v_scale"])
+def test_scales_on_the_device(attncore_subject: Subject, argument: str) -> None:
+    """The same as tensors of one element, beside a number."""
+    backend = _backend(attncore_subject, "kv_scales_on_device")
+    run_around_a_block(attncore_subject, backend, **_features(backend, **{argument: torch.tensor(LARGE)}))
+
+
+@covers("kv_scales_per_head")
+def test_scales_of_each_head(attncore_subject: Subject) -> None:
+    """A scale for each key/value head, others for keys than for values."""
+    backend = _backend(attncore_subject, "kv_scales_per_head")
+    scales = {name: _of_heads(backend, numbers) for name, numbers in OF_HEADS.items()}
+    run_around_a_block(attncore_subject, backend, **_features(backend, **scales))
+
+
+@pytest.mark.parametrize("kind", ["numbers", "on_device", "per_head"])
+@covers("scales set later")
+def test_scales_set_after_the_layer_is_made(attncore_subject: Subject, kind: str) -> None:
+    """``set_scales`` counts from the next step on: of a layer made without scales, and of one made with others."""
+    backend = _backend(attncore_subject, "kv_scales" if kind == "numbers" else f"kv_scales_{kind}")
+    wanted: dict[str, Any] = {"k_scale": LARGE, "v_scale": LARGE / 2}
+    if kind == "on_device":
+        wanted = {name: torch.tensor(number) for name, number in wanted.items()}
+    if kind == "per_head":
+        wanted = {name: _of_heads(backend, numbers) for name, numbers in OF_HEADS.items()}
+    features = _features(backend, **wanted)
+    for before in ({}, {name: 2 * scale for name, scale in wanted.items()}):
+        engine = Engine(backend, scale=features["scale"], **before)
+        engine.impl.set_scales(**wanted)
+        engine.features.update(wanted)
+        run_batch(engine, attncore_subject.around_a_block(backend.config.block_size))
+
+
+@covers("kv_scales_on_device")
+def test_calculated_scales(attncore_subject: Subject) -> None:
+    """``calculate_kv_scales`` makes the scales that the steps after it are kept with."""
+    backend = _backend(attncore_subject, "kv_scales_on_device")
+    config = backend.config
+    largest = torch.finfo(backend.kv_cache_torch_dtype()).max
+    engine = Engine(backend, scale=config.head_size**-0.5 / 256)
+    size_v = config.head_size_v or config.head_size
+    first: dict[str, torch.Tensor] = {}
+    for name, size, scale in (("key", config.head_size, 256.0), ("value", size_v, 64.0)):
+        first[name] = torch.ones(3, config.num_kv_heads, size)
+        first[name][1, 0, 0] = -scale * largest / HEADROOM  # a power of two as the scale: the cache holds all exactly
+    dtype = getattr(torch, config.dtype)
+    if any(not bool(numbers.to(dtype).isfinite().all()) for numbers in first.values()):
+        raise UnsupportedError(f"numbers that such a cache is scaled for are beyond {config.dtype}")
+    key, value = engine.on_device(first.values())
+    engine.impl.calculate_kv_scales(key, None if config.use_mla else value)
+    wanted = {"k_scale": 256.0, "v_scale": 256.0 if config.use_mla else 64.0}  # latent values are keys
+    for name, scale in wanted.items():
+        found = torch.as_tensor(getattr(engine.impl, name)).flatten().tolist()
+        if found != [scale] * len(found):
+            raise ConformanceError(f"calculate_kv_scales made {name} {found}, not {scale}")
+    engine.features.update(wanted)
+    run_batch(engine, attncore_subject.around_a_block(config.block_size))
+
+
+@covers("kv_scales_on_device")
+def test_captured_sizes_see_scales_that_are_set(attncore_subject: Subject) -> None:
+    """Decodes that were captured before ``set_scales`` are replayed with the scales that it set."""
+    attncore_subject.require_graphs("prefill", "decode")
+    backend = _backend(attncore_subject, "kv_scales_on_device")
+    before: dict[str, Any] = {"k_scale": torch.tensor(1.0), "v_scale": torch.tensor(1.0)}
+    engine = CapturedEngine(backend, 1, scale=backend.config.head_size**-0.5 / LARGE, **before)
+    wanted = {"k_scale": torch.tensor(LARGE), "v_scale": torch.tensor(LARGE / 2)}
+    engine.impl.set_scales(**wanted)
+    engine.features.update(wanted)
+    for _ in range(8):
+        engine.change()
+        engine.replayed()
+
+
+def _of_heads(backend: AttentionBackend, numbers: tuple[float, ...]) -> torch.Tensor:
+    heads = backend.config.num_kv_heads
+    return torch.tensor([numbers[head % len(numbers)] for head in range(heads)])
