@@ -101,7 +101,7 @@ def _writable(folder: Path) -> Path:
     return folder
 
 
-class _Place(FunctionCache._impl_class):  # type: ignore[misc]
+class _Place(FunctionCache._impl_class):  # type: ignore[misc, valid-type]
     """Which files are of a function, as numba names them, in a folder of our choice. It is numba's "locator", too."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
