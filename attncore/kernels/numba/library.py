@@ -1,9 +1,9 @@
 """What is used of numba, which is imported so that it reads no file of the current folder.
 
-numba takes settings from ``.numba_config.yaml`` in the current folder, when it is imported and whenever it compiles. One
-of them says from which folder compiled functions are unpickled, and a file beside somebody's data is data. numba has no
-switch for it: its module of settings is loaded with another name of the file, the empty one. Where the program has
-imported numba before, it has had numba read that file; ``jit.py`` takes no folder from numba's settings.
+numba takes settings from ``.numba_config.yaml`` in the current folder, when it is imported and whenever it compiles.
+One of them says from which folder compiled functions are unpickled, and a file beside somebody's data is data. numba
+has no switch for it: its module of settings is loaded with another name of the file, the empty one. Where the program
+has imported numba before, it has had numba read that file; ``jit.py`` takes no folder from numba's settings.
 """
 
 from __future__ import annotations
