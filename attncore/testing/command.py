@@ -73,8 +73,9 @@ def _check_expression(text: str) -> None:
             raise ValueError("'=' is of markers")
         Expression.compile(text)
     except Exception as error:  # a SyntaxError, or pytest 8's own
-        words = "is no expression such as 'test_decode and not sinks'"
-        raise UsageError(f"-k: {quoted(text)} {words}: {one_line(error, MOST)}") from error
+        why = one_line(getattr(error, "msg", error), MOST)
+        words = f"{quoted(text)} is no expression such as 'test_decode and not sinks': {why}"
+        raise UsageError(f"-k: {words}") from error
 
 
 class _Printable(Lent):
