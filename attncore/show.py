@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
-from attncore.quoted import quoted
+from attncore.quoted import one_line, quoted
 
 WIDTH = 80
 _Self = TypeVar("_Self")
@@ -82,9 +82,9 @@ def counted(number: int, one: str, many: str = "") -> str:
 
 
 def angled(head: str, facts: Iterable[str]) -> str:
-    """``<head: fact, fact>``; lines after the first are indented by one."""
-    lines = [f"<{cut(head, 60)}:"]
-    for fact in (cut(fact, WIDTH - 4) for fact in facts if fact):
+    """``<head: fact, fact>``, without control codes; lines after the first are indented by one."""
+    lines = [f"<{cut(one_line(head), 60)}:"]
+    for fact in (cut(one_line(fact), WIDTH - 4) for fact in facts if fact):
         if len(lines[-1]) + len(fact) + 2 > WIDTH:
             lines.append("")
         lines[-1] += f" {fact},"

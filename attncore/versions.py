@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from attncore._version import __version__
 from attncore.quoted import describe_error, one_line
 from attncore.registry.choice.installed import backends
 from attncore.registry.host.host import Host
+from attncore.registry.package_requirements import installed_version
 from attncore.show import table
 
 PACKAGES = ("numpy", "pluggy", "rich", "torch", "numba", "triton", "transformers")
@@ -19,7 +19,7 @@ PACKAGES = ("numpy", "pluggy", "rich", "torch", "numba", "triton", "transformers
 def version_of(name: str) -> str | None:
     """The installed version of a distribution, from its metadata; None where it is not installed."""
     try:
-        return importlib.metadata.version(name)
+        return installed_version(name)
     except Exception:
         return None
 

@@ -1,6 +1,9 @@
 """What a plugin may do to the settings of the process, as source, and these settings."""
 
+import atexit
+import faulthandler
 import os
+import resource
 import sys
 import warnings
 from importlib.machinery import FileFinder
@@ -69,6 +72,18 @@ for folder in sys.path: sys.path_importer_cache[folder] = Fails(folder)""",
     "ignores signals": "import signal; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]",
     "a timer": "import signal; signal.setitimer(signal.ITIMER_REAL, 0.02)",
     "traces": "import sys; sys.settrace(lambda *_: None)",
+    "fewer descriptors": """
+import resource
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))""",
+    "long turns of threads": "import sys; sys.setswitchinterval(100)",
+    "another fault handler": """
+import faulthandler
+faulthandler.disable() if faulthandler.is_enabled() else faulthandler.enable(2)""",
+    "another function at the exit": "import atexit; atexit.register = print",
+    "no modules": """
+import sys
+for name in [name for name in sys.modules if name.startswith("attncore.builder")]: del sys.modules[name]""",
 }
 
 
@@ -78,4 +93,8 @@ def settings():
     own = {name: value for name, value in os.environ.items() if name.startswith("ATTNCORE_")}
     limits = sys.getrecursionlimit(), [*warnings.filters]
     hooks = [*sys.path_hooks], [type(one) for one in sys.path_importer_cache.values() if type(one) not in USUAL]
-    return os.getpid(), hooks, [*sys.path], [*sys.meta_path], os.getcwd(), streams, os.environ, own, limits
+    limits += resource.getrlimit(resource.RLIMIT_NOFILE), round(sys.getswitchinterval(), 6), faulthandler.is_enabled()
+    functions = os._exit, atexit.register, faulthandler.dump_traceback_later, faulthandler.register
+    modules = {name: one for name, one in sys.modules.items() if name.startswith("attncore.builder")}
+    places = [*sys.path], [*sys.meta_path], os.getcwd()
+    return os.getpid(), hooks, *places, streams, os.environ, own, limits, functions, modules

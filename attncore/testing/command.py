@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import sys
 
 from attncore.command import UsageError
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
-from attncore.quoted import printable, quoted
+from attncore.quoted import MOST, one_line, printable, quoted
 from attncore.standard_output import Lent
 from attncore.testing.device_option import check_device
 
 MAX_EXAMPLES = 10**6
 _NONE_RAN = 5
 """pytest's exit code where it has collected no test."""
+_MAX_LETTERS, _MAX_NESTED = 4000, 50
+"""Letters of -k, and brackets and ``not`` in it: pytest reads them with a function that calls itself."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.examples <= MAX_EXAMPLES:
         raise UsageError(f"--examples: {quoted(args.examples)} is not between 1 and {MAX_EXAMPLES}")
     try:
+        _check_expression(args.k or "")
         from attncore.testing.harness.errors import UnsupportedError
         from attncore.testing.harness.run_suite import conformance
         from attncore.testing.harness.subject import Subject
@@ -47,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if record.spec is not None and subject.refusals:
         raise NoBackendError("\n  ".join((f"{args.name} cannot run here:", *subject.refusals)))
     settings = f"EXAMPLES = {args.examples}\nDEVICE = {args.device!r}\n"
-    options = ["-q", "--color=no", *(["-k", args.k] if args.k else [])]
+    options = ["-q", "--color=no", *([f"-k{args.k}"] if args.k else [])]
     with contextlib.redirect_stdout(_Printable(sys.stderr if args.json else sys.stdout)):
         code, report = conformance(args.name, settings=settings, options=options)
     if code == _NONE_RAN and args.k:
@@ -55,6 +59,23 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.as_json(), indent=2))
     return 0 if code == 0 else 1 if code == 1 else 2
+
+
+def _check_expression(text: str) -> None:
+    """UsageError for a -k that pytest cannot read, which it says in several lines."""
+    from _pytest.mark.expression import Expression
+
+    if len(text) > _MAX_LETTERS or len(re.findall(r"\(|\bnot\b", text)) > _MAX_NESTED:
+        limits = f"longer than {_MAX_LETTERS} letters, or has more than {_MAX_NESTED} brackets and 'not'"
+        raise UsageError(f"-k: {quoted(text)} is {limits}")
+    try:
+        if "=" in text:  # of a marker, which is read and then refused
+            raise ValueError("'=' is of markers")
+        Expression.compile(text)
+    except Exception as error:  # a SyntaxError, or pytest 8's own
+        why = one_line(getattr(error, "msg", error), MOST)
+        words = f"{quoted(text)} is no expression such as 'test_decode and not sinks': {why}"
+        raise UsageError(f"-k: {words}") from error
 
 
 class _Printable(Lent):

@@ -20,6 +20,7 @@ EXCEPTIONS = {
     "types": "C types",
     "codes": "attncore/kernels/codes.py for C; the numba side imports that",
     "jit": "how numba compiles",
+    "library": "how numba is imported",
     "block_ids.read_small_int": "CPython's layout of an int",
     "block_ids.read_other_int": "what is no small int; the numba side has one way for all",
     "slots.BlockSize": STRUCT,

@@ -1,5 +1,6 @@
 """What may load is settled before anything is imported."""
 
+import os
 import sys
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from attncore.cli import main
 from attncore.errors import PluginError
 from attncore.registry.plugins import discover, load
+from attncore.versions import version_of
 
 
 def states():
@@ -207,3 +209,28 @@ def test_a_distribution_that_takes_our_name_does_not_hide_the_reference(site, ca
     assert len(thieves) == lines.count(b"\n")
     assert all(one.state == "duplicate" and f"remove {info}" in str(one.reasons[0]) for one in thieves)
     assert "attn_thief" not in sys.modules
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a long one"])
+@pytest.mark.parametrize("name", ["entry_points.txt", "METADATA", "PKG-INFO"])
+def test_a_file_of_metadata_without_an_end_is_not_read(site, name, kind):
+    info = site.plugin("endless", extra="requires=('attn-endless>=1',)")
+    site.plugin("good")
+    if name == "PKG-INFO":
+        (info / "METADATA").unlink()
+    file = info / name
+    file.unlink(missing_ok=True)
+    if kind == "a pipe":
+        os.mkfifo(file)
+    elif kind == "a device":
+        file.symlink_to("/dev/zero")
+    else:
+        with file.open("wb") as long:
+            long.truncate(1 << 40)
+    found = {record.name: record for record in load.registry().records}
+    assert found["good"].state == "loaded"
+    assert ("endless" in found) is (name != "entry_points.txt")
+    if name != "entry_points.txt":
+        assert (found["endless"].label, found["endless"].state) == ("attn_endless", "loaded")
+        assert "attn-endless" not in load.registry().packages
+        assert version_of("attn-endless") is None

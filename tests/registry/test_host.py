@@ -239,3 +239,11 @@ def test_devices_that_are_none_are_refused_in_short(device):
 def test_texts_of_a_host_are_strings(field):
     with pytest.raises(TypeError, match=rf"^{field}: 580 is not a string"):
         Host(device="cpu", **{field: 580})
+
+
+@pytest.mark.parametrize("field", ["device_name", "driver", "machine", "notes"])
+def test_a_repr_has_no_control_codes(field):
+    text = "\x1b[31mred\u202e\n"
+    shown = repr(Host(device="cpu", **{field: (text,) if field == "notes" else text}))
+    assert shown.replace("\n", "").isprintable()
+    assert "x1b[31mred" in shown

@@ -94,13 +94,6 @@ def test_threads_that_load_at_once_load_once_and_leave_the_process_as_it_was(sit
     assert settings() == before
 
 
-def test_a_plugin_may_ask_for_a_backend(site):
-    asks = f"import attncore; attncore.select(**{ASKED!r}, backend='good')"
-    site.plugin("aaa", asks + SPEC.format(name="aaa", module="attn_aaa", extra=""))
-    site.plugin("good")
-    assert {record.name: record.state for record in load.registry().records}["aaa"] == "loaded"
-
-
 def test_a_child_that_is_forked_while_plugins_load_can_load_them(site, tmp_path):
     """The thread that loads is not in the child, and does not end there."""
     started, ended = tmp_path / "started", tmp_path / "ended"

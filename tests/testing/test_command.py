@@ -47,11 +47,37 @@ def test_a_failure_exits_1_with_its_sentence(site, capsys):
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["-k", "zzz"], "-k: no test's name matches 'zzz'; "), (["--device", "foo"], "--device: 'foo' ")],
+    [
+        (["-k", "zzz"], "-k: no test's name matches 'zzz'; "),
+        (["-k", "a("], "-k: 'a(' is no expression such as 'test_decode and not sinks': "),
+        (["-k", "a(b=1)"], "-k: 'a(b=1)' is no expression such as 'test_decode and not sinks': '=' "),
+        (["-k", "(" * 3000], "-k: '(((((("),
+        (["-k", "not " * 100 + "a"], "-k: 'not not "),
+        (["-k", "a or " * 1000 + "a"], "-k: 'a or a "),
+        (["-k-x"], "-k: no test's name matches '-x'; "),
+        (["--device", "foo"], "--device: 'foo' "),
+    ],
 )
 def test_bad_usage_is_named(capsys, words, said):
     assert main(["reference", *words]) == 2
-    assert capsys.readouterr().err.startswith(f"attncore: error: {said}")
+    error = capsys.readouterr().err
+    assert error.startswith(f"attncore: error: {said}")
+    assert error.count("\n") == 1
+    assert len(error) < 500
+
+
+def test_variables_of_pytest_are_not_this_run_s(monkeypatch, capsys):
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--collect-only -k nothing")
+    monkeypatch.setenv("PYTEST_PLUGINS", "a_module_that_is_not_there")
+    assert main(["reference", "--examples", "1", "-k", "test_decode"]) == 0
+    assert "| decode | supported | 1 of 1 |" in capsys.readouterr().out
+    assert os.environ["PYTEST_ADDOPTS"] == "--collect-only -k nothing"
+
+
+@pytest.mark.parametrize("nested", [f"{'(' * 50}test_decode{')' * 50}", "not " * 50 + "test_decode"])
+def test_an_expression_as_deep_as_may_be_is_read(nested, capsys):
+    assert main(["reference", "--examples", "1", "-k", f"test_decode and {nested}"]) in (0, 2)
+    assert "INTERNALERROR" not in capsys.readouterr().out
 
 
 def test_what_is_not_there_exits_3_as_in_every_command(site, capsys):

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -16,11 +18,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from numba import njit
-from numba.core.caching import FunctionCache, IndexDataCacheFile
-
-from attncore.kept_files import check_folder, read_kept
+from attncore.kept_files import cache_folder, check_folder, read_kept
 from attncore.kernels import codes
+from attncore.kernels.numba.library import FunctionCache, IndexDataCacheFile, njit
+from attncore.quoted import quoted
 
 MAX_BYTES = 1 << 26
 """Bytes of a compiled function."""
@@ -75,8 +76,57 @@ def _tell(error: Exception) -> None:
         )
 
 
+@lru_cache(maxsize=1)
+def _folder() -> Path:
+    """The folder of the cache, made where it is missing: below NUMBA_CACHE_DIR, else IN_TREE, else the user's.
+
+    It is not asked of numba, whose settings may be of a file in the current folder. ValueError for a NUMBA_CACHE_DIR
+    that is relative, which would be such a file's neighbour; OSError where the folder cannot be written to.
+    """
+    named = os.environ.get("NUMBA_CACHE_DIR")
+    installed = f"numba_{hashlib.sha256(os.fsencode(Path(__file__).parent)).hexdigest()[:40]}"
+    if not named:
+        try:
+            return _writable(IN_TREE)
+        except OSError:
+            return _writable(cache_folder("kernels") / installed)
+    if not os.path.isabs(named):
+        raise ValueError(f"NUMBA_CACHE_DIR: {quoted(named)} is relative to the current folder; give its whole path")
+    return _writable(Path(named) / installed)
+
+
+def _writable(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+    return folder
+
+
+class _Place(FunctionCache._impl_class):  # type: ignore[misc, valid-type]
+    """Which files are of a function, as numba names them, in a folder of our choice. It is numba's "locator", too."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        code = function.__code__
+        self._locator, self._py_file, self._lineno = self, code.co_filename, code.co_firstlineno
+        name = f"{Path(code.co_filename).stem}.{function.__qualname__}"
+        self._filename_base = self.get_filename_base(name, getattr(sys, "abiflags", ""))
+
+    def get_cache_path(self) -> str:
+        return str(_folder())
+
+    def ensure_cache_path(self) -> None:
+        _writable(_folder())
+
+    def get_source_stamp(self) -> tuple[tuple[str, float, int], ...]:
+        return _stamp()
+
+    def get_disambiguator(self) -> str:
+        return str(self._lineno)
+
+
 class _Cache(FunctionCache):
     """numba's cache of one function; what goes wrong with it is told, and the function compiled."""
+
+    _impl_class = _Place
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)

@@ -3,6 +3,7 @@
 - ``load``: the specs of all plugins, cached for the process.
 - ``plugin_code``: what is around all code of a plugin that runs here: one thread at a time, streams, settings.
 - ``left_as_found``: the settings of the process, restored after code of a plugin.
+- ``replaced_functions``: functions of Python that are ours while it runs.
 - ``discover``: the entry points that may load, read from metadata.
 - ``known_backends``: the names that belong to distributions known to attncore.
 - ``plugin_record``: PluginRecord, what is known of one plugin.

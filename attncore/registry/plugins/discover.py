@@ -16,7 +16,7 @@ from attncore import env
 from attncore.did_you_mean import close_name
 from attncore.logged import logged
 from attncore.quoted import describe_error, listed, one_line, quoted, type_name
-from attncore.registry.package_requirements import canonical_name
+from attncore.registry.package_requirements import METADATA, canonical_name, check_files
 from attncore.registry.plugins.known_backends import KNOWN
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
@@ -46,6 +46,7 @@ def _entry_points() -> Iterable[PluginRecord]:
     foreign: list[PluginRecord] = []
     for distribution in _distributions():
         try:
+            check_files(distribution, "entry_points.txt")
             # most distributions have no such entry point; searching the text is cheaper than parsing the file
             text = distribution.read_text("entry_points.txt")
             if not text or GROUP not in text:
@@ -130,6 +131,7 @@ def _unreadable(
     """Broken records of a distribution whose entry points cannot be parsed; none where the text lacks the group."""
     place = getattr(distribution, "_path", None)
     try:
+        check_files(distribution, "entry_points.txt")
         text = (place / "entry_points.txt").read_bytes().decode(errors="replace") if place is not None else ""
     except OSError:
         text = ""
@@ -152,6 +154,7 @@ def _unreadable(
 
 def _distribution_name(distribution: importlib.metadata.Distribution) -> str:
     try:
+        check_files(distribution, *METADATA)
         name = distribution.metadata["Name"]
     except Exception:
         name = None
@@ -163,6 +166,7 @@ def _distribution_name(distribution: importlib.metadata.Distribution) -> str:
 
 def _distribution_version(distribution: importlib.metadata.Distribution) -> str:
     try:
+        check_files(distribution, *METADATA)
         return one_line(distribution.version or "", _LETTERS)
     except Exception:
         return ""

@@ -7,20 +7,23 @@ import importlib.machinery
 import importlib.metadata
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import Any
 
 from attncore.logged import logged
-from attncore.quoted import describe_error, quoted, type_name
+from attncore.quoted import describe_error, type_name
+from attncore.registry.plugins.replaced_functions import ReplacedFunctions
 
 _ABSENT = "attncore_asks_for_no_such_module"
 _SIGNALS = tuple(int(number) for number in signal.valid_signals())  # asked once: it makes an enum of each
 _FINDERS = (importlib.machinery.FileFinder, type(None))
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+_LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 _TRIES = 100
 """A handler of a timer may raise some times before the timer is stopped."""
 logger = logging.getLogger(__name__)
@@ -29,18 +32,20 @@ logger = logging.getLogger(__name__)
 class Process:
     """The settings of the process, which ``restore`` has as they were found, after code of ``plugin`` has run.
 
-    These are ``sys.path``, ``sys.path_hooks`` and ``sys.path_importer_cache``, the current folder, the recursion limit,
-    the filters of ``warnings``, the ``ATTNCORE_`` variables, the functions of ``sys.settrace``, ``sys.setprofile`` and
-    ``sys.unraisablehook``, and in the main thread the handlers of signals, those that are blocked, and timers that were
+    These are ``sys.path``, ``sys.path_hooks`` and ``sys.path_importer_cache``, attncore's own modules, the current
+    folder, the recursion limit, the limits of ``resource``, how often threads take turns, the filters of ``warnings``,
+    the ``ATTNCORE_`` variables, the functions of ``sys.settrace``, ``sys.setprofile`` and ``sys.unraisablehook``, what
+    ReplacedFunctions says, and in the main thread the handlers of signals, those that are blocked, and timers that were
     not running. Finders that the plugin adds to ``sys.meta_path`` stay, for a library that it imports may need its own,
     but behind those of before, and only where they work. A child process that it forked ends here.
 
-    Between ``begin`` and ``restore``, ``os._exit`` of this process and thread is a SystemExit. All of it may be
-    interrupted at any place: ``restore`` is then called again.
+    All of it may be interrupted at any place: ``restore`` is then called again.
     """
 
     def __init__(self, plugin: str) -> None:
         self._plugin, self._pid, self._exit = plugin, os.getpid(), os._exit
+        self._functions, self._modules = ReplacedFunctions(plugin), _OwnModules()
+        self._turns, self._limits = sys.getswitchinterval(), {one: resource.getrlimit(one) for one in _LIMITS}
         self._signals, self._search, self._filters = _Signals(), _SearchSettings(), _WarningFilters()
         self._finders, self._known = sys.meta_path, list(sys.meta_path)
         self._limit, self._environ, self._variables = sys.getrecursionlimit(), os.environ, _variables(os.environ)
@@ -54,7 +59,7 @@ class Process:
     def begin(self) -> None:
         """Before code of the plugin runs."""
         sys.unraisablehook = self._swallowed
-        os._exit = exit_refused()
+        self._functions.begin()
 
     def idle_timers(self) -> tuple[int, ...]:
         """The timers of this thread's that were not running."""
@@ -64,10 +69,14 @@ class Process:
         """As they were found; an interrupt is raised, also one that an object of the plugin's has swallowed."""
         if os.getpid() != self._pid:
             self._exit(1)  # two of us would print
+        if sys.getswitchinterval() != self._turns:  # before another thread takes a long one
+            sys.setswitchinterval(self._turns)
         sys.setrecursionlimit(self._limit)  # what follows calls functions
         self._signals.restore()  # so that no handler of the plugin's interrupts it
         sys.settrace(self._traced)
         sys.setprofile(self._profiled)
+        self._modules.restore()  # what follows may import
+        _restore_limits(self._limits)
         added = sys.meta_path[:] if isinstance(getattr(sys, "meta_path", None), list) else []
         self._search.restore()
         working = _working(added, self._known, self._plugin)
@@ -78,7 +87,8 @@ class Process:
         self._search.restore()
         self._finders[:] = [*self._known, *working]
         os.environ, sys.meta_path = self._environ, self._finders
-        sys.unraisablehook, os._exit = self._unraisable, self._exit
+        sys.unraisablehook = self._unraisable
+        self._functions.restore()
         _restore(self._environ, self._variables)
         if self._folder is not None:
             with contextlib.suppress(OSError):
@@ -99,21 +109,46 @@ class Process:
             logged(logger, logging.DEBUG, "%s: %s", type_name(told.object), type_name(told.exc_value))
 
 
-def exit_refused(in_a_thread: Callable[[int], None] = lambda status: None) -> Any:
-    """``os._exit`` that is a SystemExit in this process and thread, where it would end the caller silently.
+class _OwnModules:
+    """attncore's modules in ``sys.modules``: whoever drops them, to import them anew, has classes that are not ours."""
 
-    It is the one of before in a child that this process has forked, and in another thread, after ``in_a_thread``.
-    """
-    real, process, thread = os._exit, os.getpid(), threading.get_ident()
+    def __init__(self) -> None:
+        self.table = sys.modules
+        self._found = self.table.copy()
 
-    def _exit(status: int) -> NoReturn:
-        if os.getpid() == process:
-            if threading.get_ident() == thread:
-                raise SystemExit(f"os._exit({quoted(status)}) would end the process")
-            in_a_thread(status)
-        real(status)
+    def restore(self) -> None:
+        """As they were found; those that were imported since stay, unless one of before was lost."""
+        sys.modules = self.table
+        try:
+            if self.table == self._found:  # one call of C, where the loop below looks at some thousands of names
+                return
+        except Exception:  # of an object of the plugin's that is no module
+            pass
+        ours = {name: module for name, module in self._found.items() if _is_ours(name)}
+        lost = {name: module for name, module in ours.items() if self.table.get(name) is not module}
+        if not lost:
+            return
+        for name in [name for name in self.table if _is_ours(name) and name not in ours]:
+            del self.table[name]  # it was imported with the others
+        for name, module in lost.items():
+            package, _, last = name.rpartition(".")
+            if isinstance(getattr(ours.get(package), last, None), ModuleType):
+                setattr(ours[package], last, module)
+        self.table.update(lost)  # last: until then a restore that is interrupted begins again
 
-    return _exit
+
+def _is_ours(name: object) -> bool:
+    return type(name) is str and (name == "attncore" or name.startswith("attncore."))
+
+
+def _restore_limits(limits: dict[int, tuple[int, int]]) -> None:
+    """The limits of ``resource``; where the plugin has lowered one for good, as near to what was found as may be."""
+    for number, found in limits.items():
+        now = resource.getrlimit(number)
+        for soft, hard in (found, (found[0], now[1]), (now[1], now[1])) if now != found else ():
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(number, (soft, hard))
+                break
 
 
 class _WarningFilters:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 from attncore import env
@@ -46,9 +47,14 @@ def registry() -> Registry:
     """The plugins of this process; loaded once for each setting of the variables and of ``sys.path``.
 
     Raises ValueError naming the variable for a bad setting, and PluginError for the first plugin that fails under
-    ``ATTNCORE_STRICT_PLUGINS=1``, and where another thread loads plugins without end.
+    ``ATTNCORE_STRICT_PLUGINS=1``, where another thread loads plugins without end, and in a plugin that is being loaded.
     """
     with one_thread():  # the settings, too, are read within it: a plugin may change them until it is loaded
+        if asker := _asker():
+            raise PluginError(
+                f"plugins: {asker} asks for the backends while plugins are loaded, which would load it again and "
+                "again; ask when a backend is created, not when its plugin is imported or its spec is read"
+            )
         folders = tuple(folder for folder in sys.path if isinstance(folder, str))
         key = (env.plugins(), env.disabled_plugins(), env.strict_plugins(), folders)
         if key not in _cache:
@@ -57,6 +63,20 @@ def registry() -> Registry:
             names = {package_requirements.parse(text).name for spec in specs for text in spec.all_requires}
             _cache[key] = Registry(records, package_requirements.installed(tuple(sorted(names))))
         return _cache[key]
+
+
+def _asker() -> str:
+    """The plugin whose loading in this thread has come here, or what else has while they are found; mostly empty.
+
+    It is asked of the stack: a variable would stay set where an interrupt comes before it is taken back.
+    """
+    loading: FrameType | None = sys._getframe(2)
+    while loading is not None and loading.f_code not in (load.__code__, registry.__code__):
+        loading = loading.f_back
+    if loading is None:
+        return ""
+    record = loading.f_locals.get("record")
+    return record.label if isinstance(record, PluginRecord) else "something in sys.meta_path"
 
 
 def forget() -> None:

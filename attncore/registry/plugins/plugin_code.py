@@ -35,8 +35,8 @@ class one_thread:  # noqa: N801  used as a function
     """Within it no other thread runs code of plugins: each would take what the other's changed for what was there.
 
     PluginError where another thread is in it for LONGEST_WAIT seconds. It is no lock, which an interrupted thread would
-    keep: a turn lasts while its caller's frame is on the stack of its thread. A plugin may ask for a backend when it is
-    imported, within the turn of its thread.
+    keep: a turn lasts while its caller's frame is on the stack of its thread. What is asked for within it, such as a
+    backend by a plugin's check, is within the turn of its thread.
     """
 
     now: one_thread | None = None

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,12 +18,13 @@ import pytest
 
 from attncore.command import fail
 from attncore.quoted import quoted
-from attncore.registry.plugins.left_as_found import exit_refused
+from attncore.registry.plugins.replaced_functions import exit_refused
 from attncore.terminal import print_lines
 from attncore.testing.harness.pytest_plugin import reports
 from attncore.testing.harness.support_table import Report
 
 FILE = 'from attncore.testing.suite import *\n\nBACKEND = "{name}"\n'
+_VARIABLES = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 _runs = itertools.count(1)
 
 
@@ -71,7 +72,7 @@ def _finished(name: str, folder: str, words: list[str], catcher: ReportCatcher) 
 
     os._exit = exit_refused(in_a_thread)
     try:
-        with contextlib.redirect_stderr(stream):  # pytest leaves its own where it fails
+        with contextlib.redirect_stderr(stream), _without_variables():  # pytest leaves its own where it fails
             code = int(pytest.main(words, plugins=[catcher]))
     except OSError as error:
         if error.errno != errno.EBADF:
@@ -82,6 +83,16 @@ def _finished(name: str, folder: str, words: list[str], catcher: ReportCatcher) 
     if code == 0 and catcher.left:
         return fail(f"{name}: the run has ended before {catcher.left} of its tests", 1)
     return code
+
+
+@contextlib.contextmanager
+def _without_variables() -> Iterator[None]:
+    """Within it pytest is told nothing by the environment, as by no configuration that lies around."""
+    found = {name: os.environ.pop(name) for name in _VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(found)
 
 
 class ReportCatcher:

@@ -1,0 +1,153 @@
+"""What a plugin starts when it is imported, for later or behind attncore's back, is taken back or does no harm."""
+
+import faulthandler
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+from planting import SPEC
+from process_changes import ASKED
+
+import attncore
+
+
+def plant(site, source):
+    site.plugin("aaa", f"{source}\n" + SPEC.format(name="aaa", module="attn_aaa", extra=""))
+
+
+def command(*words):
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    words = [sys.executable, "-m", "attncore", *words]
+    return subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=100)
+
+
+def check_listed(names=("aaa", "good", "reference")):
+    done = command("list", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    states = {row["name"]: row["state"] for row in json.loads(done.stdout)}
+    assert [states[name] for name in names] == ["loaded"] * len(names)
+
+
+DROPS = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "attncore"]: del sys.modules[name]
+import attncore.builder, attncore.registry.plugins.load
+"""
+
+
+@pytest.mark.parametrize("source", [DROPS, "import sys; sys.modules = {}"])
+def test_a_plugin_that_drops_modules_breaks_itself_alone(site, source):
+    """Its own spec is one of another attncore's."""
+    plant(site, source)
+    site.plugin("good")
+    check_listed(("good", "reference"))
+
+
+def test_modules_of_attncore_are_those_of_before(site):
+    def ours():
+        return {name: one for name, one in sys.modules.items() if name.partition(".")[0] == "attncore"}
+
+    attncore.backends()
+    plant(site, DROPS)
+    site.plugin("good")
+    before, packages, table = ours(), attncore.registry.plugins.load, sys.modules
+    states = {one.name: one.state for one in attncore.backends()}
+    assert (states["good"], states["reference"]) == ("loaded", "loaded")
+    assert ours() == before
+    assert attncore.registry.plugins.load is packages
+    assert sys.modules is table
+    assert attncore.select(**ASKED, backend="good").name == "good"
+
+
+def test_what_is_imported_meanwhile_stays(site):
+    sys.modules.pop("attncore.chart_page", None)
+    plant(site, "import attncore.chart_page")
+    attncore.backends()
+    assert "attncore.chart_page" in sys.modules
+
+
+def test_a_timer_that_ends_the_process_does_not(site):
+    plant(site, "import faulthandler; faulthandler.dump_traceback_later(0.3, exit=True)")
+    site.plugin("good", "import time; time.sleep(0.6)\n" + SPEC.format(name="good", module="attn_good", extra=""))
+    check_listed()
+
+
+def test_a_signal_that_is_answered_with_a_traceback_is_as_before(site):
+    plant(site, f"import faulthandler; faulthandler.register({int(signal.SIGUSR1)}, chain=False)")
+    assert "aaa" in [one.name for one in attncore.backends() if one.state == "loaded"]
+    assert not faulthandler.unregister(signal.SIGUSR1)
+
+
+AT_EXIT = {
+    "ends the process": "os._exit(7)",
+    "fails": "1/0",
+    "exits": "raise SystemExit(9)",
+    "says something": "print('said')",
+}
+
+
+@pytest.mark.parametrize("end", AT_EXIT)
+def test_what_a_plugin_does_at_the_exit_changes_no_end(site, tmp_path, end):
+    """It is called, for libraries clean up there."""
+    mark = tmp_path / "called"
+    source = f"""
+import atexit, os, pathlib
+@atexit.register
+def at_exit():
+    pathlib.Path({str(mark)!r}).touch()
+    {AT_EXIT[end]}
+def not_called():
+    pathlib.Path({str(tmp_path / "not called")!r}).touch()
+atexit.register(not_called)
+atexit.unregister(not_called)
+"""
+    plant(site, source)
+    site.plugin("good")
+    done = command("list")
+    assert (done.returncode, done.stderr) == (0, "said\n" if end == "says something" else "")
+    assert "said" not in done.stdout
+    assert mark.exists()
+    assert not (tmp_path / "not called").exists()
+
+
+def test_a_function_that_cannot_be_called_is_refused_as_before(site):
+    plant(site, "import atexit; atexit.register(3)")
+    (found,) = [one for one in attncore.backends() if one.name == "aaa"]
+    assert "TypeError" in str(found.reasons[0])
+
+
+BUSY = """
+import sys, threading
+def turn():
+    while True: pass
+threading.Thread(target=turn, daemon=True).start()
+sys.setswitchinterval(100)
+"""
+
+
+def test_a_thread_that_takes_long_turns_holds_no_command_up(site):
+    site.plugin("aaa", SPEC.format(name="aaa", module="attn_aaa", extra="") + BUSY)
+    check_listed(("aaa", "reference"))
+
+
+def test_a_limit_of_descriptors_does_not_reach_the_command(site):
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, {hard}))"
+    site.plugin("aaa", SPEC.format(name="aaa", module="attn_aaa", extra="") + limit)
+    site.plugin("good")
+    check_listed()
+
+
+def test_a_limit_that_is_lowered_for_good_leaves_what_it_may(site):
+    """Root raises it again."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    plant(site, "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (12, 200))")
+    program = "import attncore, resource; attncore.backends(); print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=100)
+    assert done.stdout in (f"({min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], hard)}, {hard})\n", "(200, 200)\n")
