@@ -11,8 +11,8 @@ from attncore.command import UsageError
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
 from attncore.quoted import printable, quoted
-from attncore.standard_output import Lent
 from attncore.registry.plugins.option_argument import add_option_argument, options_of
+from attncore.standard_output import Lent
 from attncore.testing.device_option import check_device
 
 MAX_EXAMPLES = 10**6

@@ -18,7 +18,7 @@ Impl.forward = forward
 
 @pytest.fixture
 def run(site, tmp_path):
-    """A function that runs test_decode of test files with these settings; their tables by title, and what is printed."""
+    """A function that runs test_decode of test files with these settings, and gives their tables by title."""
     light = "from attncore import Option\n" + LIGHT.format(name="keen", facts=f"dict({OPTION})")
     site.plugin("keen", light, heavy=HEAVY + CODE)
 

@@ -40,8 +40,9 @@ def make_layers(
 ) -> tuple[AttentionLayers, str]:
     """``num_layers`` layers, and why their backend was chosen; NoBackendError where none can be used.
 
-    ``backend`` names one (None: the one that is chosen for the first KV-cache group, which all others then have too).
-    ``options`` are those of the one named. Layers are of ``dtype``; where that is None, float32 where the one named computes in that, else of one that it has.
+    ``backend`` names one (None: the one that is chosen for the first KV-cache group, which all others then have too),
+    ``options`` are its own. Layers are of ``dtype``; where that is None, float32 where the one named computes in that,
+    else of one that it has.
     """
     given = {backend: options} if backend and options else {}
     made: dict[str, AttentionBackend] = {}
