@@ -1,4 +1,4 @@
-"""``--option NAME=VALUE`` of explain, verify, replay, bench and the kit: options of one backend, as it declares them."""
+"""``--option NAME=VALUE`` of explain, verify, replay, bench and the kit: options of a backend, as it declares them."""
 
 import json
 

@@ -12,6 +12,7 @@ from testing.cause_faults import CAUSE_FAULTS
 from testing.encoder_faults import ENCODER_FAULTS
 from testing.faulty_backend import HEAVY, LIGHT, forward
 from testing.feature_faults import FEATURE_FAULTS
+from testing.lse_faults import LSE_FAULTS
 from testing.metadata_faults import METADATA_FAULTS
 from testing.spec_faults import SPEC_FAULTS
 from testing.step_faults import STEP_FAULTS
@@ -27,6 +28,7 @@ EVERY_FAULT = (
     *STEP_FAULTS,
     *METADATA_FAULTS,
     *ENCODER_FAULTS,
+    *LSE_FAULTS,
     *CAUSE_FAULTS,
 )
 hypothesis.settings.register_profile("without shrinking", phases=[hypothesis.Phase.generate])

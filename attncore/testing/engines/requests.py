@@ -78,7 +78,7 @@ class Requests:
             self.batch.append_blocks(name, self.take_blocks(missing))
 
     def release_passed(self, name: Hashable, window: int) -> None:
-        """Make null the request's blocks that a window of ``window`` tokens has passed, where no later query sees a key.
+        """Make null the request's blocks that a window of ``window`` tokens has passed: no later query sees them.
         Those that no other request holds go back to the pool.
         """
         blocks = self.batch.block_ids(name)
