@@ -43,11 +43,12 @@ class FlashInferImpl(AttentionImpl):
             )
         backend.check_modules(self.sliding_window, self.logits_soft_cap)
         self._scales = {name: factor for name, factor in scales.items() if factor != 1.0}
-        self._plans = backend.plans_of(PlanKey(self.scale, self.sliding_window, self.logits_soft_cap))
         self._write = CacheWriter(self.k_scale, self.v_scale)
         self._kv_cache: Any = _NO_CACHE_YET
         self._caches: tuple[Tensor, Tensor]
         self._slots: tuple[Tensor, Tensor]
+        # Last: a layer that is refused leaves no plans in the backend.
+        self._plans = backend.plans_of(PlanKey(self.scale, self.sliding_window, self.logits_soft_cap))
 
     def forward(
         self,
