@@ -119,7 +119,7 @@ Backend.impl = impl
         "keeps_the_layers_it_refuses",
         "test_a_refused_layer_leaves_nothing_behind",
         "with k_scale=0.5 was refused and left something in the backend's layers",
-        init("backend.__dict__.setdefault('layers', {})[layer_name] = features"),
+        init("backend.__dict__.setdefault('layers', []).append(layer_name)"),
         "features={'sliding_window', 'logits_soft_cap', 'alibi', 'sinks', 'kv_scales'}",
     ),
     Fault(

@@ -14,8 +14,10 @@ from testing.faulty_backend import HEAVY, LIGHT, forward
 from testing.feature_faults import FEATURE_FAULTS
 from testing.lse_faults import LSE_FAULTS
 from testing.metadata_faults import METADATA_FAULTS
+from testing.plan_faults import PLAN_FAULTS
 from testing.spec_faults import SPEC_FAULTS
 from testing.step_faults import STEP_FAULTS
+from testing.tile_faults import TILE_FAULTS
 
 from attncore.registry.plugins import load
 from attncore.testing.harness.run_suite import FILE, ReportCatcher, conformance
@@ -30,6 +32,8 @@ EVERY_FAULT = (
     *ENCODER_FAULTS,
     *LSE_FAULTS,
     *CAUSE_FAULTS,
+    *PLAN_FAULTS,
+    *TILE_FAULTS,
 )
 hypothesis.settings.register_profile("without shrinking", phases=[hypothesis.Phase.generate])
 

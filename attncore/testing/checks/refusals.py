@@ -45,7 +45,7 @@ MEANINGLESS: tuple[tuple[str, Any], ...] = (
     ("sinks", []),
     ("attn_type", "no_such_type"),
 )
-NUM_BLOCKS = 16  # of a cache whose blocks may be large
+NUM_BLOCKS = 24  # of a cache whose blocks may be large
 
 
 @covers("declared block ids")
