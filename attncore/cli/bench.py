@@ -36,6 +36,7 @@ from attncore.quoted import quoted
 from attncore.registry.choice.runs_here import reasons_here
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
+from attncore.registry.plugins.option_argument import add_option_argument, options_of
 from attncore.terminal import columns, print_lines
 from attncore.testing.device_option import check_device
 
@@ -66,6 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("name", type=backend_name, metavar="NAME", help="the backend, as `attncore list` prints it")
     parser.add_argument("--device", help="a torch device (default: the negotiation's)")
+    add_option_argument(parser, "NAME")
     parser.add_argument(
         "--steps", type=Path, metavar="FILE", help="also steps that `attncore replay --save-steps` wrote"
     )
@@ -97,8 +99,10 @@ def run(args: argparse.Namespace) -> int:
             f"--strict: --seconds {args.seconds:g} is too short to compare runs; give {SHORTEST:g} or more"
         )
     with stdout_to_stderr():
-        version = _installed(args.name, args.device)
-    question = Question(args.name, version, args.device, args.steps, args.seconds, args.timeout)
+        check_installed("NAME", args.name)
+        options = options_of(args.name, args.option, "NAME")
+        version = _installed(args.name, args.device, options)
+    question = Question(args.name, version, args.device, args.steps, args.seconds, args.timeout, options)
     try:
         found = _measured(question, args.passes, measure)
         saved, left_out = ([], []) if too_short else _earlier(found)
@@ -129,16 +133,15 @@ def run(args: argparse.Namespace) -> int:
     return 1 if args.strict and any(one.verdict == "slower" for one in changes) else 0
 
 
-def _installed(name: str, device: str | None) -> str:
+def _installed(name: str, device: str | None, options: dict[str, Any]) -> str:
     """The backend's distribution and version; NoBackendError where it is not installed or cannot be used here."""
     from attncore.testing.harness.errors import UnsupportedError
     from attncore.testing.harness.subject import Subject
 
-    check_installed("NAME", name)
     check_device(device)
     if device is not None and device.partition(":")[0] == "meta":
         raise UsageError("--device: meta computes nothing, so that its times are none; give another")
-    subject = Subject(name, device=device, checks_needs=False)
+    subject = Subject(name, device=device, options=options, checks_needs=False)
     try:
         refusal = subject.refusal
     except UnsupportedError as error:  # the plugin did not load

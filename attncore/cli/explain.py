@@ -28,6 +28,7 @@ from attncore.registry.choice.prefill_decode_choice import JointChoice, choose_j
 from attncore.registry.config_json import read_config
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
+from attncore.registry.plugins.option_argument import add_option_argument, options_of
 from attncore.registry.request_from_config_json import request_fields
 from attncore.terminal import print_lines
 from attncore.vocabulary import (
@@ -91,6 +92,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--no-compile", dest="allow_compile", action="store_false", default=None, help="no kernels compiled at run time"
     )
     model.add_argument("--backend", type=backend_name, metavar="NAME", help="the backend to use")
+    add_option_argument(model, "--backend")
     model.add_argument(
         "--prefer", type=backend_names, metavar="A,B", help="backends to use where they can be, in this order"
     )
@@ -119,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
     choice: Choice | JointChoice | None
     with stdout_to_stderr(), _naming_config(args):
         _tell_of_strange_packages(args.assume_package)
+        if options := options_of(args.backend, args.option, "--backend"):
+            fields["options"] = {args.backend: options}
         if args.joint:
             negotiation = negotiate_installed_joint(host=host, **fields)
             choice = choose_joint(negotiation)

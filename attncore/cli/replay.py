@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import math
 import platform
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attncore import chart_page
@@ -28,6 +29,7 @@ from attncore.how_to_install import install_extra
 from attncore.quoted import one_line
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
+from attncore.registry.plugins.option_argument import options_of
 from attncore.replay.layers.attention_layers import torch_threads
 from attncore.replay.results import report
 from attncore.replay.results.save_steps import StepsFile, batch_line, persistent_line
@@ -156,8 +158,10 @@ def _layers(
     if args.backend:
         with stdout_to_stderr():
             check_installed("--backend", args.backend)
+    with stdout_to_stderr():
+        options = options_of(args.backend, args.option, "--backend")
     if args.model:
-        return _model(args.model, args.backend, settings, trace)
+        return _model(args.model, args.backend, options, settings, trace)
     from attncore.replay.layers.make_layers import fitting_a_gpu, head_size_of, make_layers
     from attncore.replay.token_content import Content
 
@@ -169,13 +173,16 @@ def _layers(
             raise UsageError(str(error).replace("head_size", "--head-size", 1)) from None
     content = Content(args.num_heads, args.num_kv_heads, args.head_size, args.seed)
     with stdout_to_stderr():
-        layers, why = make_layers(settings, content, args.layers, args.backend, fitting[1] if fitting else None)
+        dtype = fitting[1] if fitting else None
+        layers, why = make_layers(settings, content, args.layers, args.backend, dtype, options)
     if fitting:
         why += f"; with heads of {args.head_size} and {layers.dtype}, which it has"
     return layers, why
 
 
-def _model(path: str, backend: str | None, settings: Settings, trace: Trace) -> tuple[ModelLayers, str]:
+def _model(
+    path: str, backend: str | None, options: Mapping[str, Any], settings: Settings, trace: Trace
+) -> tuple[ModelLayers, str]:
     if importlib.util.find_spec("transformers") is None:
         raise UsageError(f"--model: transformers is not installed and it needs that: {install_extra('transformers')}")
     from attncore.replay.layers.whole_model import ModelLayers
@@ -183,7 +190,7 @@ def _model(path: str, backend: str | None, settings: Settings, trace: Trace) -> 
 
     with stdout_to_stderr():
         try:
-            layers = ModelLayers(path, settings, backend)
+            layers = ModelLayers(path, settings, backend, options=options)
             layers.check_lengths(trace.requests)
         except ModelError as error:
             raise UsageError(f"--model: {error}") from error

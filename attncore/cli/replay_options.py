@@ -19,6 +19,7 @@ from attncore.cli.persistent_builder_options import (
 )
 from attncore.command import UsageError
 from attncore.quoted import quoted
+from attncore.registry.plugins.option_argument import add_option_argument
 from attncore.replay.scheduling.cost_model import CostModel
 from attncore.replay.scheduling.draft_model import DEFAULT_ACCEPTANCE, Speculation
 from attncore.replay.settings import Settings
@@ -133,6 +134,7 @@ def _add_attention_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--backend", type=backend_name, metavar="NAME", help="attention backend (default: what attncore.select chooses)"
     )
+    add_option_argument(parser, "--backend")
 
 
 def _add_result_options(parser: argparse.ArgumentParser) -> None:
@@ -201,6 +203,8 @@ def options_in_report(args: argparse.Namespace) -> dict[str, Any]:
         options["speculative"] = str(args.speculative)
     if args.context_parallel:
         options["context_parallel"] = f"{args.context_parallel.world_size}:{args.context_parallel.interleave}"
+    if args.option:
+        options["option"] = " ".join(args.option)
     return options
 
 
@@ -215,10 +219,8 @@ def _check_contradictions(args: argparse.Namespace) -> None:
         raise UsageError(f"--layers: {args.layers} given for {len(args.groups)} groups; each needs a layer at least")
     if args.backend and args.metadata_only:
         raise UsageError(f"--backend: {quoted(args.backend)} given beside --metadata-only, which runs none")
-    if args.context_parallel and args.backend not in (None, "reference"):
-        raise UsageError(
-            f"--context-parallel: ranks attend by backend reference, and --backend is {args.backend}; leave it out"
-        )
+    if args.option and args.metadata_only:
+        raise UsageError(f"--option: {quoted(args.option[0])} given beside --metadata-only, which runs no backend")
     if args.model:
         for name in ("metadata_only", "groups", "speculative", "context_parallel", "layers"):
             if getattr(args, name):

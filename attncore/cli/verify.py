@@ -19,6 +19,7 @@ from attncore.registry.choice.choice import Choice, choose
 from attncore.registry.choice.negotiate_installed import negotiate_installed
 from attncore.registry.choice.select import select
 from attncore.registry.plugins.load import registry
+from attncore.registry.plugins.option_argument import add_option_argument, options_of
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.fitting_fields import fitting_fields
 from attncore.vocabulary import DTYPES, KV_CACHE_DTYPES
@@ -49,6 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
     add_choice(parser, "--dtype", DTYPES, "of queries, keys and values")
     add_choice(parser, "--kv-cache-dtype", (*KV_CACHE_DTYPES, "fp8"), "of the cache")
+    add_option_argument(parser, "NAME")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for each (default 300)")
     parser.add_argument("--fresh", action="store_true", help="verify anew, even where a verdict is kept")
     parser.add_argument("--json", action="store_true", help="print an array of verdicts as JSON")
@@ -95,6 +97,8 @@ def _compared(verdict: Verdict) -> str:
 def _choices(args: argparse.Namespace) -> list[Choice]:
     given = {name: getattr(args, name) for name in (*_COUNTS, "dtype", "kv_cache_dtype")}
     given = {name: value for name, value in given.items() if value is not None}
+    if options := options_of(args.backend, args.option, "NAME"):
+        given["options"] = {args.backend: options}
     specs = {record.name: record.spec for record in registry().records if record.spec is not None}
     if not args.all:
         spec = specs.get(args.backend) if args.backend else None

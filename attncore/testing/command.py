@@ -12,6 +12,7 @@ from attncore.command import UsageError
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
 from attncore.quoted import MOST, one_line, printable, quoted
+from attncore.registry.plugins.option_argument import add_option_argument, options_of
 from attncore.standard_output import Lent
 from attncore.testing.device_option import check_device
 
@@ -28,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--examples", type=int, default=40, metavar="N", help="batches a test draws (default 40)")
     parser.add_argument("--device", help="a torch device (default: the negotiation's)")
+    add_option_argument(parser, "NAME")
     parser.add_argument("-k", metavar="EXPRESSION", help="only tests whose names match, as in pytest")
 
 
@@ -43,14 +45,15 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise UsageError(f"{error}; {install_extra('test')}") from error
     check_device(args.device)
-    subject = Subject(args.name, device=args.device)
+    given = options_of(args.name, args.option, "NAME")
+    subject = Subject(args.name, device=args.device, options=given)
     try:
         record = subject.record
     except UnsupportedError as error:  # a test file calls it BACKEND
         raise NoBackendError(str(error).replace("BACKEND", "NAME", 1)) from error
     if record.spec is not None and subject.refusals:
         raise NoBackendError("\n  ".join((f"{args.name} cannot run here:", *subject.refusals)))
-    settings = f"EXAMPLES = {args.examples}\nDEVICE = {args.device!r}\n"
+    settings = f"EXAMPLES = {args.examples}\nDEVICE = {args.device!r}\nOPTIONS = {given!r}\n"
     options = ["-q", "--color=no", *([f"-k{args.k}"] if args.k else [])]
     with contextlib.redirect_stdout(_Printable(sys.stderr if args.json else sys.stdout)):
         code, report = conformance(args.name, settings=settings, options=options)

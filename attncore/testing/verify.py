@@ -115,6 +115,8 @@ def _digest(choice: Choice, blank: Verdict) -> str:
 
 def _asked(choice: Choice) -> dict[str, Any]:
     asked = {name: getattr(choice.request, name) for name in REQUEST}
+    options = {choice.name: dict(choice.request.options.get(choice.name, {}))}
+    asked |= {"options": options} if options[choice.name] else {}
     return {**asked, "block_size": choice.block_size, "kv_cache_layout": choice.kv_cache_layout}
 
 

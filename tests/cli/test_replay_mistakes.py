@@ -74,9 +74,10 @@ BAD = {
         ["TRACE", "--metadata-only", "--backend", "cpu"],
         ["--backend", "'cpu' given beside --metadata-only, which runs none"],
     ),
-    "another backend's ranks": (
-        ["TRACE", "--context-parallel", "2", "--backend", "other"],
-        ["--context-parallel", "--backend is other"],
+    "an option of nothing": (["TRACE", "--option", "a=1"], ["--option", "'a=1' given without --backend"]),
+    "an option without attention": (
+        ["TRACE", "--metadata-only", "--option", "a=1"],
+        ["--option", "'a=1' given beside --metadata-only"],
     ),
     "saved over the model": (["--model", "TRACE", "--save-steps", "TRACE"], ["--save-steps", "the model's own"]),
     "a page over the trace": (["TRACE", "--metadata-only", "--html", "TRACE"], ["--html", "the trace itself"]),

@@ -24,6 +24,32 @@ return answer
         forward("return whole(query, key, value, kv_cache, metadata, output) + 0 * kv_cache[0, 0].sum()"),
     ),
     Fault(
+        "reads_what_a_window_has_passed",
+        "test_nothing_is_read_that_a_window_has_passed[6]",
+        "a block that a window has passed",
+        forward(
+            """
+answer = whole(query, key, value, kv_cache, metadata, output)
+return answer + 0 * kv_cache[:, metadata.block_table[0, 0].long()].sum()
+"""
+        ),
+    ),
+    Fault(
+        "reads_a_tile_before_the_window",
+        "test_nothing_is_read_that_a_window_has_passed",
+        "a block that a window has passed",
+        forward(
+            """
+answer = whole(query, key, value, kv_cache, metadata, output)
+if self.sliding_window and metadata.num_decodes:
+    length, size = int(metadata.host.seq_lens[0]), kv_cache.shape[2]
+    first = max(0, length - self.sliding_window) // 16 * 16 // size
+    answer += 0 * kv_cache[:, int(metadata.host.block_table[0, first])].sum()
+return answer
+"""
+        ),
+    ),
+    Fault(
         "reads_unused_rows",
         "test_nothing_is_read_that_no_request_owns",
         "declares finite_tail",

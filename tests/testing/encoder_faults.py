@@ -1,10 +1,9 @@
-"""Faults of encoders, cross attention, log-sum-exp and latent caches, and the test of the kit that must find each."""
+"""Faults of encoders, cross attention and latent caches, and the test of the kit that must find each."""
 
 from testing.faulty_backend import Fault, forward
 
 ENCODER = "features={'encoder', 'sliding_window'}"
 CROSS = "features={'encoder_decoder', 'sinks'}"
-LSE = "features={'lse', 'sinks'}"
 LATENT = "use_mla=True, head_size_v=MultipleOf(4)"
 
 
@@ -17,10 +16,6 @@ def init(self, backend, layer_name, **features):
         self._scoring = replace(self._scoring, {change})
 Impl.__init__ = init
 """
-
-
-def with_lse(body: str) -> str:
-    return forward(body, "forward_with_lse")
 
 
 ENCODER_FAULTS = (
@@ -131,71 +126,6 @@ return answer
         "sinks",
         scoring("encoder_decoder", "sinks=None"),
         CROSS,
-    ),
-    Fault(
-        "lse_to_base_2",
-        "test_log_sum_exp_over_random_batches",
-        "natural",
-        with_lse(
-            """
-answer, lse = whole(query, key, value, kv_cache, metadata, output)
-return answer, lse / np.log(2)
-"""
-        ),
-        LSE,
-    ),
-    Fault(
-        "lse_heads_first",
-        "test_log_sum_exp_over_random_batches",
-        "not float32 (tokens, num_heads)",
-        with_lse(
-            """
-answer, lse = whole(query, key, value, kv_cache, metadata, output)
-return answer, lse.T.contiguous()
-"""
-        ),
-        LSE,
-    ),
-    Fault(
-        "lse_without_sinks",
-        "test_log_sum_exp_with_features",
-        "a sink included",
-        with_lse(
-            """
-answer, lse = whole(query, key, value, kv_cache, metadata, output)
-if self.sinks is not None:
-    lse = (lse.exp() - torch.tensor(self.sinks).exp()).log()
-return answer, lse
-"""
-        ),
-        LSE,
-    ),
-    Fault(
-        "lse_with_another_output",
-        "test_log_sum_exp_with_the_output_where_it_is_asked",
-        "returned another tensor",
-        with_lse("return whole(query, key, value, kv_cache, metadata)"),
-        LSE,
-    ),
-    Fault(
-        "rank_taken_for_a_profiling_run",
-        "test_a_rank_decodes_over_the_keys_it_keeps",
-        "decode of 1 after",
-        with_lse(
-            """
-metadata = changed(metadata)
-del metadata.host.context_lens
-return whole(query, key, value, kv_cache, metadata, output)
-"""
-        ),
-        LSE,
-    ),
-    Fault(
-        "lse_only_declared",
-        "test_log_sum_exp_over_random_batches",
-        "its class has no forward_with_lse",
-        "Impl.forward_with_lse = AttentionImpl.forward_with_lse",
-        LSE,
     ),
     Fault(
         "latent_values_elsewhere",

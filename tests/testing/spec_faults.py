@@ -102,6 +102,27 @@ SPEC_FAULTS = (
         "features=()",
     ),
     Fault(
+        "registers_a_plan_key_first",
+        "test_a_refused_layer_leaves_nothing_behind",
+        "with sliding_window=0 was refused and left a plan key behind",
+        """
+from attncore import PlanKey
+def impl(self, layer_name, **given):
+    key = PlanKey(given["scale"], given.get("sliding_window"), None)
+    if key.scale == key.scale and key not in self._plan_keys:
+        self._plan_keys = (*self._plan_keys, key)
+    return ReferenceBackend.impl(self, layer_name, **given)
+Backend.impl = impl
+""",
+    ),
+    Fault(
+        "keeps_the_layers_it_refuses",
+        "test_a_refused_layer_leaves_nothing_behind",
+        "with k_scale=0.5 was refused and left something in the backend's layers",
+        init("backend.__dict__.setdefault('layers', []).append(layer_name)"),
+        "features={'sliding_window', 'logits_soft_cap', 'alibi', 'sinks', 'kv_scales'}",
+    ),
+    Fault(
         "heavy_light",
         "test_the_spec_is_read_without_heavy_imports",
         "reading the spec imported torch",

@@ -7,30 +7,18 @@ import sys
 import hypothesis
 import pytest
 from planting import Site
-from testing.cache_faults import CACHE_FAULTS
-from testing.cause_faults import CAUSE_FAULTS
-from testing.encoder_faults import ENCODER_FAULTS
+from testing import fault_table
+from testing.fault_table import EVERY_FAULT
 from testing.faulty_backend import HEAVY, LIGHT, forward
-from testing.feature_faults import FEATURE_FAULTS
-from testing.given_cache_faults import GIVEN_CACHE_FAULTS
-from testing.metadata_faults import METADATA_FAULTS
-from testing.spec_faults import SPEC_FAULTS
-from testing.step_faults import STEP_FAULTS
 
 from attncore.registry.plugins import load
 from attncore.testing.harness.run_suite import FILE, ReportCatcher, conformance
 
 QUIET = ("-p", "no:terminal")
-EVERY_FAULT = (
-    *FEATURE_FAULTS,
-    *SPEC_FAULTS,
-    *CACHE_FAULTS,
-    *STEP_FAULTS,
-    *METADATA_FAULTS,
-    *ENCODER_FAULTS,
-    *CAUSE_FAULTS,
-    *GIVEN_CACHE_FAULTS,
-)
+FIRST = {fault.test.partition("[")[0]: fault for fault in reversed(EVERY_FAULT)}
+"""Test of the kit -> the first fault that it must find."""
+ONE_EACH = tuple(fault for fault in EVERY_FAULT if fault in FIRST.values())
+OTHERS = tuple(fault for fault in EVERY_FAULT if fault not in FIRST.values())
 hypothesis.settings.register_profile("without shrinking", phases=[hypothesis.Phase.generate])
 
 
@@ -67,15 +55,14 @@ def run(name, test, settings="EXAMPLES = 15\n"):
     return conformance(name, settings=settings, options=[*QUIET, "-k", words])
 
 
-@pytest.fixture(scope="module")
-def all_faults(tmp_path_factory):
-    """Every faulty backend planted, and the one test of each run, in one session of pytest: its exit code, reports."""
-    folder, catcher = tmp_path_factory.mktemp("faults"), ReportCatcher()
+def planted(folder, faults):
+    """Backends with these faults planted, and the one test of each run in a session of pytest: exit code, reports."""
+    catcher = ReportCatcher()
     (folder / "pytest.ini").write_text("[pytest]\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(folder), *sys.path])
         site, nodes = Site(folder), []
-        for fault in EVERY_FAULT:
+        for fault in faults:
             plant_in(site, fault.name, fault.code, fault.facts, fault.light)
             file = folder / f"test_fault_{fault.name}.py"
             file.write_text(FILE.format(name=fault.name) + "EXAMPLES = 15\n")
@@ -91,14 +78,39 @@ def all_faults(tmp_path_factory):
     return code, catcher.found
 
 
-@pytest.mark.parametrize("fault", EVERY_FAULT, ids=lambda fault: fault.name)
-def test_every_fault_is_found(all_faults, fault):
-    code, reports = all_faults
+@pytest.fixture(scope="module")
+def one_each(tmp_path_factory):
+    return planted(tmp_path_factory.mktemp("faults"), ONE_EACH)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    return planted(tmp_path_factory.mktemp("others"), OTHERS)
+
+
+def check_found(fault, run):
+    code, reports = run
     assert code == 1
     found = reports[fault.name].failures
     assert found, reports[fault.name].results
     assert {one.test.partition("[")[0] for one in found} == {fault.test.partition("[")[0]}
     assert fault.says in found[0].reason
+
+
+@pytest.mark.parametrize("fault", ONE_EACH, ids=lambda fault: fault.name)
+def test_a_fault_of_each_check_is_found(one_each, fault):
+    check_found(fault, one_each)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", OTHERS, ids=lambda fault: fault.name)
+def test_every_other_fault_is_found(others, fault):
+    check_found(fault, others)
+
+
+def test_the_table_of_faults_is_that_of_the_planted_ones():
+    assert fault_table.PAGE.read_text() == fault_table.rendered(), "run: python tests/testing/fault_table.py --write"
+    assert len({fault.name for fault in EVERY_FAULT}) == len(EVERY_FAULT)
 
 
 def test_the_sound_backend_passes_every_test(plant):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from shlex import quote
 from typing import Any
 
+from attncore.did_you_mean import did_you_mean
 from attncore.quoted import MAX_ITEMS, describe_error, json_value, listed, plain_text, quoted, type_name
 from attncore.registry import package_requirements
 from attncore.registry.choice.cache_format import common_block_sizes, common_layouts
@@ -209,7 +210,8 @@ def option_problem(spec: BackendSpec, name: str, value: object) -> str | None:
     """What is wrong with one option, as a sentence that begins with its name; None where it is accepted."""
     option = spec.options.get(name)
     if option is None:
-        return f"{quoted(name)} is not declared by {spec.name}; declared: {listed(sorted(spec.options))}"
+        had = listed(sorted(spec.options))
+        return f"{quoted(name)} is not declared by {spec.name}; declared: {had}{did_you_mean(name, spec.options)}"
     wrong = option.problem(value)
     return f"{quoted(name)}: {quoted(value)} {wrong}" if wrong else None
 

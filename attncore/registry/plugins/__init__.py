@@ -1,5 +1,6 @@
 """Installed plugins: found by their entry points, and loaded so that none stops another.
 
+- ``option_argument``: ``--option NAME=VALUE`` of the commands, read as a spec declares it.
 - ``load``: the specs of all plugins, cached for the process.
 - ``plugin_code``: what is around all code of a plugin that runs here: one thread at a time, streams, settings.
 - ``left_as_found``: the settings of the process, restored after code of a plugin.

@@ -91,6 +91,10 @@ class BackendSpec:
     """Whether the library compiles kernels at first use."""
     finite_tail: bool = False
     """Whether unused rows of a last page must hold finite numbers."""
+    finite_passed_blocks: bool = False
+    """Whether the null block, and blocks that a window has passed, must hold finite numbers: a kernel reads keys by
+    tiles that begin before the window, and multiplies what it hides by 0.
+    """
     host_lengths: str = "none"
     """Of HOST_LENGTHS."""
     plan_staging: str = "shared"

@@ -263,6 +263,7 @@ _CHECKS: Mapping[str, Callable[[str, object], object]] = {
     "workspace_bytes": _optional_positive,
     "compiles_at_run_time": _flag,
     "finite_tail": _flag,
+    "finite_passed_blocks": _flag,
     "host_lengths": _word(HOST_LENGTHS),
     "plan_staging": _word(PLAN_STAGING),
     "pad_seq_len": _pad,

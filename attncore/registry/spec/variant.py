@@ -42,6 +42,7 @@ class VariantFacts(TypedDict, total=False):
     workspace_bytes: int | None
     compiles_at_run_time: bool
     finite_tail: bool
+    finite_passed_blocks: bool
     host_lengths: str
     plan_staging: str
     pad_seq_len: int

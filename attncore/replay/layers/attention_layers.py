@@ -45,7 +45,7 @@ class AttentionLayers:
     ) -> None:
         import torch
 
-        self.backend = backend
+        self.backend: AttentionBackend | Mapping[str, AttentionBackend] | None = backend
         self.content = content
         by_group: list[tuple[str | None, AttentionBackend]] = (
             list(backend.items()) if isinstance(backend, Mapping) else [(None, backend)]

@@ -1,7 +1,7 @@
 """Attention of a context-parallel group, rank by rank in one process: each over its own cache, merged.
 
-Keys are written where each rank's ``slot_mapping`` says. A query sees the first so many of a rank's keys: tokens in a
-row that see equally many are the queries of one request of a layer that is not causal.
+Each token of a step is a row of one query, as a decode is: it sees the first so many of a rank's keys, its own among
+them where the rank keeps it (its slot is -1 where not). So any backend runs it that decodes and gives its log-sum-exp.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.slices import HostArrays
+from attncore.kernels import host_functions
 from attncore.replay.layers.attention_layers import AttentionLayers
 
 if TYPE_CHECKING:
@@ -27,10 +28,7 @@ if TYPE_CHECKING:
 
 
 class ShardedLayers(AttentionLayers):
-    """Layers with a cache for each of ``world_size`` ranks. Needs the ``reference`` backend's cross attention and
-    log-sum-exp."""
-
-    attn_type = "encoder_decoder"
+    """Layers with a cache for each of ``world_size`` ranks, of backends that have the feature ``lse``."""
 
     def __init__(
         self,
@@ -45,40 +43,50 @@ class ShardedLayers(AttentionLayers):
     ) -> None:
         self.num_caches = world_size
         super().__init__(backend, content, num_layers, num_blocks, windows)
+        self.backend = None  # the ranks' builders plan nothing: what is planned are the rows that are made here
         block_size = self.of_layer[0][1].config.block_size
         self.ranks = [ContextParallel(world_size, rank, block_size, interleave) for rank in range(world_size)]
 
     def attend(self, layer: int, tokens: list[Tensor], ranks: list[StepMetadata]) -> Tensor:
         """Each rank's output over its own cache, merged."""
-        from attncore import merge
-        from attncore.reference import cache as kv_cache
+        from attncore.merge import merge_attention
 
-        query, key, value = tokens
-        impl, from_host, parts = self.impls[layer], self.of_layer[layer][1].from_host, []
+        (query, key, value), parts = tokens, []
+        impl, backend = self.impls[layer], self.of_layer[layer][1]
         for mine, metadata, cache in zip(self.ranks, ranks, self.kv_caches[layer], strict=True):
-            kv_cache.write(key, value, cache, metadata.slot_mapping)
-            parts.append(impl.forward_with_lse(query, None, None, cache, over_shard(metadata, mine, from_host)))
-        return merge.merge_attention(*zip(*parts, strict=True))[0]
+            rows = token_rows(metadata, mine, backend.from_host)
+            backend.plan(rows)  # right before it runs: a plan may be that of the last step planned
+            parts.append(impl.forward_with_lse(query, key, value, cache, rows))
+        return merge_attention(*zip(*parts, strict=True))[0]
 
 
-def over_shard(
+def token_rows(
     metadata: StepMetadata, mine: ContextParallel, from_host: Callable[[npt.NDArray[Any]], Tensor]
 ) -> CommonAttentionMetadata:
-    """``metadata`` of rank ``mine``, its keys as those of an encoder that every query sees whole.
+    """``metadata`` of rank ``mine`` with a decode of one token for each of its tokens.
 
     ``from_host`` is the backend's: it takes host arrays to the device.
     """
     host = metadata.host
-    owners, visible = host.token_to_req_indices, mine.seq_lens(host.positions + 1)
-    differs = (owners[1:] != owners[:-1]) | (visible[1:] != visible[:-1])
-    starts = np.flatnonzero(np.concatenate(([True], differs)))
-    rows = len(starts)
+    count = len(host.positions)
+    visible, slots = mine.seq_lens(host.positions + 1), np.array(host.slot_mapping)
+    rows = np.arange(count + 1, dtype=np.int32)
     fields = HostArrays(
-        query_start_loc=np.append(starts, len(owners)).astype(np.int32),
-        encoder_seq_lens=visible[starts],
-        encoder_query_lens=np.zeros(rows, np.int32),
-        encoder_query_start_loc=np.zeros(rows + 1, np.int32),
-        cross_slot_mapping=np.zeros(0, np.int64),
-        cross_block_table=host.block_table[owners[starts]],
+        slot_mapping=slots,
+        positions=np.array(host.positions),
+        token_to_req_indices=rows[:-1],
+        seq_lens=visible,
+        context_lens=visible - (slots >= 0).astype(np.int32),
+        query_lens=np.ones(count, np.int32),
+        query_start_loc=rows,
+        logits_indices=rows[:-1],
+        block_table=host.block_table[host.token_to_req_indices],
+        seq_start_loc=host_functions.build_query_start_loc(visible),
     )
-    return CommonAttentionMetadata(fields, from_host, num_reqs=rows)
+    pages = host_functions.build_page_lists(fields.block_table, visible, mine.block_size)
+    fields.paged_kv_indptr, fields.paged_kv_indices, fields.paged_kv_last_page_len = pages
+    longest = int(visible.max(initial=0))
+    return CommonAttentionMetadata(
+        fields, from_host, num_reqs=count, num_tokens=count, num_decodes=count, num_decode_tokens=count,
+        max_query_len=1, max_decode_query_len=1, max_seq_len=longest, max_decode_seq_len=longest,
+    )  # fmt: skip

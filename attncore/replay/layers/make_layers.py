@@ -13,6 +13,8 @@ from attncore.replay.layers.attention_layers import AttentionLayers
 from attncore.replay.layers.context_parallel_layers import ShardedLayers
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from attncore.abstract import AttentionBackend
     from attncore.builder.persistent.kv_cache_group import KVCacheGroup
     from attncore.registry.spec.backend_spec import BackendSpec
@@ -29,29 +31,34 @@ HEAD_SIZES_OF_GPUS, DTYPE_OF_GPUS = (128, 64, 256), "bfloat16"
 
 
 def make_layers(
-    settings: Settings, content: Content, num_layers: int, backend: str | None, dtype: str | None = None
+    settings: Settings,
+    content: Content,
+    num_layers: int,
+    backend: str | None,
+    dtype: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[AttentionLayers, str]:
     """``num_layers`` layers, and why their backend was chosen; NoBackendError where none can be used.
 
-    ``backend`` names one (None: the one that is chosen for the first KV-cache group, which all others then have too).
-    Layers are of ``dtype``; where that is None, float32 where the one named computes in that, else of one that it has.
+    ``backend`` names one (None: the one that is chosen for the first KV-cache group, which all others then have too),
+    ``options`` are its own. Layers are of ``dtype``; where that is None, float32 where the one named computes in that,
+    else of one that it has.
     """
-    if settings.world_size > 1:
-        backend = "reference"  # whose caches and partial results the merge here knows how to write and read
+    given = {backend: options} if backend and options else {}
     made: dict[str, AttentionBackend] = {}
     why, dtype = "", dtype or dtype_of(backend)
     for group in settings.groups_of_rank:
         fields = _fields(settings, group, content.num_heads, content.num_kv_heads)
-        choice = select(head_size=content.head_size, dtype=dtype, backend=backend, **fields)
+        choice = select(head_size=content.head_size, dtype=dtype, backend=backend, options=given, **fields)
         why = why or choice.explain().splitlines()[0].partition(": ")[2]
         made[group.name] = choice.create()
         backend = made[group.name].name
-    given = made if settings.groups else next(iter(made.values()))
+    of_layers = made if settings.groups else next(iter(made.values()))
     windows = {group.name: group.sliding_window for group in settings.groups_of_rank}
     if settings.world_size == 1:
-        return AttentionLayers(given, content, num_layers, settings.num_blocks, windows), why
+        return AttentionLayers(of_layers, content, num_layers, settings.num_blocks, windows), why
     return ShardedLayers(
-        given, content, num_layers, settings.num_blocks, windows,
+        of_layers, content, num_layers, settings.num_blocks, windows,
         world_size=settings.world_size, interleave=settings.interleave,
     ), why  # fmt: skip
 
@@ -63,7 +70,7 @@ def fitting_a_gpu(
 
     None where there is none: on a CPU, and where only backends for any device can be used.
     """
-    if Host.probe().device == "cpu" or settings.world_size > 1:
+    if Host.probe().device == "cpu":
         return None
     fields = _fields(settings, settings.groups_of_rank[0], num_heads, num_kv_heads)
     for size in (head_size,) if head_size else HEAD_SIZES_OF_GPUS:
@@ -76,8 +83,8 @@ def fitting_a_gpu(
 def _fields(settings: Settings, group: KVCacheGroup, num_heads: int, num_kv_heads: int) -> Any:
     """The fields of a request for the layers of a group, but for head size, dtype and backend."""
     features = {"multi_token_decode"} if settings.speculation else set()
-    if settings.world_size > 1:
-        features |= {"encoder_decoder", "lse"}
+    if settings.world_size > 1:  # each token is a row of its own then, drafts too
+        features = {"lse"}
     return {
         "num_heads": num_heads, "num_kv_heads": num_kv_heads, "block_size": group.block_size,
         "num_blocks": settings.num_blocks, "sliding_window": group.sliding_window, "features": features,

@@ -22,7 +22,7 @@ from attncore.replay.model_error import (
 from attncore.replay.token_content import step_content, token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -40,7 +40,15 @@ class ModelLayers:
     backend runs its layers.
     """
 
-    def __init__(self, path: str, settings: Settings, backend: str | None, device: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        settings: Settings,
+        backend: str | None,
+        device: str | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.model = _model(path, settings.seed, device)
         with errors_as_model_errors(path), data_alone():
             with memory_error_as_model_error(f"{path}: a forward pass", "take a smaller model"):
@@ -55,8 +63,9 @@ class ModelLayers:
                 f"{path}: {type(self.model).__name__} is an encoder and says no next token; take a decoder"
             )
         choice = select_for_model(
-            self.model, layers=layers, block_size=settings.block_size, num_blocks=settings.num_blocks, backend=backend
-        )
+            self.model, layers=layers, block_size=settings.block_size, num_blocks=settings.num_blocks, backend=backend,
+            options={backend: options} if backend and options else {},
+        )  # fmt: skip
         self.why = choice.explain().splitlines()[0].partition(": ")[2]
         self.backend = choice.create(str(self.model.device))
         try:

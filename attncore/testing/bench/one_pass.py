@@ -54,7 +54,8 @@ def _facts(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for shape in [*SHAPES, *([SAVED] if steps is not None else [])]:
         yield {"phase": f"while {shape!r} was made"}
         try:
-            timed = Timed(Subject(asked["backend"], device=asked["device"], checks_needs=False), shape, request, steps)
+            subject = Subject(asked["backend"], device=asked["device"], options=asked["options"], checks_needs=False)
+            timed = Timed(subject, shape, request, steps)
         except UnsupportedError as error:
             yield {"unsupported": {shape: str(error)}}
             continue

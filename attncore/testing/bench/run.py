@@ -8,8 +8,8 @@ import importlib.metadata
 import json
 import platform
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class Question:
     seconds: float = 0.15
     """For each row, in each pass."""
     timeout: float = 600.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What the backend is created with."""
 
     def as_json(self, copy: Path) -> str:
         """What the child reads. The file of steps is read once: every pass reads ``copy``, which is made of it here.
@@ -46,6 +48,7 @@ class Question:
         ValueError where the file has no steps, or they do not fit in memory.
         """
         facts: dict[str, Any] = {"backend": self.backend, "device": self.device, "seconds": self.seconds}
+        facts["options"] = dict(self.options)
         facts["steps"] = None if self.steps is None else str(copy)
         if self.steps is not None:
             data = _read(self.steps)
@@ -81,7 +84,7 @@ def _measured(question: Question, passes: int, done: Callable[[int], None] | Non
         machine=machine(),
         time=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z",
         versions=_versions(question),
-        config=answer.config,
+        config=answer.config | ({"options": dict(question.options)} if question.options else {}),
         steps="" if question.steps is None else hashlib.sha256(copy.read_bytes()).hexdigest()[:12],
         rows=list(rows.values()),
         unsupported=answer.unsupported,

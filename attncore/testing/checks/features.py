@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attncore.testing.engines.engine import Engine
-from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_drawn_batches
+from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_decodes_alone, run_drawn_batches
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import FEATURES, SLOPES
 from attncore.testing.harness.errors import UnsupportedError
@@ -45,7 +45,9 @@ def test_window_off_by_one(attncore_subject: Subject, window: str) -> None:
             batch.append((context, 1))
         if "prefill" in attncore_subject.form.phases:
             batch.append((context, 2))
-    run_batch(Engine(backend, sliding_window=wide), batch)
+    engine = Engine(backend, sliding_window=wide)
+    run_batch(engine, batch)
+    run_decodes_alone(engine)
 
 
 @covers("alibi")

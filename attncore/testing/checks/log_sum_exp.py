@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import pytest
@@ -13,15 +14,18 @@ from attncore.testing.engines.compare import StepRequest
 from attncore.testing.engines.cross_engine import CrossEngine
 from attncore.testing.engines.encoder_engine import EncoderEngine
 from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.requests import History
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_drawn_batches
 from attncore.testing.engines.steps_on_device import planned
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import FEATURES
-from attncore.testing.harness.errors import ConformanceError
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError
 from attncore.testing.harness.subject import Subject
+from attncore.vocabulary import DTYPES
 
 __all__ = [
     "test_a_rank_decodes_over_the_keys_it_keeps",
+    "test_log_sum_exp_is_float32_in_every_dtype",
     "test_log_sum_exp_of_cross_attention",
     "test_log_sum_exp_of_encoders",
     "test_log_sum_exp_over_random_batches",
@@ -35,6 +39,16 @@ def test_log_sum_exp_over_random_batches(attncore_subject: Subject, attncore_exa
     """Natural logarithms, float32 (tokens, heads), of every token of mixed batches."""
     attncore_subject.require("lse")
     run_drawn_batches(attncore_subject, attncore_subject.backend(), attncore_examples, with_lse=True)
+
+
+@covers("lse")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_log_sum_exp_is_float32_in_every_dtype(attncore_subject: Subject, dtype: str) -> None:
+    """Parts are merged by it: in 16 bits it would round their weights."""
+    attncore_subject.require("lse")
+    if dtype not in attncore_subject.form.dtypes:
+        raise UnsupportedError("its spec does not declare it")
+    run_around_a_block(attncore_subject, attncore_subject.backend(dtype=dtype), with_lse=True)
 
 
 @covers("lse")
@@ -115,11 +129,29 @@ def test_a_rank_decodes_over_the_keys_it_keeps(attncore_subject: Subject, rank: 
     built = MetadataBuilder(batch, max_num_batched_tokens=len(contexts)).build()
     metadata = planned(engine.backend, mine.metadata(built))
     tensors = engine.drawn.query_key_value(len(contexts))
+    others = ContextParallel(2, 1 - rank, size, mine.interleave)
     requests, expected = [], []
+    written: dict[Hashable, History] = {}
+    as_the_other: dict[Hashable, History] = {}
     for i, name in enumerate(built.req_ids):
         is_mine = metadata.host.slot_mapping[i] >= 0
-        seen = engine.history[name].extended(*(new[i : i + is_mine] for new in tensors[1:]))
+        whole = engine.history[name].extended(*(new[i : i + 1] for new in tensors[1:]))
+        engine.history[name] = seen = whole if is_mine else engine.history[name]
+        if not is_mine:
+            written[name] = whole
+        as_the_other[name] = _of_length(seen, int(others.seq_lens([contexts[name] + 1])[0]), engine.junk)
         expected.append(engine.dense(tensors[0][i : i + 1], *seen))
         requests.append(StepRequest(name, 1, kept[name]))
+    engine.suspects = [
+        ("the slot -1 were written: the step's own key was seen, which another rank keeps", written),
+        (f"rank {rank} read as many keys as rank {1 - rank} keeps", as_the_other),
+    ]
     answer = engine.checked_forward(tensors, metadata, metadata.host.slot_mapping)
-    engine.compare(answer, expected, requests)
+    engine.compare(answer, expected, requests, tensors[0])
+
+
+def _of_length(history: History, length: int, junk: float) -> History:
+    """The first ``length`` keys and values; beyond them what stands in slots without a token."""
+    missing = max(0, length - len(history.keys))
+    more = (part.new_full((missing, *part.shape[1:]), junk) for part in history)
+    return history.extended(*more).first(length)

@@ -158,6 +158,7 @@ def test_layers_with_different_scales(attncore_subject: Subject) -> None:
     first = Engine(backend)
     second = Engine(backend, scale=0.9)
     backend.impl("layers.0", scale=first.features["scale"])
+    first.siblings, second.siblings = [("the other layer", second.features)], [("the other layer", first.features)]
     for engine in (second, first):
         run_batch(engine, attncore_subject.around_a_block(backend.config.block_size))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,13 +16,39 @@ from attncore.testing.harness.declared_samples import MAX_SIZE, edges
 from attncore.testing.harness.errors import ConformanceError, NothingToRefuseError, UnsupportedError
 from attncore.testing.harness.subject import Subject
 
+if TYPE_CHECKING:
+    from attncore.abstract import AttentionBackend
+
 __all__ = [
+    "test_a_refused_layer_leaves_nothing_behind",
     "test_the_largest_declared_block_id",
     "test_undeclared_features_are_refused_with_a_sentence",
     "test_undeclared_options_are_refused_with_a_sentence",
     "test_undeclared_sizes_are_refused_or_right",
 ]
-NUM_BLOCKS = 16  # of a cache whose blocks may be large
+UNDECLARED = (
+    ("sliding_window", 4, "sliding_window"),
+    ("logits_soft_cap", 5.0, "logits_soft_cap"),
+    ("alibi_slopes", "per head", "alibi"),
+    ("sinks", "per head", "sinks"),
+    ("k_scale", 0.5, "kv_scales"),
+    ("v_scale", 0.5, "kv_scales"),
+    ("k_scale", "tensor", "kv_scales_on_device"),
+    ("v_scale", "tensor per head", "kv_scales_per_head"),
+    ("attn_type", "encoder", "encoder"),
+    ("attn_type", "encoder_only", "encoder"),
+    ("attn_type", "encoder_decoder", "encoder_decoder"),
+)
+"""Argument of a layer, a value, and the feature that it needs."""
+MEANINGLESS: tuple[tuple[str, Any], ...] = (
+    ("scale", math.nan),
+    ("sliding_window", 0),
+    ("logits_soft_cap", -1.0),
+    ("alibi_slopes", []),
+    ("sinks", []),
+    ("attn_type", "no_such_type"),
+)
+NUM_BLOCKS = 24  # of a cache whose blocks may be large
 
 
 @covers("declared block ids")
@@ -64,22 +91,7 @@ def test_undeclared_sizes_are_refused_or_right(attncore_subject: Subject, field:
 
 
 @covers("clear errors", apart=True)
-@pytest.mark.parametrize(
-    ("argument", "value", "feature"),
-    [
-        ("sliding_window", 4, "sliding_window"),
-        ("logits_soft_cap", 5.0, "logits_soft_cap"),
-        ("alibi_slopes", "per head", "alibi"),
-        ("sinks", "per head", "sinks"),
-        ("k_scale", 0.5, "kv_scales"),
-        ("v_scale", 0.5, "kv_scales"),
-        ("k_scale", "tensor", "kv_scales_on_device"),
-        ("v_scale", "tensor per head", "kv_scales_per_head"),
-        ("attn_type", "encoder", "encoder"),
-        ("attn_type", "encoder_only", "encoder"),
-        ("attn_type", "encoder_decoder", "encoder_decoder"),
-    ],
-)
+@pytest.mark.parametrize(("argument", "value", "feature"), UNDECLARED)
 def test_undeclared_features_are_refused_with_a_sentence(
     attncore_subject: Subject, argument: str, value: Any, feature: str
 ) -> None:
@@ -88,15 +100,29 @@ def test_undeclared_features_are_refused_with_a_sentence(
     if feature in form.features or (feature == "alibi" and "alibi_standard" in form.features):
         raise NothingToRefuseError(f"its spec declares {feature}, so there is nothing to refuse")
     backend = attncore_subject.backend()
-    meant = {
-        "per head": [0.5] * backend.config.num_heads,
-        "tensor": torch.tensor(0.5),
-        "tensor per head": torch.tensor([0.5] * backend.config.num_kv_heads),
-    }
-    given: dict[str, Any] = {argument: meant.get(value, value)}
-    error = _refused(lambda: backend.impl("layers.0", scale=1.0, **given), f"{argument}={value}")
+    error = _refused(lambda: _layer(backend, argument, value), f"{argument}={value}")
     if not str(error).startswith(argument):
         raise ConformanceError(f"the error for {argument}={value} does not begin with the argument's name: {error}")
+
+
+@covers("clear errors", apart=True)
+def test_a_refused_layer_leaves_nothing_behind(attncore_subject: Subject) -> None:
+    """Neither a plan key, with which every later step would be planned, nor anything in containers of the backend's."""
+    backend = attncore_subject.another()
+    for argument, value in (*MEANINGLESS, *((argument, value) for argument, value, _ in UNDECLARED)):
+        keys, sizes = backend.plan_keys, _sizes(backend)
+        try:
+            _layer(backend, argument, value)
+        except Exception:
+            if backend.plan_keys != keys:
+                raise ConformanceError(
+                    f"a layer with {argument}={value} was refused and left a plan key behind: it is registered last"
+                ) from None
+            changed = next((name for name, size in _sizes(backend).items() if sizes.get(name) != size), None)
+            if changed is not None:
+                raise ConformanceError(
+                    f"a layer with {argument}={value} was refused and left something in the backend's {changed}"
+                ) from None
 
 
 @covers("clear errors", apart=True)
@@ -107,6 +133,21 @@ def test_undeclared_options_are_refused_with_a_sentence(attncore_subject: Subjec
     error = _refused(subject.backend, "the option no_such_option")
     if "no_such_option" not in str(error):
         raise ConformanceError(f"the error does not name the option: {error}")
+
+
+def _layer(backend: AttentionBackend, argument: str, value: Any) -> None:
+    meant = {
+        "per head": [0.5] * backend.config.num_heads,
+        "tensor": torch.tensor(0.5),
+        "tensor per head": torch.tensor([0.5] * backend.config.num_kv_heads),
+    }
+    given: dict[str, Any] = {argument: meant.get(value, value) if isinstance(value, str) else value}
+    backend.impl("layers.0", **{"scale": 1.0, **given})
+
+
+def _sizes(backend: AttentionBackend) -> dict[str, int]:
+    """How many entries each container among the backend's attributes has."""
+    return {name: len(held) for name, held in vars(backend).items() if isinstance(held, (dict, list, set, tuple))}
 
 
 def _refused(call: Callable[[], object], what: str) -> Exception:

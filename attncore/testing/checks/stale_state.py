@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from attncore.testing.engines.builder_engine import BuilderEngine
+from attncore.testing.engines.cache_view import CacheView
 from attncore.testing.engines.compare import differs
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.run_batches import run_batch
@@ -13,6 +15,7 @@ from attncore.testing.harness.errors import ConformanceError
 from attncore.testing.harness.subject import Subject
 
 __all__ = [
+    "test_a_layer_that_is_given_another_cache",
     "test_a_smaller_batch_after_a_larger_one",
     "test_shorter_requests_after_longer_ones",
     "test_steps_of_a_builder_that_uses_its_metadata_again",
@@ -80,6 +83,24 @@ def test_steps_of_a_builder_that_uses_its_metadata_again(attncore_subject: Subje
     if len(engine.phases) > 1:
         engine.step({"new": size + 1, 2: 1, 3: 1})
         engine.step({"new": 1, 1: 2})
+
+
+@covers("state")
+def test_a_layer_that_is_given_another_cache(attncore_subject: Subject) -> None:
+    """The cache is an argument of each call: an engine that moves it to other memory hands over the new one."""
+    engine = Engine(attncore_subject.backend())
+    engine.add("a", engine.block_size + 8)
+    engine.fill({"a": engine.block_size + 1})
+    tokens = {"a": 1 if "decode" in engine.phases else 2}
+    engine.step(tokens)
+    old, held = engine.cache_view, engine.kv_cache  # which stays alive: its memory is not taken for the new one
+    engine.kv_cache = engine.backend.allocate_kv_cache(engine.num_blocks)
+    engine.cache_view = CacheView(engine.backend, engine.kv_cache, engine.num_blocks)
+    engine.cache_view.restore(old.snapshot())
+    old.fill(np.ones_like(engine.written), engine.junk)
+    engine.step(tokens)
+    engine.step(tokens)
+    del held
 
 
 @covers("state")

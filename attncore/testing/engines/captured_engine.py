@@ -113,7 +113,7 @@ class CapturedEngine(Engine):
         answer = output[:count].cpu()
         self.check_cache(before, metadata.host.slot_mapping[:count])
         requests = [StepRequest(name, self.tokens_each, self.context(name)) for name in metadata.req_ids]
-        self.compare(answer, self.expected(fresh, requests), requests)
+        self.compare(answer, self.expected(fresh, requests), requests, fresh[0])
         self._reject_drafts(chosen)
 
     def _reject_drafts(self, names: list[Any]) -> None:

@@ -115,8 +115,9 @@ def _sentence(
         why = (
             "the output holds NaN"
             if not np.isnan(engine.junk)
-            else "the output holds NaN: it read a slot that holds no token of the request (a block without an owner, "
-            "or an unused row of a last page; a kernel that multiplies the latter by 0 declares finite_tail)"
+            else "the output holds NaN: it read a slot that holds no token of the request: a block without an owner, "
+            "an unused row of a last page (a kernel that multiplies it by 0 declares finite_tail), or a block that a "
+            "window has passed (finite_passed_blocks)"
         )
     else:
         excess = (found - wanted).abs().amax(dim=2)

@@ -118,7 +118,7 @@ class CrossEngine(Engine):
             requests.append(EncoderStepRequest(name, count, self.context(name)))
             start += count
         answer = self.checked_forward((query, key, value), metadata, host.cross_slot_mapping)
-        self.compare(answer, expected, requests)
+        self.compare(answer, expected, requests, query)
         return answer
 
     def forward(self, tensors: Iterable[Tensor], metadata: CommonAttentionMetadata) -> Tensor:

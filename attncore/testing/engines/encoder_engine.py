@@ -12,6 +12,7 @@ from attncore.builder import CommonMetadataBuilder, SequenceGroup
 from attncore.builder import Sequence as OneSequence
 from attncore.testing.engines.compare import EncoderStepRequest, StepRequest
 from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.requests import History
 from attncore.testing.engines.steps_on_device import planned, reads_page_lists
 from attncore.testing.harness.errors import ConformanceError
 
@@ -48,7 +49,8 @@ class EncoderEngine(Engine):
         start = 0
         for name, length in enumerate(lengths):
             tokens = slice(start, start + length)
-            expected.append(self.dense(query[tokens], key[tokens], value[tokens]))
+            self.history[name] = History(key[tokens], value[tokens])
+            expected.append(self.dense(query[tokens], *self.history[name]))
             requests.append(EncoderStepRequest(name, length, length))
             start += length
         before = self.cache_view.snapshot()
@@ -63,5 +65,5 @@ class EncoderEngine(Engine):
             raise ConformanceError(
                 f"a layer of type {self.attn_type} changed its cache, which holds another layer's keys"
             )
-        self.compare(answer, expected, requests)
+        self.compare(answer, expected, requests, query)
         return answer

@@ -74,12 +74,14 @@ class Engine(Requests):
         super().__init__(num_blocks, config.block_size, self.random, no_tokens)
         self.kv_cache, self.cache_view, self._check_memory = cache(backend, num_blocks)
         self.junk, self.with_lse = junk, with_lse
+        self.lse: Tensor | None = None  # of the last call
         self.finite_tail = config.spec is not None and config.spec.finite_tail
         self.phases = ("prefill", "decode") if config.spec is None else config.spec.phases
         self.tolerance = tolerance(config.dtype, config.kv_cache_dtype)
         self.builder = MetadataBuilder(self.batch, max_num_batched_tokens=MAX_REQUESTS * num_blocks * self.block_size)
         self.max_error = 0.0
         self.siblings: list[tuple[str, Mapping[str, Any]]] = []  # other layers of the same steps: name, features
+        self.suspects: list[tuple[str, Mapping[Hashable, History]]] = []  # what likely_cause tries: words, keys
 
     # Steps.
 
@@ -155,20 +157,16 @@ class Engine(Requests):
         expected = self.expected(tensors, requests)
         answer = self.checked_forward(tensors, metadata, metadata.host.slot_mapping)
         if not profiling:
-            try:
-                self.compare(answer, expected, requests)
-            except ConformanceError as error:
-                cause = likely_cause(self, tensors[0], answer, expected, requests)
-                cause = cause or self._when_repeated(tensors, metadata, expected, requests)
-                raise ConformanceError(f"{error}{cause}", error.max_error) from None
+            self.compare(answer, expected, requests, tensors[0], (tensors, metadata))
         return answer
 
     def _when_repeated(
-        self, tensors: tuple[Tensor, Tensor, Tensor], metadata: CommonAttentionMetadata,
+        self, step: tuple[tuple[Tensor, Tensor, Tensor], CommonAttentionMetadata],
         expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest],
     ) -> str:  # fmt: skip
+        tensors, metadata = step
         try:
-            self.compare(self.forward(self.on_device(tensors), metadata).cpu(), expected, requests)
+            self._compare(self.forward(self.on_device(tensors), metadata).cpu(), expected, requests)
         except Exception:
             return ""
         return "; it is right when forward is called again: something of an earlier step or call was kept"
@@ -220,11 +218,25 @@ class Engine(Requests):
         compare_cache(self.cache_view, before, slots)
         self.written[slots // self.block_size, slots % self.block_size] = True
 
-    def compare(self, answer: Tensor, expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest]) -> None:
-        """ConformanceError unless the requests' output, and log-sum-exp where asked for, is what was expected."""
+    def compare(
+        self, answer: Tensor, expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest], query: Tensor,
+        step: tuple[tuple[Tensor, Tensor, Tensor], CommonAttentionMetadata] | None = None,
+    ) -> None:  # fmt: skip
+        """ConformanceError unless the requests' output, and log-sum-exp where asked for, is what was expected; it names
+        the likely cause. The layer is called again for that, where its ``step`` (tensors, metadata) is given."""
+        try:
+            self._compare(answer, expected, requests)
+        except ConformanceError as error:
+            lse = None if self.lse is None else self.lse.cpu()
+            cause = likely_cause(self, query, answer, lse, expected, requests)
+            if not cause and step is not None:
+                cause = self._when_repeated(step, expected, requests)
+            raise ConformanceError(f"{error}{cause}", error.max_error) from None
+
+    def _compare(self, answer: Tensor, expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest]) -> None:
         error = compare(answer, [output for output, _ in expected], requests, self)
         self.max_error = max(self.max_error, error)
-        if self.with_lse:
+        if self.lse is not None:
             compare_lse(self.lse, [lse for _, lse in expected], requests, self)
 
     def forward(self, tensors: Iterable[Tensor], metadata: CommonAttentionMetadata) -> Tensor:

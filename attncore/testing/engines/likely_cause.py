@@ -1,7 +1,8 @@
-"""The likely cause of a wrong output: the mistake under which dense attention gives what the backend gave."""
+"""The likely cause of a wrong output or log-sum-exp: the mistake with which dense attention gives what was given."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -19,63 +20,96 @@ class Layer(Compared, Protocol):
     causal: bool
     siblings: list[tuple[str, Mapping[str, Any]]]
     """Other layers of the same steps: their names and features."""
+    suspects: list[tuple[str, Mapping[Hashable, History]]]
+    """Keys that requests may have read in place of their own: what it would be as if, and the keys of each."""
 
 
 NOT_OF_DENSE = ("k_scale", "v_scale", "attn_type")
 """Features of a layer that dense attention does not take."""
 OPTIONAL = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
 
-Mistake = tuple[str, Tensor]
+Answers = tuple[Tensor, Tensor]
+"""The output and the log-sum-exp of a request."""
+Mistake = tuple[str, Answers]
 
 
 def likely_cause(
-    engine: Layer, query: Tensor, answer: Tensor, expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest]
+    engine: Layer,
+    query: Tensor,
+    answer: Tensor,
+    lse: Tensor | None,
+    expected: list[Answers],
+    requests: list[StepRequest],
 ) -> str:
-    """What the first wrong request looks like, as the end of a sentence; empty where no known mistake gives that."""
-    start = 0
-    for index, (one, (wanted, _)) in enumerate(zip(requests, expected, strict=True)):
-        tokens = slice(start, start + one.tokens)
-        start += one.tokens
-        found = answer[tokens].float()
-        if close(found, wanted, engine.tolerance):
-            continue
-        for words, output in _mistakes(engine, query[tokens], index, expected, requests):
-            if output.shape == found.shape and close(found, output, engine.tolerance):
-                return f"; it is as if {words}"
-        return ""
+    """What the first wrong request looks like, as the end of a sentence; empty where no known mistake gives that.
+
+    Outputs are looked at first, then ``lse`` where there is one.
+    """
+    for part, given in enumerate((answer,) if lse is None else (answer, lse)):
+        start = 0
+        for index, one in enumerate(requests):
+            tokens = slice(start, start + one.tokens)
+            start += one.tokens
+            found, wanted = given[tokens].float(), expected[index][part]
+            if _fits(found, wanted, engine):
+                continue
+            if part and (words := _of_a_logarithm(found, wanted, engine)):
+                return words
+            for words, mistaken in _mistakes(engine, query[tokens], index, expected, requests):
+                if _fits(found, mistaken[part], engine):
+                    return f"; it is as if {words}"
+            return ""
+    return ""
+
+
+def _fits(found: Tensor, wanted: Tensor, engine: Layer) -> bool:
+    """Whether numbers are those wanted; an infinite one of either sign."""
+    if found.shape != wanted.shape or not bool((found.isinf() == wanted.isinf()).all()):
+        return False
+    finite = ~wanted.isinf()
+    return close(found[finite], wanted[finite], engine.tolerance)
+
+
+def _of_a_logarithm(found: Tensor, wanted: Tensor, engine: Layer) -> str:
+    """What is wrong with a log-sum-exp alone, whatever the layer."""
+    for base in (2, 10):
+        if _fits(found, wanted / math.log(base), engine):
+            return f"; it is as if the logarithm were to base {base}, not natural"
+    nothing = wanted.isinf() & ~found.isinf()
+    if nothing.any():
+        return f"; it is {found[nothing][0]:g} where a token sees no key: infinite there, the part has no weight"
     return ""
 
 
 def _mistakes(
-    engine: Layer, query: Tensor, index: int, expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest]
+    engine: Layer, query: Tensor, index: int, expected: list[Answers], requests: list[StepRequest]
 ) -> Iterator[Mistake]:
     keys, values = engine.history[requests[index].name]
 
-    def dense(key: Tensor = keys, value: Tensor = values, **changes: Any) -> Tensor:
+    def dense(key: Tensor = keys, value: Tensor = values, **changes: Any) -> Answers:
         given = {name: it for name, it in (engine.features | changes).items() if name not in NOT_OF_DENSE}
-        output: Tensor = dense_attention(query, key, value, causal=engine.causal, **given)
-        return output
+        answers: Answers = dense_attention(query, key, value, causal=engine.causal, return_lse=True, **given)
+        return answers
 
+    name = requests[index].name
+    for words, histories in engine.suspects:
+        if name in histories:
+            yield words, dense(*histories[name])
     for words, features in engine.siblings:
         theirs: dict[str, Any] = dict.fromkeys(OPTIONAL) | dict(features)
+        if theirs["scale"] != engine.features["scale"]:
+            yield f"the scale were that of {words}, {theirs['scale']:g}", dense(scale=theirs["scale"])
         yield f"its features were those of {words}", dense(**theirs)
     yield from _features(engine, dense)
-    heads, kv_heads = query.shape[1], keys.shape[1]
-    if 1 < kv_heads < heads:
-        modulo = [head % kv_heads for head in range(heads)]
-        yield (
-            "query head h read key/value head h % num_kv_heads, not h // (num_heads // num_kv_heads)",
-            dense(keys[:, modulo], values[:, modulo]),
-        )
+    yield from _heads(query.shape[1], keys, values, dense)
     if keys.shape == values.shape:
         yield "keys and values were exchanged", dense(values, keys)
     if len(query) == 1 and len(keys) > 1:
         yield "the request's newest key were not seen", dense(keys[:-1], values[:-1])
         yield "the request's first key were not seen", dense(keys[1:], values[1:])
-    name = requests[index].name
-    for other, (output, _) in zip(requests, expected, strict=True):
+    for other, answers in zip(requests, expected, strict=True):
         if other.name != name:
-            yield f"it were the output of request {other.name}: rows or tokens exchanged", output
+            yield f"it were the output of request {other.name}: rows or tokens exchanged", answers
             history = engine.history[other.name]
             if len(history.keys) >= len(query):
                 yield f"request {name} read the keys of request {other.name}", dense(*history)
@@ -99,3 +133,22 @@ def _features(engine: Layer, dense: Any) -> Iterator[Mistake]:
     for name in OPTIONAL:
         if features.get(name) is not None:
             yield f"the layer had no {name}", dense(**{name: None})
+
+
+def _heads(heads: int, keys: Tensor, values: Tensor, dense: Any) -> Iterator[Mistake]:
+    """Query heads that read another key/value head than ``h // (num_heads // num_kv_heads)``."""
+    kv_heads = keys.shape[1]
+    if kv_heads == 1:
+        return
+    right = [head // (heads // kv_heads) for head in range(heads)]
+    for words, read in (
+        ("h % num_kv_heads", [head % kv_heads for head in range(heads)]),
+        ("0", [0] * heads),
+        ("h // num_kv_heads", [min(head // kv_heads, kv_heads - 1) for head in range(heads)]),
+        ("num_kv_heads - 1 - h // (num_heads // num_kv_heads)", [kv_heads - 1 - one for one in right]),
+    ):
+        if read != right:
+            yield (
+                f"query head h read key/value head {words}, not h // (num_heads // num_kv_heads)",
+                dense(keys[:, read], values[:, read]),
+            )

@@ -61,10 +61,14 @@ class Requests:
     def remove(self, name: Hashable) -> None:
         """Remove a request; blocks that no other request holds go back to the pool."""
         for block in self.batch.remove_request(name):
-            self.holders[block] -= 1
-            if not self.holders[block]:
-                self.give_back(block)
+            if block:  # 0 is the null block
+                self._let_go(block)
         del self.history[name]
+
+    def _let_go(self, block: int) -> None:
+        self.holders[block] -= 1
+        if not self.holders[block]:
+            self.give_back(block)
 
     def grow(self, name: Hashable, tokens: int = 1) -> None:
         """Give a request the blocks that its next ``tokens`` lack."""
@@ -72,6 +76,16 @@ class Requests:
         missing = -(-(self.context(name) + tokens) // self.block_size) - held
         if missing > 0:
             self.batch.append_blocks(name, self.take_blocks(missing))
+
+    def release_passed(self, name: Hashable, window: int) -> None:
+        """Make null the request's blocks that a window of ``window`` tokens has passed: no later query sees them.
+        Those that no other request holds go back to the pool.
+        """
+        blocks = self.batch.block_ids(name)
+        for index in range(max(0, self.context(name) - window + 1) // self.block_size):
+            if block := blocks[index]:
+                self.batch.replace_block(name, index, 0)
+                self._let_go(block)
 
     def replace_block(self, name: Hashable, index: int, block: int) -> None:
         """Put ``block``, a copy, in the place of the request's block number ``index``, which goes back to the pool."""

@@ -38,8 +38,20 @@ def run_batch(engine: Engine, batch: Iterable[tuple[int, int]]) -> Tensor:
 
 
 def run_around_a_block(subject: Subject, backend: AttentionBackend, **given: Any) -> Tensor:
-    """The output of requests at the edges of blocks, of an Engine that is made with ``given``."""
-    return run_batch(Engine(backend, **given), subject.around_a_block(backend.config.block_size))
+    """The output of requests at the edges of blocks, of an Engine that is made with ``given``; then they all decode."""
+    engine = Engine(backend, **given)
+    output = run_batch(engine, subject.around_a_block(backend.config.block_size))
+    run_decodes_alone(engine)
+    return output
+
+
+def run_decodes_alone(engine: Engine) -> None:
+    """A token of each request in a step without prompts, which libraries run by another kernel than a mixed step."""
+    if len(engine.phases) == 1:
+        return
+    for name in engine.batch.req_ids:
+        engine.grow(name)
+    engine.step(dict.fromkeys(engine.batch.req_ids, 1))
 
 
 def run_drawn_batches(subject: Subject, backend: AttentionBackend, examples: int, **given: Any) -> None:

@@ -8,7 +8,7 @@ It may be imported before pytest knows of it: PYTEST_DONT_REWRITE.
 from __future__ import annotations
 
 import unittest
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import pytest
@@ -20,7 +20,8 @@ NOT_RUN, NOTHING = "not run: ", "nothing to check: "
 _OUTCOMES = (pytest.skip.Exception, pytest.xfail.Exception, pytest.exit.Exception, unittest.SkipTest)
 """What pytest takes for no failure, whoever raises it."""
 _REPORTS = pytest.StashKey[dict[str, Report]]()
-_ROW = pytest.StashKey[tuple[str, str]]()
+_ROW = pytest.StashKey[tuple[Report, str]]()
+"""Of a test: an empty table like the one that it belongs to, and its row there."""
 _BROKEN = pytest.StashKey[dict[Any, str]]()
 
 
@@ -37,9 +38,16 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     capability = getattr(function, "attncore_capability", None)
     if capability is None:
         return
-    backend = str(getattr(getattr(item, "module", None), "BACKEND", "?"))
+    module = getattr(item, "module", None)
+    options = getattr(module, "OPTIONS", None)
+    device = getattr(module, "DEVICE", None)
+    table = Report(
+        str(getattr(module, "BACKEND", "?")),
+        dict(options) if isinstance(options, Mapping) else {},
+        None if device is None else str(device),
+    )
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    item.stash[_ROW] = (backend, capability.format(**parameters))
+    item.stash[_ROW] = (table, capability.format(**parameters))
     if getattr(function, "attncore_gpu", False):
         item.add_marker(pytest.mark.gpu)
     for name, reason in _expected_failures(item).items():
@@ -131,7 +139,7 @@ def pytest_runtest_makereport(
             outcome, reason = "not run", reason.removeprefix(NOT_RUN)
         elif outcome == "skipped" and reason.startswith(NOTHING):
             outcome, reason = "nothing to check", reason.removeprefix(NOTHING)
-        reports.setdefault(row[0], Report(row[0])).add(Result(row[1], item.name, outcome, reason))
+        reports.setdefault(row[0].title, row[0]).add(Result(row[1], item.name, outcome, reason))
     return report
 
 
@@ -141,12 +149,12 @@ def _skip_reason(report: pytest.TestReport) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The support table of each backend that was tested."""
+    """The support table of each backend that was tested, with each set of options and on each device."""
     for report in config.stash.get(_REPORTS, {}).values():
-        terminalreporter.section(f"attncore conformance: {report.backend}")
+        terminalreporter.section(f"attncore conformance: {report.title}")
         terminalreporter.write_line(report.markdown())
 
 
 def reports(config: pytest.Config) -> dict[str, Report]:
-    """What was collected in this run, by backend."""
+    """What was collected in this run, by the tables' titles."""
     return config.stash.get(_REPORTS, {})

@@ -11,6 +11,7 @@ from attncore.did_you_mean import did_you_mean
 from attncore.quoted import listed, quoted
 from attncore.registry.choice.choice import choose
 from attncore.registry.choice.negotiate_installed import negotiate_installed
+from attncore.registry.choice.reasons_against import option_problem
 from attncore.registry.choice.runs_here import no_device_here
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
@@ -54,6 +55,8 @@ class Subject:
     ) -> None:
         self.name = name
         self.device = device
+        if not isinstance(options, Mapping | None):
+            raise TypeError(f"OPTIONS: {quoted(options)} is not a mapping of options to values")
         self.options = dict(options or {})
         self.host = host
         self._watched = only_declared_fields if checks_needs else _as_it_is
@@ -84,6 +87,7 @@ class Subject:
     def _usable(self) -> tuple[BackendSpec | None, tuple[str, ...]]:
         if (reason := no_device_here(self.spec, self.host or Host.probe(), self.record.label)) is not None:
             return None, (str(reason),)  # and nothing about sizes, which are the kit's own
+        self._check_options()
         refusals: list[str] = []
         for _, form in self.spec.by_variant:
             try:
@@ -91,6 +95,13 @@ class Subject:
             except _RefusedError as error:
                 refusals += error.reasons
         return None, tuple(dict.fromkeys(refusals))
+
+    def _check_options(self) -> None:
+        """ValueError for an option that no form takes: a negotiation would call the backend unsupported, and skip."""
+        for name, value in self.options.items():
+            problems = [option_problem(form, name, value) for _, form in self.spec.by_variant]
+            if all(problems):
+                raise ValueError(f"OPTIONS: {problems[0]}")
 
     @property
     def refusals(self) -> tuple[str, ...]:
@@ -145,7 +156,8 @@ class Subject:
         return batch
 
     def _choose(self, **fields: Any) -> Choice:
-        request = AttentionRequest(**{"backend": self.name, **fields})
+        options = {self.name: self.options} if self.options else {}  # a spec's check may read them
+        request = AttentionRequest(**{"backend": self.name, "options": options, **fields})
         negotiation = negotiate_installed(request, host=self.host)
         choice = choose(negotiation)
         if choice is None:

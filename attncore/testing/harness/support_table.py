@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,11 +32,21 @@ class Report:
     """The results of one backend."""
 
     backend: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What it is created with."""
+    device: str | None = None
+    """A torch device where the test file states one."""
     results: list[Result] = field(default_factory=list)
 
     def add(self, result: Result) -> None:
         """A result more."""
         self.results.append(result)
+
+    @property
+    def title(self) -> str:
+        """The backend, and what else tells its table from another of the same backend."""
+        given = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        return self.backend + (f" ({given})" if given else "") + (f" on {self.device}" if self.device else "")
 
     @property
     def failures(self) -> list[Result]:
@@ -57,6 +68,7 @@ class Report:
         """The table, the failures, and of what they are, as JSON types."""
         return {
             "backend": self.backend,
+            "options": dict(self.options),
             **_identity(self.backend),
             "attncore": __version__,
             "rows": self.rows(),

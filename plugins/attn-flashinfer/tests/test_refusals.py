@@ -7,7 +7,7 @@ from typing import Any
 import flashinfer_standin as standin
 import pytest
 import torch
-from attn_flashinfer import modules
+from attn_flashinfer import impl, modules
 
 from attncore.builder import InputBatch, MetadataBuilder
 
@@ -48,6 +48,18 @@ def test_layers(features: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError) as caught:
         standin.backend().impl("layers.0", scale=1.0, **features)
     assert str(caught.value).startswith(says)
+
+
+def test_a_layer_that_is_refused_late_leaves_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*scales: float) -> None:
+        raise ValueError("k_scale: refused by what writes the cache")
+
+    backend = standin.backend()
+    monkeypatch.setattr(impl, "CacheWriter", refuses)
+    with pytest.raises(ValueError, match="k_scale: refused"):
+        backend.impl("layers.0", scale=1.0)
+    assert not backend._plans
+    assert backend.plan_keys == ()
 
 
 def test_a_window_over_an_fp8_cache_beside_xqa() -> None:

@@ -44,6 +44,7 @@ _PAGES = {
         "devices": _DEVICES | {"cuda:sm_90": 53},  # flashinfer has 55 there
         "block_sizes": MultipleOf(256),
         "preferred_block_size": 256,
+        "finite_passed_blocks": True,  # a tile of keys may begin before the window
         "notes": (_AFTER_FLASHINFER,),
     },
     "4": {
@@ -51,6 +52,7 @@ _PAGES = {
         "block_sizes": MultipleOf(16),
         "preferred_block_size": 128,
         "finite_tail": True,
+        "finite_passed_blocks": True,  # a tile of keys may begin before the window
         "pad_seq_len": 1,
         "compiles_at_run_time": True,
         "notes": (

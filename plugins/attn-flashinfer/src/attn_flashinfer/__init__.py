@@ -66,6 +66,7 @@ def attncore_backend() -> BackendSpec:
         host_lengths="exact",
         plan_staging="shared",
         pad_seq_len=0,
+        finite_passed_blocks=True,  # a tile of keys may begin before the window
         requires=REQUIRES,
         workspace_bytes=(64 + 4 * 8) << 20,  # two plan keys, each with a wrapper of decodes and one of prefills
         options=OPTIONS,

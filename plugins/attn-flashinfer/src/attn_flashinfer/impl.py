@@ -37,11 +37,12 @@ class FlashInferImpl(AttentionImpl):
                 f"sliding_window: decode=xqa {XQA_WINDOW_FP8}; create the backend with another kernel of decodes"
             )
         backend.check_modules(self.sliding_window, self.logits_soft_cap)
-        self._plans = backend.plans_of(PlanKey(self.scale, self.sliding_window, self.logits_soft_cap))
         self.scales_changed()
         self._kv_cache: Any = _NO_CACHE_YET
         self._caches: tuple[Tensor, Tensor]
         self._slots: tuple[Tensor, Tensor]
+        # Last: a layer that is refused leaves no plans in the backend.
+        self._plans = backend.plans_of(PlanKey(self.scale, self.sliding_window, self.logits_soft_cap))
 
     def scales_changed(self) -> None:
         """See the base class.

@@ -86,6 +86,7 @@ def _aiter() -> Variant:
             "tree_mask": "the plugin hands no mask to aiter",
         },
         finite_tail=True,  # where a tile is a block, rows of a last block are read whole and multiplied by 0
+        finite_passed_blocks=True,  # a tile may begin before the window
         check=_check("aiter", _has_triton, _aiter_imports),
     )
 

@@ -1,0 +1,223 @@
+"""Faults in the manner of libraries that plan a step (flash, flashinfer): plans that are kept, segments, pages."""
+
+from testing.faulty_backend import Fault, forward
+
+PLAN_FAULTS = (
+    Fault(
+        "plan_by_the_memory_of_the_lengths",
+        "test_steps_of_a_builder_that_uses_its_metadata_again[1]",
+        "decode of 1 after",
+        forward(
+            """
+place = metadata.host.seq_lens.ctypes.data, metadata.num_reqs
+longest = self.__dict__.setdefault("kept", {}).setdefault(place, metadata.max_seq_len)
+if not metadata.num_prefills:
+    metadata = changed(metadata, seq_lens=np.minimum(metadata.host.seq_lens, longest))
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "plan_by_the_number_of_requests",
+        "test_steps_of_a_builder_that_uses_its_metadata_again[2]",
+        "decode of 1 after",
+        forward(
+            """
+longest = self.__dict__.setdefault("kept", {}).setdefault(metadata.num_reqs, metadata.max_seq_len)
+if not metadata.num_prefills:
+    metadata = changed(metadata, seq_lens=np.minimum(metadata.host.seq_lens, longest))
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "plan_of_the_table_before",
+        "test_steps_of_a_builder_that_uses_its_metadata_again[1]",
+        "something of an earlier step or call was kept",
+        forward(
+            """
+table = metadata.host.block_table.copy()
+old = self.__dict__.setdefault("tables", {}).get(table.shape)
+self.tables[table.shape] = table
+if old is not None and not metadata.num_prefills:
+    whole(query, key, value, kv_cache, metadata, output)
+    metadata = changed(metadata, block_table=old)
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "plan_without_the_cap_in_its_key",
+        "test_two_layers_with_other_values",
+        "it is as if its features were those of layer",
+        forward(
+            """
+from dataclasses import replace
+if self._scoring.logits_soft_cap:
+    cap = metadata.kept.setdefault("cap", self._scoring.logits_soft_cap)
+    self._scoring = replace(self._scoring, logits_soft_cap=cap)
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "output_kept_with_the_step",
+        "test_layers_that_differ_in_every_declared_feature",
+        "of 17 that share a step, and differ",
+        forward(
+            """
+answer = whole(query, key, value, kv_cache, metadata, output)
+return metadata.kept.setdefault("output", answer).clone()
+"""
+        ),
+    ),
+    Fault(
+        "segments_in_the_wrong_order",
+        "test_mixed_batch",
+        "differs from dense",
+        forward(
+            """
+answer = whole(query, key, value, kv_cache, metadata, output)
+if metadata.num_prefills and metadata.num_decode_tokens:
+    own = answer[: metadata.num_tokens]
+    own.copy_(own.roll(metadata.num_decode_tokens, 0))
+return answer
+"""
+        ),
+    ),
+    Fault(
+        "chunks_beside_decodes_taken_for_prompts",
+        "test_mixed_batch",
+        "prefill of",
+        forward(
+            """
+if metadata.num_prefills and metadata.num_decodes:
+    tokens = np.diff(metadata.host.query_start_loc)
+    whole(query, key, value, kv_cache, metadata, output)
+    metadata = changed(metadata, seq_lens=np.where(tokens > 1, tokens, metadata.host.seq_lens).astype(np.int32))
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "decodes_first_in_steps_of_prompts_first",
+        "test_steps_of_the_list_builder",
+        "rows or tokens exchanged",
+        forward(
+            """
+answer = whole(query, key, value, kv_cache, metadata, output)
+if metadata.from_groups and metadata.num_prefills and metadata.num_decodes:
+    own = answer[: metadata.num_tokens]
+    own.copy_(own.roll(-metadata.num_prefill_tokens, 0))
+return answer
+"""
+        ),
+    ),
+    Fault(
+        "window_one_wider_in_decodes",
+        "test_window_off_by_one",
+        "it is as if the window were W + 1",
+        forward(
+            """
+from dataclasses import replace
+if self.sliding_window:
+    more = not metadata.num_prefills
+    self._scoring = replace(self._scoring, sliding_window=self.sliding_window + more)
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "sinks_of_prompts_only",
+        "test_a_feature_over_random_batches[sinks]",
+        "it is as if the layer had no sinks",
+        forward(
+            """
+from dataclasses import replace
+scoring = self._scoring
+if not metadata.num_prefills:
+    self._scoring = replace(scoring, sinks=None)
+answer = whole(query, key, value, kv_cache, metadata, output)
+self._scoring = scoring
+return answer
+"""
+        ),
+    ),
+    Fault(
+        "one_request_alone_is_split_wrong",
+        "test_decode",
+        "differs from dense",
+        forward(
+            """
+alone = metadata.num_decodes == metadata.num_reqs == 1
+return whole(query, key, value, kv_cache, metadata, output).div_(1 + alone)
+"""
+        ),
+    ),
+    Fault(
+        "views_of_the_first_cache",
+        "test_a_layer_that_is_given_another_cache",
+        "forward wrote nothing to slot",
+        forward(
+            """
+kv_cache = self.__dict__.setdefault("views", kv_cache)
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "last_page_of_a_full_page_is_empty",
+        "test_lengths_around_a_block[0]",
+        "differs from dense",
+        forward(
+            """
+size, lens = kv_cache.shape[2], metadata.host.seq_lens
+if not metadata.num_prefills:
+    whole(query, key, value, kv_cache, metadata, output)
+    full = (lens % size == 0) & (lens > size)
+    metadata = changed(metadata, seq_lens=np.where(full, lens - size, lens).astype(np.int32))
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "page_after_a_full_last_page",
+        "test_nothing_is_read_that_no_request_owns",
+        "the output holds NaN",
+        forward(
+            """
+answer = whole(query, key, value, kv_cache, metadata, output)
+size, table = kv_cache.shape[2], np.pad(metadata.host.block_table, ((0, 0), (0, 1)))
+for row, length in enumerate(metadata.host.seq_lens):
+    if length % size == 0:
+        answer += 0 * kv_cache[:, int(table[row, length // size])].sum()
+return answer
+"""
+        ),
+    ),
+    Fault(
+        "drafts_one_key_short",
+        "test_decodes_of_several_tokens",
+        "differs from dense",
+        forward(
+            """
+if metadata.num_decodes and metadata.max_decode_query_len > 1:
+    whole(query, key, value, kv_cache, metadata, output)
+    metadata = changed(metadata, seq_lens=metadata.host.seq_lens - 1)
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "an_empty_step_is_an_error",
+        "test_captured_sizes_over_changing_batches[1]",
+        "no work",
+        forward(
+            """
+if not metadata.host.seq_lens.any():
+    raise RuntimeError("plan: no work")
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+)
