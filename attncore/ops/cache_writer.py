@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attncore.abstract.scales import checked_scale
+from attncore.ops.written_tensor import check_strided, check_written
 
 LARGEST = {
     torch.float8_e4m3fn: 448.0,
@@ -137,12 +138,9 @@ def _check_on_cpu(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Te
         "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slot_mapping,
     }  # fmt: skip
     for name, tensor in named.items():
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"{name}: of layout {tensor.layout}; give a strided tensor")
+        check_strided(name, tensor)
         if tensor.device != slot_mapping.device:
             raise ValueError(f"{name}: on {tensor.device}, but slot_mapping is on {slot_mapping.device}")
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if any(size > 1 and not stride for size, stride in zip(cache.shape, cache.stride(), strict=True)):
-            raise ValueError(f"{name}: an expanded tensor, whose elements share memory; give one that has its own")
-        if cache.is_inference() and not torch.is_inference_mode_enabled():
-            raise ValueError(f"{name}: made in torch.inference_mode(), and outside of it not to be written to")
+    with torch.no_grad():  # as it is written to
+        check_written("key_cache", key_cache)
+        check_written("value_cache", value_cache)

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from attncore.abstract import check_value_size
 from attncore.arguments import integer, optional_integer
+from attncore.array_arguments import as_array
+from attncore.ops.written_tensor import check_strided, check_written
 from attncore.quoted import quoted
 
 if TYPE_CHECKING:
@@ -154,8 +156,11 @@ def write(key: Tensor, value: Tensor | None, kv_cache: Caches, slot_mapping: Ten
     if not len(slot_mapping):
         return
     put = _put if slot_mapping.device.type == "cpu" else put_unasked
-    for new, cache in zip(named.values(), caches, strict=True):
-        put(new.to(cache.dtype), cache, slot_mapping)
+    with torch.no_grad():  # nobody differentiates through a cache
+        for cache in caches:
+            check_written("kv_cache", cache)
+        for new, cache in zip(named.values(), caches, strict=True):
+            put(new.to(cache.dtype), cache, slot_mapping)
 
 
 def _put(new: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -211,6 +216,8 @@ def copy_blocks(kv_caches: Tensor | Iterable[Caches], block_pairs: Any, *, block
     parts = [part for cache in caches for part in _parts(cache, block_dim)]
     if not parts:
         return
+    for part in parts:
+        check_written("kv_caches", part)
     pairs = _checked_pairs(block_pairs, *(min(part.shape[0] for part in parts),) * 2)
     for part in parts:
         source, target = _indices(pairs, part, part)
@@ -230,6 +237,8 @@ def swap_blocks(source: Caches, target: Caches, block_pairs: Any, *, block_dim: 
             raise ValueError(
                 f"target: blocks of {tuple(b.shape[1:])} {b.dtype} found; the source has {tuple(a.shape[1:])} {a.dtype}"
             )
+        check_strided("source", a)
+        check_written("target", b)
     pairs = _checked_pairs(block_pairs, sources[0].shape[0], targets[0].shape[0])
     for a, b in zip(sources, targets, strict=True):
         from_ids, to_ids = _indices(pairs, a, b)
@@ -247,7 +256,7 @@ def _parts(cache: Caches, block_dim: int) -> list[Tensor]:
 
 def _checked_pairs(block_pairs: Any, num_source: int, num_target: int) -> NDArray[np.int64]:
     host = block_pairs.cpu() if isinstance(block_pairs, Tensor) else block_pairs
-    pairs = np.asarray(host)
+    pairs = as_array("block_pairs", host)
     if pairs.size == 0:
         return np.empty((0, 2), dtype=np.int64)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":

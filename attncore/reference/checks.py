@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attncore.abstract import AttentionType
+from attncore.ops.written_tensor import check_strided, check_written
 from attncore.reference import cache as paged
 
 if TYPE_CHECKING:
@@ -109,6 +110,9 @@ def check_tensors(
             raise ValueError(f"{name}: {tensor.dtype} found; the backend was made for torch.{config.dtype}")
         if tensor.device != query.device:
             raise ValueError(f"{name}: on {tensor.device}, but the query is on {query.device}")
+        check_strided(name, tensor)
+    if output is not None:
+        check_written("output", output)
     return query, key, value
 
 
@@ -136,6 +140,12 @@ def check_cache(
             raise ValueError(f"kv_cache: {cache.dtype} found; the configuration says {expected_dtype}")
         if cache.device != device:
             raise ValueError(f"kv_cache: on {cache.device}, but the query is on {device}")
+    block = int(np.max(slots, initial=-1)) // config.block_size
+    if block >= len(caches[0]):
+        raise ValueError(
+            f"kv_cache: {len(caches[0])} blocks found; {name} has a slot in block {block}: give the batch num_blocks, or "
+            "the cache as many blocks as the batch takes ids of"
+        )
     return caches
 
 
