@@ -67,12 +67,10 @@ def test_a_slot_beyond_the_cache_names_the_cache():
     batch.add_request("a", [7])
     metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=8).build()
     new = torch.ones(1, 2, 8)
-    with pytest.raises(
-        ValueError, match=r"^kv_cache: 3 blocks found; slot_mapping has a slot in block 7: give the batch"
-    ):
+    with pytest.raises(ValueError, match=r"^kv_cache: 3 blocks found; slot_mapping has a slot in block 7"):
         backend.impl("layer", scale=1.0).forward(new, new, new, backend.allocate_kv_cache(3), metadata)
 
 
 def test_pairs_that_are_no_pairs_are_named():
-    with pytest.raises(ValueError, match="^block_pairs: list cannot be read as an array"):
+    with pytest.raises(ValueError, match=r"^block_pairs: list cannot be read as an array"):
         cache.copy_blocks(torch.zeros(2, 3, 4, 2, 8), [(0,), (1, 2)])

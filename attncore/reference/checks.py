@@ -143,8 +143,8 @@ def check_cache(
     block = int(np.max(slots, initial=-1)) // config.block_size
     if block >= len(caches[0]):
         raise ValueError(
-            f"kv_cache: {len(caches[0])} blocks found; {name} has a slot in block {block}: give the batch num_blocks, or "
-            "the cache as many blocks as the batch takes ids of"
+            f"kv_cache: {len(caches[0])} blocks found; {name} has a slot in block {block}: tell the batch num_blocks, "
+            "or give the cache more"
         )
     return caches
 
