@@ -1,0 +1,105 @@
+"""The checked arguments of AdoptedSteps, and what it asks of its backend's spec."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from attncore import arguments
+from attncore.builder.device.memory import ALIGNMENT
+from attncore.builder.persistent.kv_cache_group import KVCacheGroup
+
+ON_A_DEVICE_ONLY = ("block_table", "slot_mapping", "paged_kv_indices")
+"""Host fields that steps on a device with its own memory do not have: to read them there waits for the device."""
+
+_WORDS = ALIGNMENT // 4
+
+
+class Settings(NamedTuple):
+    """The arguments of AdoptedSteps, as it documents them, and what follows from them."""
+
+    max_num_reqs: int
+    max_num_tokens: int
+    max_model_len: int
+    num_blocks: int | None
+    decode_threshold: int
+    depth: int
+    block_size: int
+    max_pages: int
+    """Pages of the longest request."""
+
+    @property
+    def gap(self) -> int:
+        """int32 elements between the starts of two arrays of n + 1."""
+        return -(-(self.max_num_reqs + 1) // _WORDS) * _WORDS
+
+
+class Batch(NamedTuple):
+    """What a backend asks of the batch of a builder (``metadata.builder.batch``): which blocks there are."""
+
+    groups: tuple[KVCacheGroup, ...]
+
+
+class Facts(NamedTuple):
+    """What a backend's spec says of its steps; of a backend without a spec the least is asked."""
+
+    name: str
+    host_lengths: str
+    cuda_graph: str
+    page_list: bool
+    """Whether it reads page indices on the device in every step."""
+    plans: bool
+    waits_for_last_plan: bool
+    """Whether its library plans into one buffer."""
+
+
+def check_settings(
+    backend: Any, max_num_reqs: int, max_num_tokens: int, max_model_len: int, num_blocks: int | None,
+    decode_threshold: int, depth: int,
+) -> Settings:  # fmt: skip
+    """The settings as plain ints; ValueError or TypeError that names the argument."""
+    if not hasattr(backend, "config"):
+        raise TypeError(f"backend: {backend!r} is not a backend; attncore.select(...).create() makes one")
+    block_size = backend.config.block_size
+    max_num_reqs = arguments.integer("max_num_reqs", max_num_reqs, 1)
+    # The last page of the longest request, and one more, are counted in int32 on the device.
+    max_model_len = arguments.integer("max_model_len", max_model_len, 1, arguments.INT32_MAX - 2 * block_size)
+    max_pages = -(-max_model_len // block_size)
+    if max_num_reqs * max_pages > arguments.INT32_MAX:
+        raise ValueError(
+            f"max_num_reqs: {max_num_reqs} requests of {max_pages} pages each are more page indices than int32 counts; "
+            "lower it, or max_model_len"
+        )
+    return Settings(
+        max_num_reqs,
+        arguments.integer("max_num_tokens", max_num_tokens, 1),
+        max_model_len,
+        arguments.optional_integer("num_blocks", num_blocks, 1),
+        arguments.integer("decode_threshold", decode_threshold, 1),
+        arguments.integer("depth", depth, 1, 64),
+        block_size,
+        max_pages,
+    )
+
+
+def facts_of(backend: Any) -> Facts:
+    """What the backend asks of steps; ValueError where they cannot have it."""
+    spec, name = backend.spec, backend.name
+    if spec is None:
+        return Facts(name, "none", "always", page_list=False, plans=backend.has_plan, waits_for_last_plan=backend.has_plan)
+    device_needs = getattr(spec, "device_needs", None)
+    needs = getattr(spec, "needs", ()) if device_needs is None else device_needs
+    if not backend.config.device.startswith("cpu"):
+        for field in ON_A_DEVICE_ONLY:
+            if field in getattr(spec, "host_needs", ()):
+                raise ValueError(
+                    f"backend: {name!r} reads {field} on the host, which an engine has on {backend.config.device} alone; "
+                    "to copy it would wait for the device in every step, so use MetadataBuilder, or another backend"
+                )
+    return Facts(
+        name,
+        spec.host_lengths,
+        spec.cuda_graph,
+        page_list="page_list" in needs or "paged_kv_indices" in needs,
+        plans=backend.has_plan,
+        waits_for_last_plan=backend.has_plan and spec.plan_staging == "shared",
+    )
