@@ -8,12 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-DTYPES = {
-    "query_start_loc": torch.int32,
-    "seq_lens": torch.int32,
-    "block_table": torch.int32,
-    "slot_mapping": torch.int64,
-}
+_INT32, _INT64 = torch.int32, torch.int64
+_SIDE_BY_SIDE = ((1,), (1,), (1,))
+_HOST_INT32 = np.dtype(np.int32)
+
+DTYPES = {"query_start_loc": _INT32, "seq_lens": _INT32, "block_table": _INT32, "slot_mapping": _INT64}
 """The tensors of a step, all on the device."""
 
 
@@ -32,38 +31,72 @@ class Given(NamedTuple):
     def cut(self, num_reqs: int, num_tokens: int) -> Given:
         """The first rows and tokens alone."""
         starts, lengths, table, slots = self
-        if len(lengths) != num_reqs:
+        if lengths.shape[0] != num_reqs:
             starts, lengths, table = starts[: num_reqs + 1], lengths[:num_reqs], table[:num_reqs]
-        return Given(starts, lengths, table, slots if len(slots) == num_tokens else slots[:num_tokens])
+        return Given(starts, lengths, table, slots if slots.shape[0] == num_tokens else slots[:num_tokens])
 
-    def places(self) -> tuple[Any, ...]:
-        """What tells these tensors from others: memory, sizes and strides."""
-        return tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in self)
 
+class Place(NamedTuple):
+    """What tells the tensors of one step from those of another: memory, sizes and strides."""
+
+    starts: int
+    lengths: int
+    table: int
+    slots: int
+    """Addresses, in the order of Given."""
+    num_reqs: int
+    table_shape: tuple[int, ...]
+    table_stride: tuple[int, ...]
+    num_slots: int
+
+    @property
     def addresses(self) -> tuple[int, ...]:
-        """Where they lie."""
-        return tuple(tensor.data_ptr() for tensor in self)
+        """Where the tensors lie."""
+        return self[:4]
 
 
-def check_given(given: Given, device: torch.device) -> None:
-    """ValueError or TypeError that names the first tensor whose dtype, place, layout or size is wrong."""
+def place_of(given: Given, device: torch.device) -> Place:
+    """Where the tensors lie and how large they are; ValueError or TypeError that names the first one that is wrong."""
+    starts, lengths, table, slots = given
+    for tensor in given:  # each attribute of a tensor is a call: they are asked for once
+        if not isinstance(tensor, torch.Tensor) or tensor.device != device or tensor.layout is not torch.strided:
+            raise _refused_one(given, device)
+    if not (starts.dtype is _INT32 and lengths.dtype is _INT32 and table.dtype is _INT32 and slots.dtype is _INT64):
+        raise _refused_one(given, device)
+    shapes = starts.shape, lengths.shape, slots.shape
+    strides = starts.stride(), lengths.stride(), slots.stride()
+    table_shape, table_stride = table.shape, table.stride()
+    if strides != _SIDE_BY_SIDE or len(table_shape) != 2 or table_stride[1] != 1:
+        if not _side_by_side(given):
+            raise _refused_one(given, device)
+    (num_starts,), (num_reqs,), (num_slots,) = shapes
+    if num_starts != num_reqs + 1 or table_shape[0] != num_reqs:
+        name, found = ("block_table", table_shape[0]) if num_starts == num_reqs + 1 else ("query_start_loc", num_starts)
+        wanted = num_reqs + (name == "query_start_loc")
+        raise ValueError(f"{name}: {found} rows found beside {num_reqs} seq_lens; give {wanted}")
+    return Place(
+        starts.data_ptr(), lengths.data_ptr(), table.data_ptr(), slots.data_ptr(),
+        num_reqs, table_shape, table_stride, num_slots,
+    )  # fmt: skip
+
+
+def _side_by_side(given: Given) -> bool:
+    """Whether they have the right dimensions, and elements (of a row) that lie side by side where there are several."""
+    return all(
+        tensor.dim() == 1 + (name == "block_table") and (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1)
+        for name, tensor in zip(DTYPES, given, strict=True)
+    )
+
+
+def _refused_one(given: Given, device: torch.device) -> ValueError | TypeError:
+    """The error of the first tensor that is wrong."""
     for name, tensor in zip(DTYPES, given, strict=True):
-        if (
-            not isinstance(tensor, torch.Tensor)
-            or tensor.dtype is not DTYPES[name]
-            or tensor.device != device
-            or tensor.layout is not torch.strided
-            or tensor.dim() != (2 if name == "block_table" else 1)
-            or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1)
-        ):
-            raise _refused(name, tensor, device)
-    rows = len(given.seq_lens)
-    for name, tensor, wanted in (
-        ("query_start_loc", given.query_start_loc, rows + 1),
-        ("block_table", given.block_table, rows),
-    ):
-        if len(tensor) != wanted:
-            raise ValueError(f"{name}: {len(tensor)} rows found beside {rows} seq_lens; give {wanted}")
+        right = isinstance(tensor, torch.Tensor) and tensor.dtype is DTYPES[name] and tensor.device == device
+        if not right or tensor.layout is not torch.strided or tensor.dim() != 1 + (name == "block_table"):
+            return _refused(name, tensor, device)
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            return _refused(name, tensor, device)
+    return ValueError(f"query_start_loc: a step of tensors on {device} that cannot be read")
 
 
 def _refused(name: str, tensor: Any, device: torch.device) -> ValueError | TypeError:
@@ -83,12 +116,12 @@ def host_array(name: str, given: Any) -> npt.NDArray[np.int32]:
     ValueError or TypeError that names it where it is none.
     """
     if isinstance(given, torch.Tensor):
-        if given.dtype is torch.int32 and given.dim() == 1 and given.is_cpu and given.layout is torch.strided:
+        if given.dtype is _INT32 and given.is_cpu and given.layout is torch.strided and given.dim() == 1:
             array: npt.NDArray[np.int32] = given.numpy()
             return array
         found = f"{str(given.dtype).removeprefix('torch.')}{list(given.shape)} on {given.device}"
     elif isinstance(given, np.ndarray):
-        if given.dtype == np.int32 and given.dtype.isnative and given.ndim == 1 and given.flags.aligned:
+        if given.dtype == _HOST_INT32 and given.ndim == 1 and given.flags.aligned:
             return given
         found = f"{given.dtype}{list(given.shape)}"
     else:

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from attncore.builder.adopted.device_fields import MADE, OF_ROWS, OF_TOKENS, SUMS
 from attncore.builder.device_slices import DeviceView
 from attncore.builder.fields import ARRAYS, DERIVED, FIELDS, Rebase, no_such_field
-from attncore.builder.metadata import CommonAttentionMetadata
+from attncore.builder.metadata import CommonAttentionMetadata, Wrap
+from attncore.builder.persistent.batch_arguments import ONLY_GROUP
 from attncore.builder.slices import HostArrays
 from attncore.errors import AttncoreError
 
@@ -84,6 +85,7 @@ class AdoptedStep(CommonAttentionMetadata):
     """
 
     decodes_first = True
+    group = ONLY_GROUP
     num_actual_reqs: int
     """Requests without the engine's padding; ``num_actual_tokens`` are their tokens."""
     num_actual_tokens: int
@@ -92,6 +94,10 @@ class AdoptedStep(CommonAttentionMetadata):
     _given: Given
     _fields: DeviceFields
     _owner: Any
+
+    def __init__(self, values: dict[str, Any], wrap: Wrap) -> None:
+        values["_wrap"] = wrap
+        self.__dict__ = values  # they are this step's alone: nothing is copied
 
     if not TYPE_CHECKING:
 

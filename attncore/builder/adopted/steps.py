@@ -11,7 +11,7 @@ import torch
 from attncore import arguments, graphs
 from attncore.builder.adopted.device_fields import DeviceFields
 from attncore.builder.adopted.error_texts import refused_step
-from attncore.builder.adopted.given import Given, check_given, host_array
+from attncore.builder.adopted.given import Given, Place, host_array, place_of
 from attncore.builder.adopted.settings import Batch, check_settings, facts_of
 from attncore.builder.adopted.step import AdoptedHost, AdoptedStep, Owner
 from attncore.builder.device.memory import Readers, zeros
@@ -33,12 +33,12 @@ _KEPT: list[Any] = []
 class _Size:
     """What steps of one number of rows have in common: views of our memory, and the engine's tensors of last time."""
 
-    __slots__ = ("device", "given", "host", "places")
+    __slots__ = ("device", "given", "host", "place")
 
     def __init__(self, device: dict[str, Any], host: list[dict[str, Any]]) -> None:
         self.device, self.host = device, host
         self.given: Any = None
-        self.places: Any = None
+        self.place: Any = None
 
 
 class _Captured(NamedTuple):
@@ -83,7 +83,8 @@ class AdoptedSteps(Uncopied):
         self.batch = Batch((KVCacheGroup(ONLY_GROUP, settings.block_size, num_blocks=settings.num_blocks),))
         self._device = device = _device_of(backend)
         self._on_cpu, self._cuda = device.type == "cpu", device.type == "cuda"
-        self._kernels = load_kernels(kernels)
+        self._kernels, self._wrap = load_kernels(kernels), backend.from_host
+        self._uniform = self._facts.cuda_graph != "always"
         self._arrays = [_new_arrays(settings.max_num_reqs) for _ in range(settings.depth + 1)]
         self._rows = [
             self._kernels.AdoptedRows(
@@ -192,36 +193,36 @@ class AdoptedSteps(Uncopied):
         if self._cuda:
             graphs.refuse_while_capturing("cuda", "build")
         given = Given(query_start_loc, seq_lens, block_table, slot_mapping)
-        check_given(given, self._device)
-        starts = self._host_starts(given, host_query_start_loc)
-        lengths, known = self._host_lengths_of(given, host_seq_lens, bounded)
-        num_rows = len(seq_lens)
-        captured = self._captured.get(num_rows)
-        if capturing and captured is None:
-            captured = self._size_to_capture(num_rows, len(slot_mapping))
-        first = captured is not None and captured.addresses is None
-        query_len = captured.query_len if captured is not None else 0
+        place = place_of(given, self._device)
+        starts = self._host_starts(given, place, host_query_start_loc)
+        lengths, known = self._host_lengths_of(given, place, host_seq_lens, bounded)
+        captured, query_len = self._captured.get(place.num_reqs), 0
+        if capturing is not False:
+            capturing = arguments.flag("capturing", capturing)
+            if capturing and captured is None:
+                captured = self._size_to_capture(place)
+        if captured is not None:
+            query_len = captured.query_len
         index = (self._owner.last_step + 1) % len(self._rows)
         counts = self._rows[index].fill(
-            starts, lengths, len(slot_mapping), block_table.shape[1], query_len, self._facts.cuda_graph != "always",
-            capturing is True,
-        )  # fmt: skip
+            starts, lengths, place.num_slots, place.table_shape[1], query_len, self._uniform, capturing
+        )
         if type(counts) is tuple:
             raise refused_step(*counts, starts, lengths, given, self._settings, query_len)
         if captured is not None and counts["use_cuda_graph"]:
-            self._check_addresses(captured, given, num_rows)
-            if first and not capturing:
-                self._at_capture(counts, captured, block_table.shape[1])
-        metadata = self._metadata(given, counts, index, known, has_lengths=lengths is not None)
-        self._plan(metadata)
-        self._fields.make(metadata._given, metadata.max_seq_len)
-        if captured is not None and counts["use_cuda_graph"] and first:
-            self._captured[num_rows] = captured._replace(addresses=given.addresses())
+            self._at_capture(counts, captured, place)
+        metadata = self._metadata(given, place, counts, index, known)
+        if self._facts.plans:
+            self._plan(metadata)
+        if self._fields.live:
+            self._fields.make(metadata._given, metadata.max_seq_len)
+        if captured is not None and metadata.use_cuda_graph and captured.addresses is None:
+            self._captured[place.num_reqs] = captured._replace(addresses=place.addresses)
             self._keep_memory()
         self._owner.last_step += 1
         return metadata
 
-    def _host_starts(self, given: Given, host: Any) -> Any:
+    def _host_starts(self, given: Given, place: Place, host: Any) -> Any:
         if host is None:
             if not self._on_cpu:
                 raise ValueError(
@@ -230,15 +231,17 @@ class AdoptedSteps(Uncopied):
                 )
             host = given.query_start_loc
         array = host_array("host_query_start_loc", host)
-        if len(array) != len(given.query_start_loc):
+        if len(array) != place.num_reqs + 1:
             raise ValueError(
-                f"host_query_start_loc: {len(array)} elements found beside {len(given.query_start_loc)} on the device"
+                f"host_query_start_loc: {len(array)} elements found beside {place.num_reqs + 1} on the device"
             )
         return array
 
-    def _host_lengths_of(self, given: Given, host: Any, bounded: bool) -> tuple[Any, str]:
+    def _host_lengths_of(self, given: Given, place: Place, host: Any, bounded: bool) -> tuple[Any, str]:
         """The host's lengths, or None, and what they are; ValueError where the backend needs more."""
-        bounded, facts = arguments.flag("bounded", bounded), self._facts
+        facts = self._facts
+        if bounded is not False:
+            bounded = arguments.flag("bounded", bounded)
         if host is None and self._on_cpu and not bounded:
             host = given.seq_lens
         if host is None:
@@ -255,12 +258,13 @@ class AdoptedSteps(Uncopied):
                 "give them, which an engine that drafts asynchronously cannot, or choose a backend that takes bounds"
             )
         array = host_array("host_seq_lens", host)
-        if len(array) != len(given.seq_lens):
-            raise ValueError(f"host_seq_lens: {len(array)} lengths found for {len(given.seq_lens)} rows; give one each")
+        if len(array) != place.num_reqs:
+            raise ValueError(f"host_seq_lens: {len(array)} lengths found for {place.num_reqs} rows; give one each")
         return array, "bounded" if bounded else "exact"
 
-    def _size_to_capture(self, num_rows: int, num_slots: int) -> _Captured:
+    def _size_to_capture(self, place: Place) -> _Captured:
         """The size of a step that a graph is to be captured over, which is not registered before it is built."""
+        num_rows, num_slots = place.num_reqs, place.num_slots
         query_len = num_slots // num_rows if num_rows else 0
         if not query_len or query_len * num_rows != num_slots:
             raise ValueError(
@@ -293,21 +297,19 @@ class AdoptedSteps(Uncopied):
                 f"num_reqs: {num_reqs} of {query_len} tokens exceed max_num_tokens {settings.max_num_tokens}"
             )
 
-    def _check_addresses(self, captured: _Captured, given: Given, num_rows: int) -> None:
-        """CaptureError where the engine's tensors lie elsewhere than the graph of the size reads them."""
-        if captured.addresses is None or captured.addresses == given.addresses():
-            return
-        pairs = zip(Given._fields, captured.addresses, given.addresses(), strict=True)
-        name = next(name for name, before, now in pairs if before != now)
-        raise CaptureError(
-            f"{name}: it lies elsewhere than at the capture of {num_rows} rows, and the graph reads it there; write to "
-            f"that tensor, or call release({num_rows}) when the graph is gone"
-        )
-
-    def _at_capture(self, counts: dict[str, int], captured: _Captured, columns: int) -> None:
-        """The counts of a step to capture over: the largest possible lengths."""
-        most = min(self._settings.max_model_len, columns * self._settings.block_size)
-        counts.update(max_seq_len=most, max_decode_seq_len=most, max_query_len=captured.query_len)
+    def _at_capture(self, counts: dict[str, int], captured: _Captured, place: Place) -> None:
+        """Gives the first step of a captured size the largest possible lengths; of a later one, CaptureError where the
+        engine's tensors lie elsewhere than its graph reads them."""
+        if captured.addresses is None:
+            most = min(self._settings.max_model_len, place.table_shape[1] * self._settings.block_size)
+            counts.update(max_seq_len=most, max_decode_seq_len=most, max_query_len=captured.query_len)
+        elif captured.addresses != place.addresses:
+            pairs = zip(Given._fields, captured.addresses, place.addresses, strict=True)
+            name, rows = next(name for name, before, now in pairs if before != now), place.num_reqs
+            raise CaptureError(
+                f"{name}: it lies elsewhere than at the capture of {rows} rows, and the graph reads it there; write to "
+                f"that tensor, or call release({rows}) when the graph is gone"
+            )
 
     def _keep_memory(self) -> None:
         """Graphs know only addresses: what they read outlives a dropped AdoptedSteps."""
@@ -315,35 +317,31 @@ class AdoptedSteps(Uncopied):
             self._keeper = weakref.finalize(self, _KEPT.append, self._fields)
             self._keeper.atexit = False
 
-    def _metadata(
-        self, given: Given, counts: dict[str, int], index: int, lengths: str, *, has_lengths: bool
-    ) -> AdoptedStep:
+    def _metadata(self, given: Given, place: Place, counts: dict[str, Any], index: int, lengths: str) -> AdoptedStep:
         num_reqs, num_tokens = counts["num_reqs"], counts["num_tokens"]
-        if len(given.seq_lens) != num_reqs or len(given.slot_mapping) != num_tokens:
-            given = given.cut(num_reqs, num_tokens)
         size = self._sizes.get(num_reqs)
         if size is None:
             size = self._sizes[num_reqs] = self._new_size(num_reqs)
-        places = given.places()
-        if size.places == places:  # the same tensors: what is kept by them, such as a plan, is found again
+        if size.place == (place, num_tokens):  # the same tensors: what is kept by them, such as a plan, is found again
             given = size.given
         else:
-            size.places, size.given = None, given
-            size.places = places
+            if place.num_reqs != num_reqs or place.num_slots != num_tokens:
+                given = given.cut(num_reqs, num_tokens)
+            size.place, size.given = None, given
+            size.place = place, num_tokens
         arrays = size.host[index]
-        if not has_lengths:
+        if lengths == "none":
             arrays = {name: arrays[name] for name in _OF_STARTS}
         if self._on_cpu:
             arrays = arrays | {"slot_mapping": given.slot_mapping.numpy(), "block_table": given.block_table.numpy()}
-        metadata = AdoptedStep(AdoptedHost(arrays, num_tokens), self.backend.from_host, **counts)
-        vars(metadata).update(
-            query_start_loc=given.query_start_loc, seq_lens=given.seq_lens, block_table=given.block_table,
-            slot_mapping=given.slot_mapping, step=self._owner.last_step + 1, builder=self, group=ONLY_GROUP,
-            lengths=lengths, _given=given, _fields=self._fields, _owner=self._owner,
-        )  # fmt: skip
+        values = counts
         if self._facts.page_list:
-            vars(metadata).update(size.device)
-        return metadata
+            values |= size.device
+        values["query_start_loc"], values["seq_lens"], values["block_table"], values["slot_mapping"] = given
+        values["host"], values["_given"] = AdoptedHost(arrays, num_tokens), given
+        values["step"], values["lengths"] = self._owner.last_step + 1, lengths
+        values["builder"], values["_owner"], values["_fields"] = self, self._owner, self._fields
+        return AdoptedStep(values, self._wrap)
 
     def _new_size(self, num_reqs: int) -> _Size:
         host = [
@@ -354,8 +352,6 @@ class AdoptedSteps(Uncopied):
 
     def _plan(self, metadata: AdoptedStep) -> None:
         """The backend's plan, behind the copies of the last one where it plans into one buffer."""
-        if not self._facts.plans:
-            return
         if self._facts.waits_for_last_plan:
             if self._planning and self._cuda:  # it failed or was interrupted, and may have begun to copy
                 torch.cuda.current_stream().synchronize()
