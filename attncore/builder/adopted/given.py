@@ -115,15 +115,17 @@ def host_array(name: str, given: Any) -> npt.NDArray[np.int32]:
 
     ValueError or TypeError that names it where it is none.
     """
+    array: npt.NDArray[np.int32] | None
     if isinstance(given, torch.Tensor):
-        if given.dtype is _INT32 and given.is_cpu and given.layout is torch.strided and given.dim() == 1:
-            array: npt.NDArray[np.int32] = given.numpy()
-            return array
-        found = f"{str(given.dtype).removeprefix('torch.')}{list(given.shape)} on {given.device}"
+        right = given.dtype is _INT32 and given.is_cpu and given.layout is torch.strided and given.dim() == 1
+        array = given.numpy() if right else None
     elif isinstance(given, np.ndarray):
-        if given.dtype == _HOST_INT32 and given.ndim == 1 and given.flags.aligned:
-            return given
-        found = f"{given.dtype}{list(given.shape)}"
+        array = given if given.dtype == _HOST_INT32 and given.ndim == 1 else None
     else:
         raise TypeError(f"{name}: {type(given).__name__} found; give int32, a NumPy array or a tensor on the CPU")
-    raise ValueError(f"{name}: {found} found; give int32[n], a NumPy array or a tensor on the CPU")
+    if array is not None and array.flags.aligned:  # compiled code reads whole numbers at their addresses
+        return array
+    kind = f"{given.dtype}{list(given.shape)}".removeprefix("torch.")
+    where = f" on {given.device}" if isinstance(given, torch.Tensor) else ""
+    where += " that is not aligned" if array is not None else ""
+    raise ValueError(f"{name}: {kind}{where} found; give int32[n], a NumPy array or a tensor on the CPU")

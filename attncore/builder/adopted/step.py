@@ -119,7 +119,7 @@ class AdoptedStep(CommonAttentionMetadata):
 
     def _made(self, name: str) -> Any:
         fields, given = self._fields, self._given
-        if name not in fields.live and self._owner.last_step != self.step:
+        if name not in fields.live and self._owner.last_step > self.step:
             raise AttncoreError(
                 f"metadata: {name} of step {self.step} was first asked for after step {self._owner.last_step} was "
                 "built, whose it would be; ask before the next build"
