@@ -67,7 +67,7 @@ class BatchState(Entrance):
 class AdoptedRows:
     def __init__(
         self, fields: dict[str, _Int32], max_num_reqs: int, max_num_tokens: int, block_size: int, max_model_len: int,
-        decode_threshold: int,
+        decode_threshold: int, pad_seq_len: int,
     ) -> None: ...  # fmt: skip
     def fill(
         self, starts: _Int32, lengths: _Int32 | None, num_slots: int, columns: int, captured_query_len: int,

@@ -17,13 +17,15 @@ SCRATCH = ("_starts", "_lengths")
 class Rows:
     """Arrays in the middle of larger ones, so that a write outside is seen."""
 
-    def __init__(self, kernels, decode_threshold=1):
+    def __init__(self, kernels, decode_threshold=1, pad_seq_len=0):
         self.whole = {
             name: np.full(ROWS + 21, CANARY, np.int32) for names in (ONE_LONGER, OTHERS) for name in names
         }  # fmt: skip
         fields = {name: array[10 : 10 + ROWS + (name in ONE_LONGER)] for name, array in self.whole.items()}
         self.fields = fields
-        self.rows = load_kernels(kernels).AdoptedRows(fields, ROWS, TOKENS, BLOCK, MODEL_LEN, decode_threshold)
+        self.rows = load_kernels(kernels).AdoptedRows(
+            fields, ROWS, TOKENS, BLOCK, MODEL_LEN, decode_threshold, pad_seq_len
+        )
 
     def fill(self, starts, lengths, slots=TOKENS, columns=20, query_len=0, uniform=True, capturing=False):
         starts = np.asarray(starts, np.int32)
@@ -64,9 +66,10 @@ wrong_steps = st.tuples(
     uniform=st.booleans(),
     capturing=st.booleans(),
     threshold=st.integers(1, 3),
+    pad=st.integers(0, 1),
 )
-def test_both_kernels_agree_on_any_input(step, known, slots, columns, query_len, uniform, capturing, threshold):
-    both = [Rows(kernels, threshold) for kernels in ("cython", "numba")]
+def test_both_kernels_agree_on_any_input(step, known, slots, columns, query_len, uniform, capturing, threshold, pad):
+    both = [Rows(kernels, threshold, pad) for kernels in ("cython", "numba")]
     starts, lengths = step
     rest = (lengths if known else None, slots, columns, query_len, uniform, capturing)
     answers = [rows.fill(starts, *rest) for rows in both]
@@ -110,6 +113,16 @@ def test_a_captured_size_keeps_the_padding(kernels):
     assert (counts["num_actual_reqs"], counts["num_actual_tokens"], counts["num_decodes"]) == (2, 2, 2)
 
 
+def test_padded_rows_are_lent_the_keys_that_a_backend_must_have(kernels):
+    rows = Rows(kernels, pad_seq_len=1)
+    assert rows.fill([0, 1, 1, 1], [5, 0, 3], slots=3, query_len=1)["num_actual_reqs"] == 1
+    fields = {name: array[: 3 + (name in ONE_LONGER)].tolist() for name, array in rows.fields.items()}
+    assert (fields["seq_lens"], fields["context_lens"]) == ([5, 1, 3], [4, 0, 0])
+    assert (fields["seq_start_loc"], fields["paged_kv_indptr"]) == ([0, 5, 6, 9], [0, 2, 3, 4])
+    rows.fill([0, 3, 3], [5, 0])
+    assert rows.fields["seq_lens"][:2].tolist() == [5, 1], "of an eager step they are cut off"
+
+
 REFUSED = {
     codes.TOO_MANY_ROWS: ([0] * (ROWS + 2), [0] * (ROWS + 1), {}),
     codes.STARTS_NOT_AT_0: ([1, 2], [4], {}),
@@ -134,7 +147,7 @@ def test_what_is_refused_is_not_written(kernels, code):
 
 def test_a_sum_that_does_not_fit_is_refused(kernels):
     fields = {name: np.zeros(9, np.int32) for name in (*ONE_LONGER, *OTHERS)}
-    rows = load_kernels(kernels).AdoptedRows(fields, 8, 8, 1, 2**31 - 1, 1)
+    rows = load_kernels(kernels).AdoptedRows(fields, 8, 8, 1, 2**31 - 1, 1, 0)
     lengths = np.array([2**30, 2**30], np.int32)
     answer = rows.fill(np.array([0, 1, 2], np.int32), lengths, 2, 2**31 - 1, 0, True, False)
     assert answer[0] == codes.TOO_MANY_SEQ_TOKENS
@@ -142,5 +155,5 @@ def test_a_sum_that_does_not_fit_is_refused(kernels):
 
 def test_arrays_that_are_too_short_are_refused(kernels):
     fields = {name: np.zeros(8, np.int32) for name in (*ONE_LONGER, *OTHERS)}
-    with pytest.raises(ValueError, match="query_start_loc: 8 elements|query_lens: 8 elements|: 8 elements"):
-        load_kernels(kernels).AdoptedRows(fields, 8, 8, 4, 64, 1)
+    with pytest.raises(ValueError, match=": 8 elements, and a step of this arena writes 9"):
+        load_kernels(kernels).AdoptedRows(fields, 8, 8, 4, 64, 1, 0)

@@ -42,13 +42,10 @@ class DeviceFields:
     def _compile(self) -> None:
         """Compiles the kernel now: within a step that takes a while, and within a capture it is refused."""
         try:
-            from attncore.builder.device.triton_kernels import sum_lengths
+            from attncore.builder.device.triton_kernels import SumLengths
         except ImportError:  # torch does it, in a few launches more
             return
-        self._sum_lengths = sum_lengths
-        none = self._zeros(1)[:0]
-        for pages in (None, none):
-            sum_lengths(none, none.view(0, 1), self._words, pages, 0, self._settings.gap, self._settings.block_size, 0)
+        self._sum_lengths = SumLengths(self._words, self._settings.gap, self._settings.block_size)
 
     def _zeros(self, count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         with torch.inference_mode(False):  # steps are built in that mode and outside of it
@@ -104,13 +101,13 @@ class DeviceFields:
             self._make_other(name, given)
 
     def other(self, name: str, given: Given) -> torch.Tensor:
-        """The view of a field of OF_ROWS or OF_TOKENS in a step."""
-        return self._buffer(name)[: len(given.seq_lens if name in OF_ROWS else given.slot_mapping)]
+        """The view of a field of OF_ROWS or OF_TOKENS in a step, or of ``seq_lens`` where padded rows are lent keys."""
+        return self._buffer(name)[: given.slot_mapping.shape[0] if name in OF_TOKENS else given.seq_lens.shape[0]]
 
     def _buffer(self, name: str) -> torch.Tensor:
         buffer = self._others.get(name)
         if buffer is None:
-            count = self._settings.max_num_reqs if name in OF_ROWS else self._settings.max_num_tokens
+            count = self._settings.max_num_tokens if name in OF_TOKENS else self._settings.max_num_reqs
             buffer = self._zeros(count, torch.int64 if name == "positions" else torch.int32)
             self._others[name] = buffer
         return buffer
@@ -118,14 +115,10 @@ class DeviceFields:
     def _make_sums(self, given: Given, longest: int) -> None:
         settings = self._settings
         columns = min(given.block_table.shape[1], settings.max_pages)
-        pages = None
-        if "paged_kv_indices" in self.live:
-            pages = self.page_buffer
+        pages = self.page_buffer if "paged_kv_indices" in self.live else None
         longest = -(-longest // settings.block_size)
         if self._sum_lengths is not None:
-            self._sum_lengths(
-                given.seq_lens, given.block_table, self._words, pages, columns, settings.gap, settings.block_size, longest
-            )  # fmt: skip
+            self._sum_lengths(given.seq_lens, given.block_table, pages, columns, longest)
         else:
             self._make_sums_in_torch(given, columns, min(longest, columns))
 

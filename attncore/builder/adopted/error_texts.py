@@ -35,7 +35,8 @@ def refused_step(
             )
         case codes.TOO_MANY_TOKENS:
             return ValueError(
-                f"host_query_start_loc: {starts[-1]} tokens in this step exceed max_num_tokens {settings.max_num_tokens}"
+                f"host_query_start_loc: {starts[-1]} tokens in this step exceed max_num_tokens "
+                f"{settings.max_num_tokens}"
             )
         case codes.TOO_FEW_SLOTS:
             return ValueError(f"slot_mapping: {slots} slots found for {starts[-1]} tokens; give one each")
@@ -43,10 +44,13 @@ def refused_step(
             tokens = starts[row + 1] - starts[row]
             return ValueError(f"host_seq_lens: row {row} has {lengths[row]} keys, fewer than its {tokens} tokens")
         case codes.TOO_LONG:
-            return ValueError(f"host_seq_lens: row {row} has {lengths[row]}, above max_model_len {settings.max_model_len}")
-        case codes.BEYOND_TABLE:
             return ValueError(
-                f"host_seq_lens: row {row} has {lengths[row]}, but its table's {columns} columns hold "
+                f"host_seq_lens: row {row} has {lengths[row]}, above max_model_len {settings.max_model_len}"
+            )
+        case codes.BEYOND_TABLE:
+            keys = 1 if lengths is None else lengths[row]
+            return ValueError(
+                f"host_seq_lens: row {row} has {keys}, but its table's {columns} columns hold "
                 f"{columns * settings.block_size} tokens (block_size {settings.block_size})"
             )
         case codes.SLOTS_NOT_PADDED:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from attncore import arguments
+
+if TYPE_CHECKING:
+    from attncore.builder.adopted.settings import Facts
 
 _INT32, _INT64 = torch.int32, torch.int64
 _SIDE_BY_SIDE = ((1,), (1,), (1,))
@@ -54,6 +59,11 @@ class Place(NamedTuple):
         """Where the tensors lie."""
         return self[:4]
 
+    @property
+    def rows(self) -> tuple[Any, ...]:
+        """That of the tensors of rows alone."""
+        return (*self[:3], *self[4:7])
+
 
 def place_of(given: Given, device: torch.device) -> Place:
     """Where the tensors lie and how large they are; ValueError or TypeError that names the first one that is wrong."""
@@ -66,9 +76,9 @@ def place_of(given: Given, device: torch.device) -> Place:
     shapes = starts.shape, lengths.shape, slots.shape
     strides = starts.stride(), lengths.stride(), slots.stride()
     table_shape, table_stride = table.shape, table.stride()
-    if strides != _SIDE_BY_SIDE or len(table_shape) != 2 or table_stride[1] != 1:
-        if not _side_by_side(given):
-            raise _refused_one(given, device)
+    usual = strides == _SIDE_BY_SIDE and len(table_shape) == 2 and table_stride[1] == 1
+    if not usual and not _side_by_side(given):
+        raise _refused_one(given, device)
     (num_starts,), (num_reqs,), (num_slots,) = shapes
     if num_starts != num_reqs + 1 or table_shape[0] != num_reqs:
         name, found = ("block_table", table_shape[0]) if num_starts == num_reqs + 1 else ("query_start_loc", num_starts)
@@ -100,7 +110,9 @@ def _refused_one(given: Given, device: torch.device) -> ValueError | TypeError:
 
 
 def _refused(name: str, tensor: Any, device: torch.device) -> ValueError | TypeError:
-    wanted = f"{str(DTYPES[name]).removeprefix('torch.')}{'[n, columns]' if name == 'block_table' else '[n]'} on {device}"
+    wanted = (
+        f"{str(DTYPES[name]).removeprefix('torch.')}{'[n, columns]' if name == 'block_table' else '[n]'} on {device}"
+    )
     if not isinstance(tensor, torch.Tensor):
         return TypeError(f"{name}: {type(tensor).__name__} found; give a torch tensor {wanted}")
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -110,7 +122,7 @@ def _refused(name: str, tensor: Any, device: torch.device) -> ValueError | TypeE
     return ValueError(f"{name}: {found} found; give {wanted}")
 
 
-def host_array(name: str, given: Any) -> npt.NDArray[np.int32]:
+def _host_array(name: str, given: Any) -> npt.NDArray[np.int32]:
     """A host array int32[k] of an engine, which may be a tensor on the CPU, without a copy.
 
     ValueError or TypeError that names it where it is none.
@@ -129,3 +141,47 @@ def host_array(name: str, given: Any) -> npt.NDArray[np.int32]:
     where = f" on {given.device}" if isinstance(given, torch.Tensor) else ""
     where += " that is not aligned" if array is not None else ""
     raise ValueError(f"{name}: {kind}{where} found; give int32[n], a NumPy array or a tensor on the CPU")
+
+
+def host_starts(place: Place, host: Any, own: torch.Tensor | None) -> npt.NDArray[np.int32]:
+    """The host's query_start_loc; ``own``, the device's where the host can read it, is taken for a missing one."""
+    host = own if host is None else host
+    if host is None:
+        raise ValueError(
+            "host_query_start_loc: not given; the device's is not read, for that would wait: give the engine's own on "
+            "the host"
+        )
+    array = _host_array("host_query_start_loc", host)
+    if len(array) != place.num_reqs + 1:
+        raise ValueError(f"host_query_start_loc: {len(array)} elements found beside {place.num_reqs + 1} on the device")
+    return array
+
+
+def host_lengths(
+    place: Place, host: Any, own: torch.Tensor | None, bounded: bool, facts: Facts
+) -> tuple[npt.NDArray[np.int32] | None, str]:
+    """The host's lengths, or None, and what they are: ``exact``, ``bounded`` or ``none``.
+
+    ValueError where the backend needs more.
+    """
+    if bounded is not False:
+        bounded = arguments.flag("bounded", bounded)
+    if host is None and not bounded:
+        host = own
+    if host is None:
+        if facts.host_lengths != "none":
+            what = "exact lengths" if facts.host_lengths == "exact" else "lengths, or upper bounds of them,"
+            raise ValueError(
+                f"host_seq_lens: not given, but backend {facts.name!r} needs {what} on the host (host_lengths "
+                f"{facts.host_lengths!r} in its spec)"
+            )
+        return None, "none"
+    if bounded and facts.host_lengths == "exact":
+        raise ValueError(
+            f"bounded: backend {facts.name!r} needs exact lengths on the host (host_lengths 'exact' in its spec); give "
+            "them, which an engine that drafts asynchronously cannot, or choose a backend that takes bounds"
+        )
+    array = _host_array("host_seq_lens", host)
+    if len(array) != place.num_reqs:
+        raise ValueError(f"host_seq_lens: {len(array)} lengths found for {place.num_reqs} rows; give one each")
+    return array, "bounded" if bounded else "exact"

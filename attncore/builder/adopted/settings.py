@@ -20,7 +20,7 @@ class Settings(NamedTuple):
     max_num_reqs: int
     max_num_tokens: int
     max_model_len: int
-    num_blocks: int | None
+    num_blocks: int
     decode_threshold: int
     depth: int
     block_size: int
@@ -45,6 +45,8 @@ class Facts(NamedTuple):
     name: str
     host_lengths: str
     cuda_graph: str
+    pad_seq_len: int
+    """The least length of a row of a captured size."""
     page_list: bool
     """Whether it reads page indices on the device in every step."""
     plans: bool
@@ -53,7 +55,7 @@ class Facts(NamedTuple):
 
 
 def check_settings(
-    backend: Any, max_num_reqs: int, max_num_tokens: int, max_model_len: int, num_blocks: int | None,
+    backend: Any, max_num_reqs: int, max_num_tokens: int, max_model_len: int, num_blocks: int,
     decode_threshold: int, depth: int,
 ) -> Settings:  # fmt: skip
     """The settings as plain ints; ValueError or TypeError that names the argument."""
@@ -73,7 +75,7 @@ def check_settings(
         max_num_reqs,
         arguments.integer("max_num_tokens", max_num_tokens, 1),
         max_model_len,
-        arguments.optional_integer("num_blocks", num_blocks, 1),
+        arguments.integer("num_blocks", num_blocks, 1),
         arguments.integer("decode_threshold", decode_threshold, 1),
         arguments.integer("depth", depth, 1, 64),
         block_size,
@@ -85,20 +87,23 @@ def facts_of(backend: Any) -> Facts:
     """What the backend asks of steps; ValueError where they cannot have it."""
     spec, name = backend.spec, backend.name
     if spec is None:
-        return Facts(name, "none", "always", page_list=False, plans=backend.has_plan, waits_for_last_plan=backend.has_plan)
+        plans = backend.has_plan
+        return Facts(name, "none", "always", 0, page_list=False, plans=plans, waits_for_last_plan=plans)
     device_needs = getattr(spec, "device_needs", None)
     needs = getattr(spec, "needs", ()) if device_needs is None else device_needs
     if not backend.config.device.startswith("cpu"):
         for field in ON_A_DEVICE_ONLY:
             if field in getattr(spec, "host_needs", ()):
                 raise ValueError(
-                    f"backend: {name!r} reads {field} on the host, which an engine has on {backend.config.device} alone; "
-                    "to copy it would wait for the device in every step, so use MetadataBuilder, or another backend"
+                    f"backend: {name!r} reads {field} on the host, which an engine has on {backend.config.device} "
+                    "alone; to copy it would wait for the device in every step, so use MetadataBuilder, or another "
+                    "backend"
                 )
     return Facts(
         name,
         spec.host_lengths,
         spec.cuda_graph,
+        spec.pad_seq_len,
         page_list="page_list" in needs or "paged_kv_indices" in needs,
         plans=backend.has_plan,
         waits_for_last_plan=backend.has_plan and spec.plan_staging == "shared",

@@ -15,7 +15,7 @@ from attncore.builder.fields import ARRAYS, DERIVED, FIELDS, Rebase, no_such_fie
 from attncore.builder.metadata import CommonAttentionMetadata, Wrap
 from attncore.builder.persistent.batch_arguments import ONLY_GROUP
 from attncore.builder.slices import HostArrays
-from attncore.errors import AttncoreError
+from attncore.errors import AttncoreError, CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,7 +54,10 @@ class AdoptedHost(HostArrays):
 
     def field_names(self) -> list[str]:
         """The fields that the step has on the host."""
-        return sorted({*super().field_names(), *self._on_demand()} - (set() if self._has_pages() else {*DERIVED, "paged_kv_indices"}))
+        return sorted(
+            {*super().field_names(), *self._on_demand()}
+            - (set() if self._has_pages() else {*DERIVED, "paged_kv_indices"})
+        )
 
     def _has_pages(self) -> bool:
         return hasattr(self._arrays, "paged_kv_indptr")
@@ -147,6 +150,15 @@ class AdoptedStep(CommonAttentionMetadata):
         """The step by the name of its KV-cache group, as several groups of a batch have it."""
         return MappingProxyType({self.group: self})
 
+    def record(self) -> None:
+        """As of a step of MetadataBuilder, called first inside a capture; here there is nothing to record."""
+
+    def replay(self, graph: Any) -> None:
+        """Replays ``graph``, which was captured over this step's size, for this step; an engine may do so itself."""
+        if not self.use_cuda_graph:
+            raise CaptureError("replay: this step is of no captured size; run it without a graph")
+        graph.replay()
+
     def _decode_view(self) -> CommonAttentionMetadata | None:
         # All rows of a captured size are decodes, and a graph records the addresses that later steps have too.
         return self if self.use_cuda_graph else super()._decode_view()
@@ -166,7 +178,7 @@ class AdoptedView(DeviceView):
         if FIELDS[name].rebase is Rebase.FIRST_VALUE:
             part = getattr(self._whole, name)[self._rows.start : self._rows.stop + 1]
             return part - part[0] if self._rows.start else part
-        if name == "paged_kv_indices" and self._rows.start and self._whole.lengths != "exact":
+        if name == "paged_kv_indices" and self._rows.start and vars(self._whole)["lengths"] != "exact":
             raise AttncoreError(
                 "metadata: paged_kv_indices of a view begin where the device alone knows, for the host has no exact "
                 "lengths of this step; take the whole step's, with its paged_kv_indptr"

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from attncore import arguments, graphs
+from attncore.builder.adopted.captured_rows import CapturedRows
 from attncore.builder.adopted.device_fields import DeviceFields
 from attncore.builder.adopted.error_texts import refused_step
-from attncore.builder.adopted.given import Given, Place, host_array, place_of
+from attncore.builder.adopted.given import Given, Place, host_lengths, host_starts, place_of
 from attncore.builder.adopted.settings import Batch, check_settings, facts_of
 from attncore.builder.adopted.step import AdoptedHost, AdoptedStep, Owner
 from attncore.builder.device.memory import Readers, zeros
 from attncore.builder.persistent.batch_arguments import ONLY_GROUP
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.builder.uncopied import Uncopied
-from attncore.errors import CaptureError
 from attncore.kernels import KernelsName, load_kernels
 from attncore.show import angled, counted, guarded, short
 
@@ -33,19 +33,12 @@ _KEPT: list[Any] = []
 class _Size:
     """What steps of one number of rows have in common: views of our memory, and the engine's tensors of last time."""
 
-    __slots__ = ("device", "given", "host", "place")
+    __slots__ = ("device", "given", "host", "key")
 
     def __init__(self, device: dict[str, Any], host: list[dict[str, Any]]) -> None:
         self.device, self.host = device, host
         self.given: Any = None
-        self.place: Any = None
-
-
-class _Captured(NamedTuple):
-    """A captured size: tokens of each row, and where the engine's tensors lay; None until the first step of it."""
-
-    query_len: int
-    addresses: tuple[int, ...] | None
+        self.key: Any = None
 
 
 class AdoptedSteps(Uncopied):
@@ -57,9 +50,9 @@ class AdoptedSteps(Uncopied):
     one thread, and one compute stream, at a time.
 
     ``max_num_reqs`` and ``max_num_tokens`` bound a step, ``max_model_len`` a request's keys. ``num_blocks``: the blocks
-    of the engine's cache, where known. A request is a decode where it runs up to ``decode_threshold`` tokens, and all
-    before it do; engines put decodes first, and what follows the first longer request is a prefill, which is right but
-    slower. Host arrays are valid until ``depth`` more builds. ``kernels``: ``"cython"`` or ``"numba"``.
+    of the engine's cache, below which its block ids are. A request is a decode where it runs up to ``decode_threshold``
+    tokens and all rows before it do. Engines put decodes first; what follows the first longer row is a prefill, right
+    but slower. Host arrays are valid until ``depth`` more builds. ``kernels``: ``"cython"`` or ``"numba"``.
 
     Raises ValueError or TypeError that names the argument.
     """
@@ -71,7 +64,7 @@ class AdoptedSteps(Uncopied):
         max_num_reqs: int,
         max_num_tokens: int,
         max_model_len: int,
-        num_blocks: int | None = None,
+        num_blocks: int,
         decode_threshold: int = 1,
         depth: int = 2,
         kernels: KernelsName | None = None,
@@ -89,13 +82,13 @@ class AdoptedSteps(Uncopied):
         self._rows = [
             self._kernels.AdoptedRows(
                 arrays, settings.max_num_reqs, settings.max_num_tokens, settings.block_size, settings.max_model_len,
-                settings.decode_threshold,
+                settings.decode_threshold, self._facts.pad_seq_len,
             )
             for arrays in self._arrays
         ]  # fmt: skip
         self._fields = DeviceFields(device, settings, page_list=self._facts.page_list)
         self._sizes: dict[int, _Size] = {}
-        self._captured: dict[int, _Captured] = {}
+        self._captured = CapturedRows(self._facts, settings)
         self._owner = Owner(self, settings.depth)
         self._plans = Readers(device.type, 1)
         self._planning = False
@@ -104,7 +97,7 @@ class AdoptedSteps(Uncopied):
     @guarded
     def __repr__(self) -> str:
         facts = [f"last step {self.last_step}" if self.last_step >= 0 else "no step built yet"]
-        facts += [f"captured sizes {list(self.captured)}"] if self._captured else []
+        facts += [f"captured sizes {list(self.captured)}"] if self.captured else []
         facts += [counted(self._settings.max_num_reqs, "request"), f"max_num_tokens {self._settings.max_num_tokens}"]
         return angled(type(self).__name__, [*facts, f"{short(self.backend.name)} on {self._device}", self.kernels])
 
@@ -116,23 +109,19 @@ class AdoptedSteps(Uncopied):
     @property
     def last_step(self) -> int:
         """The number of the last step that was built; -1 before the first."""
-        return self._owner.last_step
+        last: int = self._owner.last_step
+        return last
 
     @property
     def captured(self) -> tuple[int, ...]:
         """The captured sizes, ascending: numbers of rows."""
-        return tuple(sorted(self._captured))
+        return self._captured.sizes()
 
     @property
     def nbytes(self) -> int:
         """Memory of the host arrays and of what is made on the device, bytes."""
-        return self._fields.nbytes + sum(array.nbytes for arrays in self._arrays for array in arrays.values())
-
-    @property
-    def pad_seq_len(self) -> int:
-        """What the backend's own builder gives padded rows as length. 0 is right too, as engines pad: what a kernel
-        then writes for such a row is not defined."""
-        return self.backend.spec.pad_seq_len if self.backend.spec else 0
+        host = [array.nbytes for arrays in self._arrays for array in arrays.values()]
+        return int(self._fields.nbytes + sum(host))
 
     def host_lengths(self, metadata: Any) -> str:
         """What the host knows of the lengths of a step: ``exact``, ``bounded`` (upper bounds) or ``none``."""
@@ -144,21 +133,15 @@ class AdoptedSteps(Uncopied):
         The first step of the size is the one to capture over: lengths are the largest possible in its counts.
         ``build(capturing=True)`` does both. ValueError beyond the capacity or the backend's ``cuda_graph`` level.
         """
-        num_reqs = arguments.integer("num_reqs", num_reqs, 1)
-        query_len = arguments.integer("query_len", query_len, 1)
-        self._check_capture(num_reqs, query_len)
-        if num_reqs not in self._captured:
-            self._captured[num_reqs] = _Captured(query_len, None)
-            self._keep_memory()
+        self._captured.register(
+            arguments.integer("num_reqs", num_reqs, 1), arguments.integer("query_len", query_len, 1)
+        )
+        self._keep_memory()
 
     def release(self, num_reqs: int) -> None:
         """Releases a captured size whose graph was destroyed: it may be captured again."""
-        num_reqs = arguments.integer("num_reqs", num_reqs, 1)
-        if num_reqs not in self._captured:
-            known = ", ".join(map(str, self.captured)) or "none"
-            raise CaptureError(f"num_reqs: {num_reqs} was not captured (captured: {known}); release what was")
-        del self._captured[num_reqs]
-        if not self._captured and self._keeper is not None:
+        self._captured.release(arguments.integer("num_reqs", num_reqs, 1))
+        if not self.captured and self._keeper is not None:
             self._keeper.detach()
             self._keeper = None
 
@@ -178,9 +161,9 @@ class AdoptedSteps(Uncopied):
 
         On the backend's device: ``query_start_loc`` int32[n + 1], ``seq_lens`` int32[n] with the step's tokens counted,
         ``block_table`` int32[n, columns] of any row stride, ``slot_mapping`` int64[T], -1 where nothing is written.
-        On the host, NumPy arrays or tensors: ``host_query_start_loc`` int32[n + 1] and ``host_seq_lens`` int32[n], upper
-        bounds where ``bounded``. On a CPU they default to the tensors themselves; elsewhere ``host_seq_lens`` may be
-        missing for a backend whose spec says ``host_lengths="none"``.
+        On the host, NumPy arrays or tensors: ``host_query_start_loc`` int32[n + 1] and ``host_seq_lens`` int32[n],
+        upper bounds where ``bounded``. On a CPU they default to the tensors themselves; elsewhere ``host_seq_lens``
+        may be missing for a backend whose spec says ``host_lengths="none"``.
 
         Rows without tokens behind all others are padding, as are tokens behind the last row's. An eager step is cut to
         what is not padding: run layers over ``metadata.num_tokens`` tokens. A step of a captured size (its rows, and as
@@ -191,16 +174,17 @@ class AdoptedSteps(Uncopied):
         has changed then, and an older step's arrays are as they were.
         """
         if self._cuda:
-            graphs.refuse_while_capturing("cuda", "build")
+            self._check_ready()
         given = Given(query_start_loc, seq_lens, block_table, slot_mapping)
         place = place_of(given, self._device)
-        starts = self._host_starts(given, place, host_query_start_loc)
-        lengths, known = self._host_lengths_of(given, place, host_seq_lens, bounded)
+        on_cpu = self._on_cpu
+        starts = host_starts(place, host_query_start_loc, query_start_loc if on_cpu else None)
+        lengths, known = host_lengths(place, host_seq_lens, seq_lens if on_cpu else None, bounded, self._facts)
         captured, query_len = self._captured.get(place.num_reqs), 0
         if capturing is not False:
             capturing = arguments.flag("capturing", capturing)
             if capturing and captured is None:
-                captured = self._size_to_capture(place)
+                captured = self._captured.new(place)
         if captured is not None:
             query_len = captured.query_len
         index = (self._owner.last_step + 1) % len(self._rows)
@@ -208,108 +192,34 @@ class AdoptedSteps(Uncopied):
             starts, lengths, place.num_slots, place.table_shape[1], query_len, self._uniform, capturing
         )
         if type(counts) is tuple:
-            raise refused_step(*counts, starts, lengths, given, self._settings, query_len)
+            raise refused_step(counts[0], counts[1], starts, lengths, given, self._settings, query_len)
         if captured is not None and counts["use_cuda_graph"]:
-            self._at_capture(counts, captured, place)
+            self._captured.settle_counts(counts, captured, place)
         metadata = self._metadata(given, place, counts, index, known)
-        if self._facts.plans:
-            self._plan(metadata)
-        if self._fields.live:
-            self._fields.make(metadata._given, metadata.max_seq_len)
-        if captured is not None and metadata.use_cuda_graph and captured.addresses is None:
-            self._captured[place.num_reqs] = captured._replace(addresses=place.addresses)
+        self._plan_and_make(metadata, seq_lens)
+        if captured is not None and captured.addresses is None and metadata.use_cuda_graph:
+            self._captured.keep(captured, place)
             self._keep_memory()
         self._owner.last_step += 1
         return metadata
 
-    def _host_starts(self, given: Given, place: Place, host: Any) -> Any:
-        if host is None:
-            if not self._on_cpu:
-                raise ValueError(
-                    "host_query_start_loc: not given; the device's is not read, for that would wait: give the engine's "
-                    "own on the host"
-                )
-            host = given.query_start_loc
-        array = host_array("host_query_start_loc", host)
-        if len(array) != place.num_reqs + 1:
-            raise ValueError(
-                f"host_query_start_loc: {len(array)} elements found beside {place.num_reqs + 1} on the device"
-            )
-        return array
-
-    def _host_lengths_of(self, given: Given, place: Place, host: Any, bounded: bool) -> tuple[Any, str]:
-        """The host's lengths, or None, and what they are; ValueError where the backend needs more."""
-        facts = self._facts
-        if bounded is not False:
-            bounded = arguments.flag("bounded", bounded)
-        if host is None and self._on_cpu and not bounded:
-            host = given.seq_lens
-        if host is None:
-            if facts.host_lengths != "none":
-                what = "exact lengths" if facts.host_lengths == "exact" else "lengths, or upper bounds of them,"
-                raise ValueError(
-                    f"host_seq_lens: not given, but backend {facts.name!r} needs {what} on the host (host_lengths "
-                    f"{facts.host_lengths!r} in its spec)"
-                )
-            return None, "none"
-        if bounded and facts.host_lengths == "exact":
-            raise ValueError(
-                f"bounded: backend {facts.name!r} needs exact lengths on the host (host_lengths 'exact' in its spec); "
-                "give them, which an engine that drafts asynchronously cannot, or choose a backend that takes bounds"
-            )
-        array = host_array("host_seq_lens", host)
-        if len(array) != place.num_reqs:
-            raise ValueError(f"host_seq_lens: {len(array)} lengths found for {place.num_reqs} rows; give one each")
-        return array, "bounded" if bounded else "exact"
-
-    def _size_to_capture(self, place: Place) -> _Captured:
-        """The size of a step that a graph is to be captured over, which is not registered before it is built."""
-        num_rows, num_slots = place.num_reqs, place.num_slots
-        query_len = num_slots // num_rows if num_rows else 0
-        if not query_len or query_len * num_rows != num_slots:
-            raise ValueError(
-                f"capturing: {num_slots} slots found for {num_rows} rows; a graph is captured over rows of one length, "
-                "so give each row as many"
-            )
-        self._check_capture(num_rows, query_len)
-        return _Captured(query_len, None)
-
-    def _check_capture(self, num_reqs: int, query_len: int) -> None:
-        facts, settings = self._facts, self._settings
-        known = self._captured.get(num_reqs)
-        if known is not None and known.query_len != query_len:
-            raise ValueError(
-                f"query_len: {num_reqs} requests were captured with {known.query_len} tokens each, not {query_len}; call "
-                f"release({num_reqs}) when that graph is gone"
-            )
-        if facts.cuda_graph == "never":
-            raise ValueError(f"num_reqs: backend {facts.name!r} cannot be captured in a graph; run its steps without")
-        if query_len > 1 and facts.cuda_graph == "uniform_decode":
-            raise ValueError(f"query_len: {query_len}, but backend {facts.name!r} captures decodes of one token only")
-        if query_len > settings.decode_threshold:
-            raise ValueError(
-                f"query_len: {query_len} is above decode_threshold {settings.decode_threshold}; graphs hold decodes only"
-            )
-        if num_reqs > settings.max_num_reqs:
-            raise ValueError(f"num_reqs: {num_reqs} exceed max_num_reqs {settings.max_num_reqs}")
-        if num_reqs * query_len > settings.max_num_tokens:
-            raise ValueError(
-                f"num_reqs: {num_reqs} of {query_len} tokens exceed max_num_tokens {settings.max_num_tokens}"
+    def _check_ready(self) -> None:
+        """CaptureError while a stream is capturing, RuntimeError where another device is the current one."""
+        graphs.refuse_while_capturing("cuda", "build")
+        if torch.cuda.current_device() != self._device.index:
+            raise RuntimeError(
+                f"build: cuda:{torch.cuda.current_device()} is the current device, but these steps are on "
+                f"{self._device}; build inside torch.cuda.device({self._device.index})"
             )
 
-    def _at_capture(self, counts: dict[str, int], captured: _Captured, place: Place) -> None:
-        """Gives the first step of a captured size the largest possible lengths; of a later one, CaptureError where the
-        engine's tensors lie elsewhere than its graph reads them."""
-        if captured.addresses is None:
-            most = min(self._settings.max_model_len, place.table_shape[1] * self._settings.block_size)
-            counts.update(max_seq_len=most, max_decode_seq_len=most, max_query_len=captured.query_len)
-        elif captured.addresses != place.addresses:
-            pairs = zip(Given._fields, captured.addresses, place.addresses, strict=True)
-            name, rows = next(name for name, before, now in pairs if before != now), place.num_reqs
-            raise CaptureError(
-                f"{name}: it lies elsewhere than at the capture of {rows} rows, and the graph reads it there; write to "
-                f"that tensor, or call release({rows}) when the graph is gone"
-            )
+    def _plan_and_make(self, metadata: AdoptedStep, seq_lens: torch.Tensor) -> None:
+        """Plans the step, and makes on the device what the engine has not; ``seq_lens`` are the engine's."""
+        if self._facts.plans:
+            self._plan(metadata)
+        if self._facts.pad_seq_len and metadata.use_cuda_graph:  # padded rows are lent keys
+            torch.clamp(seq_lens, min=self._facts.pad_seq_len, out=metadata._given.seq_lens)
+        if self._fields.live:
+            self._fields.make(metadata._given, metadata.max_seq_len)
 
     def _keep_memory(self) -> None:
         """Graphs know only addresses: what they read outlives a dropped AdoptedSteps."""
@@ -322,13 +232,19 @@ class AdoptedSteps(Uncopied):
         size = self._sizes.get(num_reqs)
         if size is None:
             size = self._sizes[num_reqs] = self._new_size(num_reqs)
-        if size.place == (place, num_tokens):  # the same tensors: what is kept by them, such as a plan, is found again
+        lends = counts["use_cuda_graph"] and self._facts.pad_seq_len > 0
+        key = place, num_tokens, lends
+        if size.key == key:  # the same tensors: what is kept by them, such as a plan, is found again
             given = size.given
         else:
             if place.num_reqs != num_reqs or place.num_slots != num_tokens:
                 given = given.cut(num_reqs, num_tokens)
-            size.place, size.given = None, given
-            size.place = place, num_tokens
+            if size.key is not None and (size.key[0].rows, size.key[2]) == (place.rows, lends):
+                given = size.given._replace(slot_mapping=given.slot_mapping)
+            elif lends:
+                given = given._replace(seq_lens=self._fields.other("seq_lens", given))
+            size.key, size.given = None, given
+            size.key = key
         arrays = size.host[index]
         if lengths == "none":
             arrays = {name: arrays[name] for name in _OF_STARTS}
@@ -365,9 +281,7 @@ class AdoptedSteps(Uncopied):
 
 def _device_of(backend: Any) -> torch.device:
     device = torch.device(backend.config.device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
 def _new_arrays(max_num_reqs: int) -> dict[str, Any]:

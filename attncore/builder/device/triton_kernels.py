@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attncore.arguments import INT32_MAX
 from attncore.kernels import codes
 
 _JOURNAL_BLOCK = 256
@@ -267,18 +268,31 @@ def _sum_lengths(  # type: ignore[no-untyped-def]
             at += tl.num_programs(1) * block
 
 
-def sum_lengths(
-    seq_lens: Any, table: Any, words: Any, pages: Any | None, columns: int, gap: int, page_size: int, longest: int
-) -> None:
-    """Page pointers, last page lengths and sums of ``seq_lens`` int32[n] into ``words``, ``gap`` elements apart.
+class SumLengths:
+    """Page pointers, last page lengths and sums of lengths into ``words``, ``gap`` elements apart; pages where asked.
 
-    ``pages``, where given, gets each row's blocks of ``table`` int32[n, >= columns] in turn. A length is taken as no
-    less than 0 and no more than ``columns`` hold, whatever the device says; ``longest`` is the host's bound, in pages,
-    by which alone the launch is shaped.
+    Compiled when this is made, and launched without Triton's own search for what was compiled, which costs more than
+    the launch. Its device must be the current one.
     """
-    num_reqs = seq_lens.numel()
-    grid = (max(num_reqs, 1), 1 if pages is None else min(max(triton.cdiv(longest, _PAGES_BLOCK), 1), 8))
-    _sum_lengths[grid](
-        seq_lens, table, words, words if pages is None else pages, num_reqs, table.stride(0), columns,
-        gap=gap, page_size=page_size, gathers=pages is not None, rows=_ROWS, block=_PAGES_BLOCK,
-    )  # fmt: skip
+
+    def __init__(self, words: Any, gap: int, page_size: int) -> None:
+        self._words, self._gap, self._page_size = words, gap, page_size
+        self._compiled: dict[bool, Any] = {}
+        none = words[:0]
+        for pages in (None, none):
+            self._compiled[pages is not None] = self(none, none.view(0, 1), pages, 0, 0)
+
+    def __call__(self, seq_lens: Any, table: Any, pages: Any | None, columns: int, longest: int) -> Any:
+        """Of ``seq_lens`` int32[n]; ``pages``, where given, gets each row's blocks of ``table`` int32[n, >= columns].
+
+        A length is taken as no less than 0 and no more than ``columns`` hold, whatever the device says; ``longest`` is
+        the host's bound, in pages, by which alone the launch is shaped.
+        """
+        num_reqs, stride, gathers, blocks = seq_lens.shape[0], table.stride(0), pages is not None, 1
+        if gathers and longest > _PAGES_BLOCK:
+            blocks = min(-(-longest // _PAGES_BLOCK), 8)
+        kernel = self._compiled.get(gathers) if stride <= INT32_MAX else None
+        return (kernel or _sum_lengths)[(max(num_reqs, 1), blocks, 1)](
+            seq_lens, table, self._words, pages if gathers else self._words, num_reqs, stride, columns,
+            self._gap, self._page_size, gathers, _ROWS, _PAGES_BLOCK,
+        )  # fmt: skip

@@ -34,10 +34,10 @@ cdef length_t check_starts(const length_t* starts, length_t count, slot_t num_sl
 
 
 cdef length_t check_lengths(const length_t* starts, const length_t* lengths, length_t count, slot_t max_model_len,
-                            slot_t most, length_t* row) noexcept nogil:
+                            slot_t most, length_t pad_seq_len, length_t* row) noexcept nogil:
     """Whether each row's keys hold its tokens, and the table's ``most`` tokens hold its keys: a code, and the row."""
     cdef length_t i
-    cdef slot_t total = 0
+    cdef slot_t total = <slot_t> count * pad_seq_len
     for i in range(count):
         row[0] = i
         if lengths[i] < starts[i + 1] - starts[i]:
@@ -145,7 +145,8 @@ cdef dict named_counts(AdoptedCounts* counts, length_t num_rows, bint padded, le
 cdef class AdoptedRows:
     """Copies an engine's host lengths, checks the copies, and fills a step's host arrays from them.
 
-    ``fields`` are the arrays of steps of up to ``max_num_reqs`` rows, by name. The engine's arrays may change at any
+    ``fields`` are the arrays of steps of up to ``max_num_reqs`` rows, by name; ``pad_seq_len`` is the least that a row
+    of a captured size has for a length. The engine's arrays may change at any
     time, and say anything: nothing is written before the copies are right, and nothing outside the fields.
     """
 
@@ -160,10 +161,10 @@ cdef class AdoptedRows:
     cdef length_t* last_page_len
     cdef length_t* starts       # the copies
     cdef length_t* lengths
-    cdef length_t block_size, max_num_reqs, max_num_tokens, max_model_len, decode_threshold
+    cdef length_t block_size, max_num_reqs, max_num_tokens, max_model_len, decode_threshold, pad_seq_len
 
     def __init__(self, dict fields, length_t max_num_reqs, length_t max_num_tokens, length_t block_size,
-                 length_t max_model_len, length_t decode_threshold):
+                 length_t max_model_len, length_t decode_threshold, length_t pad_seq_len):
         self._keep = fields
         self.query_start_loc = lengths_of(fields, "query_start_loc", <Py_ssize_t> max_num_reqs + 1)
         self.query_lens = lengths_of(fields, "query_lens", max_num_reqs)
@@ -176,7 +177,7 @@ cdef class AdoptedRows:
         self.starts = lengths_of(fields, "_starts", <Py_ssize_t> max_num_reqs + 1)
         self.lengths = lengths_of(fields, "_lengths", max_num_reqs)
         self.block_size, self.max_num_reqs, self.max_num_tokens = block_size, max_num_reqs, max_num_tokens
-        self.max_model_len, self.decode_threshold = max_model_len, decode_threshold
+        self.max_model_len, self.decode_threshold, self.pad_seq_len = max_model_len, decode_threshold, pad_seq_len
 
     def fill(self, starts, lengths, slot_t num_slots, slot_t columns, length_t captured_query_len, bint uniform,
              bint capturing):
@@ -209,7 +210,7 @@ cdef class AdoptedRows:
             for i in range(count):
                 self.lengths[i] = given_lengths[i]
             known = self.lengths
-            code = check_lengths(self.starts, known, count, self.max_model_len, most, &row)
+            code = check_lengths(self.starts, known, count, self.max_model_len, most, self.pad_seq_len, &row)
             if code != OK:
                 return code, row
         most = min(most, <slot_t> self.max_model_len)
@@ -224,7 +225,11 @@ cdef class AdoptedRows:
         elif (captured_query_len and counts.num_actual_reqs < count and counts.max_query_len <= captured_query_len
                 and num_slots < <slot_t> count * captured_query_len):
             return SLOTS_NOT_PADDED, count
+        if padded and most < self.pad_seq_len:
+            return BEYOND_TABLE, 0
         num_rows = count if padded else counts.num_actual_reqs
+        for i in range(count if padded else 0):  # padded rows are lent the keys that the backend's must have
+            self.lengths[i] = max(self.lengths[i], self.pad_seq_len)
         longest_keys(known, num_rows, most, &counts)
         fill_starts(self.starts, num_rows, self.query_start_loc, self.query_lens, self.logits_indices)
         if known != NULL:

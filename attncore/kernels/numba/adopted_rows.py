@@ -48,8 +48,8 @@ def check_starts(starts, num_slots, max_num_tokens):
 
 
 @jit
-def check_lengths(starts, lengths, max_model_len, most):
-    total, row = np.int64(0), 0
+def check_lengths(starts, lengths, max_model_len, most, pad_seq_len):
+    total, row = np.int64(len(lengths)) * pad_seq_len, 0
     for i in range(len(lengths)):
         row = i
         if lengths[i] < starts[i + 1] - starts[i]:
@@ -126,13 +126,13 @@ def named_counts(counts: dict[str, Any], captured_query_len: int, largest: int) 
 class AdoptedRows:
     def __init__(
         self, fields: dict[str, Any], max_num_reqs: int, max_num_tokens: int, block_size: int, max_model_len: int,
-        decode_threshold: int,
+        decode_threshold: int, pad_seq_len: int,
     ) -> None:  # fmt: skip
         for name in OF_ROWS + OF_STARTS:
             check_length(name, len(fields[name]), max_num_reqs + (name in OF_STARTS))
         self.fields, self.block_size = fields, block_size
         self.max_num_reqs, self.max_num_tokens = max_num_reqs, max_num_tokens
-        self.max_model_len, self.decode_threshold = max_model_len, decode_threshold
+        self.max_model_len, self.decode_threshold, self.pad_seq_len = max_model_len, decode_threshold, pad_seq_len
 
     def fill(
         self, starts: Any, lengths: Any, num_slots: int, columns: int, captured_query_len: int, uniform: bool,
@@ -151,7 +151,7 @@ class AdoptedRows:
                 return TOO_MANY_ROWS, count
             known = self.fields["_lengths"][:count]
             known[:] = lengths
-            code, row = check_lengths(own_starts, known, self.max_model_len, most)
+            code, row = check_lengths(own_starts, known, self.max_model_len, most, self.pad_seq_len)
             if code != OK:
                 return int(code), int(row)
         most = min(most, self.max_model_len)
@@ -169,7 +169,11 @@ class AdoptedRows:
             return QUERY_NOT_CAPTURED, 0
         elif fits and num_actual_reqs < count and num_slots < room:
             return SLOTS_NOT_PADDED, count
+        if padded and most < self.pad_seq_len:
+            return BEYOND_TABLE, 0
         num_rows = count if padded else num_actual_reqs
+        if padded and known is not None:
+            np.maximum(known, self.pad_seq_len, out=known)
         longest_decode, longest_prefill = longest_keys(known, num_decodes, num_rows, most)
         fields = self.fields
         of_rows = {name: fields[name][:num_rows] for name in OF_ROWS}

@@ -54,7 +54,7 @@ class PersistentBuffers:
 
 
 def steps_of(backend=None, **more):
-    most = {"max_num_reqs": 8, "max_num_tokens": 64, "max_model_len": MODEL_LEN} | more
+    most = {"max_num_reqs": 8, "max_num_tokens": 64, "max_model_len": MODEL_LEN, "num_blocks": 200} | more
     return AdoptedSteps(backend or backend_of(), **most)
 
 
@@ -128,7 +128,9 @@ def test_tensors_elsewhere_than_at_the_capture_are_refused():
     steps.build(**engine.fill([5, 9], 2), capturing=True)
     moved = engine.fill([5, 9], 2) | {"block_table": engine.table[:2].clone()}
     before = steps.last_step
-    with pytest.raises(CaptureError, match=r"block_table: it lies elsewhere than at the capture of 2 rows.*release\(2\)"):
+    with pytest.raises(
+        CaptureError, match=r"block_table: it lies elsewhere than at the capture of 2 rows.*release\(2\)"
+    ):
         steps.build(**moved)
     assert steps.last_step == before
     steps.release(2)
@@ -166,7 +168,9 @@ def test_sizes_beyond_the_capacity_are_refused():
         with pytest.raises(ValueError, match=text):
             steps.capture(*asked)
     steps.capture(3)
-    with pytest.raises(ValueError, match=r"query_len: 3 requests were captured with 1 tokens each, not 2; call release"):
+    with pytest.raises(
+        ValueError, match=r"query_len: 3 requests were captured with 1 tokens each, not 2; call release"
+    ):
         steps.capture(3, 2)
     with pytest.raises(CaptureError, match=r"num_reqs: 5 was not captured \(captured: 3\)"):
         steps.release(5)
@@ -179,7 +183,9 @@ def test_slots_that_are_not_padded_are_refused():
     engine, steps = PersistentBuffers(), steps_of()
     steps.capture(4)
     tensors = engine.fill([5, 9], 4) | {"slot_mapping": engine.slots[:2]}
-    with pytest.raises(ValueError, match="slot_mapping: 2 slots found for a captured size of 4 rows of 1 tokens; pad it"):
+    with pytest.raises(
+        ValueError, match="slot_mapping: 2 slots found for a captured size of 4 rows of 1 tokens; pad it"
+    ):
         steps.build(**tensors)
 
 

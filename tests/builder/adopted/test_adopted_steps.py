@@ -16,7 +16,7 @@ def backend():
 
 
 def steps_of(backend, **more):
-    most = {"max_num_reqs": 8, "max_num_tokens": 64, "max_model_len": MODEL_LEN} | more
+    most = {"max_num_reqs": 8, "max_num_tokens": 64, "max_model_len": MODEL_LEN, "num_blocks": 200} | more
     return AdoptedSteps(backend, **most)
 
 
