@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from attncore.builder.adopted.device_fields import DeviceFields
     from attncore.builder.adopted.given import Given
-    from attncore.builder.adopted.steps import AdoptedSteps
 
 _ON_DEMAND = {
     "token_to_req_indices": ("query_lens",),
@@ -189,7 +188,7 @@ class AdoptedView(DeviceView):
 class Owner:
     """What metadata asks of the steps that it is one of (``builder.show``)."""
 
-    def __init__(self, builder: AdoptedSteps, depth: int) -> None:
+    def __init__(self, builder: object, depth: int) -> None:
         self._builder, self.last_step = ref(builder), -1
         self.ring = SimpleNamespace(depth=depth)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
     from attncore.builder.adopted.step import AdoptedStep
 
-_NOBODY: Mapping[Any, int] = {}
+_ALL_REQUESTS: Mapping[Any, int] = {}
 
 
 class AdoptingBuilder:
@@ -58,7 +58,7 @@ class AdoptingBuilder:
         return self._adopted(np.zeros(1, np.int32), np.zeros(0, np.int32), bucket)
 
     def build(
-        self, scheduled: Mapping[Any, int] = _NOBODY, *, query_len: int = 1, bucket: int | None = None
+        self, scheduled: Mapping[Any, int] = _ALL_REQUESTS, *, query_len: int = 1, bucket: int | None = None
     ) -> AdoptedStep:
         """The metadata of the next step; see ``MetadataBuilder.build``."""
         step = self._host.build(scheduled, query_len=query_len)
