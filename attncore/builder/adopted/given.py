@@ -20,6 +20,13 @@ _HOST_INT32 = np.dtype(np.int32)
 DTYPES = {"query_start_loc": _INT32, "seq_lens": _INT32, "block_table": _INT32, "slot_mapping": _INT64}
 """The tensors of a step, all on the device."""
 
+_SHAPES = {
+    "query_start_loc": "int32[n + 1]",
+    "seq_lens": "int32[n]",
+    "block_table": "int32[n, columns]",
+    "slot_mapping": "int64[T]",
+}
+
 
 class Given(NamedTuple):
     """The device tensors of one step, checked: n rows, T tokens."""
@@ -69,8 +76,8 @@ def place_of(given: Given, device: torch.device) -> Place:
     """Where the tensors lie and how large they are; ValueError or TypeError that names the first one that is wrong."""
     starts, lengths, table, slots = given
     for tensor in given:  # each attribute of a tensor is a call: they are asked for once
-        if not isinstance(tensor, torch.Tensor) or tensor.device != device or tensor.layout is not torch.strided:
-            raise _refused_one(given, device)
+        if type(tensor) is not torch.Tensor or tensor.device != device or tensor.layout is not torch.strided:
+            raise _refused_one(given, device)  # what a subclass says of itself is its own code
     if not (starts.dtype is _INT32 and lengths.dtype is _INT32 and table.dtype is _INT32 and slots.dtype is _INT64):
         raise _refused_one(given, device)
     shapes = starts.shape, lengths.shape, slots.shape
@@ -101,7 +108,7 @@ def _side_by_side(given: Given) -> bool:
 def _refused_one(given: Given, device: torch.device) -> ValueError | TypeError:
     """The error of the first tensor that is wrong."""
     for name, tensor in zip(DTYPES, given, strict=True):
-        right = isinstance(tensor, torch.Tensor) and tensor.dtype is DTYPES[name] and tensor.device == device
+        right = type(tensor) is torch.Tensor and tensor.dtype is DTYPES[name] and tensor.device == device
         if not right or tensor.layout is not torch.strided or tensor.dim() != 1 + (name == "block_table"):
             return _refused(name, tensor, device)
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
@@ -110,10 +117,8 @@ def _refused_one(given: Given, device: torch.device) -> ValueError | TypeError:
 
 
 def _refused(name: str, tensor: Any, device: torch.device) -> ValueError | TypeError:
-    wanted = (
-        f"{str(DTYPES[name]).removeprefix('torch.')}{'[n, columns]' if name == 'block_table' else '[n]'} on {device}"
-    )
-    if not isinstance(tensor, torch.Tensor):
+    wanted = f"{_SHAPES[name]} on {device}"
+    if type(tensor) is not torch.Tensor:
         return TypeError(f"{name}: {type(tensor).__name__} found; give a torch tensor {wanted}")
     dtype = str(tensor.dtype).removeprefix("torch.")
     found = f"{dtype}{list(tensor.shape)} on {tensor.device}"
@@ -128,11 +133,12 @@ def _host_array(name: str, given: Any) -> npt.NDArray[np.int32]:
     ValueError or TypeError that names it where it is none.
     """
     array: npt.NDArray[np.int32] | None
-    if isinstance(given, torch.Tensor):
+    if type(given) is torch.Tensor:
         right = given.dtype is _INT32 and given.is_cpu and given.layout is torch.strided and given.dim() == 1
         array = given.numpy() if right else None
     elif isinstance(given, np.ndarray):
-        array = given if given.dtype == _HOST_INT32 and given.ndim == 1 else None
+        plain = given if type(given) is np.ndarray else np.asarray(given)
+        array = plain if plain.dtype == _HOST_INT32 and plain.ndim == 1 else None
     else:
         raise TypeError(f"{name}: {type(given).__name__} found; give int32, a NumPy array or a tensor on the CPU")
     if array is not None and array.flags.aligned:  # compiled code reads whole numbers at their addresses

@@ -33,11 +33,26 @@ def tensors():
     }
 
 
+class Lying(torch.Tensor):
+    """Says what it likes of itself."""
+
+    shape = (3,)
+
+
+class LyingArray(np.ndarray):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, key):
+        return 10**9
+
+
 WRONG_TENSORS = {  # name, what is given in its place, the error
     "another dtype": ("seq_lens", lambda t: t.long(), r"seq_lens: int64\[3\] on cpu found; give int32\[n\] on cpu"),
     "slots of int32": ("slot_mapping", lambda t: t.int(), r"slot_mapping: int32\[5\] on cpu found; give int64"),
     "another device": ("block_table", lambda t: t.to("meta"), r"block_table: int32\[3, 15\] on meta found"),
     "no tensor": ("query_start_loc", lambda t: t.numpy(), "query_start_loc: ndarray found; give a torch tensor int32"),
+    "a subclass": ("seq_lens", lambda t: t.as_subclass(Lying), "seq_lens: Lying found; give a torch tensor"),
     "None": ("seq_lens", lambda t: None, "seq_lens: NoneType found"),
     "two dimensions": ("seq_lens", lambda t: t[None], r"seq_lens: int32\[1, 3\] on cpu found"),
     "one dimension": ("block_table", lambda t: t[0], r"block_table: int32\[15\] on cpu found"),
@@ -99,6 +114,8 @@ def test_more_rows_than_there_is_room_for_are_refused(steps):
         (torch.arange(4), r"int64\[4\] on cpu found"),
         (torch.zeros(4, dtype=torch.int32, device="meta"), r"int32\[4\] on meta found"),
         (np.zeros(9, np.int32), "9 (elements|lengths) found"),
+        (np.zeros(9, np.int32).view(LyingArray), "9 (elements|lengths) found"),
+        (torch.zeros(4, dtype=torch.int32).as_subclass(Lying), "Lying found"),
     ],
 )
 def test_a_wrong_host_array_is_refused_by_name(steps, name, given, text):
