@@ -83,7 +83,7 @@ class DeviceFields:
         if not self.live:
             return
         if not self.live.isdisjoint((*SUMS, "paged_kv_indices")):
-            self._make_sums(given, longest)
+            self._make_sums(given, longest, gathers="paged_kv_indices" in self.live)
         for name in (*OF_ROWS, *OF_TOKENS):
             if name in self.live:
                 self._make_other(name, given)
@@ -93,12 +93,11 @@ class DeviceFields:
         if name in self.live:
             return
         if name in (*SUMS, "paged_kv_indices"):
-            self.live.update(SUMS)
-            self.live.add(name)
-            self._make_sums(given, longest)
+            self._make_sums(given, longest, gathers=name == "paged_kv_indices")
+            self.live.update((*SUMS, name))
         else:
-            self.live.add(name)
             self._make_other(name, given)
+            self.live.add(name)  # last: what is not made must not count as made
 
     def other(self, name: str, given: Given) -> torch.Tensor:
         """The view of a field of OF_ROWS or OF_TOKENS in a step, or of ``seq_lens`` where padded rows are lent keys."""
@@ -112,18 +111,18 @@ class DeviceFields:
             self._others[name] = buffer
         return buffer
 
-    def _make_sums(self, given: Given, longest: int) -> None:
+    def _make_sums(self, given: Given, longest: int, *, gathers: bool) -> None:
         settings = self._settings
         columns = min(given.block_table.shape[1], settings.max_pages)
-        pages = self.page_buffer if "paged_kv_indices" in self.live else None
+        pages = self.page_buffer if gathers else None
         longest = -(-longest // settings.block_size)
         if self._sum_lengths is not None:
             self._sum_lengths(given.seq_lens, given.block_table, pages, columns, longest)
         else:
-            self._make_sums_in_torch(given, columns, min(longest, columns))
+            self._make_sums_in_torch(given, columns, min(longest, columns) if gathers else 0)
 
     def _make_sums_in_torch(self, given: Given, columns: int, longest: int) -> None:
-        """What the kernel does; on no device anything is read back."""
+        """What the kernel does, and page indices of rows of up to ``longest`` pages; nothing is read back."""
         size, num_reqs = self._settings.block_size, len(given.seq_lens)
         sums = self.sums(num_reqs)
         lengths = given.seq_lens.clamp(0, columns * size)
@@ -133,7 +132,7 @@ class DeviceFields:
             torch.cumsum(of_rows, 0, dtype=torch.int32, out=sums[name][1:])
         last = torch.where(counts > 0, lengths - (counts - 1) * size, 0)
         sums["paged_kv_last_page_len"].copy_(last)
-        if "paged_kv_indices" not in self.live or not num_reqs or not longest:
+        if not num_reqs or not longest:
             return
         column = torch.arange(longest, device=self.device)
         held = column < counts[:, None]
