@@ -35,8 +35,8 @@ class AdoptedHost(HostArrays):
     """The host arrays of an adopted step; those that follow from others are made on first access."""
 
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], num_tokens: int) -> None:
-        mine = vars(self)
-        mine["_arrays"], mine["_num_tokens"] = SimpleNamespace(**arrays), num_tokens
+        super().__init__(**arrays)
+        vars(self)["_num_tokens"] = num_tokens
 
     def _own(self, name: str) -> Any:
         arrays = vars(self._arrays)

@@ -90,7 +90,8 @@ class AdoptedSteps(Uncopied):
         self._sizes: dict[int, _Size] = {}
         self._captured = CapturedRows(self._facts, settings)
         self._owner = Owner(self, settings.depth)
-        self._plans = Readers(device.type, 1)
+        self._plans = Readers(device.type, settings.depth)
+        self._plans_apart = 1 if self._facts.waits_for_last_plan else settings.depth
         self._planning = False
         self._keeper: Any = None
 
@@ -267,16 +268,17 @@ class AdoptedSteps(Uncopied):
         return _Size(self._fields.sums(num_reqs), host)
 
     def _plan(self, metadata: AdoptedStep) -> None:
-        """The backend's plan, behind the copies of the last one where it plans into one buffer."""
-        if self._facts.waits_for_last_plan:
-            if self._planning and self._cuda:  # it failed or was interrupted, and may have begun to copy
-                torch.cuda.current_stream().synchronize()
-            self._plans.wait(0)  # the device reached the last step long ago, but where the host runs far ahead
-            self._planning = True
+        """The backend's plan, behind the copies of the last one, or of that ``depth`` steps ago where plans are copied
+        from memory of their own.
+        """
+        if self._planning and self._cuda:  # it failed or was interrupted, and may have begun to copy
+            torch.cuda.current_stream().synchronize()
+        # Over already, but where the host runs far ahead of the device.
+        self._plans.wait((metadata.step - self._plans_apart) % self._settings.depth)
+        self._planning = True
         self.backend.plan(metadata)
-        if self._facts.waits_for_last_plan:
-            self._plans.record(0)
-            self._planning = False
+        self._plans.record(metadata.step % self._settings.depth)
+        self._planning = False
 
 
 def _device_of(backend: Any) -> torch.device:

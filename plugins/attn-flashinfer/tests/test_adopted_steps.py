@@ -36,8 +36,8 @@ def test_the_plugin_does_not_wait_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
     backend.impl("layers.0", scale=0.5)
     steps = AdoptedSteps(backend, max_num_reqs=4, max_num_tokens=16, max_model_len=64, num_blocks=40)
     order: list[str] = []
-    monkeypatch.setattr(steps._plans, "wait", lambda _: order.append("wait"))
-    monkeypatch.setattr(steps._plans, "record", lambda _: order.append("record"))
+    monkeypatch.setattr(steps._plans, "wait", lambda plan: order.append(f"wait {plan}"))
+    monkeypatch.setattr(steps._plans, "record", lambda plan: order.append(f"record {plan}"))
     plan = backend.plan
     monkeypatch.setattr(backend, "plan", lambda metadata: (plan(metadata), order.append("plan")))
     given = {
@@ -50,7 +50,7 @@ def test_the_plugin_does_not_wait_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
         metadata = steps.build(**given)
         assert backend._follows is (number > 0)
         assert metadata.page_buffer[:5].tolist() == [1, 2, 17, 18, 19]
-    assert order == ["wait", "plan", "record"] * 3
+    assert order == ["wait 1", "plan", "record 0", "wait 0", "plan", "record 1", "wait 1", "plan", "record 0"]
     assert not graphs.is_capturing("cpu")
 
 
