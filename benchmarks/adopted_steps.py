@@ -39,7 +39,7 @@ class Plain(AttentionBackend):
 def plain(device, *, page_list):
     spec = BackendSpec(
         name="plain", api=1, factory="nowhere:Plain", devices={"any": 0}, dtypes={"bfloat16"}, head_sizes={128},
-        block_sizes=MultipleOf(1), needs={"page_list"} if page_list else (), cuda_graph="always",
+        block_sizes=MultipleOf(1), device_needs={"paged_kv_indices"} if page_list else (), cuda_graph="always",
     )  # fmt: skip
     sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16", "block_size": BLOCK}
     return Plain(BackendConfig(**sizes, device=device, spec=spec))

@@ -8,8 +8,10 @@ from attncore import arguments
 from attncore.builder.device.memory import ALIGNMENT
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 
-ON_A_DEVICE_ONLY = ("block_table", "slot_mapping", "paged_kv_indices")
-"""Host fields that steps on a device with its own memory do not have: to read them there waits for the device."""
+_OF_LENGTHS = frozenset(
+    ("seq_lens", "context_lens", "seq_start_loc", "positions", "paged_kv_indptr", "paged_kv_last_page_len")
+)
+"""Host fields that a step has where the host knows lengths, or bounds of them."""
 
 _WORDS = ALIGNMENT // 4
 
@@ -44,6 +46,8 @@ class Facts(NamedTuple):
 
     name: str
     host_lengths: str
+    reads_lengths: tuple[str, ...]
+    """Host fields that it reads and that follow from lengths."""
     cuda_graph: str
     pad_seq_len: int
     """The least length of a row of a captured size."""
@@ -84,27 +88,17 @@ def check_settings(
 
 
 def facts_of(backend: Any) -> Facts:
-    """What the backend asks of steps; ValueError where they cannot have it."""
-    spec, name = backend.spec, backend.name
+    """What the backend asks of steps."""
+    spec, name, plans = backend.spec, backend.name, backend.has_plan
     if spec is None:
-        plans = backend.has_plan
-        return Facts(name, "none", "always", 0, page_list=False, plans=plans, waits_for_last_plan=plans)
-    device_needs = getattr(spec, "device_needs", None)
-    needs = getattr(spec, "needs", ()) if device_needs is None else device_needs
-    if not backend.config.device.startswith("cpu"):
-        for field in ON_A_DEVICE_ONLY:
-            if field in getattr(spec, "host_needs", ()):
-                raise ValueError(
-                    f"backend: {name!r} reads {field} on the host, which an engine has on {backend.config.device} "
-                    "alone; to copy it would wait for the device in every step, so use MetadataBuilder, or another "
-                    "backend"
-                )
+        return Facts(name, "none", (), "always", 0, page_list=False, plans=plans, waits_for_last_plan=plans)
     return Facts(
         name,
         spec.host_lengths,
+        tuple(sorted(_OF_LENGTHS.intersection(spec.host_needs))),
         spec.cuda_graph,
         spec.pad_seq_len,
-        page_list="page_list" in needs or "paged_kv_indices" in needs,
-        plans=backend.has_plan,
-        waits_for_last_plan=backend.has_plan and spec.plan_staging == "shared",
+        page_list="paged_kv_indices" in spec.device_needs,
+        plans=plans,
+        waits_for_last_plan=plans and spec.plan_staging == "shared",
     )

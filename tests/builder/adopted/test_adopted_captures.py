@@ -93,7 +93,7 @@ def test_a_graph_finds_every_later_step_of_its_size(kernels, query_len):
 
 def test_page_lists_lie_at_one_address(kernels):
     """For a backend that reads them, they are made in each step, eager or captured."""
-    engine, steps = PersistentBuffers(), steps_of(backend_of(needs={"page_list"}), kernels=kernels)
+    engine, steps = PersistentBuffers(), steps_of(backend_of(device_needs={"paged_kv_indices"}), kernels=kernels)
     buffer = steps.build(**engine.fill([1] * 4, 4), capturing=True).page_buffer
     for lengths, size in (([5, 9], 4), ([13, 2, 7], 3), ([60] * 4, 4)):
         metadata = steps.build(**engine.fill(lengths, size))

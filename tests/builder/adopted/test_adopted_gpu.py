@@ -44,7 +44,7 @@ class OnCuda(Least):
 def least(block_size=16):
     spec = BackendSpec(
         name="on-cuda", api=ATTNCORE_API, factory="nowhere:OnCuda", devices={"cuda": 1}, dtypes={"float32"},
-        head_sizes={8}, block_sizes=MultipleOf(1), needs={"page_list"}, cuda_graph="always",
+        head_sizes={8}, block_sizes=MultipleOf(1), device_needs={"paged_kv_indices"}, cuda_graph="always",
     )  # fmt: skip
     sizes = {"num_heads": 1, "num_kv_heads": 1, "head_size": 8, "dtype": "float32", "block_size": block_size}
     return OnCuda(BackendConfig(**sizes, device="cuda", spec=spec))

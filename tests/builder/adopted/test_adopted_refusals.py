@@ -151,20 +151,21 @@ def test_what_the_backend_reads_of_lengths(steps, monkeypatch):
         steps.build(**tensors())
 
 
-def test_a_backend_of_a_device_that_reads_its_tensors_on_the_host_is_refused(monkeypatch):
-    """To copy them would wait in every step."""
+def test_a_backend_that_reads_what_follows_from_lengths_is_given_them(monkeypatch):
     spec = BackendSpec(
         name="least", api=1, factory="nowhere:Least", devices={"any": 0}, dtypes={"float32"}, head_sizes={8},
-        block_sizes=MultipleOf(1),
+        block_sizes=MultipleOf(1), host_needs={"context_lens", "query_start_loc"},
     )  # fmt: skip
-    backend = Least(config(spec))
-    monkeypatch.setattr(type(backend), "spec", property(lambda self: self._planted), raising=True)
-    backend._planted = type("Facts", (), {"host_needs": frozenset({"slot_mapping"}), "needs": ()})()
-    object.__setattr__(backend.config, "device", "cuda")
+    steps = AdoptedSteps(Least(config(spec)), **LARGEST)
+    monkeypatch.setattr(steps, "_on_cpu", False)
+    given = tensors() | {"host_query_start_loc": int32(0, 1, 2, 5)}
     with pytest.raises(
-        ValueError, match="backend: 'least' reads slot_mapping on the host, which an engine has on cuda"
+        ValueError, match=r"host_seq_lens: not given, but backend 'least' reads context_lens on the host"
     ):
-        AdoptedSteps(backend, **LARGEST)
+        steps.build(**given)
+    metadata = steps.build(**given, host_seq_lens=int32(5, 9, 8))
+    with pytest.raises(AttributeError, match="no field 'slot_mapping' in this step"):
+        _ = metadata.host.slot_mapping
 
 
 @pytest.mark.parametrize(
