@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         SequenceGroup,
     )
     from attncore.builder import CommonAttentionState as AttentionState
+    from attncore.builder.adopted.steps import AdoptedSteps
     from attncore.errors import (
         AttncoreError,
         CaptureError,
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ATTNCORE_API",
     "PAD_SLOT_ID",
+    "AdoptedSteps",
     "AttentionBackend",
     "AttentionImpl",
     "AttentionLayer",
@@ -128,6 +130,7 @@ _HOMES = {
         "CommonAttentionMetadata CommonAttentionState CommonMetadataBuilder InputBatch KVCacheGroup MetadataBuilder "
         "Sequence SequenceGroup"
     ),
+    "builder.adopted.steps": "AdoptedSteps",
     "builder.lists.capture_state": "AttentionState",
     "ops.cache_writer": "CacheWriter",
     "ops.forward_context": "forward_context",

@@ -64,6 +64,16 @@ class BatchState(Entrance):
     def swap(self, moves: tuple[tuple[int, int], ...]) -> None: ...
     def swap_back(self, moves: tuple[tuple[int, int], ...]) -> tuple[Any, ...]: ...
 
+class AdoptedRows:
+    def __init__(
+        self, fields: dict[str, _Int32], max_num_reqs: int, max_num_tokens: int, block_size: int, max_model_len: int,
+        decode_threshold: int, pad_seq_len: int,
+    ) -> None: ...  # fmt: skip
+    def fill(
+        self, starts: _Int32, lengths: _Int32 | None, num_slots: int, columns: int, captured_query_len: int,
+        uniform: bool, capturing: bool,
+    ) -> dict[str, int] | tuple[int, int]: ...  # fmt: skip
+
 class StepArena:
     step: int
     num_reqs: int

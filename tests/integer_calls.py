@@ -1,6 +1,7 @@
 """CALLS: for every public integer parameter a value that it takes and a call that passes it, for test_integers.py."""
 
 import integers as call
+from builder.plain_backend import Least, config
 from integers import batch, captured, mutated, state, step, steps
 
 import attncore
@@ -68,6 +69,25 @@ def windowed():
     return made
 
 
+def adopted(method=lambda made: made.nbytes, **changes):
+    """What ``method`` gives of AdoptedSteps, which have 3 rows of 2 tokens captured."""
+    sizes = {"max_num_reqs": 5, "max_num_tokens": 16, "max_model_len": 60, "num_blocks": 9, "decode_threshold": 2}
+    made = attncore.AdoptedSteps(Least(config()), **(sizes | changes))
+    made.capture(3, 2)
+    return method(made), made.captured, made.batch
+
+
+ADOPTED = {
+    "AdoptedSteps:max_num_reqs": (7, lambda n: adopted(max_num_reqs=n)),
+    "AdoptedSteps:max_num_tokens": (9, lambda n: adopted(max_num_tokens=n)),
+    "AdoptedSteps:max_model_len": (70, lambda n: adopted(lambda made: repr(made), max_model_len=n)),
+    "AdoptedSteps:num_blocks": (11, lambda n: adopted(num_blocks=n)),
+    "AdoptedSteps:decode_threshold": (3, lambda n: adopted(lambda made: made.capture(2, 3), decode_threshold=n)),
+    "AdoptedSteps:depth": (3, lambda n: adopted(depth=n)),
+    "AdoptedSteps.capture:num_reqs": (4, lambda n: adopted(lambda made: made.capture(n))),
+    "AdoptedSteps.capture:query_len": (2, lambda n: adopted(lambda made: made.capture(4, n))),
+    "AdoptedSteps.release:num_reqs": (3, lambda n: adopted(lambda made: made.release(n))),
+}
 LISTS = {
     **each("CommonMetadataBuilder", call.listed, {"block_size": 5, "sliding_window": 5}),
     "CommonMetadataBuilder:max_seq_len_to_capture": (32, lambda n: call.listed(0, max_seq_len_to_capture=n)),
@@ -200,7 +220,7 @@ def windowed_layer(window):
     return call.backend().impl("layer", scale=1.0, sliding_window=window)
 
 
-CALLS = PERSISTENT | LISTS | BLOCKS | OTHERS
+CALLS = PERSISTENT | ADOPTED | LISTS | BLOCKS | OTHERS
 """By parameter: a value, which int8 holds, and a call with it. What two calls with equal integers return is equal."""
 
 RESULT = "made by attncore and returned; nothing is computed from one that a caller makes"

@@ -28,7 +28,7 @@ LAYERS = {
         "quoted",
     ),
     "builder": (
-        "persistent lists",
+        "persistent lists adopted",
         "device blocks",
         "received_metadata metadata slices device_slices first_generation_names needed_fields uncopied",
         "grid show",
@@ -49,7 +49,7 @@ LAYERS = {
 """What stands in each folder, from the top layer down. A module imports from its own layer and from those below it.
 """
 
-STRANGERS = (("builder.persistent", "builder.lists"),)
+STRANGERS = (("builder.persistent", "builder.lists"), ("builder.adopted", "builder.lists"))
 """Folders of one layer that do not import each other."""
 
 

@@ -23,14 +23,16 @@ class HostArrays(StepArrays["Int64s", "Int32s"], Protocol):
 
 
 class StepBuilder(Protocol):
-    """What a backend asks of the persistent builder whose step it plans or runs. Builders hash by identity."""
+    """What a backend asks of the persistent builder, or the AdoptedSteps, whose step it plans or runs. They hash by
+    identity.
+    """
 
     @property
     def batch(self) -> InputBatch:
         """The batch that it builds steps of; ``batch.groups`` says how many blocks a KV-cache group has."""
 
     def host_lengths(self, metadata: Any) -> str:
-        """``exact``, or ``bounded`` for a step built overlapped, whose lengths on the host are upper bounds."""
+        """``exact``; ``bounded`` for a step whose lengths on the host are upper bounds; ``none`` where it has none."""
 
 
 class AttentionMetadata(StepArrays["Tensor", "Tensor"], Protocol):

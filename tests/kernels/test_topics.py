@@ -27,6 +27,7 @@ EXCEPTIONS = {
     "slots.block_size_of": "the shift of a power of two, which BlockSize holds",
     "block_table.TableView": STRUCT,
     "checks.Failure": STRUCT,
+    "adopted_rows.AdoptedCounts": STRUCT,
     "checks.stale_rows": "SSE2",
     "one_token_rows.prefix_sum": "SSE2",
     "step_arena.lengths_of": "a pointer to an array",

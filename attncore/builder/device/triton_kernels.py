@@ -1,5 +1,5 @@
 """Triton kernels of both transports: an arena read over the bus, the journal into tables, page indices out of them,
-exact lengths for overlapped steps.
+exact lengths for overlapped steps; and what adopted steps make of an engine's lengths.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
+from attncore.arguments import INT32_MAX
 from attncore.kernels import codes
 
 _JOURNAL_BLOCK = 256
 _PAGES_BLOCK = 512
 _WORDS = 512  # int32 words of the arena that a program reads
 _TOKENS = 256  # that a program corrects
+_ROWS = 512  # lengths that a program adds up at once
 
 # Kernels may read globals that are constants of the compiler alone.
 _HEADER_STEP = tl.constexpr(codes.HEADER_STEP)
@@ -227,3 +229,70 @@ def correct_lengths(
     _correct_tokens[grid](words, rejected, where, groups, num_groups=len(groups), block=_TOKENS)
     block = max(triton.next_power_of_2(max_rows), 16)
     _correct_rows[(1,)](words, rejected, where, pages, num_pages=len(pages), block=block)
+
+
+# Compiled once for all steps: not again where a number is 1 or 16, or a tensor begins in the middle of another.
+@triton.jit(
+    do_not_specialize=["num_reqs", "stride", "columns"],
+    do_not_specialize_on_alignment=["seq_lens", "table", "words", "pages"],
+)
+def _sum_lengths(  # type: ignore[no-untyped-def]
+    seq_lens, table, words, pages, num_reqs, stride, columns,
+    gap: tl.constexpr, page_size: tl.constexpr, gathers: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    most = columns * page_size
+    i = tl.arange(0, rows)
+    pages_before, keys_before = tl.zeros((rows,), tl.int32), tl.zeros((rows,), tl.int32)
+    at = row * 0
+    while at < row:
+        lengths = tl.load(seq_lens + at + i, mask=at + i < row, other=0)
+        lengths = tl.minimum(tl.maximum(lengths, 0), most)
+        pages_before += lengths // page_size + (lengths % page_size > 0).to(tl.int32)
+        keys_before += lengths
+        at += rows
+    start, keys = tl.sum(pages_before, 0), tl.sum(keys_before, 0)
+    seq_len = tl.minimum(tl.maximum(tl.load(seq_lens + row, mask=row < num_reqs, other=0), 0), most)
+    count = seq_len // page_size + (seq_len % page_size > 0).to(tl.int32)
+    tl.store(words + row, start)
+    tl.store(words + 2 * gap + row, keys)
+    tl.store(words + gap + row, tl.where(count > 0, seq_len - (count - 1) * page_size, 0), mask=row < num_reqs)
+    tl.store(words + row + 1, start + count, mask=row + 1 == num_reqs)
+    tl.store(words + 2 * gap + row + 1, keys + seq_len, mask=row + 1 == num_reqs)
+    if gathers:
+        at = tl.program_id(1) * block
+        while at < count:
+            column = at + tl.arange(0, block)
+            ids = tl.load(table + row.to(tl.int64) * stride + column, mask=column < count, other=0)
+            tl.store(pages + start.to(tl.int64) + column, ids, mask=column < count)
+            at += tl.num_programs(1) * block
+
+
+class SumLengths:
+    """Page pointers, last page lengths and sums of lengths into ``words``, ``gap`` elements apart; pages where asked.
+
+    Compiled when this is made, and launched without Triton's own search for what was compiled, which costs more than
+    the launch. Its device must be the current one.
+    """
+
+    def __init__(self, words: Any, gap: int, page_size: int) -> None:
+        self._words, self._gap, self._page_size = words, gap, page_size
+        self._compiled: dict[bool, Any] = {}
+        none = words[:0]
+        for pages in (None, none):
+            self._compiled[pages is not None] = self(none, none.view(0, 1), pages, 0, 0)
+
+    def __call__(self, seq_lens: Any, table: Any, pages: Any | None, columns: int, longest: int) -> Any:
+        """Of ``seq_lens`` int32[n]; ``pages``, where given, gets each row's blocks of ``table`` int32[n, >= columns].
+
+        A length is taken as no less than 0 and no more than ``columns`` hold, whatever the device says; ``longest`` is
+        the host's bound, in pages, by which alone the launch is shaped.
+        """
+        num_reqs, stride, gathers, blocks = seq_lens.shape[0], table.stride(0), pages is not None, 1
+        if gathers and longest > _PAGES_BLOCK:
+            blocks = min(-(-longest // _PAGES_BLOCK), 8)
+        kernel = self._compiled.get(gathers) if stride <= INT32_MAX else None
+        return (kernel or _sum_lengths)[(max(num_reqs, 1), blocks, 1)](
+            seq_lens, table, self._words, pages if gathers else self._words, num_reqs, stride, columns,
+            self._gap, self._page_size, gathers, _ROWS, _PAGES_BLOCK,
+        )  # fmt: skip

@@ -20,6 +20,12 @@ cdef enum:
     QUERY_NOT_CAPTURED = 11
     ENCODER_NOT_CAPTURED = 12
     TOO_MANY_ROWS = 13
+    STARTS_NOT_AT_0 = 14
+    STARTS_FALL = 15
+    TOO_SHORT = 16
+    BEYOND_TABLE = 17
+    TOO_FEW_SLOTS = 18
+    SLOTS_NOT_PADDED = 19
 
 # Words of an arena's header, and of a journal entry.
 cdef enum:

@@ -6,6 +6,7 @@ Python objects is plain Python. Where C takes a struct, a loop here takes its ar
 ``attncore/_slots.pyi`` has the types.
 """
 
+from attncore.kernels.numba.adopted_rows import AdoptedRows
 from attncore.kernels.numba.batch import BatchState
 from attncore.kernels.numba.block_table import TableState
 from attncore.kernels.numba.entrance import Entrance, Stay
@@ -30,6 +31,7 @@ READS_INTS = "NumPy"
 __all__ = [
     "IMPLEMENTATION",
     "READS_INTS",
+    "AdoptedRows",
     "BatchState",
     "Entrance",
     "GroupReader",

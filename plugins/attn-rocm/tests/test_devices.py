@@ -41,6 +41,10 @@ def test_cache_write_in_the_interpreter():
     assert run("test_cache_write.py", "cpu") == 12
 
 
+def test_adopted_steps_in_the_interpreter():
+    assert run("test_adopted_steps.py", "cpu") == 1
+
+
 @pytest.mark.parametrize("part", [f"({HALF})", f"not ({HALF})"], ids=["one half", "the other"])
 def test_the_kit_in_the_interpreter(part):
     assert run("test_conformance.py", "cpu", "-k", f"{part} and not ({SLOW_THERE})") >= 40

@@ -1,0 +1,158 @@
+"""What an engine has not on the device, made there from its tensors: at fixed addresses, and without reading any.
+
+A field that a backend has asked for once is made in every step from then on: a captured graph, and a plan that outlasts
+its step, read it where it lies.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from attncore.builder.adopted.given import Given
+    from attncore.builder.adopted.settings import Settings
+
+SUMS = ("paged_kv_indptr", "paged_kv_last_page_len", "seq_start_loc")
+"""Made together, as they lie in memory."""
+
+OF_ROWS = ("query_lens", "context_lens", "logits_indices")
+OF_TOKENS = ("token_to_req_indices", "positions")
+MADE = frozenset((*SUMS, "paged_kv_indices", *OF_ROWS, *OF_TOKENS))
+
+
+class DeviceFields:
+    """The fixed memory of the fields that are made on ``device``; all work is on the current stream."""
+
+    def __init__(self, device: torch.device, settings: Settings, *, page_list: bool) -> None:
+        self.device, self._settings = device, settings
+        self.live = {*SUMS, "paged_kv_indices"} if page_list else set()
+        """Fields that each step makes."""
+        self._sum_lengths: Any = None
+        self._words = self._zeros(3 * settings.gap)
+        self._pages: Any = None
+        self._page_buffer: Any = None
+        self._others: dict[str, torch.Tensor] = {}
+        if page_list:
+            _ = self.page_buffer  # its memory is taken now
+        if device.type == "cuda":
+            self._compile()
+
+    def _compile(self) -> None:
+        """Compiles the kernel now: within a step that takes a while, and within a capture it is refused."""
+        try:
+            from attncore.builder.device.triton_kernels import SumLengths
+        except ImportError:  # torch does it, in a few launches more
+            return
+        self._sum_lengths = SumLengths(self._words, self._settings.gap, self._settings.block_size)
+
+    def _zeros(self, count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        with torch.inference_mode(False):  # steps are built in that mode and outside of it
+            return torch.zeros(count, dtype=dtype, device=self.device)
+
+    @property
+    def page_buffer(self) -> Any:
+        """int32[max_num_reqs * pages of the longest request]: where page indices are written."""
+        if self._pages is None:
+            self._pages = self._zeros(self._settings.max_num_reqs * self._settings.max_pages + 1)
+            self._page_buffer = self._pages[:-1]  # the last one is where torch puts what belongs to no row
+        return self._page_buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory, bytes."""
+        taken = [self._words, *self._others.values()] + ([] if self._pages is None else [self._pages])
+        return sum(tensor.numel() * tensor.element_size() for tensor in taken)
+
+    def memory(self) -> tuple[Any, ...]:
+        """All of it, for who keeps it alive."""
+        return self._words, self._pages, *self._others.values()
+
+    def sums(self, num_reqs: int) -> dict[str, torch.Tensor]:
+        """The views of ``SUMS`` in a step of so many rows."""
+        gap, words = self._settings.gap, self._words
+        return {
+            "paged_kv_indptr": words[: num_reqs + 1],
+            "paged_kv_last_page_len": words[gap : gap + num_reqs],
+            "seq_start_loc": words[2 * gap : 2 * gap + num_reqs + 1],
+        }
+
+    def make(self, given: Given, longest: int) -> None:
+        """Makes the fields that are asked for, of a step; ``longest`` bounds its rows' keys."""
+        if not self.live:
+            return
+        if not self.live.isdisjoint((*SUMS, "paged_kv_indices")):
+            self._make_sums(given, longest, gathers="paged_kv_indices" in self.live)
+        for name in (*OF_ROWS, *OF_TOKENS):
+            if name in self.live:
+                self._make_other(name, given)
+
+    def ask(self, name: str, given: Given, longest: int) -> None:
+        """From now on each step makes a field; the step of ``given`` does at once."""
+        if name in self.live:
+            return
+        if name in (*SUMS, "paged_kv_indices"):
+            self._make_sums(given, longest, gathers=name == "paged_kv_indices")
+            self.live.update((*SUMS, name))
+        else:
+            self._make_other(name, given)
+            self.live.add(name)  # last: what is not made must not count as made
+
+    def other(self, name: str, given: Given) -> torch.Tensor:
+        """The view of a field of OF_ROWS or OF_TOKENS in a step, or of ``seq_lens`` where padded rows are lent keys."""
+        return self._buffer(name)[: given.slot_mapping.shape[0] if name in OF_TOKENS else given.seq_lens.shape[0]]
+
+    def _buffer(self, name: str) -> torch.Tensor:
+        buffer = self._others.get(name)
+        if buffer is None:
+            count = self._settings.max_num_tokens if name in OF_TOKENS else self._settings.max_num_reqs
+            buffer = self._zeros(count, torch.int64 if name == "positions" else torch.int32)
+            self._others[name] = buffer
+        return buffer
+
+    def _make_sums(self, given: Given, longest: int, *, gathers: bool) -> None:
+        settings = self._settings
+        columns = min(given.block_table.shape[1], settings.max_pages)
+        pages = self.page_buffer if gathers else None
+        longest = -(-longest // settings.block_size)
+        if self._sum_lengths is not None:
+            self._sum_lengths(given.seq_lens, given.block_table, pages, columns, longest)
+        else:
+            self._make_sums_in_torch(given, columns, min(longest, columns) if gathers else 0)
+
+    def _make_sums_in_torch(self, given: Given, columns: int, longest: int) -> None:
+        """What the kernel does, and page indices of rows of up to ``longest`` pages; nothing is read back."""
+        size, num_reqs = self._settings.block_size, len(given.seq_lens)
+        sums = self.sums(num_reqs)
+        lengths = given.seq_lens.clamp(0, columns * size)
+        counts = (lengths + (size - 1)).div(size, rounding_mode="floor").to(torch.int32)
+        for name, of_rows in (("paged_kv_indptr", counts), ("seq_start_loc", lengths)):
+            sums[name][:1].zero_()
+            torch.cumsum(of_rows, 0, dtype=torch.int32, out=sums[name][1:])
+        last = torch.where(counts > 0, lengths - (counts - 1) * size, 0)
+        sums["paged_kv_last_page_len"].copy_(last)
+        if not num_reqs or not longest:
+            return
+        column = torch.arange(longest, device=self.device)
+        held = column < counts[:, None]
+        places = torch.where(held, sums["paged_kv_indptr"][:-1, None] + column, len(self._pages) - 1)
+        self._pages.index_copy_(0, places.flatten(), given.block_table[:, :longest].flatten())
+
+    def _make_other(self, name: str, given: Given) -> None:
+        starts, lengths, _, slots = given
+        out, queries = self.other(name, given), starts.diff()
+        if name == "query_lens":
+            out.copy_(queries)
+        elif name == "context_lens":
+            out.copy_(torch.where(queries > 0, lengths - queries, 0))
+        elif name == "logits_indices":
+            out.copy_(torch.where(queries > 0, starts[1:] - 1, 0))
+        elif len(slots):
+            token = torch.arange(len(slots), dtype=torch.int32, device=self.device)
+            row = torch.searchsorted(starts[1:], token, right=True).clamp_(max=len(lengths) - 1)
+            if name == "positions":
+                position = lengths[row] - starts[row + 1] + token
+                out.copy_(torch.where(token < starts[-1], position, 0))
+            else:
+                out.copy_(row)

@@ -1,0 +1,198 @@
+"""The metadata of an adopted step: an engine's tensors, counts and host arrays of ours, and what is made on demand."""
+
+from __future__ import annotations
+
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore.builder.adopted.device_fields import MADE, OF_ROWS, OF_TOKENS, SUMS
+from attncore.builder.device_slices import DeviceView
+from attncore.builder.fields import ARRAYS, DERIVED, FIELDS, Rebase, no_such_field
+from attncore.builder.metadata import CommonAttentionMetadata, Wrap
+from attncore.builder.persistent.batch_arguments import ONLY_GROUP
+from attncore.builder.slices import HostArrays
+from attncore.errors import AttncoreError, CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attncore.builder.adopted.device_fields import DeviceFields
+    from attncore.builder.adopted.given import Given
+
+_ON_DEMAND = {
+    "token_to_req_indices": ("query_lens",),
+    "positions": ("query_lens", "context_lens"),
+    "paged_kv_indices": ("block_table", "paged_kv_indptr"),
+}
+"""Host fields that are made when they are asked for, and the fields that they are made from."""
+
+
+class AdoptedHost(HostArrays):
+    """The host arrays of an adopted step; those that follow from others are made on first access."""
+
+    def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], num_tokens: int) -> None:
+        super().__init__(**arrays)
+        vars(self)["_num_tokens"] = num_tokens
+
+    def _own(self, name: str) -> Any:
+        arrays = vars(self._arrays)
+        if name not in arrays and name in self._on_demand():
+            arrays[name] = self._made(name, arrays)
+        return arrays.get(name)
+
+    _memory = _own
+
+    def _on_demand(self) -> list[str]:
+        """The fields that can be made of those that are here."""
+        held = vars(self._arrays).keys()
+        return [name for name, sources in _ON_DEMAND.items() if held >= set(sources)]
+
+    def field_names(self) -> list[str]:
+        """The fields that the step has on the host."""
+        return sorted(
+            {*super().field_names(), *self._on_demand()}
+            - (set() if self._has_pages() else {*DERIVED, "paged_kv_indices"})
+        )
+
+    def _has_pages(self) -> bool:
+        return hasattr(self._arrays, "paged_kv_indptr")
+
+    def _made(self, name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        if name == "paged_kv_indices":
+            indptr, table = arrays["paged_kv_indptr"], arrays["block_table"]
+            held = np.arange(table.shape[1]) < np.diff(indptr)[:, None]
+            return np.ascontiguousarray(table[held])
+        query_lens, num_tokens = arrays["query_lens"], self._num_tokens
+        rows = np.repeat(np.arange(len(query_lens), dtype=np.int32), query_lens)
+        if name == "token_to_req_indices":
+            out = np.full(num_tokens, max(len(query_lens) - 1, 0), np.int32)
+            out[: len(rows)] = rows
+            return out
+        positions = np.zeros(num_tokens, np.int64)
+        first = arrays["context_lens"].astype(np.int64) - arrays["query_start_loc"][:-1]
+        positions[: len(rows)] = first[rows] + np.arange(len(rows))
+        return positions
+
+
+class AdoptedStep(CommonAttentionMetadata):
+    """The metadata of a step that an engine gave (``AdoptedSteps.build``).
+
+    Its tensors are the engine's. What the engine has not is made on the device when a backend first asks for it, and in
+    every step from then on, at fixed addresses: read it before the next build. Host arrays are valid until ``depth``
+    more builds; lengths there may be upper bounds (``steps.host_lengths(metadata)``).
+    """
+
+    decodes_first = True
+    group = ONLY_GROUP
+    num_actual_reqs: int
+    """Requests without the engine's padding; ``num_actual_tokens`` are their tokens."""
+    num_actual_tokens: int
+    lengths: str
+    """``exact``, ``bounded`` or ``none``: what the host knows of the lengths."""
+    _given: Given
+    _fields: DeviceFields
+    _owner: Any
+
+    def __init__(self, values: dict[str, Any], wrap: Wrap) -> None:
+        values["_wrap"] = wrap
+        self.__dict__ = values  # they are this step's alone: nothing is copied
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Called only for missing attributes: what is made on the device on demand.
+            if name.startswith("_") or name not in ARRAYS:
+                raise no_such_field(type(self).__name__, name)
+            if name in DERIVED:
+                value = FIELDS[name].derive(self)
+            elif name in MADE:
+                value = self._made(name)
+            else:
+                raise no_such_field(type(self).__name__, name)
+            self.__dict__[name] = value
+            return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *MADE, *DERIVED})
+
+    def _made(self, name: str) -> Any:
+        fields, given = self._fields, self._given
+        if name not in fields.live and self._owner.last_step > self.step:
+            raise AttncoreError(
+                f"metadata: {name} of step {self.step} was first asked for after step {self._owner.last_step} was "
+                "built, whose it would be; ask before the next build"
+            )
+        fields.ask(name, given, self.max_seq_len)
+        if name in SUMS:
+            return fields.sums(self.num_reqs)[name]
+        if name in OF_ROWS or name in OF_TOKENS:
+            return fields.other(name, given)
+        return fields.page_buffer[: self._bound_of_pages()]
+
+    def _bound_of_pages(self) -> int:
+        """How many page indices the step has, or at most has where the host knows bounds alone."""
+        if hasattr(self.host, "paged_kv_indptr"):
+            return int(self.host.paged_kv_indptr[-1])
+        return len(self._given.seq_lens) * self._given.block_table.shape[1]
+
+    @property
+    def page_buffer(self) -> Any:
+        """int32 on the device, of which ``paged_kv_indices`` is the beginning in every step; one tensor for all."""
+        return self._fields.page_buffer
+
+    @property
+    def groups(self) -> Mapping[str, AdoptedStep]:
+        """The step by the name of its KV-cache group, as several groups of a batch have it."""
+        return MappingProxyType({self.group: self})
+
+    def record(self) -> None:
+        """As of a step of MetadataBuilder, called first inside a capture; here there is nothing to record."""
+
+    def replay(self, graph: Any) -> None:
+        """Replays ``graph``, which was captured over this step's size, for this step; an engine may do so itself."""
+        if not self.use_cuda_graph:
+            raise CaptureError("replay: this step is of no captured size; run it without a graph")
+        graph.replay()
+
+    def _decode_view(self) -> CommonAttentionMetadata | None:
+        # All rows of a captured size are decodes, and a graph records the addresses that later steps have too.
+        return self if self.use_cuda_graph else super()._decode_view()
+
+    def _view(
+        self, first: int, last: int, start: int, stop: int, *, whole_encoder: bool = False, **counts: int
+    ) -> CommonAttentionMetadata:
+        view = super()._view(first, last, start, stop, whole_encoder=whole_encoder, **counts)
+        vars(view)["_taken_of"] = self, self.step  # what its repr tells its age by
+        return AdoptedView(view, self, first, last, start, stop)
+
+
+class AdoptedView(DeviceView):
+    """Rows and tokens of an adopted step, whose lengths the device alone may know exactly."""
+
+    def _slice(self, name: str) -> Any:
+        if FIELDS[name].rebase is Rebase.FIRST_VALUE:
+            part = getattr(self._whole, name)[self._rows.start : self._rows.stop + 1]
+            return part - part[0] if self._rows.start else part
+        if name == "paged_kv_indices" and self._rows.start and vars(self._whole)["lengths"] != "exact":
+            raise AttncoreError(
+                "metadata: paged_kv_indices of a view begin where the device alone knows, for the host has no exact "
+                "lengths of this step; take the whole step's, with its paged_kv_indptr"
+            )
+        return super()._slice(name)
+
+
+class Owner:
+    """What metadata asks of the steps that it is one of (``builder.show``)."""
+
+    def __init__(self, builder: object, depth: int) -> None:
+        self._builder, self.last_step = ref(builder), -1
+        self.ring = SimpleNamespace(depth=depth)
+
+    @property
+    def builder(self) -> Any:
+        """The AdoptedSteps, which every metadata of them holds."""
+        return self._builder()

@@ -1,0 +1,291 @@
+"""AdoptedSteps: makes steps of the device tensors that an engine has already."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+from attncore import arguments, graphs
+from attncore.builder.adopted.captured_rows import CapturedRows
+from attncore.builder.adopted.device_fields import DeviceFields
+from attncore.builder.adopted.error_texts import refused_step
+from attncore.builder.adopted.given import Given, Place, host_lengths, host_starts, place_of
+from attncore.builder.adopted.settings import Batch, check_settings, facts_of
+from attncore.builder.adopted.step import AdoptedHost, AdoptedStep, Owner
+from attncore.builder.device.memory import Readers, zeros
+from attncore.builder.persistent.batch_arguments import ONLY_GROUP
+from attncore.builder.persistent.kv_cache_group import KVCacheGroup
+from attncore.builder.uncopied import Uncopied
+from attncore.kernels import KernelsName, load_kernels
+from attncore.show import angled, counted, guarded, short
+
+_OF_STARTS = ("query_start_loc", "query_lens", "logits_indices")
+_OF_LENGTHS = ("seq_lens", "context_lens", "seq_start_loc", "paged_kv_indptr", "paged_kv_last_page_len")
+_ONE_LONGER = ("query_start_loc", "seq_start_loc", "paged_kv_indptr", "_starts")
+
+_KEPT: list[Any] = []
+"""Memory of AdoptedSteps that were dropped while graphs read it."""
+
+
+class _Size:
+    """What steps of one number of rows have in common: views of our memory, and the engine's tensors of last time."""
+
+    __slots__ = ("device", "given", "host", "key")
+
+    def __init__(self, device: dict[str, Any], host: list[dict[str, Any]]) -> None:
+        self.device, self.host = device, host
+        self.given: Any = None
+        self.key: Any = None
+
+
+class AdoptedSteps(Uncopied):
+    """Makes the metadata of steps for ``backend`` from the tensors that an engine has on its device already.
+
+    For engines with a batch of their own, such as vLLM or SGLang, behind whose runner a backend is to work:
+    ``MetadataBuilder`` builds steps from an InputBatch, and this adopts them. Nothing is copied to the device or read
+    from it, and nothing synchronises. One backend each (of a model with several KV-cache groups, one for each group);
+    one thread, and one compute stream, at a time.
+
+    ``max_num_reqs`` and ``max_num_tokens`` bound a step, ``max_model_len`` a request's keys. ``num_blocks``: the blocks
+    of the engine's cache, below which its block ids are. A request is a decode where it runs up to ``decode_threshold``
+    tokens and all rows before it do. Engines put decodes first; what follows the first longer row is a prefill, right
+    but slower. Host arrays are valid until ``depth`` more builds. ``kernels``: ``"cython"`` or ``"numba"``.
+
+    Raises ValueError or TypeError that names the argument.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        num_blocks: int,
+        decode_threshold: int = 1,
+        depth: int = 2,
+        kernels: KernelsName | None = None,
+    ) -> None:
+        self._settings = settings = check_settings(
+            backend, max_num_reqs, max_num_tokens, max_model_len, num_blocks, decode_threshold, depth
+        )
+        self.backend, self._facts = backend, facts_of(backend)
+        self.batch = Batch((KVCacheGroup(ONLY_GROUP, settings.block_size, num_blocks=settings.num_blocks),))
+        self._device = device = _device_of(backend)
+        self._on_cpu, self._cuda = device.type == "cpu", device.type == "cuda"
+        self._kernels, self._wrap = load_kernels(kernels), backend.from_host
+        self._uniform = self._facts.cuda_graph != "always"
+        self._arrays = [_new_arrays(settings.max_num_reqs) for _ in range(settings.depth + 1)]
+        self._rows = [
+            self._kernels.AdoptedRows(
+                arrays, settings.max_num_reqs, settings.max_num_tokens, settings.block_size, settings.max_model_len,
+                settings.decode_threshold, self._facts.pad_seq_len,
+            )
+            for arrays in self._arrays
+        ]  # fmt: skip
+        self._fields = DeviceFields(device, settings, page_list=self._facts.page_list)
+        self._sizes: dict[int, _Size] = {}
+        self._captured = CapturedRows(self._facts, settings)
+        self._owner = Owner(self, settings.depth)
+        self._plans = Readers(device.type, settings.depth)
+        self._plans_apart = 1 if self._facts.waits_for_last_plan else settings.depth
+        self._planning = False
+        self._keeper: Any = None
+
+    @guarded
+    def __repr__(self) -> str:
+        facts = [f"last step {self.last_step}" if self.last_step >= 0 else "no step built yet"]
+        facts += [f"captured sizes {list(self.captured)}"] if self.captured else []
+        facts += [counted(self._settings.max_num_reqs, "request"), f"max_num_tokens {self._settings.max_num_tokens}"]
+        return angled(type(self).__name__, [*facts, f"{short(self.backend.name)} on {self._device}", self.kernels])
+
+    @property
+    def kernels(self) -> str:
+        """``"cython"`` or ``"numba"``."""
+        return str(self._kernels.IMPLEMENTATION)
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last step that was built; -1 before the first."""
+        last: int = self._owner.last_step
+        return last
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """The captured sizes, ascending: numbers of rows."""
+        return self._captured.sizes()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the host arrays and of what is made on the device, bytes."""
+        host = [array.nbytes for arrays in self._arrays for array in arrays.values()]
+        return int(self._fields.nbytes + sum(host))
+
+    def host_lengths(self, metadata: Any) -> str:
+        """What the host knows of the lengths of a step: ``exact``, ``bounded`` (upper bounds) or ``none``."""
+        return str(getattr(metadata, "lengths", "exact"))
+
+    def capture(self, num_reqs: int, query_len: int = 1) -> None:
+        """Registers a size that a graph is captured for: ``num_reqs`` rows of ``query_len`` tokens.
+
+        The first step of the size is the one to capture over: lengths are the largest possible in its counts.
+        ``build(capturing=True)`` does both. ValueError beyond the capacity or the backend's ``cuda_graph`` level.
+        """
+        self._captured.register(
+            arguments.integer("num_reqs", num_reqs, 1), arguments.integer("query_len", query_len, 1)
+        )
+        self._keep_memory()
+
+    def release(self, num_reqs: int) -> None:
+        """Releases a captured size whose graph was destroyed: it may be captured again."""
+        self._captured.release(arguments.integer("num_reqs", num_reqs, 1))
+        if not self.captured and self._keeper is not None:
+            self._keeper.detach()
+            self._keeper = None
+
+    def build(
+        self,
+        *,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        host_query_start_loc: Any = None,
+        host_seq_lens: Any = None,
+        bounded: bool = False,
+        capturing: bool = False,
+    ) -> AdoptedStep:
+        """The metadata of the next step: n rows, decodes first, and T tokens. It is planned when this returns.
+
+        On the backend's device: ``query_start_loc`` int32[n + 1], ``seq_lens`` int32[n] with the step's tokens counted,
+        ``block_table`` int32[n, columns] of any row stride, ``slot_mapping`` int64[T], -1 where nothing is written.
+        On the host, NumPy arrays or tensors: ``host_query_start_loc`` int32[n + 1] and ``host_seq_lens`` int32[n],
+        upper bounds where ``bounded``. On a CPU they default to the tensors themselves; elsewhere ``host_seq_lens``
+        may be missing for a backend whose spec says ``host_lengths="none"``.
+
+        Rows without tokens behind all others are padding, as are tokens behind the last row's. An eager step is cut to
+        what is not padding: run layers over ``metadata.num_tokens`` tokens. A step of a captured size (its rows, and as
+        many slots as they may have tokens) keeps it, and its tensors must lie where they lay at the capture.
+        ``capturing``: the step is one to capture a graph over, and its size becomes a captured one.
+
+        Raises ValueError or TypeError that names the argument, and CaptureError while a stream is capturing; nothing
+        has changed then, and an older step's arrays are as they were.
+        """
+        if self._cuda:
+            self._check_ready()
+        given = Given(query_start_loc, seq_lens, block_table, slot_mapping)
+        place = place_of(given, self._device)
+        on_cpu = self._on_cpu
+        starts = host_starts(place, host_query_start_loc, query_start_loc if on_cpu else None)
+        lengths, known = host_lengths(place, host_seq_lens, seq_lens if on_cpu else None, bounded, self._facts)
+        captured, query_len = self._captured.get(place.num_reqs), 0
+        if capturing is not False:
+            capturing = arguments.flag("capturing", capturing)
+            if capturing and captured is None:
+                captured = self._captured.new(place)
+        if captured is not None:
+            query_len = captured.query_len
+        index = (self._owner.last_step + 1) % len(self._rows)
+        counts = self._rows[index].fill(
+            starts, lengths, place.num_slots, place.table_shape[1], query_len, self._uniform, capturing
+        )
+        if type(counts) is tuple:
+            raise refused_step(counts[0], counts[1], starts, lengths, given, self._settings, query_len)
+        if captured is not None and counts["use_cuda_graph"]:
+            self._captured.settle_counts(counts, captured, place)
+        metadata = self._metadata(given, place, counts, index, known)
+        self._plan_and_make(metadata, seq_lens)
+        if captured is not None and captured.addresses is None and metadata.use_cuda_graph:
+            self._captured.keep(captured, place)
+            self._keep_memory()
+        self._owner.last_step += 1
+        return metadata
+
+    def _check_ready(self) -> None:
+        """CaptureError while a stream is capturing, RuntimeError where another device is the current one."""
+        graphs.refuse_while_capturing("cuda", "build")
+        if torch.cuda.current_device() != self._device.index:
+            raise RuntimeError(
+                f"build: cuda:{torch.cuda.current_device()} is the current device, but these steps are on "
+                f"{self._device}; build inside torch.cuda.device({self._device.index})"
+            )
+
+    def _plan_and_make(self, metadata: AdoptedStep, seq_lens: torch.Tensor) -> None:
+        """Plans the step, and makes on the device what the engine has not; ``seq_lens`` are the engine's."""
+        if self._facts.plans:
+            self._plan(metadata)
+        if self._facts.pad_seq_len and metadata.use_cuda_graph:  # padded rows are lent keys
+            torch.clamp(seq_lens, min=self._facts.pad_seq_len, out=metadata._given.seq_lens)
+        if self._fields.live:
+            self._fields.make(metadata._given, metadata.max_seq_len)
+
+    def _keep_memory(self) -> None:
+        """Graphs know only addresses: what they read outlives a dropped AdoptedSteps."""
+        if self._cuda and self._keeper is None:
+            self._keeper = weakref.finalize(self, _KEPT.append, self._fields)
+            self._keeper.atexit = False
+
+    def _metadata(self, given: Given, place: Place, counts: dict[str, Any], index: int, lengths: str) -> AdoptedStep:
+        num_reqs, num_tokens = counts["num_reqs"], counts["num_tokens"]
+        size = self._sizes.get(num_reqs)
+        if size is None:
+            size = self._sizes[num_reqs] = self._new_size(num_reqs)
+        lends = counts["use_cuda_graph"] and self._facts.pad_seq_len > 0
+        key = place, num_tokens, lends
+        if size.key == key:  # the same tensors: what is kept by them, such as a plan, is found again
+            given = size.given
+        else:
+            if place.num_reqs != num_reqs or place.num_slots != num_tokens:
+                given = given.cut(num_reqs, num_tokens)
+            if size.key is not None and (size.key[0].rows, size.key[2]) == (place.rows, lends):
+                given = size.given._replace(slot_mapping=given.slot_mapping)
+            elif lends:
+                given = given._replace(seq_lens=self._fields.other("seq_lens", given))
+            size.key, size.given = None, given
+            size.key = key
+        arrays = size.host[index]
+        if lengths == "none":
+            arrays = {name: arrays[name] for name in _OF_STARTS}
+        if self._on_cpu:
+            arrays = arrays | {"slot_mapping": given.slot_mapping.numpy(), "block_table": given.block_table.numpy()}
+        values = counts
+        if self._facts.page_list:
+            values |= size.device
+        values["query_start_loc"], values["seq_lens"], values["block_table"], values["slot_mapping"] = given
+        values["host"], values["_given"] = AdoptedHost(arrays, num_tokens), given
+        values["step"], values["lengths"] = self._owner.last_step + 1, lengths
+        values["builder"], values["_owner"], values["_fields"] = self, self._owner, self._fields
+        return AdoptedStep(values, self._wrap)
+
+    def _new_size(self, num_reqs: int) -> _Size:
+        host = [
+            {name: arrays[name][: num_reqs + (name in _ONE_LONGER)] for name in (*_OF_STARTS, *_OF_LENGTHS)}
+            for arrays in self._arrays
+        ]
+        return _Size(self._fields.sums(num_reqs), host)
+
+    def _plan(self, metadata: AdoptedStep) -> None:
+        """The backend's plan, behind the copies of the last one, or of that ``depth`` steps ago where plans are copied
+        from memory of their own.
+        """
+        if self._planning and self._cuda:  # it failed or was interrupted, and may have begun to copy
+            torch.cuda.current_stream().synchronize()
+        # Over already, but where the host runs far ahead of the device.
+        self._plans.wait((metadata.step - self._plans_apart) % self._settings.depth)
+        self._planning = True
+        self.backend.plan(metadata)
+        self._plans.record(metadata.step % self._settings.depth)
+        self._planning = False
+
+
+def _device_of(backend: Any) -> torch.device:
+    device = torch.device(backend.config.device)
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+
+
+def _new_arrays(max_num_reqs: int) -> dict[str, Any]:
+    names = (*_OF_STARTS, *_OF_LENGTHS, "_starts", "_lengths")
+    return {name: zeros(max_num_reqs + (name in _ONE_LONGER), np.int32) for name in names}
