@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attncore.builder.blocks.context_parallel import ContextParallel
+from attncore.builder.fields import COUNTS
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.slices import HostArrays
 from attncore.kernels import host_functions
@@ -86,7 +87,8 @@ def token_rows(
     pages = host_functions.build_page_lists(fields.block_table, visible, mine.block_size)
     fields.paged_kv_indptr, fields.paged_kv_indices, fields.paged_kv_last_page_len = pages
     longest = int(visible.max(initial=0))
-    return CommonAttentionMetadata(
-        fields, from_host, num_reqs=count, num_tokens=count, num_decodes=count, num_decode_tokens=count,
-        max_query_len=1, max_decode_query_len=1, max_seq_len=longest, max_decode_seq_len=longest,
-    )  # fmt: skip
+    counts = dict.fromkeys(COUNTS, 0) | {
+        "num_reqs": count, "num_tokens": count, "num_decodes": count, "num_decode_tokens": count, "max_query_len": 1,
+        "max_decode_query_len": 1, "max_seq_len": longest, "max_decode_seq_len": longest, "use_cuda_graph": False,
+    }  # fmt: skip
+    return CommonAttentionMetadata(fields, from_host, **counts)
