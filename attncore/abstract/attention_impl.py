@@ -73,9 +73,6 @@ class AttentionImpl(ABC):
     over for layers that are not of type ``decoder`` only, so that a class that knows of no other need not take it.
     """
 
-    __views: tuple[Tensor, Tensor] | None = None
-    """Of the cache that ``write_cache`` was given last, ``__views_of``."""
-    __views_of: Any = None
     __writer: Any = None
 
     def __init__(
@@ -226,11 +223,9 @@ class AttentionImpl(ABC):
         if key is None or (value is None and not latent):
             name = "value" if key is not None else "key"
             raise ValueError(f"{name}: None found for {len(slots)} tokens to write; give their keys and values")
-        if self.__views is None or kv_cache is not self.__views_of:
-            self.__views, self.__views_of = self.backend.kv_cache_views(kv_cache), kv_cache
         if self.__writer is None:
             from attncore.ops.cache_writer import CacheWriter
 
             self.__writer = CacheWriter(self.k_scale, self.k_scale if latent else self.v_scale)
-        keys, values = self.__views
+        keys, values = self.backend.kv_cache_views(kv_cache)  # not kept: a list may hold other tensors the next time
         self.__writer(key, key[..., : values.shape[3]] if latent else value, keys, values, slots)

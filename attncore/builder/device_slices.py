@@ -10,6 +10,7 @@ from attncore.builder.fields import ARRAYS, DERIVED, FIELDS, Length, Rebase
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.read_only import read_only
 from attncore.builder.slices import rebased
+from attncore.errors import AttncoreError
 
 
 class DeviceView(CommonAttentionMetadata):
@@ -42,6 +43,11 @@ class DeviceView(CommonAttentionMetadata):
         field, whole, host, rows = FIELDS[name], getattr(self._whole, name), self._whole.host, self._rows
         match field.length:
             case Length.PAGE:
+                if not self.knows_pages:
+                    raise AttncoreError(
+                        f"metadata: {name} of a view begin where the device alone knows, for the host has no exact "
+                        "lengths of this step; take the whole step's, with its paged_kv_indptr"
+                    )
                 part = whole[int(host.paged_kv_indptr[rows.start]) : int(host.paged_kv_indptr[rows.stop])]
             case Length.ENCODER_TOKEN:
                 starts = host.encoder_query_start_loc
@@ -52,7 +58,31 @@ class DeviceView(CommonAttentionMetadata):
                 part = whole[self._tokens]
             case _:
                 part = whole[rows]
+        if field.rebase is Rebase.FIRST_VALUE and rows.start:
+            # Read on the host where it knows, which launches nothing; lengths of an overlapped step are bounds there.
+            first = int(getattr(host, name)[rows.start]) if self._exact(name) else part[0]
+            return part - first
         if field.rebase is Rebase.FIRST_VALUE:
-            first = int(getattr(host, name)[rows.start])  # read on the host, which needs no synchronisation
-            return part - first if first else part
+            return part
         return rebased(part, field.rebase, rows.start, self._tokens.start)
+
+    @property
+    def knows_pages(self) -> bool:
+        """Whether it is known where the view's page indices begin."""
+        return not self._rows.start or self._exact("paged_kv_indptr")
+
+    def _exact(self, name: str) -> bool:
+        """Whether the host has a field of starts as the device has it."""
+        return name == "query_start_loc" or (
+            host_lengths_of(self._whole) == "exact" and getattr(self._whole.host, name, None) is not None
+        )
+
+
+def host_lengths_of(metadata: Any) -> str:
+    """What the host knows of the lengths of a step, or of the step that a view was taken of: ``exact``, or ``bounded``
+    or ``none``, where the device alone does.
+    """
+    while (taken_of := vars(metadata).get("_taken_of")) is not None:
+        metadata = taken_of[0]
+    builder = metadata.builder
+    return "exact" if builder is None else str(builder.host_lengths(metadata))

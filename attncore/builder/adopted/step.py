@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from attncore.builder.adopted.device_fields import MADE, OF_ROWS, OF_TOKENS, SUMS
 from attncore.builder.device_slices import DeviceView
-from attncore.builder.fields import ARRAYS, DERIVED, FIELDS, Rebase, no_such_field
+from attncore.builder.fields import ARRAYS, DERIVED, FIELDS, no_such_field
 from attncore.builder.metadata import CommonAttentionMetadata, Wrap
 from attncore.builder.persistent.batch_arguments import ONLY_GROUP
 from attncore.builder.slices import HostArrays
@@ -167,22 +167,7 @@ class AdoptedStep(CommonAttentionMetadata):
     ) -> CommonAttentionMetadata:
         view = super()._view(first, last, start, stop, whole_encoder=whole_encoder, **counts)
         vars(view)["_taken_of"] = self, self.step  # what its repr tells its age by
-        return AdoptedView(view, self, first, last, start, stop)
-
-
-class AdoptedView(DeviceView):
-    """Rows and tokens of an adopted step, whose lengths the device alone may know exactly."""
-
-    def _slice(self, name: str) -> Any:
-        if FIELDS[name].rebase is Rebase.FIRST_VALUE:
-            part = getattr(self._whole, name)[self._rows.start : self._rows.stop + 1]
-            return part - part[0] if self._rows.start else part
-        if name == "paged_kv_indices" and self._rows.start and vars(self._whole)["lengths"] != "exact":
-            raise AttncoreError(
-                "metadata: paged_kv_indices of a view begin where the device alone knows, for the host has no exact "
-                "lengths of this step; take the whole step's, with its paged_kv_indptr"
-            )
-        return super()._slice(name)
+        return DeviceView(view, self, first, last, start, stop)
 
 
 class Owner:

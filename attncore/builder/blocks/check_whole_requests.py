@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from attncore.builder.device_slices import host_lengths_of
 from attncore.builder.metadata import CommonAttentionMetadata
 
 
 def check_whole_requests(metadata: CommonAttentionMetadata, why: str) -> None:
     """ValueError unless each request's keys are all its tokens up to its last; ``why`` says what needs them.
 
-    It refuses a step padded for a graph, of a cross group, of one rank, or with lengths that a window has capped.
+    It refuses a step padded for a graph, of a cross group, of one rank, with lengths that a window has capped, or whose
+    lengths the device alone knows.
     """
+    if (lengths := host_lengths_of(metadata)) != "exact":
+        raise ValueError(f"metadata: the host's lengths of this step are {lengths}, not exact; {why}")
     host = metadata.host
     if metadata.use_cuda_graph or len(host.seq_lens) != len(host.query_lens):
         raise ValueError(f"metadata: padded for a graph; take its batch without padding ({why})")

@@ -102,7 +102,7 @@ def slice_metadata(
         cut_encoder = int(view.host.encoder_query_lens[0]) if hasattr(view.host, "encoder_query_lens") else 0
         _cut(view, before, after, block_size)
         if isinstance(view, DeviceView):
-            _cut_on_device(view, before, after, cut_encoder if before else 0)
+            _cut_on_device(view, before, after, cut_encoder if before else 0, block_size or 1)
     for part, start, count in parts:
         first, last = (min(max(row, req_start), req_stop) for row in (start, start + count))
         longest = int(view.host.seq_lens[first - req_start : last - req_start].max(initial=0))
@@ -185,7 +185,7 @@ def _cut(view: CommonAttentionMetadata, before: int, after: int, block_size: int
         _cut_pages(host, after, block_size or 1)
 
 
-def _cut_on_device(view: DeviceView, before: int, after: int, cut_encoder: int) -> None:
+def _cut_on_device(view: DeviceView, before: int, after: int, cut_encoder: int, block_size: int) -> None:
     """The same for the fields on a device, from their values there: host lengths of an overlapped step are bounds."""
     host: Any = view.host
     fewer_keys = after > 0 and _is_decoder(host)
@@ -207,10 +207,14 @@ def _cut_on_device(view: DeviceView, before: int, after: int, cut_encoder: int) 
             fields[name] = getattr(view, name).clone()
             fields[name][-1] -= after
         if hasattr(host, "paged_kv_indptr"):
+            length = fields["seq_lens"][-1]
+            pages = (length + (block_size - 1)) // block_size
             for name in ("paged_kv_indptr", "paged_kv_last_page_len"):
                 fields[name] = getattr(view, name).clone()
-                fields[name][-1] = int(getattr(host, name)[-1])
-            fields["paged_kv_indices"] = view.paged_kv_indices[: int(host.paged_kv_indptr[-1])]
+            fields["paged_kv_indptr"][-1] = fields["paged_kv_indptr"][-2] + pages
+            fields["paged_kv_last_page_len"][-1] = length - (pages - 1) * block_size
+            if view.knows_pages:
+                fields["paged_kv_indices"] = view.paged_kv_indices[: int(host.paged_kv_indptr[-1])]
     view.__dict__.update(fields)
 
 

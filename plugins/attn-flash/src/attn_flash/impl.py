@@ -16,6 +16,7 @@ from attncore.merge import merge_attention
 if TYPE_CHECKING:
     from attn_flash.backend import FlashBackend
 
+_ANEW = object()
 OutputAndLse = tuple[Tensor, Tensor | None]
 
 
@@ -213,7 +214,8 @@ class FlashImpl(AttentionImpl):
 
     def _views_of_cache(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
         if self._views is None or kv_cache is not self._cache:
-            self._views, self._cache = self._views_of(kv_cache), kv_cache
+            # A list may hold other tensors the next time: it is never taken for the cache that is known.
+            self._views, self._cache = self._views_of(kv_cache), kv_cache if type(kv_cache) is not list else _ANEW
             self._calls = {}  # they are bound to the old one, which nothing may keep
         return self._views
 

@@ -156,4 +156,5 @@ class FlashInferImpl(AttentionImpl):
         hnd = self.backend.shape.layout == "HND"
         self._caches = (keys.transpose(1, 2), values.transpose(1, 2)) if hnd else (keys, values)
         self._slots = keys, values
-        self._kv_cache = kv_cache
+        # A list may hold other tensors the next time: it is never taken for the cache that is known.
+        self._kv_cache = kv_cache if type(kv_cache) is not list else _NO_CACHE_YET

@@ -83,7 +83,7 @@ class RocmImpl(AttentionImpl):
 
     def caches(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
         """Keys and values as views (blocks, block size, kv heads, head size): those of the last cache are kept."""
-        if kv_cache is not self._caches_of:
+        if kv_cache is not self._caches_of or type(kv_cache) is list:  # which may hold other tensors the next time
             self._caches, self._caches_of = self.backend.kv_cache_views(kv_cache), kv_cache
         return self._caches
 
