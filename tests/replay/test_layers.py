@@ -91,10 +91,10 @@ def test_the_command_asks_for_them_and_its_report_says_so(gpu, monkeypatch, caps
     gpu({64, 128})
     seen = []
 
-    def made(settings, content, num_layers, backend, dtype=None):
+    def made(settings, content, num_layers, backend, dtype=None, *more):
         seen.append((content.head_size, backend, dtype))
         monkeypatch.setattr("attncore.registry.host.host.Host.probe", classmethod(lambda cls: Host.assume("cpu")))
-        return make(settings, content, num_layers, "reference", dtype)
+        return make(settings, content, num_layers, "reference", dtype, *more)
 
     make = layers.make_layers
     monkeypatch.setattr(layers, "make_layers", made)

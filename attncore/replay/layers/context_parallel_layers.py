@@ -70,14 +70,17 @@ def token_rows(
     """
     host = metadata.host
     count = len(host.positions)
-    visible, slots = mine.seq_lens(host.positions + 1), np.array(host.slot_mapping)
+    slots = np.array(host.slot_mapping)
+    kept = (slots >= 0).astype(np.int32)
+    # A token that is written here is seen, even where the step is wrong and the rank should not keep it: it is to differ.
+    visible = np.maximum(mine.seq_lens(host.positions + 1), kept)
     rows = np.arange(count + 1, dtype=np.int32)
     fields = HostArrays(
         slot_mapping=slots,
         positions=np.array(host.positions),
         token_to_req_indices=rows[:-1],
         seq_lens=visible,
-        context_lens=visible - (slots >= 0).astype(np.int32),
+        context_lens=visible - kept,
         query_lens=np.ones(count, np.int32),
         query_start_loc=rows,
         logits_indices=rows[:-1],
