@@ -95,7 +95,7 @@ def _malformed_group(path: str, group: Any) -> ValueError | TypeError | None:
         return TypeError(f"{path}: {type(group).__name__} is not a SequenceGroup")
     is_prompt, sequences, hit = group[:3]
     for name, value in (("is_prompt", is_prompt), ("prefix_cache_hit", hit)):
-        if not isinstance(value, bool):
+        if type(value) is not bool:  # an object may lie about its class
             return TypeError(f"{path}.{name}: {value!r} is not true or false")
     if not isinstance(sequences, (list, tuple)):
         return TypeError(f"{path}.sequences: {type(sequences).__name__} is not a list")

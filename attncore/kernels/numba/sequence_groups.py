@@ -35,7 +35,7 @@ class GroupReader(Entrance):
             is_prompt, sequences, hit = group[:3]
             if self.encoder_group < 0 and len(group) > 3 and group[3] is not None:
                 self.encoder_group = index
-            if not isinstance(is_prompt, bool) or not isinstance(hit, bool):
+            if type(is_prompt) is not bool or type(hit) is not bool:
                 return False
             sequences = own_items(sequences)
             if not sequences or (is_prompt and after_decode):

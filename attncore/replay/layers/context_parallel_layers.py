@@ -72,7 +72,7 @@ def token_rows(
     count = len(host.positions)
     slots = np.array(host.slot_mapping)
     kept = (slots >= 0).astype(np.int32)
-    # A token that is written here is seen, even where the step is wrong and the rank should not keep it: it is to differ.
+    # A token that is written here is seen, even where the step is wrong and another rank should keep it.
     visible = np.maximum(mine.seq_lens(host.positions + 1), kept)
     rows = np.arange(count + 1, dtype=np.int32)
     fields = HostArrays(

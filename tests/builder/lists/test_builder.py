@@ -285,6 +285,19 @@ def test_what_stands_behind_a_number_that_is_none_is_not_asked(kernels):
         CommonMetadataBuilder(4, kernels=kernels).build([SequenceGroup(False, [Sequence(0, 2**63, Stops(), None)])])
 
 
+def test_what_lies_about_being_a_bool_is_none(kernels):
+    class FakeBool:
+        __class__ = bool
+
+        def __bool__(self):
+            raise KeyboardInterrupt
+
+    sequences = [Sequence(0, 1, 0, [1])]
+    for group in (SequenceGroup(FakeBool(), sequences), SequenceGroup(False, sequences, FakeBool())):
+        with pytest.raises(TypeError, match=r"^groups\[0\]\.\w+: .* is not true or false"):
+            CommonMetadataBuilder(4, kernels=kernels).build([group])
+
+
 class LongList(list):
     """Says that it holds 2**40 items, for which no memory is there."""
 
