@@ -5,6 +5,7 @@ Errors begin with the argument's name. An array that already has the right dtype
 
 from __future__ import annotations
 
+import sys
 from itertools import islice
 from typing import Any
 
@@ -43,10 +44,26 @@ def lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
 def as_array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
     """``values`` as an aligned array of any dtype; ValueError where they are none, such as rows of two lengths."""
     try:
+        torch = sys.modules.get("torch")  # where nobody has loaded it, it is no tensor
+        if torch is not None and isinstance(values, torch.Tensor) and values.is_cpu and beyond_its_memory(values):
+            raise ValueError("its shape reaches beyond its memory, as after a resize_ that torch refused")
         array = np.asarray(values)
+        if array.dtype.names is not None and array.dtype.kind in "iu":  # whole numbers whose parts have names too
+            array = array.view(array.dtype.str)
         return array if array.flags.aligned else array.copy()  # compiled code reads whole numbers at their addresses
     except UNREADABLE as error:
         raise ValueError(f"{name}: {type(values).__name__} cannot be read as an array: {error}") from error
+
+
+def beyond_its_memory(tensor: Any) -> bool:
+    """Whether a strided tensor reaches beyond its memory: a ``resize_`` that torch refuses leaves such a one."""
+    shape = tensor.shape
+    if 0 in shape:
+        return False
+    last: int = tensor.storage_offset()
+    for size, stride in zip(shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    return bool((last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes())
 
 
 def _check_lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
@@ -163,6 +180,6 @@ def output(name: str, out: Any, shape: int | tuple[int, ...], dtype: type[np.gen
     if not isinstance(out, np.ndarray):
         raise TypeError(f"{name}: {type(out).__name__} is no array; {wanted}")
     out = np.asarray(out)  # of a subclass, which may say anything of itself, the plain array
-    if out.shape != shape or out.dtype != dtype or not out.flags.carray:
+    if out.shape != shape or out.dtype != dtype or out.dtype.names is not None or not out.flags.carray:
         raise ValueError(f"{name}: {out.dtype}{list(out.shape)}; {wanted}")
     return out

@@ -244,3 +244,18 @@ def test_a_row_is_as_long_as_what_it_yields():
     with pytest.raises(ValueError, match="sequence 0 holds 1 blocks but token 4"):
         slots.compute_slot_mapping(False, out, 0, 9, 0, 0, 4, {0: Liar([7])})
     assert out == []
+
+
+def test_a_tensor_that_reaches_beyond_its_memory_is_refused():
+    """torch leaves the shape of a resize_ that it refuses."""
+    torch = pytest.importorskip("torch")
+    view = torch.from_numpy(np.ones(2000, np.int32))[1000:1002]
+    with pytest.raises(RuntimeError):
+        view.resize_(60000)
+    with pytest.raises(ValueError, match="^query_lens: .* beyond its memory"):
+        slots.build_query_start_loc(view)
+
+
+def test_integers_whose_parts_have_names_are_integers():
+    parts = np.dtype((np.int32, {"low": (np.int16, 0), "high": (np.int16, 2)}))
+    np.testing.assert_array_equal(slots.build_query_start_loc(np.array([2, 3], np.int32).view(parts)), [0, 2, 5])

@@ -54,9 +54,10 @@ class DeviceFields:
     @property
     def page_buffer(self) -> Any:
         """int32[max_num_reqs * pages of the longest request]: where page indices are written."""
-        if self._pages is None:
+        if self._page_buffer is None:
             self._pages = self._zeros(self._settings.max_num_reqs * self._settings.max_pages + 1)
-            self._page_buffer = self._pages[:-1]  # the last one is where torch puts what belongs to no row
+            # The last one is where torch puts what belongs to no row. Stored last: an interrupted call begins anew.
+            self._page_buffer = self._pages[:-1]
         return self._page_buffer
 
     @property

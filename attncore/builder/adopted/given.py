@@ -9,11 +9,12 @@ import numpy.typing as npt
 import torch
 
 from attncore import arguments
+from attncore.array_arguments import beyond_its_memory
 
 if TYPE_CHECKING:
     from attncore.builder.adopted.settings import Facts
 
-_INT32, _INT64 = torch.int32, torch.int64
+_INT32, _INT64, _TENSOR = torch.int32, torch.int64, torch.Tensor
 _SIDE_BY_SIDE = ((1,), (1,), (1,))
 _HOST_INT32 = np.dtype(np.int32)
 
@@ -47,6 +48,21 @@ class Given(NamedTuple):
             starts, lengths, table = starts[: num_reqs + 1], lengths[:num_reqs], table[:num_reqs]
         return Given(starts, lengths, table, slots if slots.shape[0] == num_tokens else slots[:num_tokens])
 
+    def alias(self) -> Given:
+        """Tensors of our own over the same memory: an engine may lead its own elsewhere at any time (``t.data =``)."""
+        starts, lengths, table, slots = self
+        return Given(starts.detach(), lengths.detach(), table.detach(), slots.detach())
+
+    def lies_at(self, place: Place) -> bool:
+        """Whether these still lie where they lay: torch may have moved the memory that they share with others."""
+        starts, lengths, table, slots = self
+        return (
+            starts.data_ptr() == place[0]
+            and lengths.data_ptr() == place[1]
+            and table.data_ptr() == place[2]
+            and slots.data_ptr() == place[3]
+        )
+
 
 class Place(NamedTuple):
     """What tells the tensors of one step from those of another: memory, sizes and strides."""
@@ -76,13 +92,17 @@ def place_of(given: Given, device: torch.device) -> Place:
     """Where the tensors lie and how large they are; ValueError or TypeError that names the first one that is wrong."""
     starts, lengths, table, slots = given
     for tensor in given:  # each attribute of a tensor is a call: they are asked for once
-        if type(tensor) is not torch.Tensor or tensor.device != device or tensor.layout is not torch.strided:
+        if type(tensor) is not _TENSOR or tensor.device != device:
             raise _refused_one(given, device)  # what a subclass says of itself is its own code
     if not (starts.dtype is _INT32 and lengths.dtype is _INT32 and table.dtype is _INT32 and slots.dtype is _INT64):
         raise _refused_one(given, device)
-    shapes = starts.shape, lengths.shape, slots.shape
-    strides = starts.stride(), lengths.stride(), slots.stride()
-    table_shape, table_stride = table.shape, table.stride()
+    if table.layout is not torch.strided:
+        raise _refused_one(given, device)
+    try:
+        strides, table_stride = (starts.stride(), lengths.stride(), slots.stride()), table.stride()
+    except RuntimeError:  # a sparse tensor has none
+        raise _refused_one(given, device) from None
+    shapes, table_shape = (starts.shape, lengths.shape, slots.shape), table.shape
     usual = strides == _SIDE_BY_SIDE and len(table_shape) == 2 and table_stride[1] == 1
     if not usual and not _side_by_side(given):
         raise _refused_one(given, device)
@@ -95,6 +115,20 @@ def place_of(given: Given, device: torch.device) -> Place:
         starts.data_ptr(), lengths.data_ptr(), table.data_ptr(), slots.data_ptr(),
         num_reqs, table_shape, table_stride, num_slots,
     )  # fmt: skip
+
+
+def check_memory(given: Given) -> None:
+    """ValueError that names a tensor which reaches beyond its memory."""
+    for name, tensor in zip(DTYPES, given, strict=True):
+        if beyond_its_memory(tensor):
+            raise _beyond(name, tensor)
+
+
+def _beyond(name: str, tensor: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"{name}: shape {tuple(tensor.shape)} found, which reaches beyond the tensor's memory, as after a resize_ that "
+        "torch refused; make it anew"
+    )
 
 
 def _side_by_side(given: Given) -> bool:
@@ -133,12 +167,21 @@ def _host_array(name: str, given: Any) -> npt.NDArray[np.int32]:
     ValueError or TypeError that names it where it is none.
     """
     array: npt.NDArray[np.int32] | None
-    if type(given) is torch.Tensor:
-        right = given.dtype is _INT32 and given.is_cpu and given.layout is torch.strided and given.dim() == 1
-        array = given.numpy() if right else None
+    if type(given) is _TENSOR:
+        try:
+            array = given.numpy()
+        except (TypeError, RuntimeError):  # on a device, sparse, bfloat16
+            array = None
+        if array is not None and (array.dtype != _HOST_INT32 or array.ndim != 1):
+            array = None
+        elif array is not None and len(array):
+            last = given.storage_offset() * 4 + (len(array) - 1) * array.strides[0]
+            if last + 4 > given.untyped_storage().nbytes():
+                raise _beyond(name, given)
     elif isinstance(given, np.ndarray):
         plain = given if type(given) is np.ndarray else np.asarray(given)
-        array = plain if plain.dtype == _HOST_INT32 and plain.ndim == 1 else None
+        dtype = plain.dtype  # with names it equals int32, but is none to compiled code
+        array = plain if dtype == _HOST_INT32 and dtype.names is None and plain.ndim == 1 else None
     else:
         raise TypeError(f"{name}: {type(given).__name__} found; give int32, a NumPy array or a tensor on the CPU")
     if array is not None and array.flags.aligned:  # compiled code reads whole numbers at their addresses

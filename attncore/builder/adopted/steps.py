@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,14 @@ from attncore import arguments, graphs
 from attncore.builder.adopted.captured_rows import CapturedRows
 from attncore.builder.adopted.device_fields import DeviceFields
 from attncore.builder.adopted.error_texts import refused_step
-from attncore.builder.adopted.given import Given, Place, host_lengths, host_starts, place_of
+from attncore.builder.adopted.given import Given, Place, check_memory, host_lengths, host_starts, place_of
 from attncore.builder.adopted.settings import Batch, check_settings, facts_of
 from attncore.builder.adopted.step import AdoptedHost, AdoptedStep, Owner
 from attncore.builder.device.memory import Readers, zeros
 from attncore.builder.persistent.batch_arguments import ONLY_GROUP
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.builder.uncopied import Uncopied
+from attncore.errors import ConcurrentUseError
 from attncore.kernels import KernelsName, load_kernels
 from attncore.show import angled, counted, guarded, short
 
@@ -31,14 +33,18 @@ _KEPT: list[Any] = []
 
 
 class _Size:
-    """What steps of one number of rows have in common: views of our memory, and the engine's tensors of last time."""
+    """What steps of one number of rows have in common: views of our memory, and of the engine's of last time."""
 
-    __slots__ = ("device", "given", "host", "key")
+    __slots__ = ("device", "given", "host", "kept", "key")
 
     def __init__(self, device: dict[str, Any], host: list[dict[str, Any]]) -> None:
         self.device, self.host = device, host
+        self.kept: Any = None
+        """Aliases of the engine's tensors, which keep their memory: a tensor that lies there later shares it."""
         self.given: Any = None
+        """The tensors of metadata: ``kept``, but lengths of ours where padded rows are lent keys."""
         self.key: Any = None
+        """Where the engine's tensors lay, and what else tells ``given``."""
 
 
 class AdoptedSteps(Uncopied):
@@ -47,7 +53,7 @@ class AdoptedSteps(Uncopied):
     For engines with a batch of their own, such as vLLM or SGLang, behind whose runner a backend is to work:
     ``MetadataBuilder`` builds steps from an InputBatch, and this adopts them. Nothing is copied to the device or read
     from it, and nothing synchronises. One backend each (of a model with several KV-cache groups, one for each group);
-    one thread, and one compute stream, at a time.
+    one thread, and one compute stream, at a time; a second caller is a ConcurrentUseError.
 
     ``max_num_reqs`` and ``max_num_tokens`` bound a step, ``max_model_len`` a request's keys. ``num_blocks``: the blocks
     of the engine's cache, below which its block ids are. A request is a decode where it runs up to ``decode_threshold``
@@ -77,6 +83,10 @@ class AdoptedSteps(Uncopied):
         self._device = device = _device_of(backend)
         self._on_cpu, self._cuda = device.type == "cpu", device.type == "cuda"
         self._kernels, self._wrap = load_kernels(kernels), backend.from_host
+        self._entrance = self._kernels.Entrance()
+        self._entrance.refused = partial(
+            ConcurrentUseError, "steps: a caller is inside them already, in this thread (a plan, say) or another"
+        )
         self._uniform = self._facts.cuda_graph != "always"
         self._arrays = [_new_arrays(settings.max_num_reqs) for _ in range(settings.depth + 1)]
         self._rows = [
@@ -134,17 +144,19 @@ class AdoptedSteps(Uncopied):
         The first step of the size is the one to capture over: lengths are the largest possible in its counts.
         ``build(capturing=True)`` does both. ValueError beyond the capacity or the backend's ``cuda_graph`` level.
         """
-        self._captured.register(
-            arguments.integer("num_reqs", num_reqs, 1), arguments.integer("query_len", query_len, 1)
-        )
-        self._keep_memory()
+        num_reqs, query_len = arguments.integer("num_reqs", num_reqs, 1), arguments.integer("query_len", query_len, 1)
+        with self._entrance.enter():
+            self._captured.register(num_reqs, query_len)
+            self._keep_memory()
 
     def release(self, num_reqs: int) -> None:
         """Releases a captured size whose graph was destroyed: it may be captured again."""
-        self._captured.release(arguments.integer("num_reqs", num_reqs, 1))
-        if not self.captured and self._keeper is not None:
-            self._keeper.detach()
-            self._keeper = None
+        num_reqs = arguments.integer("num_reqs", num_reqs, 1)
+        with self._entrance.enter():
+            self._captured.release(num_reqs)
+            if not self.captured and self._keeper is not None:
+                self._keeper.detach()
+                self._keeper = None
 
     def build(
         self,
@@ -171,16 +183,30 @@ class AdoptedSteps(Uncopied):
         many slots as they may have tokens) keeps it, and its tensors must lie where they lay at the capture.
         ``capturing``: the step is one to capture a graph over, and its size becomes a captured one.
 
-        Raises ValueError or TypeError that names the argument, and CaptureError while a stream is capturing; nothing
-        has changed then, and an older step's arrays are as they were.
+        Raises ValueError or TypeError that names the argument, CaptureError while a stream is capturing, and
+        ConcurrentUseError while another caller, such as the plan of a step, is inside; nothing has changed then, and an
+        older step's arrays are as they were.
         """
+        with self._entrance.enter():
+            return self._build(
+                Given(query_start_loc, seq_lens, block_table, slot_mapping), host_query_start_loc, host_seq_lens,
+                bounded, capturing,
+            )  # fmt: skip
+
+    def _build(
+        self, given: Given, host_query_start_loc: Any, host_seq_lens: Any, bounded: bool, capturing: bool
+    ) -> AdoptedStep:
         if self._cuda:
             self._check_ready()
-        given = Given(query_start_loc, seq_lens, block_table, slot_mapping)
+        query_start_loc, seq_lens, _, _ = given
         place = place_of(given, self._device)
+        size = self._sizes.get(place.num_reqs)
+        known = size is not None and size.key is not None and size.key[0] == place and size.kept.lies_at(place)
+        if not known:
+            check_memory(given)  # what shares memory that is kept, and was checked, lies in it
         on_cpu = self._on_cpu
         starts = host_starts(place, host_query_start_loc, query_start_loc if on_cpu else None)
-        lengths, known = host_lengths(place, host_seq_lens, seq_lens if on_cpu else None, bounded, self._facts)
+        lengths, lengths_known = host_lengths(place, host_seq_lens, seq_lens if on_cpu else None, bounded, self._facts)
         captured, query_len = self._captured.get(place.num_reqs), 0
         if capturing is not False:
             capturing = arguments.flag("capturing", capturing)
@@ -196,7 +222,7 @@ class AdoptedSteps(Uncopied):
             raise refused_step(counts[0], counts[1], starts, lengths, given, self._settings, query_len)
         if captured is not None and counts["use_cuda_graph"]:
             self._captured.settle_counts(counts, captured, place)
-        metadata = self._metadata(given, place, counts, index, known)
+        metadata = self._metadata(given, place, counts, index, lengths_known, known=known)
         self._plan_and_make(metadata, seq_lens)
         if captured is not None and captured.addresses is None and metadata.use_cuda_graph:
             self._captured.keep(captured, place)
@@ -228,24 +254,19 @@ class AdoptedSteps(Uncopied):
             self._keeper = weakref.finalize(self, _KEPT.append, self._fields)
             self._keeper.atexit = False
 
-    def _metadata(self, given: Given, place: Place, counts: dict[str, Any], index: int, lengths: str) -> AdoptedStep:
+    def _metadata(
+        self, given: Given, place: Place, counts: dict[str, Any], index: int, lengths: str, *, known: bool
+    ) -> AdoptedStep:
+        """``known``: whether the size of the engine's rows keeps tensors in this place."""
         num_reqs, num_tokens = counts["num_reqs"], counts["num_tokens"]
         size = self._sizes.get(num_reqs)
         if size is None:
             size = self._sizes[num_reqs] = self._new_size(num_reqs)
         lends = counts["use_cuda_graph"] and self._facts.pad_seq_len > 0
-        key = place, num_tokens, lends
-        if size.key == key:  # the same tensors: what is kept by them, such as a plan, is found again
-            given = size.given
+        if known and num_reqs == place.num_reqs and size.key[1] == num_tokens and size.key[2] == lends:
+            given = size.given  # the same tensors: what is kept by them, such as a plan, is found again
         else:
-            if place.num_reqs != num_reqs or place.num_slots != num_tokens:
-                given = given.cut(num_reqs, num_tokens)
-            if size.key is not None and (size.key[0].rows, size.key[2]) == (place.rows, lends):
-                given = size.given._replace(slot_mapping=given.slot_mapping)
-            elif lends:
-                given = given._replace(seq_lens=self._fields.other("seq_lens", given))
-            size.key, size.given = None, given
-            size.key = key
+            given = self._new_given(size, given.cut(num_reqs, num_tokens), (place, num_tokens, lends))
         arrays = size.host[index]
         if lengths == "none":
             arrays = {name: arrays[name] for name in _OF_STARTS}
@@ -259,6 +280,24 @@ class AdoptedSteps(Uncopied):
         values["step"], values["lengths"] = self._owner.last_step + 1, lengths
         values["builder"], values["_owner"], values["_fields"] = self, self._owner, self._fields
         return AdoptedStep(values, self._wrap)
+
+    def _new_given(self, size: _Size, given: Given, key: tuple[Place, int, bool]) -> Given:
+        """The tensors of metadata, which ``size`` keeps for later steps, for the engine's ``given``."""
+        place, _, lends = key
+        before, size.key = size.key, None  # an interrupted call leaves none
+        kept = given.alias()
+        if (
+            before is not None
+            and (before[0].rows, before[2]) == (place.rows, lends)
+            and size.kept.lies_at(place._replace(slots=size.kept.slot_mapping.data_ptr()))
+        ):
+            kept, given = size.kept._replace(slot_mapping=kept.slot_mapping), size.given
+            given = given._replace(slot_mapping=kept.slot_mapping)
+        else:
+            given = kept._replace(seq_lens=self._fields.other("seq_lens", kept)) if lends else kept
+        size.kept, size.given = kept, given
+        size.key = key
+        return given
 
     def _new_size(self, num_reqs: int) -> _Size:
         host = [
