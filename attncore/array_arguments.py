@@ -140,6 +140,26 @@ def block_table(values: npt.ArrayLike, num_rows: int | None = None) -> Int32Arra
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
+def block_pairs(name: str, values: Any, num_source: int, num_target: int) -> Int64Array:
+    """Pairs int64[n, 2] of block ids, from a cache of ``num_source`` blocks to one of ``num_target``.
+
+    ValueError where they are none, lie outside of these, or name a destination twice.
+    """
+    pairs = as_array(name, values)
+    if pairs.size == 0:
+        return np.empty((0, 2), dtype=np.int64)
+    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
+        raise ValueError(f"{name}: shape {pairs.shape} of {pairs.dtype} found; give integers of shape (n, 2)")
+    for column, blocks in enumerate((num_source, num_target)):
+        wrong = pairs[:, column][(pairs[:, column] < 0) | (pairs[:, column] >= blocks)]
+        if wrong.size:
+            side = ("source", "destination")[column]
+            raise ValueError(f"{name}: {side} block {wrong[0]} is outside the cache's {blocks} blocks")
+    if np.unique(pairs[:, 1]).size != len(pairs):
+        raise ValueError(f"{name}: a destination is named twice; each block can take one source only")
+    return pairs.astype(np.int64)
+
+
 def check_block_ids_fit(name: str, ids: npt.NDArray[Any]) -> None:
     """ValueError where a block id is negative or does not fit int32."""
     low, high = int(ids.min()), int(ids.max())

@@ -143,6 +143,19 @@ def test_a_batch_without_tokens_or_of_other_heads_is_refused(shape):
     assert made.k_scale.tolist() == [1.0]
 
 
+@pytest.mark.parametrize("wrong", [float("inf"), -float("inf"), float("nan")])
+def test_a_number_that_is_not_finite_is_not_counted(wrong):
+    made = layer(k_scale=torch.ones(1), v_scale=torch.ones(2))
+    key, value = torch.full((3, 2, 8), 4.0), torch.full((3, 2, 8), wrong)
+    key[1, 1, 3] = wrong
+    value[:, 1] = 2.0
+    made.calculate_kv_scales(key, value)
+    torch.testing.assert_close(made.k_scale, torch.tensor([4.0 * 2 / 448]))
+    torch.testing.assert_close(made.v_scale, torch.tensor([1.0, 2.0 * 2 / 448]))  # of none that counts, 1
+    made.calculate_kv_scales(torch.full((1, 2, 8), 1e300, dtype=torch.float64), value)
+    assert made.k_scale.isfinite().all()
+
+
 def test_a_latent_cache_has_its_values_among_the_keys():
     spec = BackendSpec(
         name="acme", api=1, factory="acme:Backend", devices={"any": 1}, dtypes={"float32"}, head_sizes={8},

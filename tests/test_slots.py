@@ -252,7 +252,7 @@ def test_a_tensor_that_reaches_beyond_its_memory_is_refused():
     view = torch.from_numpy(np.ones(2000, np.int32))[1000:1002]
     with pytest.raises(RuntimeError):
         view.resize_(60000)
-    with pytest.raises(ValueError, match="^query_lens: .* beyond its memory"):
+    with pytest.raises(ValueError, match=r"^query_lens: .* beyond its memory"):
         slots.build_query_start_loc(view)
 
 

@@ -138,7 +138,8 @@ class AttentionImpl(ABC):
         """Sets the scales from the keys and values of a first batch, on the device; nothing synchronises.
 
         The largest number takes ``1 / 2`` of the cache's range, of a layer with scales per head the largest of each
-        head. ``key`` and ``value`` are those of ``forward``, without padding; of a latent cache, whose values are
+        head; what is infinite or NaN is not counted. ``key`` and ``value`` are those of ``forward``, without padding;
+        of a latent cache, whose values are
         a part of its keys, ``value`` is None. A layer that was made with numbers has tensors of one element
         afterwards. ValueError as of ``set_scales``.
         """

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attncore import array_arguments
 from attncore.abstract import scales
 from attncore.abstract.attention_impl import AttentionImpl, PlanKey
 from attncore.abstract.cache_views import key_and_value_views
@@ -264,29 +265,51 @@ class AttentionBackend(FirstGenerationNames, ABC):
 
     def copy_blocks(self, kv_caches: Sequence[Any], src_to_dst: Any) -> None:
         """Copy blocks within each layer's cache, whole or a pair: ``src_to_dst`` is (n, 2) of block ids, all read
-        before any is written.
+        before any is written. ValueError before any layer's is written to where one has not the blocks, or cannot be
+        written to.
         """
+        if type(self).swap_blocks is AttentionBackend.swap_blocks:
+            for kv_cache in kv_caches:
+                self._copies(kv_cache, kv_cache, src_to_dst)
         for kv_cache in kv_caches:
             self.swap_blocks(kv_cache, kv_cache, src_to_dst)
 
     def swap_blocks(self, src_kv_cache: Any, dst_kv_cache: Any, src_to_dst: Any) -> None:
         """Copy blocks from one cache to another, perhaps on another device: ``src_to_dst`` is (n, 2) of block ids.
 
-        Either cache may be whole, or a pair.
+        Either cache may be whole, or a pair. ValueError naming the argument, before anything is written, for pairs that
+        are none, or lie outside the caches (unless they are on a device, which is not waited for), and for a cache that
+        cannot be written to.
         """
+        axis, parts, pairs = self._copies(src_kv_cache, dst_kv_cache, src_to_dst)
+        for source, target in parts:
+            chosen = source.index_select(axis, pairs[:, 0].to(source.device))
+            target.index_copy_(axis, pairs[:, 1].to(target.device), chosen.to(target.device))
+
+    def _copies(self, src_kv_cache: Any, dst_kv_cache: Any, src_to_dst: Any) -> tuple[int, list[Any], Tensor]:
+        """What ``swap_blocks`` copies, checked: the axis of blocks, parts of both caches, and the pairs."""
         import torch
+
+        from attncore.ops.written_tensor import check_strided, check_written
 
         if isinstance(src_kv_cache, torch.Tensor) and isinstance(dst_kv_cache, torch.Tensor):
             axis, parts = self.kv_cache_block_axis(), [(src_kv_cache, dst_kv_cache)]
         else:
             views = self.kv_cache_views(src_kv_cache), self.kv_cache_views(dst_kv_cache)
             axis, parts = 0, list(zip(*views, strict=True))
-        pairs = torch.as_tensor(src_to_dst, dtype=torch.int64, device=parts[0][0].device).reshape(-1, 2)
         for source, target in parts:
-            if source.element_size() == 1:  # torch indexes no fp8
-                source, target = source.view(torch.uint8), target.view(torch.uint8)
-            chosen = source.index_select(axis, pairs[:, 0].to(source.device))
-            target.index_copy_(axis, pairs[:, 1].to(target.device), chosen.to(target.device))
+            check_strided("src_kv_cache", source)
+            check_written("dst_kv_cache", target)
+            blocks = [[*part.shape[:axis], *part.shape[axis + 1 :], part.dtype] for part in (source, target)]
+            if blocks[0] != blocks[1]:
+                raise ValueError(f"dst_kv_cache: blocks of {blocks[1]} found; src_kv_cache has {blocks[0]}")
+        if not isinstance(src_to_dst, torch.Tensor) or src_to_dst.is_cpu:
+            counts = [min(tensors[side].shape[axis] for tensors in parts) for side in (0, 1)]
+            src_to_dst = array_arguments.block_pairs("src_to_dst", src_to_dst, *counts)
+        pairs = torch.as_tensor(src_to_dst, dtype=torch.int64, device=parts[0][0].device).reshape(-1, 2)
+        # torch indexes no fp8
+        bytes_of = [[part.view(torch.uint8) if part.element_size() == 1 else part for part in pair] for pair in parts]
+        return axis, bytes_of, pairs
 
     def kv_cache_block_axis(self) -> int:
         """The axis of the cache that counts blocks."""

@@ -20,7 +20,7 @@ def key_and_value_views(kv_cache: Any, config: BackendConfig, dtype: Any, block_
     import torch
 
     whole = isinstance(kv_cache, torch.Tensor)
-    given = (kv_cache,) if whole else tuple(kv_cache)
+    given = (kv_cache,) if whole else tuple(kv_cache) if isinstance(kv_cache, (tuple, list)) else (None,)
     if not all(isinstance(part, torch.Tensor) for part in given):
         raise ValueError(f"kv_cache: {type(kv_cache).__name__} found; give a tensor, or a pair of them")
     parts = [_floats(part, dtype) for part in given]

@@ -84,8 +84,9 @@ def replaced(held: float | Tensor, new: float | Tensor) -> float | Tensor:
 def calculated(name: str, numbers: Tensor | None, held: float | Tensor, num_kv_heads: int, largest: float) -> Tensor:
     """The scale with which the largest of ``numbers`` (tokens, heads, size) is ``1 / HEADROOM`` of ``largest``.
 
-    One for each head where ``held`` has them, else one. 1 where all numbers are 0. Nothing synchronises. ValueError
-    naming the argument ``name`` where it has another shape, or no token.
+    One for each head where ``held`` has them, else one. 1 where all numbers are 0. Infinities and NaN are not counted:
+    with one of them the cache would be useless for all later tokens. Nothing synchronises. ValueError naming the
+    argument ``name`` where it has another shape, or no token.
     """
     import torch
 
@@ -93,6 +94,8 @@ def calculated(name: str, numbers: Tensor | None, held: float | Tensor, num_kv_h
         found = "None" if numbers is None else f"shape {tuple(numbers.shape)}"
         raise ValueError(f"{name}: {found} found; give (tokens, {num_kv_heads}, head size), a token at least")
     per_head = not isinstance(held, float) and held.numel() > 1
-    most = numbers.detach().abs().amax(dim=(0, 2) if per_head else (0, 1, 2)).float().reshape(-1)
-    scale = (most * (HEADROOM / largest)).clamp(min=SMALLEST)
+    sizes = numbers.detach().abs()
+    sizes = torch.where(sizes.isfinite(), sizes, 0)
+    most = sizes.amax(dim=(0, 2) if per_head else (0, 1, 2)).float().reshape(-1)
+    scale = (most * (HEADROOM / largest)).clamp(SMALLEST, LARGEST)
     return torch.where(most > 0, scale, torch.ones_like(scale))

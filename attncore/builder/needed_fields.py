@@ -10,14 +10,16 @@ from attncore.builder.slices import HostArrays
 
 def check_needed_fields(metadata: Any, backend: Any) -> None:
     """ValueError that names a field which the backend's spec declares (``host_needs``, ``device_needs``) and
-    ``metadata`` lacks.
+    ``metadata`` lacks; TypeError for what is no metadata.
 
     Fields of encoders may be missing from a step without encoder tokens, ``slot_mapping`` from that of a cross group.
     """
     spec = backend.spec
     if spec is None:
         return
-    host = metadata.host
+    host = getattr(metadata, "host", None)
+    if host is None:
+        raise TypeError(f"metadata: {type(metadata).__name__} found, without host arrays; give the metadata of a step")
     has_encoder = bool(getattr(metadata, "num_encoder_tokens", 0))
     crosses = hasattr(host, "cross_slot_mapping") and not hasattr(host, "slot_mapping")
     # What metadata makes of its host arrays is not made here: each field is a copy to the device.
@@ -26,7 +28,7 @@ def check_needed_fields(metadata: Any, backend: Any) -> None:
         for name in sorted(getattr(spec, needs)):
             if (name in ENCODER_ARRAYS and not has_encoder) or (name == "slot_mapping" and crosses):
                 continue
-            if not hasattr(of, name):
+            if getattr(of, name, None) is None:
                 raise ValueError(
                     f"metadata: no field {name}, which {backend.name} reads ({needs}); a step for it must have "
                     f"{', '.join(sorted(getattr(spec, needs)))}"

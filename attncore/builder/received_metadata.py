@@ -37,7 +37,10 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
         array = fields[name]
         setattr(host, name, array.cpu() if hasattr(array, "cpu") else array)
     values = {name: _count(name, fields[name]) for name in BROADCAST if name in fields}
-    _check_lengths(host, values["num_tokens"], values["num_reqs"], bool(values.get("from_groups")))
+    _check_counts(values)
+    _check_lengths(
+        host, values["num_tokens"], values["num_reqs"], values["num_encoder_tokens"], bool(values.get("from_groups"))
+    )
     _check_starts(host, values["num_tokens"])
     metadata = CommonAttentionMetadata(host, read_only if backend is None else backend.from_host, **values)
     if backend is not None:
@@ -50,11 +53,30 @@ def _count(name: str, value: Any) -> int | bool:
     return arguments.flag(path, value) if name in (*ORDER, "use_cuda_graph") else arguments.integer(path, value, 0)
 
 
-def _check_lengths(host: Any, num_tokens: int, num_reqs: int, from_groups: bool) -> None:
+def _check_counts(values: Mapping[str, int | bool]) -> None:
+    """ValueError where decodes and prefills are not the requests, and their tokens the step's; padded rows of a
+    captured size are neither.
+    """
+    pairs = [("num_reqs", ("num_decodes", "num_prefills")), ("num_tokens", ("num_decode_tokens", "num_prefill_tokens"))]
+    for whole, parts in pairs:
+        found = sum(values[name] for name in parts)
+        if found > values[whole] or (found < values[whole] and not values["use_cuda_graph"]):
+            raise ValueError(
+                f"fields[{whole!r}]: {values[whole]} found, but {' and '.join(parts)} are {found} together"
+            )
+    for whole, name in (("num_reqs", "num_actual_reqs"), ("num_tokens", "num_actual_tokens")):
+        if values.get(name, 0) > values[whole]:
+            raise ValueError(f"fields[{name!r}]: {values[name]} found, more than {whole} {values[whole]}")
+
+
+def _check_lengths(host: Any, num_tokens: int, num_reqs: int, num_encoder_tokens: int, from_groups: bool) -> None:
     """ValueError where an array is not as long as a step of these counts; a view's encoder may cover more rows."""
     for name in host.field_names():
         field = FIELDS[name]
-        if name in ENCODER_ARRAYS or name in DERIVED or field.length is Length.PAGE:
+        if name in DERIVED or field.length is Length.PAGE:
+            continue
+        if name in ENCODER_ARRAYS:
+            _check_encoder(name, len(host.peek(name)), num_reqs, num_encoder_tokens)
             continue
         rows = field.length is Length.TABLE
         wanted, found = num_reqs if rows else field.num_elements(num_tokens, num_reqs, 0), len(host.peek(name))
@@ -63,6 +85,17 @@ def _check_lengths(host: Any, num_tokens: int, num_reqs: int, from_groups: bool)
             raise ValueError(
                 f"fields[{name!r}]: {found} long, but {num_tokens} tokens and {num_reqs} requests have {wanted}"
             )
+
+
+def _check_encoder(name: str, found: int, num_reqs: int, num_encoder_tokens: int) -> None:
+    """ValueError where an array of encoders covers fewer rows or tokens than the step has."""
+    field = FIELDS[name]
+    tables = field.length is Length.TABLE
+    least = num_reqs if tables else field.num_elements(0, num_reqs, num_encoder_tokens)
+    if found < least:
+        raise ValueError(
+            f"fields[{name!r}]: {found} long, but {num_reqs} requests and {num_encoder_tokens} encoder tokens have {least}"
+        )
 
 
 def _check_starts(host: Any, num_tokens: int) -> None:

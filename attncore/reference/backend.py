@@ -73,7 +73,7 @@ class ReferenceImpl(AttentionImpl):
 
         Tensors that disagree are ValueErrors that name the argument; nothing is written then.
         """
-        return self._attend(self._scoring, (query, key, value), kv_cache, metadata, output, write=write)
+        return self._attend(self._scoring, (query, key, value), kv_cache, metadata, output, write=write).output
 
     def forward_with_lse(
         self,
@@ -91,8 +91,9 @@ class ReferenceImpl(AttentionImpl):
         It is -inf for padding, and where a query sees no key.
         """
         scoring = replace(self._scoring, with_lse=True)
-        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        return self._attend(scoring, (query, key, value), kv_cache, metadata, output, lse, write=write), lse
+        found, lse = self._attend(scoring, (query, key, value), kv_cache, metadata, output, write=write)
+        assert lse is not None  # which this scoring has
+        return found, lse
 
     def _attend(
         self,
@@ -101,21 +102,24 @@ class ReferenceImpl(AttentionImpl):
         kv_cache: Any,
         metadata: AttentionMetadata,
         output: Tensor | None,
-        lse: Tensor | None = None,
         *,
         write: bool,
-    ) -> Tensor:
-        config, attn_type, host = self.backend.config, self.attn_type, metadata.host
-        checks.check_host(attn_type, host)
+    ) -> Answer:
+        config, attn_type = self.backend.config, self.attn_type
+        checks.check_host(attn_type, metadata)
+        host = metadata.host
+        num_tokens = _num_tokens(attn_type, host)
+        checks.check_query(tensors[0], num_tokens[0])
         write = write or kv_cache is None
         if not write:
             tensors = self._with_cached(tensors, kv_cache, metadata)
-        query, key, value = checks.check_tensors(config, attn_type, tensors, _num_tokens(attn_type, host), output)
+        query, key, value = checks.check_tensors(config, attn_type, tensors, num_tokens, output)
         checks.check_device(attn_type, metadata, query.device)
         if attn_type is AttentionType.ENCODER_ONLY:
             checks.check_whole(host)
         if output is None:
             output = query.new_empty((*query.shape[:2], value.shape[2]))
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32) if scoring.with_lse else None
         answer = Answer(output, lse)
         step = Paged(query, key, value, key[:0].unsqueeze(1), value[:0].unsqueeze(1), query.new_empty((0, 0)))
         if attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
@@ -127,7 +131,7 @@ class ReferenceImpl(AttentionImpl):
             starts = host.query_start_loc if encoder_only else host.encoder_query_start_loc
             among_themselves(step, scoring, answer, np.asarray(starts, dtype=np.int64))
         answer.put_nothing(slice(int(starts[-1]), None))  # some engines feed padding to the next layer
-        return output
+        return answer
 
     def _with_cached(
         self, tensors: tuple[Tensor, Any, Any], kv_cache: Any, metadata: AttentionMetadata
@@ -172,6 +176,7 @@ class ReferenceImpl(AttentionImpl):
         checks.check_table(caches, table, requests.rows[cached], requests.lengths[cached])
         if caches is None:
             return requests, step
+        checks.check_blocks(caches, table, requests.reads(self.sliding_window), step.query.device)
         if write:
             written = len(getattr(host, slots))
             paged.write(step.key[:written], step.value[:written], caches, getattr(metadata, slots))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attncore.abstract import check_value_size
 from attncore.arguments import integer, optional_integer
-from attncore.array_arguments import as_array
+from attncore.array_arguments import block_pairs as block_pairs_of
 from attncore.ops.written_tensor import check_strided, check_written
 from attncore.quoted import quoted
 
@@ -120,12 +120,20 @@ def key_value(kv_cache: Caches, head_size_v: int | None = None) -> tuple[Tensor,
             "block_size, num_kv_heads, head_size), a pair of caches, (num_blocks, block_size, num_kv_heads, head_size "
             "+ head_size_v), or (num_blocks, block_size, head_size) for a latent cache"
         )
+    _check_tensors("kv_cache", kv_cache)
     if len(kv_cache) != 2 or any(cache.dim() != 4 for cache in kv_cache):
         shapes = [tuple(cache.shape) for cache in kv_cache]
         raise ValueError(
             f"kv_cache: shapes {shapes} found; expected a pair (blocks, block_size, num_kv_heads, head_size)"
         )
     return kv_cache[0], kv_cache[1]
+
+
+def _check_tensors(name: str, caches: Any) -> None:
+    """ValueError unless ``caches`` is a list or a tuple of tensors."""
+    if not isinstance(caches, Sequence) or not all(isinstance(cache, Tensor) for cache in caches):
+        found = [type(cache).__name__ for cache in caches] if isinstance(caches, Sequence) else type(caches).__name__
+        raise ValueError(f"{name}: {found} found; give a tensor, or a pair of them")
 
 
 def write(key: Tensor, value: Tensor | None, kv_cache: Caches, slot_mapping: Tensor) -> None:
@@ -212,8 +220,10 @@ def copy_blocks(kv_caches: Tensor | Iterable[Caches], block_pairs: Any, *, block
     named twice is a ValueError. Pairs on a GPU are brought back to be checked.
     """
     block_dim = integer("block_dim", block_dim, 0)
+    if not isinstance(kv_caches, Iterable):
+        raise ValueError(f"kv_caches: {type(kv_caches).__name__} found; give the cache of each layer")
     caches = [kv_caches] if isinstance(kv_caches, Tensor) else list(kv_caches)
-    parts = [part for cache in caches for part in _parts(cache, block_dim)]
+    parts = [part for cache in caches for part in _parts("kv_caches", cache, block_dim)]
     if not parts:
         return
     for part in parts:
@@ -231,7 +241,9 @@ def swap_blocks(source: Caches, target: Caches, block_pairs: Any, *, block_dim: 
     return the data has left ``source`` in stream order: when ``target`` is on the CPU it is there.
     """
     block_dim = integer("block_dim", block_dim, 0)
-    sources, targets = _parts(source, block_dim), _parts(target, block_dim)
+    sources, targets = _parts("source", source, block_dim), _parts("target", target, block_dim)
+    if len(sources) != len(targets):
+        raise ValueError(f"target: {len(targets)} tensors found; the source has {len(sources)}")
     for a, b in zip(sources, targets, strict=True):
         if a.shape[1:] != b.shape[1:] or a.dtype != b.dtype:
             raise ValueError(
@@ -245,30 +257,19 @@ def swap_blocks(source: Caches, target: Caches, block_pairs: Any, *, block_dim: 
         b[to_ids] = a[from_ids].to(b.device)
 
 
-def _parts(cache: Caches, block_dim: int) -> list[Tensor]:
+def _parts(name: str, cache: Caches, block_dim: int) -> list[Tensor]:
     """Views of a cache whose first dimension counts blocks, as it does unless keys and values are stacked."""
     if isinstance(cache, Tensor):
         if block_dim >= cache.dim():
             raise ValueError(f"block_dim: {block_dim} found for a cache of {cache.dim()} dimensions")
         return [cache if cache.dim() < 5 else cache.movedim(block_dim, 0)]
+    _check_tensors(name, cache)
     return list(cache)
 
 
 def _checked_pairs(block_pairs: Any, num_source: int, num_target: int) -> NDArray[np.int64]:
     host = block_pairs.cpu() if isinstance(block_pairs, Tensor) else block_pairs
-    pairs = as_array("block_pairs", host)
-    if pairs.size == 0:
-        return np.empty((0, 2), dtype=np.int64)
-    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
-        raise ValueError(f"block_pairs: shape {pairs.shape} of {pairs.dtype} found; give integers of shape (n, 2)")
-    for column, blocks in enumerate((num_source, num_target)):
-        wrong = pairs[:, column][(pairs[:, column] < 0) | (pairs[:, column] >= blocks)]
-        if wrong.size:
-            side = ("source", "destination")[column]
-            raise ValueError(f"block_pairs: {side} block {wrong[0]} is outside the cache's {blocks} blocks")
-    if np.unique(pairs[:, 1]).size != len(pairs):
-        raise ValueError("block_pairs: a destination is named twice; each block can take one source only")
-    return pairs.astype(np.int64)
+    return block_pairs_of("block_pairs", host, num_source, num_target)
 
 
 def _indices(pairs: NDArray[np.int64], source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,17 +54,7 @@ class Paged(NamedTuple):
     block_table: Tensor  # int32 (rows, width), on the device
 
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of ``slots``, float32. On a CPU a block id outside the cache is a ValueError."""
-        if slots.device.type == "cpu" and slots.numel():  # elsewhere looking would wait for the device
-            low, high = (int(bound) for bound in slots.aminmax())
-            block_size = self.key_cache.shape[1]
-            usable = self.key_cache.shape[0] * block_size
-            if low < 0 or high >= usable:
-                block = (low if low < 0 else high) // block_size
-                raise ValueError(
-                    f"metadata: the block table names block {block}, but the cache holds "
-                    f"{usable // block_size} blocks; give the cache and the block pool the same num_blocks"
-                )
+        """Keys and values of ``slots``, float32."""
         return paged.read(self.key_cache, slots).float(), paged.read(self.value_cache, slots).float()
 
     def cached(self, row: int, start: int, end: int) -> tuple[Tensor, Tensor]:
@@ -127,6 +117,15 @@ class CausalRows(NamedTuple):
         """Whether a token that its request attends to has no slot: in a profiling run, or masked by a window."""
         sums = np.concatenate(([0], np.cumsum(self.slots < 0)))
         return bool(((sums[self.ends] > sums[self.starts]) & ~self.shared).any())
+
+    def reads(self, sliding_window: int | None) -> tuple[NDArray[np.int64], ...]:
+        """Of the requests with keys in the cache: table row, and the first token that is read there and the last."""
+        counts = self.ends - self.starts
+        contexts = np.where(self.shared, 0, self.lengths - counts)
+        first = np.maximum(0, contexts - sliding_window + 1) if sliding_window else np.zeros_like(contexts)
+        end = np.where(self.shared | (counts <= MAX_BATCHED_QUERY), self.lengths, contexts)
+        some = self.cached & (first < end)
+        return self.rows[some], first[some], end[some]
 
     def attend(self, step: Paged, scoring: Scoring, answer: Answer) -> None:
         """Attention of every request over its context and itself: short queries together, others one by one."""

@@ -51,8 +51,11 @@ def per_head(name: str, values: Sequence[float] | Tensor | None, config: Backend
     return found.view(config.num_kv_heads, -1)
 
 
-def check_host(attn_type: AttentionType, host: HostArrays) -> None:
-    """Raise ValueError where the metadata lacks a field that ``attn_type`` reads."""
+def check_host(attn_type: AttentionType, metadata: AttentionMetadata) -> None:
+    """Raise TypeError for what is no metadata, ValueError where it lacks a field that ``attn_type`` reads."""
+    host = getattr(metadata, "host", None)
+    if host is None:
+        raise TypeError(f"metadata: {type(metadata).__name__} found, without host arrays; give a builder's")
     for name in HOST_FIELDS[attn_type]:
         if getattr(host, name, None) is None:
             raise ValueError(f"metadata: it has no {name}, which attention of type {attn_type} reads")
@@ -65,6 +68,13 @@ def check_device(attn_type: AttentionType, metadata: AttentionMetadata, device: 
         if not isinstance(array, Tensor) or array.device != device:
             where = f"on {array.device}" if isinstance(array, Tensor) else f"a {type(array).__name__}"
             raise ValueError(f"metadata: {name} is {where}; build it for this backend, on {device}")
+
+
+def check_query(query: Any, num_tokens: int) -> None:
+    """Raise ValueError unless the query is a tensor of three dimensions and as many tokens as the metadata has."""
+    if not isinstance(query, Tensor) or query.dim() != 3 or len(query) < num_tokens:
+        found = tuple(query.shape) if isinstance(query, Tensor) else query
+        raise ValueError(f"query: shape {found} found; the metadata has {num_tokens} tokens")
 
 
 def check_tensors(
@@ -81,9 +91,7 @@ def check_tensors(
     """
     query, key, value = tensors
     size_v = config.head_size_v or config.head_size
-    if not isinstance(query, Tensor) or query.dim() != 3 or len(query) < num_tokens[0]:
-        found = tuple(query.shape) if isinstance(query, Tensor) else query
-        raise ValueError(f"query: shape {found} found; the metadata has {num_tokens[0]} tokens")
+    check_query(query, num_tokens[0])
     if num_tokens[1] == 0 and key is None and value is None:
         key = query.new_empty((0, config.num_kv_heads, config.head_size))
         value = query.new_empty((0, config.num_kv_heads, size_v))
@@ -140,10 +148,10 @@ def check_cache(
             raise ValueError(f"kv_cache: {cache.dtype} found; the configuration says {expected_dtype}")
         if cache.device != device:
             raise ValueError(f"kv_cache: on {cache.device}, but the query is on {device}")
-    block = int(np.max(slots, initial=-1)) // config.block_size
-    if block >= len(caches[0]):
+    block, num_blocks = int(np.max(slots, initial=-1)) // config.block_size, min(map(len, caches))
+    if block >= num_blocks:
         raise ValueError(
-            f"kv_cache: {len(caches[0])} blocks found; {name} has a slot in block {block}: tell the batch num_blocks, "
+            f"kv_cache: {num_blocks} blocks found; {name} has a slot in block {block}: tell the batch num_blocks, "
             "or give the cache more"
         )
     return caches
@@ -169,6 +177,27 @@ def check_table(
         raise ValueError(
             f"metadata: block table row {rows[longest]} has {width} columns, but {lengths[longest]} tokens need "
             f"{-(-int(lengths[longest]) // block_size)} blocks (the cache's block_size is {block_size})"
+        )
+
+
+def check_blocks(
+    caches: tuple[Tensor, Tensor], block_table: Tensor, reads: tuple[NDArray[np.int64], ...], device: torch.device
+) -> None:
+    """On a CPU, raise ValueError where a block that is read, of ``reads`` (table rows, first and last token each),
+    lies outside the cache; elsewhere looking would wait for the device.
+    """
+    rows, first, end = reads
+    if device.type != "cpu" or not len(rows):
+        return
+    block_size, num_blocks = caches[0].shape[1], min(map(len, caches))
+    table = block_table.numpy()[rows, : -(-int(end.max()) // block_size)]
+    starts = np.arange(table.shape[1]) * block_size
+    ids = table[(starts + block_size > first[:, None]) & (starts < end[:, None])]
+    wrong = ids[(ids < 0) | (ids >= num_blocks)]
+    if len(wrong):
+        raise ValueError(
+            f"metadata: the block table names block {wrong[0]}, but the cache holds {num_blocks} blocks; give the "
+            "cache and the block pool the same num_blocks"
         )
 
 

@@ -70,6 +70,11 @@ class CrossRows(NamedTuple):
         cached = (lengths > 0) & (fresh == 0)
         return cls(rows, bounds[rows], bounds[rows + 1], lengths[rows], fresh_starts[rows], cached[rows])
 
+    def reads(self, sliding_window: int | None) -> tuple[NDArray[np.int64], ...]:
+        """Of the requests whose keys are in the cache: table row, and the first token that is read and the last."""
+        lengths = self.lengths[self.cached]
+        return self.rows[self.cached], np.zeros_like(lengths), lengths
+
     def attend(self, step: Paged, scoring: Scoring, answer: Answer) -> None:
         """Attention of every query over all encoder tokens of its row: this step's where it has them, else the
         cache's.

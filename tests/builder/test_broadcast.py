@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
+from attncore.builder import CommonMetadataBuilder, InputBatch, KVCacheGroup, MetadataBuilder, Sequence, SequenceGroup
 from attncore.builder import metadata_from_fields as received
-from attncore.builder.fields import ARRAYS, COUNTS
+from attncore.builder.fields import ARRAYS, COUNTS, ENCODER_ARRAYS
 
 
 def persistent():
@@ -86,6 +86,11 @@ def test_a_padded_step_says_what_of_it_is_real():
         ("positions", np.zeros(1, np.int64), ValueError),
         ("query_start_loc", np.zeros(9, np.int32), ValueError),
         ("block_table", np.zeros((9, 2), np.int32), ValueError),
+        ("num_decodes", 2, ValueError),
+        ("num_prefills", 0, ValueError),
+        ("num_prefills", 9, ValueError),
+        ("num_decode_tokens", 9, ValueError),
+        ("num_prefill_tokens", 1, ValueError),
     ],
 )
 def test_counts_and_arrays_that_disagree_are_refused(build, name, value, error):
@@ -106,6 +111,25 @@ def test_counts_and_arrays_that_disagree_are_refused(build, name, value, error):
 def test_starts_that_lead_beyond_what_they_count_are_refused(name, value, message):
     with pytest.raises(ValueError, match=rf"^fields\['\w+'\]: .*{message}"):
         received(persistent().asdict_zerocopy() | {name: np.array(value, np.int32)})
+
+
+@pytest.mark.parametrize("name", ["num_actual_reqs", "num_actual_tokens"])
+def test_more_of_a_step_than_there_is_cannot_be_real(name):
+    with pytest.raises(ValueError, match=rf"^fields\['{name}'\]: 99 found, more than"):
+        received(persistent().asdict_zerocopy() | {name: 99})
+
+
+@pytest.mark.parametrize("name", sorted(ENCODER_ARRAYS))
+def test_arrays_of_encoders_cover_every_request(name):
+    groups = [KVCacheGroup("decoder", 4), KVCacheGroup("encoder", 4, cross=True)]
+    batch = InputBatch(max_num_reqs=4, max_model_len=32, max_encoder_len=16, groups=groups)
+    for request in "ab":
+        batch.add_request(request, {"decoder": [3, 5, 7], "encoder": [1, 2]}, encoder_seq_len=6)
+    step = MetadataBuilder(batch, max_num_batched_tokens=32).build({"a": 2, "b": 3})
+    fields = next(fields for group in step.groups.values() if name in (fields := group.asdict_zerocopy()))
+    received(fields)
+    with pytest.raises(ValueError, match=rf"^fields\['{name}'\]: \d+ long, but 2 requests and"):
+        received(fields | {name: fields[name][:1]})
 
 
 def test_what_is_no_dict_of_fields_is_named():
