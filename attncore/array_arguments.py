@@ -44,7 +44,7 @@ def lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
 def as_array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
     """``values`` as an aligned array of any dtype; ValueError where they are none, such as rows of two lengths."""
     try:
-        torch = sys.modules.get("torch")  # where nobody has loaded it, it is no tensor
+        torch = sys.modules.get("torch")  # where it is not loaded, there is no tensor
         if torch is not None and isinstance(values, torch.Tensor) and values.is_cpu and beyond_its_memory(values):
             raise ValueError("its shape reaches beyond its memory, as after a resize_ that torch refused")
         array = np.asarray(values)

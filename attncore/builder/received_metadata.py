@@ -38,9 +38,7 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
         setattr(host, name, array.cpu() if hasattr(array, "cpu") else array)
     values = {name: _count(name, fields[name]) for name in BROADCAST if name in fields}
     _check_counts(values)
-    _check_lengths(
-        host, values["num_tokens"], values["num_reqs"], values["num_encoder_tokens"], bool(values.get("from_groups"))
-    )
+    _check_lengths(host, values["num_tokens"], values["num_reqs"], bool(values.get("from_groups")))
     _check_starts(host, values["num_tokens"])
     metadata = CommonAttentionMetadata(host, read_only if backend is None else backend.from_host, **values)
     if backend is not None:
@@ -69,14 +67,14 @@ def _check_counts(values: Mapping[str, int | bool]) -> None:
             raise ValueError(f"fields[{name!r}]: {values[name]} found, more than {whole} {values[whole]}")
 
 
-def _check_lengths(host: Any, num_tokens: int, num_reqs: int, num_encoder_tokens: int, from_groups: bool) -> None:
+def _check_lengths(host: Any, num_tokens: int, num_reqs: int, from_groups: bool) -> None:
     """ValueError where an array is not as long as a step of these counts; a view's encoder may cover more rows."""
     for name in host.field_names():
         field = FIELDS[name]
         if name in DERIVED or field.length is Length.PAGE:
             continue
         if name in ENCODER_ARRAYS:
-            _check_encoder(name, len(host.peek(name)), num_reqs, num_encoder_tokens)
+            _check_encoder(name, host, num_reqs)
             continue
         rows = field.length is Length.TABLE
         wanted, found = num_reqs if rows else field.num_elements(num_tokens, num_reqs, 0), len(host.peek(name))
@@ -87,14 +85,15 @@ def _check_lengths(host: Any, num_tokens: int, num_reqs: int, num_encoder_tokens
             )
 
 
-def _check_encoder(name: str, found: int, num_reqs: int, num_encoder_tokens: int) -> None:
-    """ValueError where an array of encoders covers fewer rows or tokens than the step has."""
-    field = FIELDS[name]
-    tables = field.length is Length.TABLE
-    least = num_reqs if tables else field.num_elements(0, num_reqs, num_encoder_tokens)
+def _check_encoder(name: str, host: Any, num_reqs: int) -> None:
+    """ValueError where an array of encoders covers fewer rows, or encoder tokens of this step, than there are."""
+    field, starts, found = FIELDS[name], host.peek("encoder_query_start_loc"), len(host.peek(name))
+    running = int(starts[-1]) if starts is not None and len(starts) else 0
+    least = num_reqs if field.length is Length.TABLE else field.num_elements(0, num_reqs, running)
     if found < least:
         raise ValueError(
-            f"fields[{name!r}]: {found} long, but {num_reqs} requests and {num_encoder_tokens} encoder tokens have {least}"
+            f"fields[{name!r}]: {found} long, but {num_reqs} requests, with {running} encoder tokens in this step, "
+            f"have {least}"
         )
 
 

@@ -24,7 +24,7 @@ def check_written(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name}: made in torch.inference_mode(), and outside of it not to be written to")
     owner = tensor if tensor._base is None else tensor._base
     if owner.requires_grad and owner.is_leaf and torch.is_grad_enabled():
-        raise ValueError(f"{name}: it requires a gradient, so that torch lets nobody write to it; use torch.no_grad()")
+        raise ValueError(f"{name}: it requires a gradient, so that torch refuses to write to it; use torch.no_grad()")
 
 
 def _apart(tensor: Tensor) -> bool:

@@ -164,7 +164,7 @@ def write(key: Tensor, value: Tensor | None, kv_cache: Caches, slot_mapping: Ten
     if not len(slot_mapping):
         return
     put = _put if slot_mapping.device.type == "cpu" else put_unasked
-    with torch.no_grad():  # nobody differentiates through a cache
+    with torch.no_grad():  # a cache has no gradient
         for cache in caches:
             check_written("kv_cache", cache)
         for new, cache in zip(named.values(), caches, strict=True):

@@ -128,7 +128,7 @@ def test_arrays_of_encoders_cover_every_request(name):
     step = MetadataBuilder(batch, max_num_batched_tokens=32).build({"a": 2, "b": 3})
     fields = next(fields for group in step.groups.values() if name in (fields := group.asdict_zerocopy()))
     received(fields)
-    with pytest.raises(ValueError, match=rf"^fields\['{name}'\]: \d+ long, but 2 requests and"):
+    with pytest.raises(ValueError, match=rf"^fields\['{name}'\]: \d+ long, but 2 requests, with"):
         received(fields | {name: fields[name][:1]})
 
 
