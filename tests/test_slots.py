@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import pathlib
+from array import array
 from types import MappingProxyType
 
 import numpy as np
@@ -259,3 +260,11 @@ def test_a_tensor_that_reaches_beyond_its_memory_is_refused():
 def test_integers_whose_parts_have_names_are_integers():
     parts = np.dtype((np.int32, {"low": (np.int16, 0), "high": (np.int16, 2)}))
     np.testing.assert_array_equal(slots.build_query_start_loc(np.array([2, 3], np.int32).view(parts)), [0, 2, 5])
+
+
+def test_compute_slot_mapping_appends_all_or_nothing():
+    for table in ([5, 2**28], (5, 2**28)):
+        given = array("i", [7])
+        with pytest.raises(ValueError, match=r"^slot_mapping: it does not hold slot 429496"):
+            slots.compute_slot_mapping(False, given, 0, 20, 10, 0, 16, {0: table})
+        assert given.tolist() == [7]

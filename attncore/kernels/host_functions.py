@@ -83,7 +83,7 @@ def compute_slot_mapping(
                     slot_mapping.append(block_id * block_size + context_len % block_size)
                     return
             elif (found := _slots_of_list(table, context_len, seq_len, start_idx, block_size)) is not None:
-                slot_mapping.extend(found)
+                _extend(slot_mapping, found)
                 return
     context_len = integer("context_len", context_len, 0)
     seq_len = integer("seq_len", seq_len, context_len + 1)
@@ -109,7 +109,17 @@ def compute_slot_mapping(
             f"needs block {token // block_size} (block_size {block_size})"
         )
     slots = build_slot_mapping(rectangle, [written], [seq_len - written], block_size)
-    slot_mapping.extend([PAD_SLOT_ID] * (written - context_len) + slots.tolist())
+    _extend(slot_mapping, [PAD_SLOT_ID] * (written - context_len) + slots.tolist())
+
+
+def _extend(slot_mapping: MutableSequence[int], slots: list[int]) -> None:
+    """Appends all of ``slots``, or nothing: an array of small integers appends what comes before one too large."""
+    before = len(slot_mapping)
+    try:
+        slot_mapping.extend(slots)
+    except OverflowError as error:
+        del slot_mapping[before:]
+        raise ValueError(f"slot_mapping: it does not hold slot {max(slots)} ({error}); give a list") from error
 
 
 def _slots_of_list(
