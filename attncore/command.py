@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from attncore.did_you_mean import close_name, did_you_mean
 from attncore.errors import AttncoreError, NoBackendError
-from attncore.quoted import MAX_PART, MOST, one_line, quoted
+from attncore.process_end import keep_exit_code
+from attncore.quoted import MAX_PART, MOST, describe_error, one_line, quoted
 from attncore.standard_output import own_streams
 from attncore.terminal import print_lines
 
@@ -66,8 +67,11 @@ class InputLineError(UsageError):
 def run_command(command: Callable[[], int], *, to_the_end: bool) -> int:
     """Run ``command``; its exit code, or that of the error that ended it.
 
-    With ``to_the_end`` it is the process's last act, and what libraries print afterwards goes to standard error too.
+    With ``to_the_end`` it is the process's last act: what libraries print afterwards goes to standard error too, and
+    nothing that they do at its end changes its exit code. A child process that the command forked ends here.
     """
+    if to_the_end:
+        keep_exit_code()
     with prepared(), own_streams(to_the_end=to_the_end):
         code = READER_GONE
         try:
@@ -84,8 +88,13 @@ def run_command(command: Callable[[], int], *, to_the_end: bool) -> int:
 
 def _ended(command: Callable[[], int]) -> int:
     """The exit code of a command, however it ends; a line on standard error says why where it is not the command's."""
+    process = os.getpid()
     try:
-        return command()
+        try:
+            return command()
+        finally:
+            if os.getpid() != process:
+                os._exit(1)  # two of us would print
     except NoBackendError as error:
         return fail(error, 3)
     except BrokenPipeError:  # the reader of standard output has gone
@@ -102,6 +111,8 @@ def _ended(command: Callable[[], int]) -> int:
         return error.code
     except KeyboardInterrupt as error:
         return fail(" ".join(("interrupted", *getattr(error, "__notes__", ()))), 130)
+    except SystemExit as error:  # of a library's code: nothing was found to be right
+        return fail(f"the command was ended before its end: {describe_error(error)}", 1)
 
 
 def fail(error: object, code: int) -> int:

@@ -22,6 +22,7 @@ LAYERS = {
         "graphs kernels slots _slots _slots_numba",
         "array_arguments",
         "command",
+        "process_end",
         "arguments chart_page how_to_install input_files kept_files search_path standard_output terminal interrupts "
         "vocabulary env errors show",
         "frozen_map step_arrays did_you_mean logged _version",

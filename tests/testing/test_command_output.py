@@ -9,7 +9,7 @@ import sys
 import pytest
 from planting import HEAVY
 
-from attncore.registry.plugins.replaced_functions import exit_refused
+from attncore.process_end import exit_refused
 from attncore.testing.__main__ import main
 
 

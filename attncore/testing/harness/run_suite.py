@@ -18,7 +18,7 @@ import pytest
 
 from attncore.command import fail
 from attncore.quoted import quoted
-from attncore.registry.plugins.replaced_functions import exit_refused
+from attncore.process_end import exit_refused
 from attncore.terminal import print_lines
 from attncore.testing.harness.pytest_plugin import reports
 from attncore.testing.harness.support_table import Report

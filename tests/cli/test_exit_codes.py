@@ -1,0 +1,92 @@
+"""The exit code of a command is that of the command, whatever a backend does to how the process ends."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+WRONG = """
+import atexit, os, sys, threading
+from attncore.reference import ReferenceBackend, ReferenceImpl
+
+def at_the_end(*_):
+    print("called", file=sys.stderr)
+    {end}
+
+def waits():
+    threading.main_thread().join()
+    at_the_end()
+
+class Impl(ReferenceImpl):
+    def forward(self, *args, **kwargs):
+        {once}
+        found = super().forward(*args, **kwargs)
+        return found.mul_({factor})
+
+class Backend(ReferenceBackend):
+    impl_class = Impl
+
+{imported}
+"""
+REPLAY = ("attncore", "replay", "--backend", "wrong", "--requests", "2", "--head-size", "64")
+KIT = ("attncore.testing", "wrong", "--examples", "1", "-k", "test_decode")
+IN_FORWARD = "once = getattr(Backend, 'once', False) or (setattr(Backend, 'once', True), {})"
+
+
+def run(site, *words, end="pass", once="pass", imported="", factor=3):
+    site.plugin("wrong", heavy=WRONG.format(end=end, once=once, imported=imported, factor=factor))
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    words = [sys.executable, "-m", *words]
+    return subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=100)
+
+
+REGISTERS = "atexit.register(at_the_end)"
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "end"),
+    [
+        (REPLAY, "imported", "os._exit(0)"),
+        (REPLAY, "once", "sys.exit(0)"),
+        (REPLAY, "once", "1/0"),
+        (KIT, "once", "os._exit(0)"),
+    ],
+)
+def test_what_is_done_at_the_exit_does_not_change_it(site, words, where, end):
+    done = run(site, *words, end=end, **{where: REGISTERS if where == "imported" else IN_FORWARD.format(REGISTERS)})
+    assert done.returncode == 1
+    assert "called" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_thread_that_outlives_the_command_does_not_change_it(site):
+    done = run(site, *REPLAY, end="os._exit(0)", imported="threading.Thread(target=waits).start()")
+    assert done.returncode == 1
+    assert "a thread ends the process with os._exit(0)" in done.stderr
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])
+def test_a_forward_that_ends_the_process_is_no_success(site, end):
+    done = run(site, *REPLAY, once=end, factor=1)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("attncore: error: the command was ended before its end: SystemExit")
+
+
+def test_a_thread_that_ends_the_process_is_no_success(site):
+    thread = IN_FORWARD.format("[one := threading.Thread(target=os._exit, args=(0,)), one.start(), one.join()]")
+    done = run(site, *REPLAY, once=thread, factor=1)
+    assert (done.returncode, done.stderr) == (1, "attncore: error: a thread ends the process with os._exit(0)\n")
+
+
+def test_functions_that_are_taken_back_are_not_called(site):
+    registers = "atexit.register(at_the_end); atexit.unregister(at_the_end)"
+    done = run(site, *REPLAY, imported=registers, factor=1)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_child_that_a_backend_forks_prints_nothing(site):
+    done = run(site, *REPLAY, "--json", once=IN_FORWARD.format("os.fork()"), factor=1)
+    assert (done.returncode, done.stderr) == (0, "")
+    json.loads(done.stdout)
