@@ -2,6 +2,7 @@
 
 import atexit
 import faulthandler
+import gc
 import os
 import resource
 import sys
@@ -81,6 +82,10 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))""",
 import faulthandler
 faulthandler.disable() if faulthandler.is_enabled() else faulthandler.enable(2)""",
     "another function at the exit": "import atexit; atexit.register = print",
+    "a callback of gc": "import gc; gc.callbacks.append(print)",
+    "other callbacks of gc": "import gc; gc.callbacks = [print]",
+    "no gc": "import gc; gc.disable(); gc.set_threshold(7)",
+    "debugs gc": "import gc; gc.set_debug(gc.DEBUG_UNCOLLECTABLE)",
     "no modules": """
 import sys
 for name in [name for name in sys.modules if name.startswith("attncore.builder")]: del sys.modules[name]""",
@@ -97,4 +102,5 @@ def settings():
     functions = os._exit, atexit.register, faulthandler.dump_traceback_later, faulthandler.register
     modules = {name: one for name, one in sys.modules.items() if name.startswith("attncore.builder")}
     places = [*sys.path], [*sys.meta_path], os.getcwd()
+    limits += [*gc.callbacks], id(gc.callbacks), gc.isenabled(), gc.get_threshold(), gc.get_debug()
     return os.getpid(), hooks, *places, streams, os.environ, own, limits, functions, modules

@@ -57,13 +57,15 @@ def names(name: str) -> dict[str, str]:
         raise ValueError(
             f"NAME: {quoted(name)} is not a backend's name; it takes lower-case letters, digits, '-', '_', '.'"
         )
-    if name in KNOWN:
-        raise ValueError(f"NAME: {name!r} belongs to {KNOWN[name].distribution}; choose another")
     parts = [part for part in re.split(r"[-_.]+", name) if part]
+    distribution = f"attn-{'-'.join(parts)}"
+    for known, owner in KNOWN.items():  # `flash.` would be installed in the place of attn-flash
+        if known == "-".join(parts) or owner.distribution == distribution:
+            raise ValueError(f"NAME: {name!r} belongs to {owner.distribution}; choose another")
     major, minor, *_ = __version__.split(".")
     return {
         "name": name,
-        "distribution": f"attn-{'-'.join(parts)}",
+        "distribution": distribution,
         "package": f"attn_{'_'.join(parts)}",
         "class": "".join(part.capitalize() for part in parts),
         "floor": f"{major}.{minor}",

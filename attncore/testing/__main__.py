@@ -1,7 +1,8 @@
 """Run the conformance kit on an installed backend and print its support table.
 
-Exits with 0 where everything declared works, 1 where a test failed or the backend ended the process, 2 for bad usage, 3
-where the backend is not installed or cannot run here; otherwise as the commands of attncore.
+Exits with 0 where everything declared works, 1 where a test failed or the backend ended Python, 2 for bad usage, 3
+where the backend is not installed or cannot run here; otherwise as the commands of attncore. A backend that crashes (a
+segmentation fault, a signal) ends the process by that signal, without a table.
 """
 
 from __future__ import annotations

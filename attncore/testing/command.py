@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         raise NoBackendError(str(error).replace("BACKEND", "NAME", 1)) from error
     if record.spec is not None and subject.refusals:
         raise NoBackendError("\n  ".join((f"{args.name} cannot run here:", *subject.refusals)))
-    settings = f"EXAMPLES = {args.examples}\nDEVICE = {args.device!r}\nOPTIONS = {given!r}\n"
+    values = f"OPTIONS = json.loads({json.dumps(given)!r})"  # inf and nan are no Python
+    settings = f"import json\n\nEXAMPLES = {args.examples}\nDEVICE = {args.device!r}\n{values}\n"
     options = ["-q", "--color=no", *([f"-k{args.k}"] if args.k else [])]
     with contextlib.redirect_stdout(_Printable(sys.stderr if args.json else sys.stdout)):
         code, report = conformance(args.name, settings=settings, options=options)

@@ -4,6 +4,7 @@ import os
 import sys
 
 import pytest
+from planting import SPEC
 
 from attncore.cli import main
 from attncore.errors import PluginError
@@ -81,6 +82,19 @@ def test_a_distribution_twice_on_the_path_counts_once(site, tmp_path, monkeypatc
     assert [(record.version, record.state) for record in load.registry().records if record.name == "one"] == [
         ("2.0", "loaded")
     ]
+
+
+def test_a_distribution_that_another_of_its_name_hides_is_a_row(site, tmp_path, monkeypatch):
+    site.plugin("one.", distribution="attn-one")
+    hidden = tmp_path / "hidden" / "attn_one-3.0.dist-info"
+    hidden.mkdir(parents=True)
+    (hidden / "METADATA").write_text("Metadata-Version: 2.1\nName: attn-one\nVersion: 3.0\n")
+    (hidden / "entry_points.txt").write_text("[attncore.backends]\none = attn_one\none. = attn_one\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(hidden.parent)])
+    found = {(one.name, one.version): one for one in load.registry().records if one.distribution == "attn-one"}
+    assert {key: one.state for key, one in found.items()} == {("one.", "1.0"): "loaded", ("one", "3.0"): "duplicate"}
+    reason = found["one", "3.0"].reasons[0].message
+    assert f"attn-one 3.0 in {hidden.parent} is hidden by attn-one 1.0 in {tmp_path}" in reason
 
 
 def entry_points(info, text):
@@ -175,11 +189,20 @@ def test_malformed_metadata_hides_nothing(site, capsys, metadata):
     assert capsys.readouterr().out.replace("\n", "").isprintable()
 
 
-def test_thousands_of_claims_of_one_name_are_told_briefly(site):
-    entry_points(site.plugin("one"), b"".join(b"one = attn_%d\n" % number for number in range(5000)))
+def test_many_claims_of_one_name_are_told_briefly(site):
+    entry_points(site.plugin("one"), b"".join(b"one = attn_%d\n" % number for number in range(64)))
     found = [record for record in load.registry().records if record.name == "one"]
     assert {record.state for record in found} == {"duplicate"}
     assert max(len(record.reasons[0].message) for record in found) < 1000
+
+
+def test_entry_points_without_end_are_refused_before_any_is_loaded(site):
+    source = SPEC.format(name="one", module="attn_one", extra="")
+    entry_points(site.plugin("one", source), b"".join(b"one%d = attn_one\n" % number for number in range(6000)))
+    found = [record for record in load.registry().records if record.distribution == "attn-one"]
+    assert (len(found), {record.state for record in found}) == (64, {"broken"})
+    assert "6000 entry points of attncore.backends; at most 64 are taken" in found[0].reasons[0].message
+    assert "attn_one" not in sys.modules
 
 
 def test_specs_are_loaded_once(site):

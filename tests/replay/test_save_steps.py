@@ -1,6 +1,7 @@
 """--save-steps: a whole file or none, and lines that the other door understands."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,19 @@ def test_a_file_that_only_some_may_read_stays_so(tmp_path):
     with StepsFile(path, 16):
         pass
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_not_even_while_it_is_made_may_others_read_it(tmp_path, monkeypatch):
+    path, real, modes = tmp_path / "steps.jsonl", os.fchmod, []
+    path.touch()
+    path.chmod(0o640)
+
+    def seen(descriptor, mode):
+        modes.append(os.fstat(descriptor).st_mode & 0o777)
+        real(descriptor, mode)
+
+    monkeypatch.setattr(os, "fchmod", seen)
+    with StepsFile(path, 16):
+        pass
+    assert modes == [0o600]
+    assert path.stat().st_mode & 0o777 == 0o640

@@ -157,7 +157,8 @@ def test_closed_streams_and_a_folder_that_is_gone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "said"), [(signal.SIGINT, 130, "attncore: error: interrupted\n"), (signal.SIGTERM, 143, "")]
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "attncore: error: interrupted while waits was tested\n"), (signal.SIGTERM, 143, "")],
 )
 def test_a_signal_ends_it_without_a_traceback(number, code, said, site):
     waits = "import os, signal\nos.kill(os.getpid(), NUMBER)\n".replace("NUMBER", str(int(number)))

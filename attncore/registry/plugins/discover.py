@@ -7,8 +7,9 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from attncore.registry.package_requirements import METADATA, canonical_name, che
 from attncore.registry.plugins.known_backends import KNOWN
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
+from attncore.registry.spec.plain_values import MAX_ENTRIES
 
 GROUP = "attncore.backends"
 OURS = ("attncore", "reference", "attncore.reference")
@@ -34,8 +36,8 @@ def find() -> list[PluginRecord]:
     """Every entry point of the group, sorted by (name, distribution): found, blocked, duplicate or broken.
 
     A distribution whose entry points cannot be parsed is broken under each name that its text shows, else under ``?``.
-    One that is in two folders of the path counts where it is met first, as for imports; one that is twice in one folder
-    is disputed, as is a name that two distributions claim.
+    One that is in two folders of the path counts where it is met first, as for imports; names that only the other has
+    are disputed. So is one that is twice in one folder, and a name that two distributions claim.
     """
     records = sorted(_entry_points(), key=lambda record: (record.name, record.distribution))
     return _without_duplicates(_without_blocked(_without_misnamed(records)))
@@ -53,7 +55,7 @@ def _entry_points() -> Iterable[PluginRecord]:
                 continue
             # the same line twice is one entry point; another value for the same name is a dispute
             points = {(point.name, point.value): point for point in distribution.entry_points if point.group == GROUP}
-            failure = None
+            failure = _too_many(points)
         except Exception as error:
             points, failure = {}, error
         if failure is None and not points:
@@ -71,6 +73,13 @@ def _entry_points() -> Iterable[PluginRecord]:
         elif records:
             installed.setdefault(canonical_name(name), []).append(_Installed(place, records))
     return foreign + [record for copies in installed.values() for record in _of_first_folder(copies)]
+
+
+def _too_many(points: Collection[object]) -> Exception | None:
+    """Each would be imported by every command."""
+    if len(points) <= MAX_ENTRIES:
+        return None
+    return ValueError(f"{len(points)} entry points of {GROUP}; at most {MAX_ENTRIES} are taken")
 
 
 def _distributions() -> Iterable[importlib.metadata.Distribution]:
@@ -97,14 +106,28 @@ class _Installed(NamedTuple):
 
 
 def _of_first_folder(copies: list[_Installed]) -> list[PluginRecord]:
-    """The records of a distribution's first copy on the path; disputed where a second one is beside it."""
+    """The records of a distribution's first copy on the path, disputed where a second one is beside it; and those of
+    names that only copies in other folders have, which cannot be loaded.
+    """
     first = copies[0]
+    given = {record.name for record in first.records}
+    hidden = [
+        _disputed(
+            record,
+            f"{record.label} in {one.folder} is hidden by {first.records[0].label} in {first.folder}, which comes "
+            f"first on the path and has no {record.name!r}",
+            f"pip uninstall {record.distribution} until none is left, then install the one that is meant",
+        )
+        for one in copies[1:]
+        for record in one.records
+        if one.folder != first.folder and record.name not in given
+    ]
     beside = [one for one in copies[1:] if one.place != first.place and one.folder == first.folder]
     if not beside:
-        return first.records
+        return first.records + hidden
     records = [record for one in (first, *beside) for record in one.records]
     labels = listed(dict.fromkeys(record.label for record in records))
-    return [
+    return hidden + [
         _disputed(
             record,
             f"{record.distribution} is installed {1 + len(beside)} times in {first.folder}: {labels}",
@@ -141,6 +164,7 @@ def _unreadable(
         return []
     section = text.partition(f"[{GROUP}]")[2].partition("\n[")[0]
     names = dict.fromkeys(re.findall(rf"(?m)^[ \t]*({env.NAME.pattern})[ \t]*=", section)) or {"?": None}
+    names = dict.fromkeys(islice(names, MAX_ENTRIES))
     label = " ".join(part for part in (name, version) if part)
     reason = Reason(
         "broken",

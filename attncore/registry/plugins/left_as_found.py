@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.machinery
 import importlib.metadata
 import logging
@@ -35,8 +36,8 @@ class Process:
     These are ``sys.path``, ``sys.path_hooks`` and ``sys.path_importer_cache``, attncore's own modules, the current
     folder, the recursion limit, the limits of ``resource``, how often threads take turns, the filters of ``warnings``,
     the ``ATTNCORE_`` variables, the functions of ``sys.settrace``, ``sys.setprofile`` and ``sys.unraisablehook``, what
-    ReplacedFunctions says, and in the main thread the handlers of signals, those that are blocked, and timers that were
-    not running. Finders that the plugin adds to ``sys.meta_path`` stay, for a library that it imports may need its own,
+    ReplacedFunctions says, the settings and callbacks of ``gc``, and in the main thread the handlers of signals, those
+    that are blocked, and timers that were not running. Finders that the plugin adds to ``sys.meta_path`` stay, for a library that it imports may need its own,
     but behind those of before, and only where they work. A child process that it forked ends here.
 
     All of it may be interrupted at any place: ``restore`` is then called again.
@@ -47,6 +48,7 @@ class Process:
         self._functions, self._modules = ReplacedFunctions(plugin), _OwnModules()
         self._turns, self._limits = sys.getswitchinterval(), {one: resource.getrlimit(one) for one in _LIMITS}
         self._signals, self._search, self._filters = _Signals(), _SearchSettings(), _WarningFilters()
+        self._collector = _Collector()
         self._finders, self._known = sys.meta_path, list(sys.meta_path)
         self._limit, self._environ, self._variables = sys.getrecursionlimit(), os.environ, _variables(os.environ)
         self._traced, self._profiled, self._unraisable = sys.gettrace(), sys.getprofile(), sys.unraisablehook
@@ -72,6 +74,7 @@ class Process:
         if sys.getswitchinterval() != self._turns:  # before another thread takes a long one
             sys.setswitchinterval(self._turns)
         sys.setrecursionlimit(self._limit)  # what follows calls functions
+        self._collector.restore()
         self._signals.restore()  # so that no handler of the plugin's interrupts it
         sys.settrace(self._traced)
         sys.setprofile(self._profiled)
@@ -107,6 +110,22 @@ class Process:
             self._unraisable(told)
         else:
             logged(logger, logging.DEBUG, "%s: %s", type_name(told.object), type_name(told.exc_value))
+
+
+class _Collector:
+    """The settings of ``gc``, and the functions that it calls."""
+
+    def __init__(self) -> None:
+        self._functions, self._found = gc.callbacks, list(gc.callbacks)
+        self._enabled, self._threshold, self._debug = gc.isenabled(), gc.get_threshold(), gc.get_debug()
+
+    def restore(self) -> None:
+        """As they were found."""
+        self._functions[:] = self._found
+        gc.callbacks = self._functions
+        gc.set_threshold(*self._threshold)
+        gc.set_debug(self._debug)
+        (gc.enable if self._enabled else gc.disable)()
 
 
 class _OwnModules:

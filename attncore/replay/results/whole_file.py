@@ -50,9 +50,13 @@ class WholeFile:
                 return
             if self._path.is_dir():
                 raise IsADirectoryError("is a directory, a file is needed")
-            self._file = self._partial.open("w" if self._direct else "x", encoding="utf-8")
-            if not self._direct and self._path.exists():  # what only some may read stays so
-                os.fchmod(self._file.fileno(), stat.S_IMODE(self._path.stat().st_mode))
+            if self._direct or not self._path.exists():
+                self._file = self._partial.open("w" if self._direct else "x", encoding="utf-8")
+                return
+            mode = stat.S_IMODE(self._path.stat().st_mode)  # what only some may read stays so, from the first moment on
+            descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            self._file = os.fdopen(descriptor, "w", encoding="utf-8")
+            os.fchmod(self._file.fileno(), mode)
 
     def write(self, text: str) -> None:
         if self._file is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import attncore
 from attncore.errors import AttncoreError
+from attncore.quoted import plain_text, type_name
 
 _OWN_FOLDER = Path(attncore.__file__).parent
 _LIBRARIES = {"torch", "_pytest", "pluggy", "hypothesis"}
@@ -32,9 +33,20 @@ class NothingToRefuseError(UnsupportedError):
     """The backend declares what would be refused; there is nothing to check, and no row for it."""
 
 
+def text_of(error: BaseException) -> str:
+    """An error's text; empty where it has none, or where its ``__str__``, which is the backend's code, raises."""
+    try:
+        return plain_text(str(error)) or ""
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return ""
+
+
 def told(error: BaseException) -> str:
     """An error in words: its type and text, that it has none, and where in the backend's own code it was raised."""
-    words = f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} without a message"
+    text = text_of(error)
+    words = f"{type_name(error)}: {text}" if text else f"{type_name(error)} without a message"
     if isinstance(error, ConformanceError):
         return words
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]

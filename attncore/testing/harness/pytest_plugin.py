@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from attncore.testing.harness.errors import ConformanceError, NothingToRefuseError, UnsupportedError, told
+from attncore.testing.harness.errors import ConformanceError, NothingToRefuseError, UnsupportedError, text_of, told
 from attncore.testing.harness.support_table import Report, Result
 
 NOT_RUN, NOTHING = "not run: ", "nothing to check: "
@@ -129,7 +129,7 @@ def pytest_runtest_makereport(
             expected = getattr(report, "wasxfail", None)
             reason = expected if expected is not None else _skip_reason(report)
         elif report.outcome == "failed":
-            reason = (str(call.excinfo.value) or told(call.excinfo.value)) if call.excinfo else str(report.longrepr)
+            reason = (text_of(call.excinfo.value) or told(call.excinfo.value)) if call.excinfo else str(report.longrepr)
             if _is(item, "basis"):
                 item.config.stash[_BROKEN].setdefault(item.module, item.name)  # type: ignore[attr-defined]
         outcome: str = report.outcome

@@ -17,11 +17,11 @@ from typing import NoReturn
 import pytest
 
 from attncore.command import fail
-from attncore.quoted import quoted
 from attncore.process_end import exit_refused
+from attncore.quoted import MAX_PART, one_line, quoted
 from attncore.terminal import print_lines
 from attncore.testing.harness.pytest_plugin import reports
-from attncore.testing.harness.support_table import Report
+from attncore.testing.harness.support_table import Report, identity
 
 FILE = 'from attncore.testing.suite import *\n\nBACKEND = "{name}"\n'
 _VARIABLES = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
@@ -35,7 +35,7 @@ def conformance(name: str, *, settings: str = "", options: Sequence[str] = ("-q"
 
     ``settings`` are further lines of the test file (``EXAMPLES = 200``), ``options`` go to pytest.
     """
-    catcher = ReportCatcher()
+    catcher, installed = ReportCatcher(), identity(name)
     with tempfile.TemporaryDirectory(prefix="attncore-conformance-") as folder:
         # A name of its own: pytest imports a file only once a process, by its name.
         file = Path(folder, f"test_conformance_{re.sub('[^a-z0-9]', '_', name)}_{next(_runs)}.py")
@@ -51,16 +51,21 @@ def conformance(name: str, *, settings: str = "", options: Sequence[str] = ("-q"
             os.chdir(folder)
         code = _finished(name, folder, [*fixed, *options, str(file)], catcher)
     if catcher.interrupt is not None:
+        if not hasattr(catcher.interrupt, "__notes__"):
+            catcher.interrupt.add_note(f"while {name} was tested")  # which may have raised it
         raise catcher.interrupt
-    return code, next(iter(catcher.found.values()), Report(name))  # of one file there is one table
+    report = next(iter(catcher.found.values()), Report(name))  # of one file there is one table
+    report.identity = installed
+    return code, report
 
 
 def _finished(name: str, folder: str, words: list[str], catcher: ReportCatcher) -> int:
     """pytest's exit code; 1 and a line where the backend has ended it.
 
-    ``os._exit`` is a failure of the test that runs; in a thread of the backend's it ends the process with 1.
+    ``os._exit`` is a failure of the test that runs; in a thread of the backend's it ends the process with 1. A child
+    that the backend forks ends with its test.
     """
-    real, stream = os._exit, sys.stderr
+    real, stream, process = os._exit, sys.stderr, os.getpid()
 
     def in_a_thread(status: int) -> NoReturn:
         try:
@@ -79,7 +84,11 @@ def _finished(name: str, folder: str, words: list[str], catcher: ReportCatcher) 
             raise
         return fail(f"{name}: it has closed file descriptors of others, which pytest needs: {error}", 1)
     finally:
+        if os.getpid() != process:
+            real(1)  # two of us would print, and remove the folder
         os._exit = real
+    if catcher.uncollected:
+        return fail(f"{name}: its tests cannot be collected: {catcher.uncollected}", 1)
     if code == 0 and catcher.left:
         return fail(f"{name}: the run has ended before {catcher.left} of its tests", 1)
     return code
@@ -105,21 +114,35 @@ class ReportCatcher:
     left: int
     """The tests that were collected and have not ended."""
 
+    uncollected: str
+    """Why they cannot be collected; mostly empty."""
+
     def __init__(self) -> None:
-        self.found, self.interrupt, self.left = {}, None, 0
+        self.found, self.interrupt, self.left, self.uncollected = {}, None, 0, ""
+        self._process = os.getpid()
         self._session: pytest.Session | None = None
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self._session = session
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and not self.uncollected:
+            self.uncollected = one_line(report.longreprtext.rstrip().rpartition("\n")[2], MAX_PART)
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.left = len(session.items)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self) -> None:
+        if os.getpid() != self._process:
+            os._exit(1)  # a child that the backend forked, before it prints
 
     def pytest_runtest_logfinish(self) -> None:
         self.left -= 1
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        if isinstance(excinfo.value, KeyboardInterrupt):  # and not pytest.exit
+        # and neither pytest.exit nor pytest's own, for what it cannot collect
+        if isinstance(excinfo.value, KeyboardInterrupt) and not isinstance(excinfo.value, pytest.Session.Interrupted):
             self.interrupt = excinfo.value
             self._end_screen()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from attncore._version import __version__
+from attncore.quoted import json_value
 
 STATES = ("failed", "expected failure", "not run", "supported", "unsupported")
 """Of a row, the worst first: some test failed; some failed as its author expects; some waits for the plainest steps to
@@ -36,6 +37,8 @@ class Report:
     """What it is created with."""
     device: str | None = None
     """A torch device where the test file states one."""
+    identity: Mapping[str, Any] | None = None
+    """What ``identity`` has returned before the tests; None where nobody asked it."""
     results: list[Result] = field(default_factory=list)
 
     def add(self, result: Result) -> None:
@@ -68,8 +71,8 @@ class Report:
         """The table, the failures, and of what they are, as JSON types."""
         return {
             "backend": self.backend,
-            "options": dict(self.options),
-            **_identity(self.backend),
+            "options": json_value(self.options),
+            **(identity(self.backend) if self.identity is None else self.identity),
             "attncore": __version__,
             "rows": self.rows(),
             "failures": [{"test": one.test, "reason": one.reason} for one in self.failures],
@@ -102,7 +105,8 @@ def _row(capability: str, results: list[Result]) -> dict[str, Any]:
     }
 
 
-def _identity(name: str) -> dict[str, Any]:
+def identity(name: str) -> dict[str, Any]:
+    """The distribution of a backend and its version, and the device; a backend may change what is found afterwards."""
     from attncore.registry.host.host import Host
     from attncore.registry.plugins.load import registry
 

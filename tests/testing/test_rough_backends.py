@@ -1,0 +1,106 @@
+"""python -m attncore.testing: backends that fork, raise what has no text, or change the process, and odd options."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from planting import SPEC
+
+from attncore.testing.__main__ import main
+from attncore.testing.harness.run_suite import conformance
+
+HEAVY = """
+import os, signal, sys
+from attncore.reference import ReferenceBackend, ReferenceImpl
+
+class Silent(BaseException):
+    def __str__(self):
+        raise SystemExit(0)
+
+class Impl(ReferenceImpl):
+    def forward(self, *args, **kwargs):
+        if not hasattr(sys, {once!r}):
+            sys.{once} = True
+            {does}
+        return super().forward(*args, **kwargs)
+
+class Backend(ReferenceBackend):
+    impl_class = Impl
+    def __init__(self, config, **options):
+        super().__init__(config)
+"""
+SCALE = """options={"scale": Option(float, "a number")}"""
+
+
+def plant(site, name, does):
+    source = SPEC.format(name=name, module=f"attn_{name}", extra=SCALE).replace("MultipleOf,", "MultipleOf, Option,")
+    site.plugin(name, source, heavy=HEAVY.format(once=f"once_{name}", does=does))
+
+
+def run(site, tmp_path, name, does):
+    plant(site, name, does)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    words = [sys.executable, "-m", "attncore.testing", name, "--json", "--examples", "2", "-k", "test_decode"]
+    environ["TMPDIR"] = str(folder)
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=100)
+    return done, list(folder.glob("attncore-conformance-*"))
+
+
+def test_a_backend_that_forks_is_one_table(site, tmp_path):
+    done, left = run(site, tmp_path, "forks", "(child := os.fork()) and os.waitpid(child, 0)")
+    assert (done.returncode, left) == (0, []), done.stdout + done.stderr
+    assert json.loads(done.stdout)["rows"][0]["state"] == "supported"
+    assert done.stderr.count("passed") == 1
+
+
+def test_a_crash_ends_it_by_its_signal_as_the_help_says(site, tmp_path, capsys):
+    done, _ = run(site, tmp_path, "crashes", "os.kill(os.getpid(), signal.SIGSEGV)")
+    assert (done.returncode, done.stdout) == (-11, "")
+    assert main(["--help"]) == 0
+    assert "ends the process by that signal" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf", "1e9"])
+def test_an_option_of_any_number_is_given_and_told_as_json(site, capsys, value):
+    plant(site, "odd", "pass")
+    main(["odd", "--json", "--option", f"scale={value}", "--examples", "1", "-k", "test_decode"])
+    shown = capsys.readouterr()
+    table = json.loads(shown.out, parse_constant=pytest.fail)
+    assert table["options"] == {"scale": 1e9 if value == "1e9" else value}
+    assert [row["capability"] for row in table["rows"]][:1] == ["decode"]
+    assert "interrupted" not in shown.err
+
+
+def test_tests_that_cannot_be_collected_are_an_error(capsys):
+    code, report = conformance("reference", settings="1 / 0\n")
+    assert (code, report.results) == (1, [])
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("attncore: error: reference: its tests cannot be collected: ")
+    assert "ZeroDivisionError" in told
+
+
+def test_an_error_whose_text_raises_is_a_failure(site, capsys):
+    plant(site, "silent", "raise Silent")
+    assert main(["silent", "--json", "--examples", "1", "-k", "test_decode"]) == 1
+    shown = capsys.readouterr()
+    assert "INTERNALERROR" not in shown.out + shown.err
+    (failure,) = json.loads(shown.out)["failures"]
+    assert failure["reason"].startswith("Silent without a message")
+
+
+def test_an_interrupt_that_a_backend_may_have_raised_names_it(site, capsys):
+    plant(site, "breaks", "raise KeyboardInterrupt")
+    assert main(["breaks", "--examples", "1", "-k", "test_decode"]) == 130
+    assert capsys.readouterr().err == "attncore: error: interrupted while breaks was tested\n"
+
+
+def test_the_table_has_what_was_installed_before_the_tests(site, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    plant(site, "clears", "sys.path.clear()")
+    main(["clears", "--json", "--examples", "1", "-k", "test_decode"])
+    table = json.loads(capsys.readouterr().out)
+    assert (table["distribution"], table["version"]) == ("attn-clears", "1.0")
