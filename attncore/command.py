@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from attncore.did_you_mean import close_name, did_you_mean
 from attncore.errors import AttncoreError, NoBackendError
-from attncore.process_end import keep_exit_code
+from attncore.process_end import end_if_forked, keep_exit_code
 from attncore.quoted import MAX_PART, MOST, describe_error, one_line, quoted
 from attncore.standard_output import own_streams
 from attncore.terminal import print_lines
@@ -93,8 +93,7 @@ def _ended(command: Callable[[], int]) -> int:
         try:
             return command()
         finally:
-            if os.getpid() != process:
-                os._exit(1)  # two of us would print
+            end_if_forked(process)
     except NoBackendError as error:
         return fail(error, 3)
     except BrokenPipeError:  # the reader of standard output has gone

@@ -42,6 +42,12 @@ def keep_exit_code() -> None:
     atexit.register = registered  # type: ignore[assignment]
 
 
+def end_if_forked(process: int) -> None:
+    """Ends a child of ``process`` that code of others has forked, before two of us print, write or remove files."""
+    if os.getpid() != process:
+        os._exit(1)
+
+
 def register_at_its_end(
     register: Callable[..., Any], function: Any, whose: str, *args: object, **kwargs: object
 ) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from time import perf_counter, perf_counter_ns
 from typing import TYPE_CHECKING
 
+from attncore.process_end import end_if_forked
 from attncore.replay.checks.metadata_check import MetadataCheck
 from attncore.replay.checks.oracle import WHOLE, Shard
 from attncore.replay.plans import timed_plans
@@ -63,13 +65,16 @@ def _serve(
 ) -> None:
     """Run steps until all requests are served."""
     scheduler, clock = run.scheduler, run.settings.clock
-    now, number = 0.0, 0
+    now, number, process = 0.0, 0, os.getpid()
     while scheduler.unfinished:
         step = scheduler.schedule(now)
         if step is None:
             now = max(now, scheduler.next_arrival or now)
             continue
-        run.execute(number, step)
+        try:
+            run.execute(number, step)
+        finally:
+            end_if_forked(process)
         if record is not None:
             record(step)
         run.complete(number, step)

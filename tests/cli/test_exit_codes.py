@@ -86,7 +86,12 @@ def test_functions_that_are_taken_back_are_not_called(site):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_child_that_a_backend_forks_prints_nothing(site):
-    done = run(site, *REPLAY, "--json", once=IN_FORWARD.format("os.fork()"), factor=1)
+@pytest.mark.parametrize("end", ["0", "1 / 0"])
+def test_a_child_that_a_backend_forks_prints_nothing(site, tmp_path, end):
+    """Nor does it move or remove a file that is being written."""
+    forks = f"[(child := os.fork()) and os.waitpid(child, 0), child or {end}]"
+    steps = tmp_path / "steps.jsonl"
+    done = run(site, *REPLAY, "--json", "--save-steps", str(steps), once=IN_FORWARD.format(forks), factor=1)
     assert (done.returncode, done.stderr) == (0, "")
-    json.loads(done.stdout)
+    assert json.loads(done.stdout)
+    assert steps.exists()

@@ -37,8 +37,9 @@ class Process:
     folder, the recursion limit, the limits of ``resource``, how often threads take turns, the filters of ``warnings``,
     the ``ATTNCORE_`` variables, the functions of ``sys.settrace``, ``sys.setprofile`` and ``sys.unraisablehook``, what
     ReplacedFunctions says, the settings and callbacks of ``gc``, and in the main thread the handlers of signals, those
-    that are blocked, and timers that were not running. Finders that the plugin adds to ``sys.meta_path`` stay, for a library that it imports may need its own,
-    but behind those of before, and only where they work. A child process that it forked ends here.
+    that are blocked, and timers that were not running. Finders that the plugin adds to ``sys.meta_path``
+    stay, for a library that it imports may need its own, but behind those of before, and only where they work. A child
+    process that it forked ends here.
 
     All of it may be interrupted at any place: ``restore`` is then called again.
     """

@@ -17,7 +17,7 @@ from typing import NoReturn
 import pytest
 
 from attncore.command import fail
-from attncore.process_end import exit_refused
+from attncore.process_end import end_if_forked, exit_refused
 from attncore.quoted import MAX_PART, one_line, quoted
 from attncore.terminal import print_lines
 from attncore.testing.harness.pytest_plugin import reports
@@ -84,8 +84,7 @@ def _finished(name: str, folder: str, words: list[str], catcher: ReportCatcher) 
             raise
         return fail(f"{name}: it has closed file descriptors of others, which pytest needs: {error}", 1)
     finally:
-        if os.getpid() != process:
-            real(1)  # two of us would print, and remove the folder
+        end_if_forked(process)
         os._exit = real
     if catcher.uncollected:
         return fail(f"{name}: its tests cannot be collected: {catcher.uncollected}", 1)
@@ -134,8 +133,7 @@ class ReportCatcher:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self) -> None:
-        if os.getpid() != self._process:
-            os._exit(1)  # a child that the backend forked, before it prints
+        end_if_forked(self._process)
 
     def pytest_runtest_logfinish(self) -> None:
         self.left -= 1
