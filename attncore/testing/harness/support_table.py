@@ -38,7 +38,7 @@ class Report:
     device: str | None = None
     """A torch device where the test file states one."""
     identity: Mapping[str, Any] | None = None
-    """What ``identity`` has returned before the tests; None where nobody asked it."""
+    """What ``identity`` has returned before the tests; None where it was not asked."""
     results: list[Result] = field(default_factory=list)
 
     def add(self, result: Result) -> None:
