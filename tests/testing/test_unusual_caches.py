@@ -16,7 +16,7 @@ def attncore_backend():
         dtypes={{"float32", "float16"}}, kv_cache_dtypes={{"fp8_e4m3", "fp8_e5m2"}},
         head_sizes={{16, 32}}, block_sizes={{4, 16}}, kv_cache_layouts=({layouts},),
         features={{"sliding_window", "kv_scales", "kv_scales_on_device", "kv_scales_per_head", "strided_kv_cache"}},
-        cuda_graph="uniform_decode", host_needs=ARRAYS, device_needs=ARRAYS,
+        cuda_graph="uniform_decode", host_needs=ARRAYS, device_needs=ARRAYS, host_lengths="exact",
         unsupported={{"sinks": "the kernel has no place for them"}},
     )
 """
