@@ -147,15 +147,19 @@ class Engine(Requests):
         return self.run_step(metadata, requests, profiling=profiling)
 
     def run_step(
-        self, metadata: CommonAttentionMetadata, requests: list[StepRequest], *, extra: int = 0, profiling: bool = False
-    ) -> Tensor:
-        """Run a planned step with random tensors; check the output (not of a ``profiling`` run) and the cache."""
+        self, metadata: CommonAttentionMetadata, requests: list[StepRequest], *, extra: int = 0, profiling: bool = False,
+        slots: npt.NDArray[np.int64] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Run a planned step with random tensors; check the output (not of a ``profiling`` run) and the cache.
+
+        ``slots`` are what is written: the host's, unless those of the device differ.
+        """
         tensors = self.drawn.query_key_value(len(metadata.host.slot_mapping) + extra)
         if not self.finite_tail:
             for tensor in tensors:  # an engine hands over anything for padding
                 tensor[sum(one.tokens for one in requests) :] = PADDING if self.junk == self.junk else self.junk
         expected = self.expected(tensors, requests)
-        answer = self.checked_forward(tensors, metadata, metadata.host.slot_mapping)
+        answer = self.checked_forward(tensors, metadata, metadata.host.slot_mapping if slots is None else slots)
         if not profiling:
             self.compare(answer, expected, requests, tensors[0], (tensors, metadata))
         return answer
