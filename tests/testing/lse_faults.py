@@ -201,4 +201,19 @@ return whole(
         ),
         LSE,
     ),
+    *(
+        Fault(
+            f"lse_rounded_to_{dtype}",
+            "test_log_sum_exp_is_float32_in_every_dtype[bfloat16]",
+            f"; it is as if it were rounded to torch.{dtype}",
+            with_lse(
+                f"""
+answer, lse = whole(query, key, value, kv_cache, metadata, output)
+return answer, lse.to(torch.{dtype}).float() if query.dtype == torch.bfloat16 else lse
+"""
+            ),
+            LSE,
+        )
+        for dtype in ("float16", "bfloat16")
+    ),
 )

@@ -264,7 +264,9 @@ return answer
         "plan_kept_by_the_builder",
         "test_a_step_is_built_before_the_last_one_runs",
         "differs from dense",
-        PLANNED_LENGTHS.format(place="vars(self).setdefault('of', {}).setdefault(id(metadata.builder), SimpleNamespace())"),
+        PLANNED_LENGTHS.format(
+            place="vars(self).setdefault('of', {}).setdefault(id(metadata.builder), SimpleNamespace())"
+        ),
     ),
     Fault(
         "lengths_on_the_host_taken_for_exact",

@@ -1,4 +1,4 @@
-"""What a spec says of lengths on the host: steps whose host lengths are upper bounds, or which the host does not know."""
+"""What a spec says of lengths on the host, over steps whose host lengths are upper bounds, or unknown there."""
 
 from __future__ import annotations
 

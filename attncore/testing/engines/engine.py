@@ -78,7 +78,7 @@ class Engine(Requests):
         self.finite_tail = config.spec is not None and config.spec.finite_tail
         self.phases = ("prefill", "decode") if config.spec is None else config.spec.phases
         self.tolerance = tolerance(config.dtype, config.kv_cache_dtype)
-        self.builder = MetadataBuilder(self.batch, max_num_batched_tokens=MAX_REQUESTS * num_blocks * self.block_size)
+        self.builder = MetadataBuilder(self.batch, max_num_batched_tokens=MAX_REQUESTS * self.batch.max_model_len)
         self.max_error = 0.0
         self.siblings: list[tuple[str, Mapping[str, Any]]] = []  # other layers of the same steps: name, features
         self.suspects: list[tuple[str, Mapping[Hashable, History]]] = []  # what likely_cause tries: words, keys
@@ -147,9 +147,14 @@ class Engine(Requests):
         return self.run_step(metadata, requests, profiling=profiling)
 
     def run_step(
-        self, metadata: CommonAttentionMetadata, requests: list[StepRequest], *, extra: int = 0, profiling: bool = False,
+        self,
+        metadata: CommonAttentionMetadata,
+        requests: list[StepRequest],
+        *,
+        extra: int = 0,
+        profiling: bool = False,
         slots: npt.NDArray[np.int64] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Run a planned step with random tensors; check the output (not of a ``profiling`` run) and the cache.
 
         ``slots`` are what is written: the host's, unless those of the device differ.

@@ -6,10 +6,11 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from attncore.dense import dense_attention
-from attncore.testing.engines.compare import Compared, StepRequest, close
+from attncore.testing.engines.compare import Compared, StepRequest, close, lse_is
 from attncore.testing.engines.requests import History
 
 
@@ -51,12 +52,13 @@ def likely_cause(
             tokens = slice(start, start + one.tokens)
             start += one.tokens
             found, wanted = given[tokens].float(), expected[index][part]
-            if _fits(found, wanted, engine):
+            fits = _lse_fits if part else _fits
+            if fits(found, wanted, engine):
                 continue
             if part and (words := _of_a_logarithm(found, wanted, engine)):
                 return words
             for words, mistaken in _mistakes(engine, query[tokens], index, expected, requests):
-                if _fits(found, mistaken[part], engine):
+                if fits(found, mistaken[part], engine):
                     return f"; it is as if {words}"
             return ""
     return ""
@@ -70,11 +72,18 @@ def _fits(found: Tensor, wanted: Tensor, engine: Layer) -> bool:
     return close(found[finite], wanted[finite], engine.tolerance)
 
 
+def _lse_fits(found: Tensor, wanted: Tensor, engine: Layer) -> bool:
+    return found.shape == wanted.shape and bool(lse_is(found, wanted, engine).all())
+
+
 def _of_a_logarithm(found: Tensor, wanted: Tensor, engine: Layer) -> str:
     """What is wrong with a log-sum-exp alone, whatever the layer."""
     for base in (2, 10):
-        if _fits(found, wanted / math.log(base), engine):
+        if _lse_fits(found, wanted / math.log(base), engine):
             return f"; it is as if the logarithm were to base {base}, not natural"
+    for dtype in (torch.bfloat16, torch.float16):
+        if _lse_fits(found, wanted.to(dtype).float(), engine) and torch.equal(found, found.to(dtype).float()):
+            return f"; it is as if it were rounded to {dtype}: it is made and kept in float32"
     nothing = wanted.isinf() & ~found.isinf()
     if nothing.any():
         return f"; it is {found[nothing][0]:g} where a token sees no key: infinite there, the part has no weight"

@@ -160,7 +160,8 @@ def test_a_backend_that_reads_what_follows_from_lengths_is_given_them(monkeypatc
     monkeypatch.setattr(steps, "_on_cpu", False)
     given = tensors() | {"host_query_start_loc": int32(0, 1, 2, 5)}
     with pytest.raises(
-        ValueError, match=r"host_seq_lens: not given, but backend 'least' needs lengths, or upper bounds of them, on the"
+        ValueError,
+        match=r"host_seq_lens: not given, but backend 'least' needs lengths, or upper bounds of them, on the",
     ):
         steps.build(**given)
     metadata = steps.build(**given, host_seq_lens=int32(5, 9, 8))
