@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if record.spec is not None and subject.refusals:
         raise NoBackendError("\n  ".join((f"{args.name} cannot run here:", *subject.refusals)))
     settings = f"EXAMPLES = {args.examples}\nDEVICE = {args.device!r}\nOPTIONS = {given!r}\n"
-    options = ["-q", "--color=no", *([f"-k{args.k}"] if args.k else [])]
+    options = ["-q", "-rN", "--color=no", *([f"-k{args.k}"] if args.k else [])]
     with contextlib.redirect_stdout(_Printable(sys.stderr if args.json else sys.stdout)):
         code, report = conformance(args.name, settings=settings, options=options)
     if code == _NONE_RAN and args.k:

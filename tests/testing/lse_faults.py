@@ -201,6 +201,22 @@ return whole(
         ),
         LSE,
     ),
+    Fault(
+        "rank_writes_the_keys_before_those_left_out",
+        RANK,
+        "; it is as if slots of -1 were left out and their keys not",
+        with_lse(
+            """
+written = metadata.slot_mapping >= 0
+if not metadata.num_prefills and not written.all():
+    key, value = key.clone(), value.clone()
+    for new in (key, value):
+        new[written] = new[: int(written.sum())].clone()
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+        LSE,
+    ),
     *(
         Fault(
             f"lse_rounded_to_{dtype}",

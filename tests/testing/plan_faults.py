@@ -131,6 +131,19 @@ return answer
         ),
     ),
     Fault(
+        "window_of_the_list_builder_taken_for_the_whole_table",
+        "test_a_windowed_step_of_the_list_builder",
+        "; the step is the list builder's (metadata.from_groups)",
+        forward(
+            """
+if metadata.from_groups and metadata.num_decodes:
+    whole(query, key, value, kv_cache, metadata, output)
+    metadata = changed(metadata, seq_lens=np.maximum(metadata.host.seq_lens - 1, 1))
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
         "window_one_wider_in_decodes",
         "test_window_off_by_one",
         "it is as if the window were W + 1",
@@ -228,7 +241,7 @@ return whole(query, key, value, kv_cache, metadata, output)
     Fault(
         "an_empty_step_is_an_error",
         "test_captured_sizes_over_changing_batches[1]",
-        "no work",
+        "it raises inside a captured run of 8 requests: RuntimeError: plan: no work",
         forward(
             """
 if not metadata.host.seq_lens.any():

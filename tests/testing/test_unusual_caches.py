@@ -190,6 +190,8 @@ def test_wrong_scales_are_found(site, fault):
     wrong = ("differs from dense", "calculate_kv_scales made k_scale [128.0], not 256.0")
     assert report.failures
     assert all(any(said in one.reason for said in wrong) for one in report.failures)
+    if fault == "read at construction":
+        assert "as if the scales were those before set_scales, by which the cache is read" in report.failures[0].reason
 
 
 def test_heads_and_tokens_confused_is_found(site):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.engine import FP8, Engine
 from attncore.testing.engines.run_batches import run_around_a_block
 from attncore.testing.engines.steps_on_device import planned
 from attncore.testing.harness.covers import covers
@@ -21,7 +21,6 @@ __all__ = [
 ]
 BEYOND = {"fp8_e4m3": 600.0, "fp8_e5m2": 65000.0}
 """Numbers that each dtype of a cache does not hold, and float16 does."""
-TORCH_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 @covers("dtype {dtype}")
@@ -68,7 +67,7 @@ def test_numbers_beyond_an_fp8_cache(attncore_subject: Subject, kv_cache_dtype: 
     views = backend.kv_cache_views(engine.kv_cache)
     for name, view, sign in zip(("key", "value"), views, (1, 1 if backend.config.use_mla else -1), strict=True):
         held = view[slot // engine.block_size, slot % engine.block_size].cpu()
-        held = held if held.dtype.is_floating_point else held.view(TORCH_DTYPES[kv_cache_dtype])
+        held = held if held.dtype.is_floating_point else held.view(FP8[kv_cache_dtype])
         largest = sign * torch.finfo(held.dtype).max
         if not bool((held.float() == largest).all()):
             raise ConformanceError(
