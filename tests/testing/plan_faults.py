@@ -131,14 +131,14 @@ return answer
         ),
     ),
     Fault(
-        "window_of_the_list_builder_taken_for_the_whole_table",
+        "tables_of_the_list_builder_read_backwards",
         "test_a_windowed_step_of_the_list_builder",
         "; the step is the list builder's (metadata.from_groups)",
         forward(
             """
 if metadata.from_groups and metadata.num_decodes:
     whole(query, key, value, kv_cache, metadata, output)
-    metadata = changed(metadata, seq_lens=np.maximum(metadata.host.seq_lens - 1, 1))
+    metadata = changed(metadata, block_table=metadata.host.block_table[:, ::-1].copy())
 return whole(query, key, value, kv_cache, metadata, output)
 """
         ),
