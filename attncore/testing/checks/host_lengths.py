@@ -38,9 +38,9 @@ def test_lengths_on_the_host_that_are_upper_bounds(attncore_subject: Subject) ->
     for counts, tokens in (((0, 2, 1, 2), 1), ((2, 0, 2, 1), 1), ((1, 2, 2, 0), 1 + DRAFTS)):
         verdicts: dict[Any, int] = dict(enumerate(counts))
         engine.step(dict.fromkeys(verdicts, 1 + DRAFTS))
-        for row, name in enumerate(engine.batch.req_ids):
-            rejected[row] = verdicts[name]
-            engine.history[name] = engine.history[name].first(engine.context(name) - verdicts[name])
+        for row, one in enumerate(engine.batch.req_ids):
+            rejected[row] = verdicts[one]
+            engine.history[one] = engine.history[one].first(engine.context(one) - verdicts[one])
         scheduled = dict.fromkeys(verdicts, tokens)
         built = engine.build(scheduled, overlapped=True)  # as if no token of the last step were rejected
         requests = [StepRequest(name, tokens, engine.context(name)) for name in built.req_ids]
@@ -58,7 +58,7 @@ def test_lengths_that_the_host_does_not_know(attncore_subject: Subject) -> None:
     for name, (context, tokens) in enumerate(attncore_subject.around_a_block(engine.block_size)):
         engine.add(name, context + tokens)
         engine.fill({name: context})
-        scheduled = {name: tokens}
+        scheduled: dict[Any, int] = {name: tokens}
         step = copied(engine.backend, engine.builder.build(engine.scheduled(scheduled)))
         for count in ("max_seq_len", "max_prefill_seq_len", "max_decode_seq_len"):
             setattr(step, count, engine.batch.max_model_len)

@@ -59,7 +59,8 @@ def test_two_layers_with_other_values(attncore_subject: Subject) -> None:
 def test_a_feature_of_the_first_layers_and_not_of_the_last(attncore_subject: Subject) -> None:
     """Two values of one feature, then none, and the other way round: what is planned for the first layer of a step may
     do for all that it hides less from, and for no other."""
-    declared = [name for name in FEATURES if name in attncore_subject.form.features]
-    for values in ([{"scale": 0.9}, {"scale": 0.7}], *([FEATURES[name], OTHER_VALUES[name]] for name in declared)):
-        for features in ([*values, {}], [{}, *reversed(values)]):
+    pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [({"scale": 0.9}, {"scale": 0.7})]
+    pairs += [(FEATURES[name], OTHER_VALUES[name]) for name in FEATURES if name in attncore_subject.form.features]
+    for first, second in pairs:
+        for features in ((first, second, {}), ({}, second, first)):
             _run(attncore_subject, features)

@@ -20,7 +20,7 @@ def explore(check: Callable[..., None], examples: int, **strategies: st.SearchSt
         derandomize=True,
         database=None,
         report_multiple_bugs=False,
-        phases=[phase for phase in settings.default.phases if phase is not Phase.explain],
+        phases=[phase for phase in settings().phases if phase is not Phase.explain],
         suppress_health_check=list(HealthCheck),
     )(given(**strategies)(check))()
 

@@ -22,7 +22,7 @@ def shown(error: BaseException) -> str:
     lines = [str(error) if isinstance(error, ConformanceError) else told(error), *_drawn(error)]
     if frames:
         lines += ["", "Traceback of the backend:", *"".join(traceback.format_list(frames)).splitlines()]
-        lines += "".join(traceback.format_exception_only(raised)).splitlines()[:20]
+        lines += [f"{type(raised).__name__}: {raised}"]  # without Hypothesis's note
     return "\n".join(lines)
 
 
