@@ -62,5 +62,6 @@ def test_a_feature_of_the_first_layers_and_not_of_the_last(attncore_subject: Sub
     pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [({"scale": 0.9}, {"scale": 0.7})]
     pairs += [(FEATURES[name], OTHER_VALUES[name]) for name in FEATURES if name in attncore_subject.form.features]
     for first, second in pairs:
-        for features in ((first, second, {}), ({}, second, first)):
+        orders: list[list[Mapping[str, Any]]] = [[first, second, {}], [{}, second, first]]
+        for features in orders:
             _run(attncore_subject, features)
