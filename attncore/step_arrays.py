@@ -70,3 +70,10 @@ class StepArrays(Protocol[Int64s, Int32s]):
 
 FIELD_NAMES = frozenset(StepArrays.__annotations__)
 """The names of a step's arrays, for what must not load NumPy."""
+OF_LENGTHS = frozenset(
+    (
+        "seq_lens", "context_lens", "seq_start_loc", "positions", "paged_kv_indptr", "paged_kv_indices",
+        "paged_kv_last_page_len",
+    )
+)  # fmt: skip
+"""Those that a host has right only where it knows the lengths of requests, or bounds of them."""

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         raise NoBackendError("\n  ".join((f"{args.name} cannot run here:", *subject.refusals)))
     values = f"OPTIONS = json.loads({json.dumps(given)!r})"  # inf and nan are no Python
     settings = f"import json\n\nEXAMPLES = {args.examples}\nDEVICE = {args.device!r}\n{values}\n"
-    options = ["-q", "--color=no", *([f"-k{args.k}"] if args.k else [])]
+    options = ["-q", "-rN", "--color=no", *([f"-k{args.k}"] if args.k else [])]
     with contextlib.redirect_stdout(_Printable(sys.stderr if args.json else sys.stdout)):
         code, report = conformance(args.name, settings=settings, options=options)
     if code == _NONE_RAN and args.k:

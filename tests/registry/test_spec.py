@@ -7,6 +7,7 @@ import pytest
 
 from attncore import BackendSpec, MultipleOf, Option, Variant
 from attncore.registry.spec.backend_spec import ContractVersionError
+from attncore.step_arrays import OF_LENGTHS
 
 FACTS = {
     "name": "acme",
@@ -105,6 +106,18 @@ def test_nonsense_is_refused_by_the_name_of_its_field(field, value, text):
 def test_a_feature_cannot_be_had_and_not_had():
     with pytest.raises(ValueError, match="unsupported: 'sinks' is also among features"):
         spec(features={"sinks"}, unsupported={"sinks": "no"})
+
+
+@pytest.mark.parametrize("field", sorted(OF_LENGTHS))
+def test_what_reads_lengths_on_the_host_says_which_will_do(field):
+    """`host_lengths` left at "none" would have steps handed over whose lengths the host does not know."""
+    text = f"host_lengths: 'none' says that no length is read on the host, but host_needs names {field}; state 'exact'"
+    with pytest.raises(ValueError, match=text):
+        spec(host_needs={"query_start_loc", field})
+    with pytest.raises(ValueError, match=f"variants: 'old': {text}"):
+        spec(variants=(Variant("old", host_needs={field}),))
+    for stated in ("exact", "bounded"):
+        assert spec(host_needs={field}, host_lengths=stated).host_lengths == stated
 
 
 def test_every_problem_is_told():

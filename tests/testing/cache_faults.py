@@ -2,6 +2,37 @@
 
 from testing.faulty_backend import Fault, forward
 
+CONVERTED_ALONE = """
+import dataclasses
+
+class Impl(AttentionImpl):
+    def forward(self, query, key, value, kv_cache, metadata, output=None, *, write=True):
+        plain = [view.float().to(query.dtype) for view in self.backend.kv_cache_views(kv_cache)]
+        inner = self.backend.inner.impl(self.layer_name, scale=self.scale)
+        answer = inner.forward(query, key, value, plain, metadata, output, write=write)
+        if write:
+            self.write(key, value, kv_cache, metadata)
+        return answer
+
+    write = AttentionImpl.write_cache
+
+def converted(self, key, value, kv_cache, metadata):
+    for new, view in zip((key, value), self.backend.kv_cache_views(kv_cache)):
+        for token, slot in enumerate(metadata.slot_mapping.tolist()):
+            if slot >= 0:
+                view[slot // view.shape[1], slot % view.shape[1]] = new[token].to(view.dtype)
+Impl.{method} = converted
+
+class Backend(ReferenceBackend):
+    impl_class = Impl
+
+    def __init__(self, config):
+        AttentionBackend.__init__(self, config)
+        self.inner = ReferenceBackend(dataclasses.replace(config, kv_cache_dtype="auto", spec=None))
+"""
+"""A cache of 8 bits that one of the methods writes without a limit."""
+FP8 = "kv_cache_dtypes={'fp8_e4m3', 'fp8_e5m2'}, features=set()"
+
 CACHE_FAULTS = (
     Fault(
         "writes_minus_one",
@@ -134,6 +165,15 @@ Backend.swap_blocks = swap_blocks
         ),
     ),
     Fault(
+        "ids_of_16_bits",
+        "test_block_ids_beyond_16_bits",
+        "of 1 after",
+        forward(
+            "return whole(query, key, value, kv_cache, "
+            "changed(metadata, block_table=metadata.host.block_table & 0x7FFF), output)"
+        ),
+    ),
+    Fault(
         "short_ids",
         "test_block_ids_at_the_end_of_the_pool",
         "decode of 1 after",
@@ -141,5 +181,19 @@ Backend.swap_blocks = swap_blocks
             "return whole(query, key, value, kv_cache, "
             "changed(metadata, block_table=metadata.host.block_table % 32), output)"
         ),
+    ),
+    Fault(
+        "beyond_e5m2_becomes_infinite",
+        "test_numbers_beyond_an_fp8_cache[fp8_e5m2-forward]",
+        "forward wrote inf to the fp8_e5m2 cache for a key of 65000",
+        CONVERTED_ALONE.format(method="write"),
+        FP8,
+    ),
+    Fault(
+        "beyond_e5m2_becomes_infinite_in_write_cache",
+        "test_numbers_beyond_an_fp8_cache[fp8_e5m2-write_cache]",
+        "write_cache wrote inf to the fp8_e5m2 cache for a key of 65000",
+        CONVERTED_ALONE.format(method="write_cache"),
+        FP8,
     ),
 )

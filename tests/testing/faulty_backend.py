@@ -14,7 +14,7 @@ def attncore_backend():
         name={name!r}, api=1, factory="attn_{name}_heavy:Backend", devices={{"any": 5}},
         dtypes={{"float32", "bfloat16"}}, head_sizes=MultipleOf(8), block_sizes=MultipleOf(4),
         features={{"sliding_window", "logits_soft_cap", "alibi", "sinks", "multi_token_decode"}},
-        cuda_graph="uniform_decode", host_needs=TABLES, device_needs=TABLES,
+        cuda_graph="uniform_decode", host_needs=TABLES, device_needs=TABLES, host_lengths="exact",
     )
     facts.update({facts})
     return BackendSpec(**facts)

@@ -201,4 +201,35 @@ return whole(
         ),
         LSE,
     ),
+    Fault(
+        "rank_writes_the_keys_before_those_left_out",
+        RANK,
+        "; it is as if slots of -1 were left out and their keys not",
+        with_lse(
+            """
+written = metadata.slot_mapping >= 0
+if not metadata.num_prefills and not written.all():
+    key, value = key.clone(), value.clone()
+    for new in (key, value):
+        new[written] = new[: int(written.sum())].clone()
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+        LSE,
+    ),
+    *(
+        Fault(
+            f"lse_rounded_to_{dtype}",
+            "test_log_sum_exp_is_float32_in_every_dtype[bfloat16]",
+            f"; it is as if it were rounded to torch.{dtype}",
+            with_lse(
+                f"""
+answer, lse = whole(query, key, value, kv_cache, metadata, output)
+return answer, lse.to(torch.{dtype}).float() if query.dtype == torch.bfloat16 else lse
+"""
+            ),
+            LSE,
+        )
+        for dtype in ("float16", "bfloat16")
+    ),
 )

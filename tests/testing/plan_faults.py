@@ -2,6 +2,23 @@
 
 from testing.faulty_backend import Fault, forward
 
+PLANNED_LENGTHS = """
+from types import SimpleNamespace
+
+def plan_layers(self, metadata, key):
+    ({place}).planned = np.array(metadata.host.seq_lens)
+Backend.plan_layers = plan_layers
+""" + forward(
+    """
+self, layer = self.backend, self
+lens, self = ({place}).planned, layer
+if len(lens) == metadata.num_reqs:
+    whole(query, key, value, kv_cache, metadata, output)
+    metadata = changed(metadata, seq_lens=lens)
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+)
+
 PLAN_FAULTS = (
     Fault(
         "plan_by_the_memory_of_the_lengths",
@@ -114,6 +131,19 @@ return answer
         ),
     ),
     Fault(
+        "tables_of_the_list_builder_read_backwards",
+        "test_a_windowed_step_of_the_list_builder",
+        "; the step is the list builder's (metadata.from_groups)",
+        forward(
+            """
+if metadata.from_groups and metadata.num_decodes:
+    whole(query, key, value, kv_cache, metadata, output)
+    metadata = changed(metadata, block_table=metadata.host.block_table[:, ::-1].copy())
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
         "window_one_wider_in_decodes",
         "test_window_off_by_one",
         "it is as if the window were W + 1",
@@ -211,7 +241,7 @@ return whole(query, key, value, kv_cache, metadata, output)
     Fault(
         "an_empty_step_is_an_error",
         "test_captured_sizes_over_changing_batches[1]",
-        "no work",
+        "it raises inside a captured run of 8 requests: RuntimeError: plan: no work",
         forward(
             """
 if not metadata.host.seq_lens.any():
@@ -219,5 +249,61 @@ if not metadata.host.seq_lens.any():
 return whole(query, key, value, kv_cache, metadata, output)
 """
         ),
+    ),
+    Fault(
+        "plan_without_the_window_in_its_key",
+        "test_a_feature_of_the_first_layers_and_not_of_the_last",
+        "it is as if its features were those of layer 0",
+        forward(
+            """
+from dataclasses import replace
+planned = metadata.kept.setdefault((self.scale, self.logits_soft_cap), self.sliding_window)  # of the first layer
+scoring = self._scoring
+if planned is not None:  # the plan reads these keys, and the kernel hides some of them
+    self._scoring = replace(scoring, sliding_window=min(planned, self.sliding_window or planned))
+answer = whole(query, key, value, kv_cache, metadata, output)
+self._scoring = scoring
+return answer
+"""
+        ),
+    ),
+    Fault(
+        "plan_kept_on_the_backend",
+        "test_steps_of_two_builders_take_turns",
+        "differs from dense",
+        PLANNED_LENGTHS.format(place="self"),
+    ),
+    Fault(
+        "plan_kept_by_the_builder",
+        "test_a_step_is_built_before_the_last_one_runs",
+        "differs from dense",
+        PLANNED_LENGTHS.format(
+            place="vars(self).setdefault('of', {}).setdefault(id(metadata.builder), SimpleNamespace())"
+        ),
+    ),
+    Fault(
+        "lengths_on_the_host_taken_for_exact",
+        "test_lengths_on_the_host_that_are_upper_bounds",
+        "differs from dense",
+        facts="host_lengths='bounded'",
+    ),
+    Fault(
+        "longest_request_taken_for_its_length",
+        "test_lengths_that_the_host_does_not_know",
+        "differs from dense",
+        forward(
+            """
+from types import SimpleNamespace
+host = SimpleNamespace(query_start_loc=metadata.host.query_start_loc, slot_mapping=metadata.host.slot_mapping)
+lens = metadata.seq_lens.numpy() if metadata.num_reqs > 1 else np.array([metadata.max_seq_len], np.int32)
+given = SimpleNamespace(
+    host=host, slot_mapping=metadata.slot_mapping, num_reqs=metadata.num_reqs, from_groups=metadata.from_groups,
+    block_table=torch.nn.functional.pad(metadata.block_table, (0, 1000)),
+)
+host.seq_lens, host.context_lens = lens, lens - np.diff(host.query_start_loc)
+return whole(query, key, value, kv_cache, given, output)
+"""
+        ),
+        "host_needs={'query_start_loc', 'slot_mapping'}, host_lengths='none'",
     ),
 )

@@ -19,6 +19,8 @@ from attncore.testing.bench.run import PassError, Question, joined, measure
 from attncore.testing.bench.saved_runs import MAX_RUNS, Row, Run, save
 from attncore.testing.bench.saved_runs import load as load_and_left_out
 from attncore.testing.engines import saved_steps
+from attncore.testing.engines.timed_steps import REQUEST, Timed
+from attncore.testing.harness.subject import Subject
 
 REFERENCE = """
 from attncore.reference import ReferenceBackend, ReferenceImpl
@@ -225,6 +227,16 @@ def test_a_pass_times_the_backend_beside_the_reference(site):
         assert (row.median[0] > 0.05) == (row.part == "forward")
     (forward,) = (row for row in found.rows if (row.step, row.part) == ("decode of 1", "forward"))
     assert forward.to_reference[0] > 2
+
+
+def test_each_timed_plan_finds_nothing_kept():
+    """A backend that keeps its plan in `metadata.kept` plans once a step; the second time it would only look it up."""
+    timed = Timed(Subject("reference", checks_needs=False), "decode of 1", REQUEST, None)
+    seen = []
+    timed.backend.plan = lambda metadata: seen.append(metadata.kept.setdefault("plan", len(seen)))
+    timed.plan()
+    timed.plan()
+    assert seen == [0, 1]
 
 
 def test_steps_of_a_phase_that_the_spec_has_not_are_unsupported(site):

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 from planting import HEAVY
+from testing import faulty_backend
+from testing.faulty_backend import forward
 
 from attncore.process_end import exit_refused
 from attncore.testing.__main__ import main
@@ -64,3 +66,37 @@ def test_a_backend_that_skips_its_tests_fails(site, capsys, skips):
     assert main(["skips", "--json", "--examples", "1", "-k", "test_decode"]) == 1
     failures = json.loads(capsys.readouterr().out)["failures"]
     assert "what would skip the check or end the run" in failures[0]["reason"]
+
+
+def plant(site, name, code="", facts=""):
+    site.plugin(name, faulty_backend.LIGHT.format(name=name, facts=f"dict({facts})"), heavy=faulty_backend.HEAVY + code)
+
+
+def test_a_failure_prints_its_message_and_the_backends_own_frames(site, capsys):
+    plant(site, "raises", forward("raise ZeroDivisionError('no blocks')"))
+    assert main(["raises", "--examples", "3", "-k", "test_prefill"]) == 1
+    shown = capsys.readouterr().out
+    assert "ZeroDivisionError: no blocks (attn_raises_heavy.py:" in shown
+    assert "Traceback of the backend:" in shown
+    assert "raise ZeroDivisionError(" in shown
+    for not_said in ("attncore/testing/", "test case", "Falsifying", "Explanation", "attncore-conformance-"):
+        assert not_said not in shown
+    assert "\nFAILED prefill: test_prefill\n" in shown
+
+
+def test_what_was_drawn_is_a_line(site, capsys):
+    plant(site, "doubles", forward("return whole(query, key, value, kv_cache, metadata, output).mul_(2)"))
+    assert main(["doubles", "--examples", "3", "-k", "test_prefill"]) == 1
+    shown = capsys.readouterr().out
+    assert "\ndrawn: batch=[(0, " in shown
+    assert "the output differs from dense float32 attention" in shown
+    assert "Traceback" not in shown
+
+
+def test_where_the_spec_is_wrong_the_rest_is_not_run(site, capsys):
+    plant(site, "typo", facts="features={'sinkz'}")
+    assert main(["typo", "--json", "-k", "plugin_loads or test_decode or lengths_around"]) == 1
+    rows = {row["capability"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["spec"]["state"] == "failed"
+    assert {row["state"] for name, row in rows.items() if name != "spec"} == {"not run"}
+    assert all("did you mean sinks" in row["reason"] for row in rows.values())

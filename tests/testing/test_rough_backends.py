@@ -33,7 +33,7 @@ class Backend(ReferenceBackend):
 """
 SCALE = """
         options={"scale": Option(float, "a number")},
-        host_needs={"query_start_loc", "seq_lens", "context_lens", "slot_mapping"},
+        host_needs={"query_start_loc", "seq_lens", "context_lens", "slot_mapping"}, host_lengths="exact",
         device_needs={"slot_mapping", "block_table"}"""
 
 

@@ -16,7 +16,7 @@ def attncore_backend():
         dtypes={{"float32", "float16"}}, kv_cache_dtypes={{"fp8_e4m3", "fp8_e5m2"}},
         head_sizes={{16, 32}}, block_sizes={{4, 16}}, kv_cache_layouts=({layouts},),
         features={{"sliding_window", "kv_scales", "kv_scales_on_device", "kv_scales_per_head", "strided_kv_cache"}},
-        cuda_graph="uniform_decode", host_needs=ARRAYS, device_needs=ARRAYS,
+        cuda_graph="uniform_decode", host_needs=ARRAYS, device_needs=ARRAYS, host_lengths="exact",
         unsupported={{"sinks": "the kernel has no place for them"}},
     )
 """
@@ -190,6 +190,8 @@ def test_wrong_scales_are_found(site, fault):
     wrong = ("differs from dense", "calculate_kv_scales made k_scale [128.0], not 256.0")
     assert report.failures
     assert all(any(said in one.reason for said in wrong) for one in report.failures)
+    if fault == "read at construction":
+        assert "as if the scales were those before set_scales, by which the cache is read" in report.failures[0].reason
 
 
 def test_heads_and_tokens_confused_is_found(site):

@@ -224,11 +224,6 @@ def host_lengths(
                 f"host_seq_lens: not given, but backend {facts.name!r} needs {what} on the host (host_lengths "
                 f"{facts.host_lengths!r} in its spec)"
             )
-        if facts.reads_lengths:
-            raise ValueError(
-                f"host_seq_lens: not given, but backend {facts.name!r} reads {', '.join(facts.reads_lengths)} on the "
-                "host (host_needs in its spec)"
-            )
         return None, "none"
     if bounded and facts.host_lengths == "exact":
         raise ValueError(

@@ -8,11 +8,6 @@ from attncore import arguments
 from attncore.builder.device.memory import ALIGNMENT
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 
-_OF_LENGTHS = frozenset(
-    ("seq_lens", "context_lens", "seq_start_loc", "positions", "paged_kv_indptr", "paged_kv_last_page_len")
-)
-"""Host fields that a step has where the host knows lengths, or bounds of them."""
-
 _WORDS = ALIGNMENT // 4
 
 
@@ -46,8 +41,6 @@ class Facts(NamedTuple):
 
     name: str
     host_lengths: str
-    reads_lengths: tuple[str, ...]
-    """Host fields that it reads and that follow from lengths."""
     cuda_graph: str
     pad_seq_len: int
     """The least length of a row of a captured size."""
@@ -91,11 +84,10 @@ def facts_of(backend: Any) -> Facts:
     """What the backend asks of steps."""
     spec, name, plans = backend.spec, backend.name, backend.has_plan
     if spec is None:
-        return Facts(name, "none", (), "always", 0, page_list=False, plans=plans, waits_for_last_plan=plans)
+        return Facts(name, "none", "always", 0, page_list=False, plans=plans, waits_for_last_plan=plans)
     return Facts(
         name,
         spec.host_lengths,
-        tuple(sorted(_OF_LENGTHS.intersection(spec.host_needs))),
         spec.cuda_graph,
         spec.pad_seq_len,
         page_list="paged_kv_indices" in spec.device_needs,

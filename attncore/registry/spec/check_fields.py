@@ -21,7 +21,7 @@ from attncore.registry.spec.option import Option
 from attncore.registry.spec.plain_values import collection, mapping, positive, text
 from attncore.registry.spec.sizes import as_sizes
 from attncore.registry.spec.variant import Variant
-from attncore.step_arrays import FIELD_NAMES
+from attncore.step_arrays import FIELD_NAMES, OF_LENGTHS
 from attncore.vocabulary import (
     DTYPES,
     FEATURES,
@@ -67,6 +67,11 @@ def _contradictions(values: Values) -> Iterable[str]:
     for feature, more in (("kv_scales", "kv_scales_on_device"), ("kv_scales_on_device", "kv_scales_per_head")):
         if more in values["features"] and feature not in values["features"]:
             yield f"features: {more!r} is declared without {feature!r}, which it is more of"
+    if values["host_lengths"] == "none" and (read := sorted(OF_LENGTHS & values["host_needs"])):
+        yield (
+            f"host_lengths: 'none' says that no length is read on the host, but host_needs names {', '.join(read)}; "
+            "state 'exact', or 'bounded' where upper bounds of them will do"
+        )
     for feature in sorted(values["features"] & values["unsupported"].keys()):
         yield f"unsupported: {feature!r} is also among features"
 

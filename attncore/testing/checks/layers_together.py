@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -10,10 +11,14 @@ from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import FEATURES, OTHER_VALUES
 from attncore.testing.harness.subject import Subject
 
-__all__ = ["test_layers_that_differ_in_every_declared_feature", "test_two_layers_with_other_values"]
+__all__ = [
+    "test_a_feature_of_the_first_layers_and_not_of_the_last",
+    "test_layers_that_differ_in_every_declared_feature",
+    "test_two_layers_with_other_values",
+]
 
 
-def _run(subject: Subject, features: list[dict[str, Any]]) -> None:
+def _run(subject: Subject, features: Sequence[Mapping[str, Any]]) -> None:
     layers = Layers(subject.backend(num_heads=4, num_kv_heads=2), features)
     size, phases = layers.engines[0].block_size, subject.form.phases
     contexts = {"a": 2 * size + 1, "b": size, "c": 1}
@@ -48,3 +53,15 @@ def test_two_layers_with_other_values(attncore_subject: Subject) -> None:
         if name in attncore_subject.form.features:
             features += [dict(FEATURES[name]), dict(OTHER_VALUES[name])]
     _run(attncore_subject, [*features, {"scale": 0.9}])
+
+
+@covers("layers together")
+def test_a_feature_of_the_first_layers_and_not_of_the_last(attncore_subject: Subject) -> None:
+    """Two values of one feature, then none, and the other way round: what is planned for the first layer of a step may
+    do for all that it hides less from, and for no other."""
+    pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [({"scale": 0.9}, {"scale": 0.7})]
+    pairs += [(FEATURES[name], OTHER_VALUES[name]) for name in FEATURES if name in attncore_subject.form.features]
+    for first, second in pairs:
+        orders: list[list[Mapping[str, Any]]] = [[first, second, {}], [{}, second, first]]
+        for features in orders:
+            _run(attncore_subject, features)

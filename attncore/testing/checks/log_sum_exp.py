@@ -48,7 +48,10 @@ def test_log_sum_exp_is_float32_in_every_dtype(attncore_subject: Subject, dtype:
     attncore_subject.require("lse")
     if dtype not in attncore_subject.form.dtypes:
         raise UnsupportedError("its spec does not declare it")
-    run_around_a_block(attncore_subject, attncore_subject.backend(dtype=dtype), with_lse=True)
+    backend = attncore_subject.backend(dtype=dtype)
+    run_around_a_block(attncore_subject, backend, with_lse=True)
+    # Scores far from 0: logarithms of 4 to 20, of which 16 bits would keep two or three decimals.
+    run_around_a_block(attncore_subject, backend, with_lse=True, scale=4 * backend.config.head_size**-0.5)
 
 
 @covers("lse")
@@ -132,10 +135,15 @@ def test_a_rank_decodes_over_the_keys_it_keeps(attncore_subject: Subject, rank: 
     others = ContextParallel(2, 1 - rank, size, mine.interleave)
     requests, expected = [], []
     written: dict[Hashable, History] = {}
+    misaligned: dict[Hashable, History] = {}
     as_the_other: dict[Hashable, History] = {}
     for i, name in enumerate(built.req_ids):
         is_mine = metadata.host.slot_mapping[i] >= 0
         whole = engine.history[name].extended(*(new[i : i + 1] for new in tensors[1:]))
+        if is_mine and (j := len(misaligned)) != i:
+            misaligned[name] = engine.history[name].extended(*(new[j : j + 1] for new in tensors[1:]))
+        elif is_mine:
+            misaligned[name] = whole
         engine.history[name] = seen = whole if is_mine else engine.history[name]
         if not is_mine:
             written[name] = whole
@@ -144,6 +152,7 @@ def test_a_rank_decodes_over_the_keys_it_keeps(attncore_subject: Subject, rank: 
         requests.append(StepRequest(name, 1, kept[name]))
     engine.suspects = [
         ("the slot -1 were written: the step's own key was seen, which another rank keeps", written),
+        ("slots of -1 were left out and their keys not: those behind them are in each other's slots", misaligned),
         (f"rank {rank} read as many keys as rank {1 - rank} keeps", as_the_other),
     ]
     answer = engine.checked_forward(tensors, metadata, metadata.host.slot_mapping)

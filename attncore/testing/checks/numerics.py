@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,13 +13,15 @@ from attncore.builder import CommonAttentionMetadata
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.run_batches import run_around_a_block, run_batch
 from attncore.testing.harness.covers import covers
+from attncore.testing.harness.declared_samples import MAX_SIZE, edges
 from attncore.testing.harness.draw_batches import batches, explore
-from attncore.testing.harness.errors import ConformanceError
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError
 from attncore.testing.harness.subject import Subject
 
 __all__ = [
     "test_a_prefix_shared_by_two_requests",
     "test_block_ids_at_the_end_of_the_pool",
+    "test_block_ids_beyond_16_bits",
     "test_chunked_prefill",
     "test_decode",
     "test_grouped_heads",
@@ -31,6 +34,9 @@ __all__ = [
     "test_scale",
     "test_tokens_beyond_the_metadata",
 ]
+
+BLOCKS_BEYOND_16_BITS = 2**15 + 64
+MOST_BYTES = 2**28
 
 
 def _explore(subject: Subject, examples: int, **kinds: bool) -> None:
@@ -133,6 +139,30 @@ def test_block_ids_at_the_end_of_the_pool(attncore_subject: Subject) -> None:
         raise ConformanceError("the request does not hold the last block, so nothing is tested")
     engine.fill({"a": size + 1})
     engine.step({"a": 1 if "decode" in engine.phases else size - 1})
+
+
+@covers("block ids at the end of the pool")
+def test_block_ids_beyond_16_bits(attncore_subject: Subject) -> None:
+    """A block id is an int32: a kernel that keeps it in 16 bits reads another block of a large pool."""
+    form = attncore_subject.form
+    if form.max_block_id is not None and form.max_block_id < BLOCKS_BEYOND_16_BITS:
+        raise UnsupportedError(f"its spec says max_block_id={form.max_block_id}")
+    smallest = {name: edges(getattr(form, f"{name}s"), MAX_SIZE)[:1] for name in ("head_size", "block_size")}
+    heads = {"num_heads": 1, "num_kv_heads": 1}
+    backend = attncore_subject.backend(**heads, **{name: size[0] for name, size in smallest.items() if size})
+    config = backend.config
+    shape = backend.kv_cache_shape(BLOCKS_BEYOND_16_BITS, config.block_size, config.num_kv_heads, config.head_size)
+    size = math.prod(shape) * backend.kv_cache_torch_dtype().itemsize
+    if size > MOST_BYTES:
+        raise UnsupportedError(
+            f"a cache of {BLOCKS_BEYOND_16_BITS} of its smallest blocks takes {size >> 20} MiB; the kit takes no more "
+            f"than {MOST_BYTES >> 20}"
+        )
+    engine = Engine(backend, num_blocks=BLOCKS_BEYOND_16_BITS)
+    engine.free.sort()  # blocks are taken from the end
+    engine.add("a", engine.block_size + 3)
+    engine.fill({"a": engine.block_size + 1})
+    engine.step({"a": 1 if "decode" in engine.phases else 2})
 
 
 @covers("grouped heads")

@@ -83,6 +83,7 @@ def test_scales_set_after_the_layer_is_made(attncore_subject: Subject, kind: str
         engine = Engine(backend, scale=features["scale"], **before)
         engine.impl.set_scales(**wanted)
         engine.features.update(wanted)
+        engine.earlier_scales = {"k_scale": 1.0, "v_scale": 1.0, **before}
         run_batch(engine, attncore_subject.around_a_block(backend.config.block_size))
 
 

@@ -13,6 +13,7 @@ from attncore.builder import MetadataBuilder
 from attncore.graphs import capturing, launch, new_graph
 from attncore.testing.engines.compare import StepRequest, compare_cache
 from attncore.testing.engines.engine import PADDING, Engine
+from attncore.testing.harness.errors import ConformanceError, told
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
@@ -55,7 +56,12 @@ class CapturedEngine(Engine):
         return graph, output
 
     def _layer(self, size: int, metadata: CommonAttentionMetadata) -> Tensor:
-        return self.forward([tensor[: size * self.tokens_each] for tensor in self.inputs], metadata)
+        try:
+            return self.forward([tensor[: size * self.tokens_each] for tensor in self.inputs], metadata)
+        except ConformanceError:
+            raise
+        except Exception as error:
+            raise ConformanceError(f"it raises inside a captured run of {size} requests: {told(error)}") from error
 
     def step(self, scheduled: Mapping[Any, int], **_: Any) -> Tensor:
         """A step without a graph, whose metadata goes to the device as an engine's does."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attncore.testing.engines.random_tensors import scale_of
+from attncore.testing.engines.tolerances import allowed_of_lse
 from attncore.testing.harness.errors import ConformanceError
 
 if TYPE_CHECKING:
@@ -85,14 +86,19 @@ def compare_lse(found: Tensor, expected: list[Tensor], requests: list[StepReques
         )
     wanted = torch.cat(expected) if expected else torch.empty(0, engine.config.num_heads)
     there = found[:tokens].cpu()
-    nothing = wanted.isinf()
-    wrong = torch.where(nothing, ~there.isinf(), ~((there - wanted).abs() <= engine.tolerance * (1 + wanted.abs())))
+    wrong = ~lse_is(there, wanted, engine)
     if wrong.any():
         token, head = (int(i) for i in wrong.nonzero()[0])
         raise ConformanceError(
             f"forward_with_lse gave a log-sum-exp of {there[token, head]:.6g}, not {wanted[token, head]:.6g} (natural, "
             f"a sink included), for token {token} of the step, head {head} [{'; '.join(map(str, requests))}]"
         )
+
+
+def lse_is(found: Tensor, wanted: Tensor, engine: Compared) -> Tensor:
+    """Where log-sum-exps are those wanted: within what is allowed, or infinite of either sign."""
+    allowed = allowed_of_lse(wanted, engine.config.dtype, engine.config.kv_cache_dtype)
+    return torch.where(wanted.isinf(), found.isinf(), (found - wanted).abs() <= allowed)
 
 
 def close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:

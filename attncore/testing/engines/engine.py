@@ -33,7 +33,12 @@ if TYPE_CHECKING:
 
 NUM_BLOCKS, NUM_TOKENS = 48, 192  # a cache has room for at least so many
 JUNK = 7.0  # a finite number that no key or value comes near: reading it shows, and no kernel fails on it
+FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 PADDING = -5.0  # not JUNK, so that a write of padding to a slot that holds no token shows
+OF_GROUPS = (
+    "; the step is the list builder's (metadata.from_groups): prompts come first, plain prompts have no table, and "
+    "decodes behind a window a table and lengths of the window alone"
+)
 
 
 class Engine(Requests):
@@ -78,9 +83,11 @@ class Engine(Requests):
         self.finite_tail = config.spec is not None and config.spec.finite_tail
         self.phases = ("prefill", "decode") if config.spec is None else config.spec.phases
         self.tolerance = tolerance(config.dtype, config.kv_cache_dtype)
-        self.builder = MetadataBuilder(self.batch, max_num_batched_tokens=MAX_REQUESTS * num_blocks * self.block_size)
+        self.builder = MetadataBuilder(self.batch, max_num_batched_tokens=MAX_REQUESTS * self.batch.max_model_len)
         self.max_error = 0.0
         self.siblings: list[tuple[str, Mapping[str, Any]]] = []  # other layers of the same steps: name, features
+        self.cache_dtype = FP8.get(config.kv_cache_dtype, torch.float32)
+        self.earlier_scales: Mapping[str, Any] = {}  # where set_scales was called
         self.suspects: list[tuple[str, Mapping[Hashable, History]]] = []  # what likely_cause tries: words, keys
 
     # Steps.
@@ -147,15 +154,24 @@ class Engine(Requests):
         return self.run_step(metadata, requests, profiling=profiling)
 
     def run_step(
-        self, metadata: CommonAttentionMetadata, requests: list[StepRequest], *, extra: int = 0, profiling: bool = False
+        self,
+        metadata: CommonAttentionMetadata,
+        requests: list[StepRequest],
+        *,
+        extra: int = 0,
+        profiling: bool = False,
+        slots: npt.NDArray[np.int64] | None = None,
     ) -> Tensor:
-        """Run a planned step with random tensors; check the output (not of a ``profiling`` run) and the cache."""
+        """Run a planned step with random tensors; check the output (not of a ``profiling`` run) and the cache.
+
+        ``slots`` are what is written: the host's, unless those of the device differ.
+        """
         tensors = self.drawn.query_key_value(len(metadata.host.slot_mapping) + extra)
         if not self.finite_tail:
             for tensor in tensors:  # an engine hands over anything for padding
                 tensor[sum(one.tokens for one in requests) :] = PADDING if self.junk == self.junk else self.junk
         expected = self.expected(tensors, requests)
-        answer = self.checked_forward(tensors, metadata, metadata.host.slot_mapping)
+        answer = self.checked_forward(tensors, metadata, metadata.host.slot_mapping if slots is None else slots)
         if not profiling:
             self.compare(answer, expected, requests, tensors[0], (tensors, metadata))
         return answer
@@ -230,7 +246,7 @@ class Engine(Requests):
             lse = None if self.lse is None else self.lse.cpu()
             cause = likely_cause(self, query, answer, lse, expected, requests)
             if not cause and step is not None:
-                cause = self._when_repeated(step, expected, requests)
+                cause = self._when_repeated(step, expected, requests) or (OF_GROUPS if step[1].from_groups else "")
             raise ConformanceError(f"{error}{cause}", error.max_error) from None
 
     def _compare(self, answer: Tensor, expected: list[tuple[Tensor, Tensor]], requests: list[StepRequest]) -> None:

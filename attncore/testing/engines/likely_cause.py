@@ -6,10 +6,12 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from attncore.dense import dense_attention
-from attncore.testing.engines.compare import Compared, StepRequest, close
+from attncore.testing.engines.compare import Compared, StepRequest, close, lse_is
+from attncore.testing.engines.random_tensors import scale_of
 from attncore.testing.engines.requests import History
 
 
@@ -18,8 +20,11 @@ class Layer(Compared, Protocol):
 
     history: dict[Hashable, History]
     causal: bool
+    cache_dtype: torch.dtype
     siblings: list[tuple[str, Mapping[str, Any]]]
     """Other layers of the same steps: their names and features."""
+    earlier_scales: Mapping[str, Any]
+    """Scales of the layer before `set_scales`, where that was called."""
     suspects: list[tuple[str, Mapping[Hashable, History]]]
     """Keys that requests may have read in place of their own: what it would be as if, and the keys of each."""
 
@@ -51,12 +56,13 @@ def likely_cause(
             tokens = slice(start, start + one.tokens)
             start += one.tokens
             found, wanted = given[tokens].float(), expected[index][part]
-            if _fits(found, wanted, engine):
+            fits = _lse_fits if part else _fits
+            if fits(found, wanted, engine):
                 continue
             if part and (words := _of_a_logarithm(found, wanted, engine)):
                 return words
             for words, mistaken in _mistakes(engine, query[tokens], index, expected, requests):
-                if _fits(found, mistaken[part], engine):
+                if fits(found, mistaken[part], engine):
                     return f"; it is as if {words}"
             return ""
     return ""
@@ -70,11 +76,18 @@ def _fits(found: Tensor, wanted: Tensor, engine: Layer) -> bool:
     return close(found[finite], wanted[finite], engine.tolerance)
 
 
+def _lse_fits(found: Tensor, wanted: Tensor, engine: Layer) -> bool:
+    return found.shape == wanted.shape and bool(lse_is(found, wanted, engine).all())
+
+
 def _of_a_logarithm(found: Tensor, wanted: Tensor, engine: Layer) -> str:
     """What is wrong with a log-sum-exp alone, whatever the layer."""
     for base in (2, 10):
-        if _fits(found, wanted / math.log(base), engine):
+        if _lse_fits(found, wanted / math.log(base), engine):
             return f"; it is as if the logarithm were to base {base}, not natural"
+    for dtype in (torch.bfloat16, torch.float16):
+        if _lse_fits(found, wanted.to(dtype).float(), engine) and torch.equal(found, found.to(dtype).float()):
+            return f"; it is as if it were rounded to {dtype}: it is made and kept in float32"
     nothing = wanted.isinf() & ~found.isinf()
     if nothing.any():
         return f"; it is {found[nothing][0]:g} where a token sees no key: infinite there, the part has no weight"
@@ -100,6 +113,8 @@ def _mistakes(
         if theirs["scale"] != engine.features["scale"]:
             yield f"the scale were that of {words}, {theirs['scale']:g}", dense(scale=theirs["scale"])
         yield f"its features were those of {words}", dense(**theirs)
+    if engine.earlier_scales:
+        yield from _scales(engine, len(query), keys, values, dense)
     yield from _features(engine, dense)
     yield from _heads(query.shape[1], keys, values, dense)
     if keys.shape == values.shape:
@@ -133,6 +148,23 @@ def _features(engine: Layer, dense: Any) -> Iterator[Mistake]:
     for name in OPTIONAL:
         if features.get(name) is not None:
             yield f"the layer had no {name}", dense(**{name: None})
+
+
+def _scales(engine: Layer, fresh: int, keys: Tensor, values: Tensor, dense: Any) -> Iterator[Mistake]:
+    """What reads a cache, what writes it, or both, with the scales of before ``set_scales``. The ``fresh`` last keys,
+    of the step, may be read where they are given."""
+    largest = torch.finfo(engine.cache_dtype).max
+    read_old, write_old, all_old = [], [], []
+    for name, numbers in (("k_scale", keys), ("v_scale", values)):
+        new, old = (scale_of(given, name) for given in (engine.features, engine.earlier_scales))
+        read_old.append(numbers / new * old)
+        all_old.append((numbers / old).clamp(-largest, largest) * old)
+        write_old.append((numbers / old).clamp(-largest, largest) * new)
+    for words, (k, v) in (("read", read_old), ("written", write_old), ("kept", all_old)):
+        for of_keys, of_values in ((k, v), (k, values), (keys, v)):
+            mixed = [torch.cat((old[:-fresh], new[-fresh:])) for old, new in ((of_keys, keys), (of_values, values))]
+            for changed in ((of_keys, of_values), mixed):
+                yield f"the scales were those before set_scales, by which the cache is {words}", dense(*changed)
 
 
 def _heads(heads: int, keys: Tensor, values: Tensor, dense: Any) -> Iterator[Mistake]:

@@ -28,8 +28,10 @@ class MetadataSnapshot:
         self._arrays = {
             name: np.array(getattr(metadata.host, name)) for name in ARRAYS - DERIVED if hasattr(metadata.host, name)
         }
-        tables = [name for name in self._arrays if FIELDS[name].length is Length.TABLE]
-        self._on_device = self._arrays | {name: np.array(_on_host(getattr(metadata, name))) for name in tables}
+        builder = metadata.builder
+        bounded = builder is not None and builder.host_lengths(metadata) == "bounded"  # the device's are exact
+        own = [name for name in self._arrays if bounded or FIELDS[name].length is Length.TABLE]
+        self._on_device = self._arrays | {name: np.array(_on_host(getattr(metadata, name))) for name in own}
 
     def check(self, who: str) -> None:
         """ConformanceError where ``who`` changed a count, an array on the host, or one that was made for the device."""

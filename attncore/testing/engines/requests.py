@@ -12,6 +12,7 @@ from torch import Tensor
 from attncore.builder import InputBatch
 
 MAX_REQUESTS = 64
+MAX_BLOCKS = 4096  # of a request, where a cache has more
 
 
 class History(NamedTuple):
@@ -40,7 +41,7 @@ class Requests:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.free = [int(block) for block in random.permutation(np.arange(1, num_blocks))]
         self.batch = InputBatch(
-            max_num_reqs=MAX_REQUESTS, max_model_len=num_blocks * block_size, block_size=block_size,
+            max_num_reqs=MAX_REQUESTS, max_model_len=min(num_blocks, MAX_BLOCKS) * block_size, block_size=block_size,
             num_blocks=num_blocks,
         )  # fmt: skip
         self.history: dict[Hashable, History] = {}

@@ -31,15 +31,25 @@ def planned(backend: AttentionBackend, step: CommonAttentionMetadata) -> CommonA
 
     ConformanceError where the plan writes to the step.
     """
+    metadata = copied(backend, step)
+    plan(backend, metadata)
+    return metadata
+
+
+def copied(backend: AttentionBackend, step: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """A copy of a step built on the host, whose arrays go to the backend's device when they are first read."""
     host = HostArrays(
         **{name: np.array(getattr(step.host, name)) for name in ARRAYS - DERIVED if hasattr(step.host, name)}
     )
     values = {name: getattr(step, name) for name in COPIED if hasattr(step, name)}
-    metadata = CommonAttentionMetadata(host, backend.from_host, **values)
+    return CommonAttentionMetadata(host, backend.from_host, **values)
+
+
+def plan(backend: AttentionBackend, metadata: CommonAttentionMetadata) -> None:
+    """Call ``plan``; ConformanceError where it writes to the step."""
     snapshot = MetadataSnapshot(metadata)
     backend.plan(metadata)
     snapshot.check("plan")
-    return metadata
 
 
 def padded(step: CommonAttentionMetadata, num_reqs: int, num_tokens: int, pad_seq_len: int) -> CommonAttentionMetadata:

@@ -78,8 +78,9 @@ class Timed:
             send()
 
     def plan(self) -> None:
-        """Call the backend's plan for each step."""
+        """Call the backend's plan for each step, which finds nothing kept with it, as in an engine."""
         for metadata in self.metadata:
+            metadata.kept.clear()
             self.backend.plan(metadata)
 
     def forward(self) -> None:

@@ -7,11 +7,17 @@ values, as kernels do it; reading one key too many or too few is off by a hundre
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOLERANCES: Mapping[str, float] = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2, "fp8": 8e-2}
 """Allowed: the number times ``1 + abs(expected)``. ``fp8`` counts where the cache is fp8: a kernel may round its
 weights and queries so.
 """
+LSE_IN_16_BITS = 1e-3
+"""What a log-sum-exp may be off where the inputs have 16 bits, beside float32's tolerance."""
 
 
 def tolerance(dtype: str, kv_cache_dtype: str = "auto") -> float:
@@ -19,3 +25,15 @@ def tolerance(dtype: str, kv_cache_dtype: str = "auto") -> float:
     if kv_cache_dtype.startswith("fp8"):
         return TOLERANCES["fp8"]
     return max(TOLERANCES[dtype], TOLERANCES.get(kv_cache_dtype, 0.0) if kv_cache_dtype != "auto" else 0.0)
+
+
+def allowed_of_lse(lse: Tensor, dtype: str, kv_cache_dtype: str = "auto") -> Tensor:
+    """How far each number of a log-sum-exp may lie from that of dense attention.
+
+    Whatever the model's dtype, a kernel adds up products of its inputs, exponents and sums in float32. What is left in
+    16 bits is the error of fast ``tanh``, ``exp2`` and ``log2``: below 1e-3, and that of a logarithm of 4 or more that
+    is rounded to float16 is up to 2e-3, to bfloat16 up to 1.6e-2. Queries beside an fp8 cache may be fp8 themselves.
+    """
+    if kv_cache_dtype.startswith("fp8"):
+        return TOLERANCES["fp8"] * (1 + lse.abs())
+    return TOLERANCES["float32"] * (1 + lse.abs()) + (0.0 if dtype == "float32" else LSE_IN_16_BITS)

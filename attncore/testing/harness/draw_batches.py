@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 
@@ -19,6 +19,8 @@ def explore(check: Callable[..., None], examples: int, **strategies: st.SearchSt
         deadline=None,
         derandomize=True,
         database=None,
+        report_multiple_bugs=False,
+        phases=[phase for phase in settings().phases if phase is not Phase.explain],
         suppress_health_check=list(HealthCheck),
     )(given(**strategies)(check))()
 

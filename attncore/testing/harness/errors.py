@@ -29,6 +29,10 @@ class UnsupportedError(AttncoreError):
     """The backend says, or its spec does, that it cannot do this here; shown as unsupported, with the reason."""
 
 
+class NotRunError(UnsupportedError):
+    """Something that the check builds on is wrong, and a test of its own says so; shown as not run."""
+
+
 class NothingToRefuseError(UnsupportedError):
     """The backend declares what would be refused; there is nothing to check, and no row for it."""
 

@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 
-from attncore.testing.harness.errors import ConformanceError, NothingToRefuseError, UnsupportedError, text_of, told
+from attncore.testing.harness.errors import (
+    ConformanceError,
+    NothingToRefuseError,
+    NotRunError,
+    UnsupportedError,
+    text_of,
+    told,
+)
+from attncore.testing.harness.failures import shown
 from attncore.testing.harness.support_table import Report, Result
 
 NOT_RUN, NOTHING = "not run: ", "nothing to check: "
@@ -108,7 +116,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     except UnsupportedError as error:
         if _ROW not in pyfuncitem.stash:
             raise
-        return pytest.skip(f"{NOTHING if isinstance(error, NothingToRefuseError) else 'unsupported: '}{error}")
+        kinds = {NothingToRefuseError: NOTHING, NotRunError: NOT_RUN}
+        return pytest.skip(f"{kinds.get(type(error), 'unsupported: ')}{error}")
     except _OUTCOMES as error:  # no check raises them
         if _ROW not in pyfuncitem.stash:
             raise
@@ -130,6 +139,8 @@ def pytest_runtest_makereport(
             reason = expected if expected is not None else _skip_reason(report)
         elif report.outcome == "failed":
             reason = (text_of(call.excinfo.value) or told(call.excinfo.value)) if call.excinfo else str(report.longrepr)
+            if call.excinfo and item.config.getoption("tbstyle", None) in (None, "auto"):  # --tb=long has all frames
+                report.longrepr = shown(call.excinfo.value) or report.longrepr
             if _is(item, "basis"):
                 item.config.stash[_BROKEN].setdefault(item.module, item.name)  # type: ignore[attr-defined]
         outcome: str = report.outcome
@@ -153,6 +164,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for report in config.stash.get(_REPORTS, {}).values():
         terminalreporter.section(f"attncore conformance: {report.title}")
         terminalreporter.write_line(report.markdown())
+        for failed in report.failures:
+            terminalreporter.write_line(f"FAILED {failed.capability}: {failed.test}")
 
 
 def reports(config: pytest.Config) -> dict[str, Report]:

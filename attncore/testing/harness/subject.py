@@ -21,7 +21,7 @@ from attncore.registry.spec import sizes
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.sizes import MultipleOf
 from attncore.testing.harness.declared_needs import only_declared_fields
-from attncore.testing.harness.errors import UnsupportedError
+from attncore.testing.harness.errors import NotRunError, UnsupportedError
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
@@ -69,7 +69,7 @@ class Subject:
         found = [record for record in records if record.name == self.name]
         if not found:
             names = sorted({record.name for record in records})
-            raise UnsupportedError(
+            raise NotRunError(
                 f"BACKEND: no distribution installed here provides {quoted(self.name)}; installed: {listed(names)}"
                 f"{did_you_mean(self.name, names)}"
             )
@@ -80,7 +80,7 @@ class Subject:
         """The spec; UnsupportedError with the plugin's reasons where it could not be loaded."""
         if self.record.spec is None:
             reasons = "; ".join(map(str, self.record.reasons))
-            raise UnsupportedError(f"BACKEND: {quoted(self.name)} is {self.record.state}: {reasons}")
+            raise NotRunError(f"BACKEND: {quoted(self.name)} is {self.record.state}: {reasons}")
         return self.record.spec
 
     @cached_property

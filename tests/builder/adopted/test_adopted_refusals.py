@@ -154,13 +154,14 @@ def test_what_the_backend_reads_of_lengths(steps, monkeypatch):
 def test_a_backend_that_reads_what_follows_from_lengths_is_given_them(monkeypatch):
     spec = BackendSpec(
         name="least", api=1, factory="nowhere:Least", devices={"any": 0}, dtypes={"float32"}, head_sizes={8},
-        block_sizes=MultipleOf(1), host_needs={"context_lens", "query_start_loc"},
+        block_sizes=MultipleOf(1), host_needs={"context_lens", "query_start_loc"}, host_lengths="bounded",
     )  # fmt: skip
     steps = AdoptedSteps(Least(config(spec)), **LARGEST)
     monkeypatch.setattr(steps, "_on_cpu", False)
     given = tensors() | {"host_query_start_loc": int32(0, 1, 2, 5)}
     with pytest.raises(
-        ValueError, match=r"host_seq_lens: not given, but backend 'least' reads context_lens on the host"
+        ValueError,
+        match=r"host_seq_lens: not given, but backend 'least' needs lengths, or upper bounds of them, on the",
     ):
         steps.build(**given)
     metadata = steps.build(**given, host_seq_lens=int32(5, 9, 8))

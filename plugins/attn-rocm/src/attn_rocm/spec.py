@@ -140,6 +140,7 @@ def _ck() -> Variant:
             "tree_mask": "flash-attn takes no mask",
         },
         host_needs={"context_lens"},
+        host_lengths="bounded",  # whether a prompt has a context, which a bound says too
         check=_check("ck", _is_ck, _has_triton),
     )
 

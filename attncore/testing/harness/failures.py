@@ -1,0 +1,54 @@
+"""What a failed test of the kit prints: its message, what was drawn, and where the backend raised."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+from attncore.testing.harness.errors import ConformanceError, text_of, told
+
+_KIT = Path(__file__).parents[1]
+_CALLERS = {"_pytest", "pluggy", "hypothesis"}
+_DRAWN = ": check(\n"
+"""Of Hypothesis's note, behind words that its releases differ in."""
+
+
+def shown(error: BaseException) -> str:
+    """A failure in words, without the kit's own frames; empty where the kit itself is at fault."""
+    raised = _raised(error)
+    frames = [] if raised is None else _frames(raised)
+    if raised is not None and not frames:
+        return ""
+    lines = [text_of(error) if isinstance(error, ConformanceError) else told(error), *_drawn(error)]
+    if raised is not None:  # its frames
+        lines += ["", "Traceback of the backend:", *"".join(traceback.format_list(frames)).splitlines()]
+        lines += [told(raised)]  # without Hypothesis's note
+    return "\n".join(lines)
+
+
+def _raised(error: BaseException | None) -> BaseException | None:
+    """What was raised first, where that is no finding of the kit's."""
+    while isinstance(error, ConformanceError):
+        error = error.__cause__
+    return error
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames from where the kit calls others."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    own = [i for i, frame in enumerate(frames) if _is_the_kits(Path(frame.filename))]
+    return frames[own[-1] + 1 :] if own else frames
+
+
+def _is_the_kits(file: Path) -> bool:
+    return file.is_relative_to(_KIT) or not _CALLERS.isdisjoint(file.parts)
+
+
+def _drawn(error: BaseException) -> list[str]:
+    """The arguments that Hypothesis drew, in a line."""
+    for note in getattr(error, "__notes__", ()):
+        _, found, drawn = str(note).partition(_DRAWN)
+        if found:
+            words = " ".join(drawn.rpartition(")")[0].split())
+            return [f"drawn: {words.removesuffix(',')}"]
+    return []
