@@ -62,6 +62,8 @@ def test_steps_of_two_builders_take_turns(attncore_subject: Subject) -> None:
 @covers("plans of several steps")
 def test_a_step_is_built_before_the_last_one_runs(attncore_subject: Subject) -> None:
     """A builder of ``depth`` 2: the next step is built, and planned, before the layers of this one run."""
+    if attncore_subject.backend().config.device != "cpu":
+        raise UnsupportedError("on a device a step is sent when it is built: its layers are launched before the next")
     (engine,) = _engines(attncore_subject, 2, 1)
     one = 1 if "decode" in engine.phases else 2
     last = 3 if "prefill" in engine.phases else 1
