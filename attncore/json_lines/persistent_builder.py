@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from attncore import array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.builder.blocks.context_parallel import ContextParallel
-from attncore.builder.persistent.batch_arguments import ONLY_GROUP
+from attncore.builder.persistent.kv_cache_group import ONLY_GROUP
 from attncore.builder.persistent.builder import MetadataBuilder
 from attncore.builder.persistent.input_batch import InputBatch
 from attncore.builder.persistent.kv_cache_group import NULL_BLOCK_ID, KVCacheGroup
