@@ -159,9 +159,8 @@ class InputBatch(Uncopied):
         With a cross group, ``encoder_seq_len`` encoder tokens are kept in that group's blocks: the first step in which
         the request runs has their slots, unless they are in the cache already (``encoder_computed``). Returns the row
         that the request has until a build moves it. Raises ValueError or TypeError, and changes nothing, where the
-        batch is full, the name is in use, a block id is invalid, a group has no blocks given or the blocks do not hold
-        the tokens; where block 0 stands for tokens that are written or, as far as groups say, seen; and where one block
-        stands twice, as far as it takes few comparisons to see.
+        batch is full, the name is in use, a block id is invalid, a group has no blocks given, the blocks do not hold the
+        tokens, block 0 stands where no window has passed, or (as far as few comparisons show it) one block twice.
         """
         with self._core.enter():
             num_computed_tokens, encoder_seq_len, encoder_computed = check_new_request(
