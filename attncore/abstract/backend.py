@@ -223,7 +223,9 @@ class AttentionBackend(FirstGenerationNames, ABC):
         heads = f"{config.num_heads} heads ({config.num_kv_heads} of keys) of size {config.head_size}"
         cache = f"kv_cache {config.kv_cache_dtype} {config.kv_cache_layout}"
         variant = f"variant {config.variant}" if config.variant else ""
-        layers = counted(len(self._plan_keys), "kind of layers", "kinds of layers") if self._plan_keys else "no layers yet"
+        layers = (
+            counted(len(self._plan_keys), "kind of layers", "kinds of layers") if self._plan_keys else "no layers yet"
+        )
         head = f"{type(self).__name__} {short(self.name)} on {config.device}"
         return angled(head, (variant, config.dtype, heads, f"block_size {config.block_size}", cache, layers))
 

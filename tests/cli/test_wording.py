@@ -15,7 +15,10 @@ from attncore.cli import main
         ("bench", "NAME: none given; "),
         ("show", "NAME: none given; "),
         ("new-backend", "NAME, DIR: none given; "),
-        ("explain --dtype fp16", "--dtype: invalid choice: 'fp16' (choose from 'float16', 'bfloat16', 'float32'); did "),
+        (
+            "explain --dtype fp16",
+            "--dtype: invalid choice: 'fp16' (choose from 'float16', 'bfloat16', 'float32'); did ",
+        ),
     ],
 )
 def test_a_mistake(words, text, capsys):

@@ -99,7 +99,9 @@ class BlockTable:
                     f"tokens {index * self.group.block_size} and on, which are written to it or read"
                 )
             if block and block in blocks:
-                return f"block {block} stands at index {blocks.index(block)} and again at {index}; give each place its own"
+                return (
+                    f"block {block} stands at index {blocks.index(block)} and again at {index}; give each place its own"
+                )
             blocks.append(block)
         return "its block ids changed while they were read"
 

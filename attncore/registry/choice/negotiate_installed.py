@@ -17,9 +17,7 @@ from attncore.registry.plugins.load import registry
 from attncore.registry.request import AttentionRequest, RequestFields
 
 _FIELDS = {declared.name: declared for declared in fields(AttentionRequest)}
-_REQUIRED = tuple(
-    name for name, one in _FIELDS.items() if one.default is MISSING and one.default_factory is MISSING
-)
+_REQUIRED = tuple(name for name, one in _FIELDS.items() if one.default is MISSING and one.default_factory is MISSING)
 
 
 def negotiate_installed(

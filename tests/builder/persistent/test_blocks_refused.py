@@ -49,7 +49,12 @@ def test_a_new_request(batch, ids, computed, text):
 
 @pytest.mark.parametrize(
     ("ids", "text"),
-    [([0], NULL.format(3)), ([7, 7], TWICE.format(7, 3, 4)), ([6], TWICE.format(6, 2, 3)), ([5], TWICE.format(5, 1, 3))],
+    [
+        ([0], NULL.format(3)),
+        ([7, 7], TWICE.format(7, 3, 4)),
+        ([6], TWICE.format(6, 2, 3)),
+        ([5], TWICE.format(5, 1, 3)),
+    ],
 )
 def test_more_blocks(batch, ids, text):
     batch.add_request("z", [0, 5, 6], 8)
@@ -92,7 +97,9 @@ def test_a_replaced_block(grouped):
     grouped.add_request("z", {"full": [1, 2, 3, 4, 5], "window": [5, 6, 7]}, 17)
     before = core_state(grouped)
     for group, index in (("full", 0), ("window", 1), ("window", 2)):
-        with pytest.raises(ValueError, match=f"^block_id: 0, the null block, but no window .* has passed block {index}"):
+        with pytest.raises(
+            ValueError, match=f"^block_id: 0, the null block, but no window .* has passed block {index}"
+        ):
             grouped.replace_block("z", index, 0, group)
     assert core_state(grouped) == before
     assert grouped.replace_block("z", 0, 0, "window") == 5
