@@ -28,8 +28,9 @@ def check_per_head(name: str, values: Any, num_heads: int) -> None:
         if len(shape) != 1:
             raise ValueError(f"{name}: shape {tuple(shape)} given; give one number for each of {num_heads} query heads")
         return
+    index, value = 0, values
     try:
-        for index, value in enumerate(values):
+        for index, value in enumerate(values):  # noqa: B007  the one that fails is named
             if isinstance(value, str | bytes):
                 raise ValueError
             float(value)

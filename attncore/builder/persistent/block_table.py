@@ -11,7 +11,7 @@ import numpy.typing as npt
 from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.builder.device.memory import zeros
-from attncore.builder.persistent.kv_cache_group import ONLY_GROUP, KVCacheGroup
+from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.kernels import codes
 
 

@@ -159,7 +159,7 @@ class InputBatch(Uncopied):
         With a cross group, ``encoder_seq_len`` encoder tokens are kept in that group's blocks: the first step in which
         the request runs has their slots, unless they are in the cache already (``encoder_computed``). Returns the row
         that the request has until a build moves it. Raises ValueError or TypeError, and changes nothing, where the
-        batch is full, the name is in use, a block id is invalid, a group has no blocks given, the blocks do not hold the
+        batch is full, the name is in use, a block id is invalid, a group has no blocks, the blocks do not hold the
         tokens, block 0 stands where no window has passed, or (as far as few comparisons show it) one block twice.
         """
         with self._core.enter():

@@ -94,9 +94,9 @@ class Choice:
 
         ``device`` is as torch writes it; None: the host's first one, but the CPU for a backend that was chosen as one
         for any device. ``options`` overrides the request's options for this backend. Raises ValueError beginning with
-        ``device`` for one that torch cannot use here, with ``options`` for one that the spec does not declare, TypeError where they are no mapping or the factory makes no
-        AttentionBackend, and PluginError, with the cause chained, where the library cannot be imported or asks the
-        process to end.
+        ``device`` for one that torch cannot use here, with ``options`` for one that the spec does not declare,
+        TypeError where they are no mapping or the factory makes no AttentionBackend, and PluginError, with the cause
+        chained, where the library cannot be imported or asks the process to end.
         """
         from attncore.registry.choice.device_here import device_problem
 
