@@ -139,7 +139,6 @@ class InputBatch(Uncopied):
 
     def block_ids(self, req_id: Hashable) -> Any:
         """The blocks that the request holds, in order: list[int], or with groups a dict of such lists by group name.
-
         These are manager blocks; 0 where a window has passed.
         """
         tables = self._core.tables.items()
@@ -262,7 +261,6 @@ class InputBatch(Uncopied):
 
     def remove_request(self, req_id: Hashable) -> Any:
         """Removes the request, between any two steps; returns the blocks that it held, as ``block_ids`` does.
-
         Its row stays empty until the next build.
         """
         with self._core.enter():
