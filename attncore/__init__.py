@@ -5,14 +5,15 @@ Names are imported when they are first used (PEP 562): importing attncore import
 
 from __future__ import annotations
 
-import logging
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from attncore._version import __version__
 
+TYPE_CHECKING = False  # typing's and logging's own import take ten times as long as this one's; Ctrl-C may come in them
 if TYPE_CHECKING:
+    from typing import Any
+
     from attncore.abstract import (
         AttentionBackend,
         AttentionImpl,
@@ -159,8 +160,6 @@ if not getattr(sys, "_is_gil_enabled", lambda: True)():
         "attncore: this interpreter runs without the GIL, which attncore's kernels rely on; start it with PYTHON_GIL=1 "
         "or -X gil=1, or use the ordinary interpreter"
     )
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 if not TYPE_CHECKING:  # a checker knows the names from the imports above, and refuses others

@@ -1,10 +1,15 @@
 """The ``attncore`` command, also as ``python -m attncore``."""
 
+from __future__ import annotations
+
 import sys
-from collections.abc import Callable
 
 from attncore.interrupts import as_program
 from attncore.search_path import without_current_folder
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def main() -> int:

@@ -42,6 +42,9 @@ _OF_A_STREAM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EAGAIN)
 _LONG_WORD = re.compile(rf"\S{{{MAX_PART + 1},}}")
 """What is no sentence, such as the name of a file that can be no file's."""
 
+_NUMBERS: dict[Any, str] = {int: "whole number", float: "number"}
+"""What argparse calls an int value and a float value, in the words of attncore's own types."""
+
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM or SIGHUP arrived. An exception, so that what a command leaves half-written is removed."""
@@ -146,6 +149,9 @@ class Parser(argparse.ArgumentParser):
             options = [word.partition("=")[0] for word in self._words if word.startswith("--") and word != "--"]
             if (strange := next((one for one in options if one not in self._option_string_actions), None)) is not None:
                 message = f"unrecognized arguments: {strange}"
+        required, none, names = message.partition("the following arguments are required: ")
+        if none and not required:
+            message = f"{names}: none given; {self.prog} --help says what it is"
         name, unknown, words = message.partition("unrecognized arguments: ")
         if unknown and not name:
             option = words.split(maxsplit=1)[0].partition("=")[0]
@@ -164,7 +170,12 @@ class Parser(argparse.ArgumentParser):
         """As argparse does; an empty text, as of a variable of the shell that is not set, is no value of any option."""
         if arg_string == "" and (action.type is None or isinstance(action.type, type)):  # a function says what it takes
             raise argparse.ArgumentError(action, "'' is empty; give a value")
-        return super()._get_value(action, arg_string)
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            if action.type in _NUMBERS:
+                error.message = f"{quoted(arg_string)} is not a {_NUMBERS[action.type]}"
+            raise
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """As argparse does; a misspelt choice is guessed."""

@@ -8,10 +8,15 @@ from functools import lru_cache
 LONGEST = 64
 """Letters of the longest name that is compared; comparing takes the square of it."""
 
+OTHER_NAMES = {"fp16": "float16", "half": "float16", "fp32": "float32", "single": "float32"}
+"""Names of the same thing that are not spelt alike."""
+
 
 def close_name(name: object, known: Iterable[str]) -> str | None:
     """The one of ``known`` that is spelt most like ``name``; None where none is close, or it is one."""
     names = frozenset(known)
+    if type(name) is str and OTHER_NAMES.get(name) in names - {name}:
+        return OTHER_NAMES[name]
     if not isinstance(name, str) or len(name) > LONGEST or name in names:
         return None
     return _closest(name, names)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import NoReturn
+
+TYPE_CHECKING = False  # as in attncore/__init__.py
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import NoReturn
 
 _SOON = 1e-3
 """Seconds after which an interrupt that was lost is raised again: what swallowed it has returned."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 
+# For every logger of attncore: without a handler of the program's, warnings would go to standard error.
+logging.getLogger("attncore").addHandler(logging.NullHandler())
+
 
 def logged(logger: logging.Logger, level: int, words: str, *values: object, error: BaseException | None = None) -> None:
     """Logs ``words % values``, with the traceback of ``error``; what a handler raises is dropped, but an interrupt."""

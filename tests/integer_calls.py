@@ -30,7 +30,7 @@ PERSISTENT = {
     "InputBatch:max_num_reqs": (5, lambda n: built(max_num_reqs=n)),
     "InputBatch:max_model_len": (60, lambda n: batch(max_model_len=n).nbytes),
     "InputBatch:block_size": (5, lambda n: built(block_size=n)),
-    "InputBatch:num_blocks": (10, lambda n: mutated(batch(num_blocks=n), lambda m: m.append_blocks("a", [9]))),
+    "InputBatch:num_blocks": (10, lambda n: mutated(batch(num_blocks=n), lambda m: m.append_blocks("b", [9]))),
     "InputBatch:max_encoder_len": (13, lambda n: builder.InputBatch(
         max_num_reqs=2, max_model_len=8, max_encoder_len=n,
         groups=[builder.KVCacheGroup("g", 4), builder.KVCacheGroup("x", 4, cross=True)]).nbytes),

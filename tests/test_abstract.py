@@ -159,11 +159,20 @@ def test_impl_hands_everything_on():
         ({"scale": 10**400}, "scale: an integer of 1329 bits is not a finite number"),
         ({"alibi_slopes": [1.0]}, "alibi_slopes: 1 given; the backend has 4 query heads"),
         ({"sinks": [1.0] * 5}, "sinks: 5 given"),
+        ({"sinks": 3}, "sinks: 3 has no length; give a number for each query head"),
+        ({"alibi_slopes": 3}, "alibi_slopes: 3 has no length"),
+        ({"alibi_slopes": torch.tensor(3.0)}, "alibi_slopes: "),
+        ({"alibi_slopes": torch.ones(4, 1)}, "alibi_slopes: shape (4, 1) given"),
+        ({"sinks": ["a", "b", "c", "d"]}, "sinks[0]: 'a' is not a number"),
+        ({"sinks": "1234"}, "sinks[0]: '1' is not a number"),
+        ({"sinks": [0, 1, None, 2]}, "sinks[2]: None is not a number"),
+        ({"sinks": [[0], [1], [2], [3]]}, "sinks[0]: [0] is not a number"),
+        ({"layer_name": 3}, "layer_name: 3 is not a string"),
     ],
 )
 def test_layers_out_of_range(fields, text):
     with pytest.raises(ValueError) as caught:
-        Backend(config()).impl("x", **{"scale": 1.0, **fields})
+        Backend(config()).impl(**{"layer_name": "x", "scale": 1.0, **fields})
     assert str(caught.value).startswith(text)
 
 

@@ -67,5 +67,16 @@ def test_a_name_that_is_not_there():
     assert not hasattr(attncore, "telepathy")
 
 
+def test_what_an_early_interrupt_would_meet_is_not_loaded():
+    """logging and typing take longer to load than all else that comes before the command answers Ctrl-C."""
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}\nimport attncore, attncore.interrupts, attncore.search_path\n"
+        "print(*({'logging', 'typing', 're'} & {*sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == ""
+
+
 def test_the_packages_logger_is_silent_by_default():
+    assert attncore.select  # a module that logs
     assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("attncore").handlers)

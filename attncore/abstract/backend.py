@@ -14,9 +14,10 @@ from attncore.abstract.attention_impl import AttentionImpl, PlanKey
 from attncore.abstract.cache_views import key_and_value_views
 from attncore.abstract.config_against_spec import checked
 from attncore.abstract.first_generation_names import FirstGenerationNames
+from attncore.abstract.layer_arguments import check_per_head, checked_name
 from attncore.arguments import finite_number, integer, optional_integer
 from attncore.quoted import quoted
-from attncore.show import angled, guarded, short
+from attncore.show import angled, counted, guarded, short
 from attncore.vocabulary import AttentionType
 
 if TYPE_CHECKING:
@@ -85,14 +86,15 @@ class AttentionBackend(FirstGenerationNames, ABC):
         Raises ValueError naming the argument where it is out of range, asks for a feature that the spec does not
         declare, or makes no sense for the type of attention.
         """
+        layer_name = checked_name(layer_name)
         attn_type = self._checked_type(attn_type, sliding_window, alibi_slopes)
         sliding_window = optional_integer("sliding_window", sliding_window, 1)  # a query sees at least itself
         scale = finite_number("scale", scale)
         if logits_soft_cap is not None:
             logits_soft_cap = finite_number("logits_soft_cap", logits_soft_cap, positive=True)
         for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-            if per_head is not None and len(per_head) != self.config.num_heads:
-                raise ValueError(f"{name}: {len(per_head)} given; the backend has {self.config.num_heads} query heads")
+            if per_head is not None:
+                check_per_head(name, per_head, self.config.num_heads)
         self._check_declared(
             sliding_window=("sliding_window", sliding_window is not None),
             logits_soft_cap=("logits_soft_cap", logits_soft_cap is not None),
@@ -221,7 +223,9 @@ class AttentionBackend(FirstGenerationNames, ABC):
         heads = f"{config.num_heads} heads ({config.num_kv_heads} of keys) of size {config.head_size}"
         cache = f"kv_cache {config.kv_cache_dtype} {config.kv_cache_layout}"
         variant = f"variant {config.variant}" if config.variant else ""
-        layers = f"{len(self._plan_keys)} kinds of layers" if self._plan_keys else "no layers yet"
+        layers = (
+            counted(len(self._plan_keys), "kind of layers", "kinds of layers") if self._plan_keys else "no layers yet"
+        )
         head = f"{type(self).__name__} {short(self.name)} on {config.device}"
         return angled(head, (variant, config.dtype, heads, f"block_size {config.block_size}", cache, layers))
 

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from attncore import array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.builder.blocks.context_parallel import ContextParallel
-from attncore.builder.persistent.batch_arguments import ONLY_GROUP
 from attncore.builder.persistent.builder import MetadataBuilder
 from attncore.builder.persistent.input_batch import InputBatch
-from attncore.builder.persistent.kv_cache_group import NULL_BLOCK_ID, KVCacheGroup
+from attncore.builder.persistent.kv_cache_group import NULL_BLOCK_ID, ONLY_GROUP, KVCacheGroup
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.json_lines.json_fields import REQUIRED, fields_of, integer, list_of, read_record, refuse_duplicates
 from attncore.json_lines.metadata_as_json import MAX_ANSWER, as_json, check_numbers, fields_of_metadata

@@ -10,6 +10,9 @@ PAD_SLOT_ID = -1
 NO_COLUMN = -1
 """The cached column of a row whose current block is not cached."""
 
+MOST_COMPARED = 512
+"""Comparisons that a call which appends blocks may make to find one that its row has already, its neighbours apart."""
+
 # Codes that a kernel's check returns.
 OK, TOO_FEW_BLOCKS, NULL_BLOCK, TOO_LONG, TOO_MANY_TOKENS, TOO_MANY_SEQ_TOKENS = range(6)
 HIT_ON_DECODE, HIT_WITH_WINDOW, CONTEXT_WITHOUT_CHUNKS, QUERY_TOO_LONG = range(6, 10)

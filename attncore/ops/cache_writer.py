@@ -139,6 +139,8 @@ def _check_on_cpu(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Te
     }  # fmt: skip
     for name, tensor in named.items():
         check_strided(name, tensor)
+        if tensor.dim() > 1 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:  # as on a GPU, whose kernel needs it
+            raise ValueError(f"{name}: stride {tensor.stride(-1)} in its last dimension; give one that is contiguous")
         if tensor.device != slot_mapping.device:
             raise ValueError(f"{name}: on {tensor.device}, but slot_mapping is on {slot_mapping.device}")
     with torch.no_grad():  # as it is written to

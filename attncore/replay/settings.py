@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from attncore.arguments import INT32_MAX, integer
-from attncore.builder.persistent.batch_arguments import ONLY_GROUP
-from attncore.builder.persistent.kv_cache_group import KVCacheGroup
+from attncore.builder.persistent.kv_cache_group import ONLY_GROUP, KVCacheGroup
 from attncore.replay.scheduling.cost_model import CostModel
 from attncore.replay.scheduling.draft_model import Speculation
 

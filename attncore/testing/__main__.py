@@ -8,10 +8,13 @@ segmentation fault, a signal) ends the process by that signal, without a table.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 
 from attncore.interrupts import as_program
 from attncore.search_path import without_current_folder
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> int:
         parser = Parser(prog="python -m attncore.testing", description=__doc__)
         configure(parser)
+        parser.usage = "%(prog)s [OPTION ...] NAME"  # as of attncore's commands: the options are listed below it
         try:
             args = parser.parse_args(argv)
         except SystemExit as ended:  # --help

@@ -26,6 +26,11 @@ def test_output(case):
         case.forward(output=torch.empty(1, 4, 8))
 
 
+def test_a_cache_in_the_place_of_metadata(case):
+    with pytest.raises(TypeError, match=r"^metadata: Tensor found"):
+        case.backend.impl("x", scale=1.0).forward(case.query, case.key, case.value, case.metadata, case.cache)
+
+
 def test_nothing_is_written_when_an_argument_is_wrong(case):
     before = case.cache.clone()
     with pytest.raises(ValueError, match=r"^value: "):

@@ -49,6 +49,9 @@ def test_options_that_the_spec_does_not_declare(site):
         ({"options": np.zeros(2)}, TypeError, "options: array.* cannot be read as a mapping"),
         ({"device": np.zeros(2)}, ValueError, "device: array.* is not a device as torch writes it"),
         ({"device": ""}, ValueError, "device: '' is not a device as torch writes it"),
+        ({"device": "npu"}, ValueError, "device: 'npu' cannot be used here: "),
+        ({"device": "cuda:99"}, ValueError, "device: 'cuda:99' cannot be used here: "),
+        ({"device": "cudo"}, ValueError, "device: 'cudo' cannot be used here: torch has no such device.*mean cuda"),
     ],
 )
 def test_odd_arguments_of_create_name_themselves(field, error, text):

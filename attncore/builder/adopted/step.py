@@ -13,7 +13,7 @@ from attncore.builder.adopted.device_fields import MADE, OF_ROWS, OF_TOKENS, SUM
 from attncore.builder.device_slices import DeviceView
 from attncore.builder.fields import ARRAYS, DERIVED, FIELDS, no_such_field
 from attncore.builder.metadata import CommonAttentionMetadata, Wrap
-from attncore.builder.persistent.batch_arguments import ONLY_GROUP
+from attncore.builder.persistent.kv_cache_group import ONLY_GROUP
 from attncore.builder.slices import HostArrays
 from attncore.errors import AttncoreError, CaptureError
 

@@ -17,8 +17,7 @@ from attncore.builder.adopted.given import Given, Place, check_memory, host_leng
 from attncore.builder.adopted.settings import Batch, check_settings, facts_of
 from attncore.builder.adopted.step import AdoptedHost, AdoptedStep, Owner
 from attncore.builder.device.memory import Readers, zeros
-from attncore.builder.persistent.batch_arguments import ONLY_GROUP
-from attncore.builder.persistent.kv_cache_group import KVCacheGroup
+from attncore.builder.persistent.kv_cache_group import ONLY_GROUP, KVCacheGroup
 from attncore.builder.uncopied import Uncopied
 from attncore.errors import ConcurrentUseError
 from attncore.kernels import KernelsName, load_kernels

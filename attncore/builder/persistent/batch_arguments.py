@@ -6,14 +6,11 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from attncore import arguments
-from attncore.builder.persistent.kv_cache_group import KVCacheGroup, checked_groups
+from attncore.builder.persistent.kv_cache_group import ONLY_GROUP, KVCacheGroup, checked_groups
 from attncore.quoted import plain_text
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.batch_core import BatchCore
-
-ONLY_GROUP = "decoder"
-"""The name of the only group of a batch that was made with ``block_size`` instead of groups."""
 
 
 def groups_of(

@@ -66,17 +66,44 @@ class BlockTable:
         ids: list[int] = (columns // per_block if per_block > 1 else columns).tolist()
         return ids
 
-    def append(self, row: int, req_id: Hashable, block_ids: Any) -> None:
-        """Appends manager blocks; raises ValueError or TypeError, and changes nothing, for a bad id or a full row."""
-        if self.state.append(row, block_ids) < 0:
+    def append(self, row: int, req_id: Hashable, block_ids: Any, passed: int = 0) -> None:
+        """Appends manager blocks; raises ValueError or TypeError, and changes nothing, for a bad id, a full row, or a
+        block that cannot stand there: block 0 may before column ``passed``, any other once.
+        """
+        if self.state.append(row, block_ids, passed) < 0:
             room = (self.array.shape[1] - self.num_columns(row)) // self.group.kernel_blocks
             error, text = array_arguments.bad_block_ids(block_ids, self.limit, room) or (
                 ValueError,
                 f"{len(block_ids)} block ids but room for {room} "
                 f"({'max_encoder_len' if self.group.cross else 'max_model_len'} {self.max_len}, "
-                f"block_size {self.group.block_size})",
+                f"block_size {self.group.block_size})"
+                if len(block_ids) > room
+                else self._why_unfit(row, list(map(int, block_ids)), passed // self.group.kernel_blocks),
             )
             raise error(f"block_ids: request {req_id!r}: {text}")
+
+    def passed_columns(self, num_computed: int, window_known: bool) -> int:
+        """The leading columns of a row of ``num_computed`` tokens in which the null block may stand: a window has
+        passed them or, where the group's layers may have one that it does not state, they are written already.
+        """
+        seen = self.first_seen(num_computed) if window_known else num_computed
+        return seen // self.group.block_size * self.group.kernel_blocks
+
+    def _why_unfit(self, row: int, given: list[int], passed: int) -> str:
+        """Why one of the given manager blocks cannot stand in the row; before index ``passed`` the null block can."""
+        blocks = self.held(row)
+        for index, block in enumerate(given, len(blocks)):
+            if block == 0 and index >= passed:
+                return (
+                    f"block 0 at index {index}, the null block, where no window has passed; give a block of its own to "
+                    f"tokens {index * self.group.block_size} and on, which are written to it or read"
+                )
+            if block and block in blocks:
+                return (
+                    f"block {block} stands at index {blocks.index(block)} and again at {index}; give each place its own"
+                )
+            blocks.append(block)
+        return "its block ids changed while they were read"
 
     def check_holds(self, row: int, req_id: Hashable, num_tokens: int) -> None:
         """ValueError where the row's blocks do not hold ``num_tokens`` tokens."""
@@ -96,12 +123,12 @@ class BlockTable:
     def refill(self, row: int, held: list[int]) -> None:
         """Makes the row hold these manager blocks, which it held before."""
         self.clear(row)
-        self.state.append(row, held)
+        self.state.append(row, held, -1)
 
-    def replaces(self, row: int, req_id: Hashable, index: Any, block_id: Any) -> tuple[int, int, int]:
+    def replaces(self, row: int, req_id: Hashable, index: Any, block_id: Any, passed: int) -> tuple[int, int, int]:
         """``index`` and ``block_id`` as ints, and the manager block that the row has at ``index``.
 
-        ValueError or TypeError where it cannot be replaced.
+        ValueError or TypeError where it cannot be replaced; block 0 may stand before column ``passed`` only.
         """
         index = arguments.integer("index", index, 0)
         block_id = arguments.integer("block_id", block_id, 0)
@@ -110,6 +137,11 @@ class BlockTable:
             raise ValueError(f"index: {index}, but request {req_id!r} holds {len(held)} blocks")
         if block_id >= self.limit:
             raise ValueError(f"block_id: {block_id} is outside 0..{self.limit - 1}")
+        if block_id == 0 and index * self.group.kernel_blocks >= passed:
+            raise ValueError(
+                f"block_id: 0, the null block, but no window of request {req_id!r} has passed block {index}: its "
+                "tokens are written to it or read"
+            )
         return index, block_id, held[index]
 
     def put(self, row: int, index: int, block_id: int) -> None:

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from attncore import arguments
 from attncore.builder.grid import batch_grid, batch_html
-from attncore.builder.persistent.batch_arguments import ONLY_GROUP, check_new_request, groups_of, ids_by_group
+from attncore.builder.persistent.batch_arguments import check_new_request, groups_of, ids_by_group
 from attncore.builder.persistent.batch_core import BatchCore
 from attncore.builder.persistent.block_table import BlockTable
-from attncore.builder.persistent.kv_cache_group import KVCacheGroup
+from attncore.builder.persistent.kv_cache_group import ONLY_GROUP, KVCacheGroup
 from attncore.builder.persistent.request_rows import RequestRows
 from attncore.builder.read_only import read_only
 from attncore.builder.show import batch_text
@@ -139,7 +139,6 @@ class InputBatch(Uncopied):
 
     def block_ids(self, req_id: Hashable) -> Any:
         """The blocks that the request holds, in order: list[int], or with groups a dict of such lists by group name.
-
         These are manager blocks; 0 where a window has passed.
         """
         tables = self._core.tables.items()
@@ -159,8 +158,8 @@ class InputBatch(Uncopied):
         With a cross group, ``encoder_seq_len`` encoder tokens are kept in that group's blocks: the first step in which
         the request runs has their slots, unless they are in the cache already (``encoder_computed``). Returns the row
         that the request has until a build moves it. Raises ValueError or TypeError, and changes nothing, where the
-        batch is full, the name is in use, a block id is invalid, a group has no blocks given or the blocks do not hold
-        the tokens.
+        batch is full, the name is in use, a block id is invalid, a group has no blocks, the blocks do not hold the
+        tokens, block 0 stands where no window has passed, or (as far as few comparisons show it) one block twice.
         """
         with self._core.enter():
             num_computed_tokens, encoder_seq_len, encoder_computed = check_new_request(
@@ -172,7 +171,8 @@ class InputBatch(Uncopied):
             self._core.state.start(row, num_computed_tokens, encoder_seq_len, encoder_computed)
             for name, ids in given.items():
                 table = self._core.tables[name]
-                table.append(row, req_id, ids)
+                passed = table.passed_columns(num_computed_tokens, not self._one_group) if num_computed_tokens else 0
+                table.append(row, req_id, ids, passed)
                 table.check_holds(row, req_id, encoder_seq_len if table.group.cross else num_computed_tokens)
                 if table.group.cross and not encoder_seq_len and table.num_columns(row):
                     raise ValueError(
@@ -211,7 +211,8 @@ class InputBatch(Uncopied):
         """
         with self._core.enter():
             row, table = self._core.order.row(req_id), self._table(group)
-            index, block_id, was = table.replaces(row, req_id, index, block_id)
+            passed = table.passed_columns(self._core.num_computed(row), not self._one_group)
+            index, block_id, was = table.replaces(row, req_id, index, block_id, passed)
             self._core.undo.append((table.put, row, index, was))
             table.put(row, index, block_id)
             self._core.state.changes += 1
@@ -260,7 +261,6 @@ class InputBatch(Uncopied):
 
     def remove_request(self, req_id: Hashable) -> Any:
         """Removes the request, between any two steps; returns the blocks that it held, as ``block_ids`` does.
-
         Its row stays empty until the next build.
         """
         with self._core.enter():

@@ -10,6 +10,9 @@ from attncore.quoted import plain_text, quoted
 
 MAX_GROUPS = 64
 
+ONLY_GROUP = "decoder"
+"""The name of the only group of a batch that was made with ``block_size`` instead of groups."""
+
 NULL_BLOCK_ID = 0
 """The block that a table holds where a window has passed; no token is written to it."""
 

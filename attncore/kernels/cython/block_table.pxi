@@ -100,6 +100,29 @@ cdef length_t write_journal(TableView* view, length_t num_rows, length_t* entrie
     return count
 
 
+cdef bint stands(const TableView* view, length_t row, length_t start, length_t passed, length_t each) noexcept nogil:
+    """Whether every block of a row from column ``start`` on can stand there.
+
+    The null block can before column ``passed``. Another one stands once: it is compared with the one before it, and
+    with all before it where that takes MOST_COMPARED comparisons at most, so that it costs little beside reading them.
+    """
+    cdef const block_id_t* ids = view.table + <slot_t> row * view.width
+    cdef length_t stop = view.num_blocks[row], column, k
+    cdef block_id_t bad = 0
+    # Without an early exit: the compiler makes vectors of these loops.
+    for k in range(max(start, passed), stop):
+        bad |= ids[k] < each
+    for k in range(max(start, each), stop):
+        bad |= (ids[k] == ids[k - each]) & (ids[k] >= each)
+    if <slot_t> (stop - start) * stop <= MOST_COMPARED:
+        column = start
+        while column < stop:
+            for k in range(column):
+                bad |= (ids[k] == ids[column]) & (ids[k] >= each)
+            column += each
+    return not bad
+
+
 @cython.final
 cdef class TableState:
     """One KV-cache group's blocks: state int32[4, n] and block table int32[n, width], both owned by the caller.
@@ -135,8 +158,12 @@ cdef class TableState:
         check_row(row, self.capacity)
         return self.view.num_blocks[row]
 
-    def append(self, length_t row, ids):
-        """Appends block ids to a row: how many, or -1 where one is bad or the row is full; then nothing has changed."""
+    def append(self, length_t row, ids, length_t passed):
+        """Appends block ids to a row: how many, or -1 where one is bad or the row is full, -2 where one cannot stand
+        there; then nothing has changed.
+
+        The null block may stand before column ``passed``; -1: the row held the ids before, and nothing is compared.
+        """
         check_row(row, self.capacity)
         cdef length_t k, e, held = self.view.num_blocks[row], room = self.width - held, each = self.kernel_blocks
         cdef block_id_t* tail = self.view.table + <slot_t> row * self.width + held
@@ -157,6 +184,10 @@ cdef class TableState:
                 for e in range(each):
                     tail[k * each + e] = first + e
         self.view.num_blocks[row] = held + <length_t> count * each
+        if passed >= 0 and not stands(&self.view, row, held, passed, each):
+            self.view.num_blocks[row] = held
+            memset(tail, 0, room * sizeof(block_id_t))
+            return -2
         return count
 
     def truncate(self, length_t row, length_t num_blocks):

@@ -3,6 +3,7 @@
 cdef enum:
     PAD_SLOT_ID = -1
     NO_COLUMN = -1
+    MOST_COMPARED = 512
 
 # What a check may answer.
 cdef enum:

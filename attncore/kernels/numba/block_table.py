@@ -12,6 +12,7 @@ from attncore.kernels.codes import (
     JOURNAL_BLOCK,
     JOURNAL_ENTRY_WORDS,
     JOURNAL_INDEX,
+    MOST_COMPARED,
     NO_COLUMN,
     NUM_BLOCKS,
     SYNCED,
@@ -81,6 +82,23 @@ def write_journal(state, table, num_rows, entries):
     return count
 
 
+@jit
+def stands(state, table, row, start, passed, each):
+    stop, ids = state[NUM_BLOCKS, row], table[row]
+    for k in range(max(start, passed), stop):
+        if ids[k] < each:
+            return False
+    for k in range(max(start, each), stop):
+        if ids[k] == ids[k - each] and ids[k] >= each:
+            return False
+    if (stop - start) * stop <= MOST_COMPARED:
+        for column in range(start, stop, each):
+            for k in range(column):
+                if ids[k] == ids[column] and ids[k] >= each:
+                    return False
+    return True
+
+
 class TableState:
     num_computed: Any  # the batch's
 
@@ -101,7 +119,7 @@ class TableState:
         check_row(row, self.capacity)
         return int(self.state[NUM_BLOCKS, row])
 
-    def append(self, row: int, ids: Any) -> int:
+    def append(self, row: int, ids: Any, passed: int) -> int:
         check_row(row, self.capacity)
         held, each = int(self.state[NUM_BLOCKS, row]), self.kernel_blocks
         array = None if exceeds(ids, (self.width - held) // each) else read_ids(readable(ids), self.num_blocks)
@@ -110,6 +128,9 @@ class TableState:
         columns = (array[:, np.newaxis] * np.int32(each) + np.arange(each, dtype=np.int32)).ravel()
         self.state[NUM_BLOCKS, row] = held + len(columns)  # first: a roll-back clears what the row holds
         self.table[row, held : held + len(columns)] = columns
+        if passed >= 0 and not stands(self.state, self.table, row, held, passed, each):
+            self.truncate(row, held)
+            return -2
         return len(array)
 
     def truncate(self, row: int, num_blocks: int) -> None:

@@ -94,11 +94,16 @@ class Choice:
 
         ``device`` is as torch writes it; None: the host's first one, but the CPU for a backend that was chosen as one
         for any device. ``options`` overrides the request's options for this backend. Raises ValueError beginning with
-        ``options`` for one that the spec does not declare, TypeError where they are no mapping or the factory makes no
-        AttentionBackend, and PluginError, with the cause chained, where the library cannot be imported or asks the
-        process to end.
+        ``device`` for one that torch cannot use here, with ``options`` for one that the spec does not declare,
+        TypeError where they are no mapping or the factory makes no AttentionBackend, and PluginError, with the cause
+        chained, where the library cannot be imported or asks the process to end.
         """
-        return self.create_for(self.config(device, options))
+        from attncore.registry.choice.device_here import device_problem
+
+        config = self.config(device, options)
+        if device is not None and (problem := device_problem(str(device))):
+            raise ValueError(f"device: {problem}")
+        return self.create_for(config)
 
     def config(self, device: str | None = None, options: Mapping[str, Any] | None = None) -> BackendConfig:
         """What ``create`` makes the backend for; arguments and errors of options as there. Imports no library."""

@@ -17,6 +17,7 @@ from attncore.registry.plugins.load import registry
 from attncore.registry.request import AttentionRequest, RequestFields
 
 _FIELDS = {declared.name: declared for declared in fields(AttentionRequest)}
+_REQUIRED = tuple(name for name, one in _FIELDS.items() if one.default is MISSING and one.default_factory is MISSING)
 
 
 def negotiate_installed(
@@ -80,9 +81,10 @@ def _request(request: AttentionRequest | None, given: RequestFields) -> tuple[At
         raise TypeError(f"request: {quoted(request)} is not an AttentionRequest")
     _check_names(given)
     if request is None:
-        for name, declared in _FIELDS.items():
-            if declared.default is MISSING and declared.default_factory is MISSING and name not in given:
-                raise TypeError(f"{name}: a request must state it")
+        missing = [name for name in _REQUIRED if name not in given]
+        if missing:
+            others = f", and {', '.join(missing[1:])}" if missing[1:] else ""
+            raise TypeError(f"{missing[0]}: a request must state it{others}")
         request = AttentionRequest(**cast(dict[str, Any], given))
     elif given:
         request = replace(request, **cast(dict[str, Any], given))

@@ -98,7 +98,8 @@ def _words(name: str, value: Any) -> str:
     if isinstance(value, MultipleOf) or name in ("head_sizes", "block_sizes", "head_size_v"):
         return sizes.describe(value)
     if name in _SENTENCES:
-        return f"{value}: {_SENTENCES[name][value]}"
+        word = ("yes" if value else "no") if isinstance(value, bool) else value
+        return f"{word}: {_SENTENCES[name][value]}"
     if name == "devices":
         return ", ".join(f"{pattern} (priority {priority})" for pattern, priority in value.items())
     if name == "check":

@@ -18,12 +18,12 @@ EXPANDED = KVCacheGroup("window", 8, kernel_block_size=4, sliding_window=6)
 
 def test_a_block_of_the_managers_is_several_of_the_kernels(kernels):
     batch = batch_of(kernels, KVCacheGroup("large", 16, kernel_block_size=4))
-    batch.add_request("a", {"large": [0, 2]}, 16)
+    batch.add_request("a", {"large": [1, 2]}, 16)
     metadata = MetadataBuilder(batch, max_num_batched_tokens=32).build()
-    assert metadata.block_table[0, :8].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert metadata.block_table[0, :8].tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
     assert metadata.slot_mapping.tolist() == [2 * 16]
-    assert metadata.paged_kv_indices.tolist() == [0, 1, 2, 3, 8]
-    assert batch.block_ids("a") == {"large": [0, 2]}
+    assert metadata.paged_kv_indices.tolist() == [4, 5, 6, 7, 8]
+    assert batch.block_ids("a") == {"large": [1, 2]}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_many_rows_of_every_size(kernels, num_reqs):
 def test_any_row_may_lack_a_block(kernels, row, size):
     batch = batch_of(kernels, FULL, KVCacheGroup("other", size), max_num_reqs=37)
     for name in range(37):
-        batch.add_request(name, {"full": [1, 2], "other": [3] * (1 if name == row else 3)}, size - 1)
+        batch.add_request(name, {"full": [1, 2], "other": [3, 4, 5][: 1 if name == row else 3]}, size - 1)
     builder = MetadataBuilder(batch, max_num_batched_tokens=64)
     builder.build()
     before = core_state(batch)

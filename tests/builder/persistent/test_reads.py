@@ -15,7 +15,7 @@ def moving(kernels):
     """A batch whose builds move rows: each time another request runs the prompt, and comes last."""
     batch = InputBatch(max_num_reqs=8, max_model_len=64, block_size=4, kernels=kernels)
     for name in NAMES:
-        batch.add_request(name, [name + 1] * 4, name + 1)
+        batch.add_request(name, range(4 * name + 1, 4 * name + 5), name + 1)
     return batch, MetadataBuilder(batch, max_num_batched_tokens=64)
 
 
@@ -29,7 +29,7 @@ def wrong(batch):
     found = []
     for name in NAMES:
         try:
-            if batch.block_ids(name) != [name + 1] * 4:
+            if batch.block_ids(name) != [*range(4 * name + 1, 4 * name + 5)]:
                 found.append(name)
         except ConcurrentUseError:
             continue
@@ -57,7 +57,7 @@ def test_reads_of_another_thread(kernels):
         sys.setswitchinterval(before)
     assert found == []
     assert wrong(batch) == []
-    assert batch.block_ids(3) == [4] * 4
+    assert batch.block_ids(3) == [13, 14, 15, 16]
 
 
 @pytest.mark.parametrize("number", [1, 4])
@@ -86,5 +86,5 @@ def test_reads_of_a_signals_handler(kernels, number):
         sys.settrace(None)
     assert reads > 100
     assert found == []
-    assert batch.block_ids(number) == [number + 1] * 4
+    assert batch.block_ids(number) == [*range(4 * number + 1, 4 * number + 5)]
     assert batch.num_computed_tokens(number) == number + 4

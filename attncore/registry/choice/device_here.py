@@ -1,0 +1,24 @@
+"""Whether torch can use a device that the caller names, asked before anything is made with it."""
+
+from __future__ import annotations
+
+from attncore.did_you_mean import did_you_mean
+from attncore.quoted import one_line, quoted
+
+
+def device_problem(device: str) -> str | None:
+    """Why torch cannot use ``device`` here, in words that follow the argument's name; None where it can. It imports
+    torch.
+    """
+    import torch
+
+    try:
+        torch.device(device)
+    except RuntimeError:  # its text lists every kind of device that there ever was
+        hint = did_you_mean(device.partition(":")[0], ("cpu", "cuda"))
+        return f"{quoted(device)} cannot be used here: torch has no such device; give cpu, cuda or cuda:1{hint}"
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:  # what torch raises for these
+        return f"{quoted(device)} cannot be used here: {one_line(str(error).partition(chr(10))[0])}"
+    return None
