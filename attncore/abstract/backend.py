@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from attncore import array_arguments
 from attncore.abstract import scales
 from attncore.abstract.attention_impl import AttentionImpl, PlanKey
 from attncore.abstract.cache_views import key_and_value_views
@@ -294,6 +293,7 @@ class AttentionBackend(FirstGenerationNames, ABC):
         """What ``swap_blocks`` copies, checked: the axis of blocks, parts of both caches, and the pairs."""
         import torch
 
+        from attncore.array_arguments import block_pairs  # it imports NumPy
         from attncore.ops.written_tensor import check_strided, check_written
 
         if isinstance(src_kv_cache, torch.Tensor) and isinstance(dst_kv_cache, torch.Tensor):
@@ -309,7 +309,7 @@ class AttentionBackend(FirstGenerationNames, ABC):
                 raise ValueError(f"dst_kv_cache: blocks of {blocks[1]} found; src_kv_cache has {blocks[0]}")
         if not isinstance(src_to_dst, torch.Tensor) or src_to_dst.is_cpu:
             counts = [min(tensors[side].shape[axis] for tensors in parts) for side in (0, 1)]
-            src_to_dst = array_arguments.block_pairs("src_to_dst", src_to_dst, *counts)
+            src_to_dst = block_pairs("src_to_dst", src_to_dst, *counts)
         pairs = torch.as_tensor(src_to_dst, dtype=torch.int64, device=parts[0][0].device).reshape(-1, 2)
         # torch indexes no fp8
         bytes_of = [[part.view(torch.uint8) if part.element_size() == 1 else part for part in pair] for pair in parts]

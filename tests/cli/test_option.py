@@ -9,12 +9,14 @@ from attncore.testing.__main__ import main as kit
 
 LIGHT = """
 from attncore import BackendSpec, MultipleOf, Option, hookimpl
+from attncore.builder.fields import ARRAYS
 
 @hookimpl
 def attncore_backend():
     return BackendSpec(
         name="keen", api=1, factory="attn_keen_heavy:Backend", devices={"any": 5}, dtypes={"float32", "bfloat16"},
         head_sizes=MultipleOf(8), block_sizes=MultipleOf(4), features={"lse", "sliding_window"},
+        host_needs=ARRAYS, device_needs=ARRAYS, host_lengths="exact",
         options={
             "split": Option(int, "parts of a long context", default=1),
             "exact": Option(bool, "sums in float32", default=True),

@@ -1,7 +1,5 @@
 """The kit's engines whose steps a builder sends to a device: the table is then its own, no copy."""
 
-import functools
-
 import pytest
 import torch
 
@@ -22,7 +20,10 @@ SENT = pytest.mark.parametrize(("device", "transport"), [("cpu", "copy"), *ON_A_
 @pytest.fixture
 def transport(request, monkeypatch):
     """The transport of every builder that the engines make; a CPU has none unless it is asked for."""
-    builder = functools.partial(MetadataBuilder, transport=request.param)
+
+    def builder(*arguments, **settings):
+        return MetadataBuilder(*arguments, **{**settings, "transport": request.param})
+
     for engine in (builder_engine, captured_engine):
         monkeypatch.setattr(engine, "MetadataBuilder", builder)
     return request.param

@@ -30,8 +30,8 @@ def tolerance(dtype: str, kv_cache_dtype: str = "auto") -> float:
 def allowed_of_lse(lse: Tensor, dtype: str, kv_cache_dtype: str = "auto") -> Tensor:
     """How far each number of a log-sum-exp may lie from that of dense attention.
 
-    Whatever the model's dtype, a kernel's scores and sums are float32; the weights that it adds up may have been rounded
-    for the product with the values, to 9 bits in bfloat16 (FlashInfer: 1.4e-3 on an H200). A logarithm of 4 or more
+    Whatever the model's dtype, a kernel's scores and sums are float32; the weights that it adds up may have been
+    rounded for the product with the values (FlashInfer in bfloat16: 1.4e-3 on an H200). A logarithm of 4 or more
     that is rounded to float16 is off by up to 2e-3, to bfloat16 by up to 1.6e-2. Queries beside an fp8 cache may be fp8
     themselves.
     """
