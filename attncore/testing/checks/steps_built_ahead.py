@@ -72,6 +72,8 @@ def test_a_step_is_built_before_the_last_one_runs(attncore_subject: Subject) -> 
     built = engine.build(steps[0])
     for scheduled, following in zip(steps, [*steps[1:], steps[0]], strict=True):
         ahead = engine.build(following)
+        if ahead.moves:
+            raise UnsupportedError("rows moved while a step waited for its layers, whose table is then another's")
         with _another_plan_may_be_refused():
             engine.run_built(built, scheduled)
         built = ahead
