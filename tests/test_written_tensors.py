@@ -17,7 +17,7 @@ def _in_inference(*shape):
 
 
 UNWRITABLE = {
-    "expanded": (lambda *shape: torch.zeros(1).expand(shape), "share memory"),
+    "expanded": (lambda *shape: torch.zeros(1).expand(shape), "share memory|contiguous"),
     "overlapping": (lambda *shape: torch.zeros(600).as_strided(shape, (1,) * len(shape)), "share memory"),
     "inference": (_in_inference, "inference_mode"),
     "a gradient": (_leaf, "requires a gradient"),

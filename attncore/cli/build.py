@@ -1,11 +1,11 @@
 """Build the metadata of batches: reads one batch per line (JSON Lines) and writes its metadata as one line.
 
 The first bad line ends the run: lines before it are answered, nothing after it is read, and standard error has one line
-that begins with "line N:" and the field. In the repository docs/api.md describes the fields and docs/list-builder.md
-the lines, such as one for a prompt of five tokens in blocks 4 and 6:
+that begins with "line N:" and the field. The documents "api" and "list builder" of the repository describe the fields
+and the lines. One line for a prompt of five tokens in blocks 4 and 6 is
 
-    printf '%s' '{"block_size": 4, "groups": [{"is_prompt": true, "sequences": [' \\
-      '{"seq_id": 0, "query_len": 5, "context_len": 0, "block_table": [4, 6]}]}]}' | attncore build
+{"block_size": 4, "groups": [{"is_prompt": true, "sequences": [{"seq_id": 0, "query_len": 5, "context_len": 0,
+"block_table": [4, 6]}]}]}
 
 With --groups, --speculative or --context-parallel the lines are steps of the persistent builder: "sequences" in place
 of "groups", each with the blocks that it holds. A sequence that runs up to 1 + K tokens is a decode; decodes come first

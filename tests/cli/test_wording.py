@@ -1,5 +1,7 @@
 """One wording of a mistake whatever the command."""
 
+import json
+
 import pytest
 
 from attncore.cli import main
@@ -26,7 +28,10 @@ def test_a_mistake(words, text, capsys):
     assert capsys.readouterr().err.startswith(f"attncore: error: {text}")
 
 
-def test_an_example_in_help_keeps_its_lines(capsys, monkeypatch):
+def test_the_example_in_help_is_a_line_that_is_answered(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "60")
     assert main(["build", "--help"]) == 0
-    assert """[{"is_prompt": true, "sequences": [' \\\n      '{"seq_id": 0""" in capsys.readouterr().out
+    line = next(part for part in capsys.readouterr().out.split("\n\n") if part.startswith("{"))
+    (tmp_path / "lines.jsonl").write_text(line.replace("\n", " ") + "\n")
+    assert main(["build", str(tmp_path / "lines.jsonl")]) == 0
+    assert json.loads(capsys.readouterr().out)["seq_lens"] == [5]

@@ -13,7 +13,7 @@ CALLS_WITH_A_ROW = {
     "swap": lambda batch, table, row: batch.swap(((0, row),)),
     "swap_back": lambda batch, table, row: batch.swap_back(((row, 0),)),
     "table.start": lambda batch, table, row: table.start(row),
-    "append": lambda batch, table, row: table.append(row, [1]),
+    "append": lambda batch, table, row: table.append(row, [1], -1),
     "truncate": lambda batch, table, row: table.truncate(row, 0),
     "replace": lambda batch, table, row: table.replace(row, 0, 1),
     "num_columns": lambda batch, table, row: table.num_columns(row),
