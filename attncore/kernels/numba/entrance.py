@@ -49,11 +49,18 @@ class Stay:
         self.entrance, self.frame, self.thread = entrance, frame, threading.get_ident()
 
     def lasts(self) -> bool:
-        """Whether the caller's frame is on its thread's stack: an interrupted caller may never reach ``__exit__``."""
-        frame = sys._current_frames().get(self.thread)
-        while frame is not None and frame is not self.frame:
-            frame = frame.f_back
-        return frame is not None
+        """Whether the caller's frame is on its thread's stack: an interrupted caller may never reach ``__exit__``.
+
+        Another thread runs on while its stack is walked, and a frame that it leaves leads nowhere: who is not found is
+        looked for again.
+        """
+        for _ in range(1 if self.thread == threading.get_ident() else 4):
+            frame = sys._current_frames().get(self.thread)
+            while frame is not None and frame is not self.frame:
+                frame = frame.f_back
+            if frame is not None:
+                return True
+        return False
 
     def __enter__(self) -> None:
         self.entrance.roll_back()
