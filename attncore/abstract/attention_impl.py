@@ -139,9 +139,8 @@ class AttentionImpl(ABC):
 
         The largest number takes ``1 / 2`` of the cache's range, of a layer with scales per head the largest of each
         head; what is infinite or NaN is not counted. ``key`` and ``value`` are those of ``forward``, without padding;
-        of a latent cache, whose values are
-        a part of its keys, ``value`` is None. A layer that was made with numbers has tensors of one element
-        afterwards. ValueError as of ``set_scales``.
+        of a latent cache, whose values are a part of its keys, ``value`` is None. A layer that was made with numbers
+        has tensors of one element afterwards. ValueError as of ``set_scales``.
         """
         config = self.backend.config
         if not config.kv_cache_dtype.startswith("fp8"):

@@ -118,8 +118,8 @@ def own_arrays(host: Any) -> Any:
 
 def set_own_array(host: Any, name: str, array: npt.NDArray[Any]) -> None:
     """Makes ``array``, a builder's own, the field of a step of the list builder."""
-    host._kept_views.pop(name, None)
     setattr(host._arrays, name, array)
+    host._kept_views.pop(name, None)  # after it: who reads in between keeps no view of the old array
 
 
 def replaced(host: Any) -> str | None:

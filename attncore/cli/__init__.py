@@ -48,7 +48,7 @@ COMMANDS = {
 
 
 class _Help(argparse.HelpFormatter):
-    """Fills a description paragraph by paragraph, to the width of the terminal; one that is indented stays as it is."""
+    """Fills a description paragraph by paragraph, to the width of the terminal."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=columns_of_help() - 2)
@@ -57,9 +57,7 @@ class _Help(argparse.HelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)  # nor the name of an option
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        parts = text.split("\n\n")
-        filled = (part if part[:1] == " " else super(_Help, self)._fill_text(part, width, indent) for part in parts)
-        return "\n\n".join(filled)
+        return "\n\n".join(super(_Help, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
 
 
 def _module(command: str) -> ModuleType:
