@@ -87,7 +87,7 @@ def test_the_links_lead_somewhere():
 
 
 def test_the_page_is_a_page_and_a_half():
-    assert len((DOCS / "write-a-backend.md").read_text().splitlines()) < 170
+    assert len((DOCS / "write-a-backend.md").read_text().split()) < 1300
 
 
 def test_the_tables_of_conformance_are_those_of_the_code():
