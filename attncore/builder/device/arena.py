@@ -7,7 +7,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,14 +49,26 @@ class _Placed(NamedTuple):
     offset: int
     length: int
 
+    @property
+    def end(self) -> int:
+        return self.offset + aligned_up(self.length * np.dtype(self.field.dtype).itemsize)
+
+
+class _Layout(NamedTuple):
+    placed: list[_Placed]
+    journal: int
+    """Where the journal begins, bytes: behind the fields that are sent."""
+    end: int
+
 
 class ArenaRing:
     """``depth`` arenas for steps of at most ``capacity``; step k uses arena k % depth.
 
     ``block_sizes`` are those of the decoder groups' tables, ``has_cross`` adds a cross group, and ``extra`` are the
     engine's own fields. The place of a field depends on the capacity alone, so that it stays where a captured graph
-    reads it. A journal of at most ``journal_entries`` entries follows the fields. ``allocate(nbytes)`` returns aligned
-    host memory; ``nbytes`` is the memory of all arenas.
+    reads it. ``sent`` are the names of the fields that every step is sent with (None: all). A journal of at most
+    ``journal_entries`` entries follows them, so that one copy takes both, and the other fields follow the journal.
+    ``allocate(nbytes)`` returns aligned host memory; ``nbytes`` is the memory of all arenas.
     """
 
     def __init__(
@@ -67,13 +79,17 @@ class ArenaRing:
         depth: int,
         *,
         extra: Sequence[Field] = (),
+        sent: Collection[str] | None = None,
         journal_entries: int = 0,
         allocate: Callable[[int], npt.NDArray[np.uint8]] | None = None,
     ) -> None:
         self.capacity, self.depth, self.journal_entries = capacity, depth, journal_entries
         self._block_sizes, self._has_cross, self.extra = tuple(block_sizes), has_cross, tuple(extra)
-        self._layouts: dict[Capacity, tuple[list[_Placed], int]] = {}
-        self.arena_nbytes = aligned_up(self.journal_offset(capacity) + journal_entries * JOURNAL_ENTRY_NBYTES)
+        names = frozenset(field.name for _, field in self._fields())
+        self.unsent = frozenset() if sent is None else names.difference(sent, (field.name for field in extra))
+        """The fields that steps are sent without."""
+        self._layouts: dict[Capacity, _Layout] = {}
+        self.arena_nbytes = self._layout(capacity).end
         memory = (allocate or aligned_bytes)(self.arena_nbytes * depth)
         self.memory = [memory[k * self.arena_nbytes : (k + 1) * self.arena_nbytes] for k in range(depth)]
         self._fixed: npt.NDArray[np.uint8] | None = None
@@ -96,8 +112,17 @@ class ArenaRing:
         return [memory[:nbytes] for memory in self.memory], self._fixed_memory()[:nbytes]
 
     def journal_offset(self, capacity: Capacity) -> int:
-        """The offset of the journal of a step of ``capacity``, bytes: behind the last field."""
-        return self._layout(capacity)[1]
+        """The offset of the journal of a step of ``capacity``, bytes: behind the last field that is sent."""
+        return self._layout(capacity).journal
+
+    def spans(self, capacity: Capacity, names: Collection[str]) -> list[tuple[int, int]]:
+        """Where the fields of these names begin and end in a step of ``capacity``, bytes; adjacent ones are one."""
+        spans: list[tuple[int, int]] = []
+        for place in self._layout(capacity).placed:
+            if place.field.name in names:
+                start = spans.pop()[0] if spans and spans[-1][1] == place.offset else place.offset
+                spans.append((start, place.end))
+        return spans
 
     def header(self, arena: int) -> npt.NDArray[np.int64]:
         """The header of an arena, int64[HEADER_WORDS]."""
@@ -105,13 +130,13 @@ class ArenaRing:
 
     def slots_range(self, capacity: Capacity) -> tuple[int, int]:
         """Where the slot mappings of all decoder groups begin and end, bytes."""
-        placed = self._layout(capacity)[0]
+        placed = self._layout(capacity).placed
         slots = [place for place in placed if place.field.name == "slot_mapping" and place.field.length is Length.TOKEN]
         return slots[0].offset, slots[-1].offset + 8 * slots[-1].length
 
     def places(self, capacity: Capacity) -> dict[tuple[int, str], int]:
         """The offset of each array of a step of ``capacity``, in int32 words, by group (or STEPS_OWN) and name."""
-        return {(place.group, place.field.name): place.offset // 4 for place in self._layout(capacity)[0]}
+        return {(place.group, place.field.name): place.offset // 4 for place in self._layout(capacity).placed}
 
     @property
     def page_owners(self) -> list[int]:
@@ -126,7 +151,7 @@ class ArenaRing:
     def views_of(self, capacity: Capacity, view: Callable[[int, int, type[np.generic]], Any]) -> Views:
         """The fields of steps of ``capacity``, each made by ``view(offset, length, dtype)``, offsets in bytes."""
         views = Views({}, [{} for _ in range(len(self._block_sizes) + self._has_cross)])
-        for group, field, offset, length in self._layout(capacity)[0]:
+        for group, field, offset, length in self._layout(capacity).placed:
             (views.fields if group == STEPS_OWN else views.groups[group])[field.name] = view(
                 offset, length, field.dtype
             )
@@ -141,20 +166,29 @@ class ArenaRing:
             self._fixed = aligned_bytes(self.arena_nbytes)
         return self._fixed
 
-    def _layout(self, capacity: Capacity) -> tuple[list[_Placed], int]:
-        """The place of every array, per-token fields first, and where the last one ends, bytes."""
+    def _layout(self, capacity: Capacity) -> _Layout:
+        """The place of every array: the fields that are sent first, and of these the per-token ones."""
         if capacity not in self._layouts:
-            placed, end = [], HEADER_NBYTES
             # Slot mappings are adjacent, behind the other per-token fields, so that one range of -1 clears them.
             order = sorted(
                 self._fields(), key=lambda entry: (entry[1].length is not Length.TOKEN, entry[0] != STEPS_OWN)
             )
-            for group, field in order:
-                length = field.num_elements(*capacity)
-                placed.append(_Placed(group, field, end, length))
-                end += aligned_up(length * np.dtype(field.dtype).itemsize)
-            self._layouts[capacity] = placed, end
+            placed: list[_Placed] = []
+            journal = self._place([entry for entry in order if entry[1].name not in self.unsent], capacity, placed)
+            end = aligned_up(journal + self.journal_entries * JOURNAL_ENTRY_NBYTES)
+            end = self._place([entry for entry in order if entry[1].name in self.unsent], capacity, placed, end)
+            self._layouts[capacity] = _Layout(placed, journal, end)
         return self._layouts[capacity]
+
+    @staticmethod
+    def _place(
+        fields: Sequence[tuple[int, Field]], capacity: Capacity, placed: list[_Placed], end: int = HEADER_NBYTES
+    ) -> int:
+        """Adds the places of ``fields`` behind ``end``; returns where the last one ends, bytes."""
+        for group, field in fields:
+            placed.append(_Placed(group, field, end, field.num_elements(*capacity)))
+            end = placed[-1].end
+        return end
 
     def _fields(self) -> list[tuple[int, Field]]:
         fields = [(STEPS_OWN, field) for field in (*_fields_of(Owner.STEP), *self.extra)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +86,11 @@ class CopyTransport:
         self._readers = Readers(self.device, len(ring.memory))
         self.sent = -1
         """The last step that was sent."""
+        self.unsent = ring.unsent
+        """The fields that steps are sent without, until one is asked for."""
+        self._asked: frozenset[str] = frozenset()
+        self._asked_spans: dict[Capacity, list[tuple[int, int]]] = {}
+        self._last: tuple[int, Capacity] = (-1, ring.capacity)
         self._receipt = torch.full((1,), -1, dtype=torch.int64, device="cpu", pin_memory=self._cuda)
         states = [table.state for table in self.tables.host]
         self._sender = self.tables.host[0].kernels.StepSender(
@@ -177,7 +182,9 @@ class CopyTransport:
         start = shape.tail
         stop = start + JOURNAL_ENTRY_NBYTES * total
         counts = self._ring.header(arena)[HEADER_COUNTS : HEADER_COUNTS + len(self.tables)].tolist()
-        self._issue(self._copy, arena, stop)
+        self._issue(self._copy, arena, 0, stop)
+        if self._asked:
+            self._send_asked(step, shape.capacity)
         self._record(arena)
         for index, count in enumerate(counts):
             if count:
@@ -186,7 +193,41 @@ class CopyTransport:
                 start = end
         if self.corrections is not None:
             self._issue(self._correct, shape.capacity, out.num_reqs, out.num_tokens)
-        self.sent = step
+        self._last, self.sent = (step, shape.capacity), step
+
+    def send_with(self, name: str, step: int, padded: bool) -> bool:
+        """Sends every later step with a field of ``unsent``; whether its place on the device is that of ``step``, too.
+
+        The field of the last step, which was sent without it, is sent now; while a stream is capturing it comes with
+        the next step. An older step's is not sent, for the place is the last one's by now; a ``padded`` one's is the
+        place that its graph reads nevertheless.
+        """
+        last, capacity = self._last
+        if step == last <= self.sent and not self.is_capturing():
+            memory = self._ring.memory[step % self._ring.depth]
+            for start, stop in self._ring.spans(capacity, (name,)):  # of a copy: no event says when this was read
+                self._issue(self._arena[start:stop].copy_, torch.from_numpy(memory[start:stop].copy()))
+        elif step <= self.sent and step != last and not padded:
+            return False
+        self._send_with({name})
+        return True
+
+    def send_with_all(self) -> None:
+        """Sends every later step with all fields."""
+        self._send_with(self.unsent)
+
+    def _send_with(self, names: Collection[str]) -> None:
+        self._asked_spans = {}
+        self._asked |= frozenset(names)
+        self.unsent = self._ring.unsent - self._asked
+
+    def _send_asked(self, step: int, capacity: Capacity) -> None:
+        """Sends the fields of a step that were asked for, and that no backend declares, in copies of their own."""
+        spans = self._asked_spans.get(capacity)
+        if spans is None:
+            spans = self._asked_spans[capacity] = self._ring.spans(capacity, self._asked)
+        for start, stop in spans:
+            self._issue(self._copy, step % self._ring.depth, start, stop)
 
     def send_surplus(self, num_rows: int) -> None:
         """Brings the tables up to date with the entries of ``num_rows`` rows for which the journal has no room."""
@@ -217,9 +258,9 @@ class CopyTransport:
     def _wait_for(self, arena: int) -> None:
         self._readers.wait(arena)
 
-    def _copy(self, arena: int, nbytes: int) -> None:
+    def _copy(self, arena: int, start: int, stop: int) -> None:
         # Elsewhere no event says when the arena has been read: the copy is complete when this returns.
-        self._arena[:nbytes].copy_(self._pinned[arena][:nbytes], non_blocking=self._cuda)
+        self._arena[start:stop].copy_(self._pinned[arena][start:stop], non_blocking=self._cuda)
 
     def _correct(self, capacity: Capacity, num_rows: int, num_tokens: int) -> None:
         if self.corrections is None:

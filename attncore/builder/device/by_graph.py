@@ -3,7 +3,8 @@
 A graph that was captured over a step's metadata begins with two nodes. The first checks the header of the next arena,
 reads the pinned arena over the bus into the device's arena, and brings the tables up to date from the journal. The
 second gathers page indices and writes a receipt, the step's number, to a pinned word: the arena has been read then.
-For a step that runs without a graph of the model, a small graph of these nodes alone is replayed.
+For a step that runs without a graph of the model, a small graph of these nodes alone is replayed. Fields that no
+backend declares and that somebody asked for are copied before a replay.
 """
 
 from __future__ import annotations
@@ -82,12 +83,14 @@ class GraphTransport(CopyTransport):
             self._pending_shape = shape
             self.pending = step
             return
+        if self._asked:  # ahead of the nodes on the stream: their receipt says that this was read, too
+            self._send_asked(step, shape.capacity)
         self._sender.publish(step)
         if self.ticket:
             self._state[2:].fill_(step)
         if not waits:
             shape.replay()
-        self.sent = step
+        self._last, self.sent = (step, shape.capacity), step
 
     def _keep_watermarks(self, step: int) -> None:
         """Makes this step send again what unread steps sent: the journal of a step that is never replayed is lost."""
@@ -137,10 +140,12 @@ class GraphTransport(CopyTransport):
         if self._headers[step % self._ring.depth][HEADER_STEP] == step:  # a replay of this step was interrupted
             torch.cuda.synchronize()
             launched = self._sender.seen(step)
+        if self._asked and not launched:
+            self._send_asked(step, self._pending_shape.capacity)
         self._sender.publish(step)
         if not launched:
             graph.replay()
-        self.sent, self.pending = step, -1
+        self._last, self.sent, self.pending = (step, self._pending_shape.capacity), step, -1
 
     def release(self, shape: Any) -> None:
         shape.recorded = False

@@ -11,6 +11,8 @@ from attncore.builder.device.tables import DeviceTables
 
 _STEP_FIELDS = ("previous_rows", "context_lens", "seq_lens", "seq_start_loc", "token_to_req_indices", "positions")
 """In the order of the kernel's arguments (``device.triton_kernels.correct_lengths``)."""
+NEEDED = (*_STEP_FIELDS, "slot_mapping", "paged_kv_indptr", "paged_kv_last_page_len")
+"""What is read or corrected, and is sent with every step therefore."""
 
 
 class Corrections:

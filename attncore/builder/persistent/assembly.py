@@ -15,6 +15,7 @@ from attncore.builder.device.memory import zeros
 from attncore.builder.device.transport import attach_transport, new_transport
 from attncore.builder.persistent import error_texts
 from attncore.builder.persistent.poison import POISON
+from attncore.builder.persistent.sent_fields import sent_fields
 from attncore.builder.persistent.step_shapes import StepShapes
 from attncore.errors import AttncoreError, CaptureError
 from attncore.kernels import codes
@@ -56,6 +57,7 @@ class Assembly:
             has_cross,
             settings.depth,
             extra=engine_fields.fields,
+            sent=sent_fields(backends, has_cross, overlap is not None) if side else None,
             journal_entries=side.journal_entries if side else 0,
             allocate=side.pinned if side else None,
         )
@@ -133,6 +135,8 @@ class Assembly:
         shape = self.shapes.find(bucket)
         if self._overlap is not None:
             self._overlap.overlapped = False  # of no rows, whatever the build before it was
+        if capturing and self.side is not None and self._backends.device.startswith("cpu"):
+            self.side.send_with_all()  # a stand-in graph reads host arrays there, too
         self.acquire()
         self._poison_arena()
         self._begin(shape)

@@ -61,7 +61,19 @@ def step_metadata(
                 on_device["cross_block_table"] = side.tables.tensors[-1]
         metadata_class = _CLASSES[group.cross, wrap is read_only and on_device is None]
         groups[group.name] = metadata_class(
-            arena, group.name, arrays, tables, core.state, wrap, on_device, pages, buffer, owner, extra, padded=padded
+            arena,
+            group.name,
+            arrays,
+            tables,
+            core.state,
+            wrap,
+            on_device,
+            pages,
+            buffer,
+            owner,
+            extra,
+            side,
+            padded=padded,
         )
     first = groups[core.groups[0].name]
     for metadata in groups.values():

@@ -16,6 +16,7 @@ from attncore.builder.read_only import read_only
 from attncore.builder.reused import Reused
 
 if TYPE_CHECKING:
+    from attncore.builder.device.by_copy import CopyTransport
     from attncore.builder.persistent.block_table import BlockTable
 
 _ONCE_A_STEP = frozenset(("_indices", "_decode", "_prefill", "_kept", *(f"_{name}" for name in DERIVED)))
@@ -52,13 +53,13 @@ class StepMetadata(Reused, CommonAttentionMetadata):
     def __init__(
         self, arena: Any, group: str, arrays: Arrays, tables: Mapping[str, BlockTable], state: Any, wrap: Wrap,
         device: Mapping[str, Any] | None, pages: Callable[[Any], Any] | None, buffer: Callable[[], Any] | None,
-        owner: Owner, extra: Mapping[str, Field], *, padded: bool,
+        owner: Owner, extra: Mapping[str, Field], side: CopyTransport | None, *, padded: bool,
     ) -> None:  # fmt: skip
         values: dict[str, Any] = {"group": group, "use_cuda_graph": padded}
         super().__init__(HostFields(arena, arrays, tables, state, extra), wrap, **values)
         self._extra = extra
         self._arena, self._arrays, self._device, self._pages = arena, arrays, device, pages
-        self._buffer, self._owner = buffer, owner
+        self._buffer, self._owner, self._side = buffer, owner, side
 
     if not TYPE_CHECKING:
 
@@ -69,6 +70,13 @@ class StepMetadata(Reused, CommonAttentionMetadata):
             if name in DERIVED:
                 return self.once_a_step(f"_{name}", lambda: self._derived(name))
             if self._device is not None and name in self._device:
+                side = self._side
+                if (
+                    side is not None
+                    and name in side.unsent
+                    and not side.send_with(name, self.step, self.use_cuda_graph)
+                ):
+                    return self._wrapped(name)  # not kept: the next step in this arena has it on the device
                 value = cut(self._device[name], name, self._arena, self._extra)
             elif name in self._extra:
                 value = self._wrapped(name)
@@ -157,6 +165,7 @@ class StepMetadata(Reused, CommonAttentionMetadata):
             for name in ("query_start_loc", "seq_start_loc"):  # the kernel wrote the rebased sums in the same pass
                 setattr(view.host, name, self._arrays[f"prefill_{name}"][: self.num_prefills + 1])
                 exact = name == "query_start_loc" or host_lengths_of(self) == "exact"
+                exact = exact and (self._side is None or f"prefill_{name}" not in self._side.unsent)
                 if self._device is not None and exact:  # else the view takes what was corrected on the device
                     setattr(view, name, self._device[f"prefill_{name}"][: self.num_prefills + 1])
         return view
