@@ -30,6 +30,7 @@ from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.option_argument import add_option_argument, options_of
 from attncore.registry.request_from_config_json import request_fields
+from attncore.registry.spec.facts import plain_facts
 from attncore.terminal import print_lines
 from attncore.vocabulary import (
     DTYPES,
@@ -240,8 +241,18 @@ def _print(negotiation: Negotiation | JointNegotiation, choice: Choice | JointCh
     if choice is None:
         print_lines(negotiation.refusal)
     else:
+        for line in _needs(choice):
+            print_lines(line)
         cache = f"kv_cache_layout {choice.kv_cache_layout}, kv_cache_dtype {choice.kv_cache_dtype}"
         print_lines(f"block_size {choice.block_size}, {cache}")
+
+
+def _needs(choice: Choice | JointChoice) -> Iterator[str]:
+    """What the chosen backend reads of a step, a line for each phase where two were chosen."""
+    phases = {"prefill ": choice.prefill, "decode ": choice.decode} if isinstance(choice, JointChoice) else {"": choice}
+    for phase, one in phases.items():
+        facts = plain_facts(one.spec)
+        yield phase + "; ".join(f"{name} {facts[name]}" for name in ("host_needs", "device_needs"))
 
 
 def _word(value: object) -> str:

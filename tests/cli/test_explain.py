@@ -118,15 +118,27 @@ def test_a_package_that_no_plugin_requires_is_told(site, capsys):
     assert ask(capsys, *words, "acme-kernels==2.1")[::2] == (0, "")
 
 
+def test_what_the_chosen_backend_reads_is_printed_as_show_prints_it(site, capsys):
+    site.plugin("acme", extra="host_needs={'seq_lens', 'query_start_loc'}, host_lengths='exact', device_needs=()")
+    code, out, _ = ask(capsys, "--assume", "cpu", "--backend", "acme")
+    assert code == 0
+    assert "\nhost_needs query_start_loc, seq_lens; device_needs none\nblock_size" in out
+    chosen = json.loads(ask(capsys, "--assume", "cpu", "--backend", "acme", "--json")[1])["chosen"]
+    assert (chosen["host_needs"], chosen["device_needs"]) == (["query_start_loc", "seq_lens"], [])
+
+
 def test_joint(plugins, capsys):
     code, out, _ = ask(capsys, "--assume", "sm_90", "--joint", "--json")
     report = json.loads(out)
     assert code == 0
+    assert report["chosen"]["decode"]["device_needs"] == ["paged_kv_indices"]
     assert report["chosen"]["prefill"]["name"] == report["chosen"]["decode"]["name"] == "flashinfer"
     assert set(report["backends"]) == {"prefill", "decode"}
     _, out, _ = ask(capsys, "--assume", "sm_90", "--joint")
     assert "\nprefill:\n" in out
     assert "\ndecode:\n" in out
+    assert "\nprefill host_needs " in out
+    assert "\ndecode host_needs " in out
 
 
 @pytest.mark.parametrize(

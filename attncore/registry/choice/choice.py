@@ -87,6 +87,8 @@ class Choice:
             "manager_block_size": self.request.manager_block_size or self.block_size,
             "kv_cache_layout": self.kv_cache_layout,
             "kv_cache_dtype": self.kv_cache_dtype,
+            "host_needs": sorted(self.spec.host_needs),
+            "device_needs": sorted(self.spec.device_needs),
         }
 
     def create(self, device: str | None = None, options: Mapping[str, Any] | None = None) -> AttentionBackend:

@@ -10,7 +10,6 @@ from builder.plain_backend import config
 from late_verdicts import GROUPS, drafts_judged_late
 
 from attncore import ATTNCORE_API, BackendSpec, InputBatch, KVCacheGroup, MetadataBuilder, MultipleOf
-from attncore.builder.device.by_copy import CopyTransport
 from attncore.builder.fields import FIELDS
 from attncore.builder.persistent import assembly
 from attncore.builder.persistent.sent_fields import OF_ENGINES

@@ -51,7 +51,7 @@ def captured(metadata, asks):
 @pytest.mark.parametrize("all_first", [True, False])
 @pytest.mark.parametrize("transport", ["graph", "copy"])
 def test_a_graph_has_what_it_was_captured_with(transport, all_first, asks):
-    batch, builder = builder_of(transport)
+    _, builder = builder_of(transport)
     sizes = (8, 4)
     if all_first:
         metadata_of = {size: builder.capture(size) for size in sizes}
@@ -77,7 +77,7 @@ def test_a_graph_has_what_it_was_captured_with(transport, all_first, asks):
 @pytest.mark.parametrize("transport", ["graph", "copy"])
 def test_steps_that_run_late_have_their_own(transport, depth):
     """The device is behind; no arena is written to before what was asked for has been read, too."""
-    batch, builder = builder_of(transport, depth=depth)
+    _, builder = builder_of(transport, depth=depth)
     first = builder.build()
     assert {name: value.tolist() for name, value in fields(first).items()} == {
         name: getattr(first.host, name).tolist() for name in fields(first)
@@ -92,7 +92,7 @@ def test_steps_that_run_late_have_their_own(transport, depth):
 
 
 def test_with_a_ticket_they_are_there_before_the_engines_replay():
-    batch, builder = builder_of("graph", ticket=True)
+    _, builder = builder_of("graph", ticket=True)
     graph, out = captured(builder.capture(4), "inside")
     for _ in range(40):
         metadata = builder.build(bucket=4)
