@@ -68,7 +68,8 @@ class BackendSpec:
     host_needs: Collection[str] = ()
     """Fields of ``metadata.host`` that it reads, in ``plan`` or a layer."""
     device_needs: Collection[str] = ()
-    """Fields of metadata that it reads on the device; builders make page lists where ``paged_kv_indices`` is one."""
+    """Fields of metadata that it reads on the device: what a step is sent with. Builders make page lists where
+    ``paged_kv_indices`` is one."""
     requires: Collection[str] = ()
     """Distributions with versions (``acme-kernels>=2``) that must be installed."""
     phases: Collection[str] = ("prefill", "decode")
