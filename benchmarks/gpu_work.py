@@ -38,7 +38,7 @@ class Backend(AttentionBackend):
     def __init__(self, device, block_size=BLOCK_SIZE):
         spec = BackendSpec(
             name=self.name, api=1, factory="bench:Backend", devices={"cuda": 1, "cpu": 1}, dtypes={"bfloat16"},
-            head_sizes={128}, block_sizes={block_size}, device_needs={"block_table", "paged_kv_indices"},
+            head_sizes={128}, block_sizes={block_size}, device_needs={"block_table", "paged_kv_indices", "seq_lens"},
             cuda_graph="always", plan_staging=self.plan_staging,
         )  # fmt: skip
         super().__init__(
