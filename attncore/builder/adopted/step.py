@@ -12,7 +12,7 @@ import numpy.typing as npt
 from attncore.builder.adopted.device_fields import MADE, OF_ROWS, OF_TOKENS, SUMS
 from attncore.builder.device_slices import DeviceView
 from attncore.builder.fields import ARRAYS, DERIVED, FIELDS, no_such_field
-from attncore.builder.metadata import CommonAttentionMetadata, Wrap
+from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.persistent.kv_cache_group import ONLY_GROUP
 from attncore.builder.slices import HostArrays
 from attncore.errors import AttncoreError, CaptureError
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from attncore.builder.adopted.device_fields import DeviceFields
     from attncore.builder.adopted.given import Given
+
+OF_STARTS = ("query_start_loc", "query_lens", "logits_indices")
+"""Host arrays that follow from where the rows' tokens start."""
 
 _ON_DEMAND = {
     "token_to_req_indices": ("query_lens",),
@@ -97,17 +100,22 @@ class AdoptedStep(CommonAttentionMetadata):
     _fields: DeviceFields
     _owner: Any
 
-    def __init__(self, values: dict[str, Any], wrap: Wrap) -> None:
-        values["_wrap"] = wrap
+    _arrays: dict[str, npt.NDArray[Any]]
+    """The host arrays, of which ``host`` is made when it is first asked for."""
+    _on_cpu: bool
+
+    def __init__(self, values: dict[str, Any]) -> None:
         self.__dict__ = values  # they are this step's alone: nothing is copied
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            # Called only for missing attributes: what is made on the device on demand.
-            if name.startswith("_") or name not in ARRAYS:
+            # Called only for missing attributes: what is made on demand.
+            if name == "host":
+                value = self._made_host()
+            elif name.startswith("_") or name not in ARRAYS:
                 raise no_such_field(type(self).__name__, name)
-            if name in DERIVED:
+            elif name in DERIVED:
                 value = FIELDS[name].derive(self)
             elif name in MADE:
                 value = self._made(name)
@@ -118,6 +126,14 @@ class AdoptedStep(CommonAttentionMetadata):
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *MADE, *DERIVED})
+
+    def _made_host(self) -> AdoptedHost:
+        arrays, given = self._arrays, self._given
+        if self.lengths == "none":
+            arrays = {name: arrays[name] for name in OF_STARTS}
+        if self._on_cpu:
+            arrays = arrays | {"slot_mapping": given.slot_mapping.numpy(), "block_table": given.block_table.numpy()}
+        return AdoptedHost(arrays, self.num_tokens)
 
     def _made(self, name: str) -> Any:
         fields, given = self._fields, self._given

@@ -13,9 +13,10 @@ from attncore import arguments, graphs
 from attncore.builder.adopted.captured_rows import CapturedRows
 from attncore.builder.adopted.device_fields import DeviceFields
 from attncore.builder.adopted.error_texts import refused_step
-from attncore.builder.adopted.given import Given, Place, check_memory, host_lengths, host_starts, place_of
+from attncore.builder.adopted.given import Given, Place, check_memory, facts_of_tensors, place_of
+from attncore.builder.adopted.host_given import HostLengths, HostStarts
 from attncore.builder.adopted.settings import Batch, check_settings, facts_of
-from attncore.builder.adopted.step import AdoptedHost, AdoptedStep, Owner
+from attncore.builder.adopted.step import OF_STARTS, AdoptedStep, Owner
 from attncore.builder.device.memory import Readers, zeros
 from attncore.builder.persistent.kv_cache_group import ONLY_GROUP, KVCacheGroup
 from attncore.builder.uncopied import Uncopied
@@ -23,9 +24,10 @@ from attncore.errors import ConcurrentUseError
 from attncore.kernels import KernelsName, load_kernels
 from attncore.show import angled, counted, guarded, short
 
-_OF_STARTS = ("query_start_loc", "query_lens", "logits_indices")
 _OF_LENGTHS = ("seq_lens", "context_lens", "seq_start_loc", "paged_kv_indptr", "paged_kv_last_page_len")
 _ONE_LONGER = ("query_start_loc", "seq_start_loc", "paged_kv_indptr", "_starts")
+
+_NONE = (None, None)
 
 _KEPT: list[Any] = []
 """Memory of AdoptedSteps that were dropped while graphs read it."""
@@ -34,7 +36,7 @@ _KEPT: list[Any] = []
 class _Size:
     """What steps of one number of rows have in common: views of our memory, and of the engine's of last time."""
 
-    __slots__ = ("device", "given", "host", "kept", "key")
+    __slots__ = ("device", "facts", "given", "host", "kept", "key", "values")
 
     def __init__(self, device: dict[str, Any], host: list[dict[str, Any]]) -> None:
         self.device, self.host = device, host
@@ -42,8 +44,12 @@ class _Size:
         """Aliases of the engine's tensors, which keep their memory: a tensor that lies there later shares it."""
         self.given: Any = None
         """The tensors of metadata: ``kept``, but lengths of ours where padded rows are lent keys."""
+        self.values: dict[str, Any] = {}
+        """What metadata of ``given`` has beside a step's own."""
         self.key: Any = None
         """Where the engine's tensors lay, and what else tells ``given``."""
+        self.facts: Any = None
+        """``facts_of_tensors`` of the engine's; None where ``key`` is none."""
 
 
 class AdoptedSteps(Uncopied):
@@ -97,6 +103,7 @@ class AdoptedSteps(Uncopied):
         ]  # fmt: skip
         self._fields = DeviceFields(device, settings, page_list=self._facts.page_list)
         self._sizes: dict[int, _Size] = {}
+        self._host_starts, self._host_lengths = HostStarts(), HostLengths(self._facts)
         self._captured = CapturedRows(self._facts, settings)
         self._owner = Owner(self, settings.depth)
         self._plans = Readers(device.type, settings.depth)
@@ -188,25 +195,27 @@ class AdoptedSteps(Uncopied):
         """
         with self._entrance.enter():
             return self._build(
-                Given(query_start_loc, seq_lens, block_table, slot_mapping), host_query_start_loc, host_seq_lens,
-                bounded, capturing,
+                (query_start_loc, seq_lens, block_table, slot_mapping), host_query_start_loc, host_seq_lens, bounded,
+                capturing,
             )  # fmt: skip
 
     def _build(
-        self, given: Given, host_query_start_loc: Any, host_seq_lens: Any, bounded: bool, capturing: bool
+        self, tensors: tuple[Any, ...], host_query_start_loc: Any, host_seq_lens: Any, bounded: bool, capturing: bool
     ) -> AdoptedStep:
         if self._cuda:
             self._check_ready()
-        query_start_loc, seq_lens, _, _ = given
-        place = place_of(given, self._device)
-        size = self._sizes.get(place.num_reqs)
-        known = size is not None and size.key is not None and size.key[0] == place and size.kept.lies_at(place)
-        if not known:
-            check_memory(given)  # what shares memory that is kept, and was checked, lies in it
-        on_cpu = self._on_cpu
-        starts = host_starts(place, host_query_start_loc, query_start_loc if on_cpu else None)
-        lengths, lengths_known = host_lengths(place, host_seq_lens, seq_lens if on_cpu else None, bounded, self._facts)
-        captured, query_len = self._captured.get(place.num_reqs), 0
+        facts = facts_of_tensors(tensors)
+        size = self._sizes.get(facts[5][0]) if facts is not None and facts[5] else None  # [5]: the shape of seq_lens
+        known = size is not None and size.facts == facts and size.kept.lies_at(facts)
+        if known:
+            place: Place = size.key[0]  # type: ignore[union-attr]
+        else:
+            place = place_of(Given(*tensors), facts, self._device)
+            check_memory(Given(*tensors))  # what shares memory that is kept, and was checked, lies in it
+        num_rows, own = place.num_reqs, tensors if self._on_cpu else _NONE
+        starts = self._host_starts.of(num_rows, host_query_start_loc, own[0])
+        lengths, lengths_known = self._host_lengths.of(num_rows, host_seq_lens, own[1], bounded)
+        captured, query_len = self._captured.get(num_rows), 0
         if capturing is not False:
             capturing = arguments.flag("capturing", capturing)
             if capturing and captured is None:
@@ -218,11 +227,12 @@ class AdoptedSteps(Uncopied):
             starts, lengths, place.num_slots, place.table_shape[1], query_len, self._uniform, capturing
         )
         if type(counts) is tuple:
-            raise refused_step(counts[0], counts[1], starts, lengths, given, self._settings, query_len)
+            raise refused_step(counts[0], counts[1], starts, lengths, Given(*tensors), self._settings, query_len)
         if captured is not None and counts["use_cuda_graph"]:
             self._captured.settle_counts(counts, captured, place)
-        metadata = self._metadata(given, place, counts, index, lengths_known, known=known)
-        self._plan_and_make(metadata, seq_lens)
+        size = self._size_of(tensors, place, counts, facts, size if known else None)
+        metadata = self._metadata(size, counts, index, lengths_known)
+        self._plan_and_make(metadata, tensors[1])
         if captured is not None and captured.addresses is None and metadata.use_cuda_graph:
             self._captured.keep(captured, place)
             self._keep_memory()
@@ -231,7 +241,8 @@ class AdoptedSteps(Uncopied):
 
     def _check_ready(self) -> None:
         """CaptureError while a stream is capturing, RuntimeError where another device is the current one."""
-        graphs.refuse_while_capturing("cuda", "build")
+        if torch.cuda.is_current_stream_capturing():
+            graphs.refuse_while_capturing("cuda", "build")
         if torch.cuda.current_device() != self._device.index:
             raise RuntimeError(
                 f"build: cuda:{torch.cuda.current_device()} is the current device, but these steps are on "
@@ -253,37 +264,35 @@ class AdoptedSteps(Uncopied):
             self._keeper = weakref.finalize(self, _KEPT.append, self._fields)
             self._keeper.atexit = False
 
-    def _metadata(
-        self, given: Given, place: Place, counts: dict[str, Any], index: int, lengths: str, *, known: bool
-    ) -> AdoptedStep:
-        """``known``: whether the size of the engine's rows keeps tensors in this place."""
+    def _size_of(
+        self, tensors: tuple[Any, ...], place: Place, counts: dict[str, Any], facts: Any, known: _Size | None
+    ) -> _Size:
+        """The size of a step, which keeps the tensors of its metadata.
+
+        ``known``: that of the engine's rows, where it keeps tensors in this place.
+        """
         num_reqs, num_tokens = counts["num_reqs"], counts["num_tokens"]
+        lends = self._facts.pad_seq_len > 0 and counts["use_cuda_graph"]
+        if known is not None and num_reqs == place.num_reqs and known.key[1] == num_tokens and known.key[2] == lends:
+            return known  # the same tensors: what is kept by them, such as a plan, is found again
         size = self._sizes.get(num_reqs)
         if size is None:
             size = self._sizes[num_reqs] = self._new_size(num_reqs)
-        lends = counts["use_cuda_graph"] and self._facts.pad_seq_len > 0
-        if known and num_reqs == place.num_reqs and size.key[1] == num_tokens and size.key[2] == lends:
-            given = size.given  # the same tensors: what is kept by them, such as a plan, is found again
-        else:
-            given = self._new_given(size, given.cut(num_reqs, num_tokens), (place, num_tokens, lends))
-        arrays = size.host[index]
-        if lengths == "none":
-            arrays = {name: arrays[name] for name in _OF_STARTS}
-        if self._on_cpu:
-            arrays = arrays | {"slot_mapping": given.slot_mapping.numpy(), "block_table": given.block_table.numpy()}
-        values = counts
-        if self._facts.page_list:
-            values |= size.device
-        values["query_start_loc"], values["seq_lens"], values["block_table"], values["slot_mapping"] = given
-        values["host"], values["_given"] = AdoptedHost(arrays, num_tokens), given
-        values["step"], values["lengths"] = self._owner.last_step + 1, lengths
-        values["builder"], values["_owner"], values["_fields"] = self, self._owner, self._fields
-        return AdoptedStep(values, self._wrap)
+        self._set_given(size, Given(*tensors).cut(num_reqs, num_tokens), (place, num_tokens, lends), facts)
+        return size
 
-    def _new_given(self, size: _Size, given: Given, key: tuple[Place, int, bool]) -> Given:
-        """The tensors of metadata, which ``size`` keeps for later steps, for the engine's ``given``."""
+    def _metadata(self, size: _Size, counts: dict[str, Any], index: int, lengths: str) -> AdoptedStep:
+        values = counts
+        values |= size.values
+        values["_arrays"], values["builder"] = size.host[index], self
+        values["step"], values["lengths"] = self._owner.last_step + 1, lengths
+        return AdoptedStep(values)
+
+    def _set_given(self, size: _Size, given: Given, key: tuple[Place, int, bool], facts: Any) -> None:
+        """Has ``size`` keep the tensors of metadata, for this step and later ones, for the engine's ``given``."""
         place, _, lends = key
-        before, size.key = size.key, None  # an interrupted call leaves none
+        before = size.key
+        size.facts = size.key = None  # an interrupted call leaves none, facts first
         kept = given.alias()
         if (
             before is not None
@@ -295,12 +304,15 @@ class AdoptedSteps(Uncopied):
         else:
             given = kept._replace(seq_lens=self._fields.other("seq_lens", kept)) if lends else kept
         size.kept, size.given = kept, given
-        size.key = key
-        return given
+        size.values = {
+            **(size.device if self._facts.page_list else {}), **given._asdict(), "_given": given,
+            "_owner": self._owner, "_fields": self._fields, "_wrap": self._wrap, "_on_cpu": self._on_cpu,
+        }  # fmt: skip
+        size.key, size.facts = key, facts
 
     def _new_size(self, num_reqs: int) -> _Size:
         host = [
-            {name: arrays[name][: num_reqs + (name in _ONE_LONGER)] for name in (*_OF_STARTS, *_OF_LENGTHS)}
+            {name: arrays[name][: num_reqs + (name in _ONE_LONGER)] for name in (*OF_STARTS, *_OF_LENGTHS)}
             for arrays in self._arrays
         ]
         return _Size(self._fields.sums(num_reqs), host)
@@ -325,5 +337,5 @@ def _device_of(backend: Any) -> torch.device:
 
 
 def _new_arrays(max_num_reqs: int) -> dict[str, Any]:
-    names = (*_OF_STARTS, *_OF_LENGTHS, "_starts", "_lengths")
+    names = (*OF_STARTS, *_OF_LENGTHS, "_starts", "_lengths")
     return {name: zeros(max_num_reqs + (name in _ONE_LONGER), np.int32) for name in names}
