@@ -83,9 +83,10 @@ class Place(NamedTuple):
 
 
 def facts_of_tensors(given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """All that tells the tensors of one step from those of another: addresses, shapes, strides, dtypes and devices.
+    """All that tells the tensors of one step from those of another: addresses, shapes, strides, dtypes, device indices.
 
-    None where one is no plain tensor, or has no strides. Each attribute of a tensor is a call: here is each made once.
+    One address is on one kind of device. None where one is no plain tensor, or has no strides. Each attribute of a
+    tensor is a call: here is each made once.
     """
     starts, lengths, table, slots = given
     if not (type(starts) is _TENSOR and type(lengths) is _TENSOR and type(table) is _TENSOR and type(slots) is _TENSOR):
@@ -96,7 +97,7 @@ def facts_of_tensors(given: tuple[Any, ...]) -> tuple[Any, ...] | None:
             starts.shape, lengths.shape, table.shape, slots.shape,
             starts.stride(), lengths.stride(), table.stride(), slots.stride(),
             starts.dtype, lengths.dtype, table.dtype, slots.dtype,
-            starts.device, lengths.device, table.device, slots.device,
+            starts.get_device(), lengths.get_device(), table.get_device(), slots.get_device(),
         )  # fmt: skip
     except RuntimeError:  # a sparse tensor has no strides
         return None

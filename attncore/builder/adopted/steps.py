@@ -49,7 +49,7 @@ class _Size:
         self.key: Any = None
         """Where the engine's tensors lay, and what else tells ``given``."""
         self.facts: Any = None
-        """``facts_of_tensors`` of the engine's; None where ``key`` is none."""
+        """``facts_of_tensors`` of the engine's; None where ``key`` is none, or a tensor has no address."""
 
 
 class AdoptedSteps(Uncopied):
@@ -308,7 +308,8 @@ class AdoptedSteps(Uncopied):
             **(size.device if self._facts.page_list else {}), **given._asdict(), "_given": given,
             "_owner": self._owner, "_fields": self._fields, "_wrap": self._wrap, "_on_cpu": self._on_cpu,
         }  # fmt: skip
-        size.key, size.facts = key, facts
+        size.key = key
+        size.facts = facts if all(facts[:4]) else None  # without elements a tensor may be on any device
 
     def _new_size(self, num_reqs: int) -> _Size:
         host = [

@@ -1,6 +1,7 @@
 # AdoptedRows: the host arrays and counts of a step whose lengths an engine gives.
 
 cimport cython
+from libc.string cimport memcpy
 
 
 cdef struct AdoptedCounts:
@@ -17,17 +18,31 @@ cdef inline length_t pages_of(length_t seq_len, BlockSize size) noexcept nogil:
     return column_of(seq_len - 1, size) + 1 if seq_len else 0
 
 
+cdef void copy_lengths(length_t* out, const length_t[:] given, length_t count) noexcept:
+    """The first ``count`` of ``given``, which may have gaps between them, to ``out``."""
+    cdef length_t i
+    if count and given.strides[0] == sizeof(length_t):
+        memcpy(out, &given[0], <size_t> count * sizeof(length_t))
+        return
+    for i in range(count):
+        out[i] = given[i]
+
+
 cdef length_t check_starts(const length_t* starts, length_t count, slot_t num_slots, slot_t max_num_tokens,
                            length_t* row) noexcept nogil:
     """Whether ``starts`` are prefix sums of ``count`` rows' tokens, which have slots: a code, and where it failed."""
     cdef length_t i
+    cdef bint falls = False
     row[0] = 0
     if starts[0] != 0:
         return STARTS_NOT_AT_0
-    for i in range(count):
+    for i in range(count):  # without a branch: several at once
+        falls |= starts[i + 1] < starts[i]
+    for i in range(count if falls else 0):
         row[0] = i
         if starts[i + 1] < starts[i]:
             return STARTS_FALL
+    row[0] = max(count - 1, 0)
     if starts[count] > max_num_tokens:
         return TOO_MANY_TOKENS
     return TOO_FEW_SLOTS if starts[count] > num_slots else OK
@@ -36,9 +51,13 @@ cdef length_t check_starts(const length_t* starts, length_t count, slot_t num_sl
 cdef length_t check_lengths(const length_t* starts, const length_t* lengths, length_t count, slot_t max_model_len,
                             slot_t most, length_t pad_seq_len, length_t* row) noexcept nogil:
     """Whether each row's keys hold its tokens, and the table's ``most`` tokens hold its keys: a code, and the row."""
-    cdef length_t i
+    cdef length_t i, limit = <length_t> min(max_model_len, most, <slot_t> MAX_INT32)
     cdef slot_t total = <slot_t> count * pad_seq_len
-    for i in range(count):
+    cdef bint wrong = False
+    for i in range(count):  # without a branch: several at once
+        wrong |= (lengths[i] < starts[i + 1] - starts[i]) | (lengths[i] > limit)
+        total += lengths[i]
+    for i in range(count if wrong else 0):
         row[0] = i
         if lengths[i] < starts[i + 1] - starts[i]:
             return TOO_SHORT
@@ -46,18 +65,23 @@ cdef length_t check_lengths(const length_t* starts, const length_t* lengths, len
             return TOO_LONG
         if lengths[i] > most:
             return BEYOND_TABLE
-        total += lengths[i]
+    row[0] = max(count - 1, 0)
     return TOO_MANY_SEQ_TOKENS if total > MAX_INT32 else OK
 
 
 cdef void count_rows(const length_t* starts, length_t count, length_t decode_threshold,
                      AdoptedCounts* counts) noexcept nogil:
     """The rows with tokens, and the leading ones of them that are decodes."""
-    cdef length_t i, query_len, shorter = 0
+    cdef length_t i, first = starts[1] if count else 0, alike = 0, query_len, shorter = 0
+    if first:
+        while alike < count and starts[alike + 1] - starts[alike] == first:
+            alike += 1
     counts.num_rows, counts.num_tokens = count, starts[count]
-    counts.max_query_len = counts.num_actual_reqs = counts.num_decodes = counts.max_decode_query_len = 0
+    counts.max_query_len, counts.num_actual_reqs = first, alike
+    counts.num_decodes = alike if first <= decode_threshold else 0
+    counts.max_decode_query_len = first if counts.num_decodes else 0
     counts.one_length = True
-    for i in range(count):
+    for i in range(alike, count):  # the leading rows of one length are counted
         query_len = starts[i + 1] - starts[i]
         if query_len == 0:
             shorter = 1
@@ -73,42 +97,45 @@ cdef void count_rows(const length_t* starts, length_t count, length_t decode_thr
 
 cdef void longest_keys(const length_t* lengths, length_t num_rows, slot_t most, AdoptedCounts* counts) noexcept nogil:
     """The longest row of decodes and of prefills among ``num_rows``; ``most`` where no lengths are known."""
-    cdef length_t i
-    counts.max_decode_seq_len = counts.max_prefill_seq_len = 0
+    cdef length_t i, longest_decode = 0, longest_prefill = 0
     if lengths == NULL:
         counts.max_decode_seq_len = <length_t> most if counts.num_decodes else 0
         counts.max_prefill_seq_len = <length_t> most if num_rows > counts.num_decodes else 0
         return
     for i in range(counts.num_decodes):
-        counts.max_decode_seq_len = max(counts.max_decode_seq_len, lengths[i])
+        longest_decode = max(longest_decode, lengths[i])
     for i in range(counts.num_decodes, num_rows):
-        counts.max_prefill_seq_len = max(counts.max_prefill_seq_len, lengths[i])
+        longest_prefill = max(longest_prefill, lengths[i])
+    counts.max_decode_seq_len, counts.max_prefill_seq_len = longest_decode, longest_prefill
 
 
 cdef void fill_starts(const length_t* starts, length_t num_rows, length_t* query_start_loc, length_t* query_lens,
                       length_t* logits_indices) noexcept nogil:
     """The arrays that follow from where the rows' tokens start."""
-    cdef length_t i
-    query_start_loc[0] = 0
+    cdef length_t i, query_len
+    memcpy(query_start_loc, starts, (<size_t> num_rows + 1) * sizeof(length_t))
     for i in range(num_rows):
-        query_start_loc[i + 1] = starts[i + 1]
-        query_lens[i] = starts[i + 1] - starts[i]
-        logits_indices[i] = starts[i + 1] - 1 if query_lens[i] else 0
+        query_len = starts[i + 1] - starts[i]
+        query_lens[i] = query_len
+        logits_indices[i] = starts[i + 1] - 1 if query_len else 0
 
 
 cdef void fill_lengths(const length_t* lengths, const length_t* query_lens, length_t num_rows, BlockSize size,
                        length_t* seq_lens, length_t* context_lens, length_t* seq_start_loc, length_t* indptr,
                        length_t* last_page_len) noexcept nogil:
     """The arrays that follow from the rows' lengths; a row without tokens has no context."""
-    cdef length_t i, pages
+    cdef length_t i, pages, seq_len, sum_of_keys = 0, sum_of_pages = 0
     seq_start_loc[0] = indptr[0] = 0
+    memcpy(seq_lens, lengths, <size_t> num_rows * sizeof(length_t))
     for i in range(num_rows):
-        seq_lens[i] = lengths[i]
         context_lens[i] = lengths[i] - query_lens[i] if query_lens[i] else 0
-        seq_start_loc[i + 1] = seq_start_loc[i] + lengths[i]
-        pages = pages_of(lengths[i], size)
-        indptr[i + 1] = indptr[i] + pages
-        last_page_len[i] = lengths[i] - (pages - 1) * size.tokens if pages else 0
+    for i in range(num_rows):
+        seq_len = lengths[i]
+        pages = pages_of(seq_len, size)
+        sum_of_keys += seq_len
+        sum_of_pages += pages
+        seq_start_loc[i + 1], indptr[i + 1] = sum_of_keys, sum_of_pages
+        last_page_len[i] = seq_len - (pages - 1) * size.tokens if pages else 0
 
 
 cdef dict named_counts(AdoptedCounts* counts, length_t num_rows, bint padded, length_t captured_query_len,
@@ -198,8 +225,7 @@ cdef class AdoptedRows:
         if given.shape[0] < 1 or given.shape[0] - 1 > self.max_num_reqs:
             return TOO_MANY_ROWS, 0
         count = <length_t> given.shape[0] - 1
-        for i in range(count + 1):
-            self.starts[i] = given[i]
+        copy_lengths(self.starts, given, count + 1)
         code = check_starts(self.starts, count, num_slots, self.max_num_tokens, &row)
         if code != OK:
             return code, row
@@ -207,8 +233,7 @@ cdef class AdoptedRows:
             given_lengths = lengths
             if given_lengths.shape[0] != count:
                 return TOO_MANY_ROWS, count
-            for i in range(count):
-                self.lengths[i] = given_lengths[i]
+            copy_lengths(self.lengths, given_lengths, count)
             known = self.lengths
             code = check_lengths(self.starts, known, count, self.max_model_len, most, self.pad_seq_len, &row)
             if code != OK:
