@@ -20,6 +20,7 @@ SUMS = ("paged_kv_indptr", "paged_kv_last_page_len", "seq_start_loc")
 OF_ROWS = ("query_lens", "context_lens", "logits_indices")
 OF_TOKENS = ("token_to_req_indices", "positions")
 MADE = frozenset((*SUMS, "paged_kv_indices", *OF_ROWS, *OF_TOKENS))
+_SUMMED = frozenset((*SUMS, "paged_kv_indices"))
 
 
 class DeviceFields:
@@ -81,19 +82,18 @@ class DeviceFields:
 
     def make(self, given: Given, longest: int) -> None:
         """Makes the fields that are asked for, of a step; ``longest`` bounds its rows' keys."""
-        if not self.live:
-            return
-        if not self.live.isdisjoint((*SUMS, "paged_kv_indices")):
-            self._make_sums(given, longest, gathers="paged_kv_indices" in self.live)
-        for name in (*OF_ROWS, *OF_TOKENS):
-            if name in self.live:
+        live = self.live
+        if not live.isdisjoint(_SUMMED):
+            self._make_sums(given, longest, gathers="paged_kv_indices" in live)
+        for name in self._others:
+            if name in live:
                 self._make_other(name, given)
 
     def ask(self, name: str, given: Given, longest: int) -> None:
         """From now on each step makes a field; the step of ``given`` does at once."""
         if name in self.live:
             return
-        if name in (*SUMS, "paged_kv_indices"):
+        if name in _SUMMED:
             self._make_sums(given, longest, gathers=name == "paged_kv_indices")
             self.live.update((*SUMS, name))
         else:

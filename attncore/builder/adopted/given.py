@@ -46,16 +46,12 @@ class Given(NamedTuple):
         return Given(starts.detach(), lengths.detach(), table.detach(), slots.detach())
 
     def lies_at(self, place: tuple[Any, ...]) -> bool:
-        """Whether these still lie at the addresses that ``place`` begins with: torch may have moved the memory that they
-        share with others.
+        """Whether these still lie at the addresses that ``place`` begins with: torch may have moved the memory that
+        they share with others.
         """
         starts, lengths, table, slots = self
-        return (
-            starts.data_ptr() == place[0]
-            and lengths.data_ptr() == place[1]
-            and table.data_ptr() == place[2]
-            and slots.data_ptr() == place[3]
-        )
+        at: tuple[int, ...] = place[:4]
+        return (starts.data_ptr(), lengths.data_ptr(), table.data_ptr(), slots.data_ptr()) == at
 
 
 class Place(NamedTuple):
@@ -117,7 +113,8 @@ def place_of(given: Given, facts: tuple[Any, ...] | None, device: torch.device) 
         name, found = ("block_table", table_shape[0]) if num_starts == num_reqs + 1 else ("query_start_loc", num_starts)
         wanted = num_reqs + (name == "query_start_loc")
         raise ValueError(f"{name}: {found} rows found beside {num_reqs} seq_lens; give {wanted}")
-    return Place(*facts[:4], num_reqs, table_shape, facts[10], num_slots)
+    at = facts[0], facts[1], facts[2], facts[3]
+    return Place(*at, num_reqs, table_shape, facts[10], num_slots)
 
 
 def check_memory(given: Given) -> None:

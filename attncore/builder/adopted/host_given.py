@@ -52,7 +52,9 @@ class HostGiven:
         if type(given) is _ARRAY and given.dtype is _HOST_INT32 and given.ndim == 1 and given.flags.aligned:
             return given
         if not isinstance(given, np.ndarray):
-            raise TypeError(f"{self.name}: {type(given).__name__} found; give int32, a NumPy array or a tensor on the CPU")
+            raise TypeError(
+                f"{self.name}: {type(given).__name__} found; give int32, a NumPy array or a tensor on the CPU"
+            )
         array = np.asarray(given)  # of a subclass, which may say anything of itself, the plain array
         if array.dtype != _HOST_INT32 or array.dtype.names is not None or array.ndim != 1:
             raise self._refused(given)  # one whose parts have names equals int32, but is none to compiled code
@@ -115,9 +117,7 @@ class HostLengths(HostGiven):
         super().__init__("host_seq_lens")
         self._facts = facts
 
-    def of(
-        self, num_reqs: int, host: Any, own: torch.Tensor | None, bounded: bool
-    ) -> tuple[Int32Array | None, str]:
+    def of(self, num_reqs: int, host: Any, own: torch.Tensor | None, bounded: bool) -> tuple[Int32Array | None, str]:
         """The lengths of so many rows, or None, and what they are: ``exact``, ``bounded`` or ``none``.
 
         ``own`` as for starts. ValueError where the backend needs more.

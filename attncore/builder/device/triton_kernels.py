@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from attncore.arguments import INT32_MAX
+from attncore.builder.device.prepared_launch import prepared_launch
 from attncore.kernels import codes
 
 _JOURNAL_BLOCK = 256
@@ -277,10 +278,14 @@ class SumLengths:
 
     def __init__(self, words: Any, gap: int, page_size: int) -> None:
         self._words, self._gap, self._page_size = words, gap, page_size
-        self._compiled: dict[bool, Any] = {}
+        self._launches: dict[bool, Any] = {}
         none = words[:0]
         for pages in (None, none):
-            self._compiled[pages is not None] = self(none, none.view(0, 1), pages, 0, 0)
+            compiled = self(none, none.view(0, 1), pages, 0, 0)
+            if compiled is not None:  # the interpreter compiles nothing
+                gathers, at = pages is not None, words.data_ptr()
+                trial = at, at, at, at, 0, 0, 0, gap, page_size, gathers, _ROWS, _PAGES_BLOCK
+                self._launches[gathers] = prepared_launch(compiled, words.get_device(), *trial)
 
     def __call__(self, seq_lens: Any, table: Any, pages: Any | None, columns: int, longest: int) -> Any:
         """Of ``seq_lens`` int32[n]; ``pages``, where given, gets each row's blocks of ``table`` int32[n, >= columns].
@@ -291,8 +296,13 @@ class SumLengths:
         num_reqs, stride, gathers, blocks = seq_lens.shape[0], table.stride(0), pages is not None, 1
         if gathers and longest > _PAGES_BLOCK:
             blocks = min(-(-longest // _PAGES_BLOCK), 8)
-        kernel = self._compiled.get(gathers) if stride <= INT32_MAX else None
-        return (kernel or _sum_lengths)[(max(num_reqs, 1), blocks, 1)](
-            seq_lens, table, self._words, pages if gathers else self._words, num_reqs, stride, columns,
-            self._gap, self._page_size, gathers, _ROWS, _PAGES_BLOCK,
-        )  # fmt: skip
+        words = self._words
+        out = words if pages is None else pages
+        others = num_reqs, stride, columns, self._gap, self._page_size, gathers, _ROWS, _PAGES_BLOCK
+        launch = self._launches.get(gathers) if stride <= INT32_MAX else None
+        if launch is None:
+            return _sum_lengths[max(num_reqs, 1), blocks, 1](seq_lens, table, words, out, *others)
+        launch(
+            max(num_reqs, 1), blocks, seq_lens.data_ptr(), table.data_ptr(), words.data_ptr(), out.data_ptr(), *others
+        )
+        return None
