@@ -9,6 +9,7 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 
+from attncore import env
 from attncore.builder.adopted.device_fields import MADE, OF_ROWS, OF_TOKENS, SUMS
 from attncore.builder.device_slices import DeviceView
 from attncore.builder.fields import ARRAYS, DERIVED, FIELDS, no_such_field
@@ -81,6 +82,35 @@ class AdoptedHost(HostArrays):
         return positions
 
 
+class ExpiringHost(AdoptedHost):
+    """Under ATTNCORE_POISON=1: host arrays that raise AttncoreError once ``depth`` more steps have been built."""
+
+    def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], num_tokens: int, owner: Owner, step: int) -> None:
+        super().__init__(arrays, num_tokens)
+        vars(self).update(_owner=owner, _step=step)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if not name.startswith("_"):
+                self._check_age(name)
+            return super().__getattr__(name)
+
+    def _own(self, name: str) -> Any:
+        self._check_age(name)
+        return super()._own(name)
+
+    _memory = _own
+
+    def _check_age(self, name: str) -> None:
+        owner, step = self._owner, self._step
+        if owner.last_step - step >= owner.ring.depth:
+            raise AttncoreError(
+                f"metadata: step {step} was asked for host.{name} after step {owner.last_step} was built; use a step's "
+                f"host arrays before `depth` more builds, or give the steps a larger depth (now {owner.ring.depth})"
+            )
+
+
 class AdoptedStep(CommonAttentionMetadata):
     """The metadata of a step that an engine gave (``AdoptedSteps.build``).
 
@@ -133,6 +163,8 @@ class AdoptedStep(CommonAttentionMetadata):
             arrays = {name: arrays[name] for name in OF_STARTS}
         if self._on_cpu:
             arrays = arrays | {"slot_mapping": given.slot_mapping.numpy(), "block_table": given.block_table.numpy()}
+        if self._owner.poisons:
+            return ExpiringHost(arrays, self.num_tokens, self._owner, self.step)
         return AdoptedHost(arrays, self.num_tokens)
 
     def _made(self, name: str) -> Any:
@@ -191,6 +223,8 @@ class Owner:
 
     def __init__(self, builder: object, depth: int) -> None:
         self._builder, self.last_step = ref(builder), -1
+        self.poisons = env.poison()
+        """Whether late access of host arrays raises."""
         self.ring = SimpleNamespace(depth=depth)
 
     @property
