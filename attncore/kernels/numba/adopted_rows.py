@@ -33,6 +33,10 @@ def pages_of(seq_len, block_size):
     return (seq_len - 1) // block_size + 1 if seq_len else 0
 
 
+def copy_lengths(out: Any, given: Any) -> None:
+    out[:] = given
+
+
 @jit
 def check_starts(starts, num_slots, max_num_tokens):
     if starts[0] != 0:
@@ -142,7 +146,7 @@ class AdoptedRows:
         if not 0 <= count <= self.max_num_reqs:
             return TOO_MANY_ROWS, 0
         own_starts, known = self.fields["_starts"][: count + 1], None
-        own_starts[:] = starts
+        copy_lengths(own_starts, starts)
         code, row = check_starts(own_starts, num_slots, self.max_num_tokens)
         if code != OK:
             return int(code), int(row)
@@ -150,7 +154,7 @@ class AdoptedRows:
             if len(lengths) != count:
                 return TOO_MANY_ROWS, count
             known = self.fields["_lengths"][:count]
-            known[:] = lengths
+            copy_lengths(known, lengths)
             code, row = check_lengths(own_starts, known, self.max_model_len, most, self.pad_seq_len)
             if code != OK:
                 return int(code), int(row)
