@@ -1,10 +1,12 @@
 """A compiled Triton kernel is launched as Triton does it itself, or its own way where that is another."""
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from attncore.builder.device import prepared_launch as module
+from attncore.builder.device import triton_kernels
 
 TRIAL = (1000, 0, 4)
 
@@ -70,3 +72,50 @@ def test_a_kernel_without_what_is_read_is_called_its_own_way(streams, monkeypatc
 def test_an_interrupted_trial_is_raised(streams):
     with pytest.raises(KeyboardInterrupt):
         module.prepared_launch(Compiled(num_before=8, error=KeyboardInterrupt), 0, *TRIAL)
+
+
+class Kernel:
+    """In place of the kernel of page lists before it is compiled: notes launches, and gives what it was compiled to."""
+
+    def __init__(self):
+        self.launches, self.compiled = [], []
+
+    def __getitem__(self, grid):
+        def launch(*arguments):
+            self.launches.append((grid, *arguments))
+            self.compiled.append(Compiled())
+            return self.compiled[-1]
+
+        return launch
+
+
+def addresses(arguments):
+    return tuple(one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments)
+
+
+def test_page_lists_are_launched_with_the_arguments_of_the_kernel(monkeypatch):
+    """Addresses in place of tensors, and nothing else differs."""
+    kernel, prepared = Kernel(), []
+
+    def prepare(compiled, device_index, *trial):
+        launches = []
+        prepared.append((compiled, trial, launches))
+        return lambda rows, blocks, *arguments: launches.append(((rows, blocks, 1), *arguments))
+
+    monkeypatch.setattr(triton_kernels, "_sum_lengths", kernel)
+    monkeypatch.setattr(triton_kernels, "prepared_launch", prepare)
+    words, pages = torch.zeros(96, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    sums = triton_kernels.SumLengths(words, 32, 16)
+    assert [compiled for compiled, _, _ in prepared] == kernel.compiled
+    for (_, trial, _), (_, *first) in zip(prepared, kernel.launches, strict=True):
+        assert trial[:5] == (words.data_ptr(),) * 4 + (0,), "a trial is of no rows, and of memory that it may read"
+        assert trial[7:] == tuple(first[7:])
+    lengths, table = torch.zeros(5, dtype=torch.int32), torch.zeros((5, 9), dtype=torch.int32)[:, :7]
+    for out, (_, _, launches) in zip((None, pages), prepared, strict=True):
+        sums(lengths, table, out, 7, 2000)
+        usual, sums._launches = sums._launches, {}
+        sums(lengths, table, out, 7, 2000)
+        sums._launches = usual
+        assert launches == [addresses(kernel.launches[-1])]
+        assert launches[0][0] == (5, 1 if out is None else 4, 1)
+    assert len(kernel.launches) == 4
