@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Required, TypedDict
 
 from attncore.abstract import scales
+from attncore.quoted import type_name
 from attncore.show import angled, guarded, short
 from attncore.vocabulary import AttentionType
 
@@ -205,6 +206,20 @@ class AttentionImpl(ABC):
         if spec is not None and "lse" not in spec.features:
             why = spec.unsupported.get("lse", "its spec does not declare lse")
         raise ValueError(f"forward_with_lse: {self.backend.name} returns no log-sum-exp: {why}")
+
+    def check_order(self, query: Any, metadata: Any) -> None:
+        """TypeError where another argument of ``forward`` stands in the place of ``query`` or ``metadata``.
+
+        For a vendor's ``forward`` to call off its usual path, such as where an attribute is missing or a cache is new.
+        """
+        for name, given, attribute, wanted in (
+            ("query", query, "shape", "the step's queries, a tensor"),
+            ("metadata", metadata, "host", "the step's metadata"),
+        ):
+            if not hasattr(given, attribute):
+                raise TypeError(
+                    f"{name}: {type_name(given)} found; give {wanted}: forward(query, key, value, kv_cache, metadata)"
+                ) from None
 
     def write_cache(self, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata) -> None:
         """Write this step's keys and values to the cache, as ``forward`` does before it attends, and nothing else.

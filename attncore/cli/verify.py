@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         rows = [
             (
                 verdict.name,
+                choice.candidate.variant_label or "-",
                 f"{verdict.distribution} {verdict.version}",
                 verdict.device,
                 verdict.state,
@@ -83,9 +84,9 @@ def run(args: argparse.Namespace) -> int:
                 (verdict.message or _compared(verdict))
                 + (f"; what was kept is ignored: {verdict.ignored}" if verdict.ignored else ""),
             )
-            for verdict in verdicts
+            for choice, verdict in zip(choices, verdicts, strict=True)
         ]
-        print_table(("NAME", "DISTRIBUTION", "DEVICE", "STATE", "ERROR", "SECONDS", "WHAT"), rows)
+        print_table(("NAME", "VARIANT", "DISTRIBUTION", "DEVICE", "STATE", "ERROR", "SECONDS", "WHAT"), rows)
     return 0 if all(verdict.fine for verdict in verdicts) else 1
 
 

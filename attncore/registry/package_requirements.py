@@ -58,12 +58,27 @@ def satisfied(text: str, version: str) -> bool:
 
 
 def needed(texts: Iterable[str]) -> list[str]:
-    """Those of ``texts`` that count in this environment: without a marker, or with one that holds here.
+    """Those of ``texts`` that count in this environment: without a marker, or with one that holds here. One for each
+    distribution, so that what says how to install it names it once.
 
     ValueError where a marker cannot be evaluated, such as ``os_name ~= 'posix'``, or here only: a kernel's version may
     be none that versions are compared with.
     """
-    return [text for text in texts if _holds(text)]
+    by_name: dict[str, list[str]] = {}
+    for text in texts:
+        if _holds(text):
+            by_name.setdefault(parse(text).name, []).append(text)
+    return [text for same in by_name.values() for text in _as_one(tuple(dict.fromkeys(same)))]
+
+
+def _as_one(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Requirements of one distribution as one that accepts what all accept; as they are where one names an address."""
+    found = [parse(text) for text in texts]
+    if len(texts) == 1 or any(one.url for one in found):
+        return texts
+    extras = ",".join(sorted({extra for one in found for extra in one.extras}))
+    versions = ",".join(dict.fromkeys(str(one.specifier) for one in found if one.specifier))
+    return (f"{found[0].name}{f'[{extras}]' if extras else ''}{versions}",)
 
 
 @lru_cache(maxsize=1024)

@@ -52,6 +52,8 @@ class Verdict:
     tolerance: float | None = None
     seconds: float = 0.0
     cached: bool = False
+    variant: str = ""
+    """The variant that was verified; empty where the backend has none."""
     ignored: str = ""
     """Why a verdict that was kept is not this one; empty where none was, or where it is."""
 
@@ -97,6 +99,7 @@ def _blank(choice: Choice) -> Verdict:
         library=library,
         device=host.device,
         driver=host.driver,
+        variant=choice.variant,
         state="fails",
     )
 
@@ -185,7 +188,7 @@ def _read(file: Path, blank: Verdict) -> tuple[Verdict | None, str]:
     same = ("name", "distribution", "version", "device")
     if kept is None or any(getattr(kept, name) != getattr(blank, name) for name in same):
         return None, f"{file} holds no verdict on this"
-    return replace(kept, cached=True), ""
+    return replace(kept, variant=blank.variant, cached=True), ""
 
 
 def _write(file: Path, verdict: Verdict) -> None:

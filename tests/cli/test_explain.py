@@ -39,8 +39,8 @@ def test_the_design_documents_example(plugins, capsys):
     assert code == 0
     assert "flashinfer (attn-flashinfer 0.1.0): chosen; preferred by the request, priority 70 on cuda:sm_90\n" in out
     assert (
-        "flash (attn-flash 0.1.0): block_size 16 not supported by flash-attn 2.8.3; supported: multiples of 256; "
-        "install flash-attn-4\n"
+        "flash (attn-flash 0.1.0): block_size 16 not supported by variant fa2 (flash-attn 2.8.3); supported: multiples "
+        "of 256; install flash-attn-4\n"
     ) in out
     assert "acme (acme-attn 1.0): built for contract 2; this attncore speaks 1; install acme-attn<1\n" in out
     assert out.endswith("block_size 16, kv_cache_layout NHD, kv_cache_dtype auto\n")

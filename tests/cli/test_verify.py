@@ -116,7 +116,7 @@ def test_all_is_a_row_each_and_prints_a_table(site, capsys, monkeypatch):
     monkeypatch.setenv("ATTNCORE_PLUGINS", "broken-create")
     assert main(["verify", "--all", *SMALL]) == 1
     header, row = capsys.readouterr().out.splitlines()
-    assert header.split() == ["NAME", "DISTRIBUTION", "DEVICE", "STATE", "ERROR", "SECONDS", "WHAT"]
+    assert header.split() == ["NAME", "VARIANT", "DISTRIBUTION", "DEVICE", "STATE", "ERROR", "SECONDS", "WHAT"]
     assert row.startswith("broken-create")
     assert "libacme.so is missing" in row
 

@@ -6,7 +6,7 @@ import random
 import pytest
 from lookalikes import FLASHINFER, PACKAGES, RECORDS, record
 
-from attncore import AttentionRequest, BackendSpec, Host, MultipleOf, Reason, Variant
+from attncore import AttentionRequest, BackendSpec, Host, MultipleOf, Reason
 from attncore.how_to_install import install_distribution
 from attncore.registry.choice.choice import choose
 from attncore.registry.choice.explain import explain
@@ -237,49 +237,6 @@ def test_the_layout_is_an_output():
     records = [record(spec(kv_cache_layouts=("HND", "NHD")), "attn-one")]
     assert choose(negotiated(records)).kv_cache_layout == "HND"
     assert choose(negotiated(records, kv_cache_layout="NHD")).kv_cache_layout == "NHD"
-
-
-def variants():
-    return spec(
-        variants=(
-            Variant("new", requires=("absent>=4",), head_sizes={64, 128}),
-            Variant("old", requires=("torch>=2",), block_sizes={256}),
-        )
-    )
-
-
-def test_the_first_variant_that_fits_is_used_and_named():
-    chosen = choose(negotiated([record(variants(), "attn-one")]))
-    assert (chosen.variant, chosen.block_size) == ("old", 256)
-    assert "variant old (torch 2.11.0+cu130)" in chosen.explain()
-    host = Host.assume("sm_90", packages={**PACKAGES, "absent": "4.1"})
-    assert choose(negotiated([record(variants(), "attn-one")], host)).variant == "new"
-
-
-def test_variants_before_the_one_that_fits_tell_why_not():
-    chosen = choose(negotiated([record(variants(), "attn-one")]))
-    ((name, reasons),) = chosen.candidate.passed_over
-    assert name == "new"
-    assert reasons
-    assert f"\n  not its variant new: {reasons[0]}\n" in f"{chosen.explain()}\n"
-    (told,) = chosen.candidate.as_json()["passed_over"]
-    assert told["reasons"][0]["message"] == reasons[0].message
-    assert chosen.candidate.reasons == ()
-
-
-def test_a_variant_that_only_has_to_be_installed_is_the_fix():
-    (reason,) = negotiated([record(variants(), "attn-one")], block_size=16).rejected[0].reasons
-    assert str(reason) == "block_size 16 not supported by torch 2.11.0+cu130; supported: 256; install absent"
-    older = Host.assume("sm_90", packages={**PACKAGES, "absent": "3"})
-    (reason,) = negotiated([record(variants(), "attn-one")], older, block_size=16).rejected[0].reasons
-    assert reason.fix == "install absent>=4"
-
-
-def test_no_variant_installed_tells_what_each_needs():
-    bare = Host.assume("sm_90", packages={})
-    reasons = negotiated([record(variants(), "attn-one")], bare).rejected[0].reasons
-    assert [reason.asked for reason in reasons] == ["absent>=4", "torch>=2"]
-    assert all(reason.fix.startswith("pip install '") for reason in reasons)
 
 
 def test_known_backends_that_are_not_installed_are_rows():

@@ -37,7 +37,8 @@ class Candidate:
     warnings: tuple[Reason, ...] = ()
     spec: BackendSpec | None = None
     variant: str = ""
-    library: str = ""
+    variant_label: str = ""
+    """The variant as texts name it, with its library: ``fa4 (flash-attn-4 4.0.0)``."""
     match: Match | None = None
     passed_over: tuple[tuple[str, tuple[Reason, ...]], ...] = ()
 
@@ -61,6 +62,7 @@ class Candidate:
             "state": self.state,
             "usable": self.usable,
             "variant": self.variant,
+            "variant_label": self.variant_label,
             "priority": self.match.priority if self.match else None,
             "priority_on": self.match.pattern if self.match else None,
             "reasons": [reason.as_json() for reason in (*self.reasons, *self.warnings)],
@@ -105,66 +107,82 @@ def _of_record(record: PluginRecord, request: AttentionRequest, host: Host) -> C
         warnings=record.reasons,
         spec=spec,
         variant=variant,
-        library=_library(spec, host) if variant else "",
+        variant_label=variant_label(variant, spec, host),
         match=best_match(spec.devices, host.device),
         passed_over=passed_over,
     )
+
+
+def variant_label(variant: str, stated: BackendSpec, host: Host) -> str:
+    """A variant as every text names it, with its library: the last that it requires, and the version installed.
+
+    ``fa4 (flash-attn-4 4.0.0)``; the name alone where it requires nothing.
+    """
+    if not variant or not stated.requires:
+        return variant
+    library = package_requirements.parse(tuple(stated.requires)[-1]).name
+    return f"{variant} ({' '.join(filter(None, (library, host.packages.get(library))))})"
+
+
+def stated_by(variant: str, stated: BackendSpec, plugin: str, host: Host) -> str:
+    """Who states the facts of a variant, in a reason: ``variant fa4 (flash-attn-4)``; the plugin where it has none."""
+    return f"variant {variant_label(variant, stated, host)}" if variant else plugin
+
+
+_Judged = list[tuple[str, BackendSpec, list[Reason]]]
+"""Variant, the spec as it states it, and the reasons against it."""
 
 
 def _fitting_variant(
     spec: BackendSpec, plugin: str, request: AttentionRequest, host: Host
 ) -> tuple[str, BackendSpec, tuple[Reason, ...], tuple[tuple[str, tuple[Reason, ...]], ...]]:
     """The first variant that fits, with those before it and their reasons; else the first, with the reasons of all."""
-    judged: list[tuple[str, BackendSpec, list[Reason]]] = []
+    judged: _Judged = []
     for variant, stated in spec.by_variant:
-        source = _library(stated, host) if variant else plugin
-        reasons = reasons_against(stated, request, host, source, plugin)
+        reasons = reasons_against(stated, request, host, stated_by(variant, stated, plugin, host), plugin)
         if not reasons:
             return variant, stated, (), tuple((name, tuple(why)) for name, _, why in judged)
         judged.append((variant, stated, reasons))
     variant, stated, _ = judged[0]
-    return variant, stated, tuple(_merged(_naming_variants(judged, host), host)), ()
+    return variant, stated, tuple(_each_once(judged, plugin, host)), ()
 
 
-def _library(spec: BackendSpec, host: Host) -> str:
-    """The library of a variant, as the reasons name it: its last requirement, with the installed version."""
-    if not spec.requires:
-        return spec.name
-    name = package_requirements.parse(tuple(spec.requires)[-1]).name
-    return f"{name} {host.packages.get(name, '')}".strip()
+def _each_once(judged: _Judged, plugin: str, host: Host) -> Iterator[Reason]:
+    """The reasons of all variants. One that all give names the plugin, any other the variants that give it. Where a
+    variant needs nothing but a distribution, installing that is the others' fix.
+    """
+    own = {variant: stated_by(variant, stated, plugin, host) for variant, stated, _ in judged}
+    install, spared = _install_instead(judged, host)
+    alike: dict[tuple[str, str, str], list[tuple[str, Reason]]] = {}
+    for variant, _, reasons in judged:
+        for reason in () if variant in spared else reasons:
+            plain = reason.message.removeprefix(f"variant {variant}: ")
+            of_plugin = plain.replace(own[variant], plugin)
+            given = alike.setdefault((reason.code, of_plugin, reason.fix), [])
+            given.append((variant, replace(reason, message=plain)))
+    for (code, of_plugin, fix), given in alike.items():
+        reason, variants = given[0][1], list(dict.fromkeys(variant for variant, _ in given))
+        who, message = plugin, of_plugin
+        if len(variants) < len(judged):
+            plural = "variants" if len(variants) > 1 else "variant"
+            who = f"{plural} {listed(own[variant].removeprefix('variant ') for variant in variants)}"
+            named = own[variants[0]] in reason.message
+            message = reason.message.replace(own[variants[0]], who)
+            message = message if named else f"{plural} {listed(variants)}: {message}"
+        source = who if reason.source == own[variants[0]] else reason.source
+        if install and code != "requirement":
+            fix = install
+        yield replace(reason, message=message, source=source, fix=fix)
 
 
-def _naming_variants(judged: list[tuple[str, BackendSpec, list[Reason]]], host: Host) -> list[list[Reason]]:
-    """The reasons of each variant. Of several variants of one library the library's name does not tell them apart: a
-    reason that only some of these have names its variant."""
-    told = {variant: {(reason.code, reason.message) for reason in reasons} for variant, _, reasons in judged}
-    named = []
-    for variant, stated, reasons in judged:
-        others = [
-            name for name, other, _ in judged if name != variant and _library(other, host) == _library(stated, host)
-        ]
-        named.append([
-            reason if all((reason.code, reason.message) in told[name] for name in others)
-            else replace(reason, message=f"variant {variant}: {reason.message.removeprefix(f'variant {variant}: ')}")
-            for reason in reasons
-        ])  # fmt: skip
-    return named
-
-
-def _merged(by_variant: list[list[Reason]], host: Host) -> Iterator[Reason]:
-    """The reasons of all variants. Where one needs nothing but a distribution, installing that is the others' fix."""
-    missing = [reasons for reasons in by_variant if all(reason.code == "requirement" for reason in reasons)]
-    installed = [reasons for reasons in by_variant if not any(reason.code == "requirement" for reason in reasons)]
-    install = ""
-    if missing and installed:
-        names = [package_requirements.parse(str(reason.asked)).name for reason in missing[0]]
-        fresh = all(not host.packages.get(name) for name in names)
-        install = f"install {listed(names if fresh else [reason.asked for reason in missing[0]])}"
-        by_variant = [reasons for reasons in by_variant if reasons not in missing]
-    seen = set()
-    for reasons in by_variant:
-        for reason in reasons:
-            if (reason.code, reason.message) in seen:
-                continue
-            seen.add((reason.code, reason.message))
-            yield replace(reason, fix=install) if install and reason.code != "requirement" else reason
+def _install_instead(judged: _Judged, host: Host) -> tuple[str, set[str]]:
+    """What to install for a variant that lacks nothing else, and the variants that then need no other reason; nothing
+    where every variant lacks a distribution, or none does.
+    """
+    missing = [variant for variant, _, reasons in judged if all(reason.code == "requirement" for reason in reasons)]
+    if not missing or all(any(reason.code == "requirement" for reason in reasons) for _, _, reasons in judged):
+        return "", set()
+    wanted = next([str(reason.asked) for reason in reasons] for variant, _, reasons in judged if variant in missing)
+    names = [package_requirements.parse(text).name for text in wanted]
+    fresh = all(not host.packages.get(name) for name in names)
+    return f"install {listed(dict.fromkeys(names if fresh else wanted))}", set(missing)

@@ -83,6 +83,7 @@ class Choice:
         return {
             "name": self.name,
             "variant": self.variant,
+            "variant_label": self.candidate.variant_label,
             "block_size": self.block_size,
             "manager_block_size": self.request.manager_block_size or self.block_size,
             "kv_cache_layout": self.kv_cache_layout,

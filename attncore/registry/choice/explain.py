@@ -50,7 +50,7 @@ def _standing(candidate: Candidate, request: AttentionRequest) -> Iterator[str]:
         where = "any device" if candidate.match.pattern == "any" else candidate.match.pattern
         yield f"priority {candidate.match.priority} on {where}"
     if candidate.variant:
-        yield f"variant {candidate.variant} ({candidate.library})"
+        yield f"variant {candidate.variant_label}"
 
 
 def _notes(candidate: Candidate) -> Iterator[str]:

@@ -81,7 +81,7 @@ class LayersChoice(Mapping[str, Choice]):
     def _group_text(self, name: str) -> str:
         choice = self.choices[name]
         kinds = ", ".join(quoted(kind) for kind, group in self.group_of.items() if group == name)
-        variant = f" {choice.variant}" if choice.variant else ""
+        variant = f", variant {choice.candidate.variant_label}" if choice.variant else ""
         return (
             f"group {quoted(name)}: {choice.name}{variant}, block_size {choice.block_size}, kv_cache_layout "
             f"{choice.kv_cache_layout}, layers {kinds}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attncore.quoted import listed
-from attncore.registry.choice.candidates import candidates
+from attncore.registry.choice.candidates import candidates, stated_by
 from attncore.registry.choice.reasons_against import reasons_against
 from attncore.registry.device_patterns import best_match
 from attncore.registry.host.host import Host
@@ -50,6 +50,10 @@ def reasons_by_variant(record: PluginRecord, host: Host) -> dict[str, tuple[Reas
     """
     variants = record.spec.by_variant if record.spec is not None else ()
     return {
-        name: tuple(reasons_against(stated, plain_request(stated), host, record.label, record.label))
+        name: tuple(
+            reasons_against(
+                stated, plain_request(stated), host, stated_by(name, stated, record.label, host), record.label
+            )
+        )
         for name, stated in variants
     }

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from attncore.quoted import one_line
 from attncore.registry.choice.candidates import Candidate
-from attncore.show import angled, html_table, preformatted, short
+from attncore.show import angled, cut, html_table, preformatted
 
 
 def choice_text(choice: Any) -> str:
     """``repr`` of a Choice."""
     found = choice.negotiation
     facts = (
-        f"variant {short(choice.variant)}" if choice.variant else "",
+        f"variant {cut(one_line(choice.candidate.variant_label), 48)}" if choice.variant else "",
         f"block_size {choice.block_size}",
         f"kv_cache_layout {choice.kv_cache_layout}",
         f"kv_cache_dtype {choice.kv_cache_dtype}",

@@ -76,7 +76,8 @@ def _create(record: PluginRecord, spec: BackendSpec, host: Host) -> dict[str, An
         return {}
     try:
         backend = choice.create()
-        return {"created": one_line(f"{type_name(backend)} on {backend.config.device}")}
+        variant = f", variant {choice.candidate.variant_label}" if choice.variant else ""
+        return {"created": one_line(f"{type_name(backend)} on {backend.config.device}{variant}")}
     except BaseException as error:
         return _broken(record, f"creating it failed: {describe_error(error)}")
 

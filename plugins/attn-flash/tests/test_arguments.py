@@ -308,7 +308,7 @@ def test_a_configuration_past_the_negotiation_is_refused_by_name(changes: dict[s
 def test_a_head_size_that_is_wrong_without_a_causal_mask(backend: Any, generation: str) -> None:
     """A cross layer past the negotiation is refused; a shared prefix is not read apart."""
     of_96 = standin.create(generation, head_size=96)
-    with pytest.raises(ValueError, match="attn_type: generation 4 reads an encoder's keys of head size 96 wrong"):
+    with pytest.raises(ValueError, match="attn_type: variant fa4 reads an encoder's keys of head size 96 wrong"):
         of_96.impl("layers.0", scale=1.0, attn_type="encoder_decoder")
     of_96.impl("layers.0", scale=1.0, attn_type="encoder")
     assert of_96.cascade(None) is None

@@ -139,7 +139,7 @@ def test_damaged_findings_are_ignored_with_a_reason(installed: Path, damage: str
     assert probe_results.read("2") is None
     (why,) = probe_results.ignored("2")
     assert str(file) in why
-    assert doctor.facts(Host.assume("cpu"))["generation 2 kept"] == f"ignored: {why}"
+    assert doctor.facts(Host.assume("cpu"))["variant fa2 kept"] == f"ignored: {why}"
     assert [name for name, _ in make_spec().by_variant] == ["fa4", "fa2"]
     if damage != "folder":  # which only its owner may delete
         probe_results.write("2", found)
@@ -217,7 +217,9 @@ def test_what_is_found_is_negotiated_around_in_the_same_process_too(installed: P
         assert "flash (attn-flash 0.1.0): chosen" not in text
         assert "leaves it out, as a call on a GPU showed" in text
     load.forget()  # another process
-    assert "logits_soft_cap not supported by flash-attn 2.8.3.post2: this build" in explained(logits_soft_cap=30.0)
+    assert "logits_soft_cap not supported by variant fa2 (flash-attn 2.8.3.post2): this build" in explained(
+        logits_soft_cap=30.0
+    )
     assert "flash (attn-flash 0.1.0): chosen" in explained()
 
 
@@ -286,9 +288,9 @@ def test_the_doctor_says_what_is_there(installed: Path) -> None:
         "2", made_by_calls("logits_soft_cap", *(f"head_size {size}" for size in range(8, 257, 8) if size != 64))
     )
     facts = doctor.facts(Host.assume("sm_90"))
-    assert facts["generation 4"] == "flash-attn-4 is not installed"
-    assert facts["generation 2"] == f"{LIBRARY}, {installed}"
-    assert facts["generation 2 called"] == (
+    assert facts["variant fa4"] == "flash-attn-4 is not installed"
+    assert facts["variant fa2"] == f"{LIBRARY}, {installed}"
+    assert facts["variant fa2 called"] == (
         "runs on a GPU; left out of this build: logits_soft_cap, all head sizes but 64"
     )
     assert json.loads(next(cache_folder("flash").glob("*.json")).read_text())["library"] == LIBRARY

@@ -70,12 +70,12 @@ def test_the_generation_that_fits(
     ("where", "fields", "code", "words"),
     [
         (host("sm_90", "2"), {"block_size": 16}, "block_size", "multiples of 256; install flash-attn-4"),
-        (host("sm_90", "2"), {"sinks": True}, "unsupported", "generation 2 has no place for them"),
-        (host("sm_90", "4"), {"alibi": True}, "unsupported", "generation 4 takes no slopes"),
+        (host("sm_90", "2"), {"sinks": True}, "unsupported", "the kernel has no place for them"),
+        (host("sm_90", "4"), {"alibi": True}, "unsupported", "the kernel takes no slopes"),
         (host("sm_90", "4"), {"allow_compile": False}, "compiler", "compiles kernels at first use"),
-        (host("sm_86", "4"), {}, "device", "generation 4 reads no paged cache on sm_86"),
-        (host("sm_120", "4"), {}, "device", "generation 4 reads no paged cache on sm_120"),
-        (host("sm_100", "4"), {"head_size": 192}, "head_size", "not supported by generation 4 on sm_100"),
+        (host("sm_86", "4"), {}, "device", "no paged cache is read on sm_86"),
+        (host("sm_120", "4"), {}, "device", "no paged cache is read on sm_120"),
+        (host("sm_100", "4"), {"head_size": 192}, "head_size", "head_size 192 not supported on sm_100"),
         (host("sm_90", "4"), {"head_size": 160}, "head_size", "head_size 160"),
         (host("sm_90", "4"), {"head_size": 80, "features": ["encoder_decoder"]}, "head_size", "wrong from pages"),
         (host("sm_75", "2", "4"), {}, "device", "cuda:sm_80+"),
@@ -87,7 +87,7 @@ def test_the_generation_that_fits(
         (host("sm_90", "2", "4"), {"head_size": 264}, "head_size", "up to 256"),
         (host("sm_90", "2", "4"), {"kv_cache_dtype": "fp8"}, "kv_cache_dtype", "fp8_e4m3"),
         (host("sm_90", "2", "4"), {"cuda_graph": "always"}, "cuda_graph", "uniform"),
-        (host("sm_90", "4"), {"options": {"flash": {"generation": "2"}}}, "option", "options ask for, 2"),
+        (host("sm_90", "4"), {"options": {"flash": {"generation": "2"}}}, "option", "options ask for generation 2"),
     ],
 )
 def test_the_reason_where_none_fits(where: Host, fields: dict[str, Any], code: str, words: str) -> None:
@@ -110,7 +110,7 @@ def test_prefill_and_decode_with_the_reference_share_a_block_size_and_a_layout()
 @pytest.mark.parametrize(
     ("generations", "first", "says"),
     [
-        ("2", "flashinfer", "generation 2 on sm_90 after flashinfer: "),
+        ("2", "flashinfer", "fa2 on sm_90 after flashinfer: "),
         ("4", "flash", "on sm_90 before flashinfer: "),
         ("24", "flash", "on sm_90 before flashinfer: "),
     ],

@@ -150,3 +150,29 @@ def _stepped(backend: Any, method: str, cache: Any) -> None:
     batch.add_request("a", [1])
     tensors = [torch.randn(1, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
     getattr(impl, method)(*tensors, cache, builder.build())
+
+
+@pytest.mark.parametrize("cache_is_known", [False, True])
+@pytest.mark.parametrize("method", ["forward", "forward_with_lse"])
+def test_arguments_in_another_order(method: str, cache_is_known: bool) -> None:
+    backend = standin.backend()
+    layer = backend.impl("layers.0", scale=1.0)
+    cache = backend.allocate_kv_cache(8)
+    batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=backend.config.block_size)
+    batch.add_request("a", block_ids=[1], num_computed_tokens=0)
+    metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=16).build({"a": 3})
+    query, key = (torch.ones(3, heads, 64, dtype=torch.bfloat16) for heads in (4, 2))
+    attend = getattr(layer, method)
+    if cache_is_known:
+        attend(query, key, key, cache, metadata)
+    before = cache.clone()
+    order = r"forward\(query, key, value, kv_cache, metadata\)$"
+    for given, says in (
+        ((metadata, query, key, key, cache), r"query: \w+ found; give the step's queries"),
+        ((query, key, key, metadata, cache), "metadata: Tensor found; give the step's metadata"),
+        ((query, metadata, key, key, cache), "metadata: Tensor found; give the step's metadata"),
+        ((query, key, key, cache, None), "metadata: NoneType found; give the step's metadata"),
+    ):
+        with pytest.raises(TypeError, match=rf"^{says}.*{order}"):
+            attend(*given)
+        assert torch.equal(cache, before)

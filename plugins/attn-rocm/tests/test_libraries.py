@@ -1,6 +1,7 @@
 """What aiter and flash-attn are handed: by keyword, with what they need, and never what they get wrong."""
 
 import math
+import types
 
 import pytest
 import rocm_standins as standins
@@ -126,7 +127,8 @@ def _given(backend, tokens=3):
     config = backend.config
     query = torch.zeros(tokens, config.num_heads, config.head_size, dtype=torch.bfloat16)
     key = torch.zeros(tokens, config.num_kv_heads, config.head_size, dtype=torch.bfloat16)
-    return {"query": query, "key": key, "value": key, "kv_cache": backend.allocate_kv_cache(4), "metadata": None}
+    metadata = types.SimpleNamespace(host=None)  # as far as it is looked at before the tensors are
+    return {"query": query, "key": key, "value": key, "kv_cache": backend.allocate_kv_cache(4), "metadata": metadata}
 
 
 @pytest.mark.parametrize(
@@ -150,6 +152,22 @@ def test_wrong_tensors_are_named(name, wrong, why, monkeypatch):
         impl.forward(**before, **{name: wrong})
     assert str(caught.value).startswith(("query:" if "made for" in why else f"{name}:",))
     assert why in str(caught.value)
+
+
+@pytest.mark.parametrize("variant", ["aiter", "sdpa"])
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [
+        (("metadata", "query", "key", "value", "kv_cache"), "query: SimpleNamespace found; give the step's queries"),
+        (("query", "key", "value", "metadata", "kv_cache"), "metadata: Tensor found; give the step's metadata"),
+    ],
+)
+def test_arguments_in_another_order(order, says, variant, monkeypatch):
+    standins.install(monkeypatch, "aiter")
+    backend = standins.backend(variant)
+    impl, given = backend.impl("layers.0", scale=1.0), _given(backend)
+    with pytest.raises(TypeError, match=f"^{says}.*value, kv_cache, metadata"):
+        impl.forward(*(given[name] for name in order))
 
 
 def test_scales_of_a_cache_that_has_none(monkeypatch):

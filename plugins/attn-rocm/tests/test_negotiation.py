@@ -60,18 +60,24 @@ def test_aiter_where_it_is_installed(device):
         assert choice.spec.finite_tail
     else:
         assert choice.variant == "triton"
-        assert f"device rocm:{device} not supported by amd-aiter 0.1.9" in over(choice)["aiter"]
+        assert f"device rocm:{device} not supported by variant aiter (amd-aiter 0.1.9)" in over(choice)["aiter"]
 
 
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"head_size": 80}, "head_size 80 not supported by amd-aiter"),
-        ({"block_size": 24}, "block_size 24 not supported by amd-aiter"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8_e4m3 not supported by amd-aiter"),
-        ({"features": ("lse",)}, "lse not supported by amd-aiter 0.1.9: aiter's unified_attention returns the output"),
-        ({"features": ("encoder",)}, "encoder not supported by amd-aiter 0.1.9: aiter's unified_attention is causal"),
-        ({"dtype": "float32"}, "dtype float32 not supported by amd-aiter"),
+        ({"head_size": 80}, "head_size 80 not supported by variant aiter (amd-aiter"),
+        ({"block_size": 24}, "block_size 24 not supported by variant aiter (amd-aiter"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8_e4m3 not supported by variant aiter (amd-aiter"),
+        (
+            {"features": ("lse",)},
+            "lse not supported by variant aiter (amd-aiter 0.1.9): aiter's unified_attention returns the output",
+        ),
+        (
+            {"features": ("encoder",)},
+            "encoder not supported by variant aiter (amd-aiter 0.1.9): aiter's unified_attention is causal",
+        ),
+        ({"dtype": "float32"}, "dtype float32 not supported by variant aiter (amd-aiter"),
     ],
 )
 def test_what_aiter_cannot_do_goes_to_the_plugins_own_kernels(fields, why):
@@ -115,7 +121,7 @@ def test_ck_where_it_is_asked_for(device):
 
 
 def test_ck_needs_cdna():
-    assert "device rocm:gfx1100 not supported by flash-attn 2.8.3" in refused(
+    assert "device rocm:gfx1100 not supported by variant ck (flash-attn 2.8.3)" in refused(
         "gfx1100", {"flash-attn": "2.8.3"}, kernel="ck"
     )
 

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     found = {generation: again(generation, torch.device("cuda", 0)) for generation in installed}
     for generation, one in found.items():
-        print(f"generation {generation}: {one.library} {said(one)}")
+        print(f"variant fa{generation}: {one.library} {said(one)}")
     return int(all(one.fails for one in found.values()))
 
 

@@ -95,7 +95,7 @@ class FlashBackend(AttentionBackend):
         """ValueError that names the argument where the library, or this build of it, lacks what it needs."""
         if self._causal_only and attn_type is AttentionType.ENCODER_DECODER:
             raise ValueError(
-                f"attn_type: generation 4 reads an encoder's keys of head size {self.config.head_size} wrong from "
+                f"attn_type: variant fa4 reads an encoder's keys of head size {self.config.head_size} wrong from "
                 "pages; ask for the feature 'encoder_decoder' in the request, and the choice goes around it"
             )
         features = {"alibi_slopes": "alibi"}

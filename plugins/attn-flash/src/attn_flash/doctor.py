@@ -15,7 +15,7 @@ def facts(host: Host) -> dict[str, str]:
 
 
 def _of(generation: str, host: Host) -> Iterator[tuple[str, str]]:
-    label = f"generation {generation}"
+    label = f"variant fa{generation}"
     library, file = probe_results.library(generation), probe_results.library_file(generation)
     if library is None:
         yield label, f"{probe_results.DISTRIBUTIONS[generation]} is not installed"

@@ -67,7 +67,7 @@ class FlashImpl(AttentionImpl):
         try:
             plan = None if plans is None else metadata.kept.get(plans) or plans.reused(metadata)
         except AttributeError:
-            _check_metadata(metadata)
+            self.check_order(query, metadata)
             raise
         if plan is None or kv_cache is not self._cache or query.shape[0] != plan.num_tokens:
             return self._attend(query, key, value, kv_cache, metadata, output, with_lse=False, write=write)[0]
@@ -117,7 +117,7 @@ class FlashImpl(AttentionImpl):
     ) -> OutputAndLse:  # fmt: skip
         """``forward`` of any layer and step: arguments are checked, padding is filled."""
         write = write or kv_cache is None
-        _check_metadata(metadata)
+        self.check_order(query, metadata)
         encoder = self.attn_type is AttentionType.ENCODER
         num_tokens = int(metadata.host.encoder_query_start_loc[-1]) if encoder else metadata.num_tokens
         if not num_tokens:
@@ -223,15 +223,6 @@ class FlashImpl(AttentionImpl):
             self._views, self._cache = self._views_of(kv_cache), kv_cache if type(kv_cache) is not list else _ANEW
             self._calls = {}  # they are bound to the old one, which nothing may keep
         return self._views
-
-
-def _check_metadata(metadata: Any) -> None:
-    """TypeError where it is something else, such as the cache that stands before it."""
-    if not hasattr(metadata, "host"):
-        raise TypeError(
-            f"metadata: {type(metadata).__name__} found; give the step's metadata: "
-            "forward(query, key, value, kv_cache, metadata)"
-        )
 
 
 def _padded(found: Tensor, count: int, num_tokens: int, output: Tensor | None, fill: float = 0.0) -> Tensor:

@@ -19,14 +19,14 @@ _COMMON = {
 _FEATURES = {"2": {*_COMMON, "alibi", "alibi_standard"}, "4": {*_COMMON, "sinks"}}
 _UNSUPPORTED = {
     "2": {
-        "sinks": "generation 2 has no place for them; generation 4 has",
-        "kv_scales": "generation 2 reads no fp8 cache",
+        "sinks": "the kernel has no place for them; fa4 has",
+        "kv_scales": "the kernel reads no fp8 cache",
         "tree_mask": "it takes no mask",
     },
     "4": {
-        "alibi": "generation 4 takes no slopes; generation 2 does",
-        "alibi_standard": "generation 4 takes no slopes; generation 2 does",
-        "kv_scales": "generation 4 reads fp8 keys with fp8 queries only, and not on sm_90",
+        "alibi": "the kernel takes no slopes; fa2 does",
+        "alibi_standard": "the kernel takes no slopes; fa2 does",
+        "kv_scales": "the kernel reads fp8 keys with fp8 queries only, and not on sm_90",
         "tree_mask": "it takes no mask",
     },
 }
@@ -36,7 +36,7 @@ _BEFORE_FLASHINFER = (
     "56.3 and 6.0, but 1.6 for 8 decodes, with flashinfer 1.4 (one H200, 2026-11-22)"
 )
 _AFTER_FLASHINFER = (
-    "generation 2 on sm_90 after flashinfer: 32 layers take 2.3 ms for 8 decodes, 6.5 for 64, 12.1 for a mixed step, "
+    "fa2 on sm_90 after flashinfer: 32 layers take 2.3 ms for 8 decodes, 6.5 for 64, 12.1 for a mixed step, "
     "with flashinfer 1.4, 6.0 and 11.1, its plan on the host counted (one H200, 2026-11-22)"
 )
 _PAGES = {
@@ -57,7 +57,7 @@ _PAGES = {
         "compiles_at_run_time": True,
         "notes": (
             _BEFORE_FLASHINFER,
-            "on sm_90 generation 4 does not split the keys of few long requests among the cores (no split-KV)",
+            "on sm_90 fa4 does not split the keys of few long requests among the cores (no split-KV)",
         ),
     },
 }
@@ -120,7 +120,7 @@ def _check(generation: str, known: ProbeResult | None, request: AttentionRequest
     source = f"{distribution} {host.packages.get(distribution, '')}".strip()
     asked = request.options.get("flash", {}).get("generation")
     if asked in ("2", "4") and asked != generation:
-        message = f"generation {generation} is not the one that the options ask for, {asked}"
+        message = f"the options ask for generation {asked}"
         yield Reason("option", message, asked, generation, "attn-flash", "leave options['flash']['generation'] out")
     if generation == "4":
         yield from _architecture(request, host, source)
@@ -132,15 +132,15 @@ def _check(generation: str, known: ProbeResult | None, request: AttentionRequest
 def _architecture(request: AttentionRequest, host: Host, source: str) -> Iterator[Reason]:
     family = _family(host)
     if family in (8, 12):
-        message = f"generation 4 reads no paged cache on {host.arch}; supported: sm_90, sm_100, sm_103, sm_110"
-        yield Reason("device", message, host.device, ["cuda:sm_90", "cuda:sm_100"], source, "use generation 2")
+        message = f"no paged cache is read on {host.arch}; supported: sm_90, sm_100, sm_103, sm_110"
+        yield Reason("device", message, host.device, ["cuda:sm_90", "cuda:sm_100"], source, "use fa2 (flash-attn)")
     if "encoder_decoder" in request.asked_features and request.head_size in paged_head_sizes.CAUSAL_ONLY:
         sizes = [size for size in paged_head_sizes.PAGED if size not in paged_head_sizes.CAUSAL_ONLY]
-        message = f"head_size {request.head_size}: generation 4 reads an encoder's keys wrong from pages"
-        yield Reason("head_size", message, request.head_size, sizes, source, "use generation 2")
+        message = f"head_size {request.head_size}: an encoder's keys are read wrong from pages"
+        yield Reason("head_size", message, request.head_size, sizes, source, "use fa2 (flash-attn)")
     if family in (10, 11) and request.head_size > 128 and request.head_size != 256:
-        message = f"head_size {request.head_size} not supported by generation 4 on {host.arch}; supported: to 128, 256"
-        yield Reason("head_size", message, request.head_size, [128, 256], source, "use generation 2")
+        message = f"head_size {request.head_size} not supported on {host.arch}; supported: to 128, 256"
+        yield Reason("head_size", message, request.head_size, [128, 256], source, "use fa2 (flash-attn)")
 
 
 def _family(host: Host) -> int:
@@ -158,7 +158,7 @@ def _generation3(host: Host) -> Iterator[Reason]:
             return
     if version:
         message = f"flash_attn_3 {version} is installed; generation 3 is not supported yet"
-        fix = "install flash-attn (generation 2) or flash-attn-4"
+        fix = "install flash-attn (fa2) or flash-attn-4 (fa4)"
         yield Reason("check", message, version, ["2", "4"], "attn-flash", fix)
 
 

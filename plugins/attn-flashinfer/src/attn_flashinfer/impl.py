@@ -93,6 +93,7 @@ class FlashInferImpl(AttentionImpl):
         write: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """``forward``, and the natural logarithm of each softmax's sum, float32 (T, num_heads)."""
+        self.check_order(query, metadata)
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
         return self._attend(query, key, value, kv_cache, metadata, output, lse, write), lse.mul_(LN2)
 
@@ -108,11 +109,13 @@ class FlashInferImpl(AttentionImpl):
         write: bool,
     ) -> Tensor:
         if kv_cache is not self._kv_cache:
+            self.check_order(query, metadata)
             if kv_cache is None:
                 return query.new_zeros(query.shape) if output is None else output.zero_()
             self._take(kv_cache, metadata)
         step = self._plans.step
         if step.metadata() is not metadata:
+            self.check_order(query, metadata)
             step = self._plans.find(metadata)
         if write:
             self._write(key, value, *self._slots, metadata.slot_mapping)

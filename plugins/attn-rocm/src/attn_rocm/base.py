@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_rocm import settings
 from attn_rocm.tiles import ARCHITECTURES
-from attncore import AttentionBackend, AttentionImpl, BackendConfig, CacheWriter, LayerFeatures
+from attncore import AttentionBackend, AttentionImpl, AttentionMetadata, BackendConfig, CacheWriter, LayerFeatures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,8 +94,13 @@ class RocmImpl(AttentionImpl):
             self.writer(key, value, *caches, slots)
         return caches
 
-    def checked(self, query: Tensor, key: Any, value: Any, kv_cache: Any, output: Tensor | None) -> Tensor:
-        """The output to fill; ValueError naming the argument where tensors are not the backend's."""
+    def checked(
+        self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata, output: Tensor | None
+    ) -> Tensor:
+        """The output to fill; ValueError naming the argument where tensors are not the backend's, TypeError where they
+        stand in another order.
+        """
+        self.check_order(query, metadata)
         config = self.backend.config
         if str(query.dtype) != f"torch.{config.dtype}":
             raise ValueError(f"query: {query.dtype} found; the backend was made for {config.dtype}")

@@ -28,7 +28,7 @@ class SdpaImpl(RocmImpl):
         write: bool = True,
     ) -> Tensor:
         """See ``attncore.AttentionImpl.forward``. Tokens behind the last request get zeros."""
-        output = self.checked(query, key, value, kv_cache, output)
+        output = self.checked(query, key, value, kv_cache, metadata, output)
         caches = None
         if kv_cache is not None:
             caches = self.written(key, value, kv_cache, metadata.slot_mapping, write=write)

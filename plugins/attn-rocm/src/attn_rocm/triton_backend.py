@@ -47,7 +47,7 @@ class TritonImpl(RocmImpl):
         *,
         write: bool = True,
     ) -> Tensor:
-        output = self.checked(query, key, value, kv_cache, output)
+        output = self.checked(query, key, value, kv_cache, metadata, output)
         self._attend(query, key, value, kv_cache, metadata, output, None, write=write)
         return output
 
@@ -62,7 +62,7 @@ class TritonImpl(RocmImpl):
         *,
         write: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        output = self.checked(query, key, value, kv_cache, output)
+        output = self.checked(query, key, value, kv_cache, metadata, output)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         self._attend(query, key, value, kv_cache, metadata, output, lse, write=write)
         return output, lse

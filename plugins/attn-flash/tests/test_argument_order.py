@@ -1,0 +1,40 @@
+"""Arguments of ``forward`` in another order: a TypeError that names the argument and the order; nothing is written."""
+
+from __future__ import annotations
+
+import flash_standin as standin
+import pytest
+import torch
+
+from attncore.builder import InputBatch, MetadataBuilder
+
+
+@pytest.mark.parametrize("cache_is_known", [False, True])
+@pytest.mark.parametrize("generation", ["2", "4"])
+@pytest.mark.parametrize("method", ["forward", "forward_with_lse"])
+def test_arguments_in_another_order(
+    generation: str, method: str, cache_is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = standin.Generation2() if generation == "2" else standin.Generation4()
+    standin.install(monkeypatch, generation, made)
+    backend = standin.create(generation)
+    layer = backend.impl("layers.0", scale=1.0)
+    cache = backend.allocate_kv_cache(4)
+    batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=standin.BLOCK[generation])
+    batch.add_request("a", block_ids=[1], num_computed_tokens=0)
+    metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=16).build({"a": 3})
+    query, key = (torch.ones(3, heads, 16, dtype=torch.bfloat16) for heads in (4, 2))
+    attend = getattr(layer, method)
+    if cache_is_known:
+        attend(query, key, key, cache, metadata)
+    before = cache.clone()
+    order = r"forward\(query, key, value, kv_cache, metadata\)$"
+    for given, says in (
+        ((metadata, query, key, key, cache), r"query: \w+ found; give the step's queries"),
+        ((query, key, key, metadata, cache), "metadata: Tensor found; give the step's metadata"),
+        ((query, metadata, key, key, cache), "metadata: Tensor found; give the step's metadata"),
+        ((query, key, key, cache, None), "metadata: NoneType found; give the step's metadata"),
+    ):
+        with pytest.raises(TypeError, match=rf"^{says}.*{order}"):
+            attend(*given)
+        assert torch.equal(cache, before)
