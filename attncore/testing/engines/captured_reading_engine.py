@@ -52,7 +52,7 @@ class CapturedReadingEngine(CapturedEngine):
                 writer.forward(query * 0.5, *given)
 
         def attend() -> Tensor:
-            return self.impl.forward(query, *nothing, self.kv_cache, metadata, write=False)
+            return self.impl.forward(query, nothing[0], nothing[1], self.kv_cache, metadata, write=False)
 
         writing, attending = new_graph(self.config.device), new_graph(self.config.device)
         self._launch(size, write)  # a warm-up, over an empty step
