@@ -31,9 +31,9 @@ class CacheWriter:
     anything is written. Numbers are converted to the cache's dtype; in fp8 (``LARGEST``) those beyond its range are cut
     off. No gradient is kept.
 
-    Raises ValueError, or TypeError for what is no tensor, naming the argument, before anything is written, where shapes, devices or layouts disagree, where
+    Raises ValueError naming the argument, before anything is written, where shapes, devices or layouts disagree, where
     a cache's floats of a byte are none of ``LARGEST``, or where a scale is no positive number of float32 and no
-    such tensor.
+    such tensor; TypeError for an argument that is no tensor.
     """
 
     def __init__(self, k_scale: float | Tensor = 1.0, v_scale: float | Tensor = 1.0) -> None:

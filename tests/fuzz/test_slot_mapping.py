@@ -29,7 +29,7 @@ def test_slots_of_a_sequence(profile, seq_id, seq_len, context_len, start_idx, b
     if found[0] != "answer":
         assert taken == before, "refused, and appended to"
         return
-    values = [given_profile, *lengths, *(ids if isinstance(ids, list) else [None])]
+    values = [given_profile, *lengths, *(ids if type(ids) is list else [None])]
     if all(type(value) in (bool, int) for value in values):
         assert list(taken) == [*before, *expected(given_profile, *lengths, ids)]
 
