@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ def key_and_value_views(kv_cache: Any, config: BackendConfig, dtype: Any, block_
     import torch
 
     whole = isinstance(kv_cache, torch.Tensor)
-    given = (kv_cache,) if whole else tuple(kv_cache) if isinstance(kv_cache, (tuple, list)) else (None,)
+    # Of a list three are read at most, whatever it says of its length.
+    given = (kv_cache,) if whole else tuple(islice(kv_cache, 3)) if isinstance(kv_cache, (tuple, list)) else (None,)
     if not all(isinstance(part, torch.Tensor) for part in given):
         raise ValueError(f"kv_cache: {type(kv_cache).__name__} found; give a tensor, or a pair of them")
     parts = [_floats(part, dtype) for part in given]

@@ -80,6 +80,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--alibi", nargs="?", const=True, choices=("standard",), help="position biases; 'standard' slopes only"
     )
     model.add_argument("--sinks", action="store_true", default=None, help="a learnt logit a head joins the softmax")
+    model.add_argument(
+        "--strided-kv-cache",
+        action="store_true",
+        default=None,
+        help="the engine hands over the cache as a pair of views, with strides of its own",
+    )
     model.add_argument("--use-mla", action="store_true", default=None, help="latent attention")
     model.add_argument(
         "--feature",
@@ -147,6 +153,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "logits_soft_cap",
         "alibi",
         "sinks",
+        "strided_kv_cache",
         "use_mla",
         "features",
         "allow_compile",

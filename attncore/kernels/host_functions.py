@@ -95,12 +95,12 @@ def compute_slot_mapping(
         return
     block_tables = _mapping(block_tables)
     try:
-        known = block_tables.get(seq_id) is not None
+        ids = block_tables.get(seq_id)  # asked for once: a name's hash may change
     except TypeError as error:
         raise TypeError(f"seq_id: {quoted(seq_id)} cannot name a sequence: {error}") from error
-    if not known:
+    if ids is None:
         raise ValueError(f"block_tables: no table for sequence {quoted(seq_id)}; it has {quoted(list(block_tables))}")
-    rectangle = pad_block_table([block_tables[seq_id]])
+    rectangle = pad_block_table([ids])
     written = min(max(start_idx, context_len), seq_len)
     if seq_len > written and (seq_len - 1) // block_size >= rectangle.shape[1]:
         token = max(written, rectangle.shape[1] * block_size)

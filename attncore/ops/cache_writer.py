@@ -33,7 +33,7 @@ class CacheWriter:
 
     Raises ValueError naming the argument, before anything is written, where shapes, devices or layouts disagree, where
     a cache's floats of a byte are none of ``LARGEST``, or where a scale is no positive number of float32 and no
-    such tensor.
+    such tensor; TypeError for an argument that is no tensor.
     """
 
     def __init__(self, k_scale: float | Tensor = 1.0, v_scale: float | Tensor = 1.0) -> None:
@@ -44,7 +44,11 @@ class CacheWriter:
     def __call__(
         self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        if self._checked != _formats(key, value, key_cache, value_cache, slot_mapping):
+        try:
+            checked = self._checked == _formats(key, value, key_cache, value_cache, slot_mapping)
+        except AttributeError:
+            checked = False  # one of them is no tensor
+        if not checked:
             self._check(key, value, key_cache, value_cache, slot_mapping)
         if slot_mapping.is_cuda:
             from attncore.ops.cache_writer_triton import store
@@ -76,6 +80,13 @@ class CacheWriter:
                     cache[block, offset] = numbers
 
     def _check(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+        named = {
+            "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache,
+            "slot_mapping": slot_mapping,
+        }  # fmt: skip
+        for name, given in named.items():
+            if not isinstance(given, Tensor):
+                raise TypeError(f"{name}: {type(given).__name__} found; give a tensor")
         if slot_mapping.dim() != 1 or slot_mapping.dtype != torch.int64:
             raise ValueError(
                 f"slot_mapping: {slot_mapping.dtype} {tuple(slot_mapping.shape)} found; give int64, one slot a token"

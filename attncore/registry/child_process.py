@@ -62,11 +62,9 @@ def run_in_child(arguments: Sequence[str], timeout: float) -> str:
         os.close(reader)
     if last is None:
         return f"{NO_ANSWER} within {timeout:g} s"
-    if process.returncode < 0:
-        return f"the process died of {_signal_name(-process.returncode)}"
     if process.returncode:
         said = one_line(last.decode(errors="replace").strip().rpartition("\n")[2], MAX_PART)
-        return f"the process ended with code {process.returncode}" + (f" ({said})" if said else "")
+        return how_it_ended(process.returncode) + (f" ({said})" if said and process.returncode > 0 else "")
     return ""
 
 
@@ -123,8 +121,7 @@ def run_in_fork(call: Callable[[], str], timeout: float, memory: int) -> tuple[s
     try:
         found: tuple[str, str] = tuple(json.loads(answer))
     except ValueError:
-        code = os.waitstatus_to_exitcode(status)
-        return "", f"the process died of {_signal_name(-code)}" if code < 0 else f"the process ended with code {code}"
+        return "", how_it_ended(os.waitstatus_to_exitcode(status))
     return found
 
 
@@ -205,6 +202,11 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     except (ProcessLookupError, PermissionError):
         process.kill()
     process.wait()
+
+
+def how_it_ended(code: int) -> str:
+    """A sentence for what ``subprocess`` calls the return code of a process, which is a signal's below 0."""
+    return f"the process died of {_signal_name(-code)}" if code < 0 else f"the process ended with code {code}"
 
 
 def _signal_name(number: int) -> str:

@@ -1,8 +1,9 @@
 """Run the conformance kit on an installed backend and print its support table.
 
 Exits with 0 where everything declared works, 1 where a test failed or the backend ended Python, 2 for bad usage, 3
-where the backend is not installed or cannot run here; otherwise as the commands of attncore. A backend that crashes (a
-segmentation fault, a signal) ends the process by that signal, without a table.
+where the backend is not installed or cannot run here; otherwise as the commands of attncore. The kit runs in a process
+of its own: where the backend crashes that (a segmentation fault, an abort), the table of the tests so far is printed,
+the one that ran has failed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -18,25 +19,23 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; its exit code."""
-    from attncore.command import Parser, run_command
-    from attncore.testing.command import configure, run
+    """The command; its exit code. What calls it with ``argv`` has the kit run in its own process."""
+    from attncore.command import run_command
+    from attncore.testing.command import parsed, run
+    from attncore.testing.run_apart import run_apart
 
     def command() -> int:
-        parser = Parser(prog="python -m attncore.testing", description=__doc__)
-        configure(parser)
-        parser.usage = "%(prog)s [OPTION ...] NAME"  # as of attncore's commands: the options are listed below it
         try:
-            args = parser.parse_args(argv)
+            args = parsed(argv, __doc__)
         except SystemExit as ended:  # --help
             return int(ended.code or 0)
-        return run(args)
+        return run(args) if argv is not None else run_apart(args, sys.argv[1:])
 
     return run_command(command, to_the_end=argv is None)
 
 
 def _load() -> Callable[[], int]:
-    import attncore.testing.command  # noqa: F401  loaded while an interrupt needs no answer
+    import attncore.testing.run_apart  # noqa: F401  loaded while an interrupt needs no answer
 
     return main
 

@@ -7,14 +7,18 @@ import contextlib
 import json
 import re
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from attncore.command import UsageError
+from attncore.command import Parser, UsageError
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
 from attncore.quoted import MOST, one_line, printable, quoted
 from attncore.registry.plugins.option_argument import add_option_argument, options_of
 from attncore.standard_output import Lent
 from attncore.testing.device_option import check_device
+from attncore.testing.harness.journal import Journal
+from attncore.testing.harness.support_table import Report, identity
 
 MAX_EXAMPLES = 10**6
 _NONE_RAN = 5
@@ -33,8 +37,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-k", metavar="EXPRESSION", help="only tests whose names match, as in pytest")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the kit; 1 where a test failed or the backend ended the run, 2 where none ran."""
+def parsed(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
+    """What is given on the command line; SystemExit for --help."""
+    parser = Parser(prog="python -m attncore.testing", description=description)
+    configure(parser)
+    parser.usage = "%(prog)s [OPTION ...] NAME"  # as of attncore's commands: the options are listed below it
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace, journal: Journal | None = None, folder: Path | None = None) -> int:
+    """Run the kit in this process; 1 where a test failed or the backend ended the run, 2 where none ran.
+
+    ``journal`` and ``folder`` are those of ``conformance``.
+    """
     if not 1 <= args.examples <= MAX_EXAMPLES:
         raise UsageError(f"--examples: {quoted(args.examples)} is not between 1 and {MAX_EXAMPLES}")
     try:
@@ -57,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
     settings = f"import json\n\nEXAMPLES = {args.examples}\nDEVICE = {args.device!r}\n{values}\n"
     options = ["-q", "-rN", "--color=no", *([f"-k{args.k}"] if args.k else [])]
     with contextlib.redirect_stdout(_Printable(sys.stderr if args.json else sys.stdout)):
-        code, report = conformance(args.name, settings=settings, options=options)
+        if journal is not None:
+            journal.begin(Report(args.name, given, args.device, identity(args.name)))
+        code, report = conformance(args.name, settings=settings, options=options, journal=journal, folder=folder)
     if code == _NONE_RAN and args.k:
         raise UsageError(f"-k: no test's name matches {quoted(args.k)}; they are such as test_decode, test_prefill")
     if args.json:

@@ -24,6 +24,7 @@ from attncore.testing.checks import (
     long_contexts,
     nan_canary,
     numerics,
+    options,
     padding,
     refusals,
     scales,
@@ -63,6 +64,7 @@ CHECKS = (
     list_builder,
     torch_operator,
     captured_sizes,
+    options,
     synchronisation,
     torch_graph,
 )

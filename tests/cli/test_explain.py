@@ -101,6 +101,13 @@ def test_a_models_config_and_flags_over_it(plugins, capsys, tmp_path):
     assert json.loads(out)["request"]["dtype"] == "float16"
 
 
+def test_a_cache_of_the_engines_own_is_asked_for(plugins, capsys):
+    _, out, _ = ask(capsys, "--assume", "cpu", "--strided-kv-cache", "--json")
+    report = json.loads(out)
+    assert report["request"]["strided_kv_cache"] is True
+    assert any("strided_kv_cache" in reason["message"] for row in report["backends"] for reason in row["reasons"])
+
+
 def test_packages_can_be_assumed(plugins, capsys):
     words = ["--assume", "sm_90", "--json", "--backend", "flash"]
     _, out, _ = ask(capsys, *words, "--assume-package", "flash-attn-4==4.0.0b36")

@@ -3,6 +3,7 @@
 from testing.faulty_backend import Fault, forward
 
 READS, PAIR = "test_a_layer_attends_without_writing", "test_a_pair_of_views"
+CAPTURED = "test_captured_sizes_without_writing"
 STRIDED = "features={'strided_kv_cache', 'lse', 'encoder_decoder'}"
 WRITE_CACHE = """
 def write_cache(self, key, value, kv_cache, metadata):
@@ -104,6 +105,40 @@ if not write and (metadata.slot_mapping < 0).any():
     kv_cache[0, 0, 0] += 1
 return whole(query, key, value, kv_cache, metadata, output)
 """
+        ),
+    ),
+    Fault(
+        "writes_in_a_graph",
+        f"{CAPTURED}[write_cache-1]",
+        "forward with write=False changed the cache, in a captured graph",
+        forward(
+            """
+if metadata.use_cuda_graph and metadata.host.seq_lens.any():
+    kv_cache[0, 0, 0] += not write
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "reads_in_a_graph_before_the_step",
+        f"{CAPTURED}[another layer-1]",
+        "decode of 1 after",
+        forward(
+            """
+if not write and metadata.use_cuda_graph:  # as if the step's own keys were still to come
+    kv_cache = kv_cache.clone()
+    for slot in metadata.slot_mapping[metadata.slot_mapping >= 0].tolist():
+        kv_cache[:, slot // kv_cache.shape[2], slot % kv_cache.shape[2]] = 0
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
+        "write_cache_does_nothing_in_a_graph",
+        f"{CAPTURED}[write_cache-1]",
+        "forward wrote nothing to slot",
+        WRITE_CACHE.format(
+            body="metadata.use_cuda_graph or super(Impl, self).write_cache(key, value, kv_cache, metadata)"
         ),
     ),
     Fault(

@@ -8,11 +8,12 @@ from __future__ import annotations
 import pytest
 
 from attncore.testing.engines.captured_engine import CapturedEngine
+from attncore.testing.engines.captured_reading_engine import WRITERS, CapturedReadingEngine
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 
-__all__ = ["test_captured_sizes_over_changing_batches"]
+__all__ = ["test_captured_sizes_over_changing_batches", "test_captured_sizes_without_writing"]
 DRAFTS = 2
 
 
@@ -22,12 +23,32 @@ def test_captured_sizes_over_changing_batches(
     attncore_subject: Subject, attncore_captured_steps: int, tokens: int
 ) -> None:
     """Decodes of one token, and of drafts beside it: every replay gives what dense attention gives."""
-    attncore_subject.require_graphs("prefill", "decode")
-    if tokens > 1:
-        attncore_subject.require("multi_token_decode")
-        if attncore_subject.form.cuda_graph == "uniform_decode":
-            raise UnsupportedError("its spec declares graphs of decodes of one token only")
+    _require(attncore_subject, tokens)
     engine = CapturedEngine(attncore_subject.backend(), tokens)
     for _ in range(attncore_captured_steps):
         engine.change()
         engine.replayed()
+
+
+@covers("captured sizes without writing")
+@pytest.mark.parametrize("tokens", [1, 1 + DRAFTS])
+@pytest.mark.parametrize("written_by", WRITERS)
+def test_captured_sizes_without_writing(
+    attncore_subject: Subject, attncore_captured_steps: int, written_by: str, tokens: int
+) -> None:
+    """One graph writes the step's keys, by another layer or by ``write_cache``; in the next the layer attends with
+    ``write=False``, is handed None or NaN for them, and changes no byte."""
+    _require(attncore_subject, tokens)
+    engine = CapturedReadingEngine(attncore_subject.backend(), tokens, written_by=written_by)
+    for _ in range(attncore_captured_steps):
+        engine.change()
+        engine.replayed()
+
+
+def _require(subject: Subject, tokens: int) -> None:
+    """UnsupportedError where decodes of so many tokens are not captured."""
+    subject.require_graphs("prefill", "decode")
+    if tokens > 1:
+        subject.require("multi_token_decode")
+        if subject.form.cuda_graph == "uniform_decode":
+            raise UnsupportedError("its spec declares graphs of decodes of one token only")

@@ -163,9 +163,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """The support table of each backend that was tested, with each set of options and on each device."""
     for report in config.stash.get(_REPORTS, {}).values():
         terminalreporter.section(f"attncore conformance: {report.title}")
-        terminalreporter.write_line(report.markdown())
-        for failed in report.failures:
-            terminalreporter.write_line(f"FAILED {failed.capability}: {failed.test}")
+        terminalreporter.write_line(report.text())
+
+
+def row_of(item: pytest.Item) -> str | None:
+    """The row of the table that a test belongs to; None where it is not the kit's."""
+    return item.stash[_ROW][1] if _ROW in item.stash else None
 
 
 def reports(config: pytest.Config) -> dict[str, Report]:

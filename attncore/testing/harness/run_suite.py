@@ -20,7 +20,8 @@ from attncore.command import fail
 from attncore.process_end import end_if_forked, exit_refused
 from attncore.quoted import MAX_PART, one_line, quoted
 from attncore.terminal import print_lines
-from attncore.testing.harness.pytest_plugin import reports
+from attncore.testing.harness.journal import Journal
+from attncore.testing.harness.pytest_plugin import reports, row_of
 from attncore.testing.harness.support_table import Report, identity
 
 FILE = 'from attncore.testing.suite import *\n\nBACKEND = "{name}"\n'
@@ -28,28 +29,32 @@ _VARIABLES = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 _runs = itertools.count(1)
 
 
-def conformance(name: str, *, settings: str = "", options: Sequence[str] = ("-q",)) -> tuple[int, Report]:
+def conformance(
+    name: str, *, settings: str = "", options: Sequence[str] = ("-q",), journal: Journal | None = None,
+    folder: Path | None = None,
+) -> tuple[int, Report]:  # fmt: skip
     """Run the kit on backend ``name`` in this process; pytest's exit code, and what came of each test.
 
     Raises KeyboardInterrupt where it is interrupted.
 
-    ``settings`` are further lines of the test file (``EXAMPLES = 200``), ``options`` go to pytest.
+    ``settings`` are further lines of the test file (``EXAMPLES = 200``), ``options`` go to pytest. Each test and what
+    came of it is written to ``journal``, too. Files lie in ``folder``, or where temporary ones do.
     """
-    catcher, installed = ReportCatcher(), identity(name)
-    with tempfile.TemporaryDirectory(prefix="attncore-conformance-") as folder:
+    catcher, installed = ReportCatcher(journal), identity(name)
+    with tempfile.TemporaryDirectory(prefix="attncore-conformance-", dir=folder) as run_folder:
         # A name of its own: pytest imports a file only once a process, by its name.
-        file = Path(folder, f"test_conformance_{re.sub('[^a-z0-9]', '_', name)}_{next(_runs)}.py")
+        file = Path(run_folder, f"test_conformance_{re.sub('[^a-z0-9]', '_', name)}_{next(_runs)}.py")
         file.write_text(FILE.format(name=name) + settings, encoding="utf-8")
         # Whatever pytest configuration lies around is its project's, not this run's.
-        ini = Path(folder, "pytest.ini")
+        ini = Path(run_folder, "pytest.ini")
         ini.write_text("[pytest]\naddopts =\n", encoding="utf-8")
-        fixed = ["-c", str(ini), "--rootdir", folder, "--import-mode=importlib", "-p", "no:cacheprovider"]
+        fixed = ["-c", str(ini), "--rootdir", run_folder, "--import-mode=importlib", "-p", "no:cacheprovider"]
         fixed += ["-p", "no:benchmark"]  # nothing is timed here, and it warns inside a worker of pytest-xdist
         try:
             os.getcwd()
         except OSError:  # it has been deleted, and pytest asks for it
-            os.chdir(folder)
-        code = _finished(name, folder, [*fixed, *options, str(file)], catcher)
+            os.chdir(run_folder)
+        code = _finished(name, run_folder, [*fixed, *options, str(file)], catcher)
     if catcher.interrupt is not None:
         if not hasattr(catcher.interrupt, "__notes__"):
             catcher.interrupt.add_note(f"while {name} was tested")  # which may have raised it
@@ -116,8 +121,9 @@ class ReportCatcher:
     uncollected: str
     """Why they cannot be collected; mostly empty."""
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal | None = None) -> None:
         self.found, self.interrupt, self.left, self.uncollected = {}, None, 0, ""
+        self._journal = journal
         self._process = os.getpid()
         self._session: pytest.Session | None = None
 
@@ -135,8 +141,16 @@ class ReportCatcher:
     def pytest_runtest_logreport(self) -> None:
         end_if_forked(self._process)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        if self._journal is not None and (capability := row_of(item)) is not None:
+            self._journal.running(item, capability)
+
     def pytest_runtest_logfinish(self) -> None:
         self.left -= 1
+        if self._journal is not None and self._session is not None:
+            for report in reports(self._session.config).values():  # of one file
+                self._journal.results(report.results)
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         # and neither pytest.exit nor pytest's own, for what it cannot collect

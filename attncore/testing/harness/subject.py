@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from attncore.registry.choice.choice import Choice
 
 
+OTHER_BLOCK_SIZES = (16, 32, 64, 128, 256)
+"""Sizes of blocks that are tried where a backend's own check refuses the small ones, as for the kernel of an option."""
+
+
 class _RefusedError(UnsupportedError):
     """A negotiation refuses the backend, for each of ``reasons``."""
 
@@ -62,6 +66,10 @@ class Subject:
         self._watched = only_declared_fields if checks_needs else _as_it_is
         self._made: dict[tuple[Any, ...], AttentionBackend] = {}
 
+    def with_options(self, options: Mapping[str, Any]) -> Subject:
+        """The same backend, created with ``options``."""
+        return Subject(self.name, device=self.device, options=options, host=self.host)
+
     @cached_property
     def record(self) -> PluginRecord:
         """What became of the plugin; UnsupportedError naming ``BACKEND`` where no distribution provides it."""
@@ -84,17 +92,21 @@ class Subject:
         return self.record.spec
 
     @cached_property
-    def _usable(self) -> tuple[BackendSpec | None, tuple[str, ...]]:
+    def _usable(self) -> tuple[BackendSpec | None, tuple[str, ...], dict[str, int]]:
+        """The form that runs here, or why none does; and what of the base request is another for it."""
         if (reason := no_device_here(self.spec, self.host or Host.probe(), self.record.label)) is not None:
-            return None, (str(reason),)  # and nothing about sizes, which are the kit's own
+            return None, (str(reason),), {}  # and nothing about sizes, which are the kit's own
         self._check_options()
         refusals: list[str] = []
         for _, form in self.spec.by_variant:
-            try:
-                return self._choose(**_base(form)).spec, ()
-            except _RefusedError as error:
-                refusals += error.reasons
-        return None, tuple(dict.fromkeys(refusals))
+            reasons: list[str] = []
+            for other in ({}, *({"block_size": size} for size in OTHER_BLOCK_SIZES if size in form.block_sizes)):
+                try:
+                    return self._choose(**_base(form, **other)).spec, (), other
+                except _RefusedError as error:
+                    reasons = reasons or error.reasons  # of the sizes that are tried first
+            refusals += reasons
+        return None, tuple(dict.fromkeys(refusals)), {}
 
     def _check_options(self) -> None:
         """ValueError for an option that no form takes: a negotiation would call the backend unsupported, and skip."""
@@ -123,7 +135,7 @@ class Subject:
 
     def request(self, **changes: Any) -> AttentionRequest:
         """What the kit asks for unless a test changes it."""
-        return AttentionRequest(**{**_base(self.form, **changes), "backend": self.name})
+        return AttentionRequest(**{**self._base(**changes), "backend": self.name})
 
     def backend(self, **changes: Any) -> AttentionBackend:
         """A backend for the base request with ``changes``; made once for each. UnsupportedError where it is refused.
@@ -137,12 +149,12 @@ class Subject:
 
     def another(self, **changes: Any) -> AttentionBackend:
         """A backend for the base request with ``changes``, made anew in each call."""
-        return self._watched(self._choose(**_base(self.form, **changes)).create(self.device, self.options))
+        return self._watched(self._choose(**self._base(**changes)).create(self.device, self.options))
 
     def beyond(self, **changes: Any) -> AttentionBackend:
         """A backend for a configuration that the spec does not declare, made past the negotiation that would refuse."""
         config = dataclasses.replace(self.backend().config, **changes)
-        return self._watched(self._choose(**_base(self.form)).create_for(config))
+        return self._watched(self._choose(**self._base()).create_for(config))
 
     def around_a_block(self, size: int) -> list[tuple[int, int]]:
         """Requests of (context, tokens of a step), of the phases that the form runs, at the edges of blocks of
@@ -154,6 +166,9 @@ class Subject:
         if "decode" in self.form.phases:
             batch += [(size, 1), (2 * size - 1, 1), (3 * size + 1, 1)]
         return batch
+
+    def _base(self, **changes: Any) -> dict[str, Any]:
+        return _base(self.form, **{**self._usable[2], **changes})
 
     def _choose(self, **fields: Any) -> Choice:
         options = {self.name: self.options} if self.options else {}  # a spec's check may read them

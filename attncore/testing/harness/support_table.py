@@ -78,6 +78,11 @@ class Report:
             "failures": [{"test": one.test, "reason": one.reason} for one in self.failures],
         }
 
+    def text(self) -> str:
+        """The table as Markdown, and a line for each test that failed."""
+        failed = [f"FAILED {one.capability}: {one.test}" for one in self.failures]
+        return "\n".join([self.markdown(), *failed])
+
     def markdown(self) -> str:
         """The table as Markdown."""
         lines = ["| capability | state | passed | reason |", "|---|---|---|---|"]

@@ -20,11 +20,12 @@ NAN = float("nan")
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, causal: bool,
     window: tuple[int | None, int | None], softcap: float, slopes: Tensor | None = None, sinks: Tensor | None = None,
-    from_start: bool = False,
+    from_start: bool = False, tile: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One sequence: query (q, heads, size), key and value (k, kv heads, size); output and log-sum-exp (q, heads).
 
     The mask is aligned to the last query and key. ``from_start``: slopes count from the first key, as causal ones do.
+    Tiles of so many keys that lie before every query's window are not read; without ``tile`` they are multiplied by 0.
     """
     scale = query.shape[2] ** -0.5 if scale is None else scale
     groups = query.shape[1] // key.shape[1]
@@ -45,6 +46,9 @@ def attention(
         hidden |= distance > left
     if right is not None:
         hidden |= -distance > right
+    if tile:
+        before = int(hidden.all(dim=0).cumprod(0).sum())
+        values[: before // tile * tile] = 0.0
     score = score.masked_fill(hidden, -torch.inf)
     lse = score.logsumexp(-1)
     if sinks is not None:
@@ -110,7 +114,7 @@ class Generation2:
             keys, values = (_pages(part, block_table[row], length)[:length] for part in (k_cache, v_cache))
             output, lse = attention(
                 q[row], keys, values, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
-                slopes=alibi_slopes, from_start=causal and plain,
+                slopes=alibi_slopes, from_start=causal and plain, tile=BLOCK["2"],
             )  # fmt: skip
             outputs.append(output)
             lses.append(torch.where(lse.isinf(), torch.inf, lse).transpose(0, 1))
@@ -151,7 +155,7 @@ class Generation2:
                 keys, values = (_pages(part, block_table[row], length)[:length] for part in (k, v))
             found[mine], lse = attention(
                 q[mine], keys, values, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
-                slopes=alibi_slopes, from_start=causal and plain,
+                slopes=alibi_slopes, from_start=causal and plain, tile=BLOCK["2"],
             )  # fmt: skip
             found_lse[:, mine] = torch.where(lse.isinf(), torch.inf, lse).transpose(0, 1)
         return (found, found_lse, None) if return_attn_probs else found

@@ -104,6 +104,10 @@ def test_a_cascade_on_the_device(backend: Any) -> None:
         cascade = backend.cascade(metadata, rule)
         found = impl.forward_cascade(*given, cache, metadata, cascade)
     torch.testing.assert_close(found.float(), expected.float(), rtol=3e-2, atol=3e-2)
+    before = cache.clone()
+    found = impl.forward_cascade(given[0], None, None, cache, metadata, cascade, write=False)
+    torch.testing.assert_close(found.float(), expected.float(), rtol=3e-2, atol=3e-2)
+    assert torch.equal(cache, before)
     builder.close()
 
 

@@ -147,6 +147,10 @@ def test_a_cascade_gives_what_one_pass_gives(generation: str, features: dict[str
     given = tensors(metadata.num_tokens + 1)
     expected = impl.forward(*given, cache, metadata)
     close(impl.forward_cascade(*given, cache, metadata, cascade), expected)
+    before = cache.clone()
+    for key in (None, torch.full_like(given[1], torch.nan)):
+        close(impl.forward_cascade(given[0], key, key, cache, metadata, cascade, write=False), expected)
+        assert torch.equal(cache, before)
     assert backend.cascade(metadata, CascadeRule(min_requests=4)) is None
 
 

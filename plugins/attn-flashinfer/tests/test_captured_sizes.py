@@ -16,6 +16,7 @@ from attncore.builder import (
 )
 from attncore.testing.engines import captured_engine
 from attncore.testing.engines.captured_engine import CapturedEngine
+from attncore.testing.engines.captured_reading_engine import WRITERS, CapturedReadingEngine
 
 
 class _Nothing:
@@ -39,6 +40,17 @@ def test_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         asked = [one for one in recorder.of("decode.plan") if one["q_len_per_req"] == tokens]
         firsts = [one for one in asked if one["indices"].numel() == 0]
         assert len(firsts) == len(captured_engine.CAPTURED_SIZES), "a captured size is planned in full once"
+
+
+@pytest.mark.parametrize("decode", ["auto", "xqa"])
+@pytest.mark.parametrize("written_by", WRITERS)
+def test_captured_sizes_without_writing(monkeypatch: pytest.MonkeyPatch, written_by: str, decode: str) -> None:
+    monkeypatch.setattr(captured_engine, "MetadataBuilder", partial(MetadataBuilder, transport="copy"))
+    backend = standin.backend(block_size=16, options={"decode": decode})
+    engine = CapturedReadingEngine(backend, 1, written_by=written_by)
+    for _ in range(8):
+        engine.change()
+        engine.replayed()
 
 
 def test_a_captured_size_reads_pages_where_every_step_has_them() -> None:

@@ -19,6 +19,7 @@ from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder,
 from attncore.testing.engines.captured_engine import CapturedEngine
 from attncore.testing.engines.engine import Engine
 from attncore.testing.engines.given_caches import FORMS, pair_of_views
+from attncore.testing.engines.reading_engine import ReadingEngine
 from attncore.testing.engines.run_batches import run_batch
 
 pytestmark = [
@@ -108,9 +109,9 @@ def test_captured_sizes_with_features(features: dict[str, Any]) -> None:
 
 
 def test_a_shared_prefix_is_read_once() -> None:
-    for apart in (False, True):
-        backend = made({"cascade": True})
-        engine = Engine(backend, num_blocks=200, with_lse=True, junk=math.nan)
+    for apart, write in ((False, True), (True, True), (True, False)):
+        backend, given = made({"cascade": True}), {"num_blocks": 200, "with_lse": True, "junk": math.nan}
+        engine = Engine(backend, **given) if write else ReadingEngine(backend, written_by="write_cache", **given)
         engine.add("a", 420)
         engine.fill({"a": 400})
         for name in range(9):

@@ -15,6 +15,7 @@ from attncore.builder import (
     MetadataBuilder,
 )
 from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.reading_engine import ReadingEngine
 from attncore.testing.engines.run_batches import run_batch
 
 MIXED = [(0, 9), (3, 3), (4, 1), (7, 1), (13, 1), (0, 1)]
@@ -121,13 +122,15 @@ def test_xqa_reads_a_query_with_gaps() -> None:
     torch.testing.assert_close(found, impl.forward(*(part.contiguous() for part in parts), cache, metadata))
 
 
-def test_a_shared_prefix_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("write", [True, False])
+def test_a_shared_prefix_is_read_once(monkeypatch: pytest.MonkeyPatch, write: bool) -> None:
     from attn_flashinfer import backend as module
 
     monkeypatch.setattr(module, "CascadeRule", lambda: CascadeRule(min_requests=2, min_prefix_tokens=4, min_saving=0.0))
     for apart in (False, True):  # all requests share, or all but one
         recorder = standin.Recorder()
-        engine = Engine(standin.backend(recorder, options={"cascade": True}), with_lse=True, junk=math.nan)
+        backend, given = standin.backend(recorder, options={"cascade": True}), {"with_lse": True, "junk": math.nan}
+        engine = Engine(backend, **given) if write else ReadingEngine(backend, written_by="write_cache", **given)
         engine.add("a", 20)
         engine.fill({"a": 9})
         for name in "bcd":

@@ -90,17 +90,20 @@ class FlashImpl(AttentionImpl):
         return found, lse
 
     def forward_cascade(
-        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Any, metadata: AttentionMetadata,
-        cascade: CascadeStep, output: Tensor | None = None,
+        self, query: Tensor, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata,
+        cascade: CascadeStep, output: Tensor | None = None, *, write: bool = True,
     ) -> Tensor:  # fmt: skip
         """``forward`` in two passes: the shared prefix (``backend.cascade``) is read once for all who share it.
+
+        Both passes read the cache, so that without ``write`` key and value are not read, and may be None.
 
         ValueError for a layer with a window, slopes or no causal mask, whose queries do not see the prefix alike.
         """
         if self.sliding_window is not None or self.alibi_slopes is not None or not self._fixed["causal"]:
             raise ValueError("cascade: this layer has a window, slopes or no causal mask; call forward")
         caches = self._views_of_cache(kv_cache)
-        self._write(key, value, *caches, metadata.slot_mapping)
+        if write:
+            self._write(key, value, *caches, metadata.slot_mapping)
         if self._prefix_layer is None:  # every query sees the whole prefix; a sink belongs to one part only
             self._prefix_layer = self._flash.layer(**{**self._fixed, "sinks": None, "causal": False})
         chosen = query.index_select(0, cascade.token_indices)

@@ -44,7 +44,6 @@ _PAGES = {
         "devices": _DEVICES | {"cuda:sm_90": 53},  # flashinfer has 55 there
         "block_sizes": MultipleOf(256),
         "preferred_block_size": 256,
-        "finite_passed_blocks": True,  # a tile of keys may begin before the window
         "notes": (_AFTER_FLASHINFER,),
     },
     "4": {
@@ -52,7 +51,8 @@ _PAGES = {
         "block_sizes": MultipleOf(16),
         "preferred_block_size": 128,
         "finite_tail": True,
-        "finite_passed_blocks": True,  # a tile of keys may begin before the window
+        # A tile of keys may begin in a block before the window. Generation 2's do not: its blocks are whole tiles.
+        "finite_passed_blocks": True,
         "pad_seq_len": 1,
         "compiles_at_run_time": True,
         "notes": (

@@ -1,0 +1,45 @@
+"""The process in which ``python -m attncore.testing`` runs the kit: ``... -m attncore.testing.kit_child FOLDER ...``.
+
+What the command was given follows FOLDER, in which files of the run lie, the journal too: the first process prints the
+table from it where this one crashes.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from attncore.interrupts import as_program
+from attncore.search_path import without_current_folder
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+JOURNAL = "journal"
+"""The name of the journal in the folder."""
+
+
+def main() -> int:
+    """The exit code of the command."""
+    from pathlib import Path
+
+    from attncore.command import run_command
+    from attncore.testing.command import parsed, run
+    from attncore.testing.harness.journal import Journal
+
+    folder = Path(sys.argv[1])
+    journal = Journal(folder / JOURNAL)
+    code = run_command(lambda: run(parsed(sys.argv[2:], None), journal, folder), to_the_end=True)
+    journal.end(code)
+    return code
+
+
+def _load() -> Callable[[], int]:
+    import attncore.testing.command  # noqa: F401  loaded while an interrupt needs no answer
+
+    return main
+
+
+if __name__ == "__main__":
+    sys.path[:] = without_current_folder()
+    raise SystemExit(as_program(_load))
