@@ -232,7 +232,10 @@ class AdoptedSteps(Uncopied):
             self._captured.settle_counts(counts, captured, place)
         size = self._size_of(tensors, place, counts, facts, size if known else None)
         metadata = self._metadata(size, counts, index, lengths_known)
-        self._plan_and_make(metadata, tensors[1])
+        if capturing and captured is not None:
+            self._captured.recorded(place.num_reqs, plans_itself=False)
+        plans_itself = captured is not None and captured.plans_itself and not capturing and metadata.use_cuda_graph
+        self._plan_and_make(metadata, tensors[1], plans_itself=plans_itself)
         if captured is not None and captured.addresses is None and metadata.use_cuda_graph:
             self._captured.keep(captured, place)
             self._keep_memory()
@@ -249,9 +252,15 @@ class AdoptedSteps(Uncopied):
                 f"{self._device}; build inside torch.cuda.device({self._device.index})"
             )
 
-    def _plan_and_make(self, metadata: AdoptedStep, seq_lens: torch.Tensor) -> None:
-        """Plans the step, and makes on the device what the engine has not; ``seq_lens`` are the engine's."""
-        if self._facts.plans:
+    def _record(self, metadata: AdoptedStep) -> None:
+        """``metadata.record()``, inside the capture of a size's graph."""
+        if self._facts.plans and metadata.use_cuda_graph:
+            self._captured.recorded(metadata.num_reqs, plans_itself=self.backend.record_plan(metadata))
+
+    def _plan_and_make(self, metadata: AdoptedStep, seq_lens: torch.Tensor, *, plans_itself: bool) -> None:
+        """Plans the step, where its graph does not, and makes on the device what the engine has not; ``seq_lens`` are
+        the engine's."""
+        if self._facts.plans and not plans_itself:
             self._plan(metadata)
         if self._facts.pad_seq_len and metadata.use_cuda_graph:  # padded rows are lent keys
             torch.clamp(seq_lens, min=self._facts.pad_seq_len, out=metadata._given.seq_lens)
