@@ -129,7 +129,7 @@ class FlashInferBackend(AttentionBackend):
             return False
         launch(node)
         for size in sizes:
-            size.recorded = True
+            size.run.node = node
         return True
 
     def prepare_capture(self, metadata: AttentionMetadata, builder: CommonMetadataBuilder) -> None:

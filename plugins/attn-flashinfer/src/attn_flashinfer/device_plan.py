@@ -107,7 +107,7 @@ def table_row(layout: Layout, sizes: Sizes, address: int) -> list[int]:
 
 def words_that_run_reads(workspace: Tensor, layout: Layout, sizes: Sizes) -> dict[str, Tensor]:
     """What the kernels of a captured size read of the plan in ``workspace`` uint8, as CPU tensors by name."""
-    held = workspace.cpu()
+    held = workspace.to("cpu", copy=True)
     words = held.view(torch.int32)
 
     def array(place: int, count: int) -> Tensor:

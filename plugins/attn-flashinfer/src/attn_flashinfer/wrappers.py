@@ -105,6 +105,20 @@ class EagerAppend:
         )
 
 
+class CapturedRun:
+    """A captured size's ``run``. Steps of a size whose graph plans by itself are not planned when they are built: one
+    that is run without the graph is planned here, by ``node``."""
+
+    def __init__(self, run: Callable[..., Any], device: str) -> None:
+        self.run, self._device = run, device
+        self.node: DevicePlan | None = None
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        if self.node is not None and not is_capturing(self._device):
+            self.node()
+        return self.run(*args, **keywords)
+
+
 class CapturedDecode:
     """Decodes of ``query_len`` tokens in the graph of one captured size.
 
@@ -139,7 +153,7 @@ class CapturedDecode:
                 paged_kv_last_page_len_buffer=last_page_len,
                 backend=KERNELS,
             )
-        self._run: Callable[..., Any] = wrapper.run
+        self.run = CapturedRun(wrapper.run, shape.device)
         self.num_reqs, self.query_len, self.address = len(last_page_len), query_len, indptr.data_ptr()
         self._none, self._device = indices[:0], shape.device
         self._sizes = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.block_size
@@ -153,19 +167,10 @@ class CapturedDecode:
         self.why_plan = "nothing was asked of the device"
         self.device_plan: DevicePlan | None = None
         """What plans this size, and those of the other keys, on the device."""
-        self.recorded = False
-        """Whether a graph was captured that plans by itself."""
         most = full(self.num_reqs, max(max_seq_len, query_len), shape.block_size)
         self._start(workspace, most, indptr, last_page_len)
         if proves:
             self._prove(library.version, most)
-
-    def run(self, *args: Any, **keywords: Any) -> Any:
-        """The wrapper's ``run``. Outside a capture, a size whose graph plans by itself is planned here: its steps no
-        longer are when they are built."""
-        if self.recorded and self.device_plan is not None and not is_capturing(self._device):
-            self.device_plan()
-        return self._run(*args, **keywords)
 
     def table_row(self) -> list[int]:
         """What the kernel must know to plan this size for its key; only where there is a layout."""
