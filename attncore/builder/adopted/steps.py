@@ -107,7 +107,7 @@ class AdoptedSteps(Uncopied):
         self._captured = CapturedRows(self._facts, settings)
         self._owner = Owner(self, settings.depth)
         self._plans = Readers(device.type, settings.depth)
-        self._plans_apart = 1 if self._facts.waits_for_last_plan else settings.depth
+        self._last_planned = -1  # steps of sizes whose graph plans by itself are not among them
         self._planning = False
         self._keeper: Any = None
 
@@ -333,11 +333,13 @@ class AdoptedSteps(Uncopied):
         """
         if self._planning and self._cuda:  # it failed or was interrupted, and may have begun to copy
             torch.cuda.current_stream().synchronize()
+        depth, step = self._settings.depth, metadata.step
         # Over already, but where the host runs far ahead of the device.
-        self._plans.wait((metadata.step - self._plans_apart) % self._settings.depth)
+        self._plans.wait((self._last_planned if self._facts.waits_for_last_plan else step) % depth)
         self._planning = True
         self.backend.plan(metadata)
-        self._plans.record(metadata.step % self._settings.depth)
+        self._plans.record(step % depth)
+        self._last_planned = step
         self._planning = False
 
 
