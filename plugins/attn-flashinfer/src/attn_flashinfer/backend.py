@@ -21,7 +21,6 @@ from attn_flashinfer.wrappers import CapturedDecode, LayerSettings, Shape
 from attncore import AttentionBackend, AttentionMetadata, BackendConfig, PlanKey
 from attncore.builder import CascadeRule, CommonMetadataBuilder
 from attncore.graphs import is_capturing, launch, refuse_while_capturing
-from attncore.logged import logged
 
 _log = logging.getLogger(__name__)
 
@@ -178,7 +177,7 @@ class FlashInferBackend(AttentionBackend):
         if self._asked_plan == device_plan.DEVICE:
             raise ValueError(f"options: plan=device asked for, but {refused.why_plan}; give auto or host")
         if self.why_plan != refused.why_plan:
-            logged(_log, logging.WARNING, "flashinfer: captured decodes are planned on the host: %s", refused.why_plan)
+            _log.warning("flashinfer: captured decodes are planned on the host: %s", refused.why_plan)
         self.plan_of_captured, self.why_plan = device_plan.HOST, refused.why_plan
 
     @property
