@@ -127,6 +127,7 @@ class StepShape:
     ) -> None: ...
     capacity: Any
     replay: Any
+    plans: Any
     recorded: bool
     tail: int
     def commit(self, step: int) -> None: ...

@@ -17,12 +17,14 @@ PUBLIC_MODULES = {
     "attncore.testing.latency", "attncore.testing.suite",
 }  # fmt: skip
 OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
+OF_LIBRARIES = {"_plan_info"}
+"""FlashInfer's description of a plan, which has no public name: where it is missing, plans stay the host's."""
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
 
 
 def is_private(name):
-    """One underscore ahead (``_plan``), but for the public names of named tuples."""
-    return name.startswith("_") and not name.startswith("__") and name not in OF_NAMED_TUPLES
+    """One underscore ahead (``_plan``), but for the public names of named tuples and what a library alone has."""
+    return name.startswith("_") and not name.startswith("__") and name not in OF_NAMED_TUPLES | OF_LIBRARIES
 
 
 def faults(source):

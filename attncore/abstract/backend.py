@@ -197,6 +197,15 @@ class AttentionBackend(FirstGenerationNames, ABC):
     def plan_layers(self, metadata: AttentionMetadata, key: PlanKey) -> None:
         """Plan the step for the layers that share ``key``. Nothing by default: most libraries have no plan."""
 
+    def record_plan(self, metadata: AttentionMetadata) -> bool:
+        """Called by the core inside a capture, by ``metadata.record()``, behind the nodes that fetch each step.
+
+        Where the backend records nodes here that plan each replayed step from what lies on the device, it returns True,
+        and the core no longer calls ``plan`` for steps of this size, until the size is captured anew. ``metadata`` is
+        that of the capture, which was planned. The default records nothing: False, ``plan`` is called for each step.
+        """
+        return False
+
     def prepare_capture(self, metadata: AttentionMetadata, builder: CommonMetadataBuilder) -> None:
         """Called by the core once for each captured size of the list builder, before the size's first plan.
 

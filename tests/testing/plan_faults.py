@@ -48,6 +48,26 @@ return whole(query, key, value, kv_cache, metadata, output)
         ),
     ),
     Fault(
+        "graph_that_says_that_it_plans",
+        "test_captured_sizes_over_changing_batches[1]",
+        "the output differs from dense float32 attention by",
+        """
+def plan(self, metadata):
+    if metadata.use_cuda_graph:
+        self.__dict__.setdefault("planned", {})[metadata.num_reqs] = np.array(metadata.host.seq_lens)
+Backend.plan, Backend.record_plan = plan, lambda self, metadata: True
+"""
+        + forward(
+            """
+if metadata.use_cuda_graph:
+    whole(query, key, value, kv_cache, metadata, output)
+    lens = np.maximum(self.backend.planned[metadata.num_reqs], metadata.host.query_lens)
+    metadata = changed(metadata, seq_lens=lens)
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
+    Fault(
         "plan_of_the_table_before",
         "test_steps_of_a_builder_that_uses_its_metadata_again[1]",
         "something of an earlier step or call was kept",

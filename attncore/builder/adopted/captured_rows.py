@@ -17,6 +17,8 @@ class Captured(NamedTuple):
 
     query_len: int
     addresses: tuple[int, ...] | None
+    plans_itself: bool = False
+    """Whether its graph plans each step on the device."""
 
 
 class CapturedRows:
@@ -61,6 +63,11 @@ class CapturedRows:
     def keep(self, captured: Captured, place: Place) -> None:
         """Makes a size, whose first step has been built, a captured one of tensors in this place."""
         self._sizes[place.num_reqs] = captured._replace(addresses=place.addresses)
+
+    def recorded(self, num_reqs: int, *, plans_itself: bool) -> None:
+        """Says whether the graph of a size plans by itself; nothing of a size that was released since."""
+        if num_reqs in self._sizes:
+            self._sizes[num_reqs] = self._sizes[num_reqs]._replace(plans_itself=plans_itself)
 
     def settle_counts(self, counts: dict[str, int], captured: Captured, place: Place) -> None:
         """Gives the first step of a size the largest possible lengths; of a later one, CaptureError where the engine's

@@ -198,7 +198,10 @@ class AdoptedStep(CommonAttentionMetadata):
         return MappingProxyType({self.group: self})
 
     def record(self) -> None:
-        """As of a step of MetadataBuilder, called first inside a capture; here there is nothing to record."""
+        """As of a step of MetadataBuilder, called first inside a capture: what plans each step of the size on the
+        device, where the backend can (``AttentionBackend.record_plan``). Without it the host plans each step.
+        """
+        self._owner.record(self)
 
     def replay(self, graph: Any) -> None:
         """Replays ``graph``, which was captured over this step's size, for this step; an engine may do so itself."""
@@ -231,3 +234,7 @@ class Owner:
     def builder(self) -> Any:
         """The AdoptedSteps, which every metadata of them holds."""
         return self._builder()
+
+    def record(self, metadata: AdoptedStep) -> None:
+        """``metadata.record()``."""
+        self.builder._record(metadata)

@@ -107,7 +107,7 @@ class AdoptedSteps(Uncopied):
         self._captured = CapturedRows(self._facts, settings)
         self._owner = Owner(self, settings.depth)
         self._plans = Readers(device.type, settings.depth)
-        self._plans_apart = 1 if self._facts.waits_for_last_plan else settings.depth
+        self._last_planned = -1  # steps of sizes whose graph plans by itself are not among them
         self._planning = False
         self._keeper: Any = None
 
@@ -232,7 +232,10 @@ class AdoptedSteps(Uncopied):
             self._captured.settle_counts(counts, captured, place)
         size = self._size_of(tensors, place, counts, facts, size if known else None)
         metadata = self._metadata(size, counts, index, lengths_known)
-        self._plan_and_make(metadata, tensors[1])
+        if capturing and captured is not None:
+            self._captured.recorded(place.num_reqs, plans_itself=False)
+        plans_itself = captured is not None and captured.plans_itself and not capturing and metadata.use_cuda_graph
+        self._plan_and_make(metadata, tensors[1], plans_itself=plans_itself)
         if captured is not None and captured.addresses is None and metadata.use_cuda_graph:
             self._captured.keep(captured, place)
             self._keep_memory()
@@ -249,9 +252,15 @@ class AdoptedSteps(Uncopied):
                 f"{self._device}; build inside torch.cuda.device({self._device.index})"
             )
 
-    def _plan_and_make(self, metadata: AdoptedStep, seq_lens: torch.Tensor) -> None:
-        """Plans the step, and makes on the device what the engine has not; ``seq_lens`` are the engine's."""
-        if self._facts.plans:
+    def _record(self, metadata: AdoptedStep) -> None:
+        """``metadata.record()``, inside the capture of a size's graph."""
+        if self._facts.plans and metadata.use_cuda_graph:
+            self._captured.recorded(metadata.num_reqs, plans_itself=self.backend.record_plan(metadata))
+
+    def _plan_and_make(self, metadata: AdoptedStep, seq_lens: torch.Tensor, *, plans_itself: bool) -> None:
+        """Plans the step, where its graph does not, and makes on the device what the engine has not; ``seq_lens`` are
+        the engine's."""
+        if self._facts.plans and not plans_itself:
             self._plan(metadata)
         if self._facts.pad_seq_len and metadata.use_cuda_graph:  # padded rows are lent keys
             torch.clamp(seq_lens, min=self._facts.pad_seq_len, out=metadata._given.seq_lens)
@@ -324,11 +333,13 @@ class AdoptedSteps(Uncopied):
         """
         if self._planning and self._cuda:  # it failed or was interrupted, and may have begun to copy
             torch.cuda.current_stream().synchronize()
+        depth, step = self._settings.depth, metadata.step
         # Over already, but where the host runs far ahead of the device.
-        self._plans.wait((metadata.step - self._plans_apart) % self._settings.depth)
+        self._plans.wait((self._last_planned if self._facts.waits_for_last_plan else step) % depth)
         self._planning = True
         self.backend.plan(metadata)
-        self._plans.record(metadata.step % self._settings.depth)
+        self._plans.record(step % depth)
+        self._last_planned = step
         self._planning = False
 
 

@@ -118,7 +118,7 @@ class Assembly:
         ``one_of_each``: every request runs one token, which the other two arguments say too.
         """
         num_rows = len(self._core.order.req_ids)
-        self.acquire()
+        self.acquire(shape)
         metadata = None
         # Poisoned memory is poisoned behind the checks, which this way and the filling of the arena are one call.
         if one_of_each and not self._poison:
@@ -133,11 +133,13 @@ class Assembly:
     def build_empty(self, bucket: int, *, capturing: bool) -> StepMetadata:
         """An empty step padded to a captured size; for the capture itself, with the largest lengths."""
         shape = self.shapes.find(bucket)
+        if capturing:
+            shape.plans = None  # until the graph that is captured now records its own
         if self._overlap is not None:
             self._overlap.overlapped = False  # of no rows, whatever the build before it was
         if capturing and self.side is not None and self._backends.device.startswith("cpu"):
             self.side.send_with_all()  # a stand-in graph reads host arrays there, too
-        self.acquire()
+        self.acquire(shape)
         self._poison_arena()
         self._begin(shape)
         metadata: StepMetadata = self.kernel.empty_step(shape, self._core.max_model_len if capturing else 0)
@@ -148,16 +150,16 @@ class Assembly:
         """A roll-back from now on takes back the next step."""
         self._core.undo.append((self.kernel.take_back, shape, self.kernel.next_step))
 
-    def acquire(self) -> None:
-        """Waits until the device has read the arena that the next step is written to."""
+    def acquire(self, shape: Any) -> None:
+        """Waits until the device has read the arena that the next step is written to; ``shape`` None: an eager one."""
         if self.closed:  # asked here: a call would cost a planned step 5 %
             self.refuse_closed()
         step = self.kernel.next_step
         if self.side is not None:
             self.side.check_ready()
             self.side.wait(step - self.ring.depth)
-            if self._backends.waits_for_last_plan:  # its library plans into one buffer
-                self.side.wait(step - 1)
+            if self._backends.waits_for_last_plan and (shape is None or shape.plans != ()):
+                self.side.wait(step - 1)  # its library plans into one buffer
 
     def _poison_arena(self) -> None:
         """Poisons the arena that the next step is written to; a refused step leaves the older one's there."""
@@ -172,7 +174,7 @@ class Assembly:
         if self._fill is not None:
             self._fill(metadata)
         if self._backends.plans:
-            self._backends.plan(metadata)
+            self._backends.plan(metadata, shape.plans)
         if side is not None:
             arena = metadata._arena
             core.undo.append((side.take_back, arena.step))
@@ -213,8 +215,11 @@ class Assembly:
         """``metadata.record()``: the first nodes of the graph that is captured over it."""
         if not metadata.use_cuda_graph:
             raise CaptureError("record: this step was built without a bucket; capture over builder.capture(num_reqs)")
+        shape = self.shapes.of(metadata)
         if self.side is not None:
-            self.side.record(self.shapes.of(metadata))
+            self.side.record(shape)
+        if self._backends.plans:
+            shape.plans = self._backends.record_plans(metadata)
 
     def replay(self, metadata: StepMetadata, graph: Any) -> None:
         """``metadata.replay(graph)``."""

@@ -44,10 +44,16 @@ class Backends:
             raise ValueError("backend: they state different pad_seq_len; lengths are shared, so choose ones that agree")
         self.pad_seq_len: int = pads.pop() if pads else 0
 
-    def plan(self, metadata: StepMetadata) -> None:
-        """Each group's plan for the step."""
-        for name, plan in self.plans:
+    def plan(self, metadata: StepMetadata, left: tuple[Any, ...] | None) -> None:
+        """Each group's plan for the step; ``left``: those alone that its graph does not make, of ``record_plans``."""
+        for name, plan in self.plans if left is None else left:
             plan(metadata.groups[name])
+
+    def record_plans(self, metadata: StepMetadata) -> tuple[Any, ...]:
+        """Records, inside a capture, what plans each step on the device; the plans that remain the host's."""
+        return tuple(
+            (name, plan) for name, plan in self.plans if not self.by_group[name].record_plan(metadata.groups[name])
+        )
 
     def graph_level(self) -> tuple[str, str]:
         """The lowest ``cuda_graph`` level of the backends, and that backend's name; ``("always", "")`` without one."""

@@ -113,7 +113,8 @@ class StepMetadata(Reused, CommonAttentionMetadata):
     def record(self) -> None:
         """Call it first inside the capture of a graph over this metadata (``builder.capture``).
 
-        With the transport ``graph`` it records the nodes that fetch each step; otherwise it does nothing.
+        With the transport ``graph`` it records the nodes that fetch each step. Behind them a backend records what plans
+        each step on the device, where it can (``AttentionBackend.record_plan``).
         """
         self._owner.record(self)
 

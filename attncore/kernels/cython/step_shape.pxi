@@ -22,6 +22,7 @@ cdef class StepShape:
     cdef char* device           # where a captured graph reads, or NULL
     cdef Py_ssize_t nbytes
     cdef public object capacity, replay   # of the device's side: the Capacity, and what replays the step
+    cdef public object plans    # a captured size's: the plans that its graph does not make itself; None: all
     cdef public bint recorded
     cdef public Py_ssize_t tail       # where the journal begins in an arena, bytes
 

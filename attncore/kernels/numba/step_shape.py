@@ -24,6 +24,7 @@ class StepShape:
         self.sources, self.device = sources or [], device
         self.capacity: Any = None
         self.replay: Any = None
+        self.plans: Any = None
         self.recorded, self.tail = False, 0
         self.pads, self.num_reqs, self.num_tokens = pads, num_reqs, num_reqs * query_len
         self.query_len, self.pad_seq_len, self.uniform = query_len, pad_seq_len, uniform

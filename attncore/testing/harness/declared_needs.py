@@ -23,7 +23,7 @@ OTHER_NAMES = {
     "cross_block_tables": "cross_block_table",
 }
 """Attributes of metadata that hand out a field under another name."""
-OF_BACKENDS = ("plan", "prepare_capture")
+OF_BACKENDS = ("plan", "prepare_capture", "record_plan")
 OF_LAYERS = ("forward", "forward_with_lse", "write_cache")
 
 

@@ -47,7 +47,9 @@ def backend(recorder: Recorder | None = None, **changes: Any) -> FlashInferBacke
 
     class OnCpu(FlashInferBackend):
         def library(self) -> Library:
-            return Library(parts[0], parts[1], fast_decode_plan, merge_state_in_place, xqa_batch_decode_with_kv_cache)
+            return Library(
+                parts[0], parts[1], fast_decode_plan, merge_state_in_place, xqa_batch_decode_with_kv_cache, made.version
+            )
 
     sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16", "block_size": 4}
     sizes |= changes

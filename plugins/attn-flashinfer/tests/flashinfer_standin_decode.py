@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from attn_flashinfer.device_plan import Sizes, layout_of, words_that_run_reads
+from flashinfer_standin_plan import PlanFacts, write_plan
 from flashinfer_standin_wrapper import INT_WORKSPACE, Wrapper, row_lengths
 from torch import Tensor
 
@@ -115,8 +117,30 @@ class Decode(Wrapper):
             assert self.buffers[2] is not None
             self.buffers[0].copy_(indptr)
             self.buffers[2].copy_(last_page_len)
+            self._write_plan(arguments, indptr)
         else:
             self.buffers = indptr, indices, last_page_len
+
+    def _write_plan(self, arguments: dict[str, Any], indptr: Tensor) -> None:
+        """Writes the plan of a captured size to the integer workspace, and keeps its description."""
+        names = ("num_qo_heads", "num_kv_heads", "page_size", "window_left")
+        each, (heads, kv_heads, page_size, window) = arguments["q_len_per_req"], (arguments[name] for name in names)
+        self.facts = PlanFacts(
+            len(indptr) - 1, each, heads, kv_heads, page_size, window, arguments["head_dim"], self.tensor_cores
+        )
+        self._plan_info = write_plan(indptr.tolist(), self.facts, self._int_workspace.numpy())
+
+    def _is_stale(self, indptr: Tensor) -> bool:
+        """Whether the plan that a run reads is another one than of the pages that it reads."""
+        memory = torch.zeros_like(self._int_workspace)
+        facts = self.facts
+        sizes = Sizes(
+            facts.num_reqs, facts.query_len, facts.num_heads, facts.num_kv_heads, facts.page_size, facts.window_left,
+            facts.processors,
+        )  # fmt: skip
+        layout = layout_of(write_plan(indptr.tolist(), facts, memory.numpy()), sizes)
+        expected, found = (words_that_run_reads(one, layout, sizes) for one in (memory, self._int_workspace))
+        return any(not torch.equal(array, found[name]) for name, array in expected.items())
 
     def run(
         self,
@@ -155,6 +179,8 @@ class Decode(Wrapper):
             causal=True, indices=indices, k_scale=k_scale or 1.0,
             v_scale=v_scale or 1.0,
         )  # fmt: skip
+        if self.graph and self._is_stale(indptr):
+            out.fill_(torch.nan)
         return (out, found) if return_lse else out
 
 
@@ -189,6 +215,8 @@ def fast_decode_plan(
     if q_len_per_req > 1:
         self.starts.copy_(torch.arange(len(self.starts), dtype=torch.int32) * q_len_per_req)
     self.keywords = arguments
+    if self.graph:
+        self._write_plan(arguments, indptr if global_override_indptr_cpu is None else global_override_indptr_cpu)
 
 
 def xqa_batch_decode_with_kv_cache(

@@ -17,7 +17,9 @@ INT_WORKSPACE = 1 << 16
 class Recorder:
     """Calls of plans, in order, as (name, arguments); and what a plan asks of the workspace."""
 
-    def __init__(self) -> None:
+    def __init__(self, version: str = "") -> None:
+        self.version = version
+        """Of FlashInfer; empty: one whose plans the device does not make."""
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.asks = 0
         self.asks_of = ""

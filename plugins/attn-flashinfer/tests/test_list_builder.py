@@ -83,7 +83,7 @@ def test_builders_of_the_list_builder_have_their_own_captured_sizes() -> None:
     for builder, state, captured in stages:
         builder.build(decodes, state.pad_size(3))
         (part,) = backend.plans_of(backend.plan_keys[0]).step.parts
-        assert part.run.__self__.buffers[0].data_ptr() == captured.paged_kv_indptr.data_ptr()  # type: ignore[attr-defined]
+        assert part.run.run.__self__.buffers[0].data_ptr() == captured.paged_kv_indptr.data_ptr()  # type: ignore[attr-defined]
 
 
 def test_two_states_of_one_builder_keep_their_captured_sizes() -> None:
@@ -101,4 +101,4 @@ def test_two_states_of_one_builder_keep_their_captured_sizes() -> None:
     for metadata in captured:
         backend.plan(metadata)
         (part,) = plans.step.parts
-        assert part.run.__self__.buffers[0].data_ptr() == metadata.paged_kv_indptr.data_ptr()  # type: ignore[attr-defined]
+        assert part.run.run.__self__.buffers[0].data_ptr() == metadata.paged_kv_indptr.data_ptr()  # type: ignore[attr-defined]

@@ -210,3 +210,33 @@ def test_a_plan_is_made_in_each_step_and_one_that_fails_leaves_no_step():
         steps.build(**engine.fill([13], 1), capturing=True)
     assert (steps.last_step, steps.captured) == (1, ())
     assert steps.build(**engine.fill([5], 1)).step == 2
+
+
+class Recording(Planning):
+    """Its graphs plan by themselves."""
+
+    seen, recorded = None, 0
+
+    def record_plan(self, metadata):
+        self.recorded += 1
+        return True
+
+
+def test_steps_of_a_size_whose_graph_plans_are_not_planned():
+    backend = Recording(config())
+    engine, steps = PersistentBuffers(), steps_of(backend)
+    steps.build(**engine.fill([5, 9], 2), capturing=True).record()
+    assert (backend.seen.step, backend.recorded) == (0, 1)
+    for length in (6, 13):
+        assert not steps.build(**engine.fill([length, 9], 2)).kept
+    assert backend.seen.step == 0
+    steps.build(**engine.fill([5], 1))
+    assert backend.seen.step == 3, "an eager step is planned, behind the copies of the plan before"
+    assert steps._last_planned == 3
+    steps.build(**engine.fill([5, 9], 2), capturing=True)  # captured anew, by a graph that does not plan
+    steps.build(**engine.fill([5, 9], 2))
+    assert backend.seen.step == 5
+    steps.release(2)
+    steps.build(**engine.fill([5, 9], 2), capturing=True).record()
+    steps.build(**engine.fill([5, 9], 2))
+    assert (backend.seen.step, backend.recorded) == (6, 2)

@@ -19,6 +19,12 @@ OPTIONS = {
         default="auto",
         choices=("auto", "tensor_cores", "cuda_cores", "xqa"),
     ),
+    "plan": Option(
+        str,
+        "where captured decodes are planned; auto is device where its plans prove to be FlashInfer's own",
+        default="auto",
+        choices=("auto", "device", "host"),
+    ),
     "cascade": Option(bool, "read a prefix that many requests share once, in steps without a graph", default=False),
     "workspace_mib": Option(int, "MiB of device memory for split contexts, at first", default=64),
     "max_workspace_mib": Option(int, "MiB beyond which a plan is an error", default=1024),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -9,16 +10,19 @@ from weakref import ref
 
 import torch
 
-from attn_flashinfer import checks, modules, xqa
+from attn_flashinfer import checks, device_plan, modules, xqa
+from attn_flashinfer.device_plan import DevicePlan
 from attn_flashinfer.impl import FlashInferImpl
 from attn_flashinfer.library import Library, flashinfer
 from attn_flashinfer.pages import check_table, pages_of, pool_of
 from attn_flashinfer.plans import KeyPlans, Tools
 from attn_flashinfer.workspace import Workspace
-from attn_flashinfer.wrappers import LayerSettings, Shape
+from attn_flashinfer.wrappers import CapturedDecode, LayerSettings, Shape
 from attncore import AttentionBackend, AttentionMetadata, BackendConfig, PlanKey
 from attncore.builder import CascadeRule, CommonMetadataBuilder
-from attncore.graphs import refuse_while_capturing
+from attncore.graphs import is_capturing, launch, refuse_while_capturing
+
+_log = logging.getLogger(__name__)
 
 CUDA_CORES, XQA = "cuda_cores", "xqa"
 
@@ -43,6 +47,9 @@ class FlashInferBackend(AttentionBackend):
         self.decode_kernel = _decode_kernel(config)
         self.shape = _shape(config, self.kv_cache_torch_dtype(), self.decode_kernel)
         options = config.options
+        self._asked_plan = str(options.get("plan", device_plan.AUTO))
+        self.plan_of_captured, self.why_plan = self._no_plan_yet()
+        """Where captured sizes are planned, ``device`` or ``host``, and why; of those captured last."""
         self.workspace = Workspace(
             config.device,
             int(options.get("workspace_mib", 64)) << 20,
@@ -56,6 +63,7 @@ class FlashInferBackend(AttentionBackend):
             self.decode_kernel,
             CascadeRule() if options.get("cascade") else None,
             lru_cache(maxsize=1)(lambda: xqa.workspace(config.device)),
+            proves=self._asked_plan != device_plan.HOST,
         )
         self._plans: dict[PlanKey, KeyPlans] = {}
         self._owner: Callable[[], Any] = _no_owner
@@ -106,9 +114,22 @@ class FlashInferBackend(AttentionBackend):
             if key.sliding_window is not None:
                 _check_window(metadata)
             plans.plan(metadata, pages)
+        if metadata.use_cuda_graph and metadata.builder is not None and self._tools.proves:
+            self._settle_plan(metadata)
         if not self._follows and self._is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
+
+    def record_plan(self, metadata: AttentionMetadata) -> bool:
+        """Records the kernel that plans each step of a captured size; False where the host goes on planning them."""
+        sizes = self._sizes_of(metadata)
+        node = sizes[0].device_plan if sizes else None
+        if node is None or any(size.device_plan is not node for size in sizes) or not is_capturing(self.config.device):
+            return False
+        launch(node)
+        for size in sizes:
+            size.run.node = node
+        return True
 
     def prepare_capture(self, metadata: AttentionMetadata, builder: CommonMetadataBuilder) -> None:
         """Makes the wrappers that a captured size of the list builder needs, for every key."""
@@ -127,6 +148,37 @@ class FlashInferBackend(AttentionBackend):
         self.num_blocks = max(self.num_blocks, num_blocks)
         self._owner, self._step = _no_owner, -1  # whoever plans next is compared with the pool
         return cache
+
+    def _no_plan_yet(self) -> tuple[str, str]:
+        if self._asked_plan == device_plan.HOST:
+            return device_plan.HOST, "asked for by the option plan"
+        if self.decode_kernel == XQA:
+            return device_plan.HOST, "decodes of one token by xqa have no plan, and no others were captured"
+        return device_plan.HOST, "no size was captured yet"
+
+    def _sizes_of(self, metadata: AttentionMetadata) -> list[CapturedDecode]:
+        """The captured sizes of a padded step, one for each key; none where a key has no plan of the size."""
+        found = [self.plans_of(key).captured_of(metadata) for key in self.plan_keys]
+        sizes = [size for size in found if size is not None]
+        return sizes if len(sizes) == len(found) else []
+
+    def _settle_plan(self, metadata: AttentionMetadata) -> None:
+        """Makes the node that plans the sizes of a step, all keys in one launch, where the device can plan each."""
+        sizes = self._sizes_of(metadata)
+        if not sizes or all(size.device_plan is sizes[0].device_plan is not None for size in sizes):
+            return
+        refused = next((size for size in sizes if size.layout is None), None)
+        if refused is None:
+            node = DevicePlan(metadata.paged_kv_indptr, [size.table_row() for size in sizes])
+            for size in sizes:
+                size.device_plan = node
+            self.plan_of_captured, self.why_plan = device_plan.DEVICE, sizes[0].why_plan
+            return
+        if self._asked_plan == device_plan.DEVICE:
+            raise ValueError(f"options: plan=device asked for, but {refused.why_plan}; give auto or host")
+        if self.why_plan != refused.why_plan:
+            _log.warning("flashinfer: captured decodes are planned on the host: %s", refused.why_plan)
+        self.plan_of_captured, self.why_plan = device_plan.HOST, refused.why_plan
 
     @property
     def _is_cuda(self) -> bool:

@@ -19,12 +19,13 @@ class Library(NamedTuple):
     merge_state_in_place: Callable[..., None]
     xqa: Callable[..., Any]
     """xqa_batch_decode_with_kv_cache"""
+    version: str = ""
 
 
 @lru_cache(maxsize=1)
 def flashinfer() -> Library:
     """The library that is installed. Its import takes seconds and needs no GPU."""
-    from flashinfer import cascade, decode, prefill
+    from flashinfer import __version__, cascade, decode, prefill
 
     return Library(
         decode.BatchDecodeWithPagedKVCacheWrapper,
@@ -32,4 +33,5 @@ def flashinfer() -> Library:
         decode.fast_decode_plan,
         cascade.merge_state_in_place,
         decode.xqa_batch_decode_with_kv_cache,
+        __version__,
     )

@@ -53,6 +53,8 @@ class Tools:
     rule: CascadeRule | None
     """When two passes over a shared prefix pay; None: never."""
     xqa_workspace: Callable[[], Any]
+    proves: bool = False
+    """Whether captured sizes are to be planned on the device, where that gives FlashInfer's own plans."""
 
 
 class KeyPlans:
@@ -113,10 +115,14 @@ class KeyPlans:
     def capture_of_list_builder(self, metadata: AttentionMetadata, builder: CommonMetadataBuilder) -> None:
         """Takes what a captured size of the list builder needs, before its first plan."""
         if not self._plans_no_decode:
-            captured = self._capture(metadata, 1, metadata.paged_kv_indices)
+            captured = self._capture(metadata, 1, metadata.paged_kv_indices, proves=False)
             sizes, self._newest = self._of_list_builder.setdefault(builder, {}), ref(builder)
             sizes[metadata.num_reqs] = self._captured[_place(metadata)] = captured
             self._sizes.setdefault(builder, {})[_place(metadata)] = captured  # of another state of the builder, too
+
+    def captured_of(self, metadata: AttentionMetadata) -> CapturedDecode | None:
+        """The captured size that a padded step of the persistent builder, or an adopted one, was planned for."""
+        return self._captured.get(_place(metadata))
 
     def _captured_of_list_builder(self, metadata: AttentionMetadata) -> CapturedDecode | None:
         """The captured size that a padded step will be replayed in: by its buffers, or by who built it.
@@ -141,7 +147,9 @@ class KeyPlans:
             return self._unplanned(metadata)
         captured = self._captured.get(place)
         if captured is None:
-            captured = self._captured[place] = self._capture(metadata, query_len, pages.indices)
+            captured = self._captured[place] = self._capture(
+                metadata, query_len, pages.indices, proves=self._tools.proves
+            )
             self._sizes.setdefault(metadata.builder, {})[place] = captured
         captured.plan(pages)
         return StepPlan(ref(metadata), (Part(captured.run, 0, num_reqs * query_len),))
@@ -149,7 +157,7 @@ class KeyPlans:
     def _unplanned(self, metadata: AttentionMetadata) -> StepPlan:
         return StepPlan(ref(metadata), (self._xqa(metadata, 0, metadata.num_reqs, 0),))
 
-    def _capture(self, metadata: AttentionMetadata, query_len: int, indices: Any) -> CapturedDecode:
+    def _capture(self, metadata: AttentionMetadata, query_len: int, indices: Any, *, proves: bool) -> CapturedDecode:
         return CapturedDecode(
             self._tools.library,
             self._tools.workspace,
@@ -159,6 +167,7 @@ class KeyPlans:
             last_page_len=metadata.paged_kv_last_page_len,
             query_len=query_len,
             max_seq_len=metadata.max_seq_len,
+            proves=proves,
         )
 
     def _parts(self, metadata: AttentionMetadata, pages: Pages) -> tuple[Part, ...]:

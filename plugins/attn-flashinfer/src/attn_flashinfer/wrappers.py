@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_flashinfer import device_plan
+from attn_flashinfer.device_plan import DevicePlan, Layout, Sizes
 from attn_flashinfer.library import Library
 from attn_flashinfer.pages import Pages, full
 from attn_flashinfer.workspace import INT_BYTES, Workspace
+from attncore.graphs import is_capturing
 
 KERNELS = "fa2"
 """FlashInfer's generation of kernels: at pages of 16 tokens, and for short queries, faster than fa3 in plan and run."""
@@ -102,11 +105,26 @@ class EagerAppend:
         )
 
 
+class CapturedRun:
+    """A captured size's ``run``. Steps of a size whose graph plans by itself are not planned when they are built: one
+    that is run without the graph is planned here, by ``node``."""
+
+    def __init__(self, run: Callable[..., Any], device: str) -> None:
+        self.run, self._device = run, device
+        self.node: DevicePlan | None = None
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        if self.node is not None and not is_capturing(self._device):
+            self.node()
+        return self.run(*args, **keywords)
+
+
 class CapturedDecode:
     """Decodes of ``query_len`` tokens in the graph of one captured size.
 
     ``indptr``, ``indices`` and ``last_page_len`` are the device's arrays at the addresses that every step of the size
-    has: the graph reads them there, so that a plan copies what FlashInfer made, and nothing else.
+    has: the graph reads them there, so that a plan copies what FlashInfer made, and nothing else. ``proves``: whether
+    to find out that a kernel writes the same plans on the device.
     """
 
     def __init__(
@@ -120,6 +138,7 @@ class CapturedDecode:
         last_page_len: Tensor,
         query_len: int,
         max_seq_len: int,
+        proves: bool = False,
     ) -> None:
         shape = settings.shape
         self._plan = library.fast_decode_plan
@@ -134,14 +153,44 @@ class CapturedDecode:
                 paged_kv_last_page_len_buffer=last_page_len,
                 backend=KERNELS,
             )
-        self.run: Callable[..., Any] = wrapper.run
+        self.run = CapturedRun(wrapper.run, shape.device)
         self.num_reqs, self.query_len, self.address = len(last_page_len), query_len, indptr.data_ptr()
-        self._none = indices[:0]
+        self._none, self._device = indices[:0], shape.device
         self._sizes = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.block_size
         self._keywords = {**settings.keywords(), "q_len_per_req": query_len}
-        self._start(
-            workspace, full(self.num_reqs, max(max_seq_len, query_len), shape.block_size), indptr, last_page_len
-        )
+        self._plan_sizes = Sizes(
+            self.num_reqs, query_len, shape.num_heads, shape.num_kv_heads, shape.block_size,
+            self._keywords["window_left"], device_plan.processors(shape.device),
+        )  # fmt: skip
+        self.layout: Layout | None = None
+        """Of the plans that the device makes; None: it makes none, and ``why_plan`` says why."""
+        self.why_plan = "nothing was asked of the device"
+        self.device_plan: DevicePlan | None = None
+        """What plans this size, and those of the other keys, on the device."""
+        most = full(self.num_reqs, max(max_seq_len, query_len), shape.block_size)
+        self._start(workspace, most, indptr, last_page_len)
+        if proves:
+            self._prove(library.version, most)
+
+    def table_row(self) -> list[int]:
+        """What the kernel must know to plan this size for its key; only where there is a layout."""
+        assert self.layout is not None
+        return device_plan.table_row(self.layout, self._plan_sizes, self._int_workspace.data_ptr())
+
+    def _prove(self, version: str, most: Pages) -> None:
+        """Finds out whether the device plans as FlashInfer does; leaves the plan of the largest lengths."""
+        if why := device_plan.why_not(version):
+            self.why_plan = why
+            return
+
+        def plan(indptr: Tensor) -> Any:
+            self._plan_pages(indptr, most.last_page_len)
+            return getattr(self._wrapper, "_plan_info", None)
+
+        self.layout, self.why_plan = device_plan.prove(plan, self._int_workspace, self._plan_sizes, int(most.indptr[1]))
+        plan(most.indptr)
+        if self._device.startswith("cuda"):  # before the next plan writes to the same pinned memory
+            torch.cuda.current_stream().synchronize()
 
     def _start(self, workspace: Workspace, most: Pages, indptr: Tensor, last_page_len: Tensor) -> None:
         """Takes the memory that the size may need, and makes the first plan, which settles the kernels."""
@@ -151,6 +200,7 @@ class CapturedDecode:
         workspace.reserve(float_bytes)
         with _plain_tensors():
             own = torch.empty(-(-int_bytes // 4096) * 4096, dtype=torch.uint8, device=workspace.device)
+        self._int_workspace = own
         self._wrapper.reset_workspace_buffer(workspace.buffer, own)
         before = indptr.clone(), last_page_len.clone()  # a first plan writes to them
         self._wrapper.plan(*arguments, **keywords)
@@ -158,10 +208,13 @@ class CapturedDecode:
         last_page_len.copy_(before[1])
 
     def plan(self, pages: Pages) -> None:
-        """Plans a step of the size."""
+        """Plans a step of the size on the host."""
+        self._plan_pages(pages.indptr, pages.last_page_len)
+
+    def _plan_pages(self, indptr: Tensor, last_page_len: Tensor) -> None:
         self._plan(
-            self._wrapper, pages.indptr, self._none, pages.last_page_len, *self._sizes,
-            global_override_indptr_cpu=pages.indptr, **self._keywords,
+            self._wrapper, indptr, self._none, last_page_len, *self._sizes,
+            global_override_indptr_cpu=indptr, **self._keywords,
         )  # fmt: skip
 
 
