@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attncore.array_arguments import not_strided
+
 
 def check_strided(name: str, tensor: Tensor) -> None:
-    """ValueError where a tensor is none of addresses and strides, such as a sparse one."""
-    if tensor.layout is not torch.strided:
-        raise ValueError(f"{name}: of layout {tensor.layout}; give a strided tensor")
+    """ValueError where a tensor is none of addresses and strides, such as a sparse one, or they lead elsewhere."""
+    why = not_strided(tensor)
+    if why is not None:
+        raise ValueError(f"{name}: {why}")
 
 
 def check_written(name: str, tensor: Tensor) -> None:
