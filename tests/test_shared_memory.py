@@ -10,6 +10,8 @@ from attncore.ops.written_tensor import share_memory
 from attncore.reference import ReferenceBackend, cache
 
 SHAPE = (3, 4, 2, 8)
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
 
 
 def _stacked(*, at, order):
@@ -41,10 +43,12 @@ TOGETHER = {
 }
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [*APART, *TOGETHER])
-def test_caches_that_share_memory_are_refused_and_interleaved_ones_are_not(kind):
-    keys, values = (APART | TOGETHER)[kind]()
-    key, value, slots = torch.ones(2, 2, 8), torch.full((2, 2, values.shape[3]), 2.0), torch.tensor([5, 11])
+def test_caches_that_share_memory_are_refused_and_interleaved_ones_are_not(kind, device):
+    with torch.device(device):
+        keys, values = (APART | TOGETHER)[kind]()
+        key, value, slots = torch.ones(2, 2, 8), torch.full((2, 2, values.shape[3]), 2.0), torch.tensor([5, 11])
     if kind in APART:
         CacheWriter()(key, value, keys, values, slots)
         assert keys.sum() == key.sum()
@@ -59,23 +63,29 @@ def test_caches_that_share_memory_are_refused_and_interleaved_ones_are_not(kind)
     assert not values.any()
 
 
-def test_the_same_caches_are_looked_at_in_every_call():
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_same_caches_are_looked_at_in_every_call(device):
     """Formats are compared once: the addresses of later caches are not those of the first."""
-    writer, new, slots = CacheWriter(), torch.ones(1, 2, 8), torch.tensor([5])
-    writer(new, new + 1, torch.zeros(SHAPE), torch.zeros(SHAPE), slots)
-    one = torch.zeros(SHAPE)
+    writer, new, slots = CacheWriter(), torch.ones(1, 2, 8, device=device), torch.tensor([5], device=device)
+    one, other = torch.zeros(2, *SHAPE, device=device)
+    writer(new, new + 1, one, other, slots)
+    with pytest.raises(ValueError, match=r"^key: of layout torch.sparse_coo"):
+        writer(new.to_sparse(), new, one, other, slots)
+    one.zero_()
     with pytest.raises(ValueError, match=r"^value_cache: it shares memory"):
         writer(new, new + 1, one, one, slots)
 
 
-def test_values_that_are_columns_of_the_keys_may_be_so_in_the_cache():
-    rows, key = torch.zeros(3, 4, 1, 12), torch.arange(12.0).view(1, 1, 12)
-    CacheWriter()(key, key[..., :8], rows, rows[..., :8], torch.tensor([6]))
+@pytest.mark.parametrize("device", DEVICES)
+def test_values_that_are_columns_of_the_keys_may_be_so_in_the_cache(device):
+    rows, key = torch.zeros(3, 4, 1, 12, device=device), torch.arange(12.0, device=device).view(1, 1, 12)
+    slots = torch.tensor([6], device=device)
+    CacheWriter()(key, key[..., :8], rows, rows[..., :8], slots)
     assert rows[1, 2, 0].tolist() == list(range(12))
     fp8 = rows.to(torch.float8_e4m3fn)
-    CacheWriter(2.0, 2.0)(key, key[..., :8], fp8, fp8[..., :8], torch.tensor([6]))
+    CacheWriter(2.0, 2.0)(key, key[..., :8], fp8, fp8[..., :8], slots)
     with pytest.raises(ValueError, match=r"^value_cache: it shares memory"):
-        CacheWriter(2.0, 1.0)(key, key[..., :8], fp8, fp8[..., :8], torch.tensor([6]))
+        CacheWriter(2.0, 1.0)(key, key[..., :8], fp8, fp8[..., :8], slots)
 
 
 @settings(max_examples=300, deadline=None)

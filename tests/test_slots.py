@@ -281,5 +281,5 @@ def test_a_slot_that_an_array_does_not_hold_is_named(kind):
                 slots.compute_slot_mapping(profiling, given, 1, 3, 0, 2, 16, {1: [3]})
     assert given.tolist() == [7]
     for none in (None, 3):
-        with pytest.raises(TypeError, match="^slot_mapping: .* found; give a list"):
+        with pytest.raises(TypeError, match=r"^slot_mapping: .* found; give a list"):
             slots.compute_slot_mapping(False, none, 1, 3, 2, 0, 16, {1: [2]})

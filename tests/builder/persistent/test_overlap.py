@@ -5,6 +5,7 @@ import pytest
 import torch
 from late_verdicts import drafts_judged_late
 
+from attncore import select
 from attncore.builder import ContextParallel, InputBatch, MetadataBuilder
 from attncore.builder.persistent import overlap
 
@@ -164,3 +165,18 @@ def test_the_device_of_rejected_counts_is_compared_with_its_index(monkeypatch):
     one = torch.device("cuda:1")
     assert [overlap._is_on(one, name) for name in ("cuda", "cuda:1", "cuda:0", "cpu")] == [True, True, False, False]
     assert overlap._is_on(torch.device("cpu"), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_rejected_counts_of_another_gpu_are_refused():
+    backend = select(backend="reference", device="cuda:0", num_heads=2, num_kv_heads=2, head_size=8).create()
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=backend.config.block_size)
+    for device in (1, 0):
+        given = torch.zeros(4, dtype=torch.int32, device=f"cuda:{device}")
+        options = {"max_num_batched_tokens": 64, "transport": "copy", "num_rejected": given}
+        if device:
+            with pytest.raises(ValueError, match=r"^num_rejected: on cuda:1, but the steps go to cuda:0"):
+                MetadataBuilder(batch, backend, **options)
+        else:
+            MetadataBuilder(batch, backend, **options).close()
