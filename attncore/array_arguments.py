@@ -66,6 +66,25 @@ def beyond_its_memory(tensor: Any) -> bool:
     return bool((last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes())
 
 
+def not_by_address(tensor: Any) -> str | None:
+    """Why code that reads a tensor by its address and strides finds other numbers; None where it finds the tensor's."""
+    if tensor.is_neg() or tensor.is_conj():
+        return "a lazy negative or conjugate, whose memory holds other numbers; give tensor.resolve_conj().clone()"
+    return not_strided(tensor)
+
+
+def not_strided(tensor: Any) -> str | None:
+    """Why a tensor is none of strides over memory that it has, such as a sparse one; None where it is one."""
+    if tensor.is_nested or tensor.layout is not sys.modules["torch"].strided:
+        return f"{'nested, ' if tensor.is_nested else ''}of layout {tensor.layout}; give a strided tensor"
+    if beyond_its_memory(tensor):
+        return (
+            f"shape {tuple(tensor.shape)} found, which reaches beyond the tensor's memory, as after a resize_ that "
+            "torch refused; make it anew"
+        )
+    return None
+
+
 def _check_lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
     array = as_array(name, values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):

@@ -52,6 +52,9 @@ def layer(features=ALL, **scales):
         ),
         (torch.ones(2, 1), "k_scale: torch.float32 of shape (2, 1)"),
         (torch.ones(2, dtype=torch.int64), "k_scale: torch.int64 of shape (2,)"),
+        (torch.ones(2, device="meta"), "k_scale: on the device meta"),
+        (torch.ones(2).to_sparse(), "k_scale: of layout torch.sparse_coo"),
+        (torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), "k_scale: nested"),
     ],
 )
 def test_what_is_no_scale_is_refused(scale, text):
@@ -178,3 +181,26 @@ def test_a_latent_cache_has_its_values_among_the_keys():
 def test_features_of_scales_build_on_one_another():
     with pytest.raises(ValueError, match="features: 'kv_scales_per_head' is declared without 'kv_scales_on_device'"):
         backend({"kv_scales", "kv_scales_per_head"})
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: torch.ones(3, 2, 8).to_sparse(), ValueError, "of layout torch.sparse_coo"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2, 8)], layout=torch.jagged), ValueError, "nested"),
+        (lambda: torch.ones(3, 2, 8, device="meta"), ValueError, "on the device meta"),
+        (lambda: torch.ones(3, 2, 8, dtype=torch.bool), ValueError, "torch.bool found; give floats"),
+        (lambda: torch.ones(3, 2, 8, dtype=torch.int64), ValueError, "torch.int64 found; give floats"),
+        (lambda: torch.ones(3, 2, 8).to(torch.float8_e4m3fn), ValueError, "torch.float8_e4m3fn found; give floats"),
+        (lambda: torch.ones(3, 2, 8).numpy(), TypeError, "ndarray found; give a torch tensor"),
+        (lambda: [[[1.0] * 8] * 2], TypeError, "list found; give a torch tensor"),
+    ],
+    ids=["sparse", "nested", "meta", "bool", "int64", "fp8", "numpy", "a list"],
+)
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_a_batch_that_has_no_largest_number_is_refused(name, make, error, said):
+    made = layer(k_scale=2.0, v_scale=3.0)
+    given = {"key": torch.ones(3, 2, 8), "value": torch.ones(3, 2, 8)} | {name: make()}
+    with pytest.raises(error, match=f"^{name}: {said}"):
+        made.calculate_kv_scales(**given)
+    assert (made.k_scale, made.v_scale, made.changes) == (2.0, 3.0, 0)

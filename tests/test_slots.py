@@ -268,3 +268,18 @@ def test_compute_slot_mapping_appends_all_or_nothing():
         with pytest.raises(ValueError, match=r"^slot_mapping: it does not hold slot 429496"):
             slots.compute_slot_mapping(False, given, 0, 20, 10, 0, 16, {0: table})
         assert given.tolist() == [7]
+
+
+@pytest.mark.parametrize("kind", ["i", "I"])
+def test_a_slot_that_an_array_does_not_hold_is_named(kind):
+    given = array(kind, [7])
+    with pytest.raises(ValueError, match=r"^slot_mapping: it does not hold slot 4294967298"):
+        slots.compute_slot_mapping(False, given, 1, 3, 2, 0, 16, {1: [2**28]})  # one token: the shortest way
+    if kind == "I":
+        for profiling in (True, False):
+            with pytest.raises(ValueError, match=r"^slot_mapping: it does not hold slot -1"):
+                slots.compute_slot_mapping(profiling, given, 1, 3, 0, 2, 16, {1: [3]})
+    assert given.tolist() == [7]
+    for none in (None, 3):
+        with pytest.raises(TypeError, match=r"^slot_mapping: .* found; give a list"):
+            slots.compute_slot_mapping(False, none, 1, 3, 2, 0, 16, {1: [2]})

@@ -141,7 +141,8 @@ class AttentionImpl(ABC):
         The largest number takes ``1 / 2`` of the cache's range, of a layer with scales per head the largest of each
         head; what is infinite or NaN is not counted. ``key`` and ``value`` are those of ``forward``, without padding;
         of a latent cache, whose values are a part of its keys, ``value`` is None. A layer that was made with numbers
-        has tensors of one element afterwards. ValueError as of ``set_scales``.
+        has tensors of one element afterwards. ValueError as of ``set_scales``, and where keys or values are no strided
+        floats of two bytes or more; TypeError where they are no tensors.
         """
         config = self.backend.config
         if not config.kv_cache_dtype.startswith("fp8"):
@@ -226,18 +227,26 @@ class AttentionImpl(ABC):
 
         By ``slot_mapping``, of a cross layer ``cross_slot_mapping``; layers that keep no cache, and profiling runs,
         whose ``kv_cache`` is None, write nothing. Here by ``attncore.CacheWriter`` over ``backend.kv_cache_views``. It
-        does not wait for the device, and may be captured. ValueError naming the argument where tensors do not fit.
+        does not wait for the device, and may be captured. ValueError naming the argument where tensors do not fit, and
+        TypeError for what is none.
         """
         if self.attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_DECODER) or kv_cache is None:
             return
         crosses = self.attn_type is AttentionType.ENCODER_DECODER
-        slots = metadata.cross_slot_mapping if crosses else metadata.slot_mapping
+        try:
+            slots = metadata.cross_slot_mapping if crosses else metadata.slot_mapping
+        except AttributeError:
+            if hasattr(metadata, "host"):  # metadata says itself which field it lacks
+                raise
+            raise TypeError(f"metadata: {type(metadata).__name__} found; give the step's metadata") from None
         if not len(slots):
             return
         latent = self.backend.config.use_mla
         if key is None or (value is None and not latent):
             name = "value" if key is not None else "key"
             raise ValueError(f"{name}: None found for {len(slots)} tokens to write; give their keys and values")
+        if latent and not scales.is_tensor(key):
+            raise TypeError(f"key: {type(key).__name__} found; give a torch tensor on the cache's device")
         if self.__writer is None:
             from attncore.ops.cache_writer import CacheWriter
 

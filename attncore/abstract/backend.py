@@ -139,6 +139,8 @@ class AttentionBackend(FirstGenerationNames, ABC):
             for feature in scales.features_of(scale):
                 self._check_declared(**{name: (feature, True)})
             scales.check_cache(name, scale, config)
+            if not isinstance(scale, float):
+                scales.check_values(name, scale)
         own_k, own_v = (scales.own_scale(scale, config.device) for _, scale in given)
         return own_k, own_v
 

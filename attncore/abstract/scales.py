@@ -38,6 +38,7 @@ def checked_scale(name: str, value: Any, num_kv_heads: int | None = None) -> flo
             raise ValueError(f"{name}: {number} is outside {SMALLEST}..{LARGEST}, the numbers of float32")
         return number
     tensor: Tensor = value
+    check_strided(name, tensor)
     per_head = tensor.dim() == 1 and len(tensor) and num_kv_heads in (None, len(tensor))
     if not tensor.is_floating_point() or not (tensor.shape in ((), (1,)) or per_head):
         heads = "one for each" if num_kv_heads is None else f"one for each of the {num_kv_heads}"
@@ -46,6 +47,21 @@ def checked_scale(name: str, value: Any, num_kv_heads: int | None = None) -> flo
             "key/value heads"
         )
     return tensor
+
+
+def check_strided(name: str, tensor: Tensor) -> None:
+    """ValueError where a tensor has no memory of strides: a sparse one, a nested one, one that is cut off from it."""
+    from attncore.array_arguments import not_strided  # it imports NumPy
+
+    why = not_strided(tensor)
+    if why is not None:
+        raise ValueError(f"{name}: {why}")
+
+
+def check_values(name: str, tensor: Tensor) -> None:
+    """ValueError for a tensor of the device ``meta``, which has no values that could be copied."""
+    if tensor.device.type == "meta":
+        raise ValueError(f"{name}: on the device meta, where tensors have no values; give one that has them")
 
 
 def features_of(scale: float | Tensor) -> tuple[str, ...]:
@@ -86,10 +102,12 @@ def calculated(name: str, numbers: Tensor | None, held: float | Tensor, num_kv_h
 
     One for each head where ``held`` has them, else one. 1 where all numbers are 0. Infinities and NaN are not counted:
     with one of them the cache would be useless for all later tokens. Nothing synchronises. ValueError naming the
-    argument ``name`` where it has another shape, or no token.
+    argument ``name`` where it has another shape or dtype, or no token; TypeError where it is no tensor.
     """
     import torch
 
+    if numbers is not None:
+        _check_numbers(name, numbers)
     if numbers is None or numbers.dim() != 3 or numbers.shape[1] != num_kv_heads or not numbers.numel():
         found = "None" if numbers is None else f"shape {tuple(numbers.shape)}"
         raise ValueError(f"{name}: {found} found; give (tokens, {num_kv_heads}, head size), a token at least")
@@ -99,3 +117,13 @@ def calculated(name: str, numbers: Tensor | None, held: float | Tensor, num_kv_h
     most = sizes.amax(dim=(0, 2) if per_head else (0, 1, 2)).float().reshape(-1)
     scale = (most * (HEADROOM / largest)).clamp(SMALLEST, LARGEST)
     return torch.where(most > 0, scale, torch.ones_like(scale))
+
+
+def _check_numbers(name: str, numbers: Any) -> None:
+    """TypeError or ValueError where these are no floats of which torch finds the largest."""
+    if not is_tensor(numbers):
+        raise TypeError(f"{name}: {type(numbers).__name__} found; give a torch tensor on the cache's device")
+    check_strided(name, numbers)
+    check_values(name, numbers)
+    if not numbers.is_floating_point() or numbers.itemsize == 1:
+        raise ValueError(f"{name}: {numbers.dtype} found; give floats of two bytes or more, as the model computes them")

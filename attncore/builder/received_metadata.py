@@ -20,9 +20,10 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
 
     Arrays are NumPy arrays or torch tensors; tensors on a device are copied to the host. ``backend`` wraps them for its
     device (None: NumPy). A skipped field raises AttributeError on access. Raises ValueError or TypeError that names
-    the field where it is unknown or no such count, where an array's length is not that of the counts, and where starts
-    (``query_start_loc``, ``paged_kv_indptr``) descend or reach beyond what they count; ValueError for a missing count,
-    and for a missing field that the backend's spec declares (``backend.check_metadata``).
+    the field where it is unknown or no such count, where an array's length is not that of the counts, where starts
+    (``query_start_loc``, ``paged_kv_indptr``) descend or reach beyond what they count, and where indices
+    (``logits_indices``, ``token_to_req_indices``) are of no token or request of the step; ValueError for a missing
+    count, and for a missing field that the backend's spec declares (``backend.check_metadata``).
     """
     if not isinstance(fields, Mapping):
         raise TypeError(f"fields: {type(fields).__name__} found; give what asdict_zerocopy returned")
@@ -34,16 +35,27 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
         raise ValueError(f"fields: {missing[0]!r} is missing; only arrays may be skipped")
     host = slices.HostArrays()
     for name in ARRAYS & fields.keys():
-        array = fields[name]
-        setattr(host, name, array.cpu() if hasattr(array, "cpu") else array)
+        setattr(host, name, _on_host(name, fields[name]))
     values = {name: _count(name, fields[name]) for name in BROADCAST if name in fields}
     _check_counts(values)
     _check_lengths(host, values["num_tokens"], values["num_reqs"], bool(values.get("from_groups")))
     _check_starts(host, values["num_tokens"])
+    _check_indices(host, values["num_tokens"], values["num_reqs"])
     metadata = CommonAttentionMetadata(host, read_only if backend is None else backend.from_host, **values)
     if backend is not None:
         check_needed_fields(metadata, backend)
     return metadata
+
+
+def _on_host(name: str, array: Any) -> Any:
+    """A tensor's copy on the host; ValueError where it has no values to copy, such as one of the device meta."""
+    if not hasattr(array, "cpu"):
+        return array
+    try:
+        return array.cpu()
+    except Exception as error:  # a library's own
+        where = getattr(array, "device", "no device")
+        raise ValueError(f"fields[{name!r}]: on {where}, it cannot be copied to the host: {error}") from error
 
 
 def _count(name: str, value: Any) -> int | bool:
@@ -113,3 +125,19 @@ def _check_starts(host: Any, num_tokens: int) -> None:
         what, end = ends.get(name, ("", INT32_MAX))
         if starts[-1] > end:
             raise ValueError(f"fields[{name!r}]: it ends with {starts[-1]}, but there are {end} {what}")
+
+
+def _check_indices(host: Any, num_tokens: int, num_reqs: int) -> None:
+    """ValueError where an index is of no token, or no request, of the step. A request that has no token at the step's
+    start has its last one before the first.
+    """
+    for name, least, count, what in (
+        ("logits_indices", -1, num_tokens, "tokens"),
+        ("token_to_req_indices", 0, max(num_reqs, 1), "requests"),
+    ):
+        found = host.peek(name)
+        if found is None:
+            continue
+        wrong = found[(found < least) | (found >= count)]
+        if len(wrong):
+            raise ValueError(f"fields[{name!r}]: {wrong[0]} found, but there are {count} {what}")

@@ -28,6 +28,9 @@ from attncore.kernels import load_kernels
 from attncore.kernels.codes import PAD_SLOT_ID
 from attncore.quoted import quoted
 
+_REFUSED = (OverflowError, ValueError, TypeError, AttributeError)
+"""What arrays and other sequences raise for an element that they do not hold, or a method that they have not."""
+
 
 def is_block_tables_empty(block_tables: Mapping[int, Sequence[int] | None] | None) -> bool:
     """Whether a group has no block tables, as in a profiling run: None, or a mapping whose every value is None."""
@@ -80,7 +83,11 @@ def compute_slot_mapping(
                 column = context_len // block_size
                 block_id = table[column] if column < len(table) else None
                 if type(block_id) is int and 0 <= block_id <= INT32_MAX and block_size <= INT32_MAX:
-                    slot_mapping.append(block_id * block_size + context_len % block_size)
+                    slot = block_id * block_size + context_len % block_size
+                    try:
+                        slot_mapping.append(slot)
+                    except _REFUSED:
+                        _extend(slot_mapping, [slot])
                     return
             elif (found := _slots_of_list(table, context_len, seq_len, start_idx, block_size)) is not None:
                 _extend(slot_mapping, found)
@@ -91,7 +98,7 @@ def compute_slot_mapping(
     block_size = integer("block_size", block_size, 1)
     at_most("seq_len", seq_len - context_len, MOST_TOKENS, "tokens beyond context_len")
     if flag("is_profile_run", is_profile_run):
-        slot_mapping.extend([PAD_SLOT_ID] * (seq_len - context_len))
+        _extend(slot_mapping, [PAD_SLOT_ID] * (seq_len - context_len))
         return
     block_tables = _mapping(block_tables)
     try:
@@ -114,12 +121,16 @@ def compute_slot_mapping(
 
 def _extend(slot_mapping: MutableSequence[int], slots: list[int]) -> None:
     """Appends all of ``slots``, or nothing: an array of small integers appends what comes before one too large."""
+    if not (hasattr(slot_mapping, "extend") and hasattr(slot_mapping, "__len__")):
+        raise TypeError(f"slot_mapping: {type(slot_mapping).__name__} found; give a list to append to")
     before = len(slot_mapping)
     try:
         slot_mapping.extend(slots)
-    except OverflowError as error:
+    except _REFUSED as error:
         del slot_mapping[before:]
-        raise ValueError(f"slot_mapping: it does not hold slot {max(slots)} ({error}); give a list") from error
+        least, most = min(slots), max(slots)
+        wrong = least if least < 0 and most <= INT32_MAX else most
+        raise ValueError(f"slot_mapping: it does not hold slot {wrong} ({error}); give a list") from error
 
 
 def _slots_of_list(

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from attncore.abstract.scales import checked_scale
-from attncore.ops.written_tensor import check_strided, check_written
+from attncore.ops.cache_writer_checks import are_one, check_addresses, check_tensors
+from attncore.ops.written_tensor import check_written
 
 LARGEST = {
     torch.float8_e4m3fn: 448.0,
@@ -32,8 +33,9 @@ class CacheWriter:
     off. No gradient is kept.
 
     Raises ValueError naming the argument, before anything is written, where shapes, devices or layouts disagree, where
-    a cache's floats of a byte are none of ``LARGEST``, or where a scale is no positive number of float32 and no
-    such tensor; TypeError for an argument that is no tensor.
+    the caches share elements (unless ``value`` is the first columns of ``key`` in both), where a cache's floats of a
+    byte are none of ``LARGEST``, or where a scale is no positive number of float32 and no such tensor; TypeError for
+    what is no tensor.
     """
 
     def __init__(self, k_scale: float | Tensor = 1.0, v_scale: float | Tensor = 1.0) -> None:
@@ -45,10 +47,10 @@ class CacheWriter:
         self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         try:
-            checked = self._checked == _formats(key, value, key_cache, value_cache, slot_mapping)
-        except AttributeError:
-            checked = False  # one of them is no tensor
-        if not checked:
+            known = self._checked == _formats(key, value, key_cache, value_cache, slot_mapping)
+        except (AttributeError, RuntimeError):  # no tensor, or one without a shape
+            known = False
+        if not known:
             self._check(key, value, key_cache, value_cache, slot_mapping)
         if slot_mapping.is_cuda:
             from attncore.ops.cache_writer_triton import store
@@ -58,7 +60,13 @@ class CacheWriter:
                 key, value, key_cache, value_cache, slot_mapping, self.k_scale, self.v_scale, largest, self._launches
             )  # fmt: skip
             return
-        _check_on_cpu(key, value, key_cache, value_cache, slot_mapping)
+        check_addresses(
+            key, value, key_cache, value_cache, slot_mapping,
+            one_scale=are_one(self.k_scale, self.v_scale, LARGEST.get(key_cache.dtype, 0.0)),
+        )  # fmt: skip
+        with torch.no_grad():  # as it is written to
+            check_written("key_cache", key_cache)  # what torch would refuse, perhaps after the keys are written
+            check_written("value_cache", value_cache)
         num_blocks, block_size = key_cache.shape[:2]
         if len(slot_mapping) and int(slot_mapping.max()) >= num_blocks * block_size:
             raise IndexError(
@@ -80,13 +88,7 @@ class CacheWriter:
                     cache[block, offset] = numbers
 
     def _check(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-        named = {
-            "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache,
-            "slot_mapping": slot_mapping,
-        }  # fmt: skip
-        for name, given in named.items():
-            if not isinstance(given, Tensor):
-                raise TypeError(f"{name}: {type(given).__name__} found; give a tensor")
+        check_tensors(key, value, key_cache, value_cache, slot_mapping)
         if slot_mapping.dim() != 1 or slot_mapping.dtype != torch.int64:
             raise ValueError(
                 f"slot_mapping: {slot_mapping.dtype} {tuple(slot_mapping.shape)} found; give int64, one slot a token"
@@ -141,19 +143,3 @@ def _convert(numbers: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tens
         scale = scale if isinstance(scale, float) else scale.reshape(-1, 1)  # of all heads, or of each
         numbers = (numbers.float() / scale).clamp(-LARGEST[dtype], LARGEST[dtype])
     return numbers.to(dtype)
-
-
-def _check_on_cpu(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """ValueError where torch would refuse a tensor, perhaps after the keys are written."""
-    named = {
-        "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slot_mapping,
-    }  # fmt: skip
-    for name, tensor in named.items():
-        check_strided(name, tensor)
-        if tensor.dim() > 1 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:  # as on a GPU, whose kernel needs it
-            raise ValueError(f"{name}: stride {tensor.stride(-1)} in its last dimension; give one that is contiguous")
-        if tensor.device != slot_mapping.device:
-            raise ValueError(f"{name}: on {tensor.device}, but slot_mapping is on {slot_mapping.device}")
-    with torch.no_grad():  # as it is written to
-        check_written("key_cache", key_cache)
-        check_written("value_cache", value_cache)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+
+from attncore.ops.cache_writer_checks import are_one, check_addresses, check_tensors
 
 
 @triton.jit
@@ -69,20 +70,28 @@ def store(
     num_tokens = slot_mapping.shape[0]
     if not num_tokens:
         return
-    # All on which Triton specialises, and that _check_addresses reads: dtypes, strides, devices, and whether addresses
-    # are multiples of 16.
-    kind = (
-        key.dtype, value.dtype, slot_mapping.dtype, key_cache.dtype, key.stride(), value.stride(), key_cache.stride(),
-        value_cache.stride(), key_cache.data_ptr() & 15, value_cache.data_ptr() & 15, key.data_ptr() & 15,
-        value.data_ptr() & 15, slot_mapping.data_ptr() & 15, key_cache.shape, value_cache.shape, value_cache.dtype,
-        slot_mapping.stride(), key.device, value.device, key_cache.device, value_cache.device, slot_mapping.device,
-    )  # fmt: skip
+    # All on which Triton specialises, and that check_addresses reads: dtypes, strides, devices, whether addresses are
+    # multiples of 16, and how far the caches lie apart. Only what may be cut off from its memory is not asked again.
+    try:
+        key_at, value_at, cache_at = key.data_ptr(), value.data_ptr(), key_cache.data_ptr()
+        kind = (
+            key.dtype, value.dtype, slot_mapping.dtype, key_cache.dtype, key.stride(), value.stride(),
+            key_cache.stride(), value_cache.stride(), cache_at & 15, value_cache.data_ptr() - cache_at, key_at & 15,
+            value_at & 15, key_at == value_at, slot_mapping.data_ptr() & 15, key_cache.shape, value_cache.shape,
+            value_cache.dtype, slot_mapping.stride(), key.device, value.device, key_cache.device, value_cache.device,
+            slot_mapping.device,
+        )  # fmt: skip
+    except RuntimeError:  # a sparse tensor has none of these
+        check_tensors(key, value, key_cache, value_cache, slot_mapping)
+        raise
     known = launches.get(kind) if launches else None
     if known is not None:
         compiled, others = known
         compiled[(num_tokens, 1, 1)](key, value, key_cache, value_cache, slot_mapping, *others)
         return
-    _check_addresses(key, value, key_cache, value_cache, slot_mapping)
+    check_addresses(
+        key, value, key_cache, value_cache, slot_mapping, one_scale=are_one(k_scale, v_scale, largest)
+    )  # fmt: skip
     num_blocks, block_size, heads, size = key_cache.shape
     size_v = value_cache.shape[3]
     others = (
@@ -98,20 +107,3 @@ def store(
 
 def _kind(scale: Any) -> int:
     return 0 if isinstance(scale, float) else 1 if scale.numel() == 1 else 2
-
-
-def _check_addresses(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> None:
-    """ValueError where the kernel, which takes last dimensions as contiguous and one device, would go astray."""
-    named = {
-        "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slot_mapping,
-    }  # fmt: skip
-    for name, tensor in named.items():
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{name}: stride {tensor.stride(-1)} in its last dimension; give one that is contiguous")
-        if tensor.device != slot_mapping.device:
-            raise ValueError(f"{name}: on {tensor.device}, but slot_mapping is on {slot_mapping.device}")
-    if slot_mapping.dtype != torch.int64 or value_cache.dtype != key_cache.dtype:
-        raise ValueError(
-            f"slot_mapping: {slot_mapping.dtype} for caches of {key_cache.dtype} and {value_cache.dtype}; give int64, "
-            "and caches of one dtype"
-        )

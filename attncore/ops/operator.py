@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attncore.arguments import flag
 from attncore.ops.forward_context import here
 
 
@@ -36,6 +37,7 @@ def attention(
     if output is None:
         output = torch.empty_like(query) if head_size_v is None else query.new_empty((*query.shape[:2], head_size_v))
     caches = [] if kv_cache is None else [kv_cache] if isinstance(kv_cache, Tensor) else list(kv_cache)
+    write = write if write is True else flag("write", write)  # compiled code has no call then
     torch.ops.attncore.attention(query, key, value, caches, output, layer_name, write)
     return output
 

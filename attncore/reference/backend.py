@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attncore.abstract import AttentionBackend, AttentionImpl, AttentionMetadata, AttentionType, LayerFeatures
+from attncore.arguments import flag
 from attncore.reference import cache as paged
 from attncore.reference import checks
 from attncore.reference.causal import Answer, CausalRows, Paged
@@ -110,7 +111,7 @@ class ReferenceImpl(AttentionImpl):
         host = metadata.host
         num_tokens = _num_tokens(attn_type, host)
         checks.check_query(tensors[0], num_tokens[0])
-        write = write or kv_cache is None
+        write = flag("write", write) or kv_cache is None
         if not write:
             tensors = self._with_cached(tensors, kv_cache, metadata)
         query, key, value = checks.check_tensors(config, attn_type, tensors, num_tokens, output)

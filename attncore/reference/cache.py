@@ -21,7 +21,7 @@ from torch import Tensor
 from attncore.abstract import check_value_size
 from attncore.arguments import integer, optional_integer
 from attncore.array_arguments import block_pairs as block_pairs_of
-from attncore.ops.written_tensor import check_strided, check_written
+from attncore.ops.written_tensor import check_strided, check_written, overwrites
 from attncore.quoted import quoted
 
 if TYPE_CHECKING:
@@ -167,6 +167,8 @@ def write(key: Tensor, value: Tensor | None, kv_cache: Caches, slot_mapping: Ten
     with torch.no_grad():  # a cache has no gradient
         for cache in caches:
             check_written("kv_cache", cache)
+        if value is not None and len(caches) == 2 and overwrites(key, value, *caches):
+            raise ValueError("kv_cache: keys and values share memory, and values would overwrite keys; give two caches")
         for new, cache in zip(named.values(), caches, strict=True):
             put(new.to(cache.dtype), cache, slot_mapping)
 

@@ -113,6 +113,30 @@ def test_starts_that_lead_beyond_what_they_count_are_refused(name, value, messag
         received(persistent().asdict_zerocopy() | {name: np.array(value, np.int32)})
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong", "what"),
+    [
+        ("logits_indices", 100, "7 tokens"),
+        ("logits_indices", -2, "7 tokens"),
+        ("token_to_req_indices", 2, "2 requests"),
+    ],
+)
+def test_indices_of_what_the_step_has_not_are_refused(name, wrong, what):
+    fields = persistent().asdict_zerocopy()
+    received(fields)
+    fields[name] = fields[name].copy()
+    fields[name][-1] = wrong
+    with pytest.raises(ValueError, match=rf"^fields\['{name}'\]: {wrong} found, but there are {what}"):
+        received(fields)
+
+
+def test_a_tensor_without_values_is_named():
+    torch = pytest.importorskip("torch")
+    fields = persistent().asdict_zerocopy()
+    with pytest.raises(ValueError, match=r"^fields\['positions'\]: on meta, it cannot be copied to the host"):
+        received(fields | {"positions": torch.zeros(7, dtype=torch.int64, device="meta")})
+
+
 @pytest.mark.parametrize("name", ["num_actual_reqs", "num_actual_tokens"])
 def test_more_of_a_step_than_there_is_cannot_be_real(name):
     with pytest.raises(ValueError, match=rf"^fields\['{name}'\]: 99 found, more than"):

@@ -64,3 +64,13 @@ def test_a_pair_of_strided_views(paged_case):
     torch.testing.assert_close(case.forward(kv_cache=pair), case.expected, atol=2e-5, rtol=2e-5)
     found = case.forward(kv_cache=pair, key=None, value=None, write=False)
     torch.testing.assert_close(found, case.expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("write", ["no", 0, 1, None])
+def test_write_is_true_or_false(paged_case, write):
+    case = paged_case(MIXED)
+    for call in ("forward", "forward_with_lse"):
+        before = case.cache.clone()
+        with pytest.raises(TypeError, match=r"^write: .* is not True or False$"):
+            getattr(case.backend.impl("layer", **case.features), call)(**case.given(), write=write)
+        torch.testing.assert_close(case.cache, before, rtol=0, atol=0, equal_nan=True)

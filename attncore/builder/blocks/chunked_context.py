@@ -7,6 +7,7 @@ causally; ``attncore.merge.merge_attention`` combines the parts.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,10 @@ from attncore.builder.fields import ARRAYS, COUNTS, DERIVED, ENCODER_ARRAYS
 from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
 from attncore.builder.slices import HostArrays, own_array
 from attncore.kernels import codes, host_functions
+
+_MOST_CHUNKS = 1 << 20
+_MOST_LENS = 1 << 26  # of all chunks: 256 MiB
+_TOKENS = 1 << 20  # whose slots are ordered at once
 
 
 class ContextChunks(NamedTuple):
@@ -56,7 +61,8 @@ def context_chunks(
 
     A chunk holds at most ``workspace_tokens``, divided evenly among the prefills that have context left; what short
     ones leave goes to longer ones. A share is whole blocks. Raises ValueError where the workspace is less than a block
-    for each prefill with context, or a table is too short for its context.
+    for each prefill with context, a table is too short for its context, or there are more than 2**20 chunks, or 2**26
+    lengths in all of them.
     """
     block_size = arguments.integer("block_size", block_size, 1)
     workspace_tokens = arguments.integer("workspace_tokens", workspace_tokens, 1)
@@ -69,23 +75,48 @@ def context_chunks(
             f"{waiting} prefills that have context; give {waiting * block_size} or more, or run fewer prefills"
         )
     array_arguments.at_most("context_lens", int(contexts.sum(dtype=np.int64)), array_arguments.MOST_TOKENS, "tokens")
-    starts, lens, places = [], [], []
-    start, left = np.zeros_like(contexts), contexts.copy()
-    while left.any():
-        taken = _share_workspace(left, workspace_tokens, block_size)
-        places.append(host_functions.build_slot_mapping(table, start, taken, block_size))
-        starts.append(start)
-        lens.append(taken)
-        start, left = start + taken, left - taken
-    shape = (len(lens), len(contexts))
+    lens = _chunk_lens(contexts, workspace_tokens, block_size)
+    starts = np.cumsum(lens, axis=0, dtype=np.int32) - lens
     sums = np.zeros((len(lens), len(contexts) + 1), np.int32)
-    np.cumsum(np.reshape(lens, shape), axis=1, out=sums[:, 1:])
-    return ContextChunks(
-        np.reshape(starts, shape).astype(np.int32, copy=False),
-        np.reshape(lens, shape).astype(np.int32, copy=False),
-        sums,
-        tuple(places),
-    )
+    np.cumsum(lens, axis=1, out=sums[:, 1:])
+    return ContextChunks(starts, lens, sums, _chunk_slots(table, contexts, block_size, starts, sums))
+
+
+def _chunk_lens(contexts: Int32Array, workspace_tokens: int, block_size: int) -> Int32Array:
+    """int32[c, n]: the tokens of each context in each chunk; ValueError for more than _MOST_CHUNKS, _MOST_LENS."""
+    runs, num_chunks, left = [np.zeros((0, len(contexts)), np.int32)], 0, contexts.copy()
+    while left.any():  # two runs of like chunks at most until another context ends
+        taken, count = _share_workspace(left, workspace_tokens, block_size)
+        num_chunks += count
+        if num_chunks > _MOST_CHUNKS or num_chunks * len(contexts) > _MOST_LENS:
+            raise ValueError(
+                f"workspace_tokens: {workspace_tokens} divide the contexts of {len(contexts)} prefills into "
+                f"{num_chunks} chunks or more, beyond {_MOST_CHUNKS} chunks or {_MOST_LENS} lengths in all; give a "
+                "larger workspace, or run fewer prefills"
+            )
+        runs.append(np.broadcast_to(taken, (count, len(taken))))
+        left = left - np.int32(count) * taken
+    return np.concatenate(runs)
+
+
+def _chunk_slots(
+    table: Int32Array, contexts: Int32Array, block_size: int, starts: Int32Array, sums: Int32Array
+) -> tuple[Int64Array, ...]:
+    """The slots of each chunk, prefill after prefill, as parts of one array; ValueError where a table is too short."""
+    by_prefill = host_functions.build_slot_mapping(table, np.zeros_like(contexts), contexts, block_size)
+    slots, first = np.empty_like(by_prefill), np.cumsum(contexts, dtype=np.int64) - contexts
+    ends = np.cumsum(sums[:, -1], dtype=np.int64)
+    at = 0
+    while at < len(ends):  # as many chunks at once as have _TOKENS, and one at least
+        done = int(ends[at - 1]) if at else 0
+        stop = max(at + 1, int(np.searchsorted(ends, done + _TOKENS, side="right")))
+        lens = np.diff(sums[at:stop], axis=1).ravel()
+        shifts = (first + starts[at:stop]).ravel() - (np.cumsum(lens, dtype=np.int64) - lens)
+        count = int(ends[stop - 1]) - done
+        slots[done : done + count] = by_prefill[np.repeat(shifts, lens) + np.arange(count)]
+        at = stop
+    bounds = [0, *ends.tolist()]
+    return tuple(slots[start:end] for start, end in pairwise(bounds))
 
 
 def context_chunk_metadata(
@@ -142,16 +173,20 @@ def new_tokens_metadata(metadata: CommonAttentionMetadata, backend: Any = None) 
     return _new_metadata(metadata, fields, longest, backend)
 
 
-def _share_workspace(left: Int32Array, workspace_tokens: int, block_size: int) -> Int32Array:
-    """The tokens of each context in the next chunk: all that is left, or an even share of the workspace in blocks."""
+def _share_workspace(left: Int32Array, workspace_tokens: int, block_size: int) -> tuple[Int32Array, int]:
+    """The tokens of each context in the next chunk: all that is left, or an even share of the workspace in blocks; and
+    how many chunks in turn have them.
+    """
     waiting = np.sort(left[left > 0]).astype(np.int64)
     before = np.cumsum(waiting) - waiting
     shares = (workspace_tokens - before) // np.arange(len(waiting), 0, -1)
     short = np.flatnonzero(waiting > shares)
     if not len(short):
-        return left
+        return left, 1
     share = int(shares[short[0]])  # that of the first context, by length, that does not fit whole
-    return np.where(left <= share, left, np.int32(share // block_size * block_size))
+    blocks = share // block_size * block_size
+    taken = np.where(left <= share, left, np.int32(blocks))
+    return taken, -(-(int(waiting[0]) - share) // blocks) if short[0] == 0 else 1  # until the shortest fits whole
 
 
 def _decoder_fields(metadata: CommonAttentionMetadata) -> dict[str, Any]:

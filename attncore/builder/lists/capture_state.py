@@ -36,13 +36,22 @@ class CommonAttentionState(FirstGenerationStateNames):
     """
 
     def __init__(self, backend: Any = None, builder: CommonMetadataBuilder | None = None) -> None:
-        self.backend = backend
-        self.builder: CommonMetadataBuilder | None = builder
+        self._backend, self._builder = backend, builder
         if builder is not None and builder.backend is not backend:
             raise ValueError("builder: made for another backend than this state; make both with the same")
         self._device: str = "cpu" if backend is None else backend.config.device
         self._only: int | None = None  # the captured size of a clone
         self._steps = CapturedSteps()
+
+    @property
+    def backend(self) -> Any:
+        """The backend that steps are planned by. Like ``builder`` it does not change: buffers and graphs are of it."""
+        return self._backend
+
+    @property
+    def builder(self) -> CommonMetadataBuilder | None:
+        """The builder whose steps are replayed. For one with other settings make another state."""
+        return self._builder
 
     @property
     def captured(self) -> tuple[int, ...]:

@@ -64,6 +64,9 @@ class BatchCore:
         self.moving = False
         """Whether a build has moved rows whose order does not say so yet."""
         self._scratch = zeros(max_num_reqs, np.int32)
+        self._num_changes = 0
+        self._moved = -1, 0
+        """What ``state.changes`` is since the last step that moved rows, and what it was before."""
 
     @property
     def max_num_reqs(self) -> int:
@@ -144,7 +147,7 @@ class BatchCore:
         held = self.clear(row)
         self.order.remove(req_id, row)
         self._count_rows()
-        self.state.changes += 1
+        self.count_change()
         return held
 
     def _refill(
@@ -167,7 +170,7 @@ class BatchCore:
         self.state.swap(moves)
         self.take_moves(moves)
         self.state.dirty = True
-        self.state.changes += 1
+        self.count_change()
 
     def take_moves(self, moves: Moves) -> None:
         """Follows the swaps that the kernels made in the order of rows; a roll-back brings back the order before."""
@@ -185,7 +188,11 @@ class BatchCore:
         before.req_ids = [*self.order.req_ids, *[None] * (num_rows - len(self.order))]
         before.paused = self.order.paused.copy()
         before.exchange(reversed(moves))
-        return [(self._reorder, before.req_ids, before.paused), self.state.swap_back(moves)]
+        undo = [(self._reorder, before.req_ids, before.paused), self.state.swap_back(moves)]
+        counted, earlier = self._moved
+        if moves and self.state.changes == counted:  # nothing else has changed since that step
+            undo.append((self._set_changes, earlier))
+        return undo
 
     def _reorder(self, req_ids: list[Any], paused: set[int]) -> None:
         self.order.req_ids, self.order.paused = req_ids, paused
@@ -198,7 +205,23 @@ class BatchCore:
         self.state.req_ids = tuple(self.order.req_ids[:num_reqs])
         # Until a request joins, leaves or is preempted, the next step of all requests has the same rows.
         self.state.dirty = num_reqs != len(self.order)
-        self.state.changes += moved
+        if moved:
+            earlier = self.state.changes
+            self.count_change()
+            self._moved = self.state.changes, earlier
+
+    def count_change(self, changed: bool = True) -> None:
+        """Notes that blocks of rows change place or go away. A roll-back, after which they are where they were, brings
+        the number before back; one that it takes back is not given again.
+        """
+        if not changed:
+            return
+        self.undo.append((self._set_changes, self.state.changes))
+        self._num_changes += 1
+        self.state.changes = self._num_changes
+
+    def _set_changes(self, number: int) -> None:
+        self.state.changes = number
 
     def _count_rows(self) -> None:
         self.state.set_num_rows(len(self.order))

@@ -215,7 +215,7 @@ class InputBatch(Uncopied):
             index, block_id, was = table.replaces(row, req_id, index, block_id, passed)
             self._core.undo.append((table.put, row, index, was))
             table.put(row, index, block_id)
-            self._core.state.changes += 1
+            self._core.count_change()
             return was
 
     def truncate_blocks(self, req_id: Hashable, num_blocks: int, group: str | None = None) -> list[int]:
@@ -236,7 +236,7 @@ class InputBatch(Uncopied):
                 )
             self._core.undo.append((table.refill, row, held))
             table.state.truncate(row, num_blocks * table.group.kernel_blocks)
-            self._core.state.changes += num_blocks < len(held)
+            self._core.count_change(num_blocks < len(held))
             return held[num_blocks:]
 
     def release_passed_blocks(self, num_rollback: int = 0) -> dict[Hashable, Any]:
@@ -256,7 +256,7 @@ class InputBatch(Uncopied):
                 for row, _, ids in passed:
                     released.setdefault(self._core.order.req_ids[row], {})[table.group.name] = ids
             answer = {req_id: self._answer(by_group) for req_id, by_group in released.items()}
-            self._core.state.changes += bool(released)
+            self._core.count_change(bool(released))
             return answer
 
     def remove_request(self, req_id: Hashable) -> Any:
@@ -276,7 +276,7 @@ class InputBatch(Uncopied):
             row = self._core.order.row(req_id)
             held = self._core.clear(row, keeps_encoder=True)
             self._core.order.paused.add(row)
-            self._core.state.changes += 1
+            self._core.count_change()
             return self._answer(held)
 
     def rollback(self, req_id: Hashable, num_tokens: int) -> None:

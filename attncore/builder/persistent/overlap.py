@@ -8,14 +8,17 @@ many tokens were rejected. Each row of the new step carries the row that its req
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from attncore import arguments
+from attncore.array_arguments import not_by_address
 from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.persistent.group_backends import Backends
+from attncore.quoted import quoted
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.step_metadata import StepMetadata
@@ -105,13 +108,7 @@ class Overlap:
 
 
 def _check(backends: Backends, max_num_reqs: int, num_rejected: Any, ranks: ContextParallel | None) -> None:
-    dtype, shape = str(getattr(num_rejected, "dtype", type(num_rejected).__name__)), getattr(num_rejected, "shape", ())
-    if dtype != "torch.int32" or tuple(shape) != (max_num_reqs,):
-        raise ValueError(
-            f"num_rejected: {dtype}{list(shape)} found; give a torch int32 tensor of max_num_reqs {max_num_reqs}"
-        )
-    if not str(num_rejected.device).startswith(backends.device.split(":")[0]):
-        raise ValueError(f"num_rejected: on {num_rejected.device}, but the steps go to {backends.device}")
+    _check_tensor(num_rejected, max_num_reqs, backends.device)
     if ranks is not None:
         raise ValueError("num_rejected: not with context_parallel; which rank keeps a token depends on exact lengths")
     for backend in backends.by_group.values():
@@ -119,6 +116,42 @@ def _check(backends: Backends, max_num_reqs: int, num_rejected: Any, ranks: Cont
             raise ValueError(
                 f"num_rejected: backend {backend.name!r} needs exact lengths on the host; choose one that takes bounds"
             )
+
+
+def _check_tensor(num_rejected: Any, max_num_reqs: int, device: str) -> None:
+    """ValueError where ``num_rejected`` is not what the device's kernels read by its address, of numbers side by side.
+
+    A subclass says of itself what it likes, so that it is none.
+    """
+    torch = sys.modules.get("torch")  # where it is not loaded, there is no tensor
+    if torch is None or type(num_rejected) is not torch.Tensor:
+        dtype, shape = getattr(num_rejected, "dtype", ""), getattr(num_rejected, "shape", ())
+        found = f"{type(num_rejected).__name__} {quoted(f'{dtype}{shape}')}"
+        raise ValueError(f"num_rejected: {found} found; give a torch int32 tensor of max_num_reqs {max_num_reqs}")
+    why = not_by_address(num_rejected)
+    if why is not None:
+        raise ValueError(f"num_rejected: {why}")
+    if num_rejected.dtype != torch.int32 or num_rejected.shape != (max_num_reqs,):
+        raise ValueError(
+            f"num_rejected: {num_rejected.dtype}{list(num_rejected.shape)} found; give a torch int32 tensor of "
+            f"max_num_reqs {max_num_reqs}"
+        )
+    if not _is_on(num_rejected.device, device):
+        raise ValueError(f"num_rejected: on {num_rejected.device}, but the steps go to {device}")
+    if not num_rejected.is_contiguous():
+        raise ValueError(
+            f"num_rejected: strides {num_rejected.stride()} found, but it is read by its address; give a contiguous "
+            "tensor, to which the sampler writes"
+        )
+
+
+def _is_on(found: Any, device: str) -> bool:
+    """Whether a tensor's device is the one that ``device`` names, which without an index is CUDA's current one."""
+    import torch
+
+    wanted = torch.device(device)
+    index = torch.cuda.current_device() if device == "cuda" else wanted.index
+    return bool(found.type == wanted.type and (index is None or wanted.type == "cpu" or found.index == index))
 
 
 def check_overlapped(given: object, overlap: Overlap | None) -> bool:

@@ -13,6 +13,7 @@ from attncore.builder import (
     context_chunks,
     new_tokens_metadata,
 )
+from attncore.builder.blocks import chunked_context
 
 
 def test_a_worked_example():
@@ -152,3 +153,24 @@ def test_metadata_that_is_no_step_of_those_prefills(metadata):
         context_chunk_metadata(metadata.prefill_metadata, chunks, 0)
     with pytest.raises(ValueError, match=r"^index: 1 found; there are 1 chunks"):
         context_chunk_metadata(metadata.prefill_metadata, chunks, 1)
+
+
+def test_many_chunks_are_made_at_once_and_too_many_are_refused(monkeypatch):
+    chunks = context_chunks(np.arange(1 << 17)[None], [1 << 18], 2, 2)
+    assert chunks.num_chunks == 1 << 17
+    assert chunks.chunk_starts[-1].tolist() == [(1 << 18) - 2]
+    assert np.array_equal(np.concatenate(chunks.chunk_slots), np.arange(1 << 18))
+    with pytest.raises(ValueError, match=r"^workspace_tokens: 2 divide the contexts of 1 prefills into 4194303 chunks"):
+        context_chunks(np.zeros((1, 1 << 22), np.int32), [1 << 23], 2, 2)
+    monkeypatch.setattr(chunked_context, "_MOST_LENS", 99)
+    with pytest.raises(ValueError, match=r"^workspace_tokens: 8 divide the contexts of 4 prefills into 25 chunks"):
+        context_chunks(np.zeros((4, 50), np.int32), [50] * 4, 1, 8)
+
+
+@pytest.mark.parametrize("most", [1, 7, 1 << 20])
+def test_slots_are_the_same_however_many_are_ordered_at_once(monkeypatch, most):
+    table, contexts = np.arange(40).reshape(4, 10), [17, 0, 38, 5]
+    wanted = context_chunks(table, contexts, 4, 13)
+    monkeypatch.setattr(chunked_context, "_TOKENS", most)
+    for one, other in zip(context_chunks(table, contexts, 4, 13).chunk_slots, wanted.chunk_slots, strict=True):
+        assert one.tolist() == other.tolist()

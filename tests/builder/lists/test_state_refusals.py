@@ -302,3 +302,14 @@ def test_no_pinned_memory_names_the_arguments_of_this_builder(monkeypatch):
     monkeypatch.setattr(torch, "zeros", exhausted)
     with pytest.raises(MemoryError, match=r"pinned host memory .* lower max_batch_size or max_seq_len_to_capture"):
         GraphBuffers(builder, "meta", 4)
+
+
+def test_the_builder_and_the_backend_of_a_state_do_not_change():
+    """Buffers and graphs are of their sizes: a step of another builder would be cut off without an error."""
+    builder, state = made()
+    held = contents(state)
+    for name, other in (("builder", CommonMetadataBuilder(4, max_seq_len_to_capture=4096)), ("backend", None)):
+        with pytest.raises(AttributeError, match=name):
+            setattr(state, name, other)
+    assert state.builder is state.graph_clone(2).builder is builder
+    assert contents(state) == held

@@ -5,7 +5,9 @@ import pytest
 import torch
 from late_verdicts import drafts_judged_late
 
+from attncore import select
 from attncore.builder import ContextParallel, InputBatch, MetadataBuilder
+from attncore.builder.persistent import overlap
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -33,7 +35,7 @@ def test_without_num_rejected_nothing_overlaps():
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        (np.zeros(2, np.int32), {}, r"num_rejected: int32\[2\] found; give a torch int32 tensor"),
+        (np.zeros(2, np.int32), {}, "num_rejected: ndarray .* found; give a torch int32 tensor"),
         (torch.zeros(3, dtype=torch.int32), {}, r"num_rejected: torch.int32\[3\] found"),
         (torch.zeros(2, dtype=torch.int64), {}, r"num_rejected: torch.int64\[2\] found"),
         (torch.zeros(2, dtype=torch.int32), {"transport": "auto"}, "num_rejected: steps are read where they are built"),
@@ -125,3 +127,56 @@ def test_pages_of_a_step_whose_rejected_drafts_give_a_page_back(kernels):
     assert metadata.seq_lens.tolist() == [5]
     assert metadata.paged_kv_indptr.tolist() == [0, 2]
     assert metadata.paged_kv_indices.tolist()[:2] == [5, 6]
+
+
+def _beyond_its_memory():
+    tensor = torch.zeros(1, dtype=torch.int32)
+    tensor.untyped_storage().resize_(16)
+    tensor.resize_(4)
+    tensor.untyped_storage().resize_(4)
+    return tensor
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: torch.zeros((4, 2), dtype=torch.int32)[:, 0], r"strides \(2,\) found"),
+        (lambda: torch.zeros(1, dtype=torch.int32).expand(4), r"strides \(0,\) found"),
+        (lambda: torch.zeros(4, dtype=torch.int32).to_sparse(), "of layout torch.sparse_coo"),
+        (lambda: torch._neg_view(torch.zeros(4, dtype=torch.int32)), "a lazy negative"),
+        (_beyond_its_memory, ".* reaches beyond the tensor's memory"),
+        (lambda: torch.zeros(4, dtype=torch.int32, device="meta"), "on meta, but the steps go to cpu"),
+        (lambda: torch.zeros(4, dtype=torch.int32).as_subclass(_Subclass), "_Subclass .* found; give a torch int32"),
+    ],
+    ids=["every second", "expanded", "sparse", "negative", "beyond", "meta", "subclass"],
+)
+def test_rejected_counts_that_cannot_be_read_by_address_are_refused(make, said):
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=16)
+    with pytest.raises(ValueError, match=f"^num_rejected: {said}"):
+        MetadataBuilder(batch, max_num_batched_tokens=64, transport="copy", num_rejected=make())
+
+
+def test_the_device_of_rejected_counts_is_compared_with_its_index(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    one = torch.device("cuda:1")
+    assert [overlap._is_on(one, name) for name in ("cuda", "cuda:1", "cuda:0", "cpu")] == [True, True, False, False]
+    assert overlap._is_on(torch.device("cpu"), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_rejected_counts_of_another_gpu_are_refused():
+    backend = select(backend="reference", device="cuda:0", num_heads=2, num_kv_heads=2, head_size=8).create()
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=backend.config.block_size)
+    for device in (1, 0):
+        given = torch.zeros(4, dtype=torch.int32, device=f"cuda:{device}")
+        options = {"max_num_batched_tokens": 64, "transport": "copy", "num_rejected": given}
+        if device:
+            with pytest.raises(ValueError, match=r"^num_rejected: on cuda:1, but the steps go to cuda:0"):
+                MetadataBuilder(batch, backend, **options)
+        else:
+            MetadataBuilder(batch, backend, **options).close()

@@ -1,0 +1,55 @@
+"""What a cache writer is handed, as tensors that kernels read and write by address: checked before they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attncore.array_arguments import not_by_address
+from attncore.ops.written_tensor import check_own_elements, overwrites
+
+NAMES = ("key", "value", "key_cache", "value_cache", "slot_mapping")
+
+
+def check_tensors(*given: Any) -> None:
+    """TypeError or ValueError that names the first of ``NAMES`` which is no tensor that can be read by its address."""
+    for name, tensor in zip(NAMES, given, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: {type(tensor).__name__} found; give a torch tensor on the cache's device")
+        why = not_by_address(tensor)
+        if why is not None:
+            raise ValueError(f"{name}: {why}")
+
+
+def check_addresses(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *, one_scale: bool
+) -> None:
+    """ValueError where kernels, which take last dimensions as contiguous and one device, would go astray, or where
+    values would overwrite keys. ``one_scale``: whether both caches hold numbers times the same.
+    """
+    given = key, value, key_cache, value_cache, slot_mapping
+    check_tensors(*given)
+    for name, tensor in zip(NAMES, given, strict=True):
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{name}: stride {tensor.stride(-1)} in its last dimension; give one that is contiguous")
+        if tensor.device != slot_mapping.device:
+            raise ValueError(f"{name}: on {tensor.device}, but slot_mapping is on {slot_mapping.device}")
+    if slot_mapping.dtype != torch.int64 or value_cache.dtype != key_cache.dtype:
+        raise ValueError(
+            f"slot_mapping: {slot_mapping.dtype} for caches of {key_cache.dtype} and {value_cache.dtype}; give int64, "
+            "and caches of one dtype"
+        )
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check_own_elements(name, cache)
+    if overwrites(key, value, key_cache, value_cache, one_scale=one_scale):
+        raise ValueError(
+            "value_cache: it shares memory with key_cache, so that values would overwrite keys; give each its own, or "
+            "values that are the first columns of the keys for a cache in which they are"
+        )
+
+
+def are_one(k_scale: Any, v_scale: Any, largest: float) -> bool:
+    """Whether both caches hold numbers times the same: where they hold at most ``largest``, 0 without scales."""
+    return not largest or k_scale is v_scale or (isinstance(k_scale, float) and k_scale == v_scale)
