@@ -92,3 +92,23 @@ class Sent:
         nbytes = self.fields + 8 * self.entries
         self.entries = 0
         return nbytes
+
+
+def wrap_parts(builder, around):
+    """Have ``around(call, name)`` called in place of the parts of a build and a replay that a served step times."""
+    assembly, backends = builder._assembly, builder._backends
+    backends.plans = tuple((group, around(plan, "plan")) for group, plan in backends.plans)
+    if assembly._fill is not None:
+        assembly._fill = around(assembly._fill, "fields")
+    assembly.replay = around(assembly.replay, "replay")
+
+
+def wrap_pieces(builder, around):
+    """The same for the pieces of a build, which are then no part of "build" any more."""
+    for owner, name in (
+        (builder._assembly, "acquire"),
+        (builder._assembly, "arrange"),
+        (builder._assembly.side, "send"),
+    ):
+        if owner is not None:
+            setattr(owner, name, around(getattr(owner, name), name))
