@@ -132,10 +132,18 @@ class StepShape:
     def commit(self, step: int) -> None: ...
 
 class StepSender:
+    sent: int
+    pending: int
+    pending_shape: StepShape | None
+    last: int
+    last_shape: StepShape | None
+    alone: bool
     def __init__(self, arenas: _Int64, groups: list[TableState], entries: int, receipt: _Int64) -> None: ...
     def write(self, step: int, shape: StepShape, out: StepArena, num_rows: int) -> int: ...
     def publish(self, step: int) -> None: ...
     def seen(self, step: int) -> bool: ...
+    def note_sent(self, step: int, shape: StepShape) -> None: ...
+    def launch(self, step: int, graph: Any) -> bool: ...
 
 class StepKernel:
     next_step: int
@@ -169,6 +177,23 @@ class StepKernel:
     def check_shape(self, shape: StepShape) -> tuple[int, int, int]: ...
     def arrange(self) -> tuple[tuple[tuple[int, int], ...], int, int]: ...
     def step(self, shape: StepShape, num_decodes: int, num_reqs: int) -> Any: ...
+
+class SentSteps:
+    fill: Callable[[Any], None] | None
+    def __init__(
+        self,
+        kernel: StepKernel,
+        sender: StepSender,
+        core: Any,
+        backends: Any,
+        side: Any,
+        eager: list[StepShape],
+        fill: Callable[[Any], None] | None,
+        is_capturing: Callable[[], bool],
+        current: Callable[[], int] | None,
+        index: int,
+    ) -> None: ...
+    def build(self, scheduled: Any, query_len: Any, bucket: Any) -> Any | None: ...
 
 class GroupReader(Entrance):
     num_seqs: int

@@ -9,32 +9,36 @@ import numpy as np
 
 
 class Parts:
-    """Nanoseconds of each part of each step, the parts inside of it taken out. A clock itself adds about 0.3 us."""
+    """Nanoseconds of each part of each step, the parts inside of it taken out. A clock itself adds about 0.5 us."""
 
     def __init__(self):
-        self.steps, self._open, self._now = [], [], {}
+        self.steps, self._inner, self._now = [], 0, {}
 
     def around(self, call, name):
         @wraps(call)
         def timed(*args, **options):
-            with self.part(name):
+            outer, self._inner = self._inner, 0
+            start = perf_counter_ns()
+            try:
                 return call(*args, **options)
+            finally:
+                taken = perf_counter_ns() - start
+                self._now[name] = self._now.get(name, 0) + taken - self._inner
+                self._inner = outer + taken
 
         return timed
 
     @contextmanager
     def part(self, name):
-        inner = [0]
-        self._open.append(inner)
+        """The same around a block, for parts that are no call of their own; it adds about 1 us."""
+        outer, self._inner = self._inner, 0
         start = perf_counter_ns()
         try:
             yield
         finally:
             taken = perf_counter_ns() - start
-            self._open.pop()
-            self._now[name] = self._now.get(name, 0) + taken - inner[0]
-            if self._open:
-                self._open[-1][0] += taken
+            self._now[name] = self._now.get(name, 0) + taken - self._inner
+            self._inner = outer + taken
 
     def end_step(self):
         """Everything since the last call was one step."""

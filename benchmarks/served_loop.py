@@ -2,8 +2,10 @@
 
 import itertools
 import random
+from functools import partial
 
 import numpy as np
+from gpu_work import CalledAgain
 
 from attncore import InputBatch, MetadataBuilder
 
@@ -29,13 +31,15 @@ class Loop:
         self.block_size = backend.config.block_size
         longest = args.context + (args.steps * 2 + 100) * self.query_len + CHUNK * CHUNKS_OF_A_PROMPT
         more = kind == "chunk"
-        self.batch = InputBatch(max_num_reqs=rows + more, max_model_len=longest, block_size=self.block_size)
+        self.batch = batch = InputBatch(max_num_reqs=rows + more, max_model_len=longest, block_size=self.block_size)
         self.builder = MetadataBuilder(
             self.batch, backend, max_num_batched_tokens=max(rows * self.query_len, 256) + CHUNK * more,
             decode_threshold=self.query_len, transport=args.transport,
         )  # fmt: skip
         self.builder.register_field("input_ids", np.int64, "token", self._fill_input_ids)
         self.builder.register_field("temperature", np.float32, "request", self._fill_temperature)
+        for name in ("add_request", "append_blocks", "remove_request", "rollback_many"):
+            setattr(batch, name, parts.around(getattr(batch, name), "batch"))
         self.names, self.next_block = itertools.count(), 1
         self.requests, self.prompt = {}, None
         self.graph = self.sampled = None
@@ -43,6 +47,7 @@ class Loop:
             metadata = self.builder.capture(rows, self.query_len)
             self._model(metadata)
             self.graph = graph_of(lambda: self._captured(metadata), device)
+            self.launched = CalledAgain(parts.around(partial(device.launch, self.graph.replay), "launch"))
         self.rows = rows
         for _ in range(rows):
             self._join()
@@ -73,14 +78,12 @@ class Loop:
         request = Served(self.context - random.randrange(256) if context is None else context, 0.7)
         name = next(self.names)
         request.held = request.computed // self.block_size + 1
-        with self.parts.part("batch"):
-            self.batch.add_request(name, self._blocks(request.held), request.computed)
+        self.batch.add_request(name, self._blocks(request.held), request.computed)
         self.requests[name] = request
         return name
 
     def _leave(self, name):
-        with self.parts.part("batch"):
-            self.batch.remove_request(name)
+        self.batch.remove_request(name)
         del self.requests[name]
 
     def _grow(self, name, count):
@@ -89,8 +92,7 @@ class Loop:
         missing = -(-(request.computed + count) // self.block_size) - request.held
         if missing > 0:
             request.held += missing
-            with self.parts.part("batch"):
-                self.batch.append_blocks(name, self._blocks(missing))
+            self.batch.append_blocks(name, self._blocks(missing))
 
     def _schedule(self):
         """Who runs how many tokens."""
@@ -126,16 +128,11 @@ class Loop:
             with self.parts.part("launch"):
                 self.sampled = self.device.launch(self._model, metadata)
         else:
-            metadata.replay(self)
+            metadata.replay(self.launched)
         with self.parts.part("wait"):
             tokens = self.device.tokens(self.sampled)
         with self.parts.part("book"):
             self._book(scheduled, dict(zip(metadata.req_ids, tokens, strict=False)))
-
-    def replay(self):
-        """Called by ``metadata.replay``, as the graph."""
-        with self.parts.part("launch"):
-            self.device.launch(self.graph.replay)
 
     def _book(self, scheduled, sampled):
         rejected = {}
@@ -147,11 +144,10 @@ class Loop:
             del request.tokens[request.computed :]
             request.tokens.append(sampled[name])
         if rejected:
-            with self.parts.part("batch"):
-                self.batch.rollback_many(rejected)
+            self.batch.rollback_many(rejected)
 
     def close(self):
         if self.graph is not None:
-            self.graph = None
+            self.graph = self.launched = None
             self.builder.release(self.rows)
         self.builder.close()

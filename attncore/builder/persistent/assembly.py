@@ -75,6 +75,13 @@ class Assembly:
         self._query_lens = zeros(max_num_reqs, np.int32)
         self.kernel = self._new_kernel(settings.context_parallel)
         self._is_capturing = side.is_capturing if side else partial(graphs.is_capturing, backends.device)
+        self.in_one_call: Any = None
+        """The kernels' SentSteps, where a step is built and sent in one call."""
+        if side is not None and not poison:
+            self.in_one_call = side.in_one_call(
+                core.kernels, self.kernel, core, backends, self.shapes.by_bits, self._fill
+            )
+        self._launch = side.launch if side else None
 
     def _new_kernel(self, ranks: ContextParallel | None) -> Any:
         core, settings = self._core, self._settings
@@ -218,6 +225,9 @@ class Assembly:
 
     def replay(self, metadata: StepMetadata, graph: Any) -> None:
         """``metadata.replay(graph)``."""
+        launch = self._launch
+        if launch is not None and not self._is_capturing() and launch(metadata.step, graph):
+            return
         if not metadata.use_cuda_graph:
             raise CaptureError("replay: this step was built without a bucket; build(bucket=...) makes one for a graph")
         if not hasattr(graph, "replay"):

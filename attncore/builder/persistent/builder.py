@@ -111,6 +111,7 @@ class MetadataBuilder(Uncopied):
         self._refuse_while_capturing = assembly.refuse_while_capturing
         # A step that is planned or sent takes the longer path, which holds the batch until both are done.
         self._longer = bool(self._backends.plans or self._engine_fields) or side is not None or self._poison
+        self._sent_step = assembly.in_one_call.build if assembly.in_one_call is not None else None
         self._decode_step = _no_short_way if self._longer else kernel.decode_step
         self._padded_step = _no_short_way if self._longer else kernel.padded_step
 
@@ -209,6 +210,11 @@ class MetadataBuilder(Uncopied):
         )
         if overlapped is not False:
             overlapped = check_overlapped(overlapped, self._overlap)
+        elif self._sent_step is not None:
+            given = None if scheduled is _ALL_REQUESTS else scheduled
+            metadata = self._sent_step(given, query_len, bucket)
+            if metadata is not None:
+                return metadata  # type: ignore[no-any-return]
         if bucket is None and one_of_each:
             metadata = self._decode_step()
             if metadata is not None:
@@ -340,6 +346,7 @@ class MetadataBuilder(Uncopied):
                     )
                 assembly.side.close()
             self._decode_step = self._padded_step = _no_short_way
+            self._sent_step = None
             assembly.closed = self._longer = True
 
     def _answer(self, metadata: StepMetadata) -> StepMetadata:

@@ -64,15 +64,16 @@ class StepShapes:
         self._core, self._ring, self._backends, self._side, self._owner = core, ring, backends, side, owner
         self.captured: CapturedSizes[Any] = CapturedSizes()
         self._eager: dict[Capacity, Any] = {}
-        self._by_bits: list[Any] = []  # on a device: eager shapes without encoder tokens, by (tokens - 1).bit_length()
+        self.by_bits: list[Any] = []
+        """On a device: eager shapes without encoder tokens, by (tokens - 1).bit_length()."""
 
     def eager(self, num_tokens: int, num_encoder_tokens: int) -> Any:
         """The StepShape of an eager step of ``num_tokens`` tokens and ``num_encoder_tokens`` encoder tokens."""
         capacity = self._ring.capacity
         if self._side is not None:
             bits = (num_tokens - 1).bit_length() if num_tokens > 1 else 0
-            if not num_encoder_tokens and bits < len(self._by_bits):
-                return self._by_bits[bits]
+            if not num_encoder_tokens and bits < len(self.by_bits):
+                return self.by_bits[bits]
             at_least = max(SMALLEST, 1 << max(num_tokens - 1, 0).bit_length())
             capacity = Capacity(
                 min(at_least, capacity.num_tokens),
@@ -95,7 +96,7 @@ class StepShapes:
             num_tokens *= 2
         if self._side is not None:
             bits = (most.num_tokens - 1).bit_length()
-            self._by_bits = [self.eager(min(1 << k, most.num_tokens), 0) for k in range(bits + 1)]
+            self.by_bits = [self.eager(min(1 << k, most.num_tokens), 0) for k in range(bits + 1)]
 
     def find(self, bucket: int) -> Any:
         """The StepShape of a captured size; CaptureError where it was not captured."""
