@@ -40,6 +40,7 @@ class Served(example.Engine):
         self.parts = parts
         for owner, names, part in (
             (self.batch, ("add_request", "append_blocks", "remove_request"), "batch"),
+            (self.input_ids, ("give", "write"), "fields"),
             (self, ("_schedule",), "schedule"),
             (self, ("_book",), "book"),
         ):

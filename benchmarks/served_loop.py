@@ -36,8 +36,15 @@ class Loop:
             self.batch, backend, max_num_batched_tokens=max(rows * self.query_len, 256) + CHUNK * more,
             decode_threshold=self.query_len, transport=args.transport,
         )  # fmt: skip
-        self.builder.register_field("input_ids", np.int64, "token", self._fill_input_ids)
-        self.builder.register_field("temperature", np.float32, "request", self._fill_temperature)
+        self.columns = args.fields == "columns"
+        if self.columns:
+            self.input_ids = batch.token_column("input_ids", np.int64, width=self.query_len)
+            self.temperature = batch.column("temperature", np.float32)
+            self.builder.register_column(self.input_ids)
+            self.builder.register_column(self.temperature)
+        else:
+            self.builder.register_field("input_ids", np.int64, "token", self._fill_input_ids)
+            self.builder.register_field("temperature", np.float32, "request", self._fill_temperature)
         for name in ("add_request", "append_blocks", "remove_request", "rollback_many"):
             setattr(batch, name, parts.around(getattr(batch, name), "batch"))
         self.names, self.next_block = itertools.count(), 1
@@ -80,6 +87,9 @@ class Loop:
         request.held = request.computed // self.block_size + 1
         self.batch.add_request(name, self._blocks(request.held), request.computed)
         self.requests[name] = request
+        if self.columns:
+            self.input_ids.give(name, request.tokens if context is None else [5] * (CHUNK * CHUNKS_OF_A_PROMPT))
+            self.temperature[name] = request.temperature
         return name
 
     def _leave(self, name):
@@ -131,6 +141,9 @@ class Loop:
             metadata.replay(self.launched)
         with self.parts.part("wait"):
             tokens = self.device.tokens(self.sampled)
+        if self.columns:
+            with self.parts.part("fields"):
+                self.input_ids.write(metadata, tokens)
         with self.parts.part("book"):
             self._book(scheduled, dict(zip(metadata.req_ids, tokens, strict=False)))
 

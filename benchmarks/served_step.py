@@ -188,6 +188,7 @@ def arguments(argv):
     add("--steps", type=int, default=300)
     add("--device-ms", type=float, default=3.0, help="how long the stand-in's model runs")
     add("--context", type=int, default=2048, help="tokens of a request before it is measured")
+    add("--fields", default="columns", choices=("columns", "functions"), help="how the stand-in has fields of its own")
     add("--evict-mib", type=int, default=320, help="what is written between steps on a CPU; 0: caches stay")
     add("--transport", help="of the builder (default: auto)")
     add("--pieces", action="store_true", help="clocks inside of build, too")

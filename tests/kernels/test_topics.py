@@ -28,6 +28,8 @@ EXCEPTIONS = {
     "slots.block_size_of": "the shift of a power of two, which BlockSize holds",
     "block_table.TableView": STRUCT,
     "checks.Failure": STRUCT,
+    "columns.ColumnOut": STRUCT,
+    "columns.ColumnView": STRUCT,
     "adopted_rows.AdoptedCounts": STRUCT,
     "checks.stale_rows": "SSE2",
     "one_token_rows.prefix_sum": "SSE2",

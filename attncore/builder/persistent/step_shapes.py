@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from attncore import arguments
 from attncore.builder.device.arena import ArenaRing, Capacity, Views
 from attncore.builder.device.captured_sizes import CapturedSizes
 from attncore.builder.fields import ACTUAL_COUNTS, COUNTS, Field
+from attncore.builder.persistent.columns import Column, fill_from
 from attncore.builder.persistent.group_backends import Backends
 from attncore.builder.persistent.new_step_metadata import step_metadata
 from attncore.builder.persistent.step_metadata import Owner, StepMetadata
@@ -59,9 +60,11 @@ class StepShapes:
     """
 
     def __init__(
-        self, core: BatchCore, ring: ArenaRing, backends: Backends, side: CopyTransport | None, owner: Owner
-    ) -> None:
+        self, core: BatchCore, ring: ArenaRing, backends: Backends, side: CopyTransport | None, owner: Owner,
+        columns: Sequence[Column] = (),
+    ) -> None:  # fmt: skip
         self._core, self._ring, self._backends, self._side, self._owner = core, ring, backends, side, owner
+        self._columns = columns
         self.captured: CapturedSizes[Any] = CapturedSizes()
         self._eager: dict[Capacity, Any] = {}
         self.by_bits: list[Any] = []
@@ -185,6 +188,7 @@ class StepShapes:
         arenas, metadata = [], []
         for views in ring.views(capacity):
             arenas.append(core.kernels.StepArena(views.fields, views.groups, capacity, has_cross))
+            fill_from(self._columns, arenas[-1], views.fields)
             metadata.append(
                 step_metadata(
                     arenas[-1], views, core, self._backends.wraps, self._owner, extra, device, side, padded=pads

@@ -161,13 +161,13 @@ cdef class SentSteps:
         cdef BatchState batch = kernel.batch
         cdef Failure failure = Failure(0, 0, 0)
         cdef slot_t num_tokens = 0
+        cdef Py_ssize_t n
         cdef length_t i, num_decodes, num_reqs
         cdef list names
         cdef tuple moves
         if not self._schedule(scheduled, each):
             return None
-        if check_rows(batch, kernel.query_lens, kernel.max_model_len, kernel.max_num_tokens,
-                      kernel.max_num_encoder_tokens, &failure) != OK:
+        if kernel.check_step(&failure) != OK:
             return None
         if shape is not None:
             if check_shape(batch, kernel.query_lens, <StepShape> shape, &failure) != OK:
@@ -182,7 +182,8 @@ cdef class SentSteps:
                 return None
         moves, num_decodes, num_reqs = kernel.arrange()
         names = self.order.req_ids
-        if moves or (PyList_GET_SIZE(names) and names[-1] is None):
+        n = PyList_GET_SIZE(names)
+        if moves or (n and PyList_GET_ITEM(names, n - 1) == <PyObject*> None):
             self.core.moving = True
             self.core.take_moves(moves)
             self.core.moving = False

@@ -40,6 +40,8 @@ class Served:
         self.builder.register_field(
             "doubled", np.int32, "request", lambda step, out: np.multiply(step.host.seq_lens, 2, out)
         )
+        self.last = self.batch.token_column("last", np.int32, width=3)
+        self.builder.register_column(self.last)
         self.graphs = {}
         for size in sizes:
             metadata = self.builder.capture(size)
@@ -67,10 +69,10 @@ class Served:
 def everything(metadata):
     found = {"req_ids": metadata.req_ids, "moves": metadata.moves, "max": metadata.max_seq_len}
     found |= {"counts": (metadata.num_tokens, metadata.num_decodes, metadata.num_prefills, metadata.num_actual_reqs)}
-    for name in (*metadata.host.field_names(), "doubled"):
+    for name in (*metadata.host.field_names(), "doubled", "last"):
         if FIELDS.get(name) is None or not FIELDS[name].internal:
             found[f"host {name}"] = np.asarray(getattr(metadata.host, name)).tolist()
-    for name in ("seq_lens", "slot_mapping", "positions", "query_start_loc", "doubled", "paged_kv_indices"):
+    for name in ("seq_lens", "slot_mapping", "positions", "query_start_loc", "doubled", "last", "paged_kv_indices"):
         found[name] = getattr(metadata, name).tolist()
     rows, pages = metadata.num_actual_reqs, metadata.host.paged_kv_num_pages.tolist()
     found["table"] = [metadata.block_table[row, : pages[row]].tolist() for row in range(rows)]
@@ -96,6 +98,7 @@ def random_step(draw, state, served):
         batch.add_request(name, [state["next"] + i for i in range(count)])
         state["next"] += count
         state["left"][name] = prompt
+        served.last.give(name, list(range(40)))
     scheduled = {}
     for name in batch.req_ids:
         left = state["left"][name]
@@ -124,7 +127,9 @@ def test_random_steps_are_those_of_the_longer_way(nodes, seed, plans):
         found = []
         for draw, state, served in zip(draws, states, (one, other), strict=True):
             args, options = random_step(draw, state, served)
-            found.append(everything(served.step(*args, **options)))
+            metadata = served.step(*args, **options)
+            found.append(everything(metadata))
+            served.last.write(metadata, [number + row for row in range(12)])
         assert found[0] == found[1], number
     assert one.short == one.asked == 120
 
@@ -132,6 +137,7 @@ def test_random_steps_are_those_of_the_longer_way(nodes, seed, plans):
 def filled(served, count=4):
     for i in range(count):
         served.batch.add_request(f"request {i}", [10 * i + k + 1 for k in range(5)], 6)
+        served.last[f"request {i}"] = i
     served.step(bucket=4)
     return served
 
