@@ -24,6 +24,9 @@ class NodesOnHost(GraphTransport):
     def problem(self):
         return ""
 
+    def send_with_all(self):
+        """Called for a capture on a CPU, where a graph reads what was not sent, too; these are read as on a device."""
+
     def prepare(self, capacity):
         return partial(self._replay_small, capacity)
 

@@ -26,7 +26,8 @@ cdef class ColumnState:
     """``values`` uint8[places, bytes]: items of ``itemsize`` bytes for each place.
 
     With ``per_token`` a request's token at position p is the p-th that it was given, and behind those the items of its
-    place in turn; else a request has one item. ``given`` int64[places] and ``num_given`` int32[places] are kept here. ``integers``: items are signed ints.
+    place in turn; else a request has one item. ``given`` int64[places] and ``num_given`` int32[places] are kept here.
+    ``integers``: items are signed ints.
     """
 
     cdef ColumnView view
@@ -55,7 +56,6 @@ cdef class ColumnState:
             self.view.given[place] = <slot_t> <size_t> &view[0]
             self.view.num_given[place] = <length_t> (view.shape[0] // self.view.itemsize)
         self.tokens[place] = tokens
-
 
     def write(self, BatchState batch, list values, length_t count):
         """Writes a list's first ints to the places of the first ``count`` rows.

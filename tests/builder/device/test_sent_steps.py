@@ -72,7 +72,7 @@ def everything(metadata):
     for name in (*metadata.host.field_names(), "doubled", "last"):
         if FIELDS.get(name) is None or not FIELDS[name].internal:
             found[f"host {name}"] = np.asarray(getattr(metadata.host, name)).tolist()
-    for name in ("seq_lens", "slot_mapping", "positions", "query_start_loc", "doubled", "last", "paged_kv_indices"):
+    for name in ("seq_lens", "slot_mapping", "positions", "logits_indices", "doubled", "last", "paged_kv_indices"):
         found[name] = getattr(metadata, name).tolist()
     rows, pages = metadata.num_actual_reqs, metadata.host.paged_kv_num_pages.tolist()
     found["table"] = [metadata.block_table[row, : pages[row]].tolist() for row in range(rows)]
