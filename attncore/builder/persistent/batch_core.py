@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +15,6 @@ from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.builder.persistent.request_rows import READS, RequestRows
 from attncore.errors import ConcurrentUseError
 from attncore.kernels import KernelsName, codes, load_kernels
-
-if TYPE_CHECKING:
-    from attncore.builder.persistent.columns import Column
 
 Moves = tuple[tuple[int, int], ...]
 T = TypeVar("T")
@@ -51,7 +48,7 @@ class BatchCore:
         self.lengths: npt.NDArray[np.int32] = zeros((4, max_num_reqs), np.int32)
         """By row: ``codes.COMPUTED``, ``ENCODER_LENS``, ``ENCODER_DONE``, ``PLACE``."""
         self.lengths[codes.PLACE] = np.arange(max_num_reqs)
-        self.columns: dict[str, Column] = {}
+        self.columns: dict[str, Any] = {}  # Column, by name
         self.state = self.kernels.BatchState(
             self.lengths, [table.state for table in self.decoders], self.cross.state if self.cross else None
         )
