@@ -77,7 +77,7 @@ class EngineFields:
         """Adds a field that is a column of the batch ``core``; ValueError or TypeError where it is none."""
         if not isinstance(column, Column):
             raise TypeError(f"column: {column!r} is not a column; batch.column(name, dtype) makes one")
-        if core.columns.get(column.name) is not column:
+        if not any(column is own for own in core.columns.values()):
             raise ValueError(f"column: {column.name!r} is another batch's; make one of the builder's batch")
         if len(self.columns) == MOST_COLUMNS:
             raise ValueError(f"column: {MOST_COLUMNS} are registered already, which is the most")
