@@ -2,7 +2,8 @@
 
 The persistent builder has BatchState (the requests in flight) with a TableState for each KV-cache group (their blocks),
 StepArena (the outputs of one step), StepShape (a size of step), StepKernel (checks, then fills a step in one pass over
-the rows) and StepSender (the journal for a device). The list builder has GroupReader, which reads lists of block ids.
+the rows), StepSender (the journal for a device) and SentSteps (a step from names to header in one call). The list
+builder has GroupReader, which reads lists of block ids.
 Every buffer is acquired once, at construction. The loops are ``noexcept nogil`` C, called with the GIL held: giving it
 up costs up to the switch interval when another thread is busy.
 
@@ -22,6 +23,7 @@ include "kernels/cython/read_only.pxi"
 include "kernels/cython/block_table.pxi"
 include "kernels/cython/batch.pxi"
 include "kernels/cython/arrange.pxi"
+include "kernels/cython/columns.pxi"
 include "kernels/cython/step_arena.pxi"
 include "kernels/cython/step_shape.pxi"
 include "kernels/cython/checks.pxi"
@@ -32,6 +34,7 @@ include "kernels/cython/context_parallel.pxi"
 include "kernels/cython/padding.pxi"
 include "kernels/cython/step_sender.pxi"
 include "kernels/cython/step.pxi"
+include "kernels/cython/sent_steps.pxi"
 include "kernels/cython/adopted_rows.pxi"
 include "kernels/cython/sequence_checks.pxi"
 include "kernels/cython/sequence_fields.pxi"

@@ -25,8 +25,17 @@ def backends(builder):
     return builder._backends
 
 
+def take_longer_way(builder):
+    """No step of the builder is built and sent in one compiled call any more."""
+    builder._sent_step = None
+
+
 def methods_of_a_step(builder):
-    """(owner, names): the methods that a step passes through, outer ones first; a version may lack some."""
+    """(owner, names): the methods that a step passes through, outer ones first; a version may lack some.
+
+    Steps take the longer way from now on, in which these methods are.
+    """
+    take_longer_way(builder)
     yield builder, ("_answer",)
     yield builder._assembly, ASSEMBLY
     yield builder._assembly.side, SIDE
@@ -53,6 +62,7 @@ def journal_entries(builder, step):
 
 def wrap_plan_and_send(builder, wrapper):
     """Have ``wrapper(plan_and_send, *args)`` called in place of the builder's way from a built step to the device."""
+    take_longer_way(builder)
     inner = builder._assembly.plan_and_send
     builder._assembly.plan_and_send = lambda *args, **named: wrapper(inner, *args, **named)
 
@@ -69,6 +79,7 @@ class Sent:
         self.builder, self.side = builder, builder._assembly.side
         self.fields, self.entries, self.surpluses, self.in_surplus = 0, 0, 0, False
         tables = self.side.tables
+        take_longer_way(builder)
         self.send, self.surplus, self.apply = self.side.send, self.side.send_surplus, tables.apply
         self.side.send, self.side.send_surplus, tables.apply = self._send, self._send_surplus, self._apply
 
@@ -92,3 +103,26 @@ class Sent:
         nbytes = self.fields + 8 * self.entries
         self.entries = 0
         return nbytes
+
+
+def wrap_parts(builder, around):
+    """Have ``around(call, name)`` called in place of the parts of a build and a replay that a served step times."""
+    assembly, backends = builder._assembly, builder._backends
+    backends.plans = tuple((group, around(plan, "plan")) for group, plan in backends.plans)
+    if assembly._fill is not None:
+        assembly._fill = around(assembly._fill, "fields")
+        if assembly.in_one_call is not None:
+            assembly.in_one_call.fill = assembly._fill
+    assembly.replay = around(assembly.replay, "replay")
+
+
+def wrap_pieces(builder, around):
+    """The same for the pieces of a build, which are then no part of "build" any more. Steps take the longer way."""
+    take_longer_way(builder)
+    for owner, name in (
+        (builder._assembly, "acquire"),
+        (builder._assembly, "arrange"),
+        (builder._assembly.side, "send"),
+    ):
+        if owner is not None:
+            setattr(owner, name, around(getattr(owner, name), name))

@@ -92,6 +92,7 @@ class Timed(example.Engine):
             (self.builder, ("build",), "build"),
             (assembly(self.builder), ("replay",), "replay and launch"),
             (self.backend, ("plan",), "plan"),
+            (self.input_ids, ("give", "write"), "fields"),
             (self.batch, ("add_request", "append_blocks", "remove_request"), "batch"),
             (self, ("_schedule",), "schedule"),
             (self, ("_book",), "update"),
@@ -110,17 +111,11 @@ class Timed(example.Engine):
         """Seconds by name, what is inside of something else taken out of it."""
         spent = self.clocks
         return {
-            "commit": spent["build"] - spent["plan"] - spent["fields"],
+            "commit": spent["build"] - spent["plan"],
             "replay": spent["replay and launch"] - spent["launch"],
             "prepare": spent["schedule"] + spent["build"],
             **{name: spent[name] for name in ("plan", "fields", "batch", "context", "update")},
         }
-
-    def _fill_input_ids(self, metadata, out):
-        self.clocks.around(super()._fill_input_ids, "fields")(metadata, out)
-
-    def _fill_temperature(self, metadata, out):
-        self.clocks.around(super()._fill_temperature, "fields")(metadata, out)
 
     def _forward(self, metadata):
         self.eager_steps += 1

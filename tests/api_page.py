@@ -12,6 +12,10 @@ import numpy as np
 import attncore
 from attncore import slots
 from attncore.builder.fields import FIELDS
+from attncore.builder.persistent.columns import KeepsColumns
+
+PARTS = (KeepsColumns,)
+"""Classes that hold a part of another's methods; the page has them there."""
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "api.md"
 BLOCK = re.compile(r"(<!-- api: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -69,7 +73,8 @@ def heading(name, value):
 
 
 def members(value):
-    for name, member in vars(value).items():
+    parts = [base for base in value.__bases__ if base in PARTS]
+    for name, member in (item for part in (value, *parts) for item in vars(part).items()):
         if name.startswith("_"):
             continue
         if isinstance(member, (classmethod, staticmethod)):

@@ -19,6 +19,8 @@ HIT_ON_DECODE, HIT_WITH_WINDOW, CONTEXT_WITHOUT_CHUNKS, QUERY_TOO_LONG = range(6
 TOO_MANY_ENCODER_TOKENS, QUERY_NOT_CAPTURED, ENCODER_NOT_CAPTURED, TOO_MANY_ROWS = range(10, 14)
 # Of adopted steps, whose lengths an engine gives.
 STARTS_NOT_AT_0, STARTS_FALL, TOO_SHORT, BEYOND_TABLE, TOO_FEW_SLOTS, SLOTS_NOT_PADDED = range(14, 20)
+NO_TOKENS = 20
+"""Of a step: a column has no values for tokens that a row runs."""
 
 # int64 words of an arena's header, before its first field.
 HEADER_WORDS = 80
@@ -28,9 +30,9 @@ JOURNAL_ENTRY_WORDS = 2
 JOURNAL_INDEX, JOURNAL_BLOCK = range(JOURNAL_ENTRY_WORDS)
 """int32 words of a journal entry: a flat index into the table and a block id."""
 
-# Rows of a batch's state int32[3, n], and of a table's int32[4, n].
-COMPUTED, ENCODER_LENS, ENCODER_DONE = range(3)
-"""Computed tokens, encoder tokens, whether the encoder tokens are in the cache."""
+# Rows of a batch's state int32[4, n], and of a table's int32[4, n].
+COMPUTED, ENCODER_LENS, ENCODER_DONE, PLACE = range(4)
+"""Computed tokens, encoder tokens, whether the encoder tokens are in the cache, the request's place in columns."""
 NUM_BLOCKS, CACHED_COLUMN, CACHED_BLOCK, SYNCED = range(4)
 """Blocks held, column (or NO_COLUMN) and id of the cached block, leading columns that a device's table has."""
 

@@ -18,6 +18,7 @@ STRUCT = "a C struct; a loop of numba's takes arrays and returns tuples"
 NO_STEP = "a method in C runs whole; in Python a signal's handler may run in the middle, and a roll-back begin anew"
 EXCEPTIONS = {
     "types": "C types",
+    "sent_steps": "one call in C; the numba side serves no device, and its steps take the longer way",
     "codes": "attncore/kernels/codes.py for C; the numba side imports that",
     "jit": "how numba compiles",
     "library": "how numba is imported",
@@ -27,6 +28,8 @@ EXCEPTIONS = {
     "slots.block_size_of": "the shift of a power of two, which BlockSize holds",
     "block_table.TableView": STRUCT,
     "checks.Failure": STRUCT,
+    "columns.ColumnOut": STRUCT,
+    "columns.ColumnView": STRUCT,
     "adopted_rows.AdoptedCounts": STRUCT,
     "checks.stale_rows": "SSE2",
     "one_token_rows.prefix_sum": "SSE2",

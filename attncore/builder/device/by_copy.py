@@ -84,13 +84,10 @@ class CopyTransport:
             self._keeper = weakref.finalize(self, _KEPT.append, (ring.memory, self._arena, self.tables.tensors))
             self._keeper.atexit = False
         self._readers = Readers(self.device, len(ring.memory))
-        self.sent = -1
-        """The last step that was sent."""
         self.unsent = ring.unsent
         """The fields that steps are sent without, until one is asked for."""
         self._asked: frozenset[str] = frozenset()
         self._asked_spans: dict[Capacity, list[tuple[int, int]]] = {}
-        self._last: tuple[int, Capacity] = (-1, ring.capacity)
         self._receipt = torch.full((1,), -1, dtype=torch.int64, device="cpu", pin_memory=self._cuda)
         states = [table.state for table in self.tables.host]
         self._sender = self.tables.host[0].kernels.StepSender(
@@ -153,8 +150,29 @@ class CopyTransport:
         """The captured sizes whose graphs fetch their steps from the arenas."""
         return []
 
-    pending = -1
-    """The step that waits for the replay of its graph; -1: none."""
+    @property
+    def sent(self) -> int:
+        """The last step that was sent; -1: none."""
+        return self._sender.sent  # type: ignore[no-any-return]
+
+    @sent.setter
+    def sent(self, step: int) -> None:
+        self._sender.sent = step
+
+    @property
+    def pending(self) -> int:
+        """The step that waits for the replay of its graph; -1: none."""
+        return self._sender.pending  # type: ignore[no-any-return]
+
+    @pending.setter
+    def pending(self, step: int) -> None:
+        self._sender.pending = step
+
+    launch: Callable[[int, Any], bool] | None = None
+    """Replays a graph over a step in one call, or answers False; None where ``replay`` has more to do."""
+
+    def in_one_call(self, kernels: Any, kernel: Any, core: Any, backends: Any, eager: list[Any], fill: Any) -> Any:
+        """What builds and sends a step in one call (the kernels' SentSteps); None where a step takes more."""
 
     def take_back(self, step: int) -> None:
         """Makes ``step`` unsent; the next step sends every block again, since it is not known what arrived."""
@@ -193,7 +211,7 @@ class CopyTransport:
                 start = end
         if self.corrections is not None:
             self._issue(self._correct, shape.capacity, out.num_reqs, out.num_tokens)
-        self._last, self.sent = (step, shape.capacity), step
+        self._sender.note_sent(step, shape)
 
     def send_with(self, name: str, step: int, padded: bool) -> bool:
         """Sends every later step with a field of ``unsent``; whether its place on the device is that of ``step``, too.
@@ -202,10 +220,10 @@ class CopyTransport:
         the next step. An older step's is not sent, for the place is the last one's by now; a ``padded`` one's is the
         place that its graph reads nevertheless.
         """
-        last, capacity = self._last
+        last, shape = self._sender.last, self._sender.last_shape
         if step == last <= self.sent and not self.is_capturing():
             memory = self._ring.memory[step % self._ring.depth]
-            for start, stop in self._ring.spans(capacity, (name,)):  # of a copy: no event says when this was read
+            for start, stop in self._ring.spans(shape.capacity, (name,)):  # of a copy: no event says when this was read
                 self._issue(self._arena[start:stop].copy_, torch.from_numpy(memory[start:stop].copy()))
         elif step <= self.sent and step != last and not padded:
             return False
@@ -219,6 +237,7 @@ class CopyTransport:
     def _send_with(self, names: Collection[str]) -> None:
         self._asked_spans = {}
         self._asked |= frozenset(names)
+        self._sender.alone = not self._asked
         self.unsent = self._ring.unsent - self._asked
 
     def _send_asked(self, step: int, capacity: Capacity) -> None:

@@ -55,6 +55,16 @@ class GraphTransport(CopyTransport):
         self._tables_of = torch.tensor([table.data_ptr() for table in self.tables.tensors], device=self.device)
         for index in self.page_lists:
             self.page_buffer(index)
+        if not self.ticket:
+            self.launch = self._sender.launch
+
+    def in_one_call(self, kernels: Any, kernel: Any, core: Any, backends: Any, eager: list[Any], fill: Any) -> Any:
+        if self.ticket or self.corrections is not None or not hasattr(kernels, "SentSteps"):
+            return None
+        current = self._current if self._cuda else None
+        return kernels.SentSteps(
+            kernel, self._sender, core, backends, self, eager, fill, self.is_capturing, current, self._index
+        )
 
     def wait(self, step: int) -> None:
         """Waits for the receipt of ``step``, releasing the GIL meanwhile; CaptureError where it does not come."""
@@ -80,8 +90,7 @@ class GraphTransport(CopyTransport):
         if self._sender.write(step, shape, out, num_rows) == self.journal_entries:
             self.send_surplus(num_rows)
         if waits and not self.ticket:
-            self._pending_shape = shape
-            self.pending = step
+            self._sender.pending_shape, self._sender.pending = shape, step
             return
         if self._asked:  # ahead of the nodes on the stream: their receipt says that this was read, too
             self._send_asked(step, shape.capacity)
@@ -90,7 +99,7 @@ class GraphTransport(CopyTransport):
             self._state[2:].fill_(step)
         if not waits:
             shape.replay()
-        self._last, self.sent = (step, shape.capacity), step
+        self._sender.note_sent(step, shape)
 
     def _keep_watermarks(self, step: int) -> None:
         """Makes this step send again what unread steps sent: the journal of a step that is never replayed is lost."""
@@ -131,21 +140,22 @@ class GraphTransport(CopyTransport):
             return
         if step != self.pending:
             raise CaptureError(f"replay: step {step} is not waiting for a replay; each build is replayed once")
-        if not self._pending_shape.recorded:
+        if not self._sender.pending_shape.recorded:
             raise CaptureError(
-                f"replay: the graph of {self._pending_shape.num_reqs} requests does not fetch its metadata; call "
-                "metadata.record() first inside its capture"
+                f"replay: the graph of {self._sender.pending_shape.num_reqs} requests does not fetch its metadata; "
+                "call metadata.record() first inside its capture"
             )
         launched = False
         if self._headers[step % self._ring.depth][HEADER_STEP] == step:  # a replay of this step was interrupted
             torch.cuda.synchronize()
             launched = self._sender.seen(step)
         if self._asked and not launched:
-            self._send_asked(step, self._pending_shape.capacity)
+            self._send_asked(step, self._sender.pending_shape.capacity)
         self._sender.publish(step)
         if not launched:
             graph.replay()
-        self._last, self.sent, self.pending = (step, self._pending_shape.capacity), step, -1
+        self._sender.note_sent(step, self._sender.pending_shape)
+        self.pending = -1
 
     def release(self, shape: Any) -> None:
         shape.recorded = False
@@ -172,8 +182,8 @@ class GraphTransport(CopyTransport):
         super().check_ready()
         if self.pending >= 0:
             raise CaptureError(
-                f"build: step {self.pending} was built for a graph of {self._pending_shape.num_reqs} requests and "
-                "not replayed; call metadata.replay(graph), or metadata.abandon() where it will not run"
+                f"build: step {self.pending} was built for a graph of {self._sender.pending_shape.num_reqs} requests "
+                "and not replayed; call metadata.replay(graph), or metadata.abandon() where it will not run"
             )
 
     def pages_of(self, index: int, metadata: Any) -> Any:

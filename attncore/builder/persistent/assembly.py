@@ -46,7 +46,7 @@ class Assembly:
     ) -> None:
         self._core, self._backends, self._settings = core, backends, settings
         self._overlap, self._poison = overlap, poison
-        self._fill = engine_fields.fill if engine_fields else None
+        self._fill = engine_fields.fill if engine_fields.functions else None
         self.builder, self.closed = builder, False  # whose metadata this is, for backends that ask
         has_cross, max_num_reqs = core.cross is not None, core.lengths.shape[1]
         max_encoder = settings.max_num_encoder_tokens if has_cross else 0
@@ -69,12 +69,22 @@ class Assembly:
         elif overlap is not None:
             raise ValueError("num_rejected: steps are read where they are built; transport='copy' makes steps overlap")
         self.side: CopyTransport | None = side
-        self.shapes = StepShapes(core, self.ring, backends, side, self)
+        self.shapes = StepShapes(core, self.ring, backends, side, self, engine_fields.columns)
         self.eager = self.shapes.eager(settings.max_num_batched_tokens, settings.max_num_encoder_tokens)
         self.shapes.make_all()
         self._query_lens = zeros(max_num_reqs, np.int32)
         self.kernel = self._new_kernel(settings.context_parallel)
+        self._columns = engine_fields.columns
+        for column in self._columns:
+            self.kernel.add_column(column.state)
         self._is_capturing = side.is_capturing if side else partial(graphs.is_capturing, backends.device)
+        self.in_one_call: Any = None
+        """The kernels' SentSteps, where a step is built and sent in one call."""
+        if side is not None and not poison:
+            self.in_one_call = side.in_one_call(
+                core.kernels, self.kernel, core, backends, self.shapes.by_bits, self._fill
+            )
+        self._launch = side.launch if side else None
 
     def _new_kernel(self, ranks: ContextParallel | None) -> Any:
         core, settings = self._core, self._settings
@@ -223,6 +233,9 @@ class Assembly:
 
     def replay(self, metadata: StepMetadata, graph: Any) -> None:
         """``metadata.replay(graph)``."""
+        launch = self._launch
+        if launch is not None and not self._is_capturing() and launch(metadata.step, graph):
+            return
         if not metadata.use_cuda_graph:
             raise CaptureError("replay: this step was built without a bucket; build(bucket=...) makes one for a graph")
         if not hasattr(graph, "replay"):
@@ -287,6 +300,8 @@ class Assembly:
     def _check(self, shape: Any) -> None:
         settings = self._settings
         code, row, token, group = self.kernel.check()
+        if code == codes.NO_TOKENS:
+            raise error_texts.refused_tokens(self._core, self._columns[group].name, row, self._query_lens)
         if code != codes.OK:
             raise error_texts.refused_step(
                 self._core, code, row, token, group, self._query_lens, settings.max_num_batched_tokens,

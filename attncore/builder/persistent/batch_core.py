@@ -14,7 +14,7 @@ from attncore.builder.persistent.block_table import BlockTable
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.builder.persistent.request_rows import READS, RequestRows
 from attncore.errors import ConcurrentUseError
-from attncore.kernels import KernelsName, load_kernels
+from attncore.kernels import KernelsName, codes, load_kernels
 
 Moves = tuple[tuple[int, int], ...]
 T = TypeVar("T")
@@ -45,8 +45,10 @@ class BatchCore:
         has_cross = groups[-1].cross
         self.decoders = tables[:-1] if has_cross else tables
         self.cross: BlockTable | None = tables[-1] if has_cross else None
-        self.lengths: npt.NDArray[np.int32] = zeros((3, max_num_reqs), np.int32)
-        """By row: ``codes.COMPUTED``, ``ENCODER_LENS``, ``ENCODER_DONE``."""
+        self.lengths: npt.NDArray[np.int32] = zeros((4, max_num_reqs), np.int32)
+        """By row: ``codes.COMPUTED``, ``ENCODER_LENS``, ``ENCODER_DONE``, ``PLACE``."""
+        self.lengths[codes.PLACE] = np.arange(max_num_reqs)
+        self.columns: dict[str, Any] = {}  # Column, by name
         self.state = self.kernels.BatchState(
             self.lengths, [table.state for table in self.decoders], self.cross.state if self.cross else None
         )
@@ -118,6 +120,8 @@ class BatchCore:
         """Puts the request into ``row``, whose tables are filled already."""
         self.undo.append((self._put, row, None, False))
         self.order.add(req_id, row)
+        for column in self.columns.values():
+            column.clear(row)
         self._count_rows()
         self.state.dirty = True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,13 +15,14 @@ from attncore.builder.device.transport import sends
 from attncore.builder.fields import Length, engine_field
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.persistent.assembly import Assembly
+from attncore.builder.persistent.columns import Column
 from attncore.builder.persistent.engine_fields import EngineFields, FillField
 from attncore.builder.persistent.group_backends import backends_of
 from attncore.builder.persistent.input_batch import InputBatch
 from attncore.builder.persistent.overlap import PREVIOUS_ROWS, Overlap, check_overlapped
 from attncore.builder.persistent.poison import expiring
-from attncore.builder.persistent.profiling_run import profile_metadata
-from attncore.builder.persistent.settings import check_settings
+from attncore.builder.persistent.profiling_run import profile_metadata, profiled_lengths
+from attncore.builder.persistent.settings import check_captured_size, check_settings
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.builder.show import builder_text
 from attncore.builder.uncopied import Uncopied
@@ -110,7 +111,8 @@ class MetadataBuilder(Uncopied):
         self._assembly = assembly
         self._refuse_while_capturing = assembly.refuse_while_capturing
         # A step that is planned or sent takes the longer path, which holds the batch until both are done.
-        self._longer = bool(self._backends.plans or self._engine_fields) or side is not None or self._poison
+        self._longer = bool(self._backends.plans or self._engine_fields.functions) or side is not None or self._poison
+        self._sent_step = assembly.in_one_call.build if assembly.in_one_call is not None else None
         self._decode_step = _no_short_way if self._longer else kernel.decode_step
         self._padded_step = _no_short_way if self._longer else kernel.padded_step
 
@@ -209,6 +211,11 @@ class MetadataBuilder(Uncopied):
         )
         if overlapped is not False:
             overlapped = check_overlapped(overlapped, self._overlap)
+        elif self._sent_step is not None:
+            given = None if scheduled is _ALL_REQUESTS else scheduled
+            metadata = self._sent_step(given, query_len, bucket)
+            if metadata is not None:
+                return metadata  # type: ignore[no-any-return]
         if bucket is None and one_of_each:
             metadata = self._decode_step()
             if metadata is not None:
@@ -240,7 +247,7 @@ class MetadataBuilder(Uncopied):
         num_reqs = arguments.integer("num_reqs", num_reqs, 1)
         query_len = arguments.integer("query_len", query_len, 1)
         self._refuse_while_capturing("capture")
-        self._check_capacity(num_reqs, query_len)
+        check_captured_size(num_reqs, query_len, self._core.max_num_reqs, self._settings)
         assembly = self._assembly
         with self._core.enter():
             if num_reqs not in assembly.shapes.captured:
@@ -249,19 +256,6 @@ class MetadataBuilder(Uncopied):
             metadata = assembly.build_empty(num_reqs, capturing=True)
             on_cpu = self._backends.device.startswith("cpu")
             return assembly.shapes.at_capture(metadata) if on_cpu else self._answer(metadata)
-
-    def _check_capacity(self, num_reqs: int, query_len: int) -> None:
-        if query_len > self.decode_threshold:
-            raise ValueError(
-                f"query_len: {query_len} is above decode_threshold {self.decode_threshold}; graphs hold decodes only"
-            )
-        if num_reqs > self._core.max_num_reqs:
-            raise ValueError(f"num_reqs: {num_reqs} exceed the batch's max_num_reqs {self._core.max_num_reqs}")
-        if num_reqs * query_len > self.max_num_batched_tokens:
-            raise ValueError(
-                f"num_reqs: {num_reqs} of {query_len} tokens exceed max_num_batched_tokens "
-                f"{self.max_num_batched_tokens}"
-            )
 
     def build_empty(self, bucket: int) -> StepMetadata:
         """An empty step padded to a captured size, for a warm-up or a dummy replay; planned like any step."""
@@ -276,14 +270,7 @@ class MetadataBuilder(Uncopied):
         Slots are -1 and tables are empty, so that a model runs without a cache and its memory can be measured. The
         batch does not change. The arrays are no arena's. Raises ValueError beyond the builder's capacity.
         """
-        given = arguments.items("query_lens", query_lens, most=self._core.max_num_reqs + 1)
-        lens = [arguments.integer(f"query_lens[{row}]", length, 1) for row, length in enumerate(given)]
-        if len(lens) > self._core.max_num_reqs:
-            raise ValueError(f"query_lens: {len(lens)} requests exceed max_num_reqs {self._core.max_num_reqs}")
-        if sum(lens) > self.max_num_batched_tokens:
-            raise ValueError(
-                f"query_lens: {sum(lens)} tokens exceed max_num_batched_tokens {self.max_num_batched_tokens}"
-            )
+        lens = profiled_lengths(query_lens, self._core.max_num_reqs, self.max_num_batched_tokens)
         self._refuse_while_capturing("build_profile")
         backend = next(iter(self._backends.by_group.values()))
         return profile_metadata(lens, has_pages=0 in self._backends.page_lists, backend=backend)
@@ -300,14 +287,25 @@ class MetadataBuilder(Uncopied):
         plan. Raises ValueError where the name is in use, CaptureError once a step was built or a size captured, and
         AttncoreError after ``close``; the builder is as it was then.
         """
+        self._register("register_field", self._engine_fields.register, name, dtype, per, fill)
+
+    def register_column(self, column: Column) -> None:
+        """Adds a column of the batch to every step, as ``register_field`` does: ``metadata.<its name>``.
+
+        The kernels take its values by row as each step is built; no function of the engine's runs. Raises as
+        ``register_field``, and TypeError or ValueError for what is no column of this batch.
+        """
+        self._register("register_column", self._engine_fields.register_column, column, self._core)
+
+    def _register(self, what: str, register: Callable[..., None], *args: Any) -> None:
         with self._core.enter():
             replaced = self._assembly
             replaced.refuse_closed()
             if replaced.kernel.next_step or self.captured:
-                raise CaptureError("register_field: steps were built already; register fields before the first")
+                raise CaptureError(f"{what}: steps were built already; register fields before the first")
             self._core.undo.append((vars(self).update, vars(self).copy()))
             self._core.undo.append((self._engine_fields.restore, self._engine_fields.registered))
-            self._engine_fields.register(name, dtype, per, fill)
+            register(*args)
             self._lay_out()
             if replaced.side is not None:
                 replaced.side.close()  # no graph reads its memory
@@ -340,6 +338,7 @@ class MetadataBuilder(Uncopied):
                     )
                 assembly.side.close()
             self._decode_step = self._padded_step = _no_short_way
+            self._sent_step = None
             assembly.closed = self._longer = True
 
     def _answer(self, metadata: StepMetadata) -> StepMetadata:

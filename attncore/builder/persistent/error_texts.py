@@ -58,6 +58,16 @@ def refused_step(
     )
 
 
+def refused_tokens(core: BatchCore, column: str, row: int, query_lens: Any) -> ValueError:
+    """The error of a step that runs tokens which a column has not."""
+    computed = core.num_computed(row)
+    return ValueError(
+        f"{column}: row {row} (request {core.order.req_ids[row]!r}) runs tokens {computed} to "
+        f"{computed + int(query_lens[row]) - 1}, more than it was given and the column is wide; give the request its "
+        "tokens (column.give), or make the column wider"
+    )
+
+
 def refused_bucket(core: BatchCore, code: int, row: int, count: int, query_lens: Any, shape: Any) -> ValueError:
     """The error of a step that does not fit the captured size that it should be padded to."""
     name, each = f"bucket: {shape.num_reqs}", shape.query_len

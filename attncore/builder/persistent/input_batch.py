@@ -13,6 +13,7 @@ from attncore.builder.grid import batch_grid, batch_html
 from attncore.builder.persistent.batch_arguments import check_new_request, groups_of, ids_by_group
 from attncore.builder.persistent.batch_core import BatchCore
 from attncore.builder.persistent.block_table import BlockTable
+from attncore.builder.persistent.columns import KeepsColumns
 from attncore.builder.persistent.kv_cache_group import ONLY_GROUP, KVCacheGroup
 from attncore.builder.persistent.request_rows import RequestRows
 from attncore.builder.read_only import read_only
@@ -22,7 +23,7 @@ from attncore.kernels import KernelsName
 from attncore.show import guarded, guarded_html
 
 
-class InputBatch(Uncopied):
+class InputBatch(KeepsColumns, Uncopied):
     """Up to ``max_num_reqs`` requests of up to ``max_model_len`` tokens, in blocks of ``block_size`` tokens.
 
     Capacity and memory (``nbytes``, host) are fixed at construction. ``num_blocks`` is the number of blocks of the

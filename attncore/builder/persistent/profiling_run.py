@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from attncore import arguments
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.read_only import read_only
 from attncore.builder.slices import HostArrays
@@ -63,3 +64,14 @@ def profile_metadata(query_lens: Sequence[int], *, has_pages: bool, backend: Any
     if backend is not None and backend.has_plan:
         backend.plan(metadata)
     return metadata
+
+
+def profiled_lengths(query_lens: Iterable[int], max_num_reqs: int, max_num_tokens: int) -> list[int]:
+    """The tokens of each request of a profiling run; ValueError or TypeError beyond the builder's capacity."""
+    given = arguments.items("query_lens", query_lens, most=max_num_reqs + 1)
+    lens = [arguments.integer(f"query_lens[{row}]", length, 1) for row, length in enumerate(given)]
+    if len(lens) > max_num_reqs:
+        raise ValueError(f"query_lens: {len(lens)} requests exceed max_num_reqs {max_num_reqs}")
+    if sum(lens) > max_num_tokens:
+        raise ValueError(f"query_lens: {sum(lens)} tokens exceed max_num_batched_tokens {max_num_tokens}")
+    return lens

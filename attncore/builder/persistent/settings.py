@@ -58,3 +58,18 @@ def check_settings(
         arguments.flag("ticket", ticket),
         depth,
     )
+
+
+def check_captured_size(num_reqs: int, query_len: int, max_num_reqs: int, settings: Settings) -> None:
+    """ValueError where a size that is to be captured is beyond the builder's capacity."""
+    if query_len > settings.decode_threshold:
+        raise ValueError(
+            f"query_len: {query_len} is above decode_threshold {settings.decode_threshold}; graphs hold decodes only"
+        )
+    if num_reqs > max_num_reqs:
+        raise ValueError(f"num_reqs: {num_reqs} exceed the batch's max_num_reqs {max_num_reqs}")
+    if num_reqs * query_len > settings.max_num_batched_tokens:
+        raise ValueError(
+            f"num_reqs: {num_reqs} of {query_len} tokens exceed max_num_batched_tokens "
+            f"{settings.max_num_batched_tokens}"
+        )

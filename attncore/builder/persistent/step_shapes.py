@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from attncore import arguments
 from attncore.builder.device.arena import ArenaRing, Capacity, Views
 from attncore.builder.device.captured_sizes import CapturedSizes
 from attncore.builder.fields import ACTUAL_COUNTS, COUNTS, Field
+from attncore.builder.persistent.columns import Column, fill_from
 from attncore.builder.persistent.group_backends import Backends
 from attncore.builder.persistent.new_step_metadata import step_metadata
 from attncore.builder.persistent.step_metadata import Owner, StepMetadata
@@ -59,20 +60,23 @@ class StepShapes:
     """
 
     def __init__(
-        self, core: BatchCore, ring: ArenaRing, backends: Backends, side: CopyTransport | None, owner: Owner
-    ) -> None:
+        self, core: BatchCore, ring: ArenaRing, backends: Backends, side: CopyTransport | None, owner: Owner,
+        columns: Sequence[Column] = (),
+    ) -> None:  # fmt: skip
         self._core, self._ring, self._backends, self._side, self._owner = core, ring, backends, side, owner
+        self._columns = columns
         self.captured: CapturedSizes[Any] = CapturedSizes()
         self._eager: dict[Capacity, Any] = {}
-        self._by_bits: list[Any] = []  # on a device: eager shapes without encoder tokens, by (tokens - 1).bit_length()
+        self.by_bits: list[Any] = []
+        """On a device: eager shapes without encoder tokens, by (tokens - 1).bit_length()."""
 
     def eager(self, num_tokens: int, num_encoder_tokens: int) -> Any:
         """The StepShape of an eager step of ``num_tokens`` tokens and ``num_encoder_tokens`` encoder tokens."""
         capacity = self._ring.capacity
         if self._side is not None:
             bits = (num_tokens - 1).bit_length() if num_tokens > 1 else 0
-            if not num_encoder_tokens and bits < len(self._by_bits):
-                return self._by_bits[bits]
+            if not num_encoder_tokens and bits < len(self.by_bits):
+                return self.by_bits[bits]
             at_least = max(SMALLEST, 1 << max(num_tokens - 1, 0).bit_length())
             capacity = Capacity(
                 min(at_least, capacity.num_tokens),
@@ -95,7 +99,7 @@ class StepShapes:
             num_tokens *= 2
         if self._side is not None:
             bits = (most.num_tokens - 1).bit_length()
-            self._by_bits = [self.eager(min(1 << k, most.num_tokens), 0) for k in range(bits + 1)]
+            self.by_bits = [self.eager(min(1 << k, most.num_tokens), 0) for k in range(bits + 1)]
 
     def find(self, bucket: int) -> Any:
         """The StepShape of a captured size; CaptureError where it was not captured."""
@@ -184,6 +188,7 @@ class StepShapes:
         arenas, metadata = [], []
         for views in ring.views(capacity):
             arenas.append(core.kernels.StepArena(views.fields, views.groups, capacity, has_cross))
+            fill_from(self._columns, arenas[-1], views.fields)
             metadata.append(
                 step_metadata(
                     arenas[-1], views, core, self._backends.wraps, self._owner, extra, device, side, padded=pads

@@ -5,7 +5,7 @@ cimport cython
 
 @cython.final
 cdef class BatchState(Entrance):
-    """The requests in flight: state int32[3, n], whose rows are COMPUTED, ENCODER_LENS and ENCODER_DONE (see codes).
+    """The requests in flight: state int32[4, n], whose rows are COMPUTED, ENCODER_LENS, ENCODER_DONE and PLACE (codes).
 
     ``decoders`` and ``cross`` (or None) are their blocks, a TableState a KV-cache group. ``num_rows`` is the high-water
     mark (rows below it may be empty). ``dirty`` says that rows came, went or sat out since the last build, so that the
@@ -17,6 +17,7 @@ cdef class BatchState(Entrance):
     cdef length_t* num_computed
     cdef length_t* encoder_lens
     cdef length_t* encoder_done
+    cdef length_t* places
     cdef TableView* decoders[MAX_GROUPS]
     cdef length_t num_decoders
     cdef TableView* cross
@@ -36,6 +37,7 @@ cdef class BatchState(Entrance):
         self._keep = state, decoders, cross
         self.num_computed = &values[COMPUTED, 0]
         self.encoder_lens, self.encoder_done = &values[ENCODER_LENS, 0], &values[ENCODER_DONE, 0]
+        self.places = &values[PLACE, 0]
         self.num_decoders = 0
         for group in decoders:
             group.view.num_computed = self.num_computed
@@ -104,3 +106,4 @@ cdef void swap_rows(BatchState batch, length_t i, length_t j) noexcept nogil:
     exchange_lengths(batch.num_computed, i, j)
     exchange_lengths(batch.encoder_lens, i, j)
     exchange_lengths(batch.encoder_done, i, j)
+    exchange_lengths(batch.places, i, j)

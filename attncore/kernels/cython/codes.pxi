@@ -27,6 +27,7 @@ cdef enum:
     BEYOND_TABLE = 17
     TOO_FEW_SLOTS = 18
     SLOTS_NOT_PADDED = 19
+    NO_TOKENS = 20
 
 # Words of an arena's header, and of a journal entry.
 cdef enum:
@@ -44,6 +45,7 @@ cdef enum:
     COMPUTED = 0
     ENCODER_LENS = 1
     ENCODER_DONE = 2
+    PLACE = 3
 
 cdef enum:
     NUM_BLOCKS = 0

@@ -30,6 +30,7 @@ cdef class StepKernel:
     cdef readonly list last     # by arena of the ring: the StepArena whose step it holds
     cdef readonly slot_t next_step
     cdef dict shapes            # by num_reqs, those of add_shape
+    cdef list columns           # those whose tokens each step is checked for
 
     def __init__(self, BatchState batch, StepShape eager, query_lens, swaps, kinds, ran,
                  length_t max_model_len, length_t max_num_tokens, length_t max_num_encoder_tokens,
@@ -47,7 +48,7 @@ cdef class StepKernel:
         self.max_model_len, self.max_num_tokens = max_model_len, max_num_tokens
         self.max_num_encoder_tokens, self.decode_threshold = max_num_encoder_tokens, decode_threshold
         self.ranks = Ranks(world, rank, interleave)
-        self.shapes = {}
+        self.shapes, self.columns = {}, []
         self.next_step = 0
         self.last = [None] * self.depth
 
@@ -64,6 +65,10 @@ cdef class StepKernel:
     def add_shape(self, StepShape shape):
         """Adds a shape that ``padded_step`` finds by its num_reqs."""
         self.shapes[shape.num_reqs] = shape
+
+    def add_column(self, ColumnState column):
+        """Checks from now on that a column has the tokens that rows run."""
+        self.columns.append(column)
 
     def drop_shape(self, num_reqs):
         self.shapes.pop(num_reqs, None)
@@ -106,9 +111,23 @@ cdef class StepKernel:
     def check(self):
         """Checks query_lens, changing nothing: (code, row, token, group)."""
         cdef Failure failure = Failure(0, 0, 0)
-        cdef length_t code = check_rows(self.batch, self.query_lens, self.max_model_len, self.max_num_tokens,
-                                        self.max_num_encoder_tokens, &failure)
+        cdef length_t code = self.check_step(&failure)
         return code, failure.row, failure.token, failure.group
+
+    cdef length_t check_step(self, Failure* failure) noexcept:
+        cdef length_t row, code = check_rows(self.batch, self.query_lens, self.max_model_len, self.max_num_tokens,
+                                             self.max_num_encoder_tokens, failure)
+        cdef ColumnState column
+        if code == OK and self.columns:
+            failure.group = 0
+            for column in self.columns:
+                row = check_tokens(&column.view, self.batch.places, self.batch.num_computed, self.query_lens,
+                                   self.batch.num_rows)
+                if row >= 0:
+                    failure.row = row
+                    return NO_TOKENS
+                failure.group += 1
+        return code
 
     def check_shape(self, StepShape shape):
         """Whether the checked step fits a shape that pads: (code, row, number of rows that run)."""
@@ -210,6 +229,9 @@ cdef class StepKernel:
         if num_decodes or shape.pads:
             out.max_query_len = max(out.max_query_len, out.max_decode_query_len)
         out.max_seq_len = max(out.max_decode_seq_len, out.max_prefill_seq_len)
+        if out.num_columns:
+            fill_columns(out.columns, out.num_columns, batch.places, batch.num_computed, self.query_lens, num_ones,
+                         num_reqs, out.num_reqs, out.num_tokens)
         out.step = self.next_step
         out.req_ids = batch.req_ids
         out.changes = batch.changes

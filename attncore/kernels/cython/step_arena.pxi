@@ -71,6 +71,9 @@ cdef class StepArena:
     cdef readonly slot_t changes
     cdef readonly object req_ids
     cdef public object moves
+    cdef ColumnOut columns[MAX_COLUMNS]
+    cdef length_t num_columns
+    cdef list _columns
     cdef public tuple views     # (mapping, names): the arrays of a step that are cached, until it has other counts
 
     def __init__(self, dict fields, list groups, capacity, bint has_cross):
@@ -109,9 +112,22 @@ cdef class StepArena:
                 out.shares_pages |= other["paged_kv_indptr"] is group["paged_kv_indptr"]
         self.max_reqs, self.max_tokens = <length_t> reqs, <length_t> tokens
         self.max_cross_slots = <length_t> encoder_tokens if has_cross else 0
+        self.num_columns, self._columns = 0, []
         self.step = -1
         self.req_ids = self.moves = self.views = ()
         # Nothing is written before the first step: this memory may hold a step of another shape.
+
+    def add_column(self, ColumnState column, out):
+        """``out`` uint8[bytes]: where each step has the items of a column."""
+        cdef unsigned char[::1] view = out
+        cdef ColumnView* items = &column.view
+        if self.num_columns == MAX_COLUMNS:
+            raise ValueError(f"column: a step of this arena has {MAX_COLUMNS} already")
+        check_length("column", view.shape[0], (self.max_tokens if items.per_token else self.max_reqs) * items.itemsize)
+        self._columns.append((column, out))
+        self.columns[self.num_columns].column = items
+        self.columns[self.num_columns].out = <char*> &view[0]
+        self.num_columns += 1
 
     cdef void _forget(self) noexcept:
         """Forgets this arena's last step: a step of another shape may have been written here."""

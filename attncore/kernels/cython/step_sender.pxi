@@ -21,6 +21,12 @@ cdef class StepSender:
     cdef slot_t* receipt
     cdef TableView* tables[MAX_GROUPS + 1]
     cdef length_t num_tables, entries
+    cdef public slot_t sent             # the last step that was sent; -1: none
+    cdef public slot_t pending          # the step that waits for the replay of its graph; -1: none
+    cdef public object pending_shape    # its StepShape
+    cdef readonly slot_t last           # the last step that was sent, also where it was taken back
+    cdef readonly object last_shape     # its StepShape
+    cdef public bint alone              # whether nothing is sent beside an arena
 
     def __init__(self, arenas, list groups, length_t entries, receipt):
         cdef slot_t[::1] addresses = arenas
@@ -29,12 +35,17 @@ cdef class StepSender:
         self._keep = arenas, groups, receipt
         self.arenas, self.depth, self.receipt = &addresses[0], addresses.shape[0], &word[0]
         self.num_tables, self.entries = 0, entries
+        self.sent = self.pending = self.last = -1
+        self.alone = True
         for table in groups:
             self.tables[self.num_tables] = &table.view
             self.num_tables += 1
 
     def write(self, slot_t step, StepShape shape, StepArena out, length_t num_rows):
         """Writes a step's rows, tokens and journal: how many entries. Where all room is taken, there may be more."""
+        return self.write_journals(shape, out, step, num_rows)
+
+    cdef length_t write_journals(self, StepShape shape, StepArena out, slot_t step, length_t num_rows) noexcept:
         cdef char* arena = <char*> <size_t> self.arenas[step % self.depth]
         cdef slot_t* header = <slot_t*> arena
         cdef length_t* entries = <length_t*> (arena + shape.tail)
@@ -46,10 +57,29 @@ cdef class StepSender:
             total += count
         return total
 
-    def publish(self, slot_t step):
+    cpdef object publish(self, slot_t step):
         """Writes the step's number, behind everything else: from now on the device may read the step."""
         store_word(<slot_t*> <size_t> self.arenas[step % self.depth] + HEADER_STEP, step)
+
+    cpdef object note_sent(self, slot_t step, shape):
+        """Notes that ``step`` was sent, in ``shape``."""
+        self.sent = self.last = step
+        self.last_shape = shape
 
     def seen(self, slot_t step):
         """Whether the device has read ``step``."""
         return load_word(self.receipt) >= step
+
+    def launch(self, slot_t step, graph):
+        """Publishes ``step`` and replays its graph; False, and nothing done, where it does not wait for that."""
+        cdef slot_t* header = <slot_t*> <size_t> self.arenas[step % self.depth]
+        cdef object replay = getattr(graph, "replay", None)
+        if replay is None or not self.alone or step != self.pending or not (<StepShape> self.pending_shape).recorded:
+            return False
+        if header[HEADER_STEP] == step:  # a replay of this step was interrupted
+            return False
+        store_word(header + HEADER_STEP, step)
+        replay()
+        self.note_sent(step, self.pending_shape)
+        self.pending = -1
+        return True

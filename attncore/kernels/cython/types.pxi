@@ -10,3 +10,4 @@ ctypedef int64_t slot_t      # block * block_size + offset, or PAD_SLOT_ID
 cdef enum:
     MAX_INT32 = 0x7FFFFFFF
     MAX_GROUPS = 64         # KV-cache groups of a batch
+    MAX_COLUMNS = 16        # columns of a builder

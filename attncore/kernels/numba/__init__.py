@@ -9,6 +9,7 @@ Python objects is plain Python. Where C takes a struct, a loop here takes its ar
 from attncore.kernels.numba.adopted_rows import AdoptedRows
 from attncore.kernels.numba.batch import BatchState
 from attncore.kernels.numba.block_table import TableState
+from attncore.kernels.numba.columns import ColumnState
 from attncore.kernels.numba.entrance import Entrance, Stay
 from attncore.kernels.numba.field_functions import (
     classify,
@@ -33,6 +34,7 @@ __all__ = [
     "READS_INTS",
     "AdoptedRows",
     "BatchState",
+    "ColumnState",
     "Entrance",
     "GroupReader",
     "ReadOnly",

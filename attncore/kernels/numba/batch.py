@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from attncore.kernels.codes import COMPUTED, ENCODER_LENS, SYNCED
+from attncore.kernels.codes import COMPUTED, ENCODER_LENS, PLACE, SYNCED
 from attncore.kernels.numba.block_ids import check_row
 from attncore.kernels.numba.block_table import TableState, swap_blocks
 from attncore.kernels.numba.entrance import Entrance
@@ -17,7 +17,7 @@ class BatchState(Entrance):
         super().__init__()
         self.state, self.decoders, self.cross = state, decoders, cross
         self.capacity = state.shape[1]
-        self.num_computed = state[COMPUTED]
+        self.num_computed, self.places = state[COMPUTED], state[PLACE]
         for table in decoders:
             table.num_computed = self.num_computed
         if cross is not None:
@@ -34,12 +34,12 @@ class BatchState(Entrance):
 
     def progress(self, row: int) -> tuple[int, int, bool]:
         check_row(row, self.capacity)
-        num_computed, encoder_len, encoder_done = self.state[:, row].tolist()
+        num_computed, encoder_len, encoder_done = self.state[:PLACE, row].tolist()
         return num_computed, encoder_len, bool(encoder_done)
 
     def start(self, row: int, num_computed: int, encoder_len: int, encoder_done: bool) -> None:
         check_row(row, self.capacity)
-        self.state[:, row] = num_computed, encoder_len, encoder_done
+        self.state[:PLACE, row] = num_computed, encoder_len, encoder_done
 
     def set_computed(self, row: int, num_computed: int) -> None:
         check_row(row, self.capacity)

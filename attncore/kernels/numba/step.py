@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from attncore.kernels.codes import COMPUTED, ENCODER_DONE, ENCODER_LENS
+from attncore.kernels.codes import COMPUTED, ENCODER_DONE, ENCODER_LENS, NO_TOKENS, OK
 from attncore.kernels.numba.arrange import count_ones, mark_kinds, plan_swaps
 from attncore.kernels.numba.batch import BatchState
 from attncore.kernels.numba.block_table import cache_decode_blocks
 from attncore.kernels.numba.checks import check_rows, check_shape, decodes_fit, longest_of
+from attncore.kernels.numba.columns import ColumnState, check_tokens, fill_columns
 from attncore.kernels.numba.context_parallel import Ranks, keep_local
 from attncore.kernels.numba.encoders import fill_encoder
 from attncore.kernels.numba.jit import jit
@@ -64,6 +65,7 @@ class StepKernel:
         self.max_num_encoder_tokens, self.decode_threshold = max_num_encoder_tokens, decode_threshold
         self.ranks = Ranks(world, rank, interleave)
         self.shapes: dict[int, StepShape] = {}
+        self.columns: list[ColumnState] = []
         self._next_step = np.zeros(1, np.int64)
         self.last: list[StepArena | None] = [None] * self.depth
 
@@ -78,6 +80,9 @@ class StepKernel:
 
     def add_shape(self, shape: StepShape) -> None:
         self.shapes[shape.num_reqs] = shape
+
+    def add_column(self, column: ColumnState) -> None:
+        self.columns.append(column)
 
     def drop_shape(self, num_reqs: int) -> None:
         self.shapes.pop(num_reqs, None)
@@ -109,9 +114,18 @@ class StepKernel:
         self.query_lens[: self.batch.num_rows] = query_len
 
     def check(self) -> tuple[int, int, int, int]:
-        return check_rows(
-            self.batch, self.query_lens, self.max_model_len, self.max_num_tokens, self.max_num_encoder_tokens
+        return self.check_step()
+
+    def check_step(self) -> tuple[int, int, int, int]:
+        batch = self.batch
+        failed = check_rows(
+            batch, self.query_lens, self.max_model_len, self.max_num_tokens, self.max_num_encoder_tokens
         )
+        for index, column in enumerate(self.columns) if failed[0] == OK else ():
+            row = check_tokens(column, batch.places, batch.num_computed, self.query_lens, batch.num_rows)
+            if row >= 0:
+                return NO_TOKENS, row, 0, index
+        return failed
 
     def check_shape(self, shape: StepShape) -> tuple[int, int, int]:
         batch = self.batch
@@ -197,4 +211,9 @@ class StepKernel:
         ran[0, :num_ones], ran[0, num_ones:num_reqs] = 1, self.query_lens[num_ones:num_reqs]
         ran[1, :num_reqs] = out.encoder_query_lens[:num_reqs] if batch.cross and out.num_cross_slots else 0
         advance(batch.state, self.query_lens, num_ones, num_reqs, self._next_step)
+        if out.columns:
+            fill_columns(
+                out.columns, batch.places, batch.num_computed, self.query_lens, num_ones, num_reqs, out.num_reqs,
+                out.num_tokens,
+            )  # fmt: skip
         return metadata

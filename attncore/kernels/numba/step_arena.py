@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from attncore.kernels.numba.columns import ColumnState
+
 
 def check_length(name: str, length: int, least: int) -> None:
     if length < least:
         raise ValueError(f"{name}: {length} elements, and a step of this arena writes {least}")
 
 
+MAX_COLUMNS = 16
 BY_TOKEN = ("positions", "token_to_req_indices")
 BY_REQUEST = ("seq_lens", "context_lens", "query_lens", "logits_indices")
 SUMS = ("query_start_loc", "seq_start_loc", "prefill_query_start_loc", "prefill_seq_start_loc")
@@ -71,6 +74,7 @@ class StepArena:
             )
             for g, group in enumerate(groups)
         ]
+        self.columns: list[tuple[ColumnState, Any]] = []
         self.counting = self.version = self.encoder_reqs = 0
         self.step = -1
         self.num_reqs = self.num_tokens = self.num_actual_reqs = self.num_actual_tokens = 0
@@ -82,6 +86,13 @@ class StepArena:
         self.req_ids: tuple[Any, ...] = ()
         self.moves: tuple[tuple[int, int], ...] = ()
         self.views: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = ()
+
+    def add_column(self, column: ColumnState, out: Any) -> None:
+        itemsize = column.values.shape[2]
+        if len(self.columns) == MAX_COLUMNS:
+            raise ValueError(f"column: a step of this arena has {MAX_COLUMNS} already")
+        check_length("column", len(out), (self.max_tokens if column.per_token else self.max_reqs) * itemsize)
+        self.columns.append((column, out.reshape(-1, itemsize)))
 
     def _forget(self) -> None:
         self.counting = 0

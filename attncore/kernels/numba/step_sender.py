@@ -21,8 +21,15 @@ def words_at(address: int, count: int, ctype: Any) -> Any:
 class StepSender:
     def __init__(self, arenas: Any, groups: list[TableState], entries: int, receipt: Any) -> None:
         self.arenas, self.tables, self.entries, self.receipt = arenas, groups, entries, receipt
+        self.sent = self.pending = self.last = -1
+        self.pending_shape: StepShape | None = None
+        self.last_shape: StepShape | None = None
+        self.alone = True
 
     def write(self, step: int, shape: StepShape, out: StepArena, num_rows: int) -> int:
+        return self.write_journals(shape, out, step, num_rows)
+
+    def write_journals(self, shape: StepShape, out: StepArena, step: int, num_rows: int) -> int:
         arena = int(self.arenas[step % len(self.arenas)])
         header = words_at(arena, HEADER_COUNTS + len(self.tables), ctypes.c_int64)
         entries = words_at(arena + shape.tail, JOURNAL_ENTRY_WORDS * self.entries, ctypes.c_int32)
@@ -38,5 +45,22 @@ class StepSender:
         arena = int(self.arenas[step % len(self.arenas)])
         words_at(arena, HEADER_STEP + 1, ctypes.c_int64)[HEADER_STEP] = step
 
+    def note_sent(self, step: int, shape: StepShape) -> None:
+        self.sent = self.last = step
+        self.last_shape = shape
+
     def seen(self, step: int) -> bool:
         return bool(self.receipt[0] >= step)
+
+    def launch(self, step: int, graph: Any) -> bool:
+        arena = int(self.arenas[step % len(self.arenas)])
+        replay, shape = getattr(graph, "replay", None), self.pending_shape
+        if replay is None or not self.alone or step != self.pending or shape is None or not shape.recorded:
+            return False
+        if words_at(arena, HEADER_STEP + 1, ctypes.c_int64)[HEADER_STEP] == step:
+            return False
+        self.publish(step)
+        replay()
+        self.note_sent(step, shape)
+        self.pending = -1
+        return True

@@ -12,10 +12,6 @@ from attncore.errors import CaptureError
 class Abandonable(CopyTransport):
     """A step in ``pending`` waits for its replay, as with nodes of graphs."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.pending = -1
-
     def send(self, step, shape, out, num_rows, waits):
         super().send(step, shape, out, num_rows, waits)
         self.pending = step if waits else -1

@@ -1,0 +1,176 @@
+"""Columns of a batch: numbers that an engine keeps for its requests, which each step has by row or by token."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attncore import arguments
+from attncore.builder.device.memory import zeros
+from attncore.builder.uncopied import Uncopied
+from attncore.kernels import codes
+from attncore.quoted import plain_text, quoted
+
+if TYPE_CHECKING:
+    from attncore.builder.persistent.batch_core import BatchCore
+    from attncore.builder.persistent.step_metadata import StepMetadata
+
+
+class Column(Uncopied):
+    """One number for each request of a batch, such as its temperature; made by ``InputBatch.column``.
+
+    ``column[req_id]`` reads and sets it. It stays with the request while its row changes, and is 0 when the request is
+    added. ``MetadataBuilder.register_column`` makes it a field of each step, without a function of the engine's.
+    """
+
+    per_token = False
+
+    def __init__(self, core: BatchCore, name: str, dtype: np.dtype[Any], width: int = 1) -> None:
+        n = core.max_num_reqs
+        self._core, self.name, self.dtype = core, name, dtype
+        self._values = zeros((n, width * dtype.itemsize), np.uint8).view(dtype)
+        self._given, self._num_given = zeros(n, np.int64), zeros(n, np.int32)
+        self.state = core.kernels.ColumnState(
+            self._values.view(np.uint8),
+            dtype.itemsize,
+            self.per_token,
+            self._given,
+            self._num_given,
+            dtype.kind == "i",
+        )
+
+    def __getitem__(self, req_id: Hashable) -> Any:
+        """The request's value; ValueError where it is not in the batch."""
+        return self._core.read(req_id, lambda row: self._value(self._values[self._place(row)].copy()))
+
+    def __setitem__(self, req_id: Hashable, value: Any) -> None:
+        with self._core.enter():
+            self._values[self._place(self._core.order.row(req_id))] = self._checked("value", value)
+
+    def write(self, metadata: StepMetadata, values: Any) -> None:
+        """Sets the values of a step's requests, in the order of ``metadata.req_ids``; what is behind them is not read.
+
+        One value for each is the first of its width; an array [n, k] has the first k. Lists of ints cost least.
+        Requests that have left since the step was built are passed over. Raises ValueError for fewer values.
+        """
+        core, req_ids = self._core, metadata.req_ids
+        n = len(req_ids)
+        if type(values) is list:
+            with core.enter():
+                if self._has_rows_of(metadata) and self.state.write(core.state, values, n):
+                    return
+        given = self._checked("values", values)
+        if given.ndim == 0 or len(given) < n:
+            raise ValueError(f"values: {given.shape} for a step of {n} requests; give one for each")
+        given = given[:n, None] if given.ndim == 1 else given[:n]
+        items = given.shape[1]
+        if given.ndim > 2 or items > self._values.shape[1]:
+            raise ValueError(f"values: {given.shape} for a column of width {self._values.shape[1]}")
+        with core.enter():
+            if self._has_rows_of(metadata):
+                self._values[core.lengths[codes.PLACE, :n], :items] = given
+                return
+            rows = [core.order.row_of.get(req_id, -1) for req_id in req_ids]
+            kept = [i for i, row in enumerate(rows) if row >= 0]
+            self._values[core.lengths[codes.PLACE, [rows[i] for i in kept]], :items] = given[kept]
+
+    def _has_rows_of(self, metadata: StepMetadata) -> bool:
+        """Whether the rows of a step are still those of the batch."""
+        arena, state = metadata._arena, self._core.state
+        return arena.req_ids is state.req_ids and arena.changes == state.changes
+
+    def clear(self, row: int) -> None:
+        """Makes the values of a row 0, for the request that is added to it."""
+        place = self._place(row)
+        self._values[place] = 0
+        self.state.give(place, None)
+
+    def _place(self, row: int) -> int:
+        return int(self._core.lengths[codes.PLACE, row])
+
+    def _checked(self, name: str, value: Any) -> npt.NDArray[Any]:
+        try:
+            given = np.asarray(value) if np.size(value) else np.zeros(np.shape(value), self.dtype)
+            checked = given.astype(self.dtype, casting="same_kind")
+        except (TypeError, ValueError, OverflowError) as error:
+            raise TypeError(f"{name}: {error}; column {self.name!r} holds {self.dtype}") from None
+        if given.dtype != self.dtype and self.dtype.kind in "iu" and (checked != given).any():
+            raise ValueError(f"{name}: does not fit {self.dtype}, which column {self.name!r} holds")
+        return checked
+
+    def _value(self, items: npt.NDArray[Any]) -> Any:
+        return items[0].item()
+
+
+class TokenColumn(Column):
+    """What each token of a step is, such as its id; made by ``InputBatch.token_column``.
+
+    The token at position p of a request is the p-th of those that it was given (``give``), and behind them the
+    request's own value: the token that was sampled last. With ``width`` it has that many, for drafts: the first token
+    that is not given takes the first one.
+    """
+
+    per_token = True
+
+    def give(self, req_id: Hashable, tokens: Any) -> None:
+        """The request's tokens at positions 0, 1, 2, ...: its prompt, or all it has where it is computed again.
+
+        An array of the column's dtype is kept, not copied; do not write to it afterwards. ValueError where the request
+        is not in the batch.
+        """
+        array = np.ascontiguousarray(self._checked("tokens", tokens))
+        if array.ndim != 1:
+            raise ValueError(f"tokens: an array of shape {array.shape}; give one number a token")
+        with self._core.enter():
+            self.state.give(self._place(self._core.order.row(req_id)), array.view(np.uint8))
+
+    def _checked(self, name: str, value: Any) -> npt.NDArray[Any]:
+        if isinstance(value, np.ndarray) and value.dtype == self.dtype:
+            return value
+        return super()._checked(name, value)
+
+    def _value(self, items: npt.NDArray[Any]) -> Any:
+        return items[0].item() if len(items) == 1 else items
+
+
+class KeepsColumns:
+    """The columns of an InputBatch."""
+
+    _core: BatchCore
+
+    def column(self, name: str, dtype: Any) -> Column:
+        """A new Column ``name`` of numbers of ``dtype``, one for each request, 0 at first."""
+        column = Column(self._core, *self._checked_column(name, dtype))
+        self._add_column(column)
+        return column
+
+    def token_column(self, name: str, dtype: Any = np.int64, *, width: int = 1) -> TokenColumn:
+        """A new TokenColumn ``name``: one number for each token; ``width`` of them behind the given ones (drafts)."""
+        width = arguments.integer("width", width, 1)
+        column = TokenColumn(self._core, *self._checked_column(name, dtype), width)
+        self._add_column(column)
+        return column
+
+    def _checked_column(self, given: Any, dtype: Any) -> tuple[str, np.dtype[Any]]:
+        name = plain_text(given)
+        if name is None or not name.isidentifier():
+            raise ValueError(f"name: {quoted(given)} is not a name for a column")
+        if name in self._core.columns:
+            raise ValueError(f"name: the batch has a column {name!r} already")
+        found = np.dtype(dtype)
+        if found.kind not in "iufb":
+            raise TypeError(f"dtype: {found} is not one of numbers")
+        return name, found
+
+    def _add_column(self, column: Column) -> None:
+        with self._core.enter():
+            self._core.columns[column.name] = column
+
+
+def fill_from(columns: Iterable[Column], arena: Any, arrays: dict[str, Any]) -> None:
+    """Has every step in ``arena`` filled from ``columns``, into ``arrays`` by their names."""
+    for column in columns:
+        arena.add_column(column.state, arrays[column.name].view(np.uint8))
