@@ -21,6 +21,8 @@ OF_ROWS = ("query_lens", "context_lens", "logits_indices")
 OF_TOKENS = ("token_to_req_indices", "positions")
 MADE = frozenset((*SUMS, "paged_kv_indices", *OF_ROWS, *OF_TOKENS))
 _SUMMED = frozenset((*SUMS, "paged_kv_indices"))
+_SUMS = frozenset(SUMS)
+NOTHING: frozenset[str] = frozenset()
 
 
 class DeviceFields:
@@ -28,8 +30,10 @@ class DeviceFields:
 
     def __init__(self, device: torch.device, settings: Settings, *, page_list: bool) -> None:
         self.device, self._settings = device, settings
-        self.live = {*SUMS, "paged_kv_indices"} if page_list else set()
+        self.live = _SUMMED if page_list else NOTHING
         """Fields that each step makes."""
+        self.written = NOTHING
+        """Fields that the step under way, or the last one, has written; ``NOTHING`` is set before a step."""
         self._sum_lengths: Any = None
         self._words = self._zeros(3 * settings.gap)
         self._pages: Any = None
@@ -80,25 +84,48 @@ class DeviceFields:
             "seq_start_loc": words[2 * gap : 2 * gap + num_reqs + 1],
         }
 
-    def make(self, given: Given, longest: int) -> None:
-        """Makes the fields that are asked for, of a step; ``longest`` bounds its rows' keys."""
-        live = self.live
-        if not live.isdisjoint(_SUMMED):
-            self._make_sums(given, longest, gathers="paged_kv_indices" in live)
+    def make(self, given: Given, longest: int, names: frozenset[str] | None = None) -> None:
+        """Makes fields of a step: ``names``, or what is asked for and its plan has not made already.
+
+        ``longest`` bounds its rows' keys.
+        """
+        if names is None:
+            names = self.live - self.written if self.written else self.live
+        self.written = self.written | names if self.written else names  # first: an interrupted call may write them
+        if not names.isdisjoint(_SUMMED):
+            self._make_sums(given, longest, gathers="paged_kv_indices" in names)
         for name in self._others:
-            if name in live:
+            if name in names:
                 self._make_other(name, given)
 
-    def ask(self, name: str, given: Given, longest: int) -> None:
-        """From now on each step makes a field; the step of ``given`` does at once."""
-        if name in self.live:
+    def ask(self, name: str, given: Given, longest: int, *, under_way: bool) -> None:
+        """From now on each step makes a field; the step of ``given`` does at once.
+
+        ``under_way``: it is not built yet, so that what lies there is the last step's.
+        """
+        if name in (self.written if under_way else self.live):
             return
+        names = frozenset((name,))
         if name in _SUMMED:
-            self._make_sums(given, longest, gathers=name == "paged_kv_indices")
-            self.live.update((*SUMS, name))
+            names |= (self.live & _SUMMED) | _SUMS
         else:
-            self._make_other(name, given)
-            self.live.add(name)  # last: what is not made must not count as made
+            self._buffer(name)
+        self.make(given, longest, names)
+        self.live |= names  # last: what is not made must not count as made
+
+    def lend(self, given: Given, seq_lens: torch.Tensor, least: int) -> None:
+        """Writes the lengths of ``given``, those of the engine but ``least`` at least."""
+        self.written |= {"seq_lens"}
+        torch.clamp(seq_lens, min=least, out=given.seq_lens)
+
+    def restore(self, given: Given, kept: Given, longest: int, *, least: int) -> None:
+        """Makes what a step wrote that was not built in the end again of the last one, whose arguments these are.
+
+        ``kept``: as the engine gave them.
+        """
+        if "seq_lens" in self.written and given.seq_lens is not kept.seq_lens:
+            self.lend(given, kept.seq_lens, least)
+        self.make(given, longest, self.live & self.written)
 
     def other(self, name: str, given: Given) -> torch.Tensor:
         """The view of a field of OF_ROWS or OF_TOKENS in a step, or of ``seq_lens`` where padded rows are lent keys."""

@@ -126,6 +126,8 @@ class AdoptedStep(CommonAttentionMetadata):
     num_actual_tokens: int
     lengths: str
     """``exact``, ``bounded`` or ``none``: what the host knows of the lengths."""
+    refused = False
+    """Whether its build failed: a plan may have kept it."""
     _given: Given
     _fields: DeviceFields
     _owner: Any
@@ -168,13 +170,18 @@ class AdoptedStep(CommonAttentionMetadata):
         return AdoptedHost(arrays, self.num_tokens)
 
     def _made(self, name: str) -> Any:
-        fields, given = self._fields, self._given
-        if name not in fields.live and self._owner.last_step > self.step:
+        fields, given, last = self._fields, self._given, self._owner.last_step
+        if self.refused:
             raise AttncoreError(
-                f"metadata: {name} of step {self.step} was first asked for after step {self._owner.last_step} was "
-                "built, whose it would be; ask before the next build"
+                f"metadata: {name} was asked for of a step whose build failed, and what lies there is of step {last}; "
+                "use metadata that a build returned"
             )
-        fields.ask(name, given, self.max_seq_len)
+        if name not in fields.live and last > self.step:
+            raise AttncoreError(
+                f"metadata: {name} of step {self.step} was first asked for after step {last} was built, whose it "
+                "would be; ask before the next build"
+            )
+        fields.ask(name, given, self.max_seq_len, under_way=self.step > last)
         if name in SUMS:
             return fields.sums(self.num_reqs)[name]
         if name in OF_ROWS or name in OF_TOKENS:

@@ -6,50 +6,28 @@ import weakref
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from attncore import arguments, graphs
 from attncore.builder.adopted.captured_rows import CapturedRows
-from attncore.builder.adopted.device_fields import DeviceFields
+from attncore.builder.adopted.device_fields import NOTHING, DeviceFields
 from attncore.builder.adopted.error_texts import refused_step
 from attncore.builder.adopted.given import Given, Place, check_memory, facts_of_tensors, place_of
 from attncore.builder.adopted.host_given import HostLengths, HostStarts
 from attncore.builder.adopted.settings import Batch, check_settings, facts_of
-from attncore.builder.adopted.step import OF_STARTS, AdoptedStep, Owner
-from attncore.builder.device.memory import Readers, zeros
+from attncore.builder.adopted.size import Size, new_arrays
+from attncore.builder.adopted.step import AdoptedStep, Owner
+from attncore.builder.device.memory import Readers
 from attncore.builder.persistent.kv_cache_group import ONLY_GROUP, KVCacheGroup
 from attncore.builder.uncopied import Uncopied
 from attncore.errors import ConcurrentUseError
 from attncore.kernels import KernelsName, load_kernels
 from attncore.show import angled, counted, guarded, short
 
-_OF_LENGTHS = ("seq_lens", "context_lens", "seq_start_loc", "paged_kv_indptr", "paged_kv_last_page_len")
-_ONE_LONGER = ("query_start_loc", "seq_start_loc", "paged_kv_indptr", "_starts")
-
 _NONE = (None, None)
 
 _KEPT: list[Any] = []
 """Memory of AdoptedSteps that were dropped while graphs read it."""
-
-
-class _Size:
-    """What steps of one number of rows have in common: views of our memory, and of the engine's of last time."""
-
-    __slots__ = ("device", "facts", "given", "host", "kept", "key", "values")
-
-    def __init__(self, device: dict[str, Any], host: list[dict[str, Any]]) -> None:
-        self.device, self.host = device, host
-        self.kept: Any = None
-        """Aliases of the engine's tensors, which keep their memory: a tensor that lies there later shares it."""
-        self.given: Any = None
-        """The tensors of metadata: ``kept``, but lengths of ours where padded rows are lent keys."""
-        self.values: dict[str, Any] = {}
-        """What metadata of ``given`` has beside a step's own."""
-        self.key: Any = None
-        """Where the engine's tensors lay, and what else tells ``given``."""
-        self.facts: Any = None
-        """``facts_of_tensors`` of the engine's; None where ``key`` is none, or a tensor has no address."""
 
 
 class AdoptedSteps(Uncopied):
@@ -93,7 +71,7 @@ class AdoptedSteps(Uncopied):
             ConcurrentUseError, "steps: a caller is inside them already, in this thread (a plan, say) or another"
         )
         self._uniform = self._facts.cuda_graph != "always"
-        self._arrays = [_new_arrays(settings.max_num_reqs) for _ in range(settings.depth + 1)]
+        self._arrays = [new_arrays(settings.max_num_reqs) for _ in range(settings.depth + 1)]
         self._rows = [
             self._kernels.AdoptedRows(
                 arrays, settings.max_num_reqs, settings.max_num_tokens, settings.block_size, settings.max_model_len,
@@ -102,7 +80,11 @@ class AdoptedSteps(Uncopied):
             for arrays in self._arrays
         ]  # fmt: skip
         self._fields = DeviceFields(device, settings, page_list=self._facts.page_list)
-        self._sizes: dict[int, _Size] = {}
+        self._sizes: dict[int, Size] = {}
+        self._found: dict[int, Size] = {}
+        """By the rows that an engine gave, padding counted: the size of the last such step."""
+        self._last: Any = None
+        """What the last step's fields on the device were made from, as ``DeviceFields.restore`` takes it."""
         self._host_starts, self._host_lengths = HostStarts(), HostLengths(self._facts)
         self._captured = CapturedRows(self._facts, settings)
         self._owner = Owner(self, settings.depth)
@@ -191,7 +173,8 @@ class AdoptedSteps(Uncopied):
 
         Raises ValueError or TypeError that names the argument, CaptureError while a stream is capturing, and
         ConcurrentUseError while another caller, such as the plan of a step, is inside; nothing has changed then, and an
-        older step's arrays are as they were.
+        older step's arrays are as they were. Where the plan failed, or the call was interrupted, fields on the device
+        that had been written are made again from the last step's tensors, and metadata that the plan kept makes none.
         """
         with self._entrance.enter():
             return self._build(
@@ -205,7 +188,7 @@ class AdoptedSteps(Uncopied):
         if self._cuda:
             self._check_ready()
         facts = facts_of_tensors(tensors)
-        size = self._sizes.get(facts[5][0]) if facts is not None and facts[5] else None  # [5]: the shape of seq_lens
+        size = self._found.get(facts[5][0]) if facts is not None and facts[5] else None  # [5]: the shape of seq_lens
         known = size is not None and size.facts == facts and size.kept.lies_at(facts)
         if known:
             place: Place = size.key[0]  # type: ignore[union-attr]
@@ -222,7 +205,9 @@ class AdoptedSteps(Uncopied):
                 captured = self._captured.new(place)
         if captured is not None:
             query_len = captured.query_len
-        index = (self._owner.last_step + 1) % len(self._rows)
+        owner = self._owner
+        step = owner.last_step + 1
+        index = step % len(self._rows)
         counts = self._rows[index].fill(
             starts, lengths, place.num_slots, place.table_shape[1], query_len, self._uniform, capturing
         )
@@ -231,16 +216,33 @@ class AdoptedSteps(Uncopied):
         if captured is not None and counts["use_cuda_graph"]:
             self._captured.settle_counts(counts, captured, place)
         size = self._size_of(tensors, place, counts, facts, size if known else None)
-        metadata = self._metadata(size, counts, index, lengths_known)
-        if capturing and captured is not None:
-            self._captured.recorded(place.num_reqs, plans_itself=False)
+        metadata = self._metadata(size, counts, step, index, lengths_known)
         plans_itself = captured is not None and captured.plans_itself and not capturing and metadata.use_cuda_graph
-        self._plan_and_make(metadata, tensors[1], plans_itself=plans_itself)
-        if captured is not None and captured.addresses is None and metadata.use_cuda_graph:
-            self._captured.keep(captured, place)
-            self._keep_memory()
-        self._owner.last_step += 1
+        self._fields.written = NOTHING
+        try:
+            self._plan_and_make(metadata, tensors[1], plans_itself=plans_itself)
+            if capturing and captured is not None:
+                self._captured.recorded(place.num_reqs, plans_itself=False)
+            if captured is not None and captured.addresses is None and metadata.use_cuda_graph:
+                self._captured.keep(captured, place)
+                self._keep_memory()
+            owner.last_step = step
+        except BaseException:  # an interrupt, too
+            if owner.last_step != step:
+                self._undo(metadata)
+            raise
+        # An interrupt before this leaves the step before in it, which is right: no caller was given this one.
+        self._last = size.given, size.kept, counts["max_seq_len"]
         return metadata
+
+    def _undo(self, metadata: AdoptedStep) -> None:
+        """Behind a build that failed once ``metadata`` was made: what it wrote on the device is the last step's again.
+
+        That is made anew from that step's tensors. Nothing is, where the failed step wrote nothing.
+        """
+        vars(metadata)["refused"] = True
+        if self._last is not None:
+            self._fields.restore(*self._last, least=self._facts.pad_seq_len)
 
     def _check_ready(self) -> None:
         """CaptureError while a stream is capturing, RuntimeError where another device is the current one."""
@@ -263,7 +265,7 @@ class AdoptedSteps(Uncopied):
         if self._facts.plans and not plans_itself:
             self._plan(metadata)
         if self._facts.pad_seq_len and metadata.use_cuda_graph:  # padded rows are lent keys
-            torch.clamp(seq_lens, min=self._facts.pad_seq_len, out=metadata._given.seq_lens)
+            self._fields.lend(metadata._given, seq_lens, self._facts.pad_seq_len)
         if self._fields.live:
             self._fields.make(metadata._given, metadata.max_seq_len)
 
@@ -274,30 +276,31 @@ class AdoptedSteps(Uncopied):
             self._keeper.atexit = False
 
     def _size_of(
-        self, tensors: tuple[Any, ...], place: Place, counts: dict[str, Any], facts: Any, known: _Size | None
-    ) -> _Size:
+        self, tensors: tuple[Any, ...], place: Place, counts: dict[str, Any], facts: Any, known: Size | None
+    ) -> Size:
         """The size of a step, which keeps the tensors of its metadata.
 
         ``known``: that of the engine's rows, where it keeps tensors in this place.
         """
         num_reqs, num_tokens = counts["num_reqs"], counts["num_tokens"]
         lends = self._facts.pad_seq_len > 0 and counts["use_cuda_graph"]
-        if known is not None and num_reqs == place.num_reqs and known.key[1] == num_tokens and known.key[2] == lends:
+        if known is not None and known.num_reqs == num_reqs and known.key[1] == num_tokens and known.key[2] == lends:
             return known  # the same tensors: what is kept by them, such as a plan, is found again
         size = self._sizes.get(num_reqs)
         if size is None:
-            size = self._sizes[num_reqs] = self._new_size(num_reqs)
+            size = self._sizes[num_reqs] = Size(num_reqs, self._fields.sums(num_reqs), self._arrays)
         self._set_given(size, Given(*tensors).cut(num_reqs, num_tokens), (place, num_tokens, lends), facts)
+        self._found[place.num_reqs] = size
         return size
 
-    def _metadata(self, size: _Size, counts: dict[str, Any], index: int, lengths: str) -> AdoptedStep:
+    def _metadata(self, size: Size, counts: dict[str, Any], step: int, index: int, lengths: str) -> AdoptedStep:
         values = counts
         values |= size.values
         values["_arrays"], values["builder"] = size.host[index], self
-        values["step"], values["lengths"] = self._owner.last_step + 1, lengths
+        values["step"], values["lengths"] = step, lengths
         return AdoptedStep(values)
 
-    def _set_given(self, size: _Size, given: Given, key: tuple[Place, int, bool], facts: Any) -> None:
+    def _set_given(self, size: Size, given: Given, key: tuple[Place, int, bool], facts: Any) -> None:
         """Has ``size`` keep the tensors of metadata, for this step and later ones, for the engine's ``given``."""
         place, _, lends = key
         before = size.key
@@ -320,13 +323,6 @@ class AdoptedSteps(Uncopied):
         size.key = key
         size.facts = facts if all(facts[:4]) else None  # without elements a tensor may be on any device
 
-    def _new_size(self, num_reqs: int) -> _Size:
-        host = [
-            {name: arrays[name][: num_reqs + (name in _ONE_LONGER)] for name in (*OF_STARTS, *_OF_LENGTHS)}
-            for arrays in self._arrays
-        ]
-        return _Size(self._fields.sums(num_reqs), host)
-
     def _plan(self, metadata: AdoptedStep) -> None:
         """The backend's plan, behind the copies of the last one, or of that ``depth`` steps ago where plans are copied
         from memory of their own.
@@ -346,8 +342,3 @@ class AdoptedSteps(Uncopied):
 def _device_of(backend: Any) -> torch.device:
     device = torch.device(backend.config.device)
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
-
-
-def _new_arrays(max_num_reqs: int) -> dict[str, Any]:
-    names = (*OF_STARTS, *_OF_LENGTHS, "_starts", "_lengths")
-    return {name: zeros(max_num_reqs + (name in _ONE_LONGER), np.int32) for name in names}

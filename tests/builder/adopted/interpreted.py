@@ -42,7 +42,7 @@ for count in (0, 1, 2, 7, 8, 9, 17, ROWS):
         assert torch.equal(both[0]._pages, both[1]._pages), (count, hostile)
         assert int((both[0]._pages != -7).sum()) == int(both[0].sums(count)["paged_kv_indptr"][-1])
         sums = fields(kernel=True)
-        sums.live = {"seq_start_loc"}
+        sums.live = frozenset(("seq_start_loc",))
         sums.make(step, MOST)
         assert torch.equal(sums._words, both[0]._words)
         assert bool((sums._pages == -7).all())

@@ -123,3 +123,42 @@ def test_tensors_without_elements_are_not_known_by_their_missing_address(steps):
         assert steps.build(**none).num_reqs == 0
     with pytest.raises(ValueError, match=r"^slot_mapping: int64\[0\] on meta found"):
         steps.build(**(none | {"slot_mapping": none["slot_mapping"].to("meta")}))
+
+
+PADDED = {
+    "query_start_loc": int32(0, 1, 2, 2, 2), "seq_lens": int32(5, 9, 7, 7), "slot_mapping": torch.arange(4),
+    "block_table": torch.arange(1, 61, dtype=torch.int32).view(4, 15),
+}  # fmt: skip
+
+
+def padded_step(steps, rows, size):
+    """An eager step of so many decodes, which the engine pads to ``size`` rows and slots in its own buffers."""
+    starts = PADDED["query_start_loc"]
+    starts[: size + 1] = torch.arange(size + 1).clamp(max=rows)
+    given = {name: tensor[: size + (name == "query_start_loc")] for name, tensor in PADDED.items()}
+    metadata = steps.build(**given)
+    assert (metadata.num_reqs, metadata.num_tokens) == (rows, rows)
+    for name, tensor in given.items():
+        assert torch.equal(getattr(metadata, name), tensor[: rows + (name == "query_start_loc")]), name
+    assert metadata.host.seq_lens.tolist() == given["seq_lens"][:rows].tolist()
+    return metadata
+
+
+def test_what_is_cut_of_padded_tensors_is_found_again(steps, monkeypatch):
+    first = padded_step(steps, 2, 4)
+    monkeypatch.setattr(steps, "_set_given", lambda *arguments: pytest.fail("made again"))
+    second = padded_step(steps, 2, 4)
+    assert all(getattr(first, name) is getattr(second, name) for name in PADDED)
+
+
+def test_rows_and_padding_of_padded_tensors_may_change_in_each_step(steps):
+    for rows, size in ((2, 4), (3, 4), (2, 2), (2, 3), (4, 4), (2, 4), (0, 4), (0, 4), (1, 2), (2, 2), (3, 3), (3, 4)):
+        padded_step(steps, rows, size)
+
+
+@pytest.mark.parametrize("name", list(PADDED))
+@pytest.mark.parametrize("what", [what for what in OTHERS if what != "shorter"])
+def test_other_tensors_where_padded_ones_lay_are_refused(steps, name, what):
+    padded_step(steps, 2, 4)
+    with pytest.raises((ValueError, TypeError), match=f"^({name}|query_start_loc: 5 rows found)"):
+        steps.build(**(PADDED | {name: OTHERS[what](PADDED[name])}))
