@@ -3,7 +3,7 @@
 Two implementations have the same topics, classes and functions: ``attncore._slots`` (Cython, compiled into wheels from
 ``kernels/cython``) and ``attncore.kernels.numba`` (for a platform without a compiler). :func:`load_kernels` chooses one
 and :func:`why_kernels` says why. ``codes`` declares the numbers that they share with Python; ``host_functions`` has
-functions on host arrays.
+functions on host arrays. ``prepared_launch`` launches kernels of Triton, on a device.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from attncore.kernels.prepared_launch import prepared_launch
 from attncore.ops.cache_writer_checks import are_one, check_addresses, check_tensors
 
 
@@ -64,8 +65,8 @@ def store(
 
     ``largest``: what the cache holds at most, where numbers are to be divided by the scales and cut off; 0 elsewhere.
     ``k_scale`` and ``v_scale`` are floats, or float32 tensors that the kernel reads. ``launches`` is the caller's, for
-    these scales alone, empty at first: what was compiled, for tensors of the same kind. Triton's own search for it
-    costs a step of many layers more than the launch does.
+    these scales alone, empty at first: how to launch what was compiled, for tensors of the same kind. Triton's own
+    search for it costs a step of many layers more than the launch does.
     """
     num_tokens = slot_mapping.shape[0]
     if not num_tokens:
@@ -73,11 +74,12 @@ def store(
     # All on which Triton specialises, and that check_addresses reads: dtypes, strides, devices, whether addresses are
     # multiples of 16, and how far the caches lie apart. Only what may be cut off from its memory is not asked again.
     try:
-        key_at, value_at, cache_at = key.data_ptr(), value.data_ptr(), key_cache.data_ptr()
+        at = key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr()
+        key_at, value_at, cache_at, value_cache_at, slots_at = at
         kind = (
             key.dtype, value.dtype, slot_mapping.dtype, key_cache.dtype, key.stride(), value.stride(),
-            key_cache.stride(), value_cache.stride(), cache_at & 15, value_cache.data_ptr() - cache_at, key_at & 15,
-            value_at & 15, key_at == value_at, slot_mapping.data_ptr() & 15, key_cache.shape, value_cache.shape,
+            key_cache.stride(), value_cache.stride(), cache_at & 15, value_cache_at - cache_at, key_at & 15,
+            value_at & 15, key_at == value_at, slots_at & 15, key_cache.shape, value_cache.shape,
             value_cache.dtype, slot_mapping.stride(), key.device, value.device, key_cache.device, value_cache.device,
             slot_mapping.device,
         )  # fmt: skip
@@ -86,8 +88,8 @@ def store(
         raise
     known = launches.get(kind) if launches else None
     if known is not None:
-        compiled, others = known
-        compiled[(num_tokens, 1, 1)](key, value, key_cache, value_cache, slot_mapping, *others)
+        launch, others = known
+        launch(num_tokens, 1, *at, *others)
         return
     check_addresses(
         key, value, key_cache, value_cache, slot_mapping, one_scale=are_one(k_scale, v_scale, largest)
@@ -102,7 +104,8 @@ def store(
     )  # fmt: skip
     compiled = store_both[(num_tokens,)](key, value, key_cache, value_cache, slot_mapping, *others)
     if launches is not None and compiled is not None:  # the interpreter compiles nothing
-        launches[kind] = compiled, others
+        # Its trial stores the first token again.
+        launches[kind] = prepared_launch(compiled, slot_mapping.get_device(), *at, *others), others
 
 
 def _kind(scale: Any) -> int:

@@ -2,7 +2,6 @@
 
 ``arena`` lays a step out in ``memory``; ``transport`` chooses ``by_graph`` or ``by_copy``, which send the arena and
 bring the block ``tables`` on the device up to date; ``corrections`` makes the lengths of overlapped steps exact there;
-``triton_kernels`` are the device kernels of all of them, of which ``prepared_launch`` launches those of steps that are
-adopted. ``captured_sizes`` records the sizes that graphs were captured
+``triton_kernels`` are the device kernels of all of them. ``captured_sizes`` records the sizes that graphs were captured
 for.
 """

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from attncore.arguments import INT32_MAX
-from attncore.builder.device.prepared_launch import prepared_launch
 from attncore.kernels import codes
+from attncore.kernels.prepared_launch import prepared_launch
 
 _JOURNAL_BLOCK = 256
 _PAGES_BLOCK = 512

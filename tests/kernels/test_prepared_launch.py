@@ -5,8 +5,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from attncore.builder.device import prepared_launch as module
 from attncore.builder.device import triton_kernels
+from attncore.kernels import prepared_launch as module
+from attncore.ops import cache_writer_triton
 
 TRIAL = (1000, 0, 4)
 
@@ -119,3 +120,31 @@ def test_page_lists_are_launched_with_the_arguments_of_the_kernel(monkeypatch):
         assert launches == [addresses(kernel.launches[-1])]
         assert launches[0][0] == (5, 1 if out is None else 4, 1)
     assert len(kernel.launches) == 4
+
+
+def test_tokens_are_stored_with_the_arguments_of_the_kernel(monkeypatch):
+    """From the second launch on, of tensors of the same kind."""
+    kernel, trials, launches, kept = Kernel(), [], [], {}
+
+    def prepare(compiled, device_index, *trial):
+        trials.append((compiled, device_index, trial))
+        return lambda rows, blocks, *arguments: launches.append(((rows,), blocks, *arguments))
+
+    monkeypatch.setattr(cache_writer_triton, "store_both", kernel)
+    monkeypatch.setattr(cache_writer_triton, "prepared_launch", prepare)
+
+    def store(count, kept):
+        new, slots = [torch.zeros(count, 2, 8) for _ in range(2)], torch.arange(count)
+        caches = torch.zeros(2, 3, 4, 2, 8)
+        given = [*new, *caches, slots, 1.0, scale, 0.0]
+        cache_writer_triton.store(*given, kept)
+        return given
+
+    scale = torch.ones(2)
+    store(4, kept)
+    ((compiled, device, trial),) = trials
+    assert (compiled, device) == (kernel.compiled[0], -1)
+    assert trial == (*addresses(kernel.launches[0][1:6]), *kernel.launches[0][6:]), "a trial stores what was stored"
+    given = store(7, kept)
+    assert launches == [((7,), 1, *addresses(given[:5]), *trial[5:])]
+    assert len(kernel.launches) == 1
