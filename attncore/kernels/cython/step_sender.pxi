@@ -79,7 +79,9 @@ cdef class StepSender:
         """Publishes ``step`` and replays its graph; False, and nothing done, where it does not wait for that."""
         cdef slot_t* header = <slot_t*> <size_t> self.arenas[step % self.depth]
         cdef object replay = getattr(graph, "replay", None)
-        if replay is None or not self.alone or self.ahead or step != self.pending or not (<StepShape> self.pending_shape).recorded:
+        if replay is None or not self.alone or self.ahead:
+            return False
+        if step != self.pending or not (<StepShape> self.pending_shape).recorded:
             return False
         if header[HEADER_STEP] == step:  # a replay of this step was interrupted
             return False
