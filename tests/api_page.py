@@ -13,8 +13,9 @@ import attncore
 from attncore import slots
 from attncore.builder.fields import FIELDS
 from attncore.builder.persistent.columns import KeepsColumns
+from attncore.builder.persistent.run_ahead import RunsAhead
 
-PARTS = (KeepsColumns,)
+PARTS = (KeepsColumns, RunsAhead)
 """Classes that hold a part of another's methods; the page has them there."""
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "api.md"

@@ -24,8 +24,16 @@ NO_TOKENS = 20
 
 # int64 words of an arena's header, before its first field.
 HEADER_WORDS = 80
-HEADER_STEP, HEADER_ROWS, HEADER_TOKENS, HEADER_COUNTS = range(4)
-"""The step's number, its rows and its tokens; from HEADER_COUNTS on, the journal entries of each group."""
+HEADER_STEP, HEADER_ROWS, HEADER_TOKENS, HEADER_RUNNING, HEADER_AHEAD, HEADER_COUNTS = range(6)
+"""The step's number, its rows and tokens, its rows without padding, and how many steps were launched ahead in all
+before it; from HEADER_COUNTS on, the journal entries of each group."""
+
+# int64 words that host and device share: what the device has read, and, apart from them, what the host has launched.
+RECEIPT_WORDS = 32
+RECEIPT_STEP, RECEIPT_AHEAD = range(2)
+"""The last step that the device has read, and how many steps it has run ahead in all."""
+RECEIPT_LAUNCHED = 16
+"""How many steps the host has launched ahead in all."""
 JOURNAL_ENTRY_WORDS = 2
 JOURNAL_INDEX, JOURNAL_BLOCK = range(JOURNAL_ENTRY_WORDS)
 """int32 words of a journal entry: a flat index into the table and a block id."""

@@ -17,11 +17,12 @@ import numpy.typing as npt
 import torch
 
 from attncore import graphs
+from attncore.builder.device.ahead import Ahead
 from attncore.builder.device.arena import JOURNAL_ENTRY_NBYTES
 from attncore.builder.device.corrections import Corrections
 from attncore.builder.device.memory import Readers, device_bytes, pinned_bytes
 from attncore.builder.device.tables import DeviceTables
-from attncore.kernels.codes import HEADER_COUNTS
+from attncore.kernels.codes import HEADER_COUNTS, RECEIPT_AHEAD, RECEIPT_WORDS
 
 if TYPE_CHECKING:
     from attncore.builder.device.arena import ArenaRing, Capacity, Views
@@ -88,11 +89,14 @@ class CopyTransport:
         """The fields that steps are sent without, until one is asked for."""
         self._asked: frozenset[str] = frozenset()
         self._asked_spans: dict[Capacity, list[tuple[int, int]]] = {}
-        self._receipt = torch.full((1,), -1, dtype=torch.int64, device="cpu", pin_memory=self._cuda)
+        self._receipt = torch.full((RECEIPT_WORDS,), -1, dtype=torch.int64, device="cpu", pin_memory=self._cuda)
+        self._receipt[RECEIPT_AHEAD:] = 0
         states = [table.state for table in self.tables.host]
         self._sender = self.tables.host[0].kernels.StepSender(
             ring.addresses(), states, ring.journal_entries, self._receipt.numpy()
         )
+        self.ahead = Ahead(ring, self.tables)
+        self._start: Any = None
         self.is_capturing: Callable[[], bool] = partial(graphs.is_capturing, self.device)
         if self._cuda:
             self.is_capturing, self._current = torch.cuda.is_current_stream_capturing, torch.cuda.current_device
@@ -139,9 +143,43 @@ class CopyTransport:
     def record(self, shape: Any) -> None:
         """Called first inside a capture. Does nothing here: a step is sent before its graph is replayed."""
 
+    def record_next(self, shape: Any) -> None:
+        """Called between two steps that are captured in one graph: the device advances the first."""
+        views = self.views(shape.capacity)
+        self.ahead.compute(self._arena, views, self.ahead.start_of(views), 1, self.page_lists)
+
     def replay(self, step: int, graph: Any) -> None:
         """Replays a graph over ``step``."""
         graph.replay()
+
+    def start_ahead(self, shape: Any) -> None:
+        """Called behind ``send`` of a step, padded to ``shape``, that others follow without a build."""
+
+        def keep() -> None:
+            self._start = self.ahead.start_of(self.views(shape.capacity))
+
+        self._issue(keep)
+        self._sender.ahead = True
+
+    def end_ahead(self) -> None:
+        """Called when the last of the steps was replayed, or the others were given back."""
+        self._sender.ahead = False
+
+    def replay_ahead(self, step: int, shape: Any, done: int, count: int, graph: Any) -> None:
+        """Replays a graph of ``count`` steps behind ``done`` of those that begin with ``step``, which was built."""
+        if done:
+            self._sender.last = -1  # what the host has of the step is no longer what the device has
+
+            def advance() -> None:
+                views = self.views(shape.capacity)
+                self.ahead.compute(self._arena, views, self._start, done, self.page_lists)
+
+            self._issue(advance)
+        graph.replay()
+
+    def settle_ahead(self, step: int, done: int) -> int:
+        """How many of the steps that begin with ``step`` were run, where ``done`` replays came to their end."""
+        return done
 
     def release(self, shape: Any) -> None:
         """Called when the graph that was captured over a StepShape was destroyed."""
@@ -176,7 +214,7 @@ class CopyTransport:
 
     def take_back(self, step: int) -> None:
         """Makes ``step`` unsent; the next step sends every block again, since it is not known what arrived."""
-        self.sent = min(self.sent, step - 1)
+        self.sent, self._sender.ahead = min(self.sent, step - 1), False
         self.tables.forget()
 
     def views(self, capacity: Capacity) -> Views:

@@ -20,7 +20,7 @@ from attncore.builder.device import triton_kernels
 from attncore.builder.device.by_copy import CopyTransport
 from attncore.errors import CaptureError
 from attncore.graphs import uncollected
-from attncore.kernels.codes import HEADER_COUNTS, HEADER_ROWS, HEADER_STEP
+from attncore.kernels.codes import HEADER_COUNTS, HEADER_ROWS, HEADER_STEP, RECEIPT_AHEAD, RECEIPT_LAUNCHED
 
 if TYPE_CHECKING:
     from attncore.builder.device.arena import ArenaRing, Capacity
@@ -45,8 +45,9 @@ class GraphTransport(CopyTransport):
     def attach(self, ring: ArenaRing) -> None:
         super().attach(ring)
         self.why = "three steps arrived as they were sent"
-        # The last step read, the current step, the ticket.
-        self._state = torch.full((3,), -1, dtype=torch.int64, device=self.device)
+        self._state = torch.full((triton_kernels.STATE_WORDS,), -1, dtype=torch.int64, device=self.device)
+        self._state[triton_kernels.STATE_AHEAD :].zero_()
+        self._ticket = self._state[triton_kernels.STATE_TICKET : triton_kernels.STATE_TICKET + 1]
         self._seen = self._receipt.numpy()
         self._headers = [ring.header(k) for k in range(ring.depth)]
         for header in self._headers:
@@ -96,7 +97,7 @@ class GraphTransport(CopyTransport):
             self._send_asked(step, shape.capacity)
         self._sender.publish(step)
         if self.ticket:
-            self._state[2:].fill_(step)
+            self._ticket.fill_(step)
         if not waits:
             shape.replay()
         self._sender.note_sent(step, shape)
@@ -157,6 +158,54 @@ class GraphTransport(CopyTransport):
         self._sender.note_sent(step, self._sender.pending_shape)
         self.pending = -1
 
+    def record_next(self, shape: Any) -> None:
+        if not shape.recorded:
+            raise CaptureError("record_next: it comes behind metadata.record() in a capture; call that first")
+        self._nodes(shape.capacity)
+
+    def start_ahead(self, shape: Any) -> None:
+        self._launched_before = int(self._seen[RECEIPT_LAUNCHED])
+        self._sender.ahead = True
+
+    def replay_ahead(self, step: int, shape: Any, done: int, count: int, graph: Any) -> None:
+        if not shape.recorded:
+            raise CaptureError(
+                f"replay: the graph of {shape.num_reqs} requests does not fetch its metadata; call metadata.record() "
+                "first inside its capture"
+            )
+        launched, target = False, self._launched_before + done + count - 1
+        if self._interrupted(step, done, target):
+            torch.cuda.synchronize()
+            launched = self._sender.seen(step) and bool(self._seen[RECEIPT_AHEAD] >= target)
+        if not done:
+            if self._asked and not launched:
+                self._send_asked(step, shape.capacity)
+            self._sender.publish(step)
+        self._sender.launch_ahead(target)
+        if not launched:
+            graph.replay()
+        self._sender.note_sent(step, shape)
+        self.pending = -1
+        if done + count > 1:  # what the host has of the step is no longer what the device has
+            self._sender.last = -1
+
+    def _interrupted(self, step: int, done: int, target: int) -> bool:
+        """Whether a replay behind ``done`` steps was interrupted: the device may have run it."""
+        if done:
+            return bool(self._seen[RECEIPT_LAUNCHED] >= target)
+        return bool(self._headers[step % self._ring.depth][HEADER_STEP] == step)
+
+    def settle_ahead(self, step: int, done: int) -> int:
+        if self._interrupted(step, done, self._launched_before + done):
+            torch.cuda.synchronize()
+            ahead = int(self._seen[RECEIPT_AHEAD])
+            done = ahead - self._launched_before + 1 if self._sender.seen(step) else 0
+            self._sender.launch_ahead(ahead)  # what was not launched will not be
+        if done:
+            self.sent = step
+            self._sender.last = self.pending = -1
+        return done
+
     def release(self, shape: Any) -> None:
         shape.recorded = False
         self._recorded_shapes = [other for other in self._recorded_shapes if other is not shape]
@@ -196,7 +245,7 @@ class GraphTransport(CopyTransport):
         nbytes = ring.journal_offset(capacity)
         triton_kernels.read_arena(
             self._base, self._state, self._arena, self._tables_of, nbytes, ring.slots_range(capacity), ring.depth,
-            ring.arena_nbytes, len(self.tables), HEADER_COUNTS, self.ticket,
+            ring.arena_nbytes, len(self.tables), HEADER_COUNTS, self.ticket, self._receipt, self.ahead.places(capacity),
         )  # fmt: skip
         if corrects and self.corrections is not None:
             self._correct(capacity, capacity.num_reqs, capacity.num_tokens)
@@ -227,7 +276,7 @@ class GraphTransport(CopyTransport):
                 header = self._headers[arena]
                 header[:] = 0
                 header[HEADER_STEP], header[HEADER_ROWS] = step, capacity.num_reqs
-                self._state[2:].fill_(step)
+                self._ticket.fill_(step)
                 graph.replay()
                 torch.cuda.synchronize()
                 if self._seen[0] != step:
@@ -242,7 +291,7 @@ class GraphTransport(CopyTransport):
 
     def _reset(self) -> None:
         torch.cuda.synchronize()
-        self._state.fill_(-1)
+        self._state[: triton_kernels.STATE_AHEAD].fill_(-1)
         self._arena.zero_()
         self.tables.clear()
         self._seen[0] = -1

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from attncore.builder.device.arena import STEPS_OWN, ArenaRing, Capacity, Views
+from attncore.builder.device.group_places import slots_and_pages
 from attncore.builder.device.tables import DeviceTables
 
 _STEP_FIELDS = ("previous_rows", "context_lens", "seq_lens", "seq_start_loc", "token_to_req_indices", "positions")
@@ -65,19 +66,9 @@ class Corrections:
         pointers = self._places.get(capacity)
         if pointers is None:
             places = self._ring.places(capacity)
-            groups, pages = [], []
-            for index, (host, table) in enumerate(zip(self._tables.host, self._tables.tensors, strict=True)):
-                if host.group.cross:
-                    continue
-                tokens = host.group.tokens_per_column
-                groups.append([places[index, "slot_mapping"], table.data_ptr(), table.stride(0), tokens])
-                if index in self._ring.page_owners:
-                    pages.append([places[index, "paged_kv_indptr"], places[index, "paged_kv_last_page_len"], tokens])
             steps_own = [places[STEPS_OWN, name] for name in _STEP_FIELDS]
-            device = self._tables.device
             pointers = self._places[capacity] = (
-                torch.tensor(steps_own, dtype=torch.int64, device=device),
-                torch.tensor(groups, dtype=torch.int64, device=device),
-                torch.tensor(pages, dtype=torch.int64, device=device),
+                torch.tensor(steps_own, dtype=torch.int64, device=self._tables.device),
+                *slots_and_pages(self._ring, self._tables, capacity),
             )
         return pointers

@@ -123,6 +123,16 @@ class DeviceTables:
         buffer[:filled] = table[rows, columns]
         return buffer[:num_pages]
 
+    def gather_pages_there(self, index: int, indptr: Any) -> None:
+        """Gathers pages from table ``index`` into the page buffer, as ``indptr`` on the device counts them, without a
+        look at it from the host. What lies behind the last page stays.
+        """
+        table, buffer = self.tensors[index], self.page_buffer(index)
+        at = torch.arange(len(buffer), dtype=torch.int32, device=self.device)
+        rows = (torch.searchsorted(indptr, at, right=True) - 1).clamp(0, len(table) - 1)
+        columns = (at - indptr[rows]).clamp(0, table.shape[1] - 1)
+        buffer.copy_(torch.where(at < indptr[-1], table[rows, columns], buffer))
+
 
 def _checked_pages(indptr: npt.NDArray[np.int32], width: int, most: int) -> int:
     """How many pages ``indptr`` counts: fewer than ``most``, the host's bound, where drafts were rejected."""

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from attncore.arguments import INT32_MAX
+from attncore.builder.device.triton_ahead import advance_rows
 from attncore.kernels import codes
 from attncore.kernels.prepared_launch import prepared_launch
 
@@ -24,12 +25,21 @@ _ROWS = 512  # lengths that a program adds up at once
 _HEADER_STEP = tl.constexpr(codes.HEADER_STEP)
 _HEADER_ROWS = tl.constexpr(codes.HEADER_ROWS)
 _HEADER_TOKENS = tl.constexpr(codes.HEADER_TOKENS)
+_HEADER_AHEAD = tl.constexpr(codes.HEADER_AHEAD)
+_RECEIPT_STEP = tl.constexpr(codes.RECEIPT_STEP)
+_RECEIPT_AHEAD = tl.constexpr(codes.RECEIPT_AHEAD)
+_RECEIPT_LAUNCHED = tl.constexpr(codes.RECEIPT_LAUNCHED)
 _PAD_SLOT_ID = tl.constexpr(codes.PAD_SLOT_ID)
 
-# int64 words of a transport's state: the last step that was read, the one read now (-1: none), and the ticket.
+# int64 words of a transport's state: the last step that was read, the one read now (-1: none), the ticket, and how many
+# steps were run ahead in all.
+STATE_WORDS, STATE_TICKET, STATE_AHEAD = 4, 2, 3
 _LAST_READ = tl.constexpr(0)
 _READ_NOW = tl.constexpr(1)
-_TICKET = tl.constexpr(2)
+_TICKET = tl.constexpr(STATE_TICKET)
+_AHEAD = tl.constexpr(STATE_AHEAD)
+_ADVANCED = tl.constexpr(-2)  # in _READ_NOW: no step was read, the last one was advanced
+_AHEAD_ROWS = 256  # at once; not fewer than a program has threads, so that no two of them have a row
 
 # Where ``correct_lengths`` finds the words of a step's own fields.
 _PREVIOUS_ROWS = tl.constexpr(0)
@@ -71,19 +81,22 @@ def gather_pages(table: Any, indptr: Any, out: Any, longest: int) -> None:
 
 @triton.jit
 def _read_arena(  # type: ignore[no-untyped-def]
-    pinned, state, arena, tables, words, slots_start, slots_stop, journal,
+    pinned, state, arena, tables, words, slots_start, slots_stop, journal, receipt, where, own_slots, own_pages,
     depth: tl.constexpr, stride: tl.constexpr, groups: tl.constexpr, counts: tl.constexpr, ticket: tl.constexpr,
-    block: tl.constexpr,
+    num_slots: tl.constexpr, num_pages: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     step = tl.load(state + _TICKET) if ticket else tl.load(state + _LAST_READ) + 1
     source = pinned + (tl.maximum(step, 0) % depth) * stride
     header = source.to(tl.pointer_type(tl.int64))
     found = (step >= 0) & (tl.load(header + _HEADER_STEP) == step)
+    ahead = tl.load(state + _AHEAD)
+    # A step that is published already may come behind steps ahead of the last one: not before all of these have run.
+    found = found & (tl.load(header + _HEADER_AHEAD) == ahead)
     program = tl.program_id(0)
-    if program == 0:
-        tl.store(state + _READ_NOW, tl.where(found, step, -1))
     i = program * block + tl.arange(0, block)
     if found:
+        if program == 0:
+            tl.store(state + _READ_NOW, step)
         tl.store(arena + i, tl.load(source + i, mask=i < words, other=0), mask=i < words)
         first = journal // 2 + tl.zeros((), tl.int64)
         for group in range(groups):
@@ -96,9 +109,18 @@ def _read_arena(  # type: ignore[no-untyped-def]
                 tl.store(table + (entry & 0xFFFFFFFF), (entry >> 32).to(tl.int32), mask=k < count)
                 at += tl.num_programs(0) * block
             first += count
-    else:  # no such step: no rows, no lengths and padded slots, so that what follows writes to no block
-        is_slot = (i >= slots_start) & (i < slots_stop)
-        tl.store(arena + i, tl.where(is_slot, _PAD_SLOT_ID, 0), mask=i < words)  # both words of an int64 -1 are -1
+    else:
+        # Where a replay without a step came in between, the arena holds none any more that could be advanced.
+        held = tl.load(arena.to(tl.pointer_type(tl.int64)) + _HEADER_STEP)
+        advances = (ahead < tl.load(receipt + _RECEIPT_LAUNCHED)) & (held == step - 1)
+        if program == 0:
+            tl.store(state + _READ_NOW, tl.where(advances, _ADVANCED, -1))
+        if advances:
+            if program == 0:
+                advance_rows(arena, where, own_slots, own_pages, num_slots, num_pages, rows)
+        else:  # no such step: no rows, no lengths and padded slots, so that what follows writes to no block
+            is_slot = (i >= slots_start) & (i < slots_stop)
+            tl.store(arena + i, tl.where(is_slot, _PAD_SLOT_ID, 0), mask=i < words)  # both words of an int64 -1 are -1
 
 
 @triton.jit
@@ -132,24 +154,29 @@ def _receive(state, receipt):  # type: ignore[no-untyped-def]
     if step >= 0:
         tl.store(state + _LAST_READ, step)
         tl.store(state + _TICKET, -1)
-        tl.store(receipt, step)
+        tl.store(receipt + _RECEIPT_STEP, step)
+    if step == _ADVANCED:
+        ahead = tl.load(state + _AHEAD) + 1
+        tl.store(state + _AHEAD, ahead)
+        tl.store(receipt + _RECEIPT_AHEAD, ahead)
 
 
 def read_arena(
     pinned: Any, state: Any, arena: Any, tables: Any, nbytes: int, slots: tuple[int, int], depth: int, stride: int,
-    groups: int, counts: int, ticket: bool,
+    groups: int, counts: int, ticket: bool, receipt: Any, ahead: tuple[Any, Any, Any],
 ) -> None:  # fmt: skip
     """Brings the next step's arena, where its header says that it is there, to the device; its journal to the tables.
 
-    ``state`` int64[3]: the last step that was read; the one read now (-1: none, and then the device's arena is a step
-    without rows); the ticket, where that says which step comes next. ``tables`` int64[groups]: addresses. ``slots``:
-    the bytes that are slots.
+    Where it is not there, and ``receipt`` says that the host has launched a step ahead, the last one is advanced: by
+    ``ahead``, the Places of ``device.ahead``. ``state`` int64[STATE_WORDS]: the last step that was read; the one read
+    now (-1: none, and then the device's arena is a step without rows); the ticket, where that says which step comes
+    next; steps run ahead in all. ``tables`` int64[groups]: addresses. ``slots``: the bytes that are slots.
     """
     grid = (max(triton.cdiv(nbytes // 4, _WORDS), 8),)
     _read_arena[grid](
         pinned.view(torch.int32), state, arena.view(torch.int32), tables, nbytes // 4, slots[0] // 4, slots[1] // 4,
-        nbytes // 4, depth=depth, stride=stride // 4, groups=groups, counts=counts, ticket=ticket,
-        block=_WORDS,
+        nbytes // 4, receipt, *ahead, depth=depth, stride=stride // 4, groups=groups, counts=counts, ticket=ticket,
+        num_slots=len(ahead[1]), num_pages=len(ahead[2]), rows=_AHEAD_ROWS, block=_WORDS,
     )  # fmt: skip
 
 

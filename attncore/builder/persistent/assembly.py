@@ -13,7 +13,7 @@ from attncore.arguments import INT32_MAX
 from attncore.builder.device.arena import ArenaRing, Capacity
 from attncore.builder.device.memory import zeros
 from attncore.builder.device.transport import attach_transport, new_transport
-from attncore.builder.persistent import error_texts
+from attncore.builder.persistent import error_texts, taking_back
 from attncore.builder.persistent.poison import POISON
 from attncore.builder.persistent.sent_fields import sent_fields
 from attncore.builder.persistent.step_shapes import StepShapes
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from attncore.builder.persistent.overlap import Overlap
     from attncore.builder.persistent.settings import Settings
     from attncore.builder.persistent.step_metadata import StepMetadata
+    from attncore.builder.persistent.steps_ahead import StepsAhead
 
 
 class Assembly:
@@ -44,7 +45,11 @@ class Assembly:
         builder: object,
         poison: bool,
     ) -> None:
-        self._core, self._backends, self._settings = core, backends, settings
+        self.core = self._core = core
+        self.settings = self._settings = settings
+        self.overlap, self._backends = overlap, backends
+        self.ahead: StepsAhead | None = None
+        """What the last ``run_ahead`` returned."""
         self._overlap, self._poison = overlap, poison
         self._fill = engine_fields.fill if engine_fields.functions else None
         self.builder, self.closed = builder, False  # whose metadata this is, for backends that ask
@@ -72,7 +77,7 @@ class Assembly:
         self.shapes = StepShapes(core, self.ring, backends, side, self, engine_fields.columns)
         self.eager = self.shapes.eager(settings.max_num_batched_tokens, settings.max_num_encoder_tokens)
         self.shapes.make_all()
-        self._query_lens = zeros(max_num_reqs, np.int32)
+        self.query_lens = self._query_lens = zeros(max_num_reqs, np.int32)
         self.kernel = self._new_kernel(settings.context_parallel)
         self._columns = engine_fields.columns
         for column in self._columns:
@@ -166,6 +171,8 @@ class Assembly:
             self.refuse_closed()
         step = self.kernel.next_step
         if self.side is not None:
+            if self.ahead is not None:
+                self.ahead.refuse_left()
             self.side.check_ready()
             self.side.wait(step - self.ring.depth)
             if self._backends.waits_for_last_plan and (shape is None or shape.plans != ()):
@@ -231,47 +238,49 @@ class Assembly:
         if self._backends.plans:
             shape.plans = self._backends.record_plans(metadata)
 
+    def record_next(self, metadata: StepMetadata) -> None:
+        """``metadata.record_next()``: the nodes between two steps of the graph that is captured over it."""
+        if not metadata.use_cuda_graph or self.side is None:
+            raise CaptureError("record_next: call it in the capture over builder.capture(num_reqs), with a transport")
+        self.side.record_next(self.shapes.of(metadata))
+        if self._backends.plans:
+            self._backends.record_plans(metadata)
+
     def replay(self, metadata: StepMetadata, graph: Any) -> None:
         """``metadata.replay(graph)``."""
         launch = self._launch
         if launch is not None and not self._is_capturing() and launch(metadata.step, graph):
             return
-        if not metadata.use_cuda_graph:
-            raise CaptureError("replay: this step was built without a bucket; build(bucket=...) makes one for a graph")
-        if not hasattr(graph, "replay"):
-            raise TypeError(f"graph: {type(graph).__name__} has no replay(); give the graph that was captured")
-        self.refuse_while_capturing("replay")
+        if self.ahead is not None and self.ahead.left and self.ahead.step == metadata.step:
+            self.ahead.replay(graph)
+            return
+        self.check_replay(metadata, graph)
         if self.side is None:
             graph.replay()
         else:
             self.side.replay(metadata.step, graph)
 
+    def check_replay(self, metadata: StepMetadata, graph: Any) -> None:
+        """CaptureError or TypeError where ``graph`` cannot be replayed over the step."""
+        if not metadata.use_cuda_graph:
+            raise CaptureError("replay: this step was built without a bucket; build(bucket=...) makes one for a graph")
+        if not hasattr(graph, "replay"):
+            raise TypeError(f"graph: {type(graph).__name__} has no replay(); give the graph that was captured")
+        self.refuse_while_capturing("replay")
+
+    def moved_on(self, step: int) -> bool:
+        """Whether the device has gone beyond ``step``, by a later one or by itself."""
+        ahead = self.ahead
+        return self.last_step > step or (ahead is not None and ahead.step == step and ahead.launched > 1)
+
+    def plans_on_host(self, shape: Any) -> list[str]:
+        """The backends that plan each step of ``shape`` on the host, by the names of their groups."""
+        left = getattr(shape, "plans", None)
+        return [name for name, _ in (self._backends.plans if left is None else left)]
+
     def abandon(self, metadata: StepMetadata) -> None:
         """``metadata.abandon()``: takes back the last step, which waits for its replay; CaptureError for any other."""
-        core, side = self._core, self.side
-        with core.enter():
-            step = metadata.step
-            if step != self.last_step or side is None or side.pending != step:
-                raise CaptureError(f"abandon: step {step} is not waiting for a replay; nothing is to be taken back")
-            self._check_unchanged(metadata)
-            undo = core.move_back(metadata.moves)
-            undo += (self.kernel.take_back, self.shapes.of(metadata), step), (side.take_back, step)
-            if self._overlap is not None:
-                undo.append((self._overlap.forget, self._overlap.before_last))
-            core.undo.extend(undo)  # in one call: where the roll-back is interrupted, the next call goes on with it
-            core.state.roll_back()
-
-    def _check_unchanged(self, metadata: StepMetadata) -> None:
-        """CaptureError where a request of the last step left, or was preempted or rolled back, since it was built."""
-        n, order = metadata.num_actual_reqs, self._core.order
-        computed, fields = self._core.lengths[codes.COMPUTED, :n], metadata.host
-        for row, req_id in enumerate(metadata.req_ids):
-            known = row < len(order) and order.req_ids[row] is req_id
-            if not known or computed[row] != fields.context_lens[row] + fields.query_lens[row]:
-                raise CaptureError(
-                    f"abandon: request {req_id!r} has changed since step {metadata.step} was built; abandon a step "
-                    "before its requests are removed, preempted or rolled back"
-                )
+        taking_back.abandon(self, metadata)
 
     def arrange(self, shape: Any, scheduled: Mapping[Hashable, int], query_len: int) -> tuple[Any, StepMetadata]:
         """Checks the scheduled step, orders its rows and fills its arrays; its shape and metadata.
@@ -282,7 +291,7 @@ class Assembly:
         if not isinstance(scheduled, Mapping):
             raise TypeError(f"scheduled: {scheduled!r} is not a mapping of request to tokens")
         kernel.schedule_all(arguments.integer("query_len", query_len, 1))
-        self._schedule(scheduled)
+        self.schedule(scheduled)
         self._check(shape)
         core.moving = True
         moves, num_decodes, num_reqs = kernel.arrange()
@@ -312,7 +321,7 @@ class Assembly:
             if code != codes.OK:
                 raise error_texts.refused_bucket(self._core, code, row, count, self._query_lens, shape)
 
-    def _schedule(self, scheduled: Mapping[Hashable, int]) -> None:
+    def schedule(self, scheduled: Mapping[Hashable, int]) -> None:
         """Writes the tokens of rows that do not run ``query_len``: holes, preempted and named requests."""
         order, query_lens = self._core.order, self._query_lens
         for row in order.holes:

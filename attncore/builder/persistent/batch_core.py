@@ -63,6 +63,8 @@ class BatchCore:
         """A weak reference to the builder whose device tables are kept in step with these."""
         self.overlap: Any = None
         """The follower's Overlap, where its steps overlap: it hears which requests leave or are preempted."""
+        self.ahead: Any = None
+        """The StepsAhead of the last ``run_ahead``: it hears which requests leave or are preempted."""
         self.moving = False
         """Whether a build has moved rows whose order does not say so yet."""
         self._scratch = zeros(max_num_reqs, np.int32)
@@ -139,6 +141,8 @@ class BatchCore:
         if self.overlap is not None:
             self.undo.append((self.overlap.restore, *self.overlap.steps))
             self.overlap.leave(self.order.req_ids[row])
+        if self.ahead is not None:
+            self.ahead.leave(self.order.req_ids[row])
         for table in self.tables.values():
             table.clear(row)
         self.state.start(row, 0, progress[1] if keeps_encoder else 0, False)

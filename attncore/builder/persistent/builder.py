@@ -22,6 +22,7 @@ from attncore.builder.persistent.input_batch import InputBatch
 from attncore.builder.persistent.overlap import PREVIOUS_ROWS, Overlap, check_overlapped
 from attncore.builder.persistent.poison import expiring
 from attncore.builder.persistent.profiling_run import profile_metadata, profiled_lengths
+from attncore.builder.persistent.run_ahead import RunsAhead
 from attncore.builder.persistent.settings import check_captured_size, check_settings
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.builder.show import builder_text
@@ -38,7 +39,7 @@ def _no_short_way(*_: Any) -> None:
     """Stands for the kernel's direct calls where a step has to be planned, sent or filled by an engine."""
 
 
-class MetadataBuilder(Uncopied):
+class MetadataBuilder(RunsAhead, Uncopied):
     """Builds the metadata of one step after another from ``batch``, for ``backend``.
 
     ``backend`` None gives NumPy arrays; with a backend, metadata holds torch tensors on its device. With several

@@ -30,10 +30,11 @@ class _Expiring:
                 f"metadata: step {self._step} was asked for {name!r} after its arena was taken by step "
                 f"{metadata.step}; use a step's metadata before `depth` more builds, or give the builder a larger depth"
             )
-        if metadata._device is not None and name in metadata._device and metadata._owner.last_step > self._step:
+        if metadata._device is not None and name in metadata._device and metadata._owner.moved_on(self._step):
+            later = max(metadata._owner.last_step, self._step + 1)
             raise AttncoreError(
                 f"metadata: step {self._step} was asked for {name!r} on the device after step "
-                f"{metadata._owner.last_step} was sent there; ask before the next build, or for metadata.host.{name}"
+                f"{later} was sent there; ask before the next build, or for metadata.host.{name}"
             )
         if name == "groups":
             return {key: _Expiring(of_group) for key, of_group in metadata.groups.items()}

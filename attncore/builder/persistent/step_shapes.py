@@ -67,6 +67,7 @@ class StepShapes:
         self._columns = columns
         self.captured: CapturedSizes[Any] = CapturedSizes()
         self._eager: dict[Capacity, Any] = {}
+        self._at_capture: dict[int, StepMetadata] = {}
         self.by_bits: list[Any] = []
         """On a device: eager shapes without encoder tokens, by (tokens - 1).bit_length()."""
 
@@ -166,10 +167,16 @@ class StepShapes:
             {name: np.asarray(array) for name, array in views.items()} for views in (device.fields, *device.groups)
         )
         arena = _CapturedArena(metadata._arena, self._core.state, self._owner)
-        return step_metadata(
+        kept = self._at_capture[metadata.num_reqs] = step_metadata(
             arena, Views(fields, groups), self._core, self._backends.wraps, self._owner, self._extra(), device, side,
             padded=True,
         )  # fmt: skip
+        return kept
+
+    def forget_captured(self, num_reqs: int) -> None:
+        """Drops what a stand-in graph on the CPU keeps of its step, where the device has advanced that by itself."""
+        if num_reqs in self._at_capture:
+            self._at_capture[num_reqs].forget_step()
 
     def _make(self, capacity: Capacity, pads: bool = False, *padding: Any) -> Any:
         """Makes a StepShape.

@@ -35,10 +35,19 @@ cdef enum:
     HEADER_STEP = 0
     HEADER_ROWS = 1
     HEADER_TOKENS = 2
-    HEADER_COUNTS = 3
+    HEADER_RUNNING = 3
+    HEADER_AHEAD = 4
+    HEADER_COUNTS = 5
     JOURNAL_ENTRY_WORDS = 2
     JOURNAL_INDEX = 0
     JOURNAL_BLOCK = 1
+
+# Words that host and device share.
+cdef enum:
+    RECEIPT_WORDS = 32
+    RECEIPT_STEP = 0
+    RECEIPT_AHEAD = 1
+    RECEIPT_LAUNCHED = 16
 
 # Rows of a batch's state, and of a table's.
 cdef enum:

@@ -68,7 +68,9 @@ cdef class SentSteps:
         """Whether the arena of the next step was read, no step waits for its replay, and nothing is sent beside it."""
         cdef slot_t step = self.kernel.next_step
         cdef slot_t last = step - 1 if self.waits_for_last else step - self.kernel.depth
-        return self.sender.alone and self.sender.pending < 0 and (last < 0 or load_word(self.sender.receipt) >= last)
+        if not self.sender.alone or self.sender.ahead or self.sender.pending >= 0:
+            return False
+        return last < 0 or load_word(self.sender.receipt + RECEIPT_STEP) >= last
 
     cdef object _build(self, shape, dict scheduled, length_t each):
         cdef StepKernel kernel = self.kernel
@@ -167,7 +169,7 @@ cdef class SentSteps:
         cdef tuple moves
         if not self._schedule(scheduled, each):
             return None
-        if kernel.check_step(&failure) != OK:
+        if kernel.check_step(&failure, kernel.max_num_tokens) != OK:
             return None
         if shape is not None:
             if check_shape(batch, kernel.query_lens, <StepShape> shape, &failure) != OK:

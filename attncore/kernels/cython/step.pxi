@@ -108,14 +108,15 @@ cdef class StepKernel:
         """Writes query_len tokens for every row into query_lens."""
         repeat(self.query_lens, query_len, self.batch.num_rows)
 
-    def check(self):
-        """Checks query_lens, changing nothing: (code, row, token, group)."""
+    def check(self, length_t max_num_tokens=-1):
+        """Checks query_lens, changing nothing: (code, row, token, group). ``max_num_tokens``: the builder's, or this.
+        """
         cdef Failure failure = Failure(0, 0, 0)
-        cdef length_t code = self.check_step(&failure)
+        cdef length_t code = self.check_step(&failure, self.max_num_tokens if max_num_tokens < 0 else max_num_tokens)
         return code, failure.row, failure.token, failure.group
 
-    cdef length_t check_step(self, Failure* failure) noexcept:
-        cdef length_t row, code = check_rows(self.batch, self.query_lens, self.max_model_len, self.max_num_tokens,
+    cdef length_t check_step(self, Failure* failure, length_t max_num_tokens) noexcept:
+        cdef length_t row, code = check_rows(self.batch, self.query_lens, self.max_model_len, max_num_tokens,
                                              self.max_num_encoder_tokens, failure)
         cdef ColumnState column
         if code == OK and self.columns:

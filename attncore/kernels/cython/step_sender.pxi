@@ -12,7 +12,8 @@ cdef class StepSender:
     """Writes the header and the journal of a step into its arena, for a device, and reads the receipt that comes back.
 
     ``arenas`` int64[depth]: addresses of the arenas; ``groups``: the TableState of each group; ``entries``: how many
-    journal entries an arena has room for; ``receipt`` int64[1]: the last step that the device has read.
+    journal entries an arena has room for; ``receipt`` int64[RECEIPT_WORDS]: what the device has read, and the host
+    launched.
     """
 
     cdef object _keep
@@ -24,19 +25,22 @@ cdef class StepSender:
     cdef public slot_t sent             # the last step that was sent; -1: none
     cdef public slot_t pending          # the step that waits for the replay of its graph; -1: none
     cdef public object pending_shape    # its StepShape
-    cdef readonly slot_t last           # the last step that was sent, also where it was taken back
+    cdef public slot_t last           # the last step that was sent, also where it was taken back
     cdef readonly object last_shape     # its StepShape
     cdef public bint alone              # whether nothing is sent beside an arena
+    cdef public bint ahead              # whether steps ahead are left, so that no step can be built
 
     def __init__(self, arenas, list groups, length_t entries, receipt):
         cdef slot_t[::1] addresses = arenas
         cdef slot_t[::1] word = receipt
         cdef TableState table
+        if word.shape[0] < RECEIPT_WORDS:
+            raise ValueError(f"receipt: {word.shape[0]} words found, {RECEIPT_WORDS} needed")
         self._keep = arenas, groups, receipt
         self.arenas, self.depth, self.receipt = &addresses[0], addresses.shape[0], &word[0]
         self.num_tables, self.entries = 0, entries
         self.sent = self.pending = self.last = -1
-        self.alone = True
+        self.alone, self.ahead = True, False
         for table in groups:
             self.tables[self.num_tables] = &table.view
             self.num_tables += 1
@@ -51,6 +55,7 @@ cdef class StepSender:
         cdef length_t* entries = <length_t*> (arena + shape.tail)
         cdef length_t g, count, total = 0
         header[HEADER_ROWS], header[HEADER_TOKENS] = out.num_reqs, out.num_tokens
+        header[HEADER_RUNNING], header[HEADER_AHEAD] = out.num_actual_reqs, self.receipt[RECEIPT_LAUNCHED]
         for g in range(self.num_tables):
             count = write_journal(self.tables[g], num_rows, entries + JOURNAL_ENTRY_WORDS * total, self.entries - total)
             header[HEADER_COUNTS + g] = count
@@ -68,13 +73,15 @@ cdef class StepSender:
 
     def seen(self, slot_t step):
         """Whether the device has read ``step``."""
-        return load_word(self.receipt) >= step
+        return load_word(self.receipt + RECEIPT_STEP) >= step
 
     def launch(self, slot_t step, graph):
         """Publishes ``step`` and replays its graph; False, and nothing done, where it does not wait for that."""
         cdef slot_t* header = <slot_t*> <size_t> self.arenas[step % self.depth]
         cdef object replay = getattr(graph, "replay", None)
-        if replay is None or not self.alone or step != self.pending or not (<StepShape> self.pending_shape).recorded:
+        if replay is None or not self.alone or self.ahead:
+            return False
+        if step != self.pending or not (<StepShape> self.pending_shape).recorded:
             return False
         if header[HEADER_STEP] == step:  # a replay of this step was interrupted
             return False
@@ -83,3 +90,7 @@ cdef class StepSender:
         self.note_sent(step, self.pending_shape)
         self.pending = -1
         return True
+
+    def launch_ahead(self, slot_t count):
+        """Writes how many steps were launched ahead in all: the device may run as many from now on."""
+        store_word(self.receipt + RECEIPT_LAUNCHED, count)

@@ -113,14 +113,12 @@ class StepKernel:
     def schedule_all(self, query_len: int) -> None:
         self.query_lens[: self.batch.num_rows] = query_len
 
-    def check(self) -> tuple[int, int, int, int]:
-        return self.check_step()
+    def check(self, max_num_tokens: int = -1) -> tuple[int, int, int, int]:
+        return self.check_step(self.max_num_tokens if max_num_tokens < 0 else max_num_tokens)
 
-    def check_step(self) -> tuple[int, int, int, int]:
+    def check_step(self, max_num_tokens: int) -> tuple[int, int, int, int]:
         batch = self.batch
-        failed = check_rows(
-            batch, self.query_lens, self.max_model_len, self.max_num_tokens, self.max_num_encoder_tokens
-        )
+        failed = check_rows(batch, self.query_lens, self.max_model_len, max_num_tokens, self.max_num_encoder_tokens)
         for index, column in enumerate(self.columns) if failed[0] == OK else ():
             row = check_tokens(column, batch.places, batch.num_computed, self.query_lens, batch.num_rows)
             if row >= 0:

@@ -7,7 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from attncore.kernels.codes import HEADER_COUNTS, HEADER_ROWS, HEADER_STEP, HEADER_TOKENS, JOURNAL_ENTRY_WORDS
+from attncore.kernels.codes import (
+    HEADER_AHEAD,
+    HEADER_COUNTS,
+    HEADER_ROWS,
+    HEADER_RUNNING,
+    HEADER_STEP,
+    HEADER_TOKENS,
+    JOURNAL_ENTRY_WORDS,
+    RECEIPT_LAUNCHED,
+    RECEIPT_STEP,
+    RECEIPT_WORDS,
+)
 from attncore.kernels.numba.block_table import TableState, write_journal
 from attncore.kernels.numba.step_arena import StepArena
 from attncore.kernels.numba.step_shape import StepShape
@@ -20,11 +31,13 @@ def words_at(address: int, count: int, ctype: Any) -> Any:
 
 class StepSender:
     def __init__(self, arenas: Any, groups: list[TableState], entries: int, receipt: Any) -> None:
+        if len(receipt) < RECEIPT_WORDS:
+            raise ValueError(f"receipt: {len(receipt)} words found, {RECEIPT_WORDS} needed")
         self.arenas, self.tables, self.entries, self.receipt = arenas, groups, entries, receipt
         self.sent = self.pending = self.last = -1
         self.pending_shape: StepShape | None = None
         self.last_shape: StepShape | None = None
-        self.alone = True
+        self.alone, self.ahead = True, False
 
     def write(self, step: int, shape: StepShape, out: StepArena, num_rows: int) -> int:
         return self.write_journals(shape, out, step, num_rows)
@@ -34,6 +47,7 @@ class StepSender:
         header = words_at(arena, HEADER_COUNTS + len(self.tables), ctypes.c_int64)
         entries = words_at(arena + shape.tail, JOURNAL_ENTRY_WORDS * self.entries, ctypes.c_int32)
         header[HEADER_ROWS], header[HEADER_TOKENS] = out.num_reqs, out.num_tokens
+        header[HEADER_RUNNING], header[HEADER_AHEAD] = out.num_actual_reqs, self.receipt[RECEIPT_LAUNCHED]
         total = 0
         for g, table in enumerate(self.tables):
             count = int(write_journal(table.state, table.table, num_rows, entries[JOURNAL_ENTRY_WORDS * total :]))
@@ -50,12 +64,19 @@ class StepSender:
         self.last_shape = shape
 
     def seen(self, step: int) -> bool:
-        return bool(self.receipt[0] >= step)
+        return bool(self.receipt[RECEIPT_STEP] >= step)
 
     def launch(self, step: int, graph: Any) -> bool:
         arena = int(self.arenas[step % len(self.arenas)])
         replay, shape = getattr(graph, "replay", None), self.pending_shape
-        if replay is None or not self.alone or step != self.pending or shape is None or not shape.recorded:
+        if (
+            replay is None
+            or not self.alone
+            or self.ahead
+            or step != self.pending
+            or shape is None
+            or not shape.recorded
+        ):
             return False
         if words_at(arena, HEADER_STEP + 1, ctypes.c_int64)[HEADER_STEP] == step:
             return False
@@ -64,3 +85,6 @@ class StepSender:
         self.note_sent(step, shape)
         self.pending = -1
         return True
+
+    def launch_ahead(self, count: int) -> None:
+        self.receipt[RECEIPT_LAUNCHED] = count

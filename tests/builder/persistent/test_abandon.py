@@ -21,14 +21,22 @@ class Abandonable(CopyTransport):
         self.pending = -1
 
 
-def waiting_step(monkeypatch):
+def waiting_step(monkeypatch, kernels=None):
     monkeypatch.setattr("attncore.builder.device.by_copy.CopyTransport", Abandonable)
-    batch = InputBatch(max_num_reqs=4, max_model_len=32, block_size=4)
+    batch = InputBatch(max_num_reqs=4, max_model_len=32, block_size=4, kernels=kernels)
     builder = MetadataBuilder(batch, max_num_batched_tokens=8, transport="copy")
     for row, name in enumerate("abc"):
         batch.add_request(name, [2 * row + 1, 2 * row + 2], row)
     builder.capture(2)
     return batch, builder, builder.build({"a": 0}, bucket=2)
+
+
+def test_tokens_and_rows_are_taken_back(monkeypatch, kernels):
+    batch, builder, metadata = waiting_step(monkeypatch, kernels)
+    assert metadata.moves == ((0, 2),)
+    metadata.abandon()
+    assert (batch.req_ids, [batch.num_computed_tokens(name) for name in "abc"]) == (("a", "b", "c"), [0, 1, 2])
+    assert builder.build().context_lens.tolist() == [0, 1, 2]
 
 
 def test_an_interrupted_abandon_is_finished_by_the_next_call(monkeypatch):

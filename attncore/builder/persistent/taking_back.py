@@ -1,0 +1,69 @@
+"""Takes the last step back, which waits for its replay, while its requests are as they were."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attncore.errors import CaptureError
+from attncore.kernels import codes
+
+if TYPE_CHECKING:
+    from attncore.builder.persistent.batch_core import BatchCore
+    from attncore.builder.persistent.step_metadata import StepMetadata
+
+
+def abandon(assembly: Any, metadata: StepMetadata) -> None:
+    """``metadata.abandon()``; CaptureError for any step but the last, and where it does not wait for its replay."""
+    side = assembly.side
+    with assembly.core.enter():
+        step = metadata.step
+        if step != assembly.last_step or side is None or side.pending != step:
+            raise CaptureError(f"abandon: step {step} is not waiting for a replay; nothing is to be taken back")
+        if assembly.ahead is not None and assembly.ahead.left:
+            raise CaptureError(f"abandon: step {step} has steps ahead; call steps.stop(), which takes back all of them")
+        check_unchanged(assembly, metadata, "abandon")
+        take_back(assembly, metadata)
+
+
+def take_back(assembly: Any, metadata: StepMetadata, *more: tuple[Any, ...]) -> None:
+    """Takes the last step back, and what was booked with it. ``more``, of ``undo``, is called behind its tokens."""
+    core, step = assembly.core, metadata.step
+    undo = [
+        (np.copyto, core.lengths[codes.COMPUTED], _computed_before(core, metadata)),
+        *core.move_back(metadata.moves),
+    ]
+    undo += more
+    undo.append((assembly.kernel.take_back, assembly.shapes.of(metadata), step))
+    if assembly.side is not None:
+        undo.append((assembly.side.take_back, step))
+    if assembly.overlap is not None:
+        undo.append((assembly.overlap.forget, assembly.overlap.before_last))
+    core.undo.extend(undo)  # in one call: where the roll-back is interrupted, the next call goes on with it
+    core.state.roll_back()
+
+
+def _computed_before(core: BatchCore, metadata: StepMetadata) -> Any:
+    """int32[max_num_reqs]: the computed tokens of each row before the step, which moved rows and counted tokens."""
+    computed, n = core.lengths[codes.COMPUTED].copy(), metadata.num_actual_reqs
+    computed[:n] = metadata.host.context_lens[:n]
+    for i, j in reversed(metadata.moves):
+        computed[[i, j]] = computed[[j, i]]
+    return computed
+
+
+def check_unchanged(assembly: Any, metadata: StepMetadata, what: str, num_steps: int = 1) -> None:
+    """CaptureError where a request of the last step left, or was preempted or rolled back, since it was built.
+
+    ``num_steps``: the steps that were booked with it.
+    """
+    n, order = metadata.num_actual_reqs, assembly.core.order
+    computed, fields = assembly.core.lengths[codes.COMPUTED, :n], metadata.host
+    for row, req_id in enumerate(metadata.req_ids):
+        known = row < len(order) and order.req_ids[row] is req_id
+        if not known or computed[row] != fields.context_lens[row] + fields.query_lens[row] + num_steps - 1:
+            raise CaptureError(
+                f"{what}: request {req_id!r} has changed since step {metadata.step} was built; {what} a step "
+                "before its requests are removed, preempted or rolled back"
+            )
