@@ -24,7 +24,7 @@ cdef class SentSteps:
     cdef object take_back, unsend
     cdef list eager
     cdef int index, forks
-    cdef bint waits_for_last
+    cdef bint plans, waits_for_last
     cdef public object fill
 
     def __init__(self, StepKernel kernel, StepSender sender, core, backends, side, list eager, fill,
@@ -32,7 +32,7 @@ cdef class SentSteps:
         self.kernel, self.sender, self.core, self.order, self.backends = kernel, sender, core, core.order, backends
         self.side, self.eager, self.fill, self.is_capturing = side, eager, fill, is_capturing
         self.current, self.index, self.forks = current, index, num_forks
-        self.waits_for_last = backends.waits_for_last_plan
+        self.plans, self.waits_for_last = bool(backends.plans), backends.waits_for_last_plan
         self.take_back, self.unsend = kernel.take_back, side.take_back
 
     def build(self, scheduled, query_len, bucket):
@@ -51,7 +51,7 @@ cdef class SentSteps:
         if self.is_capturing() or (self.current is not None and self.current() != self.index):
             return None
         # From here on, no code runs that is not this call's, until the batch is entered.
-        if batch.state != FREE or self.forks != num_forks or not self._is_free():
+        if batch.state != FREE or self.forks != num_forks or not self._is_free(shape):
             return None
         begin(batch)
         try:
@@ -64,10 +64,14 @@ cdef class SentSteps:
         finally:
             batch.state = UNFINISHED if PyList_GET_SIZE(batch.undo) else FREE
 
-    cdef bint _is_free(self) noexcept:
+    cdef bint _is_planned(self, shape):
+        """Whether the host plans steps of this shape, some group's at least; ``shape`` None: an eager one."""
+        return self.plans and (shape is None or (<StepShape> shape).plans is None or bool((<StepShape> shape).plans))
+
+    cdef bint _is_free(self, shape):
         """Whether the arena of the next step was read, no step waits for its replay, and nothing is sent beside it."""
         cdef slot_t step = self.kernel.next_step
-        cdef slot_t last = step - 1 if self.waits_for_last else step - self.kernel.depth
+        cdef slot_t last = step - 1 if self.waits_for_last and self._is_planned(shape) else step - self.kernel.depth
         if not self.sender.alone or self.sender.ahead or self.sender.pending >= 0:
             return False
         return last < 0 or load_word(self.sender.receipt + RECEIPT_STEP) >= last
@@ -212,8 +216,8 @@ cdef class SentSteps:
         cdef StepArena out = <StepArena> PyList_GET_ITEM(shape.arenas, self._arena())
         if self.fill is not None:
             self.fill(metadata)
-        if self.backends.plans:
-            self.backends.plan(metadata)
+        if self._is_planned(shape):
+            self.backends.plan(metadata, shape.plans)
         batch.undo.append((self.unsend, step))
         if sender.write_journals(shape, out, step, batch.num_rows) == sender.entries:
             self.side.send_surplus(batch.num_rows)

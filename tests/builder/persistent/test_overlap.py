@@ -170,7 +170,7 @@ def test_the_device_of_rejected_counts_is_compared_with_its_index(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 def test_rejected_counts_of_another_gpu_are_refused():
-    backend = select(backend="reference", device="cuda:0", num_heads=2, num_kv_heads=2, head_size=8).create()
+    backend = select(backend="reference", num_heads=2, num_kv_heads=2, head_size=8).create("cuda:0")
     batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=backend.config.block_size)
     for device in (1, 0):
         given = torch.zeros(4, dtype=torch.int32, device=f"cuda:{device}")
