@@ -140,7 +140,8 @@ def test_a_graph_without_the_plan_is_noticed() -> None:
     graph = new_graph("cuda")
     with capturing(graph):
         metadata.record()
-        roads[0].graphs[size] = graph, roads[0].layers(metadata)
+        outputs = roads[0].layers(metadata)
+    roads[0].graphs[size] = graph, outputs  # behind the capture: the graph that it replaces is destroyed
     roads[0].backend.record_plan = recorded
     names, differ = [f"{row}.0" for row in range(6)], 0
     for row, length in enumerate((1900, 3, 900, 1200, 17, 1600)):
