@@ -24,7 +24,7 @@ cdef class SentSteps:
     cdef object take_back, unsend
     cdef list eager
     cdef int index, forks
-    cdef bint plans, waits_for_last
+    cdef bint waits_for_last
     cdef public object fill
 
     def __init__(self, StepKernel kernel, StepSender sender, core, backends, side, list eager, fill,
@@ -32,7 +32,7 @@ cdef class SentSteps:
         self.kernel, self.sender, self.core, self.order, self.backends = kernel, sender, core, core.order, backends
         self.side, self.eager, self.fill, self.is_capturing = side, eager, fill, is_capturing
         self.current, self.index, self.forks = current, index, num_forks
-        self.plans, self.waits_for_last = bool(backends.plans), backends.waits_for_last_plan
+        self.waits_for_last = backends.waits_for_last_plan
         self.take_back, self.unsend = kernel.take_back, side.take_back
 
     def build(self, scheduled, query_len, bucket):
@@ -64,11 +64,13 @@ cdef class SentSteps:
         finally:
             batch.state = UNFINISHED if PyList_GET_SIZE(batch.undo) else FREE
 
-    cdef bint _is_planned(self, shape):
+    cdef bint _is_planned(self, shape) except -1:
         """Whether the host plans steps of this shape, some group's at least; ``shape`` None: an eager one."""
-        return self.plans and (shape is None or (<StepShape> shape).plans is None or bool((<StepShape> shape).plans))
+        if not self.backends.plans:
+            return False
+        return shape is None or (<StepShape> shape).plans is None or bool((<StepShape> shape).plans)
 
-    cdef bint _is_free(self, shape):
+    cdef bint _is_free(self, shape) except -1:
         """Whether the arena of the next step was read, no step waits for its replay, and nothing is sent beside it."""
         cdef slot_t step = self.kernel.next_step
         cdef slot_t last = step - 1 if self.waits_for_last and self._is_planned(shape) else step - self.kernel.depth
