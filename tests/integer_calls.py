@@ -1,6 +1,7 @@
 """CALLS: for every public integer parameter a value that it takes and a call that passes it, for test_integers.py."""
 
 import integers as call
+import numpy as np
 from builder.plain_backend import Least, config
 from integers import batch, captured, mutated, state, step, steps
 
@@ -59,8 +60,26 @@ PERSISTENT = {
     "MetadataBuilder.build_profile:query_lens": (5, lambda n: step(steps().build_profile([n, 2]))),
     "MetadataBuilder.capture:num_reqs": (4, lambda n: captured(lambda m: (step(m.capture(n)), m.captured))),
     "MetadataBuilder.capture:query_len": (2, lambda n: captured(lambda m: step(m.capture(2, n)))),
+    "MetadataBuilder.run_ahead:num_steps": (3, lambda n: ahead(n)),
+    "MetadataBuilder.run_ahead:bucket": (3, lambda n: ahead(2, bucket=n)),
+    "MetadataBuilder.run_ahead:scheduled": (0, lambda n: ahead(2, scheduled={"b": n})),
+    "InputBatch.token_column:width": (2, lambda n: drafted(batch().token_column("ids", width=n))),
     "MetadataBuilder.release:num_reqs": (3, lambda n: captured(lambda m: (m.release(n), m.captured))),
 }  # fmt: skip
+
+
+def ahead(num_steps, bucket=3, **scheduled):
+    """What run_ahead gives over the transport ``copy``, with 3 rows captured."""
+    made = builder.MetadataBuilder(batch(), Least(config()), max_num_batched_tokens=32, transport="copy")
+    made.capture(3)
+    steps_ahead = made.run_ahead(num_steps, bucket=bucket, **scheduled)
+    return len(steps_ahead), step(steps_ahead.first), steps_ahead[len(steps_ahead) - 1].seq_lens.tolist()
+
+
+def drafted(column):
+    """A column of as many drafts as it has room for."""
+    column.give("a", [0] * 9 + [7])
+    return len(np.atleast_1d(column["a"])), repr(column)
 
 
 def windowed():

@@ -48,7 +48,7 @@ class CacheWriter:
     ) -> None:
         try:
             known = self._checked == _formats(key, value, key_cache, value_cache, slot_mapping)
-        except (AttributeError, RuntimeError):  # no tensor, or one without a shape
+        except Exception:  # no tensor, or one without a shape: ``_check`` says so
             known = False
         if not known:
             self._check(key, value, key_cache, value_cache, slot_mapping)

@@ -13,6 +13,7 @@ from attncore.builder.device.memory import zeros
 from attncore.builder.uncopied import Uncopied
 from attncore.kernels import codes
 from attncore.quoted import plain_text, quoted
+from attncore.show import angled, guarded, short
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.batch_core import BatchCore
@@ -41,6 +42,12 @@ class Column(Uncopied):
             self._num_given,
             dtype.kind == "i",
         )
+
+    @guarded
+    def __repr__(self) -> str:
+        width = self._values.shape[1]
+        facts = [short(self.name), str(self.dtype), *([f"{width} of each request"] if width > 1 else [])]
+        return angled(type(self).__name__, facts)
 
     def __getitem__(self, req_id: Hashable) -> Any:
         """The request's value; ValueError where it is not in the batch."""
@@ -118,10 +125,10 @@ class TokenColumn(Column):
     def give(self, req_id: Hashable, tokens: Any) -> None:
         """The request's tokens at positions 0, 1, 2, ...: its prompt, or all it has where it is computed again.
 
-        An array of the column's dtype is kept, not copied; do not write to it afterwards. ValueError where the request
-        is not in the batch.
+        They are copied; an array of the column's dtype takes a microsecond, a list of 2,000 numbers 70. ValueError
+        where the request is not in the batch.
         """
-        array = np.ascontiguousarray(self._checked("tokens", tokens))
+        array = np.array(self._checked("tokens", tokens), order="C")  # an array that is resized loses its memory
         if array.ndim != 1:
             raise ValueError(f"tokens: an array of shape {array.shape}; give one number a token")
         with self._core.enter():

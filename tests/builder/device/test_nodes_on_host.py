@@ -46,9 +46,7 @@ class BatchesByNodes(Batches):
         for group in self.groups:
             fields = {"num_heads": 1, "num_kv_heads": 1, "head_size": 8, "dtype": "float32", "device": "cpu"}
             block_size = group.tokens_per_column // world
-            found[group.name] = Least(
-                BackendConfig(block_size=block_size, spec=SPEC if world == 1 else None, **fields)
-            )
+            found[group.name] = Least(BackendConfig(block_size=block_size, spec=SPEC if world == 1 else None, **fields))
         return found
 
 
@@ -70,5 +68,5 @@ def _nodes_on_host():
 
 TestBatchesByNodes = BatchesByNodes.TestCase
 TestBatchesByNodes.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -178,3 +178,9 @@ def test_there_are_as_many_columns_as_the_kernels_take(kernels):
     batch.add_request("a", [1])
     batch._core.columns["number7"]["a"] = 7
     assert builder.build().number7.tolist() == [7]
+
+
+def test_a_column_says_what_it_is():
+    batch = InputBatch(max_num_reqs=2, max_model_len=8, block_size=4)
+    assert repr(batch.column("temperature", np.float32)) == "<Column: 'temperature', float32>"
+    assert repr(batch.token_column("ids", width=3)) == "<TokenColumn: 'ids', int64, 3 of each request>"
