@@ -120,7 +120,7 @@ def check_files(distribution: importlib.metadata.Distribution, *names: str) -> N
         return
     for name in names:
         try:
-            status = os.stat(os.path.join(place, name))
+            status = os.stat(os.path.join(place, name) if name else place)  # not below a file, where nothing is
         except OSError:  # it has no such file
             continue
         if stat.S_ISDIR(status.st_mode):  # which is not read

@@ -8,6 +8,7 @@ from planting import SPEC
 
 from attncore.cli import main
 from attncore.errors import PluginError
+from attncore.registry.package_requirements import installed_version
 from attncore.registry.plugins import discover, load
 from attncore.versions import version_of
 
@@ -257,3 +258,27 @@ def test_a_file_of_metadata_without_an_end_is_not_read(site, name, kind):
         assert (found["endless"].label, found["endless"].state) == ("attn_endless", "loaded")
         assert "attn-endless" not in load.registry().packages
         assert version_of("attn-endless") is None
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a long one"])
+def test_metadata_that_is_one_file_without_an_end_is_not_read(site, tmp_path, kind):
+    site.plugin("good", extra="requires=('endless>=1',)")
+    file = tmp_path / "endless-1.0-py3.11.egg-info"
+    if kind == "a pipe":
+        os.mkfifo(file)
+    elif kind == "a device":
+        file.symlink_to("/dev/zero")
+    else:
+        with file.open("wb") as long:
+            long.truncate(1 << 40)
+    found = {record.name: record for record in load.registry().records}
+    assert found["good"].state == "loaded"
+    assert "endless" not in load.registry().packages
+    with pytest.raises(OSError, match=r"endless-1\.0-py3\.11\.egg-info (is no regular file|has more than)"):
+        installed_version("endless")
+
+
+def test_metadata_that_is_one_file_is_read(site, tmp_path):
+    site.plugin("good", extra="requires=('whole>=1',)")
+    (tmp_path / "whole-1.5-py3.11.egg-info").write_text("Metadata-Version: 1.2\nName: whole\nVersion: 1.5\n")
+    assert load.registry().packages["whole"] == "1.5"
