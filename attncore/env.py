@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Generic, Literal, TypeVar, cast
 
 from attncore.did_you_mean import did_you_mean
@@ -93,6 +93,11 @@ VARIABLES: Mapping[str, str] = {variable.name: variable.help for variable in _DE
 def variable_prefix(plugin: str) -> str:
     """What the names of a plugin's own variables begin with: ``ATTNCORE_ACME_``."""
     return f"ATTNCORE_{re.sub('[^a-z0-9]', '_', plugin).upper()}_"
+
+
+def values(names: Iterable[str]) -> dict[str, str]:
+    """Those of the variables ``names`` that are set, such as a plugin's own, with their texts."""
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def problems(plugins: Mapping[str, Collection[str] | None] | None = None) -> dict[str, str]:

@@ -140,6 +140,16 @@ def lent_streams() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Redirects what plugins print while they load to standard error, so that the command's own output stays clean.
+
+    Both streams are lent: they are as before afterwards, whatever a plugin does to them.
+    """
+    with lent_streams(), contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+@contextlib.contextmanager
 def own_streams(*, to_the_end: bool) -> Iterator[None]:
     """``sys.stdout`` writes to standard output; what else is written to file descriptor 1 goes to standard error.
 

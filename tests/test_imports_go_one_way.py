@@ -23,8 +23,8 @@ LAYERS = {
         "array_arguments",
         "command",
         "process_end",
-        "arguments chart_page how_to_install input_files kept_files search_path standard_output terminal interrupts "
-        "vocabulary env errors show",
+        "arguments chart_page how_to_install input_files json_output kept_files search_path standard_output terminal "
+        "interrupts vocabulary env errors show",
         "frozen_map step_arrays did_you_mean logged _version",
         "quoted",
     ),

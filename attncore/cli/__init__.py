@@ -10,7 +10,7 @@ standard error, and one for each reason), 130 interrupted, 141 the pipe that it 
 - ``replay_options``: the options of ``replay``; ``persistent_builder_options``: those it shares with ``build``.
 - ``argument_types``: types for argparse; ``installed_backends``: backends by name; ``completion``: scripts by which a
   shell completes a command line.
-- ``output``, ``progress_bar``: JSON, tables, a bar.
+- ``output``, ``progress_bar``: tables, a bar.
 
 How a command ends is ``attncore.command``, which the conformance kit's command shares.
 """
@@ -18,7 +18,6 @@ How a command ends is ``attncore.command``, which the conformance kit's command 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import sys
 import textwrap
@@ -27,10 +26,10 @@ from types import ModuleType
 
 from attncore._version import __version__
 from attncore.cli.completion import SHELLS
-from attncore.cli.output import only_json
 from attncore.command import Parser, UsageError, run_command
 from attncore.did_you_mean import did_you_mean
 from attncore.errors import NoBackendError
+from attncore.json_output import only_json
 from attncore.quoted import quoted
 from attncore.terminal import columns_of_help, wrapped
 
@@ -95,10 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Without ``argv`` it is the process's last act, and what libraries print afterwards goes to standard error too.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]  # not list(), which the command of that name replaces
-    return run_command(lambda: _run(words), to_the_end=argv is None)
+    return run_command(lambda: _run(words, argv is None), to_the_end=argv is None)
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], to_the_end: bool) -> int:
     if words[0:1] == ["help"]:
         words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):
@@ -121,7 +120,7 @@ def _run(words: list[str]) -> int:
         args = parser.parse_args(words[1:])
     except SystemExit as ended:  # --help
         return int(ended.code or 0)
-    with only_json() if getattr(args, "json", False) else contextlib.nullcontext():
+    with only_json(getattr(args, "json", False), to_the_end=to_the_end):
         try:
             code: int = args.run(args)
         except (ValueError, TypeError, NoBackendError) as error:

@@ -24,19 +24,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attncore import env
 from attncore.cli.argument_types import add_integer, backend_name, number
 from attncore.cli.installed_backends import check_installed
-from attncore.cli.output import print_json, print_table, stdout_to_stderr
+from attncore.cli.output import print_table
 from attncore.cli.progress_bar import progress_bar
 from attncore.command import UsageError
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
+from attncore.json_output import print_json
 from attncore.kept_files import state_folder
 from attncore.quoted import quoted
 from attncore.registry.choice.runs_here import reasons_here
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.option_argument import add_option_argument, options_of
+from attncore.standard_output import stdout_to_stderr
 from attncore.terminal import columns, print_lines
 from attncore.testing.device_option import check_device
 
@@ -102,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
         check_installed("NAME", args.name)
         options = options_of(args.name, args.option, "NAME")
         version = _installed(args.name, args.device, options)
-    question = Question(args.name, version, args.device, args.steps, args.seconds, args.timeout, options)
+        variables = _variables(args.name)
+    question = Question(args.name, version, args.device, args.steps, args.seconds, args.timeout, options, variables)
     try:
         found = _measured(question, args.passes, measure)
         saved, left_out = ([], []) if too_short else _earlier(found)
@@ -152,6 +156,12 @@ def _installed(name: str, device: str | None, options: dict[str, Any]) -> str:
         between = "\n  " if len(reasons) > 1 else " "
         raise NoBackendError(between.join((f"NAME: {quoted(name)} cannot be used here:", *reasons)))
     return f"{subject.record.distribution} {subject.record.version}"
+
+
+def _variables(name: str) -> dict[str, str]:
+    """The environment variables that the backend's spec declares and that are set."""
+    specs = [record.spec for record in registry().records if record.name == name and record.spec is not None]
+    return env.values(sorted({one for spec in specs for _, form in spec.by_variant for one in form.variables}))
 
 
 def _measured(question: Question, passes: int, measure: Any) -> Run:

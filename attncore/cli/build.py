@@ -15,7 +15,6 @@ in the answer.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -35,6 +34,7 @@ from attncore.command import InputLineError, UsageError
 from attncore.input_files import bounded_lines, standard_input
 from attncore.json_lines.list_builder import build_batch, parse_batch
 from attncore.json_lines.metadata_as_json import MAX_ANSWER
+from attncore.json_output import json_text
 from attncore.kernels import load_kernels
 from attncore.terminal import print_lines
 
@@ -146,7 +146,7 @@ def _answer_all(lines: Iterable[tuple[int, bytes]], answer: Callable[[bytes], di
             metadata = answer(line)
         except (ValueError, TypeError, MemoryError) as error:
             raise InputLineError(f"line {number}: {error}") from error
-        sys.stdout.write(json.dumps(metadata, separators=(", ", ": ")) + "\n")
+        sys.stdout.write(json_text(metadata, separators=(", ", ": ")) + "\n")
         sys.stdout.flush()  # a program that reads this answer may wait for it before it sends the next line
         answered += 1
     return answered

@@ -7,14 +7,14 @@ time limit, so that one that hangs or crashes is a row. Exits with 1 where there
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 from collections.abc import Iterator
 from typing import Any
 
 from attncore import env
 from attncore._version import __version__
-from attncore.cli.output import print_json, print_table
+from attncore.cli.output import print_table
+from attncore.json_output import print_json
 from attncore.quoted import listed, one_line
 from attncore.registry.doctor.diagnose_plugin import Diagnosis, diagnose
 from attncore.registry.host.host import Host
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         "platform": platform.platform(),
         "packages": {name: version_of(name) for name in PACKAGES},
         "kernels": kernels,
-        "environment": {name: one_line(os.environ[name]) for name in sorted(os.environ) if name in declared},
+        "environment": {name: one_line(text) for name, text in env.values(sorted(declared)).items()},
         "host": Host.probe().as_json(),
         "backends": [row.as_json() for row in rows],
         "findings": findings,

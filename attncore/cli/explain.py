@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from attncore.cli.argument_types import add_choice, backend_name, backend_names
-from attncore.cli.output import print_json, stdout_to_stderr
 from attncore.command import UsageError
 from attncore.did_you_mean import did_you_mean
+from attncore.json_output import print_json
 from attncore.quoted import quoted
 from attncore.registry import package_requirements
 from attncore.registry.choice.candidates import Candidate
@@ -31,6 +31,7 @@ from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.option_argument import add_option_argument, options_of
 from attncore.registry.request_from_config_json import request_fields
 from attncore.registry.spec.facts import plain_facts
+from attncore.standard_output import stdout_to_stderr
 from attncore.terminal import print_lines
 from attncore.vocabulary import (
     DTYPES,

@@ -10,13 +10,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from attncore.cli.output import print_json, print_table, stdout_to_stderr
+from attncore.cli.output import print_table
+from attncore.json_output import print_json
 from attncore.registry.choice.installed import HEADERS, row
 from attncore.registry.choice.runs_here import reasons_here
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
+from attncore.standard_output import stdout_to_stderr
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

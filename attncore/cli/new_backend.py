@@ -19,7 +19,7 @@ from pathlib import Path
 
 from attncore import env
 from attncore._version import __version__
-from attncore.cli.output import print_json
+from attncore.json_output import print_json
 from attncore.quoted import one_line, quoted
 from attncore.registry.plugins.known_backends import KNOWN
 

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 from attncore import chart_page
 from attncore.cli import replay_options
 from attncore.cli.installed_backends import check_installed
-from attncore.cli.output import print_json, stdout_to_stderr
 from attncore.cli.progress_bar import progress_bar
 from attncore.command import UsageError
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
+from attncore.json_output import print_json
 from attncore.quoted import one_line
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
@@ -41,6 +41,7 @@ from attncore.replay.settings import Settings
 from attncore.replay.traces import synthetic
 from attncore.replay.traces.read_trace import read_trace
 from attncore.replay.traces.trace import Trace, TraceError
+from attncore.standard_output import stdout_to_stderr
 from attncore.terminal import print_lines
 from attncore.testing.bench.machine import machine
 from attncore.versions import versions

@@ -14,8 +14,9 @@ from typing import Any
 
 from attncore.cli.argument_types import backend_name
 from attncore.cli.installed_backends import not_installed
-from attncore.cli.output import print_json, print_table, stdout_to_stderr
+from attncore.cli.output import print_table
 from attncore.command import UsageError
+from attncore.json_output import print_json
 from attncore.quoted import listed
 from attncore.registry import package_requirements
 from attncore.registry.choice.capability_matrix import columns, markdown
@@ -25,6 +26,7 @@ from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.facts import by_variant, facts_as_json, feature_states, plain_facts
+from attncore.standard_output import stdout_to_stderr
 from attncore.terminal import print_lines
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from attncore.cli.argument_types import add_choice, backend_name
 from attncore.cli.installed_backends import check_installed
-from attncore.cli.output import print_json, print_table, stdout_to_stderr
+from attncore.cli.output import print_table
 from attncore.errors import NoBackendError
+from attncore.json_output import print_json
 from attncore.quoted import quoted
 from attncore.registry.choice.choice import Choice, choose
 from attncore.registry.choice.negotiate_installed import negotiate_installed
@@ -22,6 +23,7 @@ from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.option_argument import add_option_argument, options_of
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.fitting_fields import fitting_fields
+from attncore.standard_output import stdout_to_stderr
 from attncore.vocabulary import DTYPES, KV_CACHE_DTYPES
 
 if TYPE_CHECKING:

@@ -6,11 +6,12 @@ before memory is taken for them, by ``check_numbers`` or by the builder, and its
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+
+from attncore.json_output import json_text
 
 MAX_ANSWER = 1 << 26
 """Bytes of the longest answer, unless another limit is given."""
@@ -35,7 +36,7 @@ def fields_of_metadata(metadata: object, names: Iterable[str]) -> dict[str, Any]
 def as_json(fields: Mapping[str, Any], max_answer: int) -> dict[str, Any]:
     """Fields as JSON has them, arrays as lists; ValueError where their text is longer than ``max_answer`` bytes.
 
-    The text is what ``json.dumps`` makes of it; mappings of fields by group are allowed.
+    The text is what ``json_text`` makes of it; mappings of fields by group are allowed.
     """
     if _most_bytes(fields) > max_answer and (length := _text_bytes(fields)) > max_answer:
         raise ValueError(f"answer: {length} bytes are longer than {max_answer}; --max-answer allows more")
@@ -67,7 +68,7 @@ def _text_bytes(value: Any) -> int:
     if isinstance(value, Mapping):
         return sum(len(name) + 6 + _text_bytes(one) for name, one in value.items())
     if not isinstance(value, np.ndarray):
-        return len(json.dumps(value))
+        return len(json_text(value))
     separators = 2 * len(value) if value.ndim == 2 else 0  # a comma, a blank or brackets for each row, and each number
     if not value.size:
         return 2 * separators or 2

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from attncore.json_output import json_text
 from attncore.quoted import MAX_PART, describe_error, one_line
 from attncore.search_path import without_current_folder
 
@@ -138,7 +139,7 @@ def _be_copy(call: Callable[[], str], writer: int, timeout: float, memory: int) 
         except Exception as error:
             answer = ("", describe_error(error))
         with open(writer, "wb", closefd=False) as file:
-            file.write(json.dumps(answer).encode())
+            file.write(json_text(answer).encode())
         code = 0
     finally:
         os._exit(code)

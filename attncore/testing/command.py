@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from attncore.command import Parser, UsageError
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
+from attncore.json_output import json_text, print_json
 from attncore.quoted import MOST, one_line, printable, quoted
 from attncore.registry.plugins.option_argument import add_option_argument, options_of
 from attncore.standard_output import Lent
@@ -68,17 +68,17 @@ def run(args: argparse.Namespace, journal: Journal | None = None, folder: Path |
         raise NoBackendError(str(error).replace("BACKEND", "NAME", 1)) from error
     if record.spec is not None and subject.refusals:
         raise NoBackendError("\n  ".join((f"{args.name} cannot run here:", *subject.refusals)))
-    values = f"OPTIONS = json.loads({json.dumps(given)!r})"  # inf and nan are no Python
+    values = f"OPTIONS = json.loads({json_text(given)!r})"
     settings = f"import json\n\nEXAMPLES = {args.examples}\nDEVICE = {args.device!r}\n{values}\n"
     options = ["-q", "-rN", "--color=no", *([f"-k{args.k}"] if args.k else [])]
-    with contextlib.redirect_stdout(_Printable(sys.stderr if args.json else sys.stdout)):
+    with contextlib.redirect_stdout(_Printable(sys.stdout)):
         if journal is not None:
             journal.begin(Report(args.name, given, args.device, identity(args.name)))
         code, report = conformance(args.name, settings=settings, options=options, journal=journal, folder=folder)
     if code == _NONE_RAN and args.k:
         raise UsageError(f"-k: no test's name matches {quoted(args.k)}; they are such as test_decode, test_prefill")
     if args.json:
-        print(json.dumps(report.as_json(), indent=2))
+        print_json(report.as_json())
     return 0 if code == 0 else 1 if code == 1 else 2
 
 

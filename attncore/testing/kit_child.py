@@ -24,12 +24,19 @@ def main() -> int:
     from pathlib import Path
 
     from attncore.command import run_command
+    from attncore.json_output import only_json
     from attncore.testing.command import parsed, run
     from attncore.testing.harness.journal import Journal
 
     folder = Path(sys.argv[1])
     journal = Journal(folder / JOURNAL)
-    code = run_command(lambda: run(parsed(sys.argv[2:], None), journal, folder), to_the_end=True)
+
+    def command() -> int:
+        args = parsed(sys.argv[2:], None)
+        with only_json(args.json, to_the_end=True):
+            return run(args, journal, folder)
+
+    code = run_command(command, to_the_end=True)
     journal.end(code)
     return code
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attncore.command import Terminated, fail
+from attncore.json_output import print_json
 from attncore.quoted import printable
 from attncore.registry.child_process import how_it_ended
 from attncore.testing.harness.journal import Noted, read_journal
@@ -81,7 +81,7 @@ def _crashed(args: argparse.Namespace, noted: Noted, how: str) -> int:
         report.add(Result(running["capability"], running["running"], "failed", reason))
     print(file=sys.stderr if args.json else sys.stdout)  # after the dots
     if args.json:
-        print(json.dumps(report.as_json(), indent=2))
+        print_json(report.as_json())
     else:
         print(printable(f"attncore conformance: {report.title}\n{report.text()}"))
     return fail(f"{args.name}: {how} {where}, test {len(noted.tests)} of the run; those after it were not run", 1)

@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from attncore import env
 from attncore._version import __version__
+from attncore.json_output import json_text
 from attncore.kept_files import cache_folder, read_kept, write_kept
 from attncore.registry import package_requirements
 from attncore.registry.child_process import NO_ANSWER, read_answers, run_in_child
@@ -110,10 +112,11 @@ def _digest(choice: Choice, blank: Verdict) -> str:
         "attncore": __version__,
         "variant": choice.variant,
         "choice": _asked(choice),
+        "variables": env.values(sorted(choice.spec.variables)),
         # a plugin in development changes without its version: its files' times tell
         "files": _modified(choice.spec.factory.partition(":")[0]),
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json_text(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _asked(choice: Choice) -> dict[str, Any]:
@@ -148,7 +151,7 @@ def _ask(choice: Choice, blank: Verdict, timeout: float) -> Verdict:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="attncore-verify-", ignore_cleanup_errors=True) as temporary:
         question, answer = Path(temporary, "question"), Path(temporary, "answer")
-        question.write_text(json.dumps({"backend": choice.name, **_asked(choice)}), encoding="utf-8")
+        question.write_text(json_text({"backend": choice.name, **_asked(choice)}), encoding="utf-8")
         ended = run_in_child(["-m", "attncore.testing.verify_child", str(question), str(answer)], timeout)
         answers = read_answers(answer)
     facts: dict[str, Any] = {name: value for told in answers for name, value in told.items()}
@@ -194,4 +197,4 @@ def _read(file: Path, blank: Verdict) -> tuple[Verdict | None, str]:
 def _write(file: Path, verdict: Verdict) -> None:
     """A cache that cannot be written is no cache: the verdict stands all the same."""
     with contextlib.suppress(OSError):
-        write_kept(file, json.dumps(verdict.as_json()).encode())
+        write_kept(file, json_text(verdict.as_json()).encode())

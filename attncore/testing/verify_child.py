@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from attncore.abstract import AttentionBackend, BackendConfig
+from attncore.json_output import json_text
 from attncore.quoted import describe_error
 from attncore.registry.choice.select import select
 
@@ -36,7 +37,7 @@ def main(question: str, answer: str) -> None:
 
 
 def _tell(file: IO[str], **facts: Any) -> None:
-    file.write(json.dumps(facts) + "\n")
+    file.write(json_text(facts) + "\n")
     file.flush()
 
 

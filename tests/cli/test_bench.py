@@ -274,3 +274,11 @@ def test_interrupted_it_leaves_nothing_behind(state):
         time.sleep(0.05)  # they are killed, and gone when init has heard of it
     assert not any(child.exists() for child in children)
     assert not list(state.rglob("*.json"))
+
+
+def test_variables_that_the_plugin_declares_are_asked_with(site, measured, monkeypatch):
+    site.plugin("tuned", extra='variables={"ATTNCORE_TUNED_A": "a", "ATTNCORE_TUNED_B": "b"},')
+    monkeypatch.setenv("ATTNCORE_TUNED_B", "2")
+    monkeypatch.setenv("ATTNCORE_OTHER", "3")
+    assert main(["bench", "tuned", "--no-save"]) == 0
+    assert measured.asked[0].variables == {"ATTNCORE_TUNED_B": "2"}

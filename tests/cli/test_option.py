@@ -160,3 +160,21 @@ def test_ranks_of_a_backend_without_lse_are_refused_with_the_reason(site, capsys
     site.plugin("plain")
     assert main(["replay", "--backend", "plain", "--head-size", "64", "--context-parallel", "2"]) == 3
     assert "lse" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_number_is_finite(keen, capsys, command, value):
+    """The reports are JSON, which has no other."""
+    assert COMMANDS[command]("--option", f"factor={value}", "--json") == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"attncore: error: --option: 'factor': '{value}' is not a finite number\n")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_default_is_finite(site, capsys, value):
+    light = LIGHT.replace("default=1.0", f"default=float({value!r})").replace("keen", "boundless")
+    site.plugin("boundless", light)
+    assert main(["show", "boundless", "--json"]) == 1
+    (reason,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["reasons"]
+    assert f"choices: {value} is not a finite number" in reason["message"]

@@ -63,6 +63,22 @@ def test_a_new_version_a_change_or_fresh_asks_again(site, capsys):
     assert not verdicts(capsys, "moving", "--fresh")[1][0]["cached"]
 
 
+def test_a_variable_that_the_plugin_declares_asks_again(site, capsys, monkeypatch):
+    reads = "import os; key = key * float(os.environ.get('ATTNCORE_TUNED_FACTOR', '1'))"
+    extra = 'variables={"ATTNCORE_TUNED_FACTOR": "what keys are multiplied by"},'
+    site.plugin("tuned", heavy=REFERENCE.format(forward=reads), extra=extra)
+    assert verdicts(capsys, "tuned")[1][0]["state"] == "agrees"
+    monkeypatch.setenv("ATTNCORE_OTHER", "1")
+    assert verdicts(capsys, "tuned")[1][0]["cached"]
+    for value in ("2", ""):
+        monkeypatch.setenv("ATTNCORE_TUNED_FACTOR", value)
+        found = verdicts(capsys, "tuned")[1][0]
+        assert (found["state"] != "agrees", found["cached"]) == (True, False)
+    monkeypatch.delenv("ATTNCORE_TUNED_FACTOR")
+    found = verdicts(capsys, "tuned")[1][0]
+    assert (found["state"], found["cached"]) == ("agrees", True)
+
+
 @pytest.mark.parametrize(
     ("forward", "state", "message"),
     [

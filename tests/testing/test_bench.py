@@ -70,6 +70,15 @@ def test_a_first_run_has_nothing_to_be_slower_than():
     assert (verdict(made()).verdict, verdict(made()).percent) == ("first run", None)
 
 
+def test_variables_are_a_condition_as_options_are(tmp_path):
+    plain = Question("acme", "attn-acme 1.0")
+    assert runs._given(plain) == {}  # the runs of before are found
+    tuned = runs._given(dataclasses.replace(plain, variables={"ATTNCORE_ACME_X": "1"}))
+    other = runs._given(dataclasses.replace(plain, variables={"ATTNCORE_ACME_X": "2"}))
+    folders = {made(config={"device": "cpu"} | given).folder(tmp_path) for given in ({}, tuned, other)}
+    assert len(folders) == 3
+
+
 def test_one_or_two_saved_runs_are_too_few_to_tell():
     for count in (1, 2):
         found = verdict(made([9e-6] * 5), *[made()] * count)

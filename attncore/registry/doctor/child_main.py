@@ -5,7 +5,6 @@ Writes JSON Lines to FILE. A phase is written before it begins, so that the last
 
 from __future__ import annotations
 
-import json
 import sys
 from itertools import islice
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import IO, Any
 
 import pluggy
 
+from attncore.json_output import json_text
 from attncore.quoted import MOST, describe_error, one_line, type_name
 from attncore.registry import package_requirements
 from attncore.registry.choice.choice import choose
@@ -51,7 +51,7 @@ def main(name: str, distribution: str, path: str, *options: str) -> None:
 
 
 def _tell(file: IO[str], **answer: Any) -> None:
-    file.write(json.dumps(answer) + "\n")
+    file.write(json_text(answer) + "\n")
     file.flush()
 
 

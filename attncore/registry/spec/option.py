@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from attncore.quoted import quoted
@@ -13,7 +14,7 @@ class Option:
     """One option that a backend takes in ``Choice.create(options={...})``.
 
     ``type`` is bool, int, float or str; ``choices``, where given, are all the values allowed; ``default`` is None or an
-    allowed value.
+    allowed value. A float is a finite number: reports are JSON, which has no other.
     """
 
     type: type
@@ -46,6 +47,8 @@ def _wrong_type(kind: type, value: object) -> str | None:
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or (kind is not bool and isinstance(value, bool)):
         return f"is not {'an' if kind is int else 'a'} {kind.__name__}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "is not a finite number"
     return None
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
+from attncore.json_output import json_text
 from attncore.replay.results.whole_file import WholeFile
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class StepsFile(WholeFile):
 
     def __call__(self, step: Step) -> None:
         """One line for a step, whose requests stand as before it."""
-        self.write(json.dumps(self._line(step, self.block_size), separators=(",", ":")) + "\n")
+        self.write(json_text(self._line(step, self.block_size), separators=(",", ":")) + "\n")
 
 
 def batch_line(step: Step, block_size: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import IO, Any
 import torch
 
 from attncore.errors import AttncoreError
+from attncore.json_output import json_text
 from attncore.quoted import describe_error
 from attncore.testing.bench.answer import DONE, SETTINGS
 from attncore.testing.bench.turns import Call, device_yardstick, host_yardstick, in_turns
@@ -41,7 +42,7 @@ def main(question: str, answer: str) -> None:
 
 
 def _tell(file: IO[str], facts: dict[str, Any]) -> None:
-    file.write(json.dumps(facts) + "\n")
+    file.write(json_text(facts) + "\n")
     file.flush()
 
 

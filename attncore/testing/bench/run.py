@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import importlib.metadata
-import json
 import platform
 import tempfile
 from collections.abc import Callable, Mapping
@@ -15,8 +13,10 @@ from typing import Any
 
 from attncore._version import __version__
 from attncore.errors import AttncoreError
+from attncore.json_output import json_text
 from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.host.free_memory import available_bytes
+from attncore.registry.package_requirements import installed_version
 from attncore.testing.bench.answer import FIGURES, Answer, read_pass
 from attncore.testing.bench.machine import machine
 from attncore.testing.bench.saved_runs import Row, Run
@@ -41,6 +41,8 @@ class Question:
     timeout: float = 600.0
     options: Mapping[str, Any] = field(default_factory=dict)
     """What the backend is created with."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """The environment variables that its spec declares and that are set."""
 
     def as_json(self, copy: Path) -> str:
         """What the child reads. The file of steps is read once: every pass reads ``copy``, which is made of it here.
@@ -54,7 +56,7 @@ class Question:
             data = _read(self.steps)
             facts["block_size"] = _checked_block_size(self, data)
             copy.write_bytes(data)
-        return json.dumps(facts)
+        return json_text(facts)
 
 
 def measure(question: Question, passes: int, done: Callable[[int], None] | None = None) -> Run:
@@ -84,7 +86,7 @@ def _measured(question: Question, passes: int, done: Callable[[int], None] | Non
         machine=machine(),
         time=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z",
         versions=_versions(question),
-        config=answer.config | ({"options": dict(question.options)} if question.options else {}),
+        config=answer.config | _given(question),
         steps="" if question.steps is None else hashlib.sha256(copy.read_bytes()).hexdigest()[:12],
         rows=list(rows.values()),
         unsupported=answer.unsupported,
@@ -98,6 +100,12 @@ def joined(first: Run, second: Run) -> Run:
         for name in FIGURES if (row.step, row.part) in more else ():
             getattr(row, name).extend(getattr(more[row.step, row.part], name))
     return first
+
+
+def _given(question: Question) -> dict[str, Any]:
+    """What the backend's times depend on beside its own settings, as far as anything is given."""
+    given = {"options": dict(question.options), "variables": dict(question.variables)}
+    return {name: values for name, values in given.items() if values}
 
 
 def _one_pass(question: Question, asked: str) -> Answer:
@@ -159,5 +167,5 @@ def _check_memory(question: Question, steps: SavedSteps) -> None:
 def _versions(question: Question) -> dict[str, str]:
     found = {"python": platform.python_version(), "attncore": __version__, "distribution": question.version}
     for name in ("numpy", "torch"):
-        found[name] = importlib.metadata.version(name)
+        found[name] = installed_version(name)
     return found

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attncore.json_output import json_text
 from attncore.kept_files import read_kept, write_kept
 from attncore.testing.bench.machine import machine_name
 
@@ -59,7 +60,7 @@ class Run:
     def folder(self, root: Path) -> Path:
         """Where runs of the same conditions are kept."""
         python = ".".join(self.versions.get("python", "").split(".")[:2])
-        facts = json.dumps([self.config, self.steps, python, FORMAT], sort_keys=True)
+        facts = json_text([self.config, self.steps, python, FORMAT], sort_keys=True)
         digest = hashlib.sha256(facts.encode()).hexdigest()[:8]
         return root / machine_name(self.machine) / f"{self.backend}-{digest}"
 
@@ -67,7 +68,7 @@ class Run:
 def save(run: Run, root: Path) -> Path:
     """Write ``run`` beside those of the same conditions; OSError where that is not possible."""
     file = run.folder(root) / f"{run.time.replace(':', '')}.json"
-    write_kept(file, json.dumps(run.as_json()).encode())
+    write_kept(file, json_text(run.as_json()).encode())
     return file
 
 

@@ -5,12 +5,12 @@ A JSON object a line. pytest is not imported.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from attncore.json_output import json_text
 from attncore.registry.child_process import read_answers
 from attncore.testing.harness.support_table import Report, Result
 
@@ -50,7 +50,7 @@ class Journal:
         self._write(ended=code)
 
     def _write(self, **facts: Any) -> None:
-        self._opened.write(json.dumps(facts) + "\n")
+        self._opened.write(json_text(facts) + "\n")
         self._opened.flush()
 
 

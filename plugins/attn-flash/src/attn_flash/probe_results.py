@@ -141,7 +141,7 @@ def write(generation: str, result: ProbeResult, *, lasting: bool = True) -> None
     if file is None:
         return
     with suppress(OSError):
-        write_kept(file, json.dumps(asdict(result), indent=1).encode())
+        write_kept(file, json.dumps(asdict(result), indent=1, allow_nan=False).encode())
 
 
 def forget(generation: str, device: str = "") -> None:
