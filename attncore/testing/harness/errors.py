@@ -7,7 +7,7 @@ from pathlib import Path
 
 import attncore
 from attncore.errors import AttncoreError
-from attncore.quoted import plain_text, type_name
+from attncore.quoted import MAX_TEXT, plain_text, type_name
 
 _OWN_FOLDER = Path(attncore.__file__).parent
 _LIBRARIES = {"torch", "_pytest", "pluggy", "hypothesis"}
@@ -38,13 +38,16 @@ class NothingToRefuseError(UnsupportedError):
 
 
 def text_of(error: BaseException) -> str:
-    """An error's text; empty where it has none, or where its ``__str__``, which is the backend's code, raises."""
+    """An error's text, cut to MAX_TEXT; empty where it has none, or where its ``__str__``, which is the backend's code,
+    raises.
+    """
     try:
-        return plain_text(str(error)) or ""
+        text = plain_text(str(error)) or ""
     except KeyboardInterrupt:
         raise
     except BaseException:
         return ""
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ... ({len(text)} letters)"
 
 
 def told(error: BaseException) -> str:

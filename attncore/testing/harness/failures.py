@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
+from attncore.quoted import MAX_TEXT
 from attncore.testing.harness.errors import ConformanceError, text_of, told
 
 _KIT = Path(__file__).parents[1]
@@ -14,11 +15,11 @@ _DRAWN = ": check(\n"
 
 
 def shown(error: BaseException) -> str:
-    """A failure in words, without the kit's own frames; empty where the kit itself is at fault."""
+    """A failure in words, without the kit's own frames; empty where the kit itself is at fault, and its text short."""
     raised = _raised(error)
     frames = [] if raised is None else _frames(raised)
     if raised is not None and not frames:
-        return ""
+        return told(error) if _is_long(error) else ""
     lines = [text_of(error) if isinstance(error, ConformanceError) else told(error), *_drawn(error)]
     if raised is not None:  # its frames
         lines += ["", "Traceback of the backend:", *"".join(traceback.format_list(frames)).splitlines()]
@@ -31,6 +32,20 @@ def _raised(error: BaseException | None) -> BaseException | None:
     while isinstance(error, ConformanceError):
         error = error.__cause__
     return error
+
+
+def _is_long(error: BaseException) -> bool:
+    """Whether the text of an error, of one that it was raised from or of one in a group would be cut."""
+    left, seen = [error], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            if len(text_of(one)) > MAX_TEXT:
+                return True
+            members = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+            left += [other for other in (one.__cause__, one.__context__, *members) if other is not None]
+    return False
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -117,7 +117,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         if _ROW not in pyfuncitem.stash:
             raise
         kinds = {NothingToRefuseError: NOTHING, NotRunError: NOT_RUN}
-        return pytest.skip(f"{kinds.get(type(error), 'unsupported: ')}{error}")
+        return pytest.skip(f"{kinds.get(type(error), 'unsupported: ')}{text_of(error)}")
     except _OUTCOMES as error:  # no check raises them
         if _ROW not in pyfuncitem.stash:
             raise
@@ -129,8 +129,18 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Keep what came of a test of the kit."""
-    report = yield
-    row = item.stash.get(_ROW, None)
+    row, found = item.stash.get(_ROW, None), call.excinfo
+    words = ""
+    # --tb=long has all frames
+    if row is not None and found and not isinstance(found.value, _OUTCOMES) and _has_short_tracebacks(item.config):
+        words = shown(found.value)
+    if words:  # pytest would render the whole text of the error, and of those that it was raised from, however long
+        brief = ConformanceError(told(found.value)).with_traceback(found.value.__traceback__)
+        call.excinfo = pytest.ExceptionInfo.from_exception(brief)
+    try:
+        report = yield
+    finally:
+        call.excinfo = found
     if row is not None and (report.when == "call" or report.outcome != "passed"):
         reports = item.config.stash[_REPORTS]
         reason = ""
@@ -139,8 +149,7 @@ def pytest_runtest_makereport(
             reason = expected if expected is not None else _skip_reason(report)
         elif report.outcome == "failed":
             reason = (text_of(call.excinfo.value) or told(call.excinfo.value)) if call.excinfo else str(report.longrepr)
-            if call.excinfo and item.config.getoption("tbstyle", None) in (None, "auto"):  # --tb=long has all frames
-                report.longrepr = shown(call.excinfo.value) or report.longrepr
+            report.longrepr = words or report.longrepr
             if _is(item, "basis"):
                 item.config.stash[_BROKEN].setdefault(item.module, item.name)  # type: ignore[attr-defined]
         outcome: str = report.outcome
@@ -152,6 +161,10 @@ def pytest_runtest_makereport(
             outcome, reason = "nothing to check", reason.removeprefix(NOTHING)
         reports.setdefault(row[0].title, row[0]).add(Result(row[1], item.name, outcome, reason))
     return report
+
+
+def _has_short_tracebacks(config: pytest.Config) -> bool:
+    return config.getoption("tbstyle", None) in (None, "auto")
 
 
 def _skip_reason(report: pytest.TestReport) -> str:
