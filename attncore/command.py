@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from attncore.did_you_mean import close_name, did_you_mean
 from attncore.errors import AttncoreError, NoBackendError
+from attncore.how_to_install import install_required
 from attncore.process_end import end_if_forked, keep_exit_code
 from attncore.quoted import MAX_PART, MOST, describe_error, one_line, quoted
 from attncore.standard_output import own_streams
@@ -105,6 +106,9 @@ def _ended(command: Callable[[], int]) -> int:
         if error.filename is None and error.errno in _OF_A_STREAM:  # files have their names
             return fail(f"standard output: {error.strerror}", 2)
         return fail(error, 2)
+    except ModuleNotFoundError as error:
+        how = install_required(error.name)
+        return fail(f"{error}; {how}" if how else error, 2)
     except (ValueError, TypeError, EOFError, ImportError, AttncoreError) as error:
         return fail(error, 2)
     except MemoryError as error:

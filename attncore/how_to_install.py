@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +28,13 @@ def install_extra(extra: str) -> str:
     if not wanted:  # a checkout on PYTHONPATH, or one that was installed before it had this extra
         return f"pip install -e {shlex.quote(f'{_HERE}[{extra}]')}"
     return f"pip install {shlex.join(wanted)}"
+
+
+def install_required(name: str | None) -> str:
+    """The command that installs ``name`` as attncore requires it, whatever its extras do; empty where it does not."""
+    own = (text for text in _required() if ";" not in text)  # behind which an extra is named
+    wanted = next((text for text in own if re.match(r"[\w.-]*", text)[0] == name), "")  # type: ignore[index]
+    return f"pip install {shlex.quote(wanted)}" if wanted else ""
 
 
 def install_distribution(name: str) -> str:
@@ -51,6 +60,18 @@ def compile_extension() -> str:
         "install a C compiler and then attncore again (with pip's --no-cache-dir and --force-reinstall, which leave no "
         "old wheel)"
     )
+
+
+def _required() -> list[str]:
+    """What attncore requires, with that of its extras; of a checkout on PYTHONPATH, without."""
+    try:
+        return importlib.metadata.requires("attncore") or []
+    except importlib.metadata.PackageNotFoundError:
+        try:
+            found = tomllib.loads((_HERE / "pyproject.toml").read_text(encoding="utf-8"))
+            return [str(one) for one in found["project"]["dependencies"]]
+        except (OSError, ValueError, KeyError):
+            return []
 
 
 def _requirements(extra: str) -> Iterator[str]:

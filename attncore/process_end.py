@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from attncore.quoted import describe_error, quoted
 from attncore.terminal import print_lines
 
 logger = logging.getLogger(__name__)
+_PR_SET_PDEATHSIG = 1
+"""Of ``<sys/prctl.h>``."""
 
 
 def keep_exit_code() -> None:
@@ -40,6 +43,14 @@ def keep_exit_code() -> None:
 
     os._exit = exit_refused(in_a_thread)
     atexit.register = registered  # type: ignore[assignment]
+
+
+def end_with_parent() -> None:
+    """From now on, the system kills this process when the one that started it has ended, however. On Linux alone."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_if_forked(process: int) -> None:

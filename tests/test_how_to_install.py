@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from attncore import how_to_install
-from attncore.how_to_install import compile_extension, install_distribution, install_extra
+from attncore.how_to_install import compile_extension, install_distribution, install_extra, install_required
 from attncore.registry.plugins.known_backends import KNOWN
 
 ROOT = Path(__file__).parents[1]
@@ -121,3 +121,17 @@ def test_nothing_says_to_install_ours_by_name():
         files += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".txt", ".toml")]
     found = [f"{path}: {line}" for path in files for line in path.read_text().splitlines() if by_name.search(line)]
     assert not found, "\n".join(found)
+
+
+def test_what_attncore_requires_itself(installed, monkeypatch):
+    installed(None)
+    assert install_required("pluggy") == "pip install 'pluggy>=1.5'"
+    assert [install_required(name) for name in ("numba", "pytest", "plug", "", None)] == [""] * 5
+
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", absent)
+    assert install_required("pluggy") == ""
+    monkeypatch.setattr(how_to_install, "_HERE", ROOT)
+    assert install_required("rich") == "pip install 'rich>=13'"

@@ -16,6 +16,7 @@ from attncore._version import __version__
 from attncore.cli.output import print_table
 from attncore.json_output import print_json
 from attncore.quoted import listed, one_line
+from attncore.registry.child_process import run_in_child
 from attncore.registry.doctor.diagnose_plugin import Diagnosis, diagnose
 from attncore.registry.host.host import Host
 from attncore.registry.plugins import discover
@@ -26,7 +27,7 @@ from attncore.versions import PACKAGES, version_of
 def configure(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="for each plugin (default 60)")
-    parser.add_argument("--no-create", action="store_true", help="read specs only; import no kernel library")
+    parser.add_argument("--no-create", action="store_true", help="read specs only; import no kernel library but torch")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     declared = {*env.VARIABLES, *(name for row in rows for name in row.variables or ())}
     kernels, kernels_fine = _kernels()
     findings = [*problems.values(), *_unmatched(rows), *_broken(rows), *_cannot_run(rows, kernels_fine)]
+    findings += [] if not args.no_create else _torch(rows, args.timeout)
     if not kernels_fine and kernels not in problems.values():
         findings.append(f"kernels: {kernels}")
     if plugins and plugins.partition(": ")[2] not in problems.values():
@@ -96,6 +98,14 @@ def _broken(rows: list[Diagnosis]) -> list[str]:
         for reason in row.record.reasons
         if row.record.state in ("duplicate", "broken", "incompatible") or reason.code == "heavy_import"
     ]
+
+
+def _torch(rows: list[Diagnosis], timeout: float) -> list[str]:
+    """That torch cannot be imported, where a backend that can run here needs it; creating the backend would tell."""
+    if not any("torch" in row.requires and row.runs_here for row in rows):
+        return []
+    why = run_in_child(["-c", "import torch"], timeout)
+    return [f"torch: {version_of('torch')} is installed and cannot be imported: {why}; reinstall it"] if why else []
 
 
 def _cannot_run(rows: list[Diagnosis], kernels_fine: bool) -> Iterator[str]:

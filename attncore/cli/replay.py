@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import importlib.util
 import math
 import platform
@@ -68,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     settings = replay_options.settings(args)
+    if not args.json:
+        importlib.import_module("rich")  # prints the report: that it is missing is said before the run
     trace = _trace(args)
     # before caches of so many blocks are allocated
     check_pools(trace.requests, settings.num_blocks, settings.groups_of_batch)

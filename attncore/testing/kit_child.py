@@ -25,9 +25,11 @@ def main() -> int:
 
     from attncore.command import run_command
     from attncore.json_output import only_json
+    from attncore.process_end import end_with_parent
     from attncore.testing.command import parsed, run
     from attncore.testing.harness.journal import Journal
 
+    end_with_parent()
     folder = Path(sys.argv[1])
     journal = Journal(folder / JOURNAL)
 

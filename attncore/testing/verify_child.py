@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from attncore.abstract import AttentionBackend, BackendConfig
 from attncore.json_output import json_text
+from attncore.process_end import end_with_parent
 from attncore.quoted import describe_error
 from attncore.registry.choice.select import select
 
@@ -127,4 +128,5 @@ def _reference(config: BackendConfig) -> AttentionBackend:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     main(*sys.argv[1:])

@@ -168,6 +168,19 @@ def test_without_torch_it_says_that_nothing_can_run(site, capsys, monkeypatch):
     assert none.startswith("no backend can run here: ")
 
 
+@pytest.mark.parametrize("requires", ["torch>=2", "numpy"])
+def test_a_torch_that_cannot_be_imported_is_a_finding(site, capsys, requires):
+    fails = "raise ImportError('libcudart.so.12: cannot open shared object file')"
+    (site.folder / "torch.py").write_text(fails)  # for the child processes
+    (info := site.folder / "torch-2.7.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.7\n")
+    site.plugin("acme", extra=f"requires=({requires!r},)")
+    code, report = doctor(capsys, "--no-create")
+    why = "the process ended with code 1 (ImportError: libcudart.so.12: cannot open shared object file)"
+    findings = [f"torch: 2.7 is installed and cannot be imported: {why}; reinstall it"] if "torch" in requires else []
+    assert (code, report["findings"]) == (len(findings), findings)
+
+
 def test_without_kernels_it_says_that_no_metadata_can_be_built(site, capsys, monkeypatch):
     def absent():
         raise ImportError("kernels: none can be imported (x)")

@@ -113,6 +113,18 @@ def test_a_command_that_is_told_to_end_ends_its_tests(site, command, tmp_path, n
     assert "Traceback" not in out + err
 
 
+def test_a_command_that_is_killed_leaves_no_tests_running(site, command, tmp_path):
+    runs = tmp_path / "runs"
+    waits = f"os.rename(open({str(runs)!r} + '.', 'w').name, {str(runs)!r})\ntime.sleep(100)"
+    plant(site, "waits", forward(waits))
+    with command("waits", "-k", "test_decode") as process:
+        while not runs.exists():
+            time.sleep(0.05)
+        process.kill()
+        process.communicate(timeout=50)  # its streams are closed: the tests have ended
+    assert process.returncode == -signal.SIGKILL
+
+
 def test_the_help_says_it(capsys):
     assert main(["--help"]) == 0
     assert "the one that ran has failed, and the exit code is 1" in " ".join(capsys.readouterr().out.split())

@@ -10,9 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-import pluggy
-
 from attncore.json_output import json_text
+from attncore.process_end import end_with_parent
 from attncore.quoted import MOST, describe_error, one_line, type_name
 from attncore.registry import package_requirements
 from attncore.registry.choice.choice import choose
@@ -20,7 +19,6 @@ from attncore.registry.choice.negotiate import negotiate
 from attncore.registry.choice.runs_here import plain_request, reasons_here
 from attncore.registry.host.host import Host
 from attncore.registry.plugins import discover, load
-from attncore.registry.plugins.hookspecs import PROJECT, Hooks
 from attncore.registry.plugins.plugin_code import run_plugin_code
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
@@ -41,7 +39,7 @@ def main(name: str, distribution: str, path: str, *options: str) -> None:
             names = tuple(sorted({package_requirements.parse(text).name for text in record.spec.all_requires}))
             host = Host.probe().with_packages(package_requirements.installed(names))
             missing = [reason.as_json() for reason in reasons_here(record, host)]
-            _tell(file, variables=dict(record.spec.variables), missing=missing)
+            _tell(file, variables=dict(record.spec.variables), missing=missing, requires=names)
             _tell(file, phase="doctor")
             _tell(file, **run_plugin_code(record.label, _doctor, record))
             if "--create" in options:
@@ -56,6 +54,10 @@ def _tell(file: IO[str], **answer: Any) -> None:
 
 
 def _doctor(record: PluginRecord) -> dict[str, Any]:
+    import pluggy
+
+    from attncore.registry.plugins.hookspecs import PROJECT, Hooks
+
     if record.entry_point is None:
         return {}
     try:
@@ -88,4 +90,5 @@ def _broken(record: PluginRecord, message: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     main(*sys.argv[1:])

@@ -26,8 +26,8 @@ class Diagnosis:
 
     ``created`` is a sentence: what was created, or why that was not tried; empty where it failed (the record has the
     reason). ``missing`` are the reasons why the backend cannot run on this host, as ``reasons_here`` gives them;
-    ``variables`` what its spec declares, None where no spec was read. ``seconds`` is the time that the child process
-    took.
+    ``variables`` what its spec declares, None where no spec was read; ``requires`` the distributions that it
+    requires. ``seconds`` is the time that the child process took.
     """
 
     record: PluginRecord
@@ -36,6 +36,7 @@ class Diagnosis:
     seconds: float = 0.0
     missing: tuple[Reason, ...] = ()
     variables: dict[str, str] | None = None
+    requires: tuple[str, ...] = ()
 
     @property
     def runs_here(self) -> bool:
@@ -77,7 +78,7 @@ def diagnose(record: PluginRecord, *, timeout: float, create: bool = True) -> Di
 def _read(record: PluginRecord, answers: list[dict[str, Any]], ended: str) -> Diagnosis:
     phase, state, reasons, facts, created = "start", "found", [], {}, ""
     missing: tuple[Reason, ...] = ()
-    variables = None
+    variables, requires = None, ()
     for answer in answers:
         phase = answer.get("phase", phase)
         state = answer.get("state", state)
@@ -87,6 +88,7 @@ def _read(record: PluginRecord, answers: list[dict[str, Any]], ended: str) -> Di
             missing = tuple(Reason(**reason) for reason in answer["missing"])
             created = f"cannot run here: {' | '.join(map(str, missing))}" if missing else ""
         variables = answer.get("variables", variables)
+        requires = tuple(answer.get("requires", requires))
         created = answer.get("created", created)
     if ended or phase != "done":
         where = PHASES.get(phase, "at its end")
@@ -95,4 +97,4 @@ def _read(record: PluginRecord, answers: list[dict[str, Any]], ended: str) -> Di
         reasons.append(Reason("broken", message, asked=phase, source=record.label, fix=fix))
         state, created = "broken", ""
     found = replace(record, state=state, reasons=tuple(reasons))
-    return Diagnosis(found, facts, created, missing=missing, variables=variables)
+    return Diagnosis(found, facts, created, missing=missing, variables=variables, requires=requires)

@@ -16,6 +16,7 @@ from attncore import env
 from attncore._version import __version__
 from attncore.did_you_mean import close_name
 from attncore.errors import PluginError
+from attncore.how_to_install import install_required
 from attncore.logged import logged
 from attncore.quoted import describe_error, json_value, one_line, type_name
 from attncore.registry import package_requirements
@@ -167,6 +168,14 @@ def _target(record: PluginRecord) -> str:
 def _failed(record: PluginRecord, error: BaseException) -> PluginRecord:
     if type(error) is ContractVersionError and type(error.api) is int:
         reason = _other_contract(record, error.api)
+    elif type(error) is ModuleNotFoundError and error.name == "pluggy":
+        reason = Reason(
+            "broken",
+            "pluggy is not installed, by which attncore calls the hooks of plugins",
+            asked="pluggy",
+            source=f"attncore {__version__}",
+            fix=install_required("pluggy"),
+        )
     else:
         reason = Reason(
             "broken",

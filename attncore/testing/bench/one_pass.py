@@ -17,6 +17,7 @@ import torch
 
 from attncore.errors import AttncoreError
 from attncore.json_output import json_text
+from attncore.process_end import end_with_parent
 from attncore.quoted import describe_error
 from attncore.testing.bench.answer import DONE, SETTINGS
 from attncore.testing.bench.turns import Call, device_yardstick, host_yardstick, in_turns
@@ -109,4 +110,5 @@ def _config(timed: Timed) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     main(*sys.argv[1:])

@@ -134,7 +134,9 @@ def pytest_runtest_makereport(
     # --tb=long has all frames
     if row is not None and found and not isinstance(found.value, _OUTCOMES) and _has_short_tracebacks(item.config):
         words = shown(found.value)
-    if words:  # pytest would render the whole text of the error, and of those that it was raised from, however long
+    if (
+        found and words
+    ):  # pytest would render the whole text of the error, and of those that it was raised from, however long
         brief = ConformanceError(told(found.value)).with_traceback(found.value.__traceback__)
         call.excinfo = pytest.ExceptionInfo.from_exception(brief)
     try:
