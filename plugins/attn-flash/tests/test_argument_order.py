@@ -1,4 +1,4 @@
-"""Arguments of ``forward`` in another order, or of another kind: a TypeError that names the argument; nothing is written."""
+"""Arguments of ``forward`` in another order or of another kind: TypeErrors that name them, and nothing is written."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ def test_whether_to_write_is_a_flag(
         layer.forward(query, key, key, cache, metadata)
     before = cache.clone()
     given = (query, 2 * key, key, cache, metadata, *([None] if method == "forward_cascade" else []))
-    with pytest.raises(TypeError, match="^write: 'no' is not True or False"):
+    with pytest.raises(TypeError, match=r"^write: 'no' is not True or False"):
         getattr(layer, method)(*given, write="no")
     assert torch.equal(cache, before)

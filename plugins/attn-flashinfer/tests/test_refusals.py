@@ -157,7 +157,7 @@ def test_whether_to_write_is_a_flag(method: str) -> None:
     backend = standin.backend()
     cache = backend.allocate_kv_cache(8)
     before = cache.clone()
-    with pytest.raises(TypeError, match="^write: 'no' is not True or False"):
+    with pytest.raises(TypeError, match=r"^write: 'no' is not True or False"):
         _stepped(backend, method, cache, write="no")
     assert torch.equal(cache, before)
 

@@ -200,7 +200,7 @@ def test_whether_to_write_is_a_flag(variant, method, monkeypatch):
     standins.install(monkeypatch, "aiter")
     backend = standins.backend(variant)
     impl, given = backend.impl("layers.0", scale=1.0), _given(backend)
-    with pytest.raises(TypeError, match="^write: 'no' is not True or False"):
+    with pytest.raises(TypeError, match=r"^write: 'no' is not True or False"):
         getattr(impl, method)(**given, write="no")
 
 
