@@ -152,8 +152,8 @@ class RocmImpl(AttentionImpl):
                 )
 
     def _check_tokens(self, query: Tensor, key: Any, value: Any, metadata: AttentionMetadata) -> None:
-        """ValueError where kernels would read beyond a tensor: it has fewer tokens than the metadata. How many tokens of
-        encoders a step has is not looked at: the spec needs no starts of them on the host.
+        """ValueError where kernels would read beyond a tensor: it has fewer tokens than the metadata. How many
+        tokens of encoders a step has is not looked at: the spec needs no starts of them on the host.
         """
         if self.attn_type is AttentionType.ENCODER:
             return
