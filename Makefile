@@ -31,7 +31,7 @@ help:
 	@echo "make test-dev       tests under python -X dev, and under -O, which drops every assert outside of tests"
 	@echo "make fuzz           the fuzz targets for FUZZ_MINUTES=10 and more; continues where the last run stopped"
 	@echo "make bench          metadata-build latency: run, save, compare with this machine's last run; STRICT=1 judges goals"
-	@echo "make bench-compare REV=...   the working tree beside a revision, turn by turn; fails where it got slower"
+	@echo "make bench-compare REV=...   the working tree beside a revision, turn by turn; fails where it got slower; K=TestDecode: a part"
 	@echo "make bench-history  pages of the saved runs, one for each machine: benchmarks/history/index.html"
 	@echo "make bench-peers    the same steps by vLLM's own builders, in an environment of their own (.venv-peers)"
 	@echo "make bench-gpu      on a CUDA device, in the active Python: until a step is there, calls, bytes, a race (RACE=100000)"
@@ -155,10 +155,10 @@ BENCH ?=
 bench: $(VENV)/.built $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py $(if $(filter-out 0,$(STRICT)),--strict) $(if $(BENCH),-- $(BENCH))
 
-# More words for it in COMPARE, such as COMPARE="-k TestDecode --rounds 6".
+# K="TestDecode or select" compares these alone; more words for it in COMPARE, such as COMPARE="--rounds 6".
 bench-compare: $(VENV)/.built $(VENV)/.bench
 	@test -n "$(REV)" || { echo "bench-compare: say with what: make bench-compare REV=main"; exit 2; }
-	$(BIN)/python benchmarks/compare.py run $(COMPARE) -- "$(REV)"
+	$(BIN)/python benchmarks/compare.py run $(if $(K),-k "$(K)") $(COMPARE) -- "$(REV)"
 
 bench-history: $(VENV)/.built $(VENV)/.history
 	$(BIN)/python benchmarks/history.py

@@ -171,3 +171,23 @@ def test_write_cache_writes_nothing_where_there_is_nothing_to_write():
     with pytest.raises(ValueError, match=r"^key: 1 tokens found for 2 slots"):
         impl.write_cache(key, key, cache, step([3, 4]))
     assert not cache.any()
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "why"),
+    [
+        (torch.Tensor.to_sparse, "of layout torch.sparse_coo"),
+        (torch.Tensor._neg_view, "a lazy negative"),
+        (lambda cache: cache.untyped_storage().resize_(8) and cache, "shape .* reaches beyond the tensor's memory"),
+    ],
+    ids=["sparse", "lazy negative", "beyond its memory"],
+)
+def test_a_cache_that_cannot_be_read_by_address(spoilt, why):
+    made = backend()
+    for given in (made.allocate_kv_cache(BLOCKS), list(made.allocate_kv_cache(BLOCKS))):
+        if isinstance(given, list):
+            given[1] = spoilt(given[1].clone())
+        else:
+            given = spoilt(given)
+        with pytest.raises(ValueError, match=rf"^kv_cache: .*{why}"):
+            made.kv_cache_views(given)

@@ -16,15 +16,21 @@ def key_and_value_views(kv_cache: Any, config: BackendConfig, dtype: Any, block_
 
     A whole cache has its blocks in ``block_axis``; the usual shapes of the layouts NHD and HND are known: keys and
     values stacked before or behind the blocks, in one row of each head, or latent rows. A pair is taken as it comes.
-    Bytes are viewed as ``dtype`` where that is a float of a byte. ValueError naming ``kv_cache`` for anything else.
+    Bytes are viewed as ``dtype`` where that is a float of a byte. ValueError naming ``kv_cache`` for anything else, and
+    for what code that reads by address and stride finds other numbers of.
     """
     import torch
+
+    from attncore.array_arguments import not_by_address  # it imports NumPy
 
     whole = isinstance(kv_cache, torch.Tensor)
     # Of a list three are read at most, whatever it says of its length.
     given = (kv_cache,) if whole else tuple(islice(kv_cache, 3)) if isinstance(kv_cache, (tuple, list)) else (None,)
     if not all(isinstance(part, torch.Tensor) for part in given):
         raise ValueError(f"kv_cache: {type(kv_cache).__name__} found; give a tensor, or a pair of them")
+    for part in given:
+        if (why := not_by_address(part)) is not None:
+            raise ValueError(f"kv_cache: {why}")
     parts = [_floats(part, dtype) for part in given]
     size_v = config.head_size_v or config.head_size
     if whole:

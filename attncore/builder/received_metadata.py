@@ -24,6 +24,10 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
     (``query_start_loc``, ``paged_kv_indptr``) descend or reach beyond what they count, and where indices
     (``logits_indices``, ``token_to_req_indices``) are of no token or request of the step; ValueError for a missing
     count, and for a missing field that the backend's spec declares (``backend.check_metadata``).
+
+    That block ids, slots and lengths are those of a cache and of its table is the caller's to know: no cache is known
+    here. ``reference`` compares the host's with the cache that it is handed, and on a CPU the table's ids; kernels of
+    other backends read where a block id leads them.
     """
     if not isinstance(fields, Mapping):
         raise TypeError(f"fields: {type(fields).__name__} found; give what asdict_zerocopy returned")

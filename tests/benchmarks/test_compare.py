@@ -218,3 +218,18 @@ def test_ways_take_turns():
     assert log == first + second + first + second + second + first
     assert set(found) == {"a", "b"}
     assert found["a"]["q1"] <= found["a"]["median"] <= found["a"]["q3"]
+
+
+def test_a_file_whose_benchmarks_are_not_selected_is_started_once(tmp_path):
+    class Side:
+        def __init__(self):
+            self.asked = []
+
+        def run(self, folder, selection):
+            self.asked.append(selection)
+            return {selection: 1.0} if selection == "some" else {}
+
+    old, new = Side(), Side()
+    turns = compare.take_turns(old, new, 3, [{old: word, new: word} for word in ("some", "none")], tmp_path)
+    assert old.asked == new.asked == ["some", "none", "some", "some"]
+    assert turns == ([{"some": 1.0}] * 3, [{"some": 1.0}] * 3)

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from attncore import BackendConfig
 from attncore.builder import CommonMetadataBuilder, InputBatch, KVCacheGroup, MetadataBuilder, Sequence, SequenceGroup
 from attncore.builder import metadata_from_fields as received
 from attncore.builder.fields import ARRAYS, COUNTS, ENCODER_ARRAYS
+from attncore.reference import ReferenceBackend
 
 
 def persistent():
@@ -159,3 +161,26 @@ def test_arrays_of_encoders_cover_every_request(name):
 def test_what_is_no_dict_of_fields_is_named():
     with pytest.raises(TypeError, match=r"^fields: int found"):
         received(5)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "number", "message"),
+    [
+        ("block_table", (0, 0), -1, "metadata: the block table names block -1, but the cache holds 10 blocks"),
+        ("block_table", (0, 0), 10, "metadata: the block table names block 10, but the cache holds 10 blocks"),
+        ("slot_mapping", 0, 40, "kv_cache: 10 blocks found; slot_mapping has a slot in block 10"),
+        ("seq_lens", 0, 33, "metadata: block table row 0 has 8 columns, but 33 tokens need 9 blocks"),
+        ("seq_lens", 0, -1, "metadata: row 0 has seq_lens -1, fewer than its query tokens"),
+    ],
+)
+def test_numbers_that_lead_out_of_the_cache_are_the_readers_to_refuse(name, place, number, message):
+    """No cache is known where fields arrive: the reference compares them with the one that it is handed."""
+    made = ReferenceBackend(
+        BackendConfig(num_heads=2, num_kv_heads=1, head_size=8, dtype="float32", block_size=4, device="cpu")
+    )
+    fields = {key: value.copy() if key in ARRAYS else value for key, value in persistent().asdict_zerocopy().items()}
+    fields[name][place] = number
+    query, key, cache = torch.ones(7, 2, 8), torch.ones(7, 1, 8), made.allocate_kv_cache(10)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        made.impl("a", scale=1.0).forward(query, key, key, cache, received(fields, made))
+    assert not cache.any()

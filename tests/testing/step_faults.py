@@ -21,6 +21,20 @@ return whole(query, key, value, kv_cache, changed(metadata, seq_lens=kept), outp
 """),
     ),
     Fault(
+        "splits_keys_by_the_plan_of_the_first_replay",
+        "test_captured_sizes_over_changing_lengths[1]",
+        "; the next step is right without a graph: it is as if a plan of an earlier step was replayed",
+        forward("""
+lens, parts = metadata.host.seq_lens, -(-metadata.host.seq_lens // 256)
+if not metadata.use_cuda_graph or not lens.any():
+    return whole(query, key, value, kv_cache, metadata, output)
+parts = self.__dict__.setdefault("planned", {}).setdefault(metadata.num_reqs, np.maximum(parts, 1))
+whole(query, key, value, kv_cache, metadata, output)
+lens = np.minimum(lens, 256 * parts).astype(np.int32)
+return whole(query, key, value, kv_cache, changed(metadata, seq_lens=lens), output)
+"""),
+    ),
+    Fault(
         "writes_in_an_empty_step",
         "test_captured_sizes_over_changing_batches[1]",
         "or a token of padding, writes nothing",

@@ -8,12 +8,17 @@ from __future__ import annotations
 import pytest
 
 from attncore.testing.engines.captured_engine import CapturedEngine
+from attncore.testing.engines.captured_long_engine import CapturedLongEngine
 from attncore.testing.engines.captured_reading_engine import WRITERS, CapturedReadingEngine
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.errors import UnsupportedError
 from attncore.testing.harness.subject import Subject
 
-__all__ = ["test_captured_sizes_over_changing_batches", "test_captured_sizes_without_writing"]
+__all__ = [
+    "test_captured_sizes_over_changing_batches",
+    "test_captured_sizes_over_changing_lengths",
+    "test_captured_sizes_without_writing",
+]
 DRAFTS = 2
 
 
@@ -28,6 +33,14 @@ def test_captured_sizes_over_changing_batches(
     for _ in range(attncore_captured_steps):
         engine.change()
         engine.replayed()
+
+
+@covers("captured sizes")
+@pytest.mark.parametrize("tokens", [1, 1 + DRAFTS])
+def test_captured_sizes_over_changing_lengths(attncore_subject: Subject, tokens: int) -> None:
+    """Rows that grow and shrink between 2 and 3,000 tokens from replay to replay: an older plan is wrong."""
+    _require(attncore_subject, tokens)
+    CapturedLongEngine(attncore_subject.backend(num_heads=2, num_kv_heads=1), tokens).run()
 
 
 @covers("captured sizes without writing")

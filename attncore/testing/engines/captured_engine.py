@@ -30,21 +30,27 @@ class Graph(Protocol):
 
 
 class CapturedEngine(Engine):
-    """Decodes of ``tokens`` each run through graphs of CAPTURED_SIZES, all other steps without a graph."""
+    """Decodes of ``tokens`` each run through graphs of ``sizes``, all other steps without a graph.
 
-    def __init__(self, backend: AttentionBackend, tokens: int, *, seed: int = 0, **features: Any) -> None:
-        super().__init__(backend, seed=seed, **features)
-        self.tokens_each = tokens
-        self.longest = min(3 * self.block_size, self.block_size + 64)
+    Requests have ``longest`` tokens at most; by default some, so that many steps are cheap.
+    """
+
+    def __init__(
+        self, backend: AttentionBackend, tokens: int, *, seed: int = 0, sizes: tuple[int, ...] = (), longest: int = 0,
+        **engine: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(backend, seed=seed, **engine)
+        self.tokens_each, self.sizes = tokens, sizes or CAPTURED_SIZES
+        self.longest = longest or min(3 * self.block_size, self.block_size + 64)
         self.builder = MetadataBuilder(
             self.batch,
             backend,
-            max_num_batched_tokens=max(CAPTURED_SIZES) * self.longest,
+            max_num_batched_tokens=max(self.sizes) * self.longest,
             decode_threshold=tokens,
         )
-        self.inputs = self.on_device(self.drawn.query_key_value(max(CAPTURED_SIZES) * tokens))
+        self.inputs = self.on_device(self.drawn.query_key_value(max(self.sizes) * tokens))
         self.names = itertools.count()
-        self.graphs = {size: self._captured(size) for size in sorted(CAPTURED_SIZES, reverse=True)}
+        self.graphs = {size: self._captured(size) for size in sorted(self.sizes, reverse=True)}
 
     def _captured(self, size: int) -> tuple[Graph, Tensor]:
         metadata = self.builder.capture(size, self.tokens_each)
@@ -75,7 +81,7 @@ class CapturedEngine(Engine):
         for name in list(self.batch.req_ids):
             if self._is_full(name) or draw() < 0.05:
                 self.remove(name)
-        wanted = int(self.random.integers(1, max(CAPTURED_SIZES) + 1))
+        wanted = int(self.random.integers(1, max(self.sizes) + 1))
         arrived = {}
         while len(self.batch) < wanted and (draw() < 0.5 or not len(self.batch)):
             name, length = next(self.names), int(self.random.integers(1, self.longest - self.tokens_each))
@@ -90,7 +96,7 @@ class CapturedEngine(Engine):
                 if self._is_full(name):
                     self.remove(name)
         if draw() < 0.1:
-            size = int(self.random.choice(CAPTURED_SIZES))
+            size = int(self.random.choice(self.sizes))
             before = self.cache_view.snapshot()
             self.builder.build_empty(size).replay(self.graphs[size][0])
             compare_cache(self.cache_view, before, np.empty(0, np.int64))
@@ -99,10 +105,13 @@ class CapturedEngine(Engine):
         return self.context(name) + self.tokens_each > self.longest
 
     def replayed(self) -> None:
-        """Run a step of some of the requests in their graph; compare its output and what it wrote."""
+        """``replay`` of some of the requests."""
         chosen = [name for name in self.batch.req_ids if self.random.random() < 0.8]
-        if not chosen:
-            return
+        if chosen:
+            self.replay(chosen)
+
+    def replay(self, chosen: list[Any]) -> None:
+        """Run a step of these requests in their graph; compare its output and what it wrote."""
         count = len(chosen) * self.tokens_each
         for name in chosen:
             self.grow(name, self.tokens_each)
@@ -112,7 +121,7 @@ class CapturedEngine(Engine):
         for held, new in zip(self.inputs, fresh, strict=True):
             held[:count].copy_(new)
             held[count:] = PADDING
-        size = min(size for size in CAPTURED_SIZES if size >= len(chosen))
+        size = min(size for size in self.sizes if size >= len(chosen))
         metadata = self.builder.build(self.scheduled(dict.fromkeys(chosen, self.tokens_each)), bucket=size)
         graph, output = self.graphs[size]
         metadata.replay(graph)

@@ -1,4 +1,4 @@
-"""Arguments of ``forward`` in another order: a TypeError that names the argument and the order; nothing is written."""
+"""Arguments of ``forward`` in another order or of another kind: TypeErrors that name them, and nothing is written."""
 
 from __future__ import annotations
 
@@ -38,3 +38,27 @@ def test_arguments_in_another_order(
         with pytest.raises(TypeError, match=rf"^{says}.*{order}"):
             attend(*given)
         assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("cache_is_known", [False, True])
+@pytest.mark.parametrize("generation", ["2", "4"])
+@pytest.mark.parametrize("method", ["forward", "forward_with_lse", "forward_cascade"])
+def test_whether_to_write_is_a_flag(
+    generation: str, method: str, cache_is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = standin.Generation2() if generation == "2" else standin.Generation4()
+    standin.install(monkeypatch, generation, made)
+    backend = standin.create(generation)
+    layer = backend.impl("layers.0", scale=1.0)
+    cache = backend.allocate_kv_cache(4)
+    batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=standin.BLOCK[generation])
+    batch.add_request("a", block_ids=[1], num_computed_tokens=0)
+    metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=16).build({"a": 3})
+    query, key = (torch.ones(3, heads, 16, dtype=torch.bfloat16) for heads in (4, 2))
+    if cache_is_known:
+        layer.forward(query, key, key, cache, metadata)
+    before = cache.clone()
+    given = (query, 2 * key, key, cache, metadata, *([None] if method == "forward_cascade" else []))
+    with pytest.raises(TypeError, match=r"^write: 'no' is not True or False"):
+        getattr(layer, method)(*given, write="no")
+    assert torch.equal(cache, before)

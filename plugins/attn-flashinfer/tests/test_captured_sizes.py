@@ -8,6 +8,7 @@ from functools import partial
 import flashinfer_standin as standin
 import pytest
 import torch
+from attn_flashinfer.pages import Pages
 from attn_flashinfer.wrappers import CapturedDecode, LayerSettings
 
 from attncore.builder import (
@@ -16,7 +17,9 @@ from attncore.builder import (
 )
 from attncore.testing.engines import captured_engine
 from attncore.testing.engines.captured_engine import CapturedEngine
+from attncore.testing.engines.captured_long_engine import CapturedLongEngine
 from attncore.testing.engines.captured_reading_engine import WRITERS, CapturedReadingEngine
+from attncore.testing.harness.errors import ConformanceError
 
 
 class _Nothing:
@@ -116,3 +119,28 @@ def test_sizes_captured_in_inference_mode_are_planned_outside_of_it() -> None:
         builder.capture(2, 3)
     batch.add_request("a", [1, 2], 3)
     assert impl.forward(*tensors, cache, builder.build({"a": 3}, bucket=2)).shape == (6, 4, 64)
+
+
+def test_captured_sizes_over_changing_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_engine, "MetadataBuilder", partial(MetadataBuilder, transport="copy"))
+    CapturedLongEngine(standin.backend(block_size=16), 3).run()
+
+
+def test_a_captured_size_that_is_planned_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kit's short contexts it is not: the plans of rows of a few pages are all the same."""
+    monkeypatch.setattr(captured_engine, "MetadataBuilder", partial(MetadataBuilder, transport="copy"))
+    planned, whole = set(), CapturedDecode.plan
+
+    def plan(self: CapturedDecode, pages: Pages) -> None:
+        if self not in planned or not int(pages.indptr[-1]):  # of an empty step: the captures
+            whole(self, pages)
+        if int(pages.indptr[-1]):
+            planned.add(self)
+
+    monkeypatch.setattr(CapturedDecode, "plan", plan)
+    short = CapturedEngine(standin.backend(block_size=16), 1)
+    for _ in range(8):
+        short.change()
+        short.replayed()
+    with pytest.raises(ConformanceError, match="it is as if a plan of an earlier step was replayed"):
+        CapturedLongEngine(standin.backend(block_size=16), 1).run()

@@ -143,13 +143,23 @@ def test_a_profiling_run_without_a_cache_gives_zeros() -> None:
     assert not output.any()
 
 
-def _stepped(backend: Any, method: str, cache: Any) -> None:
+def _stepped(backend: Any, method: str, cache: Any, **given: Any) -> None:
     impl = backend.impl("layers.0", scale=1.0)
     batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=backend.config.block_size)
     builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8)
     batch.add_request("a", [1])
     tensors = [torch.randn(1, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
-    getattr(impl, method)(*tensors, cache, builder.build())
+    getattr(impl, method)(*tensors, cache, builder.build(), **given)
+
+
+@pytest.mark.parametrize("method", ["forward", "forward_with_lse"])
+def test_whether_to_write_is_a_flag(method: str) -> None:
+    backend = standin.backend()
+    cache = backend.allocate_kv_cache(8)
+    before = cache.clone()
+    with pytest.raises(TypeError, match=r"^write: 'no' is not True or False"):
+        _stepped(backend, method, cache, write="no")
+    assert torch.equal(cache, before)
 
 
 @pytest.mark.parametrize("cache_is_known", [False, True])

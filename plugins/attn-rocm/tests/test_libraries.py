@@ -1,5 +1,6 @@
 """What aiter and flash-attn are handed: by keyword, with what they need, and never what they get wrong."""
 
+import contextlib
 import math
 import types
 
@@ -127,7 +128,7 @@ def _given(backend, tokens=3):
     config = backend.config
     query = torch.zeros(tokens, config.num_heads, config.head_size, dtype=torch.bfloat16)
     key = torch.zeros(tokens, config.num_kv_heads, config.head_size, dtype=torch.bfloat16)
-    metadata = types.SimpleNamespace(host=None)  # as far as it is looked at before the tensors are
+    metadata = types.SimpleNamespace(host=None, num_tokens=tokens)  # as far as it is looked at before it is attended
     return {"query": query, "key": key, "value": key, "kv_cache": backend.allocate_kv_cache(4), "metadata": metadata}
 
 
@@ -141,6 +142,8 @@ def _given(backend, tokens=3):
         ("value", torch.zeros(3, 64, 2, dtype=torch.bfloat16).transpose(1, 2), "contiguous in the last dimension"),
         ("kv_cache", torch.zeros(5, 16, 2, 64, dtype=torch.bfloat16), "a pair of views (blocks, 16, 2, 64)"),
         ("output", torch.zeros(2, 4, 64, dtype=torch.bfloat16), "2 tokens found for 3 of query"),
+        ("query", torch.zeros(2, 4, 64, dtype=torch.bfloat16), "2 tokens found; the metadata has 3"),
+        ("value", torch.zeros(2, 2, 64, dtype=torch.bfloat16), "2 tokens found; the metadata has 3"),
     ],
 )
 def test_wrong_tensors_are_named(name, wrong, why, monkeypatch):
@@ -152,6 +155,53 @@ def test_wrong_tensors_are_named(name, wrong, why, monkeypatch):
         impl.forward(**before, **{name: wrong})
     assert str(caught.value).startswith(("query:" if "made for" in why else f"{name}:",))
     assert why in str(caught.value)
+
+
+def _beyond(tensor):
+    """The tensor after a ``resize_`` that torch refused, whose shape reaches beyond its memory."""
+    with contextlib.suppress(RuntimeError):
+        tensor.untyped_storage().resize_(8)
+    return tensor
+
+
+@pytest.mark.parametrize("variant", ["aiter", "sdpa"])
+@pytest.mark.parametrize("name", ["query", "key", "value", "output", "kv_cache"])
+@pytest.mark.parametrize(
+    ("spoilt", "why"),
+    [
+        (torch.Tensor.to_sparse, "layout torch.sparse_coo"),
+        (_beyond, "reaches beyond the tensor's memory"),
+        (torch.Tensor._neg_view, "a lazy negative"),
+        (lambda tensor: "x", "str found"),
+    ],
+    ids=["sparse", "beyond its memory", "lazy negative", "no tensor"],
+)
+@pytest.mark.parametrize("known", [False, True])
+def test_tensors_that_kernels_cannot_read_by_address(known, spoilt, why, name, variant, monkeypatch):
+    standins.install(monkeypatch, "aiter")
+    backend = standins.backend(variant)
+    impl, given = backend.impl("layers.0", scale=1.0), _given(backend)
+    given["output"] = torch.zeros_like(given["query"])
+    given["value"] = given["key"].clone()
+    if known:  # formats of tensors of the same shapes
+        impl.checked(**given)
+    kv_cache = given["kv_cache"].clone()
+    given[name] = spoilt(given[name].clone())
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}: .*{why}"):
+        impl.forward(**given)
+    if name != "kv_cache":
+        assert torch.equal(given["kv_cache"], kv_cache)
+
+
+@pytest.mark.parametrize(
+    ("variant", "method"), [("aiter", "forward"), ("aiter", "forward_with_lse"), ("sdpa", "forward")]
+)
+def test_whether_to_write_is_a_flag(variant, method, monkeypatch):
+    standins.install(monkeypatch, "aiter")
+    backend = standins.backend(variant)
+    impl, given = backend.impl("layers.0", scale=1.0), _given(backend)
+    with pytest.raises(TypeError, match=r"^write: 'no' is not True or False"):
+        getattr(impl, method)(**given, write="no")
 
 
 @pytest.mark.parametrize("variant", ["aiter", "sdpa"])

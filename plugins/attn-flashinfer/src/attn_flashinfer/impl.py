@@ -11,6 +11,7 @@ from torch import Tensor
 from attn_flashinfer.checks import XQA_WINDOW_FP8
 from attn_flashinfer.pages import check_cache
 from attncore import AttentionImpl, AttentionMetadata, CacheWriter, LayerFeatures, PlanKey
+from attncore.arguments import flag
 
 if TYPE_CHECKING:
     from attn_flashinfer.backend import FlashInferBackend
@@ -108,6 +109,8 @@ class FlashInferImpl(AttentionImpl):
         lse: Tensor | None,
         write: bool,
     ) -> Tensor:
+        if write is not True:
+            write = flag("write", write)
         if kv_cache is not self._kv_cache:
             self.check_order(query, metadata)
             if kv_cache is None:

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from attn_rocm import settings
 from attn_rocm.tiles import ARCHITECTURES
-from attncore import AttentionBackend, AttentionImpl, AttentionMetadata, BackendConfig, CacheWriter, LayerFeatures
+from attncore import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionType,
+    BackendConfig,
+    CacheWriter,
+    LayerFeatures,
+)
+from attncore.array_arguments import not_by_address
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,6 +79,7 @@ class RocmImpl(AttentionImpl):
         super().__init__(backend, layer_name, **features)
         self._caches_of: Any = None
         self._caches: tuple[Tensor, Tensor]
+        self._formats: Any = None
         self.writer = CacheWriter(self.k_scale, self.v_scale)
         self.slopes, self.head_sinks = self._per_head(self.alibi_slopes), self._per_head(self.sinks)
 
@@ -101,23 +111,15 @@ class RocmImpl(AttentionImpl):
         stand in another order.
         """
         self.check_order(query, metadata)
-        config = self.backend.config
-        if str(query.dtype) != f"torch.{config.dtype}":
-            raise ValueError(f"query: {query.dtype} found; the backend was made for {config.dtype}")
-        heads = {"query": config.num_heads, "key": config.num_kv_heads, "value": config.num_kv_heads}
-        for name, given in (("query", query), ("key", key), ("value", value), ("output", output)):
-            if given is None:
-                continue
-            wanted = (heads.get(name, config.num_heads), config.head_size)
-            if given.dim() != 3 or given.shape[1:] != wanted or given.stride(2) != 1:
-                raise ValueError(
-                    f"{name}: shape {tuple(given.shape)} with strides {given.stride()} found; expected (tokens, "
-                    f"{wanted[0]}, {wanted[1]}), contiguous in the last dimension"
-                )
-            if given.dtype != query.dtype or given.device != query.device:
-                raise ValueError(
-                    f"{name}: {given.dtype} on {given.device} found; query is {query.dtype} on {query.device}"
-                )
+        tensors = {"query": query, "key": key, "value": value, "output": output}
+        try:
+            formats = [_format(tensor) for tensor in tensors.values()]
+        except (AttributeError, RuntimeError):  # no tensor, or one without strides
+            formats = None
+        if formats is None or formats != self._formats:
+            self._check_formats(tensors)
+            self._formats = formats
+        self._check_tokens(query, key, value, metadata)
         if kv_cache is not None:
             self.caches(kv_cache)
         if output is None:
@@ -125,3 +127,46 @@ class RocmImpl(AttentionImpl):
         if len(output) < len(query):
             raise ValueError(f"output: {len(output)} tokens found for {len(query)} of query")
         return output
+
+    def _check_formats(self, tensors: dict[str, Any]) -> None:
+        """What kernels, which read by address and stride, and the configuration ask of tensors; None is none."""
+        config, query = self.backend.config, tensors["query"]
+        for name, given in tensors.items():
+            if given is None and name != "query":
+                continue
+            if not isinstance(given, Tensor):
+                raise TypeError(f"{name}: {type(given).__name__} found; give a torch tensor")
+            if (why := not_by_address(given)) is not None:
+                raise ValueError(f"{name}: {why}")
+            heads = config.num_kv_heads if name in ("key", "value") else config.num_heads
+            if given.dim() != 3 or given.shape[1:] != (heads, config.head_size) or given.stride(2) != 1:
+                raise ValueError(
+                    f"{name}: shape {tuple(given.shape)} with strides {given.stride()} found; expected (tokens, "
+                    f"{heads}, {config.head_size}), contiguous in the last dimension"
+                )
+            if str(query.dtype) != f"torch.{config.dtype}":
+                raise ValueError(f"query: {query.dtype} found; the backend was made for {config.dtype}")
+            if given.dtype != query.dtype or given.device != query.device:
+                raise ValueError(
+                    f"{name}: {given.dtype} on {given.device} found; query is {query.dtype} on {query.device}"
+                )
+
+    def _check_tokens(self, query: Tensor, key: Any, value: Any, metadata: AttentionMetadata) -> None:
+        """ValueError where kernels would read beyond a tensor: it has fewer tokens than the metadata. How many
+        tokens of encoders a step has is not looked at: the spec needs no starts of them on the host.
+        """
+        if self.attn_type is AttentionType.ENCODER:
+            return
+        own = self.attn_type is not AttentionType.ENCODER_DECODER
+        wanted = metadata.num_tokens
+        for name, given in (("query", query), *((("key", key), ("value", value)) if own else ())):
+            if given is not None and len(given) < wanted:
+                raise ValueError(f"{name}: {len(given)} tokens found; the metadata has {wanted}")
+
+
+def _format(tensor: Tensor | None) -> Any:
+    """All that ``RocmImpl._check_formats`` depends on, at half of its price; RuntimeError without strides."""
+    if tensor is None:
+        return None
+    place = tensor.storage_offset(), tensor.untyped_storage().nbytes()
+    return tensor.shape, tensor.stride(), place, tensor.dtype, tensor.device, tensor.is_neg()

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_rocm.base import RocmBackend, RocmImpl
 from attncore import AttentionMetadata
+from attncore.arguments import flag
 
 
 class SdpaImpl(RocmImpl):
@@ -28,6 +29,8 @@ class SdpaImpl(RocmImpl):
         write: bool = True,
     ) -> Tensor:
         """See ``attncore.AttentionImpl.forward``. Tokens behind the last request get zeros."""
+        if write is not True:
+            write = flag("write", write)
         output = self.checked(query, key, value, kv_cache, metadata, output)
         caches = None
         if kv_cache is not None:
