@@ -19,8 +19,9 @@ HIT_ON_DECODE, HIT_WITH_WINDOW, CONTEXT_WITHOUT_CHUNKS, QUERY_TOO_LONG = range(6
 TOO_MANY_ENCODER_TOKENS, QUERY_NOT_CAPTURED, ENCODER_NOT_CAPTURED, TOO_MANY_ROWS = range(10, 14)
 # Of adopted steps, whose lengths an engine gives.
 STARTS_NOT_AT_0, STARTS_FALL, TOO_SHORT, BEYOND_TABLE, TOO_FEW_SLOTS, SLOTS_NOT_PADDED = range(14, 20)
-NO_TOKENS = 20
-"""Of a step: a column has no values for tokens that a row runs."""
+NO_TOKENS, GIVEN_TOKENS = 20, 21
+"""Of a step: a column has no values for tokens that a row runs; of steps ahead, it has some that only the host knows.
+"""
 
 # int64 words of an arena's header, before its first field.
 HEADER_WORDS = 80

@@ -79,8 +79,8 @@ class Assembly:
         self.shapes.make_all()
         self.query_lens = self._query_lens = zeros(max_num_reqs, np.int32)
         self.kernel = self._new_kernel(settings.context_parallel)
-        self._columns = engine_fields.columns
-        for column in self._columns:
+        self.columns = engine_fields.columns
+        for column in self.columns:
             self.kernel.add_column(column.state)
         self._is_capturing = side.is_capturing if side else partial(graphs.is_capturing, backends.device)
         self.in_one_call: Any = None
@@ -310,7 +310,7 @@ class Assembly:
         settings = self._settings
         code, row, token, group = self.kernel.check()
         if code == codes.NO_TOKENS:
-            raise error_texts.refused_tokens(self._core, self._columns[group].name, row, self._query_lens)
+            raise error_texts.refused_tokens(self._core, self.columns[group].name, row, self._query_lens)
         if code != codes.OK:
             raise error_texts.refused_step(
                 self._core, code, row, token, group, self._query_lens, settings.max_num_batched_tokens,

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore import arguments
+from attncore.arguments import INT32_MAX
 from attncore.builder.device.memory import zeros
 from attncore.builder.uncopied import Uncopied
 from attncore.kernels import codes
@@ -29,9 +30,9 @@ class Column(Uncopied):
 
     per_token = False
 
-    def __init__(self, core: BatchCore, name: str, dtype: np.dtype[Any], width: int = 1) -> None:
+    def __init__(self, core: BatchCore, name: str, dtype: np.dtype[Any], width: int = 1, unknown: Any = 0) -> None:
         n = core.max_num_reqs
-        self._core, self.name, self.dtype = core, name, dtype
+        self._core, self.name, self.dtype, self._unknown = core, name, dtype, unknown
         self._values = zeros((n, width * dtype.itemsize), np.uint8).view(dtype)
         self._given, self._num_given = zeros(n, np.int64), zeros(n, np.int32)
         self.state = core.kernels.ColumnState(
@@ -63,8 +64,7 @@ class Column(Uncopied):
         One value for each is the first of its width; an array [n, k] has the first k. Lists of ints cost least.
         Requests that have left since the step was built are passed over. Raises ValueError for fewer values.
         """
-        core, req_ids = self._core, metadata.req_ids
-        n = len(req_ids)
+        core, n = self._core, len(metadata.req_ids)
         if type(values) is list:
             with core.enter():
                 if self._has_rows_of(metadata) and self.state.write(core.state, values, n):
@@ -77,12 +77,17 @@ class Column(Uncopied):
         if given.ndim > 2 or items > self._values.shape[1]:
             raise ValueError(f"values: {given.shape} for a column of width {self._values.shape[1]}")
         with core.enter():
-            if self._has_rows_of(metadata):
-                self._values[core.lengths[codes.PLACE, :n], :items] = given
-                return
-            rows = [core.order.row_of.get(req_id, -1) for req_id in req_ids]
-            kept = [i for i, row in enumerate(rows) if row >= 0]
-            self._values[core.lengths[codes.PLACE, [rows[i] for i in kept]], :items] = given[kept]
+            places, kept = self._places_of(metadata)
+            self._values[places, :items] = given[kept]
+
+    def _places_of(self, metadata: StepMetadata) -> tuple[Any, Any]:
+        """The places of a step's requests that have not left, and which rows of the step these are."""
+        core, req_ids = self._core, metadata.req_ids
+        if self._has_rows_of(metadata):
+            return core.lengths[codes.PLACE, : len(req_ids)], slice(None)
+        rows = [core.order.row_of.get(req_id, -1) for req_id in req_ids]
+        kept = [i for i, row in enumerate(rows) if row >= 0]
+        return core.lengths[codes.PLACE, [rows[i] for i in kept]], kept
 
     def _has_rows_of(self, metadata: StepMetadata) -> bool:
         """Whether the rows of a step are still those of the batch."""
@@ -90,9 +95,9 @@ class Column(Uncopied):
         return arena.req_ids is state.req_ids and arena.changes == state.changes
 
     def clear(self, row: int) -> None:
-        """Makes the values of a row 0, for the request that is added to it."""
+        """Makes the values of a row unknown, 0 in other columns, for the request that is added to it."""
         place = self._place(row)
-        self._values[place] = 0
+        self._values[place] = self._unknown
         self.state.give(place, None)
 
     def _place(self, row: int) -> int:
@@ -118,6 +123,9 @@ class TokenColumn(Column):
     The token at position p of a request is the p-th of those that it was given (``give``), and behind them the
     request's own value: the token that was sampled last. With ``width`` it has that many, for drafts: the first token
     that is not given takes the first one.
+
+    ``unknown``, -1 as a rule, is what a step has where nothing was written since the request was added, or since
+    ``leave``: the host does not know the token yet. A graph takes what the device sampled where the id is below 0.
     """
 
     per_token = True
@@ -133,6 +141,14 @@ class TokenColumn(Column):
             raise ValueError(f"tokens: an array of shape {array.shape}; give one number a token")
         with self._core.enter():
             self.state.give(self._place(self._core.order.row(req_id)), array.view(np.uint8))
+
+    def leave(self, metadata: StepMetadata) -> None:
+        """Makes the own values of a step's requests ``unknown``, until the next ``write`` or ``column[req_id] = ...``.
+
+        For a step whose tokens the host will not read before the next build. Given tokens stay.
+        """
+        with self._core.enter():
+            self._values[self._places_of(metadata)[0]] = self._unknown
 
     def _checked(self, name: str, value: Any) -> npt.NDArray[Any]:
         if isinstance(value, np.ndarray) and value.dtype == self.dtype:
@@ -154,10 +170,14 @@ class KeepsColumns:
         self._add_column(column)
         return column
 
-    def token_column(self, name: str, dtype: Any = np.int64, *, width: int = 1) -> TokenColumn:
-        """A new TokenColumn ``name``: one number for each token; ``width`` of them behind the given ones (drafts)."""
+    def token_column(self, name: str, dtype: Any = np.int64, *, width: int = 1, unknown: int = 0) -> TokenColumn:
+        """A new TokenColumn ``name``: one number for each token; ``width`` of them behind the given ones (drafts).
+
+        ``unknown``, such as -1, stands for tokens that the host does not know yet.
+        """
         width = arguments.integer("width", width, 1)
-        column = TokenColumn(self._core, *self._checked_column(name, dtype), width)
+        name, found = self._checked_column(name, dtype)
+        column = TokenColumn(self._core, name, found, width, _checked_unknown(unknown, found))
         self._add_column(column)
         return column
 
@@ -175,6 +195,14 @@ class KeepsColumns:
     def _add_column(self, column: Column) -> None:
         with self._core.enter():
             self._core.columns[column.name] = column
+
+
+def _checked_unknown(unknown: Any, dtype: np.dtype[Any]) -> int:
+    """``unknown`` as an int; TypeError or ValueError where no item of ``dtype`` is that number."""
+    number = arguments.integer("unknown", unknown, -INT32_MAX)
+    if int(np.array(number).astype(dtype)) != number:
+        raise ValueError(f"unknown: {number} does not fit {dtype}; choose a signed dtype, or another number")
+    return number
 
 
 def fill_from(columns: Iterable[Column], arena: Any, arrays: dict[str, Any]) -> None:

@@ -68,6 +68,15 @@ def refused_tokens(core: BatchCore, column: str, row: int, query_lens: Any) -> V
     )
 
 
+def refused_tokens_ahead(core: BatchCore, column: str, row: int) -> ValueError:
+    """The error of steps ahead behind whose first a request has tokens that a column was given."""
+    return ValueError(
+        f"{column}: row {row} (request {core.order.req_ids[row]!r}) was given tokens behind that of position "
+        f"{core.num_computed(row)}, but only the first of steps ahead has one of the column; build steps until these "
+        "have run, or let the request rest (scheduled={request: 0})"
+    )
+
+
 def refused_bucket(core: BatchCore, code: int, row: int, count: int, query_lens: Any, shape: Any) -> ValueError:
     """The error of a step that does not fit the captured size that it should be padded to."""
     name, each = f"bucket: {shape.num_reqs}", shape.query_len

@@ -112,7 +112,9 @@ def _check_rows(assembly: Assembly, resting: Mapping[Any, int], num_steps: int) 
     kernel = assembly.kernel
     kernel.schedule_all(num_steps)
     assembly.schedule(resting)
-    code, row, token, group = kernel.check(INT32_MAX)
+    code, row, token, group = kernel.check(ahead=True)
+    if code == codes.GIVEN_TOKENS:
+        raise error_texts.refused_tokens_ahead(assembly.core, assembly.columns[group].name, row)
     if code != codes.OK:
         raise error_texts.refused_step(
             assembly.core, code, row, token, group, assembly.query_lens, INT32_MAX, INT32_MAX

@@ -28,6 +28,7 @@ cdef enum:
     TOO_FEW_SLOTS = 18
     SLOTS_NOT_PADDED = 19
     NO_TOKENS = 20
+    GIVEN_TOKENS = 21
 
 # Words of an arena's header, and of a journal entry.
 cdef enum:

@@ -131,3 +131,13 @@ cdef length_t check_tokens(const ColumnView* column, const length_t* places, con
         if column.per_token and query_lens[i] > 1 and <slot_t> computed[i] + query_lens[i] - given > column.width:
             return i
     return -1
+
+
+cdef length_t check_tokens_ahead(const ColumnView* column, const length_t* places, const length_t* computed,
+                                 const length_t* query_lens, length_t num_rows) noexcept nogil:
+    """The first row of which a column has tokens behind the first that it runs, which the device has not; -1: none."""
+    cdef length_t i
+    for i in range(num_rows):
+        if column.per_token and query_lens[i] > 1 and <slot_t> column.num_given[places[i]] - computed[i] > 1:
+            return i
+    return -1

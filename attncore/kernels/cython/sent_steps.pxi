@@ -175,7 +175,7 @@ cdef class SentSteps:
         cdef tuple moves
         if not self._schedule(scheduled, each):
             return None
-        if kernel.check_step(&failure, kernel.max_num_tokens) != OK:
+        if kernel.check_step(&failure, False) != OK:
             return None
         if shape is not None:
             if check_shape(batch, kernel.query_lens, <StepShape> shape, &failure) != OK:

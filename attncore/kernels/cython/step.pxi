@@ -108,25 +108,26 @@ cdef class StepKernel:
         """Writes query_len tokens for every row into query_lens."""
         repeat(self.query_lens, query_len, self.batch.num_rows)
 
-    def check(self, length_t max_num_tokens=-1):
-        """Checks query_lens, changing nothing: (code, row, token, group). ``max_num_tokens``: the builder's, or this.
-        """
+    def check(self, bint ahead=False):
+        """Checks query_lens, changing nothing: (code, row, token, group). ``ahead``: as tokens of that many steps."""
         cdef Failure failure = Failure(0, 0, 0)
-        cdef length_t code = self.check_step(&failure, self.max_num_tokens if max_num_tokens < 0 else max_num_tokens)
+        cdef length_t code = self.check_step(&failure, ahead)
         return code, failure.row, failure.token, failure.group
 
-    cdef length_t check_step(self, Failure* failure, length_t max_num_tokens) noexcept:
-        cdef length_t row, code = check_rows(self.batch, self.query_lens, self.max_model_len, max_num_tokens,
+    cdef length_t check_step(self, Failure* failure, bint ahead) noexcept:
+        cdef length_t row, code = check_rows(self.batch, self.query_lens, self.max_model_len,
+                                             MAX_INT32 if ahead else self.max_num_tokens,
                                              self.max_num_encoder_tokens, failure)
         cdef ColumnState column
+        cdef BatchState batch = self.batch
         if code == OK and self.columns:
             failure.group = 0
             for column in self.columns:
-                row = check_tokens(&column.view, self.batch.places, self.batch.num_computed, self.query_lens,
-                                   self.batch.num_rows)
+                row = (check_tokens_ahead if ahead else check_tokens)(&column.view, batch.places, batch.num_computed,
+                                                                      self.query_lens, batch.num_rows)
                 if row >= 0:
                     failure.row = row
-                    return NO_TOKENS
+                    return GIVEN_TOKENS if ahead else NO_TOKENS
                 failure.group += 1
         return code
 

@@ -68,3 +68,9 @@ def check_tokens(column: ColumnState, places: Any, computed: Any, query_lens: An
     lens = query_lens[:num_rows].astype(np.int64)
     lacks = (lens > 1) & (computed[:num_rows] + lens - given > column.width)
     return int(lacks.argmax()) if column.per_token and lacks.any() else -1
+
+
+def check_tokens_ahead(column: ColumnState, places: Any, computed: Any, query_lens: Any, num_rows: int) -> int:
+    given = column.num_given[places[:num_rows]].astype(np.int64)
+    has = (query_lens[:num_rows] > 1) & (given - computed[:num_rows] > 1)
+    return int(has.argmax()) if column.per_token and has.any() else -1

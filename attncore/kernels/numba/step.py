@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from attncore.kernels.codes import COMPUTED, ENCODER_DONE, ENCODER_LENS, NO_TOKENS, OK
+from attncore.arguments import INT32_MAX
+from attncore.kernels.codes import COMPUTED, ENCODER_DONE, ENCODER_LENS, GIVEN_TOKENS, NO_TOKENS, OK
 from attncore.kernels.numba.arrange import count_ones, mark_kinds, plan_swaps
 from attncore.kernels.numba.batch import BatchState
 from attncore.kernels.numba.block_table import cache_decode_blocks
 from attncore.kernels.numba.checks import check_rows, check_shape, decodes_fit, longest_of
-from attncore.kernels.numba.columns import ColumnState, check_tokens, fill_columns
+from attncore.kernels.numba.columns import ColumnState, check_tokens, check_tokens_ahead, fill_columns
 from attncore.kernels.numba.context_parallel import Ranks, keep_local
 from attncore.kernels.numba.encoders import fill_encoder
 from attncore.kernels.numba.jit import jit
@@ -113,16 +114,17 @@ class StepKernel:
     def schedule_all(self, query_len: int) -> None:
         self.query_lens[: self.batch.num_rows] = query_len
 
-    def check(self, max_num_tokens: int = -1) -> tuple[int, int, int, int]:
-        return self.check_step(self.max_num_tokens if max_num_tokens < 0 else max_num_tokens)
+    def check(self, ahead: bool = False) -> tuple[int, int, int, int]:
+        return self.check_step(ahead)
 
-    def check_step(self, max_num_tokens: int) -> tuple[int, int, int, int]:
-        batch = self.batch
-        failed = check_rows(batch, self.query_lens, self.max_model_len, max_num_tokens, self.max_num_encoder_tokens)
+    def check_step(self, ahead: bool) -> tuple[int, int, int, int]:
+        batch, most = self.batch, INT32_MAX if ahead else self.max_num_tokens
+        failed = check_rows(batch, self.query_lens, self.max_model_len, most, self.max_num_encoder_tokens)
+        check = check_tokens_ahead if ahead else check_tokens
         for index, column in enumerate(self.columns) if failed[0] == OK else ():
-            row = check_tokens(column, batch.places, batch.num_computed, self.query_lens, batch.num_rows)
+            row = check(column, batch.places, batch.num_computed, self.query_lens, batch.num_rows)
             if row >= 0:
-                return NO_TOKENS, row, 0, index
+                return GIVEN_TOKENS if ahead else NO_TOKENS, row, 0, index
         return failed
 
     def check_shape(self, shape: StepShape) -> tuple[int, int, int]:
