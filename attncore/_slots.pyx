@@ -2,8 +2,8 @@
 
 The persistent builder has BatchState (the requests in flight) with a TableState for each KV-cache group (their blocks),
 StepArena (the outputs of one step), StepShape (a size of step), StepKernel (checks, then fills a step in one pass over
-the rows), StepSender (the journal for a device) and SentSteps (a step from names to header in one call). The list
-builder has GroupReader, which reads lists of block ids.
+the rows), StepSender (the journal for a device), SentSteps (a step from names to header in one call) and SentAhead (the
+same for steps ahead). The list builder has GroupReader, which reads lists of block ids.
 Every buffer is acquired once, at construction. The loops are ``noexcept nogil`` C, called with the GIL held: giving it
 up costs up to the switch interval when another thread is busy.
 
@@ -35,6 +35,7 @@ include "kernels/cython/padding.pxi"
 include "kernels/cython/step_sender.pxi"
 include "kernels/cython/step.pxi"
 include "kernels/cython/sent_steps.pxi"
+include "kernels/cython/sent_ahead.pxi"
 include "kernels/cython/adopted_rows.pxi"
 include "kernels/cython/sequence_checks.pxi"
 include "kernels/cython/sequence_fields.pxi"

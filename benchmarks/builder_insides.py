@@ -27,7 +27,7 @@ def backends(builder):
 
 def take_longer_way(builder):
     """No step of the builder is built and sent in one compiled call any more."""
-    builder._sent_step = None
+    builder._sent_step = builder._sent_ahead = None
 
 
 def methods_of_a_step(builder):

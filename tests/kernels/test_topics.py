@@ -20,6 +20,7 @@ EXCEPTIONS = {
     "types": "C types",
     "sent_steps": "one call in C; the numba side serves no device, and its steps take the longer way",
     "codes": "attncore/kernels/codes.py for C; the numba side imports that",
+    "sent_ahead": "the same",
     "jit": "how numba compiles",
     "library": "how numba is imported",
     "block_ids.read_small_int": "CPython's layout of an int",

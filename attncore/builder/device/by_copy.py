@@ -159,7 +159,7 @@ class CopyTransport:
             self._start = self.ahead.start_of(self.views(shape.capacity))
 
         self._issue(keep)
-        self._sender.ahead = True
+        self._sender.start_ahead()
 
     def end_ahead(self) -> None:
         """Called when the last of the steps was replayed, or the others were given back."""

@@ -164,8 +164,7 @@ class GraphTransport(CopyTransport):
         self._nodes(shape.capacity)
 
     def start_ahead(self, shape: Any) -> None:
-        self._launched_before = int(self._seen[RECEIPT_LAUNCHED])
-        self._sender.ahead = True
+        self._sender.start_ahead()
 
     def replay_ahead(self, step: int, shape: Any, done: int, count: int, graph: Any) -> None:
         if not shape.recorded:
@@ -173,7 +172,7 @@ class GraphTransport(CopyTransport):
                 f"replay: the graph of {shape.num_reqs} requests does not fetch its metadata; call metadata.record() "
                 "first inside its capture"
             )
-        launched, target = False, self._launched_before + done + count - 1
+        launched, target = False, self._sender.launched_before + done + count - 1
         if self._interrupted(step, done, target):
             torch.cuda.synchronize()
             launched = self._sender.seen(step) and bool(self._seen[RECEIPT_AHEAD] >= target)
@@ -196,10 +195,10 @@ class GraphTransport(CopyTransport):
         return bool(self._headers[step % self._ring.depth][HEADER_STEP] == step)
 
     def settle_ahead(self, step: int, done: int) -> int:
-        if self._interrupted(step, done, self._launched_before + done):
+        if self._interrupted(step, done, self._sender.launched_before + done):
             torch.cuda.synchronize()
             ahead = int(self._seen[RECEIPT_AHEAD])
-            done = ahead - self._launched_before + 1 if self._sender.seen(step) else 0
+            done = ahead - self._sender.launched_before + 1 if self._sender.seen(step) else 0
             self._sender.launch_ahead(ahead)  # what was not launched will not be
         if done:
             self.sent = step

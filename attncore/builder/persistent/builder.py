@@ -22,7 +22,7 @@ from attncore.builder.persistent.input_batch import InputBatch
 from attncore.builder.persistent.overlap import PREVIOUS_ROWS, Overlap, check_overlapped
 from attncore.builder.persistent.poison import expiring
 from attncore.builder.persistent.profiling_run import profile_metadata, profiled_lengths
-from attncore.builder.persistent.run_ahead import RunsAhead
+from attncore.builder.persistent.run_ahead import RunsAhead, sent_ahead
 from attncore.builder.persistent.settings import check_captured_size, check_settings
 from attncore.builder.persistent.step_metadata import StepMetadata
 from attncore.builder.show import builder_text
@@ -114,6 +114,7 @@ class MetadataBuilder(RunsAhead, Uncopied):
         # A step that is planned or sent takes the longer path, which holds the batch until both are done.
         self._longer = bool(self._backends.plans or self._engine_fields.functions) or side is not None or self._poison
         self._sent_step = assembly.in_one_call.build if assembly.in_one_call is not None else None
+        self._sent_ahead = sent_ahead(assembly)
         self._decode_step = _no_short_way if self._longer else kernel.decode_step
         self._padded_step = _no_short_way if self._longer else kernel.padded_step
 
@@ -339,7 +340,7 @@ class MetadataBuilder(RunsAhead, Uncopied):
                     )
                 assembly.side.close()
             self._decode_step = self._padded_step = _no_short_way
-            self._sent_step = None
+            self._sent_step = self._sent_ahead = None
             assembly.closed = self._longer = True
 
     def _answer(self, metadata: StepMetadata) -> StepMetadata:

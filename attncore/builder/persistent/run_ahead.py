@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ class RunsAhead:
     _core: Any
     _overlap: Any
     _answer: Any
+    _sent_ahead: Any
 
     def run_ahead(self, num_steps: int, *, bucket: int, scheduled: Mapping[Any, int] = _ALL_REQUESTS) -> StepsAhead:
         """Builds a step of one token for every request, and books ``num_steps - 1`` more that follow without a build.
@@ -43,6 +45,10 @@ class RunsAhead:
         are left; nothing has changed then. An interrupted call has happened (``last_step``, ``steps_ahead``), or
         nothing has changed.
         """
+        if self._sent_ahead is not None:
+            steps = self._sent_ahead.run_ahead(num_steps, bucket, None if scheduled is _ALL_REQUESTS else scheduled)
+            if steps is not None:
+                return steps  # type: ignore[no-any-return]
         assembly, core = self._assembly, self._core
         num_steps = arguments.integer("num_steps", num_steps, 1, core.max_model_len)
         assembly.refuse_while_capturing("run_ahead")
@@ -50,11 +56,11 @@ class RunsAhead:
         with core.enter():
             assembly.refuse_closed()
             side = _check_can_run_ahead(assembly, shape)
-            resting = _resting(scheduled)
-            _check_rows(assembly, resting, num_steps)
+            given = _given(scheduled)
+            _check_rows(assembly, given, num_steps)
             if self._overlap is not None:
                 self._overlap.overlapped = False
-            metadata = assembly.build(shape, resting, 1, not resting)
+            metadata = assembly.build(shape, given, 1, not given)
             _check_sum(metadata, num_steps)
             computed = core.lengths[codes.COMPUTED, : metadata.num_actual_reqs]
             core.undo.append((setattr, core, "ahead", core.ahead))
@@ -96,22 +102,30 @@ def _check_can_run_ahead(assembly: Assembly, shape: Any) -> CopyTransport:
     return side
 
 
-def _resting(scheduled: Mapping[Any, int]) -> dict[Any, int]:
-    """The requests that rest, with 0; TypeError or ValueError for other numbers of tokens than 0 and 1."""
+def sent_ahead(assembly: Assembly) -> Any:
+    """What runs steps ahead in one compiled call (the kernels' SentAhead), where a step is built in one; else None."""
+    sent, core = assembly.in_one_call, assembly.core
+    if sent is None:
+        return None
+    return core.kernels.SentAhead(sent, partial(StepsAhead, assembly, assembly.side), (core, assembly))
+
+
+def _given(scheduled: Mapping[Any, int]) -> dict[Any, int]:
+    """The tokens of the named requests, 0 for those that rest; TypeError or ValueError where one is not 0 or 1."""
     if not isinstance(scheduled, Mapping):
         raise TypeError(f"scheduled: {scheduled!r} is not a mapping of request to tokens")
-    given = [(req_id, arguments.integer("scheduled", tokens, 0)) for req_id, tokens in scheduled.items()]
-    for req_id, tokens in given:
+    given = {req_id: arguments.integer("scheduled", tokens, 0) for req_id, tokens in scheduled.items()}
+    for req_id, tokens in given.items():
         if tokens > 1:
             raise ValueError(f"scheduled: {tokens} tokens of {req_id!r}; steps ahead run one token of a request, or 0")
-    return {req_id: 0 for req_id, tokens in given if not tokens}
+    return given
 
 
-def _check_rows(assembly: Assembly, resting: Mapping[Any, int], num_steps: int) -> None:
+def _check_rows(assembly: Assembly, given: Mapping[Any, int], num_steps: int) -> None:
     """ValueError where a request that runs has no block for one of ``num_steps`` tokens, or gets too long."""
     kernel = assembly.kernel
     kernel.schedule_all(num_steps)
-    assembly.schedule(resting)
+    assembly.schedule({req_id: tokens * num_steps for req_id, tokens in given.items()})
     code, row, token, group = kernel.check(ahead=True)
     if code == codes.GIVEN_TOKENS:
         raise error_texts.refused_tokens_ahead(assembly.core, assembly.columns[group].name, row)

@@ -37,6 +37,7 @@ class StepsAhead:
         self._num_steps, self._launched = num_steps, 0
         self._changes = metadata._arena.changes
         self._left: frozenset[int] = frozenset()
+        self._launch: Any = None  # the kernels' SentAhead.launch, where that has made these
         self.step: int = metadata.step
         """The number of the step that was built, which all of them have."""
 
@@ -65,6 +66,9 @@ class StepsAhead:
         last replay.
         """
         assembly = self._assembly
+        if self._launch is not None and self._launch(self, graph, count):
+            assembly.shapes.forget_captured(self._shape.num_reqs)
+            return
         count = arguments.integer("count", count, 1)
         assembly.check_replay(self._metadata, graph)
         if count > self.left:

@@ -48,10 +48,7 @@ cdef class SentSteps:
             shape = self.kernel.shapes.get(bucket) if type(bucket) is int else None
             if shape is None:
                 return None
-        if self.is_capturing() or (self.current is not None and self.current() != self.index):
-            return None
-        # From here on, no code runs that is not this call's, until the batch is entered.
-        if batch.state != FREE or self.forks != num_forks or not self._is_free(shape):
+        if not self._can_begin(shape):
             return None
         begin(batch)
         try:
@@ -63,6 +60,12 @@ cdef class SentSteps:
             raise
         finally:
             batch.state = UNFINISHED if PyList_GET_SIZE(batch.undo) else FREE
+
+    cdef bint _can_begin(self, shape) except -1:
+        """Whether a step of ``shape`` can be built now. No code runs behind it that is not this call's."""
+        if self.is_capturing() or (self.current is not None and self.current() != self.index):
+            return False
+        return self.kernel.batch.state == FREE and self.forks == num_forks and self._is_free(shape)
 
     cdef bint _is_planned(self, shape) except -1:
         """Whether the host plans steps of this shape, some group's at least; ``shape`` None: an eager one."""

@@ -29,6 +29,7 @@ cdef class StepSender:
     cdef readonly object last_shape     # its StepShape
     cdef public bint alone              # whether nothing is sent beside an arena
     cdef public bint ahead              # whether steps ahead are left, so that no step can be built
+    cdef readonly slot_t launched_before    # what the host had launched ahead in all before these
 
     def __init__(self, arenas, list groups, length_t entries, receipt):
         cdef slot_t[::1] addresses = arenas
@@ -40,7 +41,7 @@ cdef class StepSender:
         self.arenas, self.depth, self.receipt = &addresses[0], addresses.shape[0], &word[0]
         self.num_tables, self.entries = 0, entries
         self.sent = self.pending = self.last = -1
-        self.alone, self.ahead = True, False
+        self.alone, self.ahead, self.launched_before = True, False, 0
         for table in groups:
             self.tables[self.num_tables] = &table.view
             self.num_tables += 1
@@ -77,20 +78,27 @@ cdef class StepSender:
 
     def launch(self, slot_t step, graph):
         """Publishes ``step`` and replays its graph; False, and nothing done, where it does not wait for that."""
-        cdef slot_t* header = <slot_t*> <size_t> self.arenas[step % self.depth]
         cdef object replay = getattr(graph, "replay", None)
         if replay is None or not self.alone or self.ahead:
             return False
         if step != self.pending or not (<StepShape> self.pending_shape).recorded:
             return False
-        if header[HEADER_STEP] == step:  # a replay of this step was interrupted
+        if self.is_published(step):
             return False
-        store_word(header + HEADER_STEP, step)
+        self.publish(step)
         replay()
         self.note_sent(step, self.pending_shape)
         self.pending = -1
         return True
 
-    def launch_ahead(self, slot_t count):
+    cdef bint is_published(self, slot_t step) noexcept:
+        """Whether the header says ``step``: a replay of it was interrupted, where it still waits for one."""
+        return (<slot_t*> <size_t> self.arenas[step % self.depth])[HEADER_STEP] == step
+
+    cpdef object start_ahead(self):
+        """Notes that the step that was built is the first of several."""
+        self.launched_before, self.ahead = self.receipt[RECEIPT_LAUNCHED], True
+
+    cpdef object launch_ahead(self, slot_t count):
         """Writes how many steps were launched ahead in all: the device may run as many from now on."""
         store_word(self.receipt + RECEIPT_LAUNCHED, count)

@@ -37,7 +37,7 @@ class StepSender:
         self.sent = self.pending = self.last = -1
         self.pending_shape: StepShape | None = None
         self.last_shape: StepShape | None = None
-        self.alone, self.ahead = True, False
+        self.alone, self.ahead, self.launched_before = True, False, 0
 
     def write(self, step: int, shape: StepShape, out: StepArena, num_rows: int) -> int:
         return self.write_journals(shape, out, step, num_rows)
@@ -67,7 +67,6 @@ class StepSender:
         return bool(self.receipt[RECEIPT_STEP] >= step)
 
     def launch(self, step: int, graph: Any) -> bool:
-        arena = int(self.arenas[step % len(self.arenas)])
         replay, shape = getattr(graph, "replay", None), self.pending_shape
         if (
             replay is None
@@ -78,13 +77,20 @@ class StepSender:
             or not shape.recorded
         ):
             return False
-        if words_at(arena, HEADER_STEP + 1, ctypes.c_int64)[HEADER_STEP] == step:
+        if self.is_published(step):
             return False
         self.publish(step)
         replay()
         self.note_sent(step, shape)
         self.pending = -1
         return True
+
+    def is_published(self, step: int) -> bool:
+        arena = int(self.arenas[step % len(self.arenas)])
+        return bool(words_at(arena, HEADER_STEP + 1, ctypes.c_int64)[HEADER_STEP] == step)
+
+    def start_ahead(self) -> None:
+        self.launched_before, self.ahead = int(self.receipt[RECEIPT_LAUNCHED]), True
 
     def launch_ahead(self, count: int) -> None:
         self.receipt[RECEIPT_LAUNCHED] = count
