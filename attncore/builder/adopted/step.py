@@ -243,5 +243,7 @@ class Owner:
         return self._builder()
 
     def record(self, metadata: AdoptedStep) -> None:
-        """``metadata.record()``."""
+        """``metadata.record()``; CaptureError for the step of a build that failed."""
+        if metadata.refused:
+            raise CaptureError("record: the build of this step failed; capture over metadata that a build returned")
         self.builder._record(metadata)

@@ -18,11 +18,11 @@ import torch
 
 from attncore import graphs
 from attncore.builder.device.ahead import Ahead
-from attncore.builder.device.arena import JOURNAL_ENTRY_NBYTES
+from attncore.builder.device.arena import HEADER_NBYTES, JOURNAL_ENTRY_NBYTES
 from attncore.builder.device.corrections import Corrections
 from attncore.builder.device.memory import Readers, device_bytes, pinned_bytes
 from attncore.builder.device.tables import DeviceTables
-from attncore.kernels.codes import HEADER_COUNTS, RECEIPT_AHEAD, RECEIPT_WORDS
+from attncore.kernels.codes import HEADER_COUNTS, HEADER_RUNNING, RECEIPT_AHEAD, RECEIPT_WORDS
 
 if TYPE_CHECKING:
     from attncore.builder.device.arena import ArenaRing, Capacity, Views
@@ -325,7 +325,8 @@ class CopyTransport:
         if self._cuda:
             self.corrections.launch(self._arena, capacity)
         else:
-            self.corrections.compute(self.views(capacity), num_rows, num_tokens)
+            running = int(self._arena[:HEADER_NBYTES].view(torch.int64)[HEADER_RUNNING])
+            self.corrections.compute(self.views(capacity), num_rows, num_tokens, running)
 
     def _view(self, offset: int, length: int, dtype: type[np.generic]) -> Any:
         nbytes = length * np.dtype(dtype).itemsize

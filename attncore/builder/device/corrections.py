@@ -34,8 +34,8 @@ class Corrections:
             arena, self.num_rejected, *self._pointers_of(capacity), capacity.num_reqs, capacity.num_tokens
         )
 
-    def compute(self, views: Views, num_rows: int, num_tokens: int) -> None:
-        """The same in torch, for a device without Triton kernels."""
+    def compute(self, views: Views, num_rows: int, num_tokens: int, running: int) -> None:
+        """The same in torch, for a device without Triton kernels. ``running``: rows without the padded ones."""
         fields = {name: field[:num_rows] for name, field in views.fields.items()}
         fields |= {name: views.fields[name][:num_tokens] for name in ("positions", "token_to_req_indices")}
         previous = fields["previous_rows"].long()
@@ -44,6 +44,7 @@ class Corrections:
         for name in ("context_lens", "seq_lens"):
             fields[name] -= fewer
         views.fields["seq_start_loc"][1 : num_rows + 1] = fields["seq_lens"].cumsum(0)
+        with_pages = torch.where(torch.arange(num_rows, device=fewer.device) < running, fields["seq_lens"], 0)
         rows = fields["token_to_req_indices"].long()
         changed = fewer[rows] > 0
         fields["positions"] -= fewer[rows]
@@ -56,9 +57,9 @@ class Corrections:
             columns = (fields["positions"] // block_size).clamp(max=table.shape[1] - 1)
             exact = table[rows, columns].long() * block_size + fields["positions"] % block_size
             slots.copy_(torch.where(changed & (slots >= 0), exact, slots))
-            pages = (fields["seq_lens"] + block_size - 1) // block_size
+            pages = (with_pages + block_size - 1) // block_size
             views.groups[group]["paged_kv_indptr"][1 : num_rows + 1] = pages.cumsum(0)
-            last = fields["seq_lens"] - (pages - 1) * block_size
+            last = with_pages - (pages - 1) * block_size
             views.groups[group]["paged_kv_last_page_len"][:num_rows].copy_(torch.where(pages > 0, last, 0))
 
     def _pointers_of(self, capacity: Capacity) -> tuple[Any, Any, Any]:

@@ -25,6 +25,7 @@ _ROWS = 512  # lengths that a program adds up at once
 _HEADER_STEP = tl.constexpr(codes.HEADER_STEP)
 _HEADER_ROWS = tl.constexpr(codes.HEADER_ROWS)
 _HEADER_TOKENS = tl.constexpr(codes.HEADER_TOKENS)
+_HEADER_RUNNING = tl.constexpr(codes.HEADER_RUNNING)
 _HEADER_AHEAD = tl.constexpr(codes.HEADER_AHEAD)
 _RECEIPT_STEP = tl.constexpr(codes.RECEIPT_STEP)
 _RECEIPT_AHEAD = tl.constexpr(codes.RECEIPT_AHEAD)
@@ -224,16 +225,19 @@ def _correct_tokens(  # type: ignore[no-untyped-def]
 def _correct_rows(  # type: ignore[no-untyped-def]
     words, rejected, where, pages, num_pages: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
-    num_rows = tl.load(words.to(tl.pointer_type(tl.int64)) + _HEADER_ROWS)
+    header = words.to(tl.pointer_type(tl.int64))
+    num_rows, running = tl.load(header + _HEADER_ROWS), tl.load(header + _HEADER_RUNNING)
     i = tl.arange(0, block)
     was = tl.load(words + tl.load(where + _PREVIOUS_ROWS) + i, mask=i < num_rows, other=-1)
     context_lens, seq_lens = words + tl.load(where + _CONTEXT_LENS), words + tl.load(where + _SEQ_LENS)
     context = tl.load(context_lens + i, mask=i < num_rows, other=0)
     fewer = tl.minimum(tl.maximum(tl.load(rejected + was, mask=was >= 0, other=0), 0), context)
     seq_len = tl.load(seq_lens + i, mask=i < num_rows, other=0) - fewer
+    tl.debug_barrier()  # where there are more threads than rows, several have a row: none writes before all have read
     tl.store(context_lens + i, context - fewer, mask=i < num_rows)
     tl.store(seq_lens + i, seq_len, mask=i < num_rows)
     tl.store(words + tl.load(where + _SEQ_START_LOC) + 1 + i, tl.cumsum(seq_len, 0), mask=i < num_rows)
+    seq_len = tl.where(i < running, seq_len, 0)  # padded rows have a length, and no pages
     for p in range(num_pages):
         size = tl.load(pages + 3 * p + 2).to(tl.int32)
         count = (seq_len + size - 1) // size

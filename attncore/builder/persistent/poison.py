@@ -25,10 +25,10 @@ class _Expiring:
         if name.startswith("__"):  # asked of every object by copy and pickle, before it has any attribute
             raise AttributeError(name)
         metadata: StepMetadata = self.__dict__["_metadata"]
-        if metadata.step != self._step:
+        if (later := self._later()) is not None:
             raise AttncoreError(
                 f"metadata: step {self._step} was asked for {name!r} after its arena was taken by step "
-                f"{metadata.step}; use a step's metadata before `depth` more builds, or give the builder a larger depth"
+                f"{later}; use a step's metadata before `depth` more builds, or give the builder a larger depth"
             )
         if metadata._device is not None and name in metadata._device and metadata._owner.moved_on(self._step):
             later = max(metadata._owner.last_step, self._step + 1)
@@ -40,15 +40,24 @@ class _Expiring:
             return {key: _Expiring(of_group) for key, of_group in metadata.groups.items()}
         return getattr(metadata, name)
 
+    def _later(self) -> int | None:
+        """The step that has taken the arena, whatever its shape, each of which has StepArenas of its own; or None."""
+        metadata: StepMetadata = self.__dict__["_metadata"]
+        own, owner = metadata._arena, metadata._owner
+        held = owner.kernel.last[self._step % len(owner.kernel.last)]
+        if own.step == self._step and held is own:
+            return None
+        return int(owner.last_step + 1 if held is None or held.step == self._step else held.step)
+
     @guarded
     def __repr__(self) -> str:
-        if (later := self._metadata.step) != self._step:
+        if (later := self._later()) is not None:
             return f"<{type(self._metadata).__name__} of step {self._step}: STALE: its arena was taken by step {later}>"
         return repr(self._metadata)
 
     @guarded
     def __str__(self) -> str:
-        return str(self._metadata) if self._metadata.step == self._step else repr(self)
+        return str(self._metadata) if self._later() is None else repr(self)
 
     def __dir__(self) -> list[str]:
         return dir(self._metadata)

@@ -1,4 +1,4 @@
-"""The nodes of the transport ``graph`` for steps ahead, in Triton's interpreter, chosen before triton is imported."""
+"""Nodes of steps ahead, and corrections of overlapped steps, in Triton's interpreter, chosen before it is imported."""
 
 import os
 import pathlib
@@ -7,14 +7,15 @@ import sys
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parent / "interpreted_ahead.py"
+HERE = pathlib.Path(__file__).parent
 
 
-def test_the_nodes_run_steps_ahead_as_they_are_built():
+@pytest.mark.parametrize("script", ["interpreted_ahead.py", "interpreted_corrections.py"])
+def test_kernels_of_the_transports_in_tritons_interpreter(script):
     pytest.importorskip("triton", reason="triton is not installed")
-    path = os.pathsep.join([str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, SCRIPT],
+        [sys.executable, HERE / script],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,

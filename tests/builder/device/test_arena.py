@@ -223,6 +223,24 @@ def test_poison_makes_late_access_raise(monkeypatch, batch, transport):
 
 
 @pytest.mark.parametrize("transport", ["auto", "copy"])
+def test_a_step_of_another_shape_takes_the_arena_too(monkeypatch, batch, transport):
+    """Each shape has StepArenas of its own over the same memory."""
+    monkeypatch.setenv("ATTNCORE_POISON", "1")
+    made = MetadataBuilder(batch, max_num_batched_tokens=1024, depth=1, transport=transport)
+    made.capture(2)
+    made.capture(3)
+    for older in ({"bucket": 2}, {}):
+        for later in ({}, {"bucket": 3}, {"bucket": 2}):
+            first = made.build(**older)
+            assert "STALE" not in repr(first)
+            number, _ = first.step, made.build(**later)
+            for ask in (lambda first=first: first.seq_lens, lambda first=first: first.host):
+                with pytest.raises(AttncoreError, match=rf"step {number} was asked .* taken by step {number + 1}"):
+                    ask()
+            assert "STALE" in repr(first)
+
+
+@pytest.mark.parametrize("transport", ["auto", "copy"])
 def test_a_refused_build_poisons_no_step(monkeypatch, batch, transport):
     monkeypatch.setenv("ATTNCORE_POISON", "1")
     made = MetadataBuilder(batch, max_num_batched_tokens=32, depth=1, transport=transport)
