@@ -10,10 +10,13 @@ import sys
 from functools import partial
 
 import flashinfer_standin as standin
+import torch
+from attn_flashinfer import backend as plugin
 from attn_flashinfer import device_plan, wrappers
 from flashinfer_standin_plan import PROCESSORS
 
-from attncore.builder import MetadataBuilder
+from attncore.builder import InputBatch, MetadataBuilder
+from attncore.graphs import is_capturing
 from attncore.testing.engines import captured_engine
 from attncore.testing.engines.captured_engine import CapturedEngine
 from attncore.testing.harness.errors import ConformanceError
@@ -43,6 +46,61 @@ def run(steps, tokens, options, *, faulty=False, **features):
     assert len(recorder.of("fast_decode_plan")) == planned, "the host planned a captured step"
 
 
+class StepsOfAGraph:
+    """In place of a captured graph of some steps: what is recorded, and the layer, again at each replay."""
+
+    def __init__(self, impl, cache, metadata, inputs):
+        self.impl, self.cache, self.metadata, self.inputs = impl, cache, metadata, inputs
+        self.outputs, self.between = [], lambda: None
+
+    def replay(self):
+        for step, tensors in enumerate(self.inputs):
+            if step:
+                self.between()
+                self.metadata.record_next()
+            else:
+                self.metadata.record()
+            self.metadata.forget_step()
+            self.outputs.append(self.impl.forward(*tensors, self.cache, self.metadata).clone())
+
+
+def outputs_of_steps(plan, inputs, *, plans_once=False):
+    """Of decodes that come to a new page in turn: as steps ahead, or one by one where the host plans."""
+    backend = standin.backend(standin.Recorder("0.7.2"), block_size=128, options={"plan": plan})
+    impl = backend.impl("layer", scale=0.125)
+    batch = InputBatch(max_num_reqs=4, max_model_len=4096, block_size=128)
+    for row, length in enumerate((255, 1406, 126)):
+        batch.add_request(row, range(1 + 32 * row, 33 + 32 * row), length)
+    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8, transport="copy")
+    cache = torch.zeros(97, 2, 128, 2, 64, dtype=torch.bfloat16)
+    cache.normal_(generator=torch.Generator().manual_seed(0))
+    metadata = builder.capture(4)
+    if plan == "host":
+        found = []
+        for tensors in inputs:
+            found.append(impl.forward(*tensors, cache, builder.build(bucket=4)).clone())
+        return torch.stack(found)[:, :3]
+    impl.forward(*inputs[0], cache.clone(), metadata)
+    graph = StepsOfAGraph(impl, cache.clone(), metadata, inputs)
+    graph.replay()  # the capture
+    graph.cache, graph.outputs = cache, []
+    if plans_once:
+        graph.between = lambda: setattr(backend, "record_plan", lambda metadata: True)
+    builder.run_ahead(len(inputs), bucket=4).replay(graph, len(inputs))
+    return torch.stack(graph.outputs)[:, :3]
+
+
+def steps_ahead_are_planned_each():
+    plugin.is_capturing = lambda device: True
+    generator = torch.Generator().manual_seed(1)
+    inputs = [[torch.randn(4, heads, 64, generator=generator).bfloat16() for heads in (4, 2, 2)] for _ in range(4)]
+    wanted = outputs_of_steps("host", inputs)
+    assert torch.equal(outputs_of_steps("device", inputs), wanted)
+    assert not torch.equal(outputs_of_steps("device", inputs, plans_once=True), wanted), "no new plan, and nothing said"
+
+
+steps_ahead_are_planned_each()
+plugin.is_capturing = is_capturing
 kernels = {"tensor_cores": (1, 3), "cuda_cores": (1,)}
 for kernel, window in itertools.product(kernels, (None, 9)):
     for tokens in kernels[kernel]:

@@ -131,6 +131,38 @@ def test_outputs_are_those_of_plans_of_the_host(decode: str, tokens: int, layers
     assert host.planned == steps * len(windows)
 
 
+@pytest.mark.parametrize("transport", ["graph", "copy"])
+@pytest.mark.parametrize("decode", ["tensor_cores", "cuda_cores"])
+def test_steps_ahead_in_one_graph_are_planned_each(decode: str, transport: str) -> None:
+    """A graph of four steps gives, bit for bit, what four steps do that the host plans."""
+    windows, size, count = WINDOWS["two keys"], 8, 4
+    caches = [torch.randn(BLOCKS, 2, PAGE, 2, 64, device="cuda").bfloat16() for _ in windows]
+    device, host = (
+        Road(plan, decode, 1, windows, transport, [cache.clone() for cache in caches]) for plan in ("device", "host")
+    )
+    metadata = device.builder.capture(size)
+    graph, outputs = new_graph("cuda"), []
+    with capturing(graph):
+        for step in range(count):
+            metadata.record_next() if step else metadata.record()
+            outputs.append(device.layers(metadata))
+    device.graphs[size] = graph, outputs  # behind the capture: the graph that it replaces is destroyed
+    names = [f"{row}.0" for row in range(6)]
+    for row, length in enumerate((1780, 3, 127, 1200, 14, 893)):
+        for road in (device, host):
+            road.batch.add_request(names[row], list(range(1 + row * 128, 1 + (row + 1) * 128)), length)
+    for _ in range(30):
+        inputs = [torch.randn(tensor.shape, device="cuda").bfloat16() for tensor in device.inputs]
+        for held, new in zip(device.inputs, inputs, strict=True):
+            held.copy_(new)
+        device.builder.run_ahead(count, bucket=size).replay(graph, count)
+        wanted = [host.step(names, size, inputs) for _ in range(count)]
+        for step in range(count):
+            for found, other in zip(outputs[step], wanted[step], strict=True):
+                assert torch.equal(found[: len(names)], other), f"step {step} of {count}"
+    assert device.planned == 0
+
+
 def test_a_graph_without_the_plan_is_noticed() -> None:
     """The control: what is recorded is what renews the plan."""
     cache = torch.randn(BLOCKS, 2, PAGE, 2, 64, device="cuda").bfloat16()
