@@ -104,10 +104,10 @@ def _check_can_run_ahead(assembly: Assembly, shape: Any) -> CopyTransport:
 
 def sent_ahead(assembly: Assembly) -> Any:
     """What runs steps ahead in one compiled call (the kernels' SentAhead), where a step is built in one; else None."""
-    sent, core = assembly.in_one_call, assembly.core
-    if sent is None:
+    sent, core, side = assembly.in_one_call, assembly.core, assembly.side
+    if sent is None or side is None:
         return None
-    return core.kernels.SentAhead(sent, partial(StepsAhead, assembly, assembly.side), (core, assembly))
+    return core.kernels.SentAhead(sent, partial(StepsAhead, assembly, side), (core, assembly))
 
 
 def _given(scheduled: Mapping[Any, int]) -> dict[Any, int]:
