@@ -64,8 +64,17 @@ PERSISTENT = {
     "MetadataBuilder.run_ahead:bucket": (3, lambda n: ahead(2, bucket=n)),
     "MetadataBuilder.run_ahead:scheduled": (0, lambda n: ahead(2, scheduled={"b": n})),
     "InputBatch.token_column:width": (2, lambda n: drafted(batch().token_column("ids", width=n))),
+    "InputBatch.token_column:unknown": (5, lambda n: unwritten(n)),
     "MetadataBuilder.release:num_reqs": (3, lambda n: captured(lambda m: (m.release(n), m.captured))),
 }  # fmt: skip
+
+
+def unwritten(unknown):
+    """The value of a request that is added, in a token column that ``unknown`` is a number of."""
+    made = builder.InputBatch(max_num_reqs=1, max_model_len=8, block_size=4)
+    column = made.token_column("ids", unknown=unknown)
+    made.add_request("a", [1])
+    return column["a"]
 
 
 def ahead(num_steps, bucket=3, **scheduled):

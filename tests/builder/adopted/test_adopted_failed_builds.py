@@ -8,7 +8,7 @@ from interrupted_calls import AtOpcode
 
 from attncore import AdoptedSteps, BackendSpec, MultipleOf
 from attncore.builder.adopted.device_fields import MADE
-from attncore.errors import AttncoreError
+from attncore.errors import AttncoreError, CaptureError
 
 LARGEST = {"max_num_reqs": 4, "max_num_tokens": 16, "max_model_len": MODEL_LEN, "num_blocks": 200}
 ASKED = ("query_lens", "positions", "paged_kv_indptr", "paged_kv_indices")
@@ -113,6 +113,8 @@ def test_metadata_of_a_failed_build_makes_nothing():
             wanted = fields_of(metadata := steps.build(**FIRST))
         with pytest.raises(AttncoreError, match="metadata: positions was asked for of a step whose build failed"):
             _ = kept.positions
+        with pytest.raises(CaptureError, match="record: the build of this step failed"):
+            kept.record()
     assert fields_of(metadata) == wanted == expected(FIRST)
 
 
