@@ -88,7 +88,7 @@ class Engine(TakesPrompts):
         sent = {"max_num_batched_tokens": max_num_batched_tokens, "transport": transport}
         self.builder = MetadataBuilder(self.batch, self.backend, **sent)
         # Ride to the device in the metadata's own arena, by row: no copy and no loop of their own.
-        self.input_ids = self.batch.token_column("input_ids", np.int64)
+        self.input_ids = self.batch.token_column("input_ids", np.int64, unknown=-1)
         self.temperature = self.batch.column("temperature", np.float32)
         self.place = self.batch.column("place", np.int64)
         for column in (self.input_ids, self.temperature, self.place):
@@ -116,6 +116,7 @@ class Engine(TakesPrompts):
 
     def close(self) -> None:
         """Gives the memory of graphs and caches back; nothing runs afterwards."""
+        self.runs.clear()
         while self.graphs:
             self.builder.release(self.graphs.popitem()[0])
         self.builder.close()
@@ -150,10 +151,12 @@ class Engine(TakesPrompts):
             return self._suspect(failed, error)
 
     def _begin_again(self) -> None:
+        """Takes back what was built and not replayed, and has everybody wait, who runs again."""
         if self.builder.steps_ahead is not None:
             self.builder.steps_ahead.stop()
-        with suppress(CaptureError):  # which says that there is none
-            self.builder.last_metadata.abandon()
+        if self.builder.last_metadata is not None:
+            with suppress(CaptureError):  # which says that no step waits for its replay
+                self.builder.last_metadata.abandon()
         for request in reversed(list(self.running.values())):
             self._leave(request, again=True)
         self.runs.clear()
@@ -182,7 +185,7 @@ class Engine(TakesPrompts):
         """How many steps of one token each can run without the host, and the blocks for them."""
         if self.waiting or self.suspects or any(one.launched + 1 < len(one.tokens) for one in run.counts):
             return 1
-        num_steps = min(self.ahead, *(request.left for request in run.counts))
+        num_steps = max(1, min(self.ahead, *(request.left for request in run.counts)))
         while num_steps > 1 and sum(self._missing(one, num_steps) for one in run.counts) > self.pool.num_free:
             num_steps -= 1
         for request in run.counts:
@@ -250,7 +253,6 @@ class Engine(TakesPrompts):
         request.launched, request.place = request.computed, self.sampled.free.pop()
         self.batch.add_request(request.id, request.blocks, request.computed)
         self.input_ids.give(request.id, request.tokens)
-        self.input_ids[request.id] = -1  # behind those: what was sampled, on the device
         self.temperature[request.id], self.place[request.id] = request.temperature, request.place
         self.running[request.id] = request
         return True
