@@ -144,19 +144,23 @@ class Engine(TakesPrompts):
         try:
             return part(run)
         except BaseException as error:
-            failed = {request: run.ends[request] for request in run.counts}  # the others have left
+            self._take_back()
+            finished = self._read() if isinstance(error, Exception) and run not in self.runs else []
+            failed = {request: end for request, end in run.ends.items() if request.id in self.running}
             self._begin_again()
             if not isinstance(error, Exception):
                 raise
-            return self._suspect(failed, error)
+            return finished + self._suspect(failed, error, alone=len(run.ends) == 1)
 
-    def _begin_again(self) -> None:
-        """Takes back what was built and not replayed, and has everybody wait, who runs again."""
+    def _take_back(self) -> None:
+        """What was built and not replayed is no step."""
         if self.builder.steps_ahead is not None:
             self.builder.steps_ahead.stop()
         if self.builder.last_metadata is not None:
             with suppress(CaptureError):  # which says that no step waits for its replay
                 self.builder.last_metadata.abandon()
+
+    def _begin_again(self) -> None:
         for request in reversed(list(self.running.values())):
             self._leave(request, again=True)
         self.runs.clear()
@@ -192,10 +196,10 @@ class Engine(TakesPrompts):
             self._grow(request, num_steps)
         return num_steps
 
-    def _suspect(self, failed: dict[Request, int], error: Exception) -> list[Request]:
+    def _suspect(self, failed: dict[Request, int], error: Exception, alone: bool) -> list[Request]:
         """Has the requests of a failed step run alone; one that did is dropped, and returned."""
         self.suspects |= failed
-        if len(failed) > 1:
+        if not alone:
             logging.getLogger(__name__).warning("%d requests failed; each runs alone now", len(failed), exc_info=error)
             return []
         for request in failed:

@@ -166,25 +166,45 @@ def test_an_interrupt_between_the_replays_of_a_run(ahead, monkeypatch):
     assert is_empty(engine)
 
 
-def test_a_step_that_fails_behind_a_stop_token_drops_nobody(ahead, monkeypatch):
-    """The request has ended in what was not read yet: it must not be waited for beyond its end."""
+@pytest.mark.parametrize("fails", ["launched", "read"])
+def test_a_run_that_fails_where_a_stop_token_was_sampled_drops_nobody(ahead, monkeypatch, fails):
+    """A request that has ended in what was not read yet must not be waited for beyond its end."""
     engine = ahead()
     asked = prompts(2, 20, seed=6)
     said = [greedy(engine.model, prompt, 30) for prompt in asked]
-    requests = [engine.add_request(asked[0], 30, stop=(said[0][4],)), engine.add_request(asked[1], 30)]
+    said[0] = said[0][: said[0].index(said[0][4]) + 1]
+    requests = [engine.add_request(asked[0], 30, stop=said[0][-1:]), engine.add_request(asked[1], 30)]
+    while not engine.lengths:
+        engine.step()
+
+    def fail(*args):
+        raise RuntimeError("once")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(*((engine, "_forward", fail) if fails == "launched" else (Tokens, "tolist", fail)))
+        engine.step()
+    assert requests[0].finished == (fails == "launched")  # what ran before was read
+    assert [*engine.suspects] == requests[fails == "launched" :]
+    run_all(engine)
+    assert [request.output for request in requests] == said
+    assert [request.error for request in requests] == [None, None]
+
+
+def test_what_ran_before_a_request_failed_alone_is_kept(ahead, monkeypatch):
+    engine = ahead()
+    prompt = prompts(1, 20, seed=6)[0]
+    request = engine.add_request(prompt, 30)
     while not engine.lengths:
         engine.step()
 
     def fail(metadata):
-        raise RuntimeError("once")
+        raise RuntimeError("device-side assert")
 
-    with monkeypatch.context() as broken:
-        broken.setattr(engine, "_forward", fail)
-        engine.step()
-    assert len(engine.suspects) == 2
-    run_all(engine)
-    assert [request.output for request in requests] == [said[0][: said[0].index(said[0][4]) + 1], said[1]]
-    assert [request.error for request in requests] == [None, None]
+    monkeypatch.setattr(engine, "_forward", fail)
+    assert engine.step() == [request]
+    assert str(request.error) == "device-side assert"
+    assert request.output == greedy(engine.model, prompt, 9)
+    assert is_empty(engine)
 
 
 def test_where_each_step_is_planned_on_the_host_one_is_launched_ahead(graphs_on_cpu, monkeypatch):
