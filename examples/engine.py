@@ -263,7 +263,8 @@ class Engine(TakesPrompts):
 
     def _grow(self, request: Request, count: int) -> bool:
         """Blocks for the next ``count`` tokens; False where the pool has too few."""
-        blocks = self.pool.take(self._missing(request, count))
+        missing = self._missing(request, count)
+        blocks = self.pool.take(missing) if missing else []
         if blocks:
             request.blocks += blocks
             self.batch.append_blocks(request.id, blocks)
