@@ -321,7 +321,7 @@ class Engine(TakesPrompts):
         metadata = self.builder.capture(size)
         self._run(metadata)  # a warm-up, over an empty step
         with capturing(new_graph(self.device)) as graph:
-            metadata.record()
+            launch(metadata.record)
             launch(self._run, metadata)
             launch(metadata.input_ids.fill_, -1)  # of a step ahead, which the host sends none
         return graph

@@ -1,6 +1,6 @@
 """examples/engine.py launches steps before it has read the tokens of those before them, several where it can.
 
-On a CPU, over the transport ``copy`` and stand-ins for graphs. What fails in steps ahead is in test_engine_faults.py.
+On a CPU, over stand-ins for graphs and either transport. What fails in steps ahead is in test_engine_faults.py.
 """
 
 import pytest
@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from engine import Engine  # noqa: E402
+from integrations.captured_engine import graphs_on_cpu  # noqa: E402
 from integrations.models import DECODERS, decoder, greedy  # noqa: E402
 from integrations.test_engine import is_empty, prompts, soak  # noqa: E402
 from run import SampledTokens, Tokens  # noqa: E402
@@ -16,12 +17,18 @@ from run import SampledTokens, Tokens  # noqa: E402
 LIMITS = {"num_blocks": 60, "max_num_reqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
 
 
+@pytest.fixture(params=["copy", "graph"])
+def captured(request, monkeypatch):
+    with graphs_on_cpu(request.param, monkeypatch) as options:
+        yield options
+
+
 @pytest.fixture
-def ahead(graphs_on_cpu):
+def ahead(captured):
     """``ahead(name)`` is an engine, whose ``lengths`` are those of its runs of several steps."""
 
     def made(name="llama", **options):
-        engine = Engine(decoder(name), **{**LIMITS, **graphs_on_cpu, **options})
+        engine = Engine(decoder(name), **{**LIMITS, **captured, **options})
         engine.lengths, run_ahead = [], engine.builder.run_ahead
         engine.builder.run_ahead = lambda count, **more: engine.lengths.append(count) or run_ahead(count, **more)
         return engine
@@ -207,20 +214,20 @@ def test_what_ran_before_a_request_failed_alone_is_kept(ahead, monkeypatch):
     assert is_empty(engine)
 
 
-def test_where_each_step_is_planned_on_the_host_one_is_launched_ahead(graphs_on_cpu, monkeypatch):
+def test_where_each_step_is_planned_on_the_host_one_is_launched_ahead(captured, monkeypatch):
     from attncore import MetadataBuilder
 
     def refuse(self, *args, **more):
         raise ValueError("run_ahead: backend plans each step")
 
     monkeypatch.setattr(MetadataBuilder, "run_ahead", refuse)
-    engine = Engine(decoder("llama"), **LIMITS, **graphs_on_cpu)
+    engine = Engine(decoder("llama"), **LIMITS, **captured)
     asked = prompts(4, 30)
     assert engine.ahead == 1
     assert engine.complete(asked, 12) == [greedy(engine.model, prompt, 12) for prompt in asked]
 
 
-def test_a_soak_with_steps_ahead(graphs_on_cpu):
-    cancelled, preemptions = soak(400, 20, **{**graphs_on_cpu, "graph_sizes": (2, 4, 8, 12)})
+def test_a_soak_with_steps_ahead(captured):
+    cancelled, preemptions = soak(400, 20, **{**captured, "graph_sizes": (2, 4, 8, 12)})
     assert cancelled > 5
     assert preemptions > 10

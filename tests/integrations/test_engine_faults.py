@@ -1,6 +1,7 @@
 """examples/engine.py: what is refused when a request arrives, and a step that fails, for one request or for all."""
 
 import logging
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -9,14 +10,16 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from engine import Engine  # noqa: E402
+from integrations.captured_engine import graphs_on_cpu  # noqa: E402
 from integrations.models import decoder, greedy  # noqa: E402
 from integrations.test_engine import is_empty, prompts  # noqa: E402
 
 
-@pytest.fixture(params=["eager", "ahead"])
-def options(request):
-    """An engine that reads each step before the next, and one that launches steps ahead."""
-    return request.getfixturevalue("graphs_on_cpu") if request.param == "ahead" else {}
+@pytest.fixture(params=["eager", "copy", "graph"])
+def options(request, monkeypatch):
+    """An engine that reads each step before the next, and two that launch steps ahead, by either transport."""
+    with nullcontext({}) if request.param == "eager" else graphs_on_cpu(request.param, monkeypatch) as options:
+        yield options
 
 
 @pytest.fixture
