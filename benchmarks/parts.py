@@ -40,9 +40,9 @@ class Parts:
             self._now[name] = self._now.get(name, 0) + taken - self._inner
             self._inner = outer + taken
 
-    def end_step(self):
-        """Everything since the last call was one step."""
-        self.steps.append(self._now)
+    def end_step(self, count=1):
+        """Everything since the last call was one step, or ``count`` of them."""
+        self.steps.append({name: taken / count for name, taken in self._now.items()})
         self._now = {}
 
     def clear(self):

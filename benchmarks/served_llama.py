@@ -6,8 +6,8 @@ import random
 
 import engine as example
 
-ENGINE_KINDS = ("named", "come and go", "chunk")
-"""The kinds of steps that the engine has. It names every request of a step."""
+ENGINE_KINDS = ("decode", "come and go", "chunk")
+"""The kinds of steps that the engine has."""
 
 CHUNK = 512
 
@@ -19,11 +19,11 @@ def model_on(device):
     return model_of(argparse.Namespace(device=device, tiny=device == "cpu"))
 
 
-class Sampled:
-    """The tokens of a step, which wait for the device."""
+class Tokens:
+    """What was sampled, which waits for the device."""
 
-    def __init__(self, tensor, device, parts):
-        self.tensor, self.tolist = tensor, parts.around(functools.partial(device.tokens, tensor), "wait")
+    def __init__(self, tokens, device, parts):
+        self.tolist = parts.around(functools.partial(device.tokens, tokens), "wait")
 
 
 class Graph:
@@ -40,24 +40,28 @@ class Served(example.Engine):
         self.parts = parts
         for owner, names, part in (
             (self.batch, ("add_request", "append_blocks", "remove_request"), "batch"),
-            (self.input_ids, ("give", "write"), "fields"),
-            (self, ("_schedule",), "schedule"),
+            (self.input_ids, ("give",), "fields"),
+            (self.sampled, ("fetch",), "fields"),
+            (self, ("_schedule", "_num_steps"), "schedule"),
             (self, ("_book",), "book"),
         ):
             for name in names:
                 setattr(owner, name, parts.around(getattr(owner, name), part))
-        self.graphs = {
-            size: (Graph(graph, device, parts), Sampled(sampled, device, parts))
-            for size, (graph, sampled) in self.graphs.items()
-        }
+        self.graphs = {size: Graph(graph, device, parts) for size, graph in self.graphs.items()}
+        fetch, run_ahead = self.sampled.fetch, self.builder.run_ahead
+        self.sampled.fetch = lambda: Tokens(fetch(), device, parts)
+        self.builder.run_ahead = lambda *args, **named: self._clocked(run_ahead(*args, **named))
         self.rows = rows
+
+    def _clocked(self, steps):
+        steps.replay = self.parts.around(steps.replay, "replay")
+        return steps
 
     def _forward(self, metadata):
         if self.parts is None:  # a warm-up or a capture
             return super()._forward(metadata)
         with self.parts.part("launch"):
-            sampled = self.on.launch(super()._forward, metadata)
-        return Sampled(sampled, self.on, self.parts)
+            return self.on.launch(super()._forward, metadata)
 
     def step(self):
         with self.parts.part("engine"):
@@ -102,7 +106,7 @@ def engine_over_llama(kind, rows, name, args, device, parts):
     engine = {"come and go": Going, "chunk": Chunks}.get(kind, Served)(
         model_on(args.device), kind, rows, device, parts, num_blocks=(rows + 2) * (-(-longest // size) + 1) + 1,
         max_num_reqs=rows + (kind == "chunk"), max_num_batched_tokens=CHUNK + rows, max_model_len=longest,
-        block_size=size, graph_sizes=(rows,) if args.device == "cuda" else (),
+        block_size=size, graph_sizes=(rows,) if args.device == "cuda" else (), ahead=args.ahead,
         **({"backend": name} if args.device == "cuda" else {}),
     )  # fmt: skip
     engine.fill(context, steps)

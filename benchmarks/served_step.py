@@ -7,7 +7,8 @@ Two engines run the same kinds of steps. ``llama`` is examples/engine.py over a 
 is a loop over a batch and a builder whose model is a kernel that spins for ``--device-ms``: it needs no weights, and
 has the kinds that the engine has not. Kinds: ``decode`` (everybody runs one token, ``build()``), ``named`` (the same,
 every request named), ``come and go`` (requests end and others join), ``chunk`` (part of a prompt beside the decodes,
-without a graph), ``speculative`` (four tokens each, some rejected).
+without a graph), ``speculative`` (four tokens each, some rejected). The engine launches up to ``--ahead`` steps at once
+where everybody decodes, before it reads what the last ones sampled; parts and wall time of those are divided by them.
 
 For each part of a step median, p90 and p99 over ``--steps`` steps in microseconds, as it is between two runs of the
 model. ``attncore`` is the sum of build, replay and batch: without the library's plan, the engine's own fields and the
@@ -46,7 +47,7 @@ class Device:
     """What runs the model: launches it, waits for its end, and says how long it took where ``times`` is set."""
 
     def __init__(self, args):
-        self.name, self.seconds, self.times = args.device, args.device_ms / 1000, None
+        self.name, self.seconds, self.times, self.launches = args.device, args.device_ms / 1000, None, 0
         self.flush = Flush(args.evict_mib << 20) if args.device == "cpu" and args.evict_mib else None
         self.cycles = self._cycles() if args.device == "cuda" else 0
 
@@ -71,6 +72,7 @@ class Device:
 
     def launch(self, call, *args):
         """``call(*args)``, which launches the step; its time on the device is noted where times are."""
+        self.launches += 1
         if self.times is None or self.name == "cpu":
             return call(*args)
         first, last = self._events()
@@ -129,6 +131,15 @@ def engine_of(model, kind, rows, name, args, device, parts):
     return engine_over_llama(kind, rows, name, args, device, parts) if kind in ENGINE_KINDS else None
 
 
+def launched(engine, device, count):
+    """Runs the engine until ``count`` steps were launched: the seconds of each call, and how many it launched."""
+    end = device.launches + count
+    while device.launches < end:
+        before, start = device.launches, time.perf_counter()
+        engine.step()
+        yield time.perf_counter() - start, max(device.launches - before, 1)
+
+
 def measured(model, kind, rows, name, args):
     """The row of one engine, kind and number of requests."""
     parts, device = Parts(), Device(args)
@@ -141,20 +152,18 @@ def measured(model, kind, rows, name, args):
     wrap_parts(builder, parts.around)
     if args.pieces:
         wrap_pieces(builder, parts.around)
-    builder.build = parts.around(builder.build, "build")
-    for _ in range(WARM_UP):
-        engine.step()
+    builder.build, builder.run_ahead = (parts.around(call, "build") for call in (builder.build, builder.run_ahead))
+    for _ in launched(engine, device, WARM_UP):
+        pass
     parts.clear()
     walls = []
-    for _ in range(args.steps):
-        start = time.perf_counter()
-        engine.step()
-        walls.append(time.perf_counter() - start)
-        parts.end_step()
+    for seconds, steps in launched(engine, device, args.steps):
+        walls.append(seconds / steps)
+        parts.end_step(steps)
     table, ours = parts.table(), parts.sums(OF_ATTNCORE)
     device.times = []
-    for _ in range(0 if args.device == "cpu" else max(args.steps // 4, 10)):
-        engine.step()
+    for _ in launched(engine, device, 0 if args.device == "cpu" else max(args.steps // 4, 10)):
+        pass
     device_ms = device.median_ms()
     step_ms = 1000 * statistics.median(walls)
     if args.device == "cpu":  # the step without what evicts its caches, and without the nodes that NumPy runs
@@ -188,6 +197,7 @@ def arguments(argv):
     add("--steps", type=int, default=300)
     add("--device-ms", type=float, default=3.0, help="how long the stand-in's model runs")
     add("--context", type=int, default=2048, help="tokens of a request before it is measured")
+    add("--ahead", type=int, default=8, help="steps that the engine launches before it reads the last ones (0: none)")
     add("--fields", default="columns", choices=("columns", "functions"), help="how the stand-in has fields of its own")
     add("--evict-mib", type=int, default=320, help="what is written between steps on a CPU; 0: caches stay")
     add("--transport", help="of the builder (default: auto)")

@@ -85,14 +85,15 @@ class Timed(example.Engine):
 
     def __init__(self, *args, **options):
         self.clocks = Clocks()
-        self.steps, self.eager_steps, self.reused = [], 0, 0
+        self.clear()
         super().__init__(*args, **options)
         clocked = self.clocks.around
         for owner, names, clock in (
-            (self.builder, ("build",), "build"),
+            (self.builder, ("build", "run_ahead"), "build"),
             (assembly(self.builder), ("replay",), "replay and launch"),
             (self.backend, ("plan",), "plan"),
-            (self.input_ids, ("give", "write"), "fields"),
+            (self.input_ids, ("give",), "fields"),
+            (self.sampled, ("fetch",), "fields"),
             (self.batch, ("add_request", "append_blocks", "remove_request"), "batch"),
             (self, ("_schedule",), "schedule"),
             (self, ("_book",), "update"),
@@ -100,12 +101,12 @@ class Timed(example.Engine):
             for name in names:
                 setattr(owner, name, clocked(getattr(owner, name), clock))
         use_plan(self.builder, self.backend.plan)
-        self.graphs = {size: (ClockedGraph(graph, self.clocks), said) for size, (graph, said) in self.graphs.items()}
+        self.graphs = {size: ClockedGraph(graph, self.clocks) for size, graph in self.graphs.items()}
         self.clear()
 
     def clear(self):
         self.clocks.seconds.clear()
-        self.steps, self.eager_steps, self.reused = [], 0, 0
+        self.steps, self.eager_steps, self.reused, self.num_steps, self.seconds = [], 0, 0, 0, 0.0
 
     def spent(self):
         """Seconds by name, what is inside of something else taken out of it."""
@@ -121,15 +122,22 @@ class Timed(example.Engine):
         self.eager_steps += 1
         return super()._forward(metadata)
 
+    def _launch(self, run):
+        finished = super()._launch(run)
+        self.num_steps += run.num_steps
+        return finished
+
     def _admit(self, request):
         admitted = super()._admit(request)
         self.reused += request.computed if admitted else 0
         return admitted
 
     def step(self):
-        start = time.perf_counter()
+        start, before = time.perf_counter(), self.num_steps
         finished = super().step()
-        self.steps.append(time.perf_counter() - start)
+        self.seconds += (taken := time.perf_counter() - start)
+        count = self.num_steps - before
+        self.steps += [taken / max(count, 1)] * count
         return finished
 
 
@@ -146,7 +154,7 @@ def ours(model, prompts, args, backend):
         start = time.perf_counter()
         outputs = engine.complete(prompts, args.new)
         wall = time.perf_counter() - start
-    steps, spent = len(engine.steps), engine.spent()
+    steps, spent = engine.num_steps, engine.spent()
     row = {
         "who": f"attncore engine, {engine.choice.name} {engine.choice.variant}".strip(),
         "block_size": engine.block_size,
@@ -164,7 +172,7 @@ def ours(model, prompts, args, backend):
         "context_us_a_step": 1e6 * spent["context"] / steps,
         "plan_us_a_step": 1e6 * spent["plan"] / steps,
         "engine_fields_us_a_step": 1e6 * spent["fields"] / steps,
-        "share_of_attncore": sum(spent[name] for name in OF_ATTNCORE) / sum(engine.steps),
+        "share_of_attncore": sum(spent[name] for name in OF_ATTNCORE) / engine.seconds,
         "preemptions": engine.preemptions,
         "tokens_from_prefixes": engine.reused,
     }

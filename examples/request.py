@@ -21,6 +21,8 @@ class Request:
     temperature: float
     stop: frozenset[int]
     computed: int = 0
+    launched: int = 0  # with those of steps whose tokens were not read yet
+    place: int = 0  # of what is sampled for it, on the device
     blocks: list[int] = field(default_factory=list)
     keys: list[Any] = field(default_factory=list)  # of its full blocks, each made of the one before and its tokens
     error: Exception | None = None  # why it was dropped: its step failed though it ran alone
@@ -31,6 +33,16 @@ class Request:
     @property
     def output(self) -> list[int]:
         return self.tokens[self.num_prompt :]
+
+    @property
+    def left(self) -> int:
+        """How many tokens are to be launched, as far as the host knows: those of steps that sample none end it."""
+        return self.num_prompt + self.max_new_tokens - 1 - self.launched
+
+    @property
+    def next(self) -> int:
+        """How many tokens a step can run: all that are known, or the one that is being sampled."""
+        return min(max(len(self.tokens) - self.launched, 1), self.left)
 
     @property
     def finished(self) -> bool:

@@ -192,10 +192,10 @@ def test_a_temperature_that_is_none_is_refused(temperature):
     assert is_empty(engine)
 
 
-def soak(num_requests, sample, seed=0):
+def soak(num_requests, sample, seed=0, **options):
     """Requests that come in bursts, share prefixes, are cancelled and preempted; a sample is run again alone."""
     draw, model = random.Random(seed), decoder("llama", num_hidden_layers=1)
-    engine = Engine(model, num_blocks=40, max_num_reqs=12, max_num_batched_tokens=48, block_size=4)
+    engine = Engine(model, num_blocks=40, max_num_reqs=12, max_num_batched_tokens=48, block_size=4, **options)
     prefixes, asked, live, finished, cancelled = prompts(5, 24, seed=9), 0, [], [], 0
     while asked < num_requests or engine.running or engine.waiting:
         while asked < num_requests and len(live) < 16 and draw.random() < 0.7:

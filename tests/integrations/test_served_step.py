@@ -38,7 +38,7 @@ def test_the_engine_over_a_llama_runs_its_kinds(served, tmp_path):
     saved = tmp_path / "found.json"
     assert served.main([*QUICK, "--models", "llama", "--save", str(saved)]) == 0
     kinds = [row["kind"] for row in json.loads(saved.read_text())["rows"]]
-    assert kinds == ["named", "come and go", "chunk"]
+    assert kinds == ["decode", "come and go", "chunk"]
 
 
 def test_a_part_is_without_what_runs_inside_of_it(served):

@@ -1,0 +1,105 @@
+"""What an engine's callers ask of it: prompts, checked when they arrive, and what is said after them, as it comes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from request import Request
+
+
+class TakesPrompts:
+    """The part of Engine that makes requests of prompts and reads their output."""
+
+    tokenizer: Any
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    pool: Any
+    waiting: deque[Request]
+    running: dict[int, Request]
+    step: Any
+    cancel: Any
+    _ids: itertools.count[int]
+
+    def add_request(self, prompt: list[int] | str, max_new_tokens: int, **sampling: Any) -> Request:
+        """Queues a request, with ``temperature`` and ``stop`` tokens (of a text: its tokenizer's end, unless given).
+        ValueError where it can never run."""
+        self.waiting.append(request := self._request(prompt, max_new_tokens, **sampling))
+        return request
+
+    def _request(
+        self, prompt: Any, max_new_tokens: int, *, temperature: float = 0.0, stop: tuple[int, ...] | None = None
+    ) -> Request:
+        decode = None
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise TypeError("prompt: text, and the engine has no tokenizer; make it with one, or give token ids")
+            how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+            decode = functools.partial(self.tokenizer.decode, **how)
+            stop = (self.tokenizer.eos_token_id,) if stop is None and self.tokenizer.eos_token_id is not None else stop
+            prompt = self.tokenizer.encode(prompt)
+        prompt, ends = self._tokens("prompt", prompt), self._tokens("stop", stop or ())
+        longest = len(prompt) + operator.index(max_new_tokens)
+        if not prompt or max_new_tokens < 1:
+            raise ValueError(f"prompt: {len(prompt)} tokens, max_new_tokens: {max_new_tokens}; give at least one each")
+        if not 0 <= temperature <= float(np.finfo(np.float32).max):  # which it is sent to the device as
+            raise ValueError(f"temperature: {temperature}; give 0 for greedy decoding, or a positive float32")
+        if longest > self.max_model_len:
+            raise ValueError(f"prompt: {longest} tokens with max_new_tokens exceed max_model_len {self.max_model_len}")
+        if -(-longest // self.block_size) > self.pool.num_blocks - 1:
+            raise ValueError(f"prompt: {longest} tokens need more than the pool's {self.pool.num_blocks - 1} blocks")
+        return Request(
+            next(self._ids), prompt, len(prompt), max_new_tokens, temperature, frozenset(ends), decode=decode
+        )
+
+    def _tokens(self, name: str, given: Any) -> list[int]:
+        """Token ids as ints; a wrong one would fail in the model, in the middle of everybody's step."""
+        try:
+            tokens = [operator.index(token) for token in given]
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}; give a list of token ids") from None
+        if wrong := [str(token)[:40] for token in tokens if not 0 <= token < self.vocab_size]:
+            raise ValueError(f"{name}: token {wrong[0]} is outside 0..{self.vocab_size - 1}, the vocabulary")
+        return tokens
+
+    def generate(self, prompts: Any, max_new_tokens: int, **sampling: Any) -> Iterator[tuple[int, Any]]:
+        """``(number of its prompt, token)`` for every new token, as it comes; a piece of text for a prompt in words.
+
+        ValueError at once, with none queued, where one can never run; the error of one that is dropped, at the end.
+        Who stops reading cancels what still runs."""
+        if isinstance(prompts, str):
+            raise TypeError("prompts: one text; give a list of them")  # else each letter would be a prompt
+        prompts = list(prompts)
+        if prompts and all(isinstance(prompt, int | np.integer) for prompt in prompts):
+            raise TypeError("prompts: the token ids of one prompt; give a list of prompts, such as [[1, 2, 3]]")
+        return self._streamed([self._request(prompt, max_new_tokens, **sampling) for prompt in prompts])
+
+    def _streamed(self, requests: list[Request]) -> Iterator[tuple[int, Any]]:
+        self.waiting += requests
+        try:
+            running = True
+            while running:
+                self.step()
+                # Asked before what came is read: a reader may run steps of other requests, and of these, meanwhile.
+                running = bool(self.waiting or self.running) and not all(one.finished or one.error for one in requests)
+                for number, request in enumerate(requests):
+                    yield from ((number, piece) for piece in request.news())
+        finally:
+            for request in requests:
+                self.cancel(request)
+        if error := next((request.error for request in requests if request.error), None):
+            raise error
+
+    def complete(self, prompts: Any, max_new_tokens: int, **sampling: Any) -> list[Any]:
+        """The whole output of each prompt, token ids or text, and otherwise as ``generate``."""
+        prompts = prompts if isinstance(prompts, str) else list(prompts)
+        outputs: list[list[Any]] = [[] for _ in prompts]
+        for number, piece in self.generate(prompts, max_new_tokens, **sampling):
+            outputs[number].append(piece)
+        return ["".join(out) if isinstance(one, str) else out for one, out in zip(prompts, outputs, strict=True)]
