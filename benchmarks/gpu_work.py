@@ -35,11 +35,11 @@ class Backend(AttentionBackend):
     impl_class = Impl
     plan_staging = "shared"
 
-    def __init__(self, device, block_size=BLOCK_SIZE):
+    def __init__(self, device, block_size=BLOCK_SIZE, needs=()):
         spec = BackendSpec(
             name=self.name, api=1, factory="bench:Backend", devices={"cuda": 1, "cpu": 1}, dtypes={"bfloat16"},
-            head_sizes={128}, block_sizes={block_size}, device_needs={"block_table", "paged_kv_indices", "seq_lens"},
-            cuda_graph="always", plan_staging=self.plan_staging,
+            head_sizes={128}, block_sizes={block_size}, cuda_graph="always", plan_staging=self.plan_staging,
+            device_needs={"block_table", "paged_kv_indices", "seq_lens", *needs},
         )  # fmt: skip
         super().__init__(
             BackendConfig(

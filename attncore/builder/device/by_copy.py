@@ -206,6 +206,11 @@ class CopyTransport:
     def pending(self, step: int) -> None:
         self._sender.pending = step
 
+    @property
+    def pending_shape(self) -> Any:
+        """The StepShape of the step that waits."""
+        return self._sender.pending_shape
+
     launch: Callable[[int, Any], bool] | None = None
     """Replays a graph over a step in one call, or answers False; None where ``replay`` has more to do."""
 
@@ -298,7 +303,15 @@ class CopyTransport:
         """
         if self.sent < metadata.step:
             return self.page_buffer(index)[: int(metadata.host.paged_kv_indptr[-1])]
+        if self._is_ahead(metadata.step):
+            indptr = metadata.paged_kv_indptr
+            self.tables.gather_pages_there(index, indptr)
+            return self.page_buffer(index)[: int(indptr[-1])]
         return metadata.once_a_step("_indices", lambda: self.tables.gather_pages(index, metadata))
+
+    def _is_ahead(self, step: int) -> bool:
+        """Whether the device is ahead of ``step``, the last one that was sent: how many pages there are, it says."""
+        return self.sent == step and self._sender.last < 0
 
     def page_buffer(self, index: int) -> Any:
         """The buffer of page indices of group ``index``, int32[rows * width], at a fixed address."""

@@ -237,7 +237,8 @@ class GraphTransport(CopyTransport):
     def pages_of(self, index: int, metadata: Any) -> Any:
         if index not in self.page_lists:
             return super().pages_of(index, metadata)
-        return self.page_buffer(index)[: int(metadata.host.paged_kv_indptr[-1])]
+        indptr = metadata.paged_kv_indptr if self._is_ahead(metadata.step) else metadata.host.paged_kv_indptr
+        return self.page_buffer(index)[: int(indptr[-1])]
 
     def _nodes(self, capacity: Capacity, *, corrects: bool = True) -> None:
         ring = self._ring

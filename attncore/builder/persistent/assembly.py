@@ -148,13 +148,14 @@ class Assembly:
     def build_empty(self, bucket: int, *, capturing: bool) -> StepMetadata:
         """An empty step padded to a captured size; for the capture itself, with the largest lengths."""
         shape = self.shapes.find(bucket)
-        if capturing:
-            shape.plans = None  # until the graph that is captured now records its own
         if self._overlap is not None:
             self._overlap.overlapped = False  # of no rows, whatever the build before it was
         if capturing and self.side is not None and self._backends.device.startswith("cpu"):
             self.side.send_with_all()  # a stand-in graph reads host arrays there, too
-        self.acquire(shape)
+        self.acquire(None if capturing else shape)  # a capture is planned whatever its size's graph did so far
+        if capturing:
+            self._core.undo.append((setattr, shape, "plans", shape.plans))
+            shape.plans = None  # until the graph that is captured now records its own
         self._poison_arena()
         self._begin(shape)
         metadata: StepMetadata = self.kernel.empty_step(shape, self._core.max_model_len if capturing else 0)

@@ -214,9 +214,13 @@ class BatchCore:
         # Until a request joins, leaves or is preempted, the next step of all requests has the same rows.
         self.state.dirty = num_reqs != len(self.order)
         if moved:
-            earlier = self.state.changes
-            self.count_change()
-            self._moved = self.state.changes, earlier
+            self.count_moves()
+
+    def count_moves(self) -> None:
+        """Notes that a step moves rows; ``move_back`` knows it again."""
+        earlier = self.state.changes
+        self.count_change()
+        self._moved = self.state.changes, earlier
 
     def count_change(self, changed: bool = True) -> None:
         """Notes that blocks of rows change place or go away. A roll-back, after which they are where they were, brings

@@ -25,6 +25,7 @@ from attncore.builder.persistent.profiling_run import profile_metadata, profiled
 from attncore.builder.persistent.run_ahead import RunsAhead, sent_ahead
 from attncore.builder.persistent.settings import check_captured_size, check_settings
 from attncore.builder.persistent.step_metadata import StepMetadata
+from attncore.builder.persistent.taking_back import refuse_unfinished
 from attncore.builder.show import builder_text
 from attncore.builder.uncopied import Uncopied
 from attncore.errors import CaptureError
@@ -313,10 +314,11 @@ class MetadataBuilder(RunsAhead, Uncopied):
                 replaced.side.close()  # no graph reads its memory
 
     def release(self, num_reqs: int) -> None:
-        """Releases a captured size whose graph was destroyed: it may be captured again, and the builder closed."""
+        """Releases a size whose graph was destroyed: it may be captured again. CaptureError where a step waits."""
         assembly = self._assembly
         with self._core.enter():
             shape = assembly.shapes.find(num_reqs)
+            refuse_unfinished(assembly, shape)
             self._core.undo.append((assembly.keep_size, shape.num_reqs, shape))
             assembly.drop_size(shape.num_reqs)
             if assembly.side is not None:

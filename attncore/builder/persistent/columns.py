@@ -187,7 +187,7 @@ class KeepsColumns:
             raise ValueError(f"name: {quoted(given)} is not a name for a column")
         if name in self._core.columns:
             raise ValueError(f"name: the batch has a column {name!r} already")
-        found = np.dtype(dtype)
+        found = np.dtype(dtype).newbyteorder("=")  # kernels write numbers of this machine
         if found.kind not in "iufb":
             raise TypeError(f"dtype: {found} is not one of numbers")
         return name, found

@@ -136,6 +136,10 @@ class StepsAhead:
             self._core.undo.append((vars(self).update, {"_left": self._left}))
             self._left = self._left | {index}
 
+    def waits_for(self, shape: Any) -> bool:
+        """Whether some of the steps are left, and are of ``shape``."""
+        return self.left > 0 and self._shape is shape
+
     def refuse_left(self) -> None:
         """CaptureError where some of the steps are not replayed yet."""
         if self.left:

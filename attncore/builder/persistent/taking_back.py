@@ -67,3 +67,15 @@ def check_unchanged(assembly: Any, metadata: StepMetadata, what: str, num_steps:
                 f"{what}: request {req_id!r} has changed since step {metadata.step} was built; {what} a step "
                 "before its requests are removed, preempted or rolled back"
             )
+
+
+def refuse_unfinished(assembly: Any, shape: Any) -> None:
+    """CaptureError where a step of a captured size waits for its replay, or steps ahead of one do."""
+    side, ahead = assembly.side, assembly.ahead
+    if side is None:
+        return
+    if (side.pending >= 0 and side.pending_shape is shape) or (ahead is not None and ahead.waits_for(shape)):
+        raise CaptureError(
+            f"release: step {assembly.last_step} of {shape.num_reqs} requests waits for a replay; replay it, or take "
+            "it back: metadata.abandon(), and steps.stop() where it was built by run_ahead"
+        )

@@ -203,7 +203,8 @@ cdef class SentSteps:
         if moves or batch.dirty or num_reqs != PyTuple_GET_SIZE(batch.req_ids):
             batch.req_ids = tuple(names[:num_reqs])
         batch.dirty = num_reqs != PyList_GET_SIZE(names)
-        batch.changes += bool(moves)
+        if moves:
+            self.core.count_moves()
         metadata = kernel.step(<StepShape> shape, num_decodes, num_reqs)
         (<StepArena> PyList_GET_ITEM((<StepShape> shape).arenas, self._arena())).moves = moves
         self._send(<StepShape> shape, metadata)

@@ -84,7 +84,8 @@ def test_steps_ahead_are_those_that_would_be_built(groups, depth, transport, nee
 
 
 def test_a_replay_too_many_sees_no_rows():
-    engine = AheadEngine(0, transport="graph", backend=on_cuda(4, {"paged_kv_indices"}), new_graph=Captured)
+    backend = on_cuda(4, {"paged_kv_indices", "seq_lens"})  # of a field that is not declared it sees the last step's
+    engine = AheadEngine(0, transport="graph", backend=backend, new_graph=Captured)
     while not len(engine.batch):
         engine.turn()
     engine.give_blocks(3)
