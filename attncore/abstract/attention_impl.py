@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Required, TypedDict
 
+from attncore import arguments
 from attncore.abstract import scales
 from attncore.quoted import type_name
 from attncore.show import angled, guarded, short
@@ -221,6 +222,11 @@ class AttentionImpl(ABC):
                 raise TypeError(
                     f"{name}: {type_name(given)} found; give {wanted}: forward(query, key, value, kv_cache, metadata)"
                 ) from None
+
+    @staticmethod
+    def check_write(write: object) -> bool:
+        """``forward``'s ``write`` as a bool; TypeError where it is none. For a vendor's ``forward``."""
+        return arguments.flag("write", write)
 
     def write_cache(self, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata) -> None:
         """Write this step's keys and values to the cache, as ``forward`` does before it attends, and nothing else.

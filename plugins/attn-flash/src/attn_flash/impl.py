@@ -11,7 +11,6 @@ from attn_flash.cascade import CascadeStep
 from attn_flash.plan import LASTING, Caches, Call, DecoderPlans, Layer, StepPlan
 from attn_flash.segments import cross_segments, packed_segment
 from attncore import AttentionImpl, AttentionMetadata, AttentionType, CacheWriter, LayerFeatures
-from attncore.arguments import flag
 from attncore.merge import merge_attention
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class FlashImpl(AttentionImpl):
         """
         # What a layer costs the host beside the library's call is this, so the usual cases are kept short.
         if write is not True:
-            write = flag("write", write)
+            write = self.check_write(write)
         plans = self._plans if write else self._reading_plans
         try:
             plan = None if plans is None else metadata.kept.get(plans) or plans.reused(metadata)
@@ -104,7 +103,7 @@ class FlashImpl(AttentionImpl):
         """
         if self.sliding_window is not None or self.alibi_slopes is not None or not self._fixed["causal"]:
             raise ValueError("cascade: this layer has a window, slopes or no causal mask; call forward")
-        write = flag("write", write)
+        write = self.check_write(write)
         caches = self._views_of_cache(kv_cache)
         if write:
             self._write(key, value, *caches, metadata.slot_mapping)
@@ -123,7 +122,7 @@ class FlashImpl(AttentionImpl):
         *, with_lse: bool, write: bool,
     ) -> OutputAndLse:  # fmt: skip
         """``forward`` of any layer and step: arguments are checked, padding is filled."""
-        write = flag("write", write) or kv_cache is None
+        write = self.check_write(write) or kv_cache is None
         self.check_order(query, metadata)
         encoder = self.attn_type is AttentionType.ENCODER
         num_tokens = int(metadata.host.encoder_query_start_loc[-1]) if encoder else metadata.num_tokens

@@ -11,7 +11,6 @@ from torch import Tensor
 from attn_flashinfer.checks import XQA_WINDOW_FP8
 from attn_flashinfer.pages import check_cache
 from attncore import AttentionImpl, AttentionMetadata, CacheWriter, LayerFeatures, PlanKey
-from attncore.arguments import flag
 
 if TYPE_CHECKING:
     from attn_flashinfer.backend import FlashInferBackend
@@ -110,7 +109,7 @@ class FlashInferImpl(AttentionImpl):
         write: bool,
     ) -> Tensor:
         if write is not True:
-            write = flag("write", write)
+            write = self.check_write(write)
         if kv_cache is not self._kv_cache:
             self.check_order(query, metadata)
             if kv_cache is None:

@@ -18,7 +18,7 @@ from attncore import (
     CacheWriter,
     LayerFeatures,
 )
-from attncore.array_arguments import not_by_address
+from attncore.ops import not_by_address
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_rocm.base import RocmBackend, RocmImpl
 from attncore import AttentionMetadata
-from attncore.arguments import flag
 
 
 class SdpaImpl(RocmImpl):
@@ -30,7 +29,7 @@ class SdpaImpl(RocmImpl):
     ) -> Tensor:
         """See ``attncore.AttentionImpl.forward``. Tokens behind the last request get zeros."""
         if write is not True:
-            write = flag("write", write)
+            write = self.check_write(write)
         output = self.checked(query, key, value, kv_cache, metadata, output)
         caches = None
         if kv_cache is not None:

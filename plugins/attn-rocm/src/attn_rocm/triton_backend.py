@@ -11,7 +11,6 @@ from torch import Tensor
 from attn_rocm.base import RocmBackend, RocmImpl
 from attn_rocm.launch import LOG2E, Keys, Launcher, Scoring
 from attncore import AttentionBackend, AttentionMetadata, AttentionType, BackendConfig
-from attncore.arguments import flag
 
 
 class TritonImpl(RocmImpl):
@@ -49,7 +48,7 @@ class TritonImpl(RocmImpl):
         write: bool = True,
     ) -> Tensor:
         if write is not True:
-            write = flag("write", write)
+            write = self.check_write(write)
         output = self.checked(query, key, value, kv_cache, metadata, output)
         self._attend(query, key, value, kv_cache, metadata, output, None, write=write)
         return output
@@ -66,7 +65,7 @@ class TritonImpl(RocmImpl):
         write: bool = True,
     ) -> tuple[Tensor, Tensor]:
         if write is not True:
-            write = flag("write", write)
+            write = self.check_write(write)
         output = self.checked(query, key, value, kv_cache, metadata, output)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         self._attend(query, key, value, kv_cache, metadata, output, lse, write=write)
