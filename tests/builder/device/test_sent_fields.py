@@ -146,6 +146,7 @@ def test_what_is_asked_for_is_sent_once_more_in_its_own_copy_only(sides):
     side = sides[0]
     metadata = builder.build()
     assert metadata.query_lens.data_ptr() >= side._arena.data_ptr()
+    side.run(side.issued)
     side.copied.clear()
     builder.build()
     side.run(side.issued)
