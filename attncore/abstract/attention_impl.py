@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Required, TypedDict
 
-from attncore import arguments
 from attncore.abstract import scales
+from attncore.arguments import flag  # by its module: a name that the package lacks loads difflib
 from attncore.quoted import type_name
 from attncore.show import angled, guarded, short
 from attncore.vocabulary import AttentionType
@@ -226,7 +226,7 @@ class AttentionImpl(ABC):
     @staticmethod
     def check_write(write: object) -> bool:
         """``forward``'s ``write`` as a bool; TypeError where it is none. For a vendor's ``forward``."""
-        return arguments.flag("write", write)
+        return flag("write", write)
 
     def write_cache(self, key: Any, value: Any, kv_cache: Any, metadata: AttentionMetadata) -> None:
         """Write this step's keys and values to the cache, as ``forward`` does before it attends, and nothing else.
