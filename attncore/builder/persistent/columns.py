@@ -106,10 +106,11 @@ class Column(Uncopied):
     def _checked(self, name: str, value: Any) -> npt.NDArray[Any]:
         try:
             given = np.asarray(value) if np.size(value) else np.zeros(np.shape(value), self.dtype)
-            checked = given.astype(self.dtype, casting="same_kind")
+            whole = given.dtype.kind in "iub" and self.dtype.kind in "iub"  # by value: an int is signed for NumPy
+            checked = given.astype(self.dtype, casting="unsafe" if whole else "same_kind")
         except (TypeError, ValueError, OverflowError) as error:
             raise TypeError(f"{name}: {error}; column {self.name!r} holds {self.dtype}") from None
-        if given.dtype != self.dtype and self.dtype.kind in "iu" and (checked != given).any():
+        if given.dtype != self.dtype and whole and (checked != given).any():
             raise ValueError(f"{name}: does not fit {self.dtype}, which column {self.name!r} holds")
         return checked
 
@@ -133,8 +134,8 @@ class TokenColumn(Column):
     def give(self, req_id: Hashable, tokens: Any) -> None:
         """The request's tokens at positions 0, 1, 2, ...: its prompt, or all it has where it is computed again.
 
-        They are copied; an array of the column's dtype takes a microsecond, a list of 2,000 numbers 70. ValueError
-        where the request is not in the batch.
+        They are copied. Pass an array of the column's dtype where that matters: a list is converted number by number.
+        ValueError where the request is not in the batch.
         """
         array = np.array(self._checked("tokens", tokens), order="C")  # an array that is resized loses its memory
         if array.ndim != 1:

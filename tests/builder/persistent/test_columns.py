@@ -184,3 +184,18 @@ def test_a_column_says_what_it_is():
     batch = InputBatch(max_num_reqs=2, max_model_len=8, block_size=4)
     assert repr(batch.column("temperature", np.float32)) == "<Column: 'temperature', float32>"
     assert repr(batch.token_column("ids", width=3)) == "<TokenColumn: 'ids', int64, 3 of each request>"
+
+
+@pytest.mark.parametrize(("dtype", "fits", "beyond"), [(np.uint8, 255, 256), (np.bool_, 1, 2), (np.int8, -128, 128)])
+def test_ints_are_taken_by_value(dtype, fits, beyond):
+    """A Python int is signed for NumPy, whatever it is."""
+    batch = InputBatch(max_num_reqs=2, max_model_len=8, block_size=4)
+    batch.add_request("a", [1])
+    column = batch.column("mine", dtype)
+    column["a"] = fits
+    assert column["a"] == fits
+    with pytest.raises(ValueError, match=rf"^value: does not fit {np.dtype(dtype)}, which column 'mine' holds"):
+        column["a"] = beyond
+    with pytest.raises(TypeError, match=r"^value: Cannot cast"):
+        column["a"] = 0.5
+    assert column["a"] == fits
