@@ -45,12 +45,12 @@ class Assembly:
         builder: object,
         poison: bool,
     ) -> None:
-        self.core = self._core = core
-        self.settings = self._settings = settings
+        self.core = core
+        self.settings = settings
         self.overlap, self._backends = overlap, backends
         self.ahead: StepsAhead | None = None
         """What the last ``run_ahead`` returned."""
-        self._overlap, self._poison = overlap, poison
+        self._poison = poison
         self._fill = engine_fields.fill if engine_fields.functions else None
         self.builder, self.closed = builder, False  # whose metadata this is, for backends that ask
         has_cross, max_num_reqs = core.cross is not None, core.lengths.shape[1]
@@ -77,7 +77,7 @@ class Assembly:
         self.shapes = StepShapes(core, self.ring, backends, side, self, engine_fields.columns)
         self.eager = self.shapes.eager(settings.max_num_batched_tokens, settings.max_num_encoder_tokens)
         self.shapes.make_all()
-        self.query_lens = self._query_lens = zeros(max_num_reqs, np.int32)
+        self.query_lens = zeros(max_num_reqs, np.int32)
         self.kernel = self._new_kernel(settings.context_parallel)
         self.columns = engine_fields.columns
         for column in self.columns:
@@ -92,14 +92,14 @@ class Assembly:
         self._launch = side.launch if side else None
 
     def _new_kernel(self, ranks: ContextParallel | None) -> Any:
-        core, settings = self._core, self._settings
+        core, settings = self.core, self.settings
         return core.kernels.StepKernel(
             core.state,
             self.eager,
-            self._query_lens,
-            zeros((len(self._query_lens), 2), np.int32),
-            zeros(len(self._query_lens), np.int8),
-            zeros((settings.depth, 2, len(self._query_lens)), np.int32),
+            self.query_lens,
+            zeros((len(self.query_lens), 2), np.int32),
+            zeros(len(self.query_lens), np.int8),
+            zeros((settings.depth, 2, len(self.query_lens)), np.int32),
             core.max_model_len,
             settings.max_num_batched_tokens,
             settings.max_num_encoder_tokens,
@@ -132,7 +132,7 @@ class Assembly:
 
         ``one_of_each``: every request runs one token, which the other two arguments say too.
         """
-        num_rows = len(self._core.order.req_ids)
+        num_rows = len(self.core.order.req_ids)
         self.acquire(shape)
         metadata = None
         # Poisoned memory is poisoned behind the checks, which this way and the filling of the arena are one call.
@@ -148,23 +148,23 @@ class Assembly:
     def build_empty(self, bucket: int, *, capturing: bool) -> StepMetadata:
         """An empty step padded to a captured size; for the capture itself, with the largest lengths."""
         shape = self.shapes.find(bucket)
-        if self._overlap is not None:
-            self._overlap.overlapped = False  # of no rows, whatever the build before it was
+        if self.overlap is not None:
+            self.overlap.overlapped = False  # of no rows, whatever the build before it was
         if capturing and self.side is not None and self._backends.device.startswith("cpu"):
             self.side.send_with_all()  # a stand-in graph reads host arrays there, too
         self.acquire(None if capturing else shape)  # a capture is planned whatever its size's graph did so far
         if capturing:
-            self._core.undo.append((setattr, shape, "plans", shape.plans))
+            self.core.undo.append((setattr, shape, "plans", shape.plans))
             shape.plans = None  # until the graph that is captured now records its own
         self._poison_arena()
         self._begin(shape)
-        metadata: StepMetadata = self.kernel.empty_step(shape, self._core.max_model_len if capturing else 0)
+        metadata: StepMetadata = self.kernel.empty_step(shape, self.core.max_model_len if capturing else 0)
         self.plan_and_send(shape, metadata, waits=not capturing)
         return metadata
 
     def _begin(self, shape: Any) -> None:
         """A roll-back from now on takes back the next step."""
-        self._core.undo.append((self.kernel.take_back, shape, self.kernel.next_step))
+        self.core.undo.append((self.kernel.take_back, shape, self.kernel.next_step))
 
     def acquire(self, shape: Any) -> None:
         """Waits until the device has read the arena that the next step is written to; ``shape`` None: an eager one."""
@@ -188,7 +188,7 @@ class Assembly:
 
     def plan_and_send(self, shape: Any, metadata: StepMetadata, *, waits: bool = True) -> None:
         """Plans the step and sends it to the device. ``waits``: a padded step waits for the replay of its graph."""
-        core, side = self._core, self.side
+        core, side = self.core, self.side
         if self._fill is not None:
             self._fill(metadata)
         if self._backends.plans:
@@ -202,9 +202,9 @@ class Assembly:
                     _ = metadata.groups[core.groups[index].name].paged_kv_indices
         elif shape.pads:
             shape.commit(metadata.step)
-        if self._overlap is not None:
-            core.undo.append((self._overlap.forget, self._overlap.last))
-            self._overlap.remember(metadata)
+        if self.overlap is not None:
+            core.undo.append((self.overlap.forget, self.overlap.last))
+            self.overlap.remember(metadata)
 
     def keep_size(self, num_reqs: int, shape: Any) -> None:
         """Makes ``shape`` that of a captured size."""
@@ -288,7 +288,7 @@ class Assembly:
 
         ``shape`` None: an eager step, whose shape follows from its tokens.
         """
-        core, kernel = self._core, self.kernel
+        core, kernel = self.core, self.kernel
         if not isinstance(scheduled, Mapping):
             raise TypeError(f"scheduled: {scheduled!r} is not a mapping of request to tokens")
         kernel.schedule_all(arguments.integer("query_len", query_len, 1))
@@ -308,23 +308,23 @@ class Assembly:
         return shape, metadata
 
     def _check(self, shape: Any) -> None:
-        settings = self._settings
+        settings = self.settings
         code, row, token, group = self.kernel.check()
         if code == codes.NO_TOKENS:
-            raise error_texts.refused_tokens(self._core, self.columns[group].name, row, self._query_lens)
+            raise error_texts.refused_tokens(self.core, self.columns[group].name, row, self.query_lens)
         if code != codes.OK:
             raise error_texts.refused_step(
-                self._core, code, row, token, group, self._query_lens, settings.max_num_batched_tokens,
+                self.core, code, row, token, group, self.query_lens, settings.max_num_batched_tokens,
                 settings.max_num_encoder_tokens,
             )  # fmt: skip
         if shape is not None:
             code, row, count = self.kernel.check_shape(shape)
             if code != codes.OK:
-                raise error_texts.refused_bucket(self._core, code, row, count, self._query_lens, shape)
+                raise error_texts.refused_bucket(self.core, code, row, count, self.query_lens, shape)
 
     def schedule(self, scheduled: Mapping[Hashable, int]) -> None:
         """Writes the tokens of rows that do not run ``query_len``: holes, preempted and named requests."""
-        order, query_lens = self._core.order, self._query_lens
+        order, query_lens = self.core.order, self.query_lens
         for row in order.holes:
             query_lens[row] = 0
         for row in order.paused:
@@ -343,7 +343,7 @@ class Assembly:
 
     def _tokens_of_step(self) -> tuple[int, int]:
         """Tokens and encoder tokens of the scheduled step."""
-        query_lens = self._query_lens[: len(self._core.order)]
-        lengths = self._core.lengths[:, : len(query_lens)]
+        query_lens = self.query_lens[: len(self.core.order)]
+        lengths = self.core.lengths[:, : len(query_lens)]
         fresh = (query_lens > 0) & (lengths[codes.ENCODER_DONE] == 0)
         return int(query_lens.sum()), int(lengths[codes.ENCODER_LENS][fresh].sum())
