@@ -62,8 +62,10 @@ class Column(Uncopied):
         """Sets the values of a step's requests, in the order of ``metadata.req_ids``; what is behind them is not read.
 
         One value for each is the first of its width; an array [n, k] has the first k. Lists of ints cost least.
-        Requests that have left since the step was built are passed over. Raises ValueError for fewer values.
+        Requests that have left since the step was built are passed over. Raises ValueError for fewer values, and for a
+        step of another batch.
         """
+        self._check_step(metadata)
         core, n = self._core, len(metadata.req_ids)
         if type(values) is list:
             with core.enter():
@@ -79,6 +81,15 @@ class Column(Uncopied):
         with core.enter():
             places, kept = self._places_of(metadata)
             self._values[places, :items] = given[kept]
+
+    def _check_step(self, metadata: StepMetadata) -> None:
+        """TypeError where ``metadata`` is no step of a MetadataBuilder, ValueError where it is one of another batch."""
+        try:
+            core = metadata._owner.core
+        except AttributeError:
+            raise TypeError(f"metadata: {quoted(metadata)} is no step; pass what build() returned") from None
+        if core is not self._core:
+            raise ValueError(f"metadata: a step of another batch than that of column {self.name!r}")
 
     def _places_of(self, metadata: StepMetadata) -> tuple[Any, Any]:
         """The places of a step's requests that have not left, and which rows of the step these are."""
@@ -107,11 +118,12 @@ class Column(Uncopied):
         try:
             given = np.asarray(value) if np.size(value) else np.zeros(np.shape(value), self.dtype)
             whole = given.dtype.kind in "iub" and self.dtype.kind in "iub"  # by value: an int is signed for NumPy
-            checked = given.astype(self.dtype, casting="unsafe" if whole else "same_kind")
-        except (TypeError, ValueError, OverflowError) as error:
-            raise TypeError(f"{name}: {error}; column {self.name!r} holds {self.dtype}") from None
-        if given.dtype != self.dtype and whole and (checked != given).any():
-            raise ValueError(f"{name}: does not fit {self.dtype}, which column {self.name!r} holds")
+            with np.errstate(over="ignore"):  # what becomes infinite is refused below
+                checked = given.astype(self.dtype, casting="unsafe" if whole else "same_kind")
+        except (TypeError, ValueError, OverflowError):
+            raise TypeError(f"{name}: {quoted(value)} is not of {self.dtype}, as column {self.name!r} is") from None
+        if given.dtype != self.dtype and not _fits(given, checked, whole=whole):
+            raise ValueError(f"{name}: {quoted(value)} does not fit {self.dtype}, as column {self.name!r} is")
         return checked
 
     def _value(self, items: npt.NDArray[Any]) -> Any:
@@ -148,6 +160,7 @@ class TokenColumn(Column):
 
         For a step whose tokens the host will not read before the next build. Given tokens stay.
         """
+        self._check_step(metadata)
         with self._core.enter():
             self._values[self._places_of(metadata)[0]] = self._unknown
 
@@ -196,6 +209,13 @@ class KeepsColumns:
     def _add_column(self, column: Column) -> None:
         with self._core.enter():
             self._core.columns[column.name] = column
+
+
+def _fits(given: npt.NDArray[Any], checked: npt.NDArray[Any], *, whole: bool) -> bool:
+    """Whether ``checked`` says what ``given`` says: the same whole numbers, or floats of which none became infinite."""
+    if whole:
+        return bool((checked == given).all())
+    return checked.dtype.kind != "f" or bool((np.isfinite(checked) >= np.isfinite(given)).all())
 
 
 def _checked_unknown(unknown: Any, dtype: np.dtype[Any]) -> int:

@@ -328,9 +328,8 @@ class InputBatch(KeepsColumns, Uncopied):
         with self._core.enter():
             tables = self._core.decoders if group is None else [self._table(group)]
             rows: set[int] = set()
-            for table in tables:
-                if not table.group.cross:
-                    rows.update(self._core.rows_without_block(table))
+            for table in (table for table in tables if not table.group.cross):
+                rows.update(self._core.rows_without_block(table))
             order = self._core.order
             return [order.req_ids[row] for row in sorted(rows - order.paused - order.holes)]
 

@@ -73,6 +73,8 @@ class RequestRows:
 
     def _refuse_from_outside(self, error: BaseException, req_id: Hashable) -> None:
         """Raises ``error`` where the look-up, made again, raises nothing: it was no name's, but a signal handler's."""
+        if type(error) is KeyError and error.args and error.args[0] is req_id:
+            return  # the mapping's own: another thread was adding the request
         try:
             _ = self.row_of[req_id]
         except KeyboardInterrupt:

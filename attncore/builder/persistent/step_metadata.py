@@ -17,6 +17,7 @@ from attncore.builder.reused import Reused
 
 if TYPE_CHECKING:
     from attncore.builder.device.by_copy import CopyTransport
+    from attncore.builder.persistent.batch_core import BatchCore
     from attncore.builder.persistent.block_table import BlockTable
 
 _ONCE_A_STEP = frozenset(("_indices", "_decode", "_prefill", "_kept", *(f"_{name}" for name in DERIVED)))
@@ -226,6 +227,8 @@ for _class in (HostStepMetadata, HostCrossStepMetadata):
 
 class Owner(Protocol):
     """What metadata asks of the assembly that it belongs to."""
+
+    core: BatchCore
 
     @property
     def builder(self) -> Any: ...

@@ -142,7 +142,7 @@ class StepsAhead:
 
     def refuse_left(self) -> None:
         """CaptureError where some of the steps are not replayed yet."""
-        if self.left:
+        if self.left > 0:  # below 0 where what was replayed called ``stop``
             raise CaptureError(
                 f"build: {self.left} of {self._num_steps} steps ahead are not replayed; replay them with "
                 "steps.replay(graph), or call steps.stop()"

@@ -111,6 +111,18 @@ def test_stop_gives_back_what_did_not_run(kernels):
     assert builder.build().seq_lens.tolist() == [6, 9, 3]
 
 
+def test_a_graph_that_stops_the_steps_leaves_none():
+    _, builder, _ = two_requests()
+    steps = builder.run_ahead(4, bucket=3)
+
+    class Stops:
+        def replay(self):
+            steps.stop()
+
+    steps.replay(Stops())
+    builder.build(bucket=3)
+
+
 def test_stop_takes_back_a_step_that_was_not_replayed(kernels):
     batch, builder, calls = two_requests(kernels)
     before = state_of(batch, builder)

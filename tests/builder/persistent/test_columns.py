@@ -145,6 +145,9 @@ def test_what_is_no_column_or_no_value_is_refused(kernels):
     engine = Engine(kernels)
     batch, builder = engine.batch, engine.builder
     engine.add("a", [5, 6])
+    other = Engine(kernels)
+    other.add("a", [5, 6])
+    of_another_batch = other.builder.build({"a": 1})
     for make, error, text in (
         (lambda: batch.column("ids", np.int32), ValueError, "^name: the batch has a column 'ids'"),
         (lambda: batch.column("no name", np.int32), ValueError, "^name"),
@@ -155,12 +158,20 @@ def test_what_is_no_column_or_no_value_is_refused(kernels):
         (lambda: builder.register_column(batch.column("seq_lens", np.int32)), ValueError, "^column: 'seq_lens' is not"),
         (lambda: builder.register_column(Engine(kernels).ids), ValueError, "^column: 'ids' is another batch's"),
         (lambda: engine.ids.__setitem__("a", 0.5), TypeError, "^value"),
-        (lambda: engine.ids.__setitem__("a", 1 << 40), ValueError, "^value: does not fit int32"),
+        (lambda: engine.ids.__setitem__("a", 1 << 40), ValueError, "^value: 1099511627776 does not fit int32"),
         (lambda: engine.ids.__setitem__("nobody", 1), ValueError, "^req_id"),
         (lambda: engine.ids.give("a", [[1]]), ValueError, "^tokens"),
         (lambda: engine.ids.give("nobody", [1]), ValueError, "^req_id"),
         (lambda: engine.ids.give("a", ["x"]), TypeError, "^tokens"),
         (lambda: engine.ids.write(builder.build({"a": 1}), []), ValueError, "^values"),
+        (
+            lambda: engine.heat.__setitem__("a", "warm"),
+            TypeError,
+            "^value: 'warm' is not of float64, as column 'heat'",
+        ),
+        (lambda: engine.ids.write(None, [3]), TypeError, "^metadata: None is no step; pass what build"),
+        (lambda: engine.ids.leave(None), TypeError, "^metadata: None is no step"),
+        (lambda: engine.ids.write(of_another_batch, [3]), ValueError, "^metadata: a step of another batch .* 'ids'"),
         (lambda: builder.register_column(batch.column("late", np.int32)), CaptureError, "^register_column: steps were"),
     ):
         with pytest.raises(error, match=text):
@@ -194,8 +205,18 @@ def test_ints_are_taken_by_value(dtype, fits, beyond):
     column = batch.column("mine", dtype)
     column["a"] = fits
     assert column["a"] == fits
-    with pytest.raises(ValueError, match=rf"^value: does not fit {np.dtype(dtype)}, which column 'mine' holds"):
+    with pytest.raises(ValueError, match=rf"^value: {beyond} does not fit {np.dtype(dtype)}, as column 'mine' is"):
         column["a"] = beyond
-    with pytest.raises(TypeError, match=r"^value: Cannot cast"):
+    with pytest.raises(TypeError, match=r"^value: 0\.5 is not of "):
         column["a"] = 0.5
     assert column["a"] == fits
+
+
+def test_a_float_that_becomes_infinite_is_refused():
+    batch = InputBatch(max_num_reqs=2, max_model_len=8, block_size=4)
+    batch.add_request("a", [1])
+    column = batch.column("mine", np.float32)
+    column["a"] = np.inf
+    with pytest.raises(ValueError, match=r"^value: 1e\+300 does not fit float32, as column 'mine' is"):
+        column["a"] = 1e300
+    assert column["a"] == np.inf

@@ -88,3 +88,17 @@ def test_a_name_that_is_not_there_is_still_refused(batch):
         batch.remove_request(None)
     with pytest.raises(TypeError, match="cannot name a request"):
         batch.remove_request(["a"])
+
+
+def test_a_request_that_another_thread_adds_meanwhile_is_found(kernels):
+    batch = InputBatch(max_num_reqs=2, max_model_len=8, block_size=4, kernels=kernels)
+    name = "a"
+    batch.add_request(name, [1])
+
+    class Late(dict):
+        def __missing__(self, key):
+            self[key] = 0
+            raise KeyError(key)
+
+    batch._core.order._row_of = Late()
+    assert batch.num_computed_tokens(name) == 0
