@@ -19,12 +19,13 @@ import shapes  # noqa: E402
 import stubs  # noqa: E402
 from timing import interleaved  # noqa: E402
 
-DECODE, LONG, MIXED = "decode 256, contexts 100 to 2000", "decode 256, contexts of 8k", "128 decodes + a chunk of 2048"
+LONG, MIXED = "decode 256, contexts of 8k", "128 decodes + a chunk of 2048"
+WITH_GOALS = ("decode 256, contexts 100 to 2000", LONG)
 
 
 def batches():
     return {
-        DECODE: shapes.decodes(256, (100, 2000), headroom=0),
+        **{f"decode {n}, contexts 100 to 2000": shapes.decodes(n, (100, 2000), headroom=0) for n in shapes.DECODES},
         LONG: shapes.decodes(256, (8000, 8191), headroom=0),
         MIXED: shapes.mixed(),
     }
@@ -42,7 +43,7 @@ def main(peer, folder, rounds=41):
         for what, theirs, mine, goal in peer.RATIOS:
             # Other work on the machine lengthens the longer of two the more: the smaller of two ratios counts.
             ratio = min(us[theirs][which] / us[mine][which] for which in ("median", "q1"))
-            goal = goal if name != MIXED else None
+            goal = goal if name in WITH_GOALS else None
             ratios[what] = {"ratio": round(ratio, 1), "goal": goal, "theirs": theirs, "ours": mine}
         result["batches"][name] = {"us": us, "ratios": ratios}
     print(json.dumps(result))
