@@ -71,8 +71,8 @@ def test_a_script_names_every_command_and_its_shell_can_read_it(shell, capsys, t
         subprocess.run([shell, "-n", tmp_path / "script"], check=True)
 
 
-def test_the_readme_says_how_to_install_each():
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_page_says_how_to_install_each():
+    text = (Path(__file__).parents[2] / "docs" / "install.md").read_text()
     assert all(f"attncore --print-completion {shell}" in text for shell in SHELLS)
 
 

@@ -1,4 +1,4 @@
-"""The README's line for each shell, in that shell's start-up file: what a tab then completes, in the shell itself."""
+"""The line of docs/install.md in a shell's start-up file: what a tab then completes, in the shell itself."""
 
 import os
 import pty
@@ -15,7 +15,7 @@ import pytest
 
 from attncore.cli import COMMANDS
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "install.md"
 BEFORE = {
     "zsh": "PROMPT='ready> '\nautoload -Uz compinit\ncompinit -u -D\n",
     "tcsh": "set prompt='ready> '\nset autolist\n",
@@ -38,7 +38,7 @@ CASES = [
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A home with files to complete and the command that the README's lines call."""
+    """A home with files to complete and the command that the page's lines call."""
     pytest.importorskip("shtab", reason="shtab (the extra completion) is not installed")
     command = tmp_path / "bin" / "attncore"
     command.parent.mkdir()
@@ -55,10 +55,10 @@ def home(tmp_path, monkeypatch):
 
 
 def started(shell, home):
-    """``shell``'s start-up file, with the line of the README."""
+    """``shell``'s start-up file, with the line of the page."""
     if not shutil.which(shell):
         pytest.skip(f"{shell} is not installed")
-    (line,) = re.findall(rf"^    (.*) +# {shell}: ", README.read_text(), re.M)
+    (line,) = re.findall(rf"^    (.*) +# {shell}: ", PAGE.read_text(), re.M)
     file = home / FILE[shell]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(BEFORE[shell] + line + "\n")

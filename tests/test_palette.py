@@ -1,0 +1,37 @@
+"""The colours of pages and pictures can be read: the contrast of WCAG 2, at least 4.5 to 1 for texts."""
+
+import itertools
+
+import pytest
+
+from attncore.palette import DARK, FILLS, LIGHT, variables
+
+
+def luminance(colour):
+    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one, other):
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_the_formula_is_that_of_wcag():
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
+
+
+@pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
+def test_texts_and_lines_can_be_read(scheme):
+    pairs = [(colour, scheme.paper) for colour in (scheme.ink, scheme.muted, scheme.line, *scheme.series)]
+    pairs += itertools.product((scheme.ink, scheme.muted), scheme.fills)
+    assert not [(one, behind, found) for one, behind in pairs if (found := contrast(one, behind)) < 4.5]
+
+
+def test_both_schemes_are_variables_of_css():
+    text = variables()
+    assert text.count("--ink: ") == 2
+    assert all(f"--fill-{name}: {colour}" in text for name, colour in zip(FILLS, LIGHT.fills, strict=True))
+    assert text.index(LIGHT.paper) < text.index("prefers-color-scheme: dark") < text.index(DARK.paper)

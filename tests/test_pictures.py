@@ -1,0 +1,61 @@
+"""docs/images is what tests/draw_pictures.py draws, and the documents show all of it."""
+
+import pathlib
+import re
+from xml.etree import ElementTree
+
+import draw_pictures
+import pytest
+from pictures import slots
+from pictures.svg import Picture
+
+ROOT = pathlib.Path(__file__).parents[1]
+DRAWN = draw_pictures.pictures()
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_the_committed_file_is_what_is_drawn(name):
+    file = draw_pictures.IMAGES / name
+    assert file.read_text(encoding="utf-8") == DRAWN[name], "run: python tests/draw_pictures.py --write"
+
+
+def test_every_file_is_drawn():
+    assert {file.name for file in draw_pictures.IMAGES.iterdir()} == set(DRAWN)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_picture_can_be_read_to_those_who_do_not_see_it(name):
+    root = ElementTree.fromstring(DRAWN[name])
+    assert root.get("role") == "img"
+    assert len(root.find(f"{SVG}title").text) > 20
+    assert len(root.find(f"{SVG}desc").text) > 100
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_picture_is_small_loads_nothing_and_has_text_as_text(name):
+    text = DRAWN[name]
+    assert len(text) < 20_000
+    assert len(ElementTree.fromstring(text).findall(f".//{SVG}text")) > 10
+    assert not re.search(r"<script|<image|@import|url\(|href", text)
+
+
+def test_every_picture_is_shown_with_a_text_that_stands_for_it():
+    shown = set()
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for alt, target in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            assert len(alt) > 40, f"{page.name}: {target}: say in its brackets what the picture shows"
+            shown.add(pathlib.Path(target).name)
+    assert shown == set(DRAWN)
+
+
+def test_a_text_without_room_is_an_error():
+    drawn = Picture(100, 50, "", "")
+    with pytest.raises(ValueError, match="takes"):
+        drawn.box(0, 0, 40, 20, ["too long for this"])
+    with pytest.raises(ValueError, match="takes"):
+        drawn.text(60, 10, "too long for this")
+
+
+def test_the_example_of_slots_is_right():
+    assert slots.slots() == [slots.TABLE[i // slots.SIZE] * slots.SIZE + i % slots.SIZE for i in range(6, 10)]
