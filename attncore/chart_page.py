@@ -9,10 +9,20 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Any
 
-STYLE = """
-body { font-family: sans-serif; margin: 2em auto; max-width: 1180px; color: #222; padding: 0 1em }
-table { border-collapse: collapse } td, th { padding: .2em 1em .2em 0; text-align: left; border-bottom: 1px solid #ddd }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(540px, 1fr)); gap: 1em; margin-top: 2em }
+from attncore.palette import FONT, LIGHT, variables
+
+STYLE = f"""
+:root {{ color-scheme: light dark }}
+{variables()}
+body {{ font-family: {FONT}; margin: 2em auto; max-width: 1180px; padding: 0 1em }}
+body {{ color: var(--ink); background: var(--paper) }}
+h1, td {{ overflow-wrap: anywhere }}
+a {{ color: var(--series-0) }}
+table {{ border-collapse: collapse; margin: 1em 0 }}
+td, th {{ padding: .2em 1em .2em 0; text-align: left; border-bottom: 1px solid var(--rule) }}
+.charts {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(540px, 100%), 1fr)); gap: 1em }}
+.charts {{ margin-top: 2em }}
+.charts .tooltip .tooltip-box {{ fill: var(--fill-grey) }}
 """
 
 
@@ -29,13 +39,23 @@ def library() -> Any:
 
 
 def settings(title: str) -> dict[str, Any]:
-    """What every chart is made with: its title, its size, and nothing that it would fetch."""
-    style = library().style.CleanStyle(
-        font_family="sans-serif", title_font_size=15, legend_font_size=12, label_font_size=11
-    )
+    """What every chart is made with: its title, its size, the page's colours, and nothing that it would fetch."""
+    pure = [f"var(--series-{number})" for number in range(len(LIGHT.series))]
+    mixed = [f"color-mix(in srgb, {one}, var(--rule))" for one in pure]
+    series = (pure + mixed) * 4  # pygal would make more of them by itself, out of hexadecimal ones
+    sizes = {
+        f"{name}_font_size": size for name, size in (("title", 15), ("legend", 12), ("label", 11), ("tooltip", 12))
+    }
+    style = library().style.Style(
+        font_family=FONT, colors=series, value_colors=series, background="var(--paper)", plot_background="var(--paper)",
+        foreground="var(--ink)", foreground_strong="var(--ink)", foreground_subtle="var(--muted)",
+        guide_stroke_color="var(--rule)", major_guide_stroke_color="var(--rule)", opacity=".25", opacity_hover=".5",
+        stroke_opacity="1", stroke_width="2", **sizes,
+    )  # fmt: skip
     return {
-        "title": title, "width": 560, "height": 340, "margin_right": 40, "js": [], "legend_at_bottom": True,
-        "legend_at_bottom_columns": 3, "truncate_legend": -1, "truncate_label": -1, "disable_xml_declaration": True,
+        "title": title, "width": 560, "height": 340, "margin_right": 40, "margin_bottom": 36, "js": [],
+        "legend_at_bottom": True, "legend_at_bottom_columns": 3, "truncate_legend": -1, "truncate_label": -1,
+        "disable_xml_declaration": True,
         "style": style,
     }  # fmt: skip
 
@@ -63,6 +83,7 @@ def page(title: str, body: str, charts: Iterable[str] = ()) -> str:
         tooltips = files("pygaljs").joinpath("static/2.0.x/pygal-tooltips.min.js").read_text(encoding="utf-8")
         body, script = f'{body}\n<div class="charts">\n{shown}</div>', f"<script>{tooltips}</script>\n"
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style></head><body>\n<h1>{html.escape(title)}</h1>\n{body}\n{script}</body></html>\n"
     )
