@@ -6,8 +6,11 @@ from xml.etree import ElementTree
 
 import draw_pictures
 import pytest
-from pictures import slots
+from pictures import negotiation, slots
 from pictures.svg import Picture
+
+import attncore
+from attncore.registry.plugins.load import registry
 
 ROOT = pathlib.Path(__file__).parents[1]
 DRAWN = draw_pictures.pictures()
@@ -59,3 +62,17 @@ def test_a_text_without_room_is_an_error():
 
 def test_the_example_of_slots_is_right():
     assert slots.slots() == [slots.TABLE[i // slots.SIZE] * slots.SIZE + i % slots.SIZE for i in range(6, 10)]
+
+
+def test_the_example_of_negotiation_is_what_select_says():
+    loaded = {record.name for record in registry().records if record.spec is not None}
+    if missing := {name for name, *_ in negotiation.CANDIDATES} - loaded:
+        pytest.skip(f"the picture shows plugins that are not installed here: {', '.join(sorted(missing))}")
+    host = attncore.Host.assume("sm_90", packages={"torch": "2.11.0", "flashinfer-python": "0.7.2.post1"})
+    choice = attncore.select(num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", host=host)
+    text = choice.explain()
+    for name, state, why, _ in negotiation.CANDIDATES:
+        codes = {reason.code for reason in choice.reasons.get(name, ())}
+        assert codes == ({why.partition(":")[0]} if state == "not usable" else set()), name
+        assert codes or why in text
+    assert (choice.name, choice.block_size, choice.kv_cache_layout) == ("flashinfer", 16, "NHD")

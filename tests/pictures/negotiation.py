@@ -3,7 +3,7 @@
 from pictures.svg import Picture
 
 CANDIDATES = (
-    ("flash", "not usable", "not_installed: flash-attn-4, flash-attn", "grey"),
+    ("flash", "not usable", "requirement: flash-attn-4 or flash-attn", "grey"),
     ("flashinfer", "usable", "priority 55 on cuda:sm_90", "green"),
     ("rocm", "not usable", "device: cuda:sm_90 not supported", "grey"),
     ("reference", "usable", "priority 0 on any device", "green"),
