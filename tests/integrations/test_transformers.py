@@ -130,7 +130,9 @@ def test_the_wrong_place_and_the_wrong_shape_are_said():
         mask = torch.ones((1, 1, 4, 4), dtype=torch.bool)
         with pytest.raises(ValueError, match="attention_mask: a mask was given"):
             model(input_ids=torch.ones((1, 4), dtype=torch.int64), attention_mask=mask, use_cache=False)
-    with attncore_context(metadata, paged_caches(decoder("llama"), rows.backend, 4)):
+    other = decoder("llama")
+    other.set_attn_implementation("attncore")
+    with attncore_context(metadata, paged_caches(other, rows.backend, 4)):
         with pytest.raises(RuntimeError, match="has no cache in the context"):
             model(input_ids=torch.ones((1, 4), dtype=torch.int64), use_cache=False)
 
@@ -267,3 +269,15 @@ def test_the_models_in_a_model_have_their_implementations_afterwards():
         assert set(now()) == {"attncore"}
     assert now() == before
     assert before[1:] == ["eager", "sdpa"]
+
+
+def test_a_model_that_attends_by_another_implementation_is_refused():
+    """It would run, neither read nor write the caches, and be right for prompts alone."""
+    rows = Rows(decoder(next(iter(DECODERS))))
+    rows.add("a", 3)
+    rows({"a": [1, 2, 3]})
+    metadata = rows.builder.last_metadata
+    rows.model.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match=r"attend by 'sdpa'.*call model\.set_attn_implementation\('attncore'\)"):
+        with attncore_context(metadata, rows.caches):
+            pytest.fail("the context was entered")

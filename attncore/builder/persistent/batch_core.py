@@ -48,6 +48,8 @@ class BatchCore:
         self.lengths: npt.NDArray[np.int32] = zeros((4, max_num_reqs), np.int32)
         """By row: ``codes.COMPUTED``, ``ENCODER_LENS``, ``ENCODER_DONE``, ``PLACE``."""
         self.lengths[codes.PLACE] = np.arange(max_num_reqs)
+        self.added_at = zeros(max_num_reqs, np.int64)
+        """By place: ``state.changes`` when its request was added. A step of fewer has none of this request."""
         self.columns: dict[str, Any] = {}  # Column, by name
         self.state = self.kernels.BatchState(
             self.lengths, [table.state for table in self.decoders], self.cross.state if self.cross else None
@@ -79,7 +81,8 @@ class BatchCore:
     @property
     def nbytes(self) -> int:
         """Host memory of tables and lengths, bytes."""
-        return int(sum(table.nbytes for table in self.tables.values()) + self.lengths.nbytes + self._scratch.nbytes)
+        own = (self.lengths, self.added_at, self._scratch)
+        return int(sum(array.nbytes for array in (*self.tables.values(), *own)))
 
     def settle(self) -> None:
         """Undoes what an interrupted call has left, for callers that read without entering."""
@@ -122,6 +125,7 @@ class BatchCore:
         """Puts the request into ``row``, whose tables are filled already."""
         self.undo.append((self._put, row, None, False))
         self.order.add(req_id, row)
+        self.added_at[self.lengths[codes.PLACE, row]] = self.state.changes
         for column in self.columns.values():
             column.clear(row)
         self._count_rows()

@@ -55,8 +55,13 @@ class Column(Uncopied):
         return self._core.read(req_id, lambda row: self._value(self._values[self._place(row)].copy()))
 
     def __setitem__(self, req_id: Hashable, value: Any) -> None:
+        checked = self._checked("value", value)
+        if checked.ndim > 1 or checked.size not in (1, self._values.shape[1]):
+            raise ValueError(f"value: {quoted(value)} for a column of width {self._values.shape[1]}")
         with self._core.enter():
-            self._values[self._place(self._core.order.row(req_id))] = self._checked("value", value)
+            self._values[self._place(self._core.order.row(req_id))] = checked
+
+    __iter__ = __contains__ = None  # a column is asked by request: Python would ask for 0, 1, 2 and so on
 
     def write(self, metadata: StepMetadata, values: Any) -> None:
         """Sets the values of a step's requests, in the order of ``metadata.req_ids``; what is behind them is not read.
@@ -96,9 +101,11 @@ class Column(Uncopied):
         core, req_ids = self._core, metadata.req_ids
         if self._has_rows_of(metadata):
             return core.lengths[codes.PLACE, : len(req_ids)], slice(None)
-        rows = [core.order.row_of.get(req_id, -1) for req_id in req_ids]
-        kept = [i for i, row in enumerate(rows) if row >= 0]
-        return core.lengths[codes.PLACE, [rows[i] for i in kept]], kept
+        rows = np.array([core.order.row_of.get(req_id, -1) for req_id in req_ids], np.intp)
+        places = core.lengths[codes.PLACE, rows]
+        # A request of the same name that came later is another one.
+        kept = np.flatnonzero((rows >= 0) & (core.added_at[places] <= metadata._arena.changes))
+        return places[kept], kept
 
     def _has_rows_of(self, metadata: StepMetadata) -> bool:
         """Whether the rows of a step are still those of the batch."""
@@ -120,7 +127,7 @@ class Column(Uncopied):
             whole = given.dtype.kind in "iub" and self.dtype.kind in "iub"  # by value: an int is signed for NumPy
             with np.errstate(over="ignore"):  # what becomes infinite is refused below
                 checked = given.astype(self.dtype, casting="unsafe" if whole else "same_kind")
-        except (TypeError, ValueError, OverflowError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's, of a tensor that needs gradients
             raise TypeError(f"{name}: {quoted(value)} is not of {self.dtype}, as column {self.name!r} is") from None
         if given.dtype != self.dtype and not _fits(given, checked, whole=whole):
             raise ValueError(f"{name}: {quoted(value)} does not fit {self.dtype}, as column {self.name!r} is")
@@ -153,7 +160,9 @@ class TokenColumn(Column):
         if array.ndim != 1:
             raise ValueError(f"tokens: an array of shape {array.shape}; give one number a token")
         with self._core.enter():
-            self.state.give(self._place(self._core.order.row(req_id)), array.view(np.uint8))
+            place = self._place(self._core.order.row(req_id))
+            self._core.undo.append((self.state.give, place, self.state.given(place)))
+            self.state.give(place, array.view(np.uint8))
 
     def leave(self, metadata: StepMetadata) -> None:
         """Makes the own values of a step's requests ``unknown``, until the next ``write`` or ``column[req_id] = ...``.
@@ -221,7 +230,9 @@ def _fits(given: npt.NDArray[Any], checked: npt.NDArray[Any], *, whole: bool) ->
 def _checked_unknown(unknown: Any, dtype: np.dtype[Any]) -> int:
     """``unknown`` as an int; TypeError or ValueError where no item of ``dtype`` is that number."""
     number = arguments.integer("unknown", unknown, -INT32_MAX)
-    if int(np.array(number).astype(dtype)) != number:
+    with np.errstate(over="ignore"):
+        held = np.array(number).astype(dtype)
+    if not np.isfinite(held) or int(held) != number:
         raise ValueError(f"unknown: {number} does not fit {dtype}; choose a signed dtype, or another number")
     return number
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from attncore.abstract import AttentionBackend, AttentionImpl, AttentionType
-from attncore.integrations.transformers.attention_interface import attending_by
+from attncore.integrations.transformers.attention_interface import NAME, attending_by
 from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
 from attncore.ops.forward_context import ForwardContext
 
@@ -19,6 +19,8 @@ class PagedCaches(Mapping[str, Any]):
 
     def __init__(self, impls: Mapping[str, AttentionImpl], caches: Mapping[str, Any], names: Mapping[Any, str]) -> None:
         self.impls, self._caches, self._names = impls, caches, names
+        configs = [module.config for module in names if hasattr(module, "config")]
+        self._configs = list({id(config): config for config in configs}.values())
 
     def __getitem__(self, name: str) -> Any:
         return self._caches[name]
@@ -28,6 +30,15 @@ class PagedCaches(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._caches)
+
+    def _check_called(self) -> None:
+        """RuntimeError where the model's layers attend by another implementation, which would not see the caches."""
+        for config in self._configs:
+            if config._attn_implementation != NAME:
+                raise RuntimeError(
+                    f"the model's layers attend by {config._attn_implementation!r}, which neither reads nor writes "
+                    f"these caches; call model.set_attn_implementation({NAME!r})"
+                )
 
 
 def paged_caches(
@@ -62,8 +73,9 @@ def attncore_context(metadata: Any, kv_caches: PagedCaches) -> Iterator[None]:
 
     The model runs all tokens of the step as one row: ``model(input_ids=(1, T), position_ids=(1, T), use_cache=False)``,
     T = ``metadata.num_tokens`` or more. ``metadata`` may be a mapping of layer names to metadata, where layers belong
-    to several KV-cache groups.
+    to several KV-cache groups. RuntimeError where the model's attention implementation is not ``attncore``.
     """
+    kv_caches._check_called()
     with attending_by(_CachedAttention(metadata, kv_caches)):
         yield
 

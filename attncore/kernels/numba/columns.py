@@ -26,6 +26,10 @@ class ColumnState:
             self.num_given[place] = len(items)
         self.tokens[place] = items
 
+    def given(self, place: int) -> Any:
+        check_row(place, len(self.tokens))
+        return self.tokens[place]
+
     def write(self, batch: BatchState, values: list[Any], count: int) -> bool:
         items = self.items
         if items is None or count > batch.capacity or len(values) < count:

@@ -4,6 +4,8 @@ import random
 
 import numpy as np
 import pytest
+import torch
+from interrupted_calls import AtOpcode
 
 from attncore import InputBatch, MetadataBuilder
 from attncore.errors import CaptureError
@@ -160,6 +162,16 @@ def test_what_is_no_column_or_no_value_is_refused(kernels):
         (lambda: engine.ids.__setitem__("a", 0.5), TypeError, "^value"),
         (lambda: engine.ids.__setitem__("a", 1 << 40), ValueError, "^value: 1099511627776 does not fit int32"),
         (lambda: engine.ids.__setitem__("nobody", 1), ValueError, "^req_id"),
+        (lambda: engine.ids.__setitem__("a", [1, 2]), ValueError, r"^value: \[1, 2\] for a column of width 1"),
+        (lambda: engine.ids.__setitem__("a", []), ValueError, r"^value: \[\] for a column of width 1"),
+        (
+            lambda: engine.heat.__setitem__("a", torch.ones(1, requires_grad=True)),
+            TypeError,
+            "^value: tensor.* is not of",
+        ),
+        (lambda: "a" in engine.heat, TypeError, "not a container|not iterable"),
+        (lambda: list(engine.heat), TypeError, "not iterable"),
+        (lambda: batch.token_column("half", np.float16, unknown=70000), ValueError, "^unknown: 70000 does not fit"),
         (lambda: engine.ids.give("a", [[1]]), ValueError, "^tokens"),
         (lambda: engine.ids.give("nobody", [1]), ValueError, "^req_id"),
         (lambda: engine.ids.give("a", ["x"]), TypeError, "^tokens"),
@@ -220,3 +232,35 @@ def test_a_float_that_becomes_infinite_is_refused():
     with pytest.raises(ValueError, match=r"^value: 1e\+300 does not fit float32, as column 'mine' is"):
         column["a"] = 1e300
     assert column["a"] == np.inf
+
+
+def test_values_of_a_request_are_no_later_ones_of_its_name(kernels):
+    engine = Engine(kernels)
+    engine.add("a", [10, 11])
+    engine.add("b", [12, 13])
+    step = engine.builder.build({"a": 2, "b": 2})
+    engine.remove("a")
+    engine.add("a", [20, 21])
+    engine.ids.write(step, [98, 99])
+    assert (engine.ids["a"], engine.ids["b"]) == (0, 99)
+    engine.ids["a"] = 7
+    engine.ids.leave(step)
+    assert (engine.ids["a"], engine.ids["b"]) == (7, 0)
+    later = engine.builder.build({"a": 2, "b": 0})
+    engine.ids.write(later, np.array([5]))
+    assert engine.ids["a"] == 5
+
+
+def test_tokens_that_are_given_are_all_there_or_none_is(kernels):
+    engine = Engine(kernels)
+    engine.add("a", [1, 2])
+    for count in range(2_000):
+        with AtOpcode(count) as interrupt:
+            engine.ids.give("a", [3, 4, 5])
+        metadata = engine.builder.build({"a": 2})
+        assert metadata.ids.tolist() in ([1, 2], [3, 4])
+        engine.batch.rollback("a", 2)
+        if not interrupt.fired:
+            return
+        engine.ids.give("a", [1, 2])
+    pytest.fail("no call came to its end")
