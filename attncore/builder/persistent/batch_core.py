@@ -81,8 +81,8 @@ class BatchCore:
     @property
     def nbytes(self) -> int:
         """Host memory of tables and lengths, bytes."""
-        own = (self.lengths, self.added_at, self._scratch)
-        return int(sum(array.nbytes for array in (*self.tables.values(), *own)))
+        own = self.lengths.nbytes + self.added_at.nbytes + self._scratch.nbytes
+        return int(sum(table.nbytes for table in self.tables.values()) + own)
 
     def settle(self) -> None:
         """Undoes what an interrupted call has left, for callers that read without entering."""
