@@ -1,10 +1,11 @@
-"""docs/command-line.md and docs/environment.md, from the parsers and the declared variables.
+"""docs/command-line.md, environment.md and limits.md: what the parsers, variables and constants of the code say.
 
 ``python tests/reference_pages.py --write`` puts them there.
 """
 
 import argparse
 import pathlib
+import pkgutil
 import re
 import sys
 import textwrap
@@ -64,6 +65,31 @@ def escaped(text):
     return "`".join(parts)
 
 
+LIMITS = {
+    "KV-cache groups of a batch": "attncore.builder.persistent.kv_cache_group.MAX_GROUPS",
+    "columns of a builder": "attncore.builder.persistent.engine_fields.MOST_COLUMNS",
+    "tokens for which a host function makes arrays": "attncore.array_arguments.MOST_TOKENS",
+    "block ids of a table that it makes": "attncore.array_arguments.MOST_BLOCKS",
+    "entries of a collection in a backend's spec": "attncore.registry.spec.plain_values.MAX_ENTRIES",
+    "sizes in a set of sizes of a spec": "attncore.registry.spec.plain_values.MAX_SIZES",
+    "letters of a text of a spec": "attncore.registry.spec.plain_values.MAX_LETTERS",
+    "bytes of a model's `config.json`": "attncore.registry.config_json.MAX_BYTES",
+    "levels of a model's `config.json`": "attncore.registry.config_json.MAX_DEPTH",
+    "requests of a trace": "attncore.replay.traces.read_trace.MAX_REQUESTS",
+    "bytes of a line of a trace": "attncore.replay.traces.read_trace.MAX_LINE",
+    "bytes of a trace": "attncore.replay.traces.read_trace.MAX_BYTES",
+    "layers of a model that is replayed": "attncore.replay.layers.model_from_config.MAX_LAYERS",
+    "bytes of a file of steps for `attncore bench`": "attncore.testing.engines.saved_steps.MAX_BYTES",
+    "steps of such a file": "attncore.testing.engines.saved_steps.MAX_STEPS",
+}
+"""What the limits page lists, and the constant that holds each."""
+
+
+def limits():
+    rows = [f"| {what} | {int(pkgutil.resolve_name(where)):,} |" for what, where in LIMITS.items()]
+    return "\n".join(["| at most | |", "|---|---|", *rows])
+
+
 def core():
     return variables(env.VARIABLES)
 
@@ -80,8 +106,8 @@ def variables(texts):
     )
 
 
-BLOCKS = {"commands": commands, "core": core, "plugins": plugins}
-PAGES = [DOCS / "command-line.md", DOCS / "environment.md"]
+BLOCKS = {"commands": commands, "limits": limits, "core": core, "plugins": plugins}
+PAGES = [DOCS / "command-line.md", DOCS / "environment.md", DOCS / "limits.md"]
 
 if __name__ == "__main__":
     for page in PAGES:

@@ -1,4 +1,4 @@
-"""docs/command-line.md and docs/environment.md are what the parsers and the declared variables say."""
+"""docs/command-line.md, environment.md and limits.md are what the parsers, variables and constants say."""
 
 import pytest
 import reference_pages
@@ -22,6 +22,12 @@ def test_the_variables_are_those_that_are_declared():
     text = (reference_pages.DOCS / "environment.md").read_text()
     assert text == reference_pages.rendered(text), FRESH
     assert all(f"| `{name}` |" in text for name in env.VARIABLES)
+
+
+def test_the_limits_are_those_of_the_code():
+    text = (reference_pages.DOCS / "limits.md").read_text()
+    assert text == reference_pages.rendered(text), FRESH
+    assert all(f"| {what} | " in text for what in reference_pages.LIMITS)
 
 
 def test_text_of_a_terminal_is_escaped_outside_of_code():
