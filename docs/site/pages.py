@@ -1,5 +1,7 @@
-"""What the site makes of the documents: tables of contents from lists of links, and docstrings in docs/api.md."""
+"""What the site makes of the documents: tables of contents from lists of links; in docs/api.md docstrings, examples."""
 
+import functools
+import pathlib
 import re
 
 SECTION = re.compile(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
@@ -7,6 +9,8 @@ LINK = re.compile(r"^- \[[^]]*\]\(([^)#]+\.md)\)", re.MULTILINE)
 FOLDER = re.compile(r"\]\(((?!https?:)[^)#\s]*/)\)")
 NAMED = re.compile(r"\[[\w./-]*?([\w-]+\.md)\](\((?!https?:)[^)\s]*\1(#[^)]*)?\))")
 SIGNATURES = re.compile(r"<!-- api: (.*?) -->\n.*?<!-- end -->", re.DOTALL)
+EXAMPLE = re.compile(r"^### (\S+)\n\n```python\n(.*?)```", re.DOTALL | re.MULTILINE)
+EXAMPLES = pathlib.Path(__file__).parents[1] / "api-examples.md"
 
 
 def contents(text, captions):
@@ -30,14 +34,35 @@ def directive(name):
     if name == "slots":
         return ".. automodule:: attncore.slots\n"
     value = getattr(attncore, name)
-    if isinstance(value, type):
+    if isinstance(value, type) and value.__name__ == name:
         kind = "exception" if issubclass(value, BaseException) else "class"
         own = any(base.__module__.startswith("attncore.") for base in value.__bases__)
         inherits = "   :inherited-members:\n" if own and kind == "class" else ""  # from parts of a class, and from ABCs
         return f".. auto{kind}:: attncore.{name}\n{inherits}"
-    if callable(value):
+    if callable(value) and not isinstance(value, type):
         return f".. autofunction:: attncore.{name}\n"
-    return f".. py:data:: attncore.{name}\n   :value: {value!r}\n"
+    example = "\n".join(f"   {line}" for line in example_of(name))
+    shown = value.__name__ if isinstance(value, type) else repr(value)  # another name of a class
+    return f".. py:currentmodule:: attncore\n\n.. py:data:: {name}\n   :value: {shown}\n\n{example}\n"
+
+
+@functools.cache
+def examples():
+    """The code of each example, by the name that it is for."""
+    return dict(EXAMPLE.findall(EXAMPLES.read_text(encoding="utf-8")))
+
+
+def example_of(name):
+    """The lines of reStructuredText that show a public name's example; none where it has none."""
+    code = examples().get(name, "").splitlines()
+    lines = (f"   {line}".rstrip() for line in code)
+    return [".. rubric:: Example", "", ".. code-block:: python", "", *lines, ""] if code else []
+
+
+def docstring(app, what, name, value, options, lines):
+    """Sphinx's event ``autodoc-process-docstring``: ``lines`` are those of the docstring of ``name``."""
+    if re.fullmatch(r"attncore\.(slots\.)?\w+", name):
+        lines += ["", *example_of(name.rpartition(".")[2])]
 
 
 def read(app, page, source):
@@ -52,4 +77,5 @@ def read(app, page, source):
 
 def setup(app):
     app.connect("source-read", read)
+    app.connect("autodoc-process-docstring", docstring)
     return {"parallel_read_safe": True}
