@@ -192,9 +192,12 @@ bench-replay: $(VENV)/.built
 	$(BIN)/python benchmarks/replay_builds.py $(TRACE)
 
 # A warning, such as of a link that leads nowhere, is an error.
-SPHINX = $(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees
+# Pages are read anew each time (-E), since docs/site may have changed.
+SPHINX = $(BIN)/python -m sphinx -q -E -W --keep-going -c docs -d build/doctrees
 docs: $(VENV)/.built $(VENV)/.docs
 	$(SPHINX) . build/site
+	$(BIN)/python docs/site/plots.py
+	$(BIN)/python docs/site/check.py
 	$(if $(filter-out 0,$(LINKS)),$(SPHINX) -b linkcheck . build/links)
 	@echo "the site: build/site/index.html"
 

@@ -16,7 +16,7 @@ author = "The attncore developers"
 copyright = "The attncore developers. Apache-2.0"  # noqa: A001
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "pages"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "pages", "accessible"]
 source_suffix = {".md": "markdown"}
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**.md", "plugins/*/README.md"]

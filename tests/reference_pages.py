@@ -31,7 +31,7 @@ def command(title, parser):
     """A section for a command: its usage, its description, a table of its arguments and options."""
     usage = parser.format_usage().removeprefix("usage: ").strip()
     rows = [f"| {words(one)} | {cell(parser, one)} |" for one in parser._actions if one.help != argparse.SUPPRESS]
-    table = ["| argument, option | |", "|---|---|", *(row for row in rows if "`--help`" not in row)]
+    table = ["| argument, option | meaning |", "|---|---|", *(row for row in rows if "`--help`" not in row)]
     return "\n\n".join([f"## {title}", f"    {usage}", prose(parser.description), "\n".join(table)])
 
 
@@ -87,7 +87,7 @@ LIMITS = {
 
 def limits():
     rows = [f"| {what} | {int(pkgutil.resolve_name(where)):,} |" for what, where in LIMITS.items()]
-    return "\n".join(["| at most | |", "|---|---|", *rows])
+    return "\n".join(["| of | at most |", "|---|---|", *rows])
 
 
 def core():
@@ -102,7 +102,7 @@ def plugins():
 
 def variables(texts):
     return "\n".join(
-        ["| variable | |", "|---|---|", *(f"| `{name}` | {escaped(what)} |" for name, what in texts.items())]
+        ["| variable | meaning |", "|---|---|", *(f"| `{name}` | {escaped(what)} |" for name, what in texts.items())]
     )
 
 

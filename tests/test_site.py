@@ -1,4 +1,4 @@
-"""The site: docs/index.md lists every page once; what docs/site/pages.py makes of a page."""
+"""The site: docs/index.md lists every page once; what docs/site makes of documents and of pages, and finds in them."""
 
 import importlib.util
 import pathlib
@@ -10,12 +10,16 @@ ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 
 
+def module(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / "site" / f"{name}.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
 @pytest.fixture(scope="module")
 def pages():
-    spec = importlib.util.spec_from_file_location("pages", DOCS / "site" / "pages.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module("pages")
 
 
 @pytest.mark.parametrize("folder", [DOCS, DOCS / "design"], ids=lambda folder: folder.name)
@@ -51,3 +55,63 @@ def test_links_on_the_site(pages):
     assert text == [
         "[](device.md#steps) [d](docs/design/index.md) [device](device.md) [a.md](https://x.org/a.md) [b.md](c.md)"
     ]
+
+
+def test_an_example_stands_below_the_docstring_of_its_name(pages):
+    lines = ["Chooses."]
+    pages.docstring(None, "function", "attncore.select", None, None, lines)
+    assert ".. rubric:: Example" in lines
+    assert any("attncore.select(" in line for line in lines)
+    before = ["A method."]
+    pages.docstring(None, "method", "attncore.Choice.select", None, None, before)
+    assert before == ["A method."]
+
+
+GOOD = (
+    '<html lang="en"><head><title>t</title></head><body><h1 id="a">A</h1><h2>B</h2><a href="x"><img src="i" alt="plot">'
+    '</a><a href="y">y</a><label for="q">Search</label><input id="q"></body></html>'
+)
+
+
+def test_a_good_page_has_no_problems():
+    assert module("check").Page(GOOD).problems == []
+
+
+@pytest.mark.parametrize(
+    ("found", "worse", "said"),
+    [
+        ("<h2>B</h2>", "<h3>B</h3>", "h3 behind h1"),
+        (' alt="plot"', "", "an image without alternative text: i"),
+        (">y</a>", "></a>", "a link without a name, to y"),
+        ("<h2>", "<h1>", "not one h1"),
+        ("<h2>", '<h2 id="a">', "the id a 2 times"),
+        (' lang="en"', "", "not a language"),
+        ("<title>t</title>", "", "not a title"),
+        ('for="q"', 'for="p"', "a field without a label: q"),
+    ],
+)
+def test_a_page_that_is_hard_to_read_is_found(found, worse, said):
+    page = GOOD.replace(found, worse)
+    assert page != GOOD
+    assert [problem for problem in module("check").Page(page).problems if problem.endswith(said)]
+
+
+def test_finished_pages_are_mended_once():
+    mended = module("accessible").mended
+    page = '<pre>x</pre><dl>\n<dd><em class="sig-param">a</em>,</dd>\n</dl><th class="head"><p></p></th>'
+    better = mended(page)
+    assert better.startswith('<pre tabindex="0">x</pre><div class="sig-lines"><div class="sig-line"><em')
+    assert "<dl>" not in better
+    assert "<th" not in better
+    assert mended(better) == better
+
+
+def test_the_plots_are_of_committed_runs():
+    pytest.importorskip("pygaljs", reason="pygal draws the plots; requirements/docs.txt has it")
+    plots = module("plots")
+    (name, run), (_, steps) = plots.newest("peers/*.json"), plots.newest("gpu/served_step_*.json")
+    assert (ROOT / name).is_file()
+    charts = [*plots.peers(run), *plots.served(steps)]
+    assert len(charts) == len(run["peers"]) + 2
+    assert all(chart.startswith("<svg") for chart in charts)
+    assert run["peers"][0]["peer"] in charts[0]
