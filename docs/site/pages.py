@@ -11,13 +11,14 @@ NAMED = re.compile(r"\[[\w./-]*?([\w-]+\.md)\](\((?!https?:)[^)\s]*\1(#[^)]*)?\)
 SIGNATURES = re.compile(r"<!-- api: (.*?) -->\n.*?<!-- end -->", re.DOTALL)
 EXAMPLE = re.compile(r"^### (\S+)\n\n```python\n(.*?)```", re.DOTALL | re.MULTILINE)
 EXAMPLES = pathlib.Path(__file__).parents[1] / "api-examples.md"
-PLOTS = """```{raw} html
+ADDED = {
+    "docs/performance": """
 <iframe class="plots" src="../plots.html" title="Interactive plots of committed runs" loading="lazy"></iframe>
 <p><a href="../plots.html">The plots on a page of their own</a>;
 <a href="../history/index.html">every saved run of the suite over time</a>.</p>
-```
-"""
-"""What docs/site/plots.py makes, on the performance page."""
+""",
+}
+"""What stands before the first section of a page: what docs/site/plots.py makes."""
 
 
 def contents(text, captions):
@@ -80,8 +81,8 @@ def read(app, page, source):
         source[0] = contents(source[0], captions=page == app.config.root_doc)
     elif page == "docs/api":
         source[0] = SIGNATURES.sub(documented, source[0])
-    elif page == "docs/performance":
-        source[0] = source[0].replace("\n## ", f"\n{PLOTS}\n## ", 1)
+    elif page in ADDED:
+        source[0] = source[0].replace("\n## ", f"\n```{{raw}} html\n{ADDED[page]}```\n\n## ", 1)
 
 
 def setup(app):

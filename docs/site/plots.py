@@ -5,6 +5,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from attncore import chart_page  # noqa: E402
 
+DECODES = re.compile(r"decode (\d+), contexts 100 to 2000")
 PARTS = ("build", "launch", "replay", "batch", "schedule", "fields", "book")
 """The parts of a served step that are drawn; the rest is the wait for the device."""
 
@@ -29,20 +31,19 @@ def microseconds(value):
 
 
 def peers(run):
-    """A chart for each peer: the median of each way to build the metadata of each batch, on a logarithmic scale."""
+    """A chart for each peer: the median of each way to build the metadata, by decodes in the step; logarithmic."""
     for peer in run["peers"]:
-        batches = {batch: one["us"] for batch, one in peer["batches"].items() if "us" in one}
-        medians = [one["median"] for ways in batches.values() for one in ways.values()]
-        drawn = chart_page.library().Bar(
+        sizes = {size[1]: one["us"] for batch, one in peer["batches"].items() if (size := DECODES.fullmatch(batch))}
+        medians = [one["median"] for ways in sizes.values() for one in ways.values()]
+        drawn = chart_page.library().Line(
             **chart_page.settings(f"Metadata of a step: attncore beside {peer['peer']}")
-            | {"height": 620, "legend_at_bottom_columns": 1},
-            logarithmic=True, value_formatter=microseconds, x_label_rotation=30,
-            range=(min(medians) / 2, max(medians)), zero=min(medians) / 2,
+            | {"height": 560, "legend_at_bottom_columns": 2 if len(sizes["1"]) < 9 else 1},
+            logarithmic=True, value_formatter=microseconds, x_title="decodes in the step, contexts of 100 to 2000",
         )  # fmt: skip
-        drawn.y_labels = chart_page.ticks(min(medians) / 2, max(medians))[::3]  # each power of ten
-        drawn.x_labels = list(batches)
-        for way in dict.fromkeys(way for one in batches.values() for way in one):
-            drawn.add(way, [one.get(way, {}).get("median") for one in batches.values()])
+        drawn.x_labels = list(sizes)
+        drawn.y_labels = chart_page.ticks(min(medians), max(medians))[::3]  # one of each power of ten
+        for way in dict.fromkeys(way for one in sizes.values() for way in one):
+            drawn.add(way, [one.get(way, {}).get("median") for one in sizes.values()])
         yield drawn.render(is_unicode=True)
 
 
@@ -69,7 +70,7 @@ def whence(name, run):
 def main():
     (peer_file, peer_run), (step_file, step_run) = newest("peers/*.json"), newest("gpu/served_step_*.json")
     body = (
-        "<p>Medians. Point at a bar for its value; click a name below a plot to take it out.</p>"
+        "<p>Medians. Point at a mark for its value; click a name below a plot to take it out.</p>"
         f"<p>{whence(peer_file, peer_run)}<br>{whence(step_file, step_run)}</p>"
         '<p><a href="history/index.html" target="_top">Every saved run of the suite over time</a></p>'
     )
