@@ -18,7 +18,7 @@ TRACE ?= ../shared/traces/azure_llm_2023_conv.csv.gz
 # The first test run compiles numba's functions; both cores then share the rest.
 JOBS ?= 2
 
-.PHONY: help demo test test-all test-gpu test-debug test-asan test-dev fuzz lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay \
+.PHONY: help demo docs test test-all test-gpu test-debug test-asan test-dev fuzz lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay \
 	resolve clean
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make bench-peers    the same steps by vLLM's own builders, in an environment of their own (.venv-peers)"
 	@echo "make bench-gpu      on a CUDA device, in the active Python: until a step is there, calls, bytes, a race (RACE=100000)"
 	@echo "make bench-replay   builds of a whole trace that take over 50 us"
+	@echo "make docs           the site: build/site/index.html; LINKS=1 also tries the links to other sites"
 	@echo "make resolve        resolve each target's requirements (requirements/) as from an ordinary package index"
 	@echo "make clean          remove the environments and everything that was built"
 
@@ -50,7 +51,7 @@ $(VENV)/.demo: requirements/demo.txt requirements/shared.txt | $(BIN)/python
 	$(PIP) install -q -r requirements/demo.txt
 	touch $@
 
-$(VENV)/.bench $(VENV)/.history $(VENV)/.test: $(VENV)/.%: requirements/%.txt requirements/bench.txt $(VENV)/.demo
+$(VENV)/.bench $(VENV)/.docs $(VENV)/.history $(VENV)/.test: $(VENV)/.%: requirements/%.txt requirements/bench.txt $(VENV)/.demo
 	$(PIP) install -q -r $<
 	touch $@
 
@@ -189,6 +190,16 @@ bench-gpu:
 bench-replay: $(VENV)/.built
 	@test -f "$(TRACE)" || { echo "bench-replay: no trace at $(TRACE); make bench-replay TRACE=FILE"; exit 2; }
 	$(BIN)/python benchmarks/replay_builds.py $(TRACE)
+
+# A warning, such as of a link that leads nowhere, is an error.
+# Pages are read anew each time (-E), since docs/site may have changed.
+SPHINX = $(BIN)/python -m sphinx -q -E -W --keep-going -c docs -d build/doctrees
+docs: $(VENV)/.built $(VENV)/.docs
+	$(SPHINX) . build/site
+	$(BIN)/python docs/site/plots.py
+	$(BIN)/python docs/site/check.py
+	$(if $(filter-out 0,$(LINKS)),$(SPHINX) -b linkcheck . build/links)
+	@echo "the site: build/site/index.html"
 
 # What CI runs first: requirements that have come to contradict each other, or that an index has lost.
 resolve:

@@ -44,7 +44,7 @@ def test_questions_are_answered_with_a_test():
         assert any("test" in name or "golden" in name for name in paths(answer))
 
 
-@pytest.mark.parametrize("page", PAGES[1:])
+@pytest.mark.parametrize("page", [page for page in PAGES[1:] if not page.endswith("/index.md")])
 def test_a_page_of_design_begins_with_its_decision(page):
     _, first, *_ = (ROOT / page).read_text().split("\n\n")
     assert first.startswith("*Decision.* "), page
