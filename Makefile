@@ -19,7 +19,7 @@ TRACE ?= ../shared/traces/azure_llm_2023_conv.csv.gz
 JOBS ?= 2
 
 .PHONY: help demo test test-all test-gpu test-debug test-asan test-dev fuzz lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay \
-	resolve clean
+	resolve api-check clean
 
 help:
 	@echo "make demo           replay a request trace through metadata and attention (under two minutes after set-up)"
@@ -36,6 +36,7 @@ help:
 	@echo "make bench-peers    the same steps by vLLM's own builders, in an environment of their own (.venv-peers)"
 	@echo "make bench-gpu      on a CUDA device, in the active Python: until a step is there, calls, bytes, a race (RACE=100000)"
 	@echo "make bench-replay   builds of a whole trace that take over 50 us"
+	@echo "make api-check      what the working tree breaks of the public names since the last tag, or since REV=..."
 	@echo "make resolve        resolve each target's requirements (requirements/) as from an ordinary package index"
 	@echo "make clean          remove the environments and everything that was built"
 
@@ -83,6 +84,10 @@ $(VENV)/.sources: requirements/sources.txt $(VENV)/.test
 
 demo: $(VENV)/.built
 	@if [ -f $(TRACE) ]; then $(BIN)/attncore replay $(TRACE) --requests 300; else $(BIN)/attncore replay; fi
+
+# Breaks of the public names since the last tag, or since REV=...
+api-check: $(VENV)/.test
+	$(BIN)/python tests/api_check.py $(REV)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
