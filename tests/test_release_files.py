@@ -5,6 +5,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
@@ -81,9 +82,9 @@ def test_the_wheels_of_a_release(platform):
 @pytest.fixture
 def tree(tmp_path):
     """What a release of attncore and of one plugin is built from."""
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
-    hidden = shutil.ignore_patterns("*.so", "_slots.c", "__pycache__", "tests", "benchmarks")
+    hidden = shutil.ignore_patterns("*.so", "_slots.c", "__pycache__")
     shutil.copytree(ROOT / "attncore", tmp_path / "attncore", ignore=hidden)
     shutil.copytree(ROOT / "plugins" / "attn-flash", tmp_path / "plugins" / "attn-flash", ignore=hidden)
     return tmp_path
@@ -108,6 +109,22 @@ import sys, zipfile
 archive = zipfile.ZipFile(sys.argv[1])
 print(*(archive.read(name).decode() for name in archive.namelist() if name.endswith(".dist-info/METADATA")))
 """
+
+
+def test_the_source_distribution_is_the_package_without_what_a_build_makes(tree, monkeypatch):
+    monkeypatch.setenv("ATTNCORE_NO_EXT", "1")
+    (tree / "tests").mkdir()
+    (tree / "tests" / "test_one.py").touch()
+    (tree / "attncore" / "_slots.c").touch()
+    program = "from setuptools.build_meta import build_sdist; build_sdist('out')"
+    subprocess.run([sys.executable, "-c", program], cwd=tree, check=True, capture_output=True)
+    (packed,) = (tree / "out").glob("*.tar.gz")
+    with tarfile.open(packed) as archive:
+        found = {name.partition("/")[2] for name in archive.getnames()}
+    listed = subprocess.run(["git", "ls-files", "attncore"], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert set(listed.stdout.split()) - found == set()
+    assert {"setup.py", "LICENSE", "README.md"} <= found
+    assert not [name for name in found if name.startswith("tests/") or name.endswith((".c", ".so"))]
 
 
 def test_a_wheel_built_after_it_has_the_addresses(tree, monkeypatch):
