@@ -204,7 +204,8 @@ $(RELEASE)/.release: requirements/release.txt requirements/shared.txt
 	$(RELEASE)/bin/pip --disable-pip-version-check install -q -r $<
 	touch $@
 
-# check-jsonschema has the schemas in it: nothing is fetched. The last line prints each wheel that a release has.
+# check-jsonschema has the schemas in it, and zizmor looks for holes in workflows: nothing is fetched. The last line
+# prints each wheel that a release has.
 SCHEMA = $(RELEASE)/bin/check-jsonschema --builtin-schema
 release-check: $(RELEASE)/.release
 	$(SCHEMA) vendor.github-workflows .github/workflows/*.yml
@@ -213,6 +214,7 @@ release-check: $(RELEASE)/.release
 	$(SCHEMA) vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 	$(SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(SCHEMA) vendor.citation-file-format --force-filetype yaml CITATION.cff
+	$(RELEASE)/bin/zizmor --offline --quiet .github
 	for machine in "linux x86_64" "linux aarch64" "macos arm64" "macos x86_64"; do set -- $$machine; \
 		$(RELEASE)/bin/cibuildwheel --print-build-identifiers --platform $$1 --archs $$2 . || exit 1; done
 
