@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
+RELEASE := .venv-release
+NEWEST := .venv-newest
 PEERS := .venv-peers
 PEERS_PIP := $(PEERS)/bin/pip --disable-pip-version-check
 PEER_WHEELS := vllm_lists vllm_step
@@ -19,7 +21,7 @@ TRACE ?= ../shared/traces/azure_llm_2023_conv.csv.gz
 JOBS ?= 2
 
 .PHONY: help demo docs test test-all test-gpu test-debug test-asan test-dev fuzz lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay \
-	resolve clean
+	resolve api-check release-check test-newest clean
 
 help:
 	@echo "make demo           replay a request trace through metadata and attention (under two minutes after set-up)"
@@ -37,6 +39,9 @@ help:
 	@echo "make bench-gpu      on a CUDA device, in the active Python: until a step is there, calls, bytes, a race (RACE=100000)"
 	@echo "make bench-replay   builds of a whole trace that take over 50 us"
 	@echo "make docs           the site: build/site/index.html; LINKS=1 also tries the links to other sites"
+	@echo "make api-check      what the working tree breaks of the public names since the last tag, or since REV=..."
+	@echo "make release-check  the files that a release is made by: workflows, forms, citation, and the list of wheels"
+	@echo "make test-newest    the tests with the newest of all requirements, in an environment of their own (.venv-newest)"
 	@echo "make resolve        resolve each target's requirements (requirements/) as from an ordinary package index"
 	@echo "make clean          remove the environments and everything that was built"
 
@@ -84,6 +89,10 @@ $(VENV)/.sources: requirements/sources.txt $(VENV)/.test
 
 demo: $(VENV)/.built
 	@if [ -f $(TRACE) ]; then $(BIN)/attncore replay $(TRACE) --requests 300; else $(BIN)/attncore replay; fi
+
+# Breaks of the public names since the last tag, or since REV=...
+api-check: $(VENV)/.test
+	$(BIN)/python tests/api_check.py $(REV)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -201,9 +210,40 @@ docs: $(VENV)/.built $(VENV)/.docs
 	$(if $(filter-out 0,$(LINKS)),$(SPHINX) -b linkcheck . build/links)
 	@echo "the site: build/site/index.html"
 
+$(RELEASE)/.release: requirements/release.txt requirements/shared.txt
+	$(PYTHON) -m venv --clear $(RELEASE)
+	$(RELEASE)/bin/pip --disable-pip-version-check install -q -r $<
+	touch $@
+
+# check-jsonschema has the schemas in it, and zizmor looks for holes in workflows: nothing is fetched. The last line
+# prints each wheel that a release has.
+SCHEMA = $(RELEASE)/bin/check-jsonschema --builtin-schema
+release-check: $(RELEASE)/.release
+	$(SCHEMA) vendor.github-workflows .github/workflows/*.yml
+	$(SCHEMA) custom.github-workflows-require-timeout .github/workflows/*.yml
+	$(SCHEMA) vendor.dependabot .github/dependabot.yml
+	$(SCHEMA) vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(SCHEMA) vendor.citation-file-format --force-filetype yaml CITATION.cff
+	$(RELEASE)/bin/zizmor --offline --quiet .github
+	for machine in "linux x86_64" "linux aarch64" "macos arm64" "macos x86_64"; do set -- $$machine; \
+		$(RELEASE)/bin/cibuildwheel --print-build-identifiers --platform $$1 --archs $$2 . || exit 1; done
+
+# The same packages without their pins; FlashInfer without its requirements, as in .venv.
+NEWEST_PIP := $(NEWEST)/bin/pip --disable-pip-version-check
+NAMES = $(shell sed -E '/^(-|\#|$$)/d; s/[=<>~!; ].*//' $(1:%=requirements/%.txt) | sort -u)
+test-newest:
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST_PIP) install -q $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") "$(TORCH)"
+	$(NEWEST_PIP) install -q $(call NAMES,demo bench test)
+	$(NEWEST_PIP) install -q --no-deps $(call NAMES,kernels)
+	$(NEWEST_PIP) install -q --no-build-isolation --no-deps -e . $(patsubst %,-e %,$(PLUGINS))
+	$(NEWEST_PIP) freeze
+	ATTNCORE_REQUIRE_EXT=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) -m "not gpu and not slow"
+
 # What CI runs first: requirements that have come to contradict each other, or that an index has lost.
 resolve:
 	PYTHON=$(PYTHON) requirements/check.sh
 
 clean:
-	rm -rf $(VENV) $(PEERS) .fuzz build dist *.egg-info attncore/_slots.c attncore/*.so .mypy_cache .ruff_cache .pytest_cache benchmarks/history
+	rm -rf $(VENV) $(PEERS) $(RELEASE) $(NEWEST) .fuzz build dist *.egg-info attncore/_slots.c attncore/*.so .mypy_cache .ruff_cache .pytest_cache benchmarks/history

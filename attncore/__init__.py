@@ -167,8 +167,11 @@ if not TYPE_CHECKING:  # a checker knows the names from the imports above, and r
     def __getattr__(name: str) -> Any:
         home = _HOME.get(name)
         if home is None:
+            from attncore.deprecated import DEPRECATED, renamed
             from attncore.did_you_mean import did_you_mean
 
+            if f"attncore.{name}" in DEPRECATED:
+                return renamed(name)
             hint = "" if name.startswith("_") else did_you_mean(name, _HOME)
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
         value = globals()[name] = getattr(import_module(home), name)

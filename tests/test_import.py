@@ -3,8 +3,13 @@
 import logging
 import subprocess
 import sys
+from importlib.util import find_spec
+
+import pytest
 
 import attncore
+
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 
 LIGHT = """
 import sys
@@ -25,6 +30,7 @@ def test_importing_attncore_loads_nothing_heavy():
     assert heavy_after("") == ""
 
 
+@needs_torch
 def test_choosing_a_backend_loads_no_torch_numpy_or_rich():
     code = (
         "attncore.select(num_heads=1, num_kv_heads=1, head_size=1, dtype='float32', host=attncore.Host.assume('cpu'))"
@@ -40,6 +46,7 @@ def test_showing_what_is_installed_loads_no_torch_numba_or_rich():
     assert heavy_after(code) in ("pluggy", "numpy,pluggy")  # kernels may import NumPy
 
 
+@needs_torch
 def test_a_choice_prints_without_numpy():
     code = (
         "one = attncore.select(num_heads=1, num_kv_heads=1, head_size=1, dtype='float32', "
@@ -57,6 +64,7 @@ def test_writing_a_spec_loads_no_pluggy():
     assert heavy_after("attncore.BackendSpec, attncore.AttentionBackend, attncore.AttentionRequest") == ""
 
 
+@needs_torch
 def test_every_public_name_is_there():
     for name in attncore.__all__:
         assert getattr(attncore, name) is not None

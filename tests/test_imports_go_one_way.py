@@ -24,7 +24,7 @@ LAYERS = {
         "command",
         "process_end",
         "arguments chart_page how_to_install input_files json_output kept_files search_path standard_output terminal "
-        "interrupts vocabulary env errors show",
+        "interrupts vocabulary env errors show deprecated",
         "frozen_map step_arrays did_you_mean logged palette _version",
         "quoted",
     ),

@@ -5,17 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from public_modules import PUBLIC_MODULES
 
 import attncore
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = sorted((ROOT / "attncore" / "template").rglob("*.py.txt"))
 SOURCES = [*sorted(ROOT.glob("plugins/*/src/**/*.py")), *TEMPLATE]
-PUBLIC_MODULES = {
-    "attncore", "attncore.builder", "attncore.dense", "attncore.graphs", "attncore.kept_files", "attncore.merge",
-    "attncore.ops", "attncore.ops.cache_writer_triton", "attncore.reference", "attncore.testing",
-    "attncore.testing.latency", "attncore.testing.suite",
-}  # fmt: skip
 OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 OF_LIBRARIES = {"_plan_info"}
 """FlashInfer's description of a plan, which has no public name: where it is missing, plans stay the host's."""

@@ -1,9 +1,11 @@
 """A compiled Triton kernel is launched as Triton does it itself, or its own way where that is another."""
 
 import pytest
-import torch
 
+pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
+
+import torch
 
 from attncore.builder.device import triton_kernels
 from attncore.kernels import prepared_launch as module

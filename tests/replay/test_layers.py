@@ -88,6 +88,7 @@ def test_without_a_gpu_or_a_backend_for_it_nothing_changes(gpu, monkeypatch):
 
 def test_the_command_asks_for_them_and_its_report_says_so(gpu, monkeypatch, capsys):
     """The layers themselves are made on this machine, by the reference."""
+    pytest.importorskip("torch", reason="torch is not installed")
     gpu({64, 128})
     seen = []
 
