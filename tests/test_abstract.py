@@ -307,8 +307,8 @@ def test_the_names_of_the_first_generation():
 
     backend = Backend(config())
     assert backend.get_impl_cls() is Impl
-    assert backend.get_metadata_cls() is CommonAttentionMetadata
-    assert backend.get_builder_cls() is CommonMetadataBuilder
+    assert issubclass(backend.get_metadata_cls(), CommonAttentionMetadata)
+    assert issubclass(backend.get_builder_cls(), CommonMetadataBuilder)
     assert backend.get_state_cls() is AttentionState
     assert backend.get_kv_cache_shape(3, 4, 2, 8) == (2, 3, 4, 2, 8)
     state = backend.get_state_cls()(backend)

@@ -31,7 +31,8 @@ LAYERS = {
     "builder": (
         "persistent lists adopted",
         "device blocks",
-        "received_metadata metadata slices device_slices first_generation_names needed_fields uncopied",
+        "received_metadata first_generation_fields metadata slices device_slices first_generation_names needed_fields "
+        "uncopied",
         "grid show",
         "read_only reused",
         "fields",

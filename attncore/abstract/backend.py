@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attncore.abstract.attention_metadata import AttentionMetadata
     from attncore.abstract.backend_config import BackendConfig
     from attncore.abstract.spec_protocol import SpecFacts
-    from attncore.builder import CommonAttentionState, CommonMetadataBuilder
+    from attncore.builder import CommonAttentionMetadata, CommonAttentionState, CommonMetadataBuilder
 
 
 class AttentionBackend(FirstGenerationNames, ABC):
@@ -44,6 +44,12 @@ class AttentionBackend(FirstGenerationNames, ABC):
     impl_class: ClassVar[type[AttentionImpl]]
     state_class: ClassVar[type[CommonAttentionState] | None] = None
     """What ``get_state_cls`` gives; None: ``attncore.AttentionState``."""
+    metadata_class: ClassVar[type[CommonAttentionMetadata] | None] = None
+    """What ``get_metadata_cls`` gives; None: a subclass of ``CommonAttentionMetadata`` for this class of backends."""
+    builder_class: ClassVar[type[CommonMetadataBuilder] | None] = None
+    """What ``get_builder_cls`` gives; None: a subclass of ``CommonMetadataBuilder`` for this class of backends."""
+    list_layout: ClassVar[str] = "common"
+    """The ``layout`` of the list builder that the kernels read: ``common``, ``flash``, ``flashinfer`` or ``rocm``."""
 
     def __init__(self, config: BackendConfig) -> None:
         self.config = config = checked(config)

@@ -37,6 +37,11 @@ from attncore.builder.blocks.splitting import (
     split_three_ways,
 )
 from attncore.builder.lists.advance_step import advance_step
+from attncore.builder.lists.attention_arguments import (
+    get_seq_len_block_table_args,
+    is_all_cross_attn_metadata_set,
+    is_all_encoder_attn_metadata_set,
+)
 from attncore.builder.lists.builder import CommonMetadataBuilder
 from attncore.builder.lists.capture_state import CommonAttentionState
 from attncore.builder.lists.encoders import token_counts
@@ -76,6 +81,9 @@ __all__ = [
     "count_common_blocks",
     "expand_blocks",
     "find_shared_prefix",
+    "get_seq_len_block_table_args",
+    "is_all_cross_attn_metadata_set",
+    "is_all_encoder_attn_metadata_set",
     "kernel_blocks_per_block",
     "local_attention_batches",
     "local_attention_metadata",

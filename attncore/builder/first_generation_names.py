@@ -14,8 +14,15 @@ class FirstGenerationMetadataNames:
     """Mixed into CommonAttentionMetadata."""
 
     if TYPE_CHECKING:
+        host: Any
         block_table: Any
         cross_block_table: Any
+        seq_lens: Any
+        context_lens: Any
+        encoder_seq_lens: Any
+        max_decode_query_len: int
+        from_groups: bool
+        use_cuda_graph: bool
 
     @property
     def block_tables(self) -> Any:
@@ -26,6 +33,44 @@ class FirstGenerationMetadataNames:
     def cross_block_tables(self) -> Any:
         """``cross_block_table``."""
         return self.cross_block_table
+
+    @property
+    def seq_lens_tensor(self) -> Any:
+        """``seq_lens``. The first generation's ``seq_lens`` is a list of it: ``metadata.host.seq_lens.tolist()``."""
+        return self.seq_lens
+
+    @property
+    def context_lens_tensor(self) -> Any:
+        """``context_lens``."""
+        return self.context_lens
+
+    @property
+    def encoder_seq_lens_tensor(self) -> Any:
+        """``encoder_seq_lens``."""
+        return self.encoder_seq_lens
+
+    @property
+    def decode_query_len(self) -> int:
+        """``max_decode_query_len``."""
+        return self.max_decode_query_len
+
+    @property
+    def is_profile_run(self) -> bool:
+        """Whether a sequence of the step has no block table: its last token has no slot. False behind a graph."""
+        if not self.from_groups or self.use_cuda_graph:
+            return False
+        return bool((self.host.slot_mapping[self.host.logits_indices] < 0).any())
+
+    @property
+    def is_all_encoder_attn_metadata_set(self) -> bool:
+        """Whether the step has the fields of attention in an encoder."""
+        return hasattr(self, "encoder_seq_lens")
+
+    @property
+    def is_all_cross_attn_metadata_set(self) -> bool:
+        """Whether the step has the fields of cross attention too: those of encoders, slots and a table."""
+        names = "encoder_seq_lens", "cross_slot_mapping", "cross_block_table"
+        return all(hasattr(self, name) for name in names)
 
 
 class FirstGenerationStateNames:
@@ -49,7 +94,11 @@ class FirstGenerationStateNames:
         buffers = self.graph_input_buffers(attn_metadata)
         names = {"slot_mapping": "slot_mapping", "seq_lens_tensor": "seq_lens", "block_tables": "block_table"}
         if is_encoder_decoder_model:
-            names |= {"encoder_seq_lens_tensor": "encoder_seq_lens", "cross_block_tables": "cross_block_table"}
+            names |= {
+                "encoder_seq_lens_tensor": "encoder_seq_lens",
+                "cross_slot_mapping": "cross_slot_mapping",
+                "cross_block_tables": "cross_block_table",
+            }
         return {first: buffers[ours] for first, ours in names.items()}
 
     def prepare_graph_input_buffers(

@@ -110,6 +110,8 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     source: Source | None = None
     """What a step of the list builder was built from; None for views, captured sizes and the persistent builder."""
 
+    _view_as: type[Any] | None = None
+    """The class of views; None: this one."""
     _copied_as: type[Any] | None = None
     """The class of a copy, where it is another one."""
 
@@ -186,7 +188,11 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
         return self._cached("_bound", lambda: self._wrap(np.diff(indptr) if self.advanced else 0 * indptr[1:]))
 
     def advance_step(
-        self, input_tokens: Any = None, sampled_token_ids: Any = None, num_queries: int | None = None
+        self,
+        input_tokens: Any = None,
+        sampled_token_ids: Any = None,
+        num_queries: int | None = None,
+        turn_prefills_into_decodes: bool = False,
     ) -> None:
         """Moves the step on by one token, in place (list builder): see ``attncore.builder.advance_step``."""
         if self.source is None:
@@ -194,7 +200,7 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
                 "metadata: not as CommonMetadataBuilder.build gave it (a copy, a view, a captured size, or of the "
                 "persistent builder); advance the built step"
             )
-        self.source.builder.advance_step(self, input_tokens, sampled_token_ids, num_queries)
+        self.source.builder.advance_step(self, input_tokens, sampled_token_ids, num_queries, turn_prefills_into_decodes)
 
     @property
     def prefill_metadata(self) -> CommonAttentionMetadata | None:
@@ -275,7 +281,7 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
             "decodes_first": self.decodes_first,
             "from_groups": self.from_groups,
         }  # fmt: skip
-        return CommonAttentionMetadata(host, self._wrap, **values_of_view)
+        return (self._view_as or CommonAttentionMetadata)(host, self._wrap, **values_of_view)
 
 
 def check_metadata(name: str, metadata: Any) -> None:

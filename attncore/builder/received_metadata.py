@@ -29,6 +29,11 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
     here. ``reference`` compares the host's with the cache that it is handed, and on a CPU the table's ids; kernels of
     other backends read where a block id leads them.
     """
+    return received(fields, backend, CommonAttentionMetadata)
+
+
+def received(fields: Mapping[str, Any], backend: Any, kind: type[CommonAttentionMetadata]) -> CommonAttentionMetadata:
+    """``metadata_from_fields``, of class ``kind``."""
     if not isinstance(fields, Mapping):
         raise TypeError(f"fields: {type(fields).__name__} found; give what asdict_zerocopy returned")
     unknown = sorted(set(fields) - ARRAYS - set(BROADCAST), key=str)
@@ -45,7 +50,7 @@ def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> Comm
     _check_lengths(host, values["num_tokens"], values["num_reqs"], bool(values.get("from_groups")))
     _check_starts(host, values["num_tokens"])
     _check_indices(host, values["num_tokens"], values["num_reqs"])
-    metadata = CommonAttentionMetadata(host, read_only if backend is None else backend.from_host, **values)
+    metadata = kind(host, read_only if backend is None else backend.from_host, **values)
     if backend is not None:
         check_needed_fields(metadata, backend)
     return metadata

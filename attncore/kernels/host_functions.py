@@ -28,6 +28,11 @@ from attncore.kernels import load_kernels
 from attncore.kernels.codes import PAD_SLOT_ID
 from attncore.quoted import quoted
 
+_ARRAY, _ID_DTYPES = np.ndarray, (np.dtype(np.int32), np.dtype(np.int64))
+
+_ARRAY_TOKENS = 256
+"""Tokens of a sequence from which NumPy is faster than a loop over the blocks of an array."""
+
 _REFUSED = (OverflowError, ValueError, TypeError, AttributeError)
 """What arrays and other sequences raise for an element that they do not hold, or a method that they have not."""
 
@@ -77,19 +82,26 @@ def compute_slot_mapping(
     """
     # The usual case first, for which an engine has a microsecond a sequence; what is unusual goes on to the checks.
     if type(context_len) is int and type(seq_len) is int and type(block_size) is int and type(start_idx) is int:
-        table = block_tables.get(seq_id) if type(block_tables) is dict and type(seq_id) is int else None
-        if type(table) is list and is_profile_run is False and 0 <= start_idx <= INT32_MAX and block_size > 0:
-            if 0 <= context_len == seq_len - 1 >= start_idx and seq_len <= INT32_MAX:  # a decode of one token
-                column = context_len // block_size
-                block_id = table[column] if column < len(table) else None
-                if type(block_id) is int and 0 <= block_id <= INT32_MAX and block_size <= INT32_MAX:
-                    slot = block_id * block_size + context_len % block_size
-                    try:
-                        slot_mapping.append(slot)
-                    except _REFUSED:
-                        _extend(slot_mapping, [slot])
+        table: Any = block_tables.get(seq_id) if type(block_tables) is dict and type(seq_id) is int else None
+        if (
+            (type(table) is list or (type(table) is _ARRAY and table.dtype in _ID_DTYPES and table.ndim == 1))
+            and is_profile_run is False
+            and 0 <= start_idx <= INT32_MAX >= seq_len > context_len >= 0 < block_size <= INT32_MAX
+        ):
+            column, offset, count = context_len // block_size, context_len % block_size, seq_len - context_len
+            if context_len >= start_idx and offset + count <= block_size and count <= MOST_TOKENS:  # all in one block
+                ids: Any = table
+                block_id = None
+                if column < len(ids):
+                    block_id = ids[column] if type(table) is list else ids.item(column)
+                if type(block_id) is int and 0 <= block_id <= INT32_MAX:
+                    first = block_id * block_size + offset
+                    if count == 1 and type(slot_mapping) is list:
+                        slot_mapping.append(first)
+                    else:
+                        _extend(slot_mapping, range(first, first + count))
                     return
-            elif (found := _slots_of_list(table, context_len, seq_len, start_idx, block_size)) is not None:
+            elif (found := _slots_of_row(table, context_len, seq_len, start_idx, block_size)) is not None:
                 _extend(slot_mapping, found)
                 return
     context_len = integer("context_len", context_len, 0)
@@ -119,8 +131,11 @@ def compute_slot_mapping(
     _extend(slot_mapping, [PAD_SLOT_ID] * (written - context_len) + slots.tolist())
 
 
-def _extend(slot_mapping: MutableSequence[int], slots: list[int]) -> None:
+def _extend(slot_mapping: MutableSequence[int], slots: Sequence[int]) -> None:
     """Appends all of ``slots``, or nothing: an array of small integers appends what comes before one too large."""
+    if type(slot_mapping) is list:
+        slot_mapping += slots
+        return
     if not (hasattr(slot_mapping, "extend") and hasattr(slot_mapping, "__len__")):
         raise TypeError(f"slot_mapping: {type(slot_mapping).__name__} found; give a list to append to")
     before = len(slot_mapping)
@@ -133,16 +148,19 @@ def _extend(slot_mapping: MutableSequence[int], slots: list[int]) -> None:
         raise ValueError(f"slot_mapping: it does not hold slot {wrong} ({error}); give a list") from error
 
 
-def _slots_of_list(
-    table: list[Any], context_len: int, seq_len: int, start_idx: int, block_size: int
-) -> list[int] | None:
-    """The slots of ``compute_slot_mapping`` for a table that is a list; None where it has to refuse."""
+def _slots_of_row(table: Any, context_len: int, seq_len: int, start_idx: int, block_size: int) -> list[int] | None:
+    """The slots of ``compute_slot_mapping`` for a list or a plain array; None where it has to refuse."""
     start = start_idx if start_idx > context_len else context_len
     rest, offset = seq_len - start, start % block_size
-    if context_len < 0 or rest < 1 or max(seq_len, block_size) > INT32_MAX or seq_len - context_len > MOST_TOKENS:
+    if rest < 1 or seq_len - context_len > MOST_TOKENS:
         return None
     slots: list[int] = [PAD_SLOT_ID] * (start - context_len) if start > context_len else []
-    for block_id in table[start // block_size : (seq_len - 1) // block_size + 1]:
+    ids = table[start // block_size : (seq_len - 1) // block_size + 1]
+    if type(ids) is not list:
+        if rest >= _ARRAY_TOKENS and block_size <= rest:
+            return _slots_of_ids(slots, ids, rest, offset, block_size)
+        ids = ids.tolist()
+    for block_id in ids:
         if type(block_id) is not int or not 0 <= block_id <= INT32_MAX:
             return None
         run = block_size - offset
@@ -153,6 +171,15 @@ def _slots_of_list(
         rest -= run
         offset = 0
     return None if rest else slots
+
+
+def _slots_of_ids(slots: list[int], ids: npt.NDArray[Any], rest: int, offset: int, block_size: int) -> list[int] | None:
+    """``slots`` with those of ``rest`` tokens in the blocks ``ids``, of which the first is full up to ``offset``."""
+    if len(ids) * block_size < rest + offset or ids.min() < 0 or ids.max() > INT32_MAX:
+        return None
+    whole = ids.astype(np.int64)[:, np.newaxis] * block_size + np.arange(block_size)
+    found: list[int] = whole.reshape(-1)[offset : offset + rest].tolist()
+    return slots + found if slots else found
 
 
 def build_query_start_loc(query_lens: npt.ArrayLike, out: Int32Array | None = None) -> Int32Array:

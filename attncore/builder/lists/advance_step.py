@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from attncore import arguments
 from attncore.builder.lists.advanced_arrays import before_advance, settle, write_next
 from attncore.builder.lists.next_decodes import check_built, plan_next
+from attncore.builder.lists.turned_step import turned_step
 from attncore.graphs import refuse_while_capturing
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ def advance_step(
     input_tokens: Any = None,
     sampled_token_ids: Any = None,
     num_queries: int | None = None,
+    turn_prefills_into_decodes: bool = False,
 ) -> None:
     """Moves a step of decodes that CommonMetadataBuilder built on by one sampled token each, in place.
 
@@ -30,16 +33,23 @@ def advance_step(
     written to the first n of ``input_tokens`` int[num_reqs], and 0 to those of padded requests. ``num_queries``, where
     given, must be n, the number of decodes without padding.
 
+    With ``turn_prefills_into_decodes`` the step may have prompts, of which each sampled a token: from then on every row
+    is a decode of one token, in the same order. The arrays of that step are new ones, the metadata is the same object.
+
     A token that starts a block takes it from the tables of the groups that the step was built from: an engine may
     append to these tables, but must not change their entries. Raises ValueError or TypeError that names the argument or
-    the row, and changes nothing, for a step with prompts, a decode of several tokens, a token without a block, and a
-    step that a captured graph can no longer hold; CaptureError while a stream is capturing; ConcurrentUseError while
-    the builder is inside another call, in this thread or another. Where an exception from outside interrupts it
+    the row, and changes nothing, for a step with other prompts, a decode of several tokens, a token without a block,
+    and a step that a captured graph can no longer hold; CaptureError while a stream is capturing; ConcurrentUseError
+    while the builder is inside another call, in this thread or another. Where an exception from outside interrupts it
     (KeyboardInterrupt), ``metadata.advanced`` says whether it has happened.
     """
-    settings = _check_metadata(metadata)
+    turns = arguments.flag("turn_prefills_into_decodes", turn_prefills_into_decodes)
+    settings = _check_metadata(metadata, turns)
     with settings.enter():
         settle(metadata)
+        if metadata.num_prefills:
+            _turn(metadata, settings, input_tokens, sampled_token_ids, num_queries)
+            return
         _advance(metadata, settings, input_tokens, sampled_token_ids, num_queries)
 
 
@@ -51,12 +61,7 @@ def _advance(
     num_queries: int | None,
 ) -> None:
     """``advance_step``, inside the builder."""
-    check_built(metadata)
-    n = len(metadata.host.query_lens)
-    if num_queries is not None and arguments.integer("num_queries", num_queries, 1) != n:
-        raise ValueError(f"num_queries: {num_queries}, but the step has {n} decodes without padding; build it anew")
-    tokens = _check_tokens(metadata, n, input_tokens, sampled_token_ids)
-    refuse_while_capturing("cpu" if settings.backend is None else settings.backend.config.device, "advance_step")
+    n, tokens = _check_call(metadata, settings, input_tokens, sampled_token_ids, num_queries)
     step = plan_next(metadata, settings, n)
     check_built(metadata)  # a block id's own code may have set one
     before = before_advance(metadata, step, None if tokens is None else input_tokens[: metadata.num_reqs])
@@ -74,20 +79,70 @@ def _advance(
         raise
 
 
-def _check_metadata(metadata: CommonAttentionMetadata) -> ListSettings:
+def _turn(
+    metadata: CommonAttentionMetadata,
+    settings: ListSettings,
+    input_tokens: Any,
+    sampled_token_ids: Any,
+    num_queries: int | None,
+) -> None:
+    """``advance_step`` of a step with prompts, inside the builder: a build of the longer sequences, as decodes."""
+    n, tokens = _check_call(metadata, settings, input_tokens, sampled_token_ids, num_queries)
+    longer = turned_step(metadata)
+    check_built(metadata)  # a block id's own code may have set one
+    before, old_tokens = vars(metadata), None if tokens is None else _copied(input_tokens[:n])
+    try:
+        metadata.__dict__ = longer
+        if settings.plan is not None:
+            settings.plan(metadata)
+        if tokens is not None:
+            input_tokens[:n] = tokens
+    except BaseException:
+        metadata.__dict__ = before
+        if old_tokens is not None:
+            with contextlib.suppress(Exception):  # an array that refuses to be written to, which is reported
+                input_tokens[:n] = old_tokens
+        raise
+
+
+def _copied(tokens: Any) -> Any:
+    return tokens.clone() if hasattr(tokens, "clone") else tokens.copy()
+
+
+def _check_call(
+    metadata: CommonAttentionMetadata,
+    settings: ListSettings,
+    input_tokens: Any,
+    sampled_token_ids: Any,
+    num_queries: int | None,
+) -> tuple[int, Any]:
+    """The number of rows without padding, and their sampled tokens; None where the engine passed none."""
+    check_built(metadata)
+    n = len(metadata.host.query_lens)
+    if num_queries is not None and arguments.integer("num_queries", num_queries, 1) != n:
+        raise ValueError(f"num_queries: {num_queries}, but the step has {n} rows without padding; build it anew")
+    tokens = _check_tokens(metadata, n, input_tokens, sampled_token_ids)
+    refuse_while_capturing("cpu" if settings.backend is None else settings.backend.config.device, "advance_step")
+    return n, tokens
+
+
+def _check_metadata(metadata: CommonAttentionMetadata, turns: bool) -> ListSettings:
     """The settings of the step's builder; ValueError where the step cannot advance."""
     if metadata.source is None:
         raise ValueError(
             "metadata: not as CommonMetadataBuilder.build gave it (a copy, a view, a captured size, or of the "
             "persistent builder); advance the built step"
         )
-    if metadata.num_prefills:
-        raise ValueError(f"metadata: {metadata.num_prefills} prompts in the step; only decodes advance without a build")
-    if metadata.max_query_len > 1:
-        row = int(metadata.host.query_lens.argmax())
+    if metadata.num_prefills and not turns:
         raise ValueError(
-            f"metadata: row {row} ran {metadata.max_query_len} tokens; decodes of one token advance, so build the step "
-            "anew"
+            f"metadata: {metadata.num_prefills} prompts in the step; only decodes advance without a build, so pass "
+            "turn_prefills_into_decodes=True where each prompt sampled a token"
+        )
+    if metadata.num_decodes and metadata.max_decode_query_len > 1:
+        row = metadata.num_prefills + int(metadata.host.query_lens[metadata.num_prefills :].argmax())
+        raise ValueError(
+            f"metadata: row {row} ran {metadata.max_decode_query_len} tokens; decodes of one token advance, so "
+            "build the step anew"
         )
     settings: ListSettings = metadata.source.builder
     return settings

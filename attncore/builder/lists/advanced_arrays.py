@@ -56,7 +56,8 @@ def write_next(metadata: CommonAttentionMetadata, step: Next, settings: ListSett
     metadata.max_seq_len = metadata.max_decode_seq_len = step.max_seq_len
     metadata.advanced += 1
     vars(metadata)["_table_lens"] = step.table_lens
-    _update_views(metadata, table_changed=len(changed.rows) > 0)
+    unwindowed = settings.block_size if step.seq_lens is None and not len(changed.rows) else None
+    _update_views(metadata, table_changed=len(changed.rows) > 0, advanced=unwindowed, pages_changed=len(rows) > 0)
 
 
 def _add_pages(host: Any, settings: ListSettings, rows: npt.NDArray[np.intp], ids: Int32Array) -> None:
@@ -77,17 +78,26 @@ def _add_pages(host: Any, settings: ListSettings, rows: npt.NDArray[np.intp], id
     set_own_array(host, "paged_kv_indices", indices)
 
 
-def _update_views(metadata: CommonAttentionMetadata, table_changed: bool) -> None:
-    """Updates what was made of the host arrays: copies to tensors at the same addresses, and drops views."""
+def _update_views(
+    metadata: CommonAttentionMetadata, table_changed: bool, advanced: int | None = None, pages_changed: bool = True
+) -> None:
+    """Updates what was made of the host arrays: copies to tensors at the same addresses, and drops views.
+
+    ``advanced``: the block size where the device can move its fields on by itself, from whole tables that it has; then
+    one kernel takes the place of the copies.
+    """
     wrapped = vars(metadata)
     for name in ("_prefill", "_decode", *OF_ARRAYS):
         wrapped.pop(name, None)
     for name in ARRAYS & wrapped.keys():
         if isinstance(wrapped[name], np.ndarray):  # a caller may have set its shape or dtype in place
             del wrapped[name]
+    moved = frozenset() if advanced is None else _advance_on_device(metadata, advanced)
     for name in _FIELDS:
         value = wrapped.get(name)
-        if value is None or (name == "block_table" and not table_changed):
+        if value is None or name in moved or (name == "block_table" and not table_changed):
+            continue
+        if name == "paged_kv_indptr" and not pages_changed:
             continue
         array = getattr(own_arrays(metadata.host), name)
         if tuple(value.shape) != array.shape:
@@ -97,6 +107,32 @@ def _update_views(metadata: CommonAttentionMetadata, table_changed: bool) -> Non
 
             # Memory that is not pinned was staged when this returns, so it may be written to again.
             value.copy_(torch.from_numpy(array), non_blocking=True)
+
+
+def _advance_on_device(metadata: CommonAttentionMetadata, block_size: int) -> frozenset[str]:
+    """Moves the fields that lie on a GPU on by one kernel; their names, none where it cannot run."""
+    held = vars(metadata)
+    lens, table = held.get("seq_lens"), held.get("block_table")
+    if lens is None or table is None or not runs_kernels(lens):
+        return frozenset()
+    try:
+        from attncore.builder.lists import triton_advance
+    except ImportError:  # no triton
+        return frozenset()
+    names = ("seq_lens", "block_table", *triton_advance.FIELDS)
+    tensors = {name: held[name] for name in names if name in held}
+    host = own_arrays(metadata.host)
+    for name, tensor in tensors.items():
+        same_kind = tensor.device == lens.device and tensor.is_contiguous()
+        if not same_kind or tuple(tensor.shape) != getattr(host, name).shape:  # an engine's own
+            return frozenset()
+    triton_advance.advance_rows(tensors, block_size, len(host.query_lens), metadata.num_reqs)
+    return frozenset(tensors)
+
+
+def runs_kernels(tensor: Any) -> bool:
+    """Whether Triton launches kernels where ``tensor`` lies."""
+    return bool(getattr(tensor, "is_cuda", False))
 
 
 class Before(NamedTuple):

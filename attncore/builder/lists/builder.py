@@ -73,7 +73,7 @@ _new_source = tuple.__new__
 class CommonMetadataBuilder(Uncopied, ListSettings):
     """Builds metadata from lists of SequenceGroup, by the rules of the first generation (docs/list-builder.md).
 
-    ``layout`` names the dialect: ``common``, ``flash``, ``flashinfer`` or ``rocm``. ``block_size`` is in tokens.
+    ``layout`` names the dialect: ``common`` (None), ``flash``, ``flashinfer`` or ``rocm``. ``block_size`` is in tokens.
     ``sliding_window`` is the number of tokens that a query sees, itself included (None: all).
     ``max_seq_len_to_capture``, in tokens, is read only where a build pads for a CUDA graph: the table is then
     ``ceil(max_seq_len_to_capture / block_size)`` columns wide. ``backend`` None gives NumPy arrays; with a backend,
@@ -87,7 +87,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
     def __init__(
         self,
         block_size: int,
-        layout: str = "common",
+        layout: str | None = None,
         *,
         sliding_window: int | None = None,
         chunked_prefill: bool = False,
@@ -97,10 +97,16 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
         backend: Any = None,
         kernels: KernelsName | None = None,
     ) -> None:
+        layout = self.default_layout if layout is None else layout
         super().__init__(
             block_size, layout, sliding_window, chunked_prefill, max_seq_len_to_capture, encoder_decoder,
             max_encoder_seq_len_to_capture, backend, kernels,
         )  # fmt: skip
+
+    metadata_class: type[CommonAttentionMetadata] = CommonAttentionMetadata
+    """The class of the steps."""
+    default_layout = "common"
+    """The ``layout`` of a builder that is given none; ``backend.get_builder_cls()`` has the backend's."""
 
     __repr__ = guarded(list_builder_text)
 
@@ -118,9 +124,14 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
         input_tokens: Any = None,
         sampled_token_ids: Any = None,
         num_queries: int | None = None,
+        turn_prefills_into_decodes: bool = False,
     ) -> None:
         """Moves a step that this builder built on by one token: see ``attncore.builder.advance_step``."""
-        advance_step(metadata, input_tokens, sampled_token_ids, num_queries)
+        advance_step(metadata, input_tokens, sampled_token_ids, num_queries, turn_prefills_into_decodes)
+
+    def build_unplanned(self, groups: list[SequenceGroup]) -> CommonAttentionMetadata:
+        """``build`` without a plan and a graph, for a caller that is inside the builder."""
+        return self._build_step(groups, -1, _new_arrays, planned=False)
 
     def _build(
         self, groups: Iterable[SequenceGroup], cuda_graph_pad_size: int, allocate: Allocate
@@ -134,7 +145,9 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
         with self.enter():
             return self._build_step(groups, cuda_graph_pad_size, allocate)
 
-    def _build_step(self, groups: Any, cuda_graph_pad_size: int, allocate: Allocate) -> CommonAttentionMetadata:
+    def _build_step(
+        self, groups: Any, cuda_graph_pad_size: int, allocate: Allocate, *, planned: bool = True
+    ) -> CommonAttentionMetadata:
         reader, measures = self._reader, self._measure(groups)
         if reader.encoder_group >= 0 and not self._encoder_decoder:
             raise ValueError(
@@ -155,7 +168,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
         num_pages = measures.num_pages if self._dialect.page_lists else -1
         host = allocate(reader.num_seqs, num_reqs, num_tokens, width, num_pages)
         self._fill(pad, vars(host._arrays))
-        metadata = CommonAttentionMetadata(
+        metadata = self.metadata_class(
             host,
             self.wrap,
             num_reqs=num_reqs,
@@ -177,7 +190,7 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
             fields, counts = encoder_fields(self, groups, reader.num_seqs, measures.num_prefills, num_reqs, use_graph)
             vars(own_arrays(host)).update(fields)
             vars(metadata).update(counts)
-        if self.plan is not None:
+        if planned and self.plan is not None:
             self.plan(metadata)
         return metadata
 

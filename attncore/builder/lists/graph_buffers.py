@@ -122,8 +122,8 @@ class GraphBuffers:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The arrays that graphs read."""
-        return tuple(self._places)
+        """The arrays that graphs read; ``cross_slot_mapping`` is empty, for decodes run no encoder tokens."""
+        return (*self._places, "cross_slot_mapping") if self.has_encoder else tuple(self._places)
 
     def views(self, bucket: int) -> dict[str, Any]:
         """The tensors that a graph of ``bucket`` requests reads; none where it reads the host's arrays."""

@@ -18,7 +18,8 @@ class Sequence(NamedTuple):
     context_len: int
     """Tokens that are in the cache already, at least 0."""
     block_table: collections.abc.Sequence[int] | npt.NDArray[Any] | None
-    """Block ids (a list, tuple, int32 or int64 array on the host; ids 0 to 2**31 - 1), or None in a profiling run."""
+    """Block ids (a list, tuple, int32 or int64 array on the host; ids 0 to 2**31 - 1), or None in a profiling run. Long
+    tables are read fastest as int32 arrays."""
 
 
 class SequenceGroup(NamedTuple):

@@ -104,6 +104,7 @@ cdef class GroupReader(Entrance):
         cdef slot_t seq_id = 0, query_len = 0, context_len = 0, count = -1
         cdef object ids
         cdef Entry* entry
+        cdef Py_buffer buffer
         if not isinstance(sequence, tuple) or PyTuple_GET_SIZE(sequence) < 4:
             return 0
         if (read_int(<PyObject*> PyTuple_GET_ITEM(sequence, 0), &seq_id) == 0
@@ -114,11 +115,18 @@ cdef class GroupReader(Entrance):
             return 0
         ids = <object> PyTuple_GET_ITEM(sequence, 3)
         if ids is not None:
-            ids = readable(ids)
-            if ids is None or len(ids) > MAX_INT32:
-                return 0
-            self._reserve_ids(len(ids))
-            count = read_ids(ids, self.ids + self.num_ids, self.ids_capacity - self.num_ids, <slot_t> MAX_INT32 + 1)
+            if open_array(ids, &buffer):
+                try:
+                    count = self._read_array(&buffer)
+                finally:
+                    PyBuffer_Release(&buffer)
+            else:
+                ids = readable(ids)
+                if ids is None or len(ids) > MAX_INT32:
+                    return 0
+                self._reserve_ids(len(ids))
+                count = read_ids(ids, self.ids + self.num_ids, self.ids_capacity - self.num_ids,
+                                 <slot_t> MAX_INT32 + 1)
             if count < 0:
                 return 0
         self._reserve_entries()
@@ -130,6 +138,14 @@ cdef class GroupReader(Entrance):
             self.num_ids += count
         self.num_seqs += 1
         return 1
+
+    cdef slot_t _read_array(self, const Py_buffer* buffer) except -3:
+        """Copies the ids of an open array: the count, or -1 where one is bad or there are too many."""
+        cdef slot_t count = buffer.shape[0]
+        if count > MAX_INT32:
+            return -1
+        self._reserve_ids(count)
+        return copy_ids(buffer, self.ids + self.num_ids, count, <slot_t> MAX_INT32 + 1)
 
     def measure(self, length_t block_size, length_t window, bint chunked_prefill, bint hit_anywhere,
                 bint multi_token_decode):

@@ -129,17 +129,16 @@ def test_a_batch_of_more_blocks_than_the_cache_has() -> None:
     assert builder.build().num_reqs == 1
 
 
-def test_a_profiling_run_without_a_cache_gives_zeros() -> None:
+def test_a_profiling_run_without_keys_gives_zeros() -> None:
     backend = standin.backend()
     impl = backend.impl("layers.0", scale=1.0)
     batch = InputBatch(max_num_reqs=2, max_model_len=16, block_size=4)
-    builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8)
-    metadata = builder.build_profile([3, 2])
-    builder.build_profile([4])  # nothing of a plan is needed
-    tensors = [torch.randn(5, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
-    assert not impl.forward(*tensors, None, metadata).any()
+    metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=8).build_profile([3, 2])
+    query = torch.randn(5, 4, 64, dtype=torch.bfloat16)
+    nothing: Any = None
+    assert not impl.forward(query, nothing, nothing, None, metadata, write=False).any()
     output = torch.full((5, 4, 64), 7.0, dtype=torch.bfloat16)
-    assert impl.forward(*tensors, None, metadata, output) is output
+    assert impl.forward(query, nothing, nothing, None, metadata, output, write=False) is output
     assert not output.any()
 
 

@@ -127,7 +127,7 @@ BAD = [
     ((np.zeros(3, np.uint8), np.array([1, -1])), {}, ValueError, "sampled_token_ids: -1 does not fit input_tokens"),
     ((torch.zeros(3, dtype=torch.int32), torch.tensor([1, 2**40])), {}, ValueError, "sampled_token_ids: 1099511627776"),
     ((torch.zeros(3, dtype=torch.int8), np.array([1, 300])), {}, ValueError, "sampled_token_ids: 300 does not fit"),
-    ((), {"num_queries": 3}, ValueError, "num_queries: 3, but the step has 2 decodes"),
+    ((), {"num_queries": 3}, ValueError, "num_queries: 3, but the step has 2 rows"),
     ((), {"num_queries": True}, TypeError, "num_queries: True is not an integer"),
 ]
 

@@ -27,6 +27,7 @@ class FlashBackend(AttentionBackend):
 
     name = "flash"
     impl_class = FlashImpl
+    list_layout = "flash"
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)

@@ -41,6 +41,7 @@ class FlashInferBackend(AttentionBackend):
 
     name = "flashinfer"
     impl_class = FlashInferImpl
+    list_layout = "flashinfer"
 
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)

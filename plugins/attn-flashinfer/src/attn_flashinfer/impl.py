@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attn_flashinfer.checks import XQA_WINDOW_FP8
 from attn_flashinfer.pages import check_cache
+from attn_flashinfer.profiling import is_profiled, profiled_step
 from attncore import AttentionImpl, AttentionMetadata, CacheWriter, LayerFeatures, PlanKey
 
 if TYPE_CHECKING:
@@ -75,9 +76,10 @@ class FlashInferImpl(AttentionImpl):
         """Writes the step's keys and values to their slots, and attends; see the base class.
 
         ``kv_cache`` is ``[blocks, 2, block_size, num_kv_heads, head_size]`` (HND: heads before tokens), a pair of views
-        ``[blocks, block_size, num_kv_heads, head_size]``, or None in a profiling run, whose output is 0. ``metadata``
-        is of the step planned last, or of a captured size. The output of tokens of padding is not defined. Every key is
-        read in the cache, so that without ``write`` key and value are not needed.
+        ``[blocks, block_size, num_kv_heads, head_size]``, or None in a profiling run, which attends over the step's own
+        keys in a cache of its own, and so takes the memory of a step of these lengths. ``metadata`` is of the step
+        planned last, or of a captured size. The output of tokens of padding is not defined. Every key is read in the
+        cache, so that without ``write`` key and value are not needed; a profiling run without them gives 0.
         """
         return self._attend(query, key, value, kv_cache, metadata, output, None, write)
 
@@ -110,17 +112,22 @@ class FlashInferImpl(AttentionImpl):
     ) -> Tensor:
         if write is not True:
             write = self.check_write(write)
-        if kv_cache is not self._kv_cache:
+        if kv_cache is None:
             self.check_order(query, metadata)
-            if kv_cache is None:
+            if not write or not is_profiled(metadata):
                 return query.new_zeros(query.shape) if output is None else output.zero_()
-            self._take(kv_cache, metadata)
-        step = self._plans.step
-        if step.metadata() is not metadata:
-            self.check_order(query, metadata)
-            step = self._plans.find(metadata)
-        if write:
-            self._write(key, value, *self._slots, metadata.slot_mapping)
+            profiled = profiled_step(self.backend, self._write, key, value, metadata)
+            step, caches = self._plans.profiled(profiled, metadata.max_query_len), self._for_kernels(*profiled[2:])
+        else:
+            if kv_cache is not self._kv_cache:
+                self.check_order(query, metadata)
+                self._take(kv_cache, metadata)
+            step, caches = self._plans.step, self._caches
+            if step.metadata() is not metadata:
+                self.check_order(query, metadata)
+                step = self._plans.find(metadata)
+            if write:
+                self._write(key, value, *self._slots, metadata.slot_mapping)
         if output is None:
             output = query.new_empty(query.shape)
         target = output if output.is_contiguous() else query.new_empty(query.shape)
@@ -128,7 +135,7 @@ class FlashInferImpl(AttentionImpl):
             scaled = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             torch.mul(self._of_kv_heads(query), self._of_query, out=self._of_kv_heads(scaled))
             query = scaled
-        caches, scales, count = self._caches, self._scales, query.shape[0]
+        scales, count = self._scales, query.shape[0]
         for run, start, stop in step.parts:
             if stop - start == count:
                 part, out = query, target
@@ -150,6 +157,11 @@ class FlashInferImpl(AttentionImpl):
         kv_heads = self.backend.shape.num_kv_heads
         return tensor.view(count, kv_heads, heads // kv_heads, size)
 
+    def _for_kernels(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of a cache by slots, as the kernels take them."""
+        hnd = self.backend.shape.layout == "HND"
+        return (keys.transpose(1, 2), values.transpose(1, 2)) if hnd else (keys, values)
+
     def _take(self, kv_cache: Any, metadata: AttentionMetadata) -> None:
         """Keeps views of the layer's cache: as the kernels take it, and as slots address it."""
         keys, values = self.backend.kv_cache_views(kv_cache)
@@ -158,8 +170,7 @@ class FlashInferImpl(AttentionImpl):
                 f"kv_cache: strides {keys.stride()} of keys and {values.stride()} of values found; they must be equal"
             )
         check_cache(metadata, len(keys))
-        hnd = self.backend.shape.layout == "HND"
-        self._caches = (keys.transpose(1, 2), values.transpose(1, 2)) if hnd else (keys, values)
+        self._caches = self._for_kernels(keys, values)
         self._slots = keys, values
         # A list may hold other tensors the next time: it is never taken for the cache that is known.
         self._kv_cache = kv_cache if type(kv_cache) is not list else _NO_CACHE_YET

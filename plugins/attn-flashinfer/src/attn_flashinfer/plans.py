@@ -14,6 +14,7 @@ from attn_flashinfer.xqa import XqaDecode
 
 if TYPE_CHECKING:
     from attn_flashinfer.library import Library
+    from attn_flashinfer.profiling import ProfiledStep
     from attn_flashinfer.workspace import Workspace
     from attncore import AttentionMetadata
     from attncore.builder import CascadeRule, CommonMetadataBuilder
@@ -93,6 +94,15 @@ class KeyPlans:
             else:
                 captured.plan(pages)
                 self.step = StepPlan(ref(metadata), (Part(captured.run, 0, metadata.num_reqs),))
+
+    def profiled(self, step: ProfiledStep, longest: int) -> StepPlan:
+        """The plan of a profiling run, whose cache one layer has made; no query is longer than ``longest``."""
+        self.step = StepPlan(_nothing, ())  # the wrapper is that of prefills
+        append = self._append.get("prefill")
+        if append is None:
+            append = self._append["prefill"] = EagerAppend(self._tools.library, self._tools.workspace, self.settings)
+        append.plan(step.pages, 0, len(step.starts) - 1, step.starts, longest)
+        return StepPlan(_nothing, (Part(append.run, 0, int(step.starts[-1])),))
 
     def find(self, metadata: AttentionMetadata) -> StepPlan:
         """The plan of a step that is not the very object planned last; ValueError where there is none."""

@@ -31,6 +31,8 @@ class RocmBackend(AttentionBackend):
     HND. Raises ValueError where the device is not one that the plugin knows, beside what the base class refuses.
     """
 
+    list_layout = "rocm"
+
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
         asked = config.options.get("kernel", "auto")

@@ -1,0 +1,60 @@
+"""The cache of a profiling run: the step's own keys and values, paged, for as long as one layer runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_flashinfer.pages import Pages, tensor_over
+from attncore import AttentionMetadata, CacheWriter
+
+if TYPE_CHECKING:
+    from attn_flashinfer.backend import FlashInferBackend
+
+
+def is_profiled(metadata: AttentionMetadata) -> bool:
+    """Whether it is a step that can run without a cache: it has tokens, and no request has a context."""
+    starts, lens = metadata.host.query_start_loc, metadata.host.seq_lens
+    return bool(starts[-1]) and len(lens) == len(starts) - 1 and bool((np.diff(starts) == lens).all())
+
+
+class ProfiledStep(NamedTuple):
+    """Prompts without a context, in a cache that holds nothing else."""
+
+    pages: Pages
+    starts: Tensor
+    """int32[n + 1] on the host: where each request's tokens start."""
+    keys: Tensor
+    values: Tensor
+    """Views [blocks, block_size, num_kv_heads, head_size] on the device."""
+
+
+def profiled_step(
+    backend: FlashInferBackend, write: CacheWriter, key: Tensor, value: Tensor, metadata: AttentionMetadata
+) -> ProfiledStep:
+    """A cache with the keys and values of a step whose requests have no context."""
+    starts, block_size = metadata.host.query_start_loc, backend.shape.block_size
+    lens = np.diff(starts).astype(np.int32)
+    counts = -(-lens // block_size)
+    indptr = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    num_pages = int(indptr[-1])
+    first = indptr[:-1].astype(np.int64) * block_size - starts[:-1]  # less the tokens of the requests before
+    slots = np.repeat(first, lens) + np.arange(int(starts[-1]))
+    keys, values = backend.kv_cache_views(
+        torch.zeros(
+            backend.kv_cache_shape(num_pages, block_size, backend.shape.num_kv_heads, backend.shape.head_size),
+            dtype=backend.shape.cache_dtype, device=backend.config.device,
+        )
+    )  # fmt: skip
+    write(key[: len(slots)], value[: len(slots)], keys, values, backend.from_host(slots))
+    pages = Pages(
+        torch.from_numpy(indptr),
+        torch.from_numpy(np.where(counts > 0, lens - (counts - 1) * block_size, 0).astype(np.int32)),
+        torch.from_numpy(lens),
+        backend.from_host(np.arange(num_pages, dtype=np.int32)),
+    )
+    return ProfiledStep(pages, tensor_over(starts), keys, values)
