@@ -85,5 +85,5 @@ def page(title: str, body: str, charts: Iterable[str] = ()) -> str:
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body>\n<h1>{html.escape(title)}</h1>\n{body}\n{script}</body></html>\n"
+        f"<style>{STYLE}</style></head><body><main>\n<h1>{html.escape(title)}</h1>\n{body}\n</main>{script}</body></html>\n"
     )
