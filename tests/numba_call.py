@@ -15,3 +15,18 @@ state, out = np.ones((4, 1), np.int32), np.zeros(1, np.int32)
 print(find_missing(np.array([4], np.int32), state, 4, 2, 1, out))
 """
 """A call of one of those that say that they are compiled; it prints 1."""
+
+
+def build_steps():
+    """A step of each builder, for which numba compiles nearly all: before workers would do it at the same time."""
+    from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
+
+    batch = InputBatch(max_num_reqs=2, max_model_len=64, block_size=16, kernels="numba")
+    builder = MetadataBuilder(batch, max_num_batched_tokens=64)
+    batch.add_request("a", [1, 2], 3)
+    builder.build({"a": 2})
+    CommonMetadataBuilder(16, kernels="numba").build([SequenceGroup(False, [Sequence(0, 1, 3, [1])])])
+
+
+if __name__ == "__main__":
+    build_steps()

@@ -8,10 +8,11 @@ import types
 
 import numpy as np
 import pytest
+from interrupted_calls import AtOpcode
 
 from attncore.builder import InputBatch, KVCacheGroup, MetadataBuilder
 from attncore.errors import ConcurrentUseError
-from attncore.kernels.numba import objects, sequence_groups
+from attncore.kernels.numba import jit, objects, sequence_groups
 from attncore.kernels.numba.sequence_groups import GroupReader
 
 
@@ -256,3 +257,23 @@ def test_a_reader_grows_and_lets_nothing_go():
         assert reader._read_in_one(groups)
         gc.collect()
         assert reader.ids.tolist() == list(range(count)) * len(groups)
+
+
+@pytest.mark.parametrize("count", range(12))
+def test_an_interrupt_before_a_loop_is_ready_leaves_one_that_is_called(count):
+    function = jit.Entry(lambda value: value + 1, "int64(int64)")
+    with AtOpcode(count):
+        function.ready()
+    assert function(2) == 3
+    with pytest.raises(TypeError, match="No matching definition"):
+        function(np.zeros(1))
+
+
+def test_threads_that_need_a_loop_at_once_have_it():
+    function, found = jit.Entry(lambda value: value + 1, "int64(int64)"), []
+    threads = [threading.Thread(target=lambda: found.append(function(2))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [3] * 4

@@ -61,10 +61,19 @@ class Entry:
     def ready(self) -> Any:
         """The compiled function itself, which is called sooner than this object."""
         if not self._ready:
-            self._compiled.compile(self._signature)
+            self._compile()
             self._compiled.disable_compile()  # of arrays of another layout, in the middle of a step
             self._ready = True
         return self._compiled
+
+    def _compile(self) -> None:
+        if self._compiled.signatures:  # a call before this one was interrupted
+            return
+        try:
+            self._compiled.compile(self._signature)
+        except RuntimeError:
+            if not self._compiled.signatures:  # else another thread has compiled it meanwhile, and disabled it
+                raise
 
     def __call__(self, *args: Any) -> Any:
         return self.ready()(*args)

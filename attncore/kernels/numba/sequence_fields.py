@@ -68,15 +68,20 @@ def pad_entries(
         seq_start_loc[n + i + 1] = seq_start_loc[n + i] + 1
 
 
+@jit
+def copy_lengths(out, given, count):
+    for k in range(count):
+        out[k] = given[k]
+
+
 @entry_point(f"void({ENTRIES}, {IDS}, int64, int64, int64, int64)")
 def fill_entry_rows(entries, ids, table, num_rows, width, stride):
     """``table`` is an address, ``stride`` the bytes from one of its rows to the next."""
     for i in range(num_rows):
         row, count = lengths_at(table + i * stride), 0
         if i < len(entries):
-            start, count = entries[i, FIRST_ID] + entries[i, ROW_START], min(entries[i, ROW_COUNT], width)
-            for k in range(count):
-                row[k] = ids[start + k]
+            count = min(entries[i, ROW_COUNT], width)
+            copy_lengths(row, ids[entries[i, FIRST_ID] + entries[i, ROW_START] :], count)
         for k in range(count, width):
             row[k] = 0
 
@@ -90,8 +95,7 @@ def fill_entry_pages(entries, ids, block_size, indptr, indices, last_page_len):
         if i < len(entries) and entries[i, NUM_IDS] >= 0:
             seq_len = entries[i, CONTEXT_LEN] + entries[i, QUERY_LEN]
             needed = (seq_len - 1) // block_size + 1
-            for k in range(needed):
-                indices[pages + k] = ids[entries[i, FIRST_ID] + k]
+            copy_lengths(indices[pages:], ids[entries[i, FIRST_ID] :], needed)
             pages += needed
             last_page_len[i] = (seq_len - 1) % block_size + 1
         indptr[i + 1] = pages

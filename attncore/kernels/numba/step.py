@@ -305,7 +305,7 @@ class StepKernel(Words):
     def _run(self, shape: StepShape, num_decodes: int, num_reqs: int) -> Any:
         k, batch = self.next_step % self.depth, self.batch
         out = shape.arenas[k]
-        known, self._last[k] = self.last[k] is out, 0
+        known, self._last[k] = int(self.last[k] is out), 0
         self.last[k] = None  # until all is written
         same = any_step(self.address, shape.address, num_decodes, num_reqs, known)
         out.req_ids, out.moves = batch.req_ids, ()
