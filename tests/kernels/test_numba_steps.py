@@ -245,7 +245,7 @@ def test_an_interpreter_of_other_sizes_has_no_layout(monkeypatch, where, value):
 
 
 def test_this_interpreter_has_a_layout():
-    """Where it has none, lists are read six times as slowly: an interpreter to be looked at."""
+    """Where it has none, lists are read fifty times as slowly: an interpreter to be looked at."""
     known = sys.implementation.name == "cpython" and objects._has_known_sizes()
     assert (objects.find_layout() is not None) == known
 
