@@ -145,10 +145,12 @@ def test_a_steady_step_with_encoders():
         steps = []
         for _ in range(5):
             metadata = builder.build()
-            steps.append((metadata.encoder_query_lens.tolist(), metadata.encoder_seq_lens.tolist(), metadata.step))
+            slots = metadata.host.cross_slot_mapping.tolist()
+            steps.append((metadata.encoder_query_lens.tolist(), metadata.encoder_seq_lens.tolist(), slots))
         seen.append(steps)
     assert seen[0] == seen[1]
     assert [step[0] for step in seen[0]] == [[7, 7], *[[0, 0]] * 4]
+    assert [len(step[2]) for step in seen[0]] == [14, 0, 0, 0, 0]
 
 
 def group(*tables, is_prompt=False, hit=False, more=()):
