@@ -17,7 +17,7 @@ TORCH_INDEX ?=
 INSTALL_TORCH = install -q -c requirements/shared.txt $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") "$(TORCH)"
 TRACE ?= ../shared/traces/azure_llm_2023_conv.csv.gz
 
-# The first test run compiles numba's functions; both cores then share the rest.
+# tests/numba_call.py has numba compile its functions; both cores then share the rest.
 JOBS ?= 2
 
 .PHONY: help demo docs test test-all test-gpu test-debug test-asan test-dev fuzz lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay \
@@ -103,9 +103,11 @@ types: $(VENV)/.plugins
 	$(BIN)/mypy
 
 test: $(VENV)/.plugins $(VENV)/.sources lint types
+	$(BIN)/python tests/numba_call.py
 	ATTN_FLASH_SOURCES=$(SOURCES)/4:$(SOURCES)/2 ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not slow"
 
 test-all: $(VENV)/.plugins $(VENV)/.sources lint types
+	$(BIN)/python tests/numba_call.py
 	ATTN_FLASH_SOURCES=$(SOURCES)/4:$(SOURCES)/2 ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
 	$(MAKE) test-debug test-dev
 

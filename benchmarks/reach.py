@@ -33,6 +33,19 @@ def engine_rows(run, us):
             yield f"{b['group']} beyond a plain build", f"{value:.2f} us", "< 1 us", value < 1
 
 
+def numba_rows(us):
+    """The goals of the kernels in numba; none for a run that was saved before they were timed."""
+    if ("decode 256", "persistent, numba") not in us:
+        return
+    for n, goal in ((256, 4), (1, 2)):
+        value = us[f"decode {n}", "persistent, numba"]
+        yield f"persistent builder on numba, decode {n}", f"{value:.2f} us", f"<= {goal} us", value <= goal
+    ratio = us["decode 256 lists", "plain python"] / us["decode 256 lists", "lists common, numba"]
+    yield "list builder on numba, decode 256, plain Python", f"{ratio:.1f}x", ">= 5x", ratio >= 5
+    value = us["start on numba", "first build"] / 1e6
+    yield "a process's first build on numba, warm cache", f"{value:.2f} s", "< 1.5 s", value < 1.5
+
+
 def rows(run):
     """(what, figure, goal, whether it holds) for every goal."""
     us = medians(run)
@@ -46,6 +59,7 @@ def rows(run):
     ratio = us["decode 256 lists", "plain python"] / us["decode 256 lists", "lists common"]
     goal = 4 if public_api else 8
     yield "list builder, decode 256, against plain Python", f"{ratio:.1f}x", f">= {goal}x", ratio >= goal
+    yield from numba_rows(us)
     ratio = us["prefill 1x8192", "persistent"] / us["prefill 1x8192", "copy"]
     yield "prefill 1x8192, against a copy of the bytes", f"{ratio:.2f}x", "<= 3x", ratio <= 3
     slowest = max(value for (group, _), value in us.items() if group.startswith("attncore build"))

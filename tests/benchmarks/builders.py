@@ -14,10 +14,10 @@ from attncore.builder import (
 from attncore.builder.lists.capture_state import CommonAttentionState
 
 
-def persistent(rows, max_tokens=8192):
+def persistent(rows, max_tokens=8192, kernels=None):
     """The batch, its builder, and what build is called with: the rows that do not run one token."""
     longest = max(len(row.blocks) for row in rows) * BLOCK_SIZE
-    batch = InputBatch(max_num_reqs=len(rows), max_model_len=longest, block_size=BLOCK_SIZE)
+    batch = InputBatch(max_num_reqs=len(rows), max_model_len=longest, block_size=BLOCK_SIZE, kernels=kernels)
     builder = MetadataBuilder(batch, max_num_batched_tokens=max(max_tokens, len(rows)))
     for i, row in enumerate(rows):
         batch.add_request(i, row.blocks, row.computed)

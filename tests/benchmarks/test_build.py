@@ -1,16 +1,29 @@
-"""Both builders, beside the plain-Python way, the vectorised NumPy way and a memory copy of the bytes written."""
+"""Both builders, on both kernels, beside the plain-Python way, the vectorised NumPy way and a copy of what is written.
 
+A way that runs on numba has the name of that on Cython with ", numba" behind it.
+"""
+
+import subprocess
+import sys
 import threading
 import time
 
 import baselines
 import builders
+import numba
 import numpy as np
 import pytest
 import shapes
 from shapes import BLOCK_SIZE
 
 ROUNDS, ITERATIONS = 2000, 8  # 16,000 decode steps: within the blocks' headroom
+FIRST_BUILD = """
+from attncore.builder import InputBatch, MetadataBuilder
+batch = InputBatch(max_num_reqs=1, max_model_len=64, block_size=16, kernels="numba")
+builder = MetadataBuilder(batch, max_num_batched_tokens=64)
+batch.add_request(0, [1], 3)
+builder.build()
+"""
 LAYOUTS = ("common", "flash", "flashinfer", "rocm")
 
 
@@ -26,11 +39,15 @@ def named(benchmark, group, way, floor_bytes=None):
         benchmark.extra_info["bytes"] = floor_bytes
 
 
+def on(kernels, way):
+    return f"{way}, numba" if kernels == "numba" else way
+
+
 @pytest.mark.parametrize("n", shapes.DECODES)
 class TestDecode:
-    def test_persistent(self, benchmark, n):
-        _, builder, scheduled = builders.persistent(shapes.decodes(n))
-        named(benchmark, f"decode {n}", "persistent")
+    def test_persistent(self, benchmark, n, kernels):
+        _, builder, scheduled = builders.persistent(shapes.decodes(n), kernels=kernels)
+        named(benchmark, f"decode {n}", on(kernels, "persistent"))
         time_steps(benchmark, builder.build, scheduled)
 
     def test_vectorised(self, benchmark, n):
@@ -50,9 +67,9 @@ class TestDecode:
         time_steps(benchmark, baselines.copy_of(size))
 
     @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_lists(self, benchmark, n, layout):
-        build = builders.list_builder(shapes.decodes(n, headroom=0), layout)
-        named(benchmark, f"decode {n} lists", f"lists {layout}")
+    def test_lists(self, benchmark, n, layout, kernels):
+        build = builders.list_builder(shapes.decodes(n, headroom=0), layout, kernels)
+        named(benchmark, f"decode {n} lists", on(kernels, f"lists {layout}"))
         benchmark.pedantic(build, rounds=100, warmup_rounds=5)
 
     def test_lists_plain_python(self, benchmark, n):
@@ -92,21 +109,45 @@ class TestLongDecode:
         benchmark.pedantic(baselines.plain_python, (rows, BLOCK_SIZE), rounds=5, warmup_rounds=1)
 
 
+@pytest.mark.parametrize("what", ["numba alone", "first build"])
+def test_start(benchmark, what):
+    """A process that imports numba to compile a function that does nothing, and one that builds a step; warm cache."""
+    program = {"numba alone": "import numba; numba.njit('int64(int64)')(lambda x: x)", "first build": FIRST_BUILD}[what]
+    command = [sys.executable, "-c", program]
+    named(benchmark, "start on numba", what)
+    benchmark.pedantic(subprocess.run, (command,), {"check": True}, rounds=5, warmup_rounds=1)
+
+
+@pytest.mark.parametrize("arguments", ["one int", "one array", "twelve arrays"])
+def test_numba_floor(benchmark, arguments):
+    """A compiled function that does nothing: what numba takes to read arguments."""
+    array = np.zeros(256, np.int32)
+    given = {"one int": (1,), "one array": (array,), "twelve arrays": (array,) * 12}[arguments]
+
+    @numba.njit
+    def nothing(*given):
+        return 0
+
+    nothing(*given)
+    named(benchmark, "numba reads arguments", arguments)
+    benchmark.pedantic(nothing, given, rounds=ROUNDS, iterations=ITERATIONS, warmup_rounds=5)
+
+
 SHAPES = {f"prefill {n}x{tokens}": shapes.prefills(n, tokens) for n, tokens in shapes.PREFILLS}
 SHAPES["mixed 128 + 2048"] = shapes.mixed()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 class TestPrefillAndMixed:
-    def test_persistent(self, benchmark, shape):
+    def test_persistent(self, benchmark, shape, kernels):
         rows = SHAPES[shape]
-        batch, builder, scheduled = builders.persistent(rows)
+        batch, builder, scheduled = builders.persistent(rows, kernels=kernels)
 
         def again():
             for i, row in enumerate(rows):
                 batch.rollback(i, batch.num_computed_tokens(i) - row.computed)
 
-        named(benchmark, shape, "persistent")
+        named(benchmark, shape, on(kernels, "persistent"))
         benchmark.pedantic(builder.build, (scheduled,), setup=again, rounds=2000, warmup_rounds=20)
 
     def test_vectorised(self, benchmark, shape):
@@ -123,9 +164,9 @@ class TestPrefillAndMixed:
         benchmark.pedantic(baselines.copy_of(size), rounds=2000, warmup_rounds=20)
 
     @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_lists(self, benchmark, shape, layout):
-        build = builders.list_builder(SHAPES[shape], layout)
-        named(benchmark, f"{shape} lists", f"lists {layout}")
+    def test_lists(self, benchmark, shape, layout, kernels):
+        build = builders.list_builder(SHAPES[shape], layout, kernels)
+        named(benchmark, f"{shape} lists", on(kernels, f"lists {layout}"))
         benchmark.pedantic(build, rounds=100, warmup_rounds=5)
 
     def test_lists_plain_python(self, benchmark, shape):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from numba_call import ASK
+from numba_call import ASK, ENTRY
 
 import attncore
 
@@ -58,6 +58,33 @@ def test_a_change_in_another_file_reaches_a_compiled_function(tmp_path):
     slots = copy / "kernels" / "numba" / "slots.py"
     slots.write_text(slots.read_text().replace("return token % block_size", "return token % block_size + 100"))
     assert ask() == "121"
+
+
+def test_a_new_installation_of_the_same_version_has_what_the_one_before_compiled(tmp_path):
+    """Installed, the cache is the user's; the files of a new installation have other times."""
+    packages, environment = tmp_path / "site-packages", os.environ | {"XDG_CACHE_HOME": str(tmp_path / "home")}
+    environment.pop("NUMBA_CACHE_DIR", None)
+    environment["PYTHONPATH"] = str(packages)
+    found = []
+    for _ in range(2):
+        ignored = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(
+            Path(attncore.__file__).parent, packages / "attncore", ignore=ignored, copy_function=shutil.copy
+        )
+        words = [sys.executable, "-c", ASK]
+        done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stdout == "21\n"
+        found.append({file: file.stat().st_mtime_ns for file in (tmp_path / "home").rglob("*.nb?")})
+        shutil.rmtree(packages)
+    assert found[0] == found[1] != {}
+
+
+def test_it_says_that_it_compiles_and_where_it_keeps_that(tmp_path):
+    out, err = ask(tmp_path, ENTRY)
+    assert out == "1\n"
+    assert err.startswith("numba compiles the kernels, which takes half a minute or so; they are kept in ")
+    assert str(tmp_path) in err
+    assert ask(tmp_path, ENTRY) == ("1\n", "")
 
 
 @pytest.fixture(scope="module")

@@ -14,23 +14,34 @@ import attncore.kernels
 from attncore.kernels.numba import sequence_checks
 
 KERNELS = Path(attncore.kernels.__file__).parent
-STRUCT = "a C struct; a loop of numba's takes arrays and returns tuples"
+STRUCT = "a C struct; a Struct of the numba side's is no class, or its loop takes arrays and returns tuples"
+PART = "a part of a loop, whose whole would be long"
+FIELD = "a field in C"
 NO_STEP = "a method in C runs whole; in Python a signal's handler may run in the middle, and a roll-back begin anew"
+OBJECT = "objects are read in a loop, which has no macros of CPython's"
 EXCEPTIONS = {
     "types": "C types",
     "sent_steps": "one call in C; the numba side serves no device, and its steps take the longer way",
     "codes": "attncore/kernels/codes.py for C; the numba side imports that",
     "sent_ahead": "the same",
     "jit": "how numba compiles",
+    "memory": "structs and pointers, which C has",
+    "objects": OBJECT,
     "library": "how numba is imported",
     "block_ids.read_small_int": "CPython's layout of an int",
     "block_ids.read_other_int": "what is no small int; the numba side has one way for all",
     "slots.BlockSize": STRUCT,
-    "slots.block_size_of": "the shift of a power of two, which BlockSize holds",
+    "slots.block_size_of": "makes a BlockSize",
+    "slots.shift_of": "what BlockSize holds",
     "block_table.TableView": STRUCT,
+    "block_table.TableState.follow": "the address of an array in a struct, which C writes there itself",
     "checks.Failure": STRUCT,
+    "context_parallel.Ranks": STRUCT,
     "columns.ColumnOut": STRUCT,
     "columns.ColumnView": STRUCT,
+    "columns.copy_items": "memcpy and memset",
+    "sequence_fields.copy_lengths": "memcpy",
+    "encoders.has_encoder": "asked by is_steady too",
     "adopted_rows.AdoptedCounts": STRUCT,
     "checks.stale_rows": "SSE2",
     "one_token_rows.prefix_sum": "SSE2",
@@ -43,13 +54,37 @@ EXCEPTIONS = {
     "entrance.begin": "what a direct call does; those of the numba side enter",
     "entrance.Stay.lasts": "in C a Stay that is let go ends: no frame is looked for",
     "batch.BatchState._restored": NO_STEP,
-    "step.StepKernel.next_step": "a field in C",
-    "step.advance": NO_STEP,
+    "batch.BatchState.req_ids": FIELD,
+    "step_arena.StepArena.req_ids": FIELD,
+    "step_arena.StepArena.moves": FIELD,
+    "step_arena.group_at": "an element of an array of structs",
+    "step_arena._forget": "a loop; the arena's method in C",
+    "step_arena.StepArena._forget": "the same",
+    "step.steady_step": NO_STEP,
+    "step.any_step": NO_STEP,
+    "step.longest_decode": NO_STEP,
     "step.go_back": NO_STEP,
+    "step.is_steady": "in C every step of decodes alone is one call",
+    "step.holds_decodes": PART,
+    "step.write_step": PART,
+    "step.write_counts": PART,
+    "step.note_ran": PART,
+    "step.ran_at": PART,
     "sequence_checks.Entry": STRUCT,
     "sequence_checks.GroupTotals": STRUCT,
     "sequence_groups.GroupReader._reserve_entries": "realloc; NumPy allocates",
     "sequence_groups.GroupReader._reserve_ids": "realloc; NumPy allocates",
+    "sequence_groups.GroupReader._read_in_one": OBJECT,
+    "sequence_groups.GroupReader._read_into": OBJECT,
+    "sequence_groups.GroupReader._read_objects": OBJECT,
+    "sequence_groups.read_groups": OBJECT,
+    "sequence_groups.read_group": OBJECT,
+    "sequence_groups.read_sequence": OBJECT,
+    "sequence_groups.read_table": OBJECT,
+    "sequence_groups.are_told_apart": OBJECT,
+    "sequence_groups.items_of": OBJECT,
+    "sequence_groups.item_of": OBJECT,
+    "sequence_groups.size_of": OBJECT,
 }
 
 CYTHON_NAME = re.compile(

@@ -3,7 +3,7 @@
 import numpy as np
 
 from attncore.kernels.codes import DECODE, PREFILL, REST
-from attncore.kernels.numba.jit import jit
+from attncore.kernels.numba.jit import entry_point, jit
 
 
 @jit
@@ -13,7 +13,7 @@ def kind_of(query_len, decode_threshold):
     return DECODE if query_len <= decode_threshold else PREFILL
 
 
-@jit
+@entry_point("UniTuple(int64, 2)(int32[::1], int64, int64, int8[::1])")
 def mark_kinds(query_lens, n, decode_threshold, kinds):
     num_decodes = num_prefills = 0
     for i in range(n):
@@ -38,7 +38,7 @@ def exchange(kinds, i, j, swaps, count):
     return count + 1
 
 
-@jit
+@entry_point("int64(int8[::1], int64, int64, int64, int32[:, ::1])")
 def plan_swaps(kinds, n, first, second, swaps):
     # The comments of arrange.pxi say why these are the fewest.
     bounds = np.array([0, first, first + second, n])

@@ -6,27 +6,57 @@ from typing import Any
 
 import numpy as np
 
-from attncore.kernels.codes import COMPUTED, ENCODER_LENS, PLACE, SYNCED
+from attncore.kernels.codes import COMPUTED, ENCODER_DONE, ENCODER_LENS, PLACE, SYNCED
 from attncore.kernels.numba.block_ids import check_row
 from attncore.kernels.numba.block_table import TableState, swap_blocks
 from attncore.kernels.numba.entrance import Entrance
+from attncore.kernels.numba.memory import Struct, Words, address_of, number
+
+BATCH = Struct(
+    "num_computed", "encoder_lens", "encoder_done", "places", "capacity", "decoders", "num_decoders", "cross", "taken",
+    "num_rows", "dirty", "version", "changes", "named",
+)  # fmt: skip
+"""What loops know of a batch: addresses of the state's rows, of the tables' structs and of Entrance.taken.
+
+``named`` grows with each new ``req_ids``.
+"""
+BATCH_VIEW = BATCH.type
 
 
-class BatchState(Entrance):
+class BatchState(Words, Entrance):
+    num_rows = number(BATCH, "num_rows")
+    version = number(BATCH, "version")
+    changes = number(BATCH, "changes")
+    dirty = number(BATCH, "dirty")
+    named = number(BATCH, "named")
+
     def __init__(self, state: Any, decoders: list[TableState], cross: TableState | None) -> None:
         super().__init__()
         self.state, self.decoders, self.cross = state, decoders, cross
         self.capacity = state.shape[1]
         self.num_computed, self.places = state[COMPUTED], state[PLACE]
         for table in decoders:
-            table.num_computed = self.num_computed
+            table.follow(self.num_computed)
         if cross is not None:
-            cross.num_computed = state[ENCODER_LENS]
-        self.version = 0
-        self.num_rows = 0
-        self.dirty = True
-        self.changes = self.max_encoder_len = 0
-        self.req_ids: tuple[Any, ...] = ()
+            cross.follow(state[ENCODER_LENS])
+        self._views = np.array([table.address for table in decoders], np.int64)
+        rows = (address_of(state[row], np.int32) for row in (COMPUTED, ENCODER_LENS, ENCODER_DONE, PLACE))
+        self._own(
+            BATCH, **dict(zip(BATCH.names, rows, strict=False)), capacity=self.capacity, num_decoders=len(decoders),
+            decoders=address_of(self._views, np.int64), cross=cross.address if cross is not None else 0,
+            taken=address_of(self.taken, np.int64), dirty=True,
+        )  # fmt: skip
+        self.max_encoder_len = 0
+        self._req_ids: tuple[Any, ...] = ()
+
+    @property
+    def req_ids(self) -> tuple[Any, ...]:
+        return self._req_ids
+
+    @req_ids.setter
+    def req_ids(self, req_ids: tuple[Any, ...]) -> None:
+        self.named += 1  # before: an interrupt in between leaves the old ones, under another number
+        self._req_ids = req_ids
 
     def set_num_rows(self, count: int) -> None:
         check_row(count, self.capacity + 1)

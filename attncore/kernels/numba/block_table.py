@@ -18,30 +18,44 @@ from attncore.kernels.codes import (
     SYNCED,
 )
 from attncore.kernels.numba.block_ids import check_row, exceeds, read_ids, readable
-from attncore.kernels.numba.jit import jit
-from attncore.kernels.numba.slots import column_of
+from attncore.kernels.numba.jit import entry_point, jit
+from attncore.kernels.numba.memory import Struct, Words, address_of, lengths_at, wide
+from attncore.kernels.numba.slots import column_of, shift_of
+
+VIEW = Struct(
+    "num_computed", "num_blocks", "column", "block", "stale", "num_stale", "table", "width", "tokens", "shift",
+    "null_ids",
+)  # fmt: skip
+"""The C struct TableView: addresses of the state's rows, of ``stale`` and of the table, and the sizes of blocks."""
+TABLE_VIEW = VIEW.type
+LENGTHS, STATE = "int32[::1]", "int32[:, ::1]"
+"""numba's types of arrays; a table is such a one as a state is."""
 
 
 @jit
-def cache_block(state, table, i, column):
-    if column != state[CACHED_COLUMN, i]:
-        state[CACHED_COLUMN, i] = column
-        state[CACHED_BLOCK, i] = table[i, column]
+def cache_block(view, i, column):
+    columns = lengths_at(view.column)
+    if column != columns[i]:
+        columns[i] = column
+        lengths_at(view.block)[i] = lengths_at(view.table)[i * view.width + column]
 
 
 @jit
-def cache_stale_blocks(computed, state, table, block_size, stale, num_stale):
-    for k in range(num_stale):
-        cache_block(state, table, stale[k], column_of(computed[stale[k]], block_size))
+def cache_stale_blocks(view):
+    computed, stale = lengths_at(view.num_computed), lengths_at(view.stale)
+    for k in range(view.num_stale):
+        i = wide(stale[k])
+        cache_block(view, i, column_of(computed[i], view.tokens))
 
 
 @jit
-def cache_decode_blocks(computed, state, table, block_size, count):
+def cache_decode_blocks(view, count):
+    computed = lengths_at(view.num_computed)
     for i in range(count):
-        cache_block(state, table, i, column_of(computed[i], block_size))
+        cache_block(view, i, column_of(computed[i], view.tokens))
 
 
-@jit
+@entry_point(f"int64({LENGTHS}, {STATE}, int64, int64, int64, {LENGTHS})")
 def find_missing(computed, state, block_size, width, num_rows, out):
     count = 0
     for i in range(num_rows):
@@ -57,7 +71,7 @@ def exchange_lengths(values, i, j):
     values[i], values[j] = values[j], values[i]
 
 
-@jit
+@entry_point(f"void({STATE}, {STATE}, int64, int64)")
 def swap_blocks(state, table, i, j):
     for k in range(max(state[NUM_BLOCKS, i], state[NUM_BLOCKS, j])):
         table[i, k], table[j, k] = table[j, k], table[i, k]
@@ -67,7 +81,7 @@ def swap_blocks(state, table, i, j):
     state[SYNCED, i] = state[SYNCED, j] = 0
 
 
-@jit
+@entry_point(f"int64({STATE}, {STATE}, int64, {LENGTHS})")
 def write_journal(state, table, num_rows, entries):
     count, room = 0, len(entries) // JOURNAL_ENTRY_WORDS
     for i in range(num_rows):
@@ -82,7 +96,7 @@ def write_journal(state, table, num_rows, entries):
     return count
 
 
-@jit
+@entry_point(f"boolean({STATE}, {STATE}, int64, int64, int64, int64)")
 def stands(state, table, row, start, passed, each):
     stop, ids = state[NUM_BLOCKS, row], table[row]
     for k in range(max(start, passed), stop):
@@ -99,16 +113,26 @@ def stands(state, table, row, start, passed, each):
     return True
 
 
-class TableState:
+class TableState(Words):
     num_computed: Any  # the batch's
 
     def __init__(
         self, state: Any, stale: Any, table: Any, block_size: int, num_blocks: int, kernel_blocks: int
     ) -> None:
         self.state, self.stale, self.table = state, stale, table
+        self._own(
+            VIEW, num_blocks=address_of(state[NUM_BLOCKS], np.int32), column=address_of(state[CACHED_COLUMN], np.int32),
+            block=address_of(state[CACHED_BLOCK], np.int32), stale=address_of(stale, np.int32),
+            table=address_of(table, np.int32), width=table.shape[1], tokens=block_size, shift=shift_of(block_size),
+            null_ids=kernel_blocks,
+        )  # fmt: skip
         self.block_size, self.num_blocks, self.kernel_blocks = block_size, num_blocks, kernel_blocks
         self.capacity, self.width = table.shape
-        self.num_stale = 0
+
+    def follow(self, num_computed: Any) -> None:
+        """``num_computed`` has the tokens of the rows that are in the cache."""
+        self.num_computed = num_computed
+        self.words[VIEW.names.index("num_computed")] = address_of(num_computed, np.int32)
 
     def start(self, row: int) -> None:
         check_row(row, self.capacity)

@@ -1,20 +1,11 @@
 """Checks before a step, which change nothing but cached blocks."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 
 from attncore.arguments import INT32_MAX
 from attncore.kernels.codes import (
-    CACHED_COLUMN,
-    COMPUTED,
-    ENCODER_DONE,
-    ENCODER_LENS,
     ENCODER_NOT_CAPTURED,
     NULL_BLOCK,
-    NUM_BLOCKS,
     OK,
     QUERY_NOT_CAPTURED,
     TOO_FEW_BLOCKS,
@@ -24,19 +15,20 @@ from attncore.kernels.codes import (
     TOO_MANY_SEQ_TOKENS,
     TOO_MANY_TOKENS,
 )
-from attncore.kernels.numba.batch import BatchState
-from attncore.kernels.numba.block_table import TableState, cache_stale_blocks
-from attncore.kernels.numba.jit import jit
+from attncore.kernels.numba.batch import BATCH_VIEW
+from attncore.kernels.numba.block_table import TABLE_VIEW, cache_stale_blocks
+from attncore.kernels.numba.jit import entry_point, jit
+from attncore.kernels.numba.memory import lengths_at, longs_at, struct_at, wide
 from attncore.kernels.numba.slots import column_of
-from attncore.kernels.numba.step_shape import StepShape
+from attncore.kernels.numba.step_shape import SHAPE
 
 
 @jit
 def longest_of(lengths, count):
-    longest = 0
+    longest = np.int32(0)
     for i in range(count):
         longest = max(longest, lengths[i])
-    return longest
+    return wide(longest)
 
 
 @jit
@@ -48,116 +40,120 @@ def sum_of(lengths, count):
 
 
 @jit
-def find_stale(computed, state, table, block_size, null_ids, count, stale):
-    """How many rows have another block than the cached one for their next token, -1 where one has none."""
-    num_stale = 0
-    for i in range(count):
-        stale[num_stale] = i
-        num_stale += column_of(computed[i], block_size) != state[CACHED_COLUMN, i]
+def find_stale(view, count):
+    """Whether each row has a block for its next token; notes the rows whose cached block is another one."""
+    computed, cached, stale = lengths_at(view.num_computed), lengths_at(view.column), lengths_at(view.stale)
+    shift, num_stale = view.shift, 0
+    if shift >= 0:
+        for i in range(count):
+            stale[num_stale] = i
+            num_stale += (computed[i] >> shift) != cached[i]
+    else:
+        for i in range(count):
+            stale[num_stale] = i
+            num_stale += column_of(computed[i], view.tokens) != cached[i]
+    view.num_stale = num_stale
     for k in range(num_stale):
-        i = stale[k]
-        column = column_of(computed[i], block_size)
-        if column >= state[NUM_BLOCKS, i] or table[i, column] < null_ids:
-            return -1
-    return num_stale
+        i = wide(stale[k])
+        column = column_of(computed[i], view.tokens)
+        if column >= lengths_at(view.num_blocks)[i]:
+            return False
+        if lengths_at(view.table)[i * view.width + column] < view.null_ids:
+            return False
+    return True
 
 
 @jit
-def most_padded(pads, shape_reqs, pad_seq_len, num_reqs):
-    return INT32_MAX - ((shape_reqs - num_reqs) * pad_seq_len if pads else 0)
+def most_padded(shape, num_reqs):
+    return INT32_MAX - ((shape.num_reqs - num_reqs) * shape.pad_seq_len if shape.pads else 0)
 
 
-def decodes_fit(batch: BatchState, shape: StepShape, max_model_len: int) -> int:
-    count, computed = batch.num_rows, batch.num_computed
-    most = most_padded(shape.pads, shape.num_reqs, shape.pad_seq_len, count)
-    for table in batch.decoders:
-        table.num_stale = find_stale(
-            computed, table.state, table.table, table.block_size, table.kernel_blocks, count, table.stale
-        )
-        if table.num_stale < 0:
+@jit
+def decodes_fit(batch, shape, max_model_len):
+    count, computed = batch.num_rows, lengths_at(batch.num_computed)
+    most = most_padded(shape, count)
+    for g in range(batch.num_decoders):
+        if not find_stale(struct_at(longs_at(batch.decoders)[g], TABLE_VIEW), count):
             return -1
-    longest = int(longest_of(computed, count))
+    longest = longest_of(computed, count)
     if longest >= max_model_len and count:
         return -1
     if count * max_model_len > most and sum_of(computed, count) + count > most:
         return -1
-    if most < INT32_MAX and batch.cross is not None and sum_of(batch.state[ENCODER_LENS], count) > most:
+    if most < INT32_MAX and batch.cross and sum_of(lengths_at(batch.encoder_lens), count) > most:
         return -1
-    for table in batch.decoders:
-        if table.num_stale:
-            cache_stale_blocks(computed, table.state, table.table, table.block_size, table.stale, table.num_stale)
+    for g in range(batch.num_decoders):
+        cache_stale_blocks(struct_at(longs_at(batch.decoders)[g], TABLE_VIEW))
     return longest
 
 
 @jit
-def check_blocks(state, table, block_size, null_ids, num_rows, starts, lens):
-    """The first row of which tokens starts..starts + lens have no block of their own: (code, row, token)."""
-    for i in range(num_rows):
-        if lens[i] == 0:
+def check_blocks(view, i, start, stop):
+    """Whether tokens start..stop of row i have blocks of their own: (code, token)."""
+    column, last = column_of(start, view.tokens), column_of(stop - 1, view.tokens)
+    if last >= lengths_at(view.num_blocks)[i]:
+        return TOO_FEW_BLOCKS, max(lengths_at(view.num_blocks)[i] * view.tokens, start)
+    if column == lengths_at(view.column)[i]:
+        column += 1
+    while column <= last:
+        if lengths_at(view.table)[i * view.width + column] < view.null_ids:
+            return NULL_BLOCK, max(column * view.tokens, start)
+        column += 1
+    return OK, start
+
+
+@entry_point("UniTuple(int64, 4)(int64, int64, int64, int64, int64)")
+def check_rows(batch_address, query_lens, max_model_len, max_num_tokens, max_num_encoder_tokens):
+    """(code, row, token, group) of the first row that fails."""
+    batch, lens = struct_at(batch_address, BATCH_VIEW), lengths_at(query_lens)
+    num_tokens = num_seq_tokens = num_encoder_tokens = num_encoder_seq_tokens = 0
+    for i in range(batch.num_rows):
+        query_len, computed = wide(lens[i]), wide(lengths_at(batch.num_computed)[i])
+        if query_len == 0:
             continue
-        start, held = starts[i], state[NUM_BLOCKS, i]
-        column, last = column_of(start, block_size), column_of(start + lens[i] - 1, block_size)
-        if last >= held:
-            return TOO_FEW_BLOCKS, i, max(held * block_size, start)
-        if column == state[CACHED_COLUMN, i]:
-            column += 1
-        while column <= last:
-            if table[i, column] < null_ids:
-                return NULL_BLOCK, i, max(column * block_size, start)
-            column += 1
-    return OK, num_rows, 0
-
-
-def check_rows(
-    batch: BatchState, query_lens: Any, max_model_len: int, max_num_tokens: int, max_num_encoder_tokens: int
-) -> tuple[int, int, int, int]:
-    n, lens = batch.num_rows, query_lens[: batch.num_rows]
-    computed = batch.num_computed[:n]
-    too_long = np.flatnonzero(lens > max_model_len - computed)[:1].tolist()
-    # The other checks are of the rows before it. A row that fails several ones answers with the first of them.
-    num_rows = too_long[0] if too_long else n
-    failures = [(row, -1, TOO_LONG, 0) for row in too_long]
-    checked: list[tuple[TableState, Any, Any]] = [(table, computed, lens) for table in batch.decoders]
-    num_encoder_tokens = num_encoder_seq_tokens = 0
-    if batch.cross is not None:
-        encoders = np.where(lens > 0, batch.state[ENCODER_LENS, :n], 0)
-        fresh = np.where(batch.state[ENCODER_DONE, :n] != 0, 0, encoders)
-        num_encoder_seq_tokens, num_encoder_tokens = int(sum_of(encoders, n)), int(sum_of(fresh, n))
-        checked.append((batch.cross, np.zeros_like(fresh), fresh))
-    for group, (table, starts, counts) in enumerate(checked):
-        code, row, token = check_blocks(
-            table.state, table.table, table.block_size, table.kernel_blocks, num_rows, starts, counts
-        )
-        if code != OK:
-            failures.append((row, group, code, token))
-    if failures:
-        row, group, code, token = min(failures)
-        return code, row, token, max(group, 0)
-    num_tokens = int(sum_of(lens, n))
+        if query_len > max_model_len - computed:
+            return TOO_LONG, i, 0, 0
+        for g in range(batch.num_decoders):
+            view = struct_at(longs_at(batch.decoders)[g], TABLE_VIEW)
+            code, token = check_blocks(view, i, computed, computed + query_len)
+            if code != OK:
+                return code, i, token, g
+        encoder_len = wide(lengths_at(batch.encoder_lens)[i]) if batch.cross else 0
+        num_encoder_seq_tokens += encoder_len
+        if encoder_len and not lengths_at(batch.encoder_done)[i]:
+            num_encoder_tokens += encoder_len
+            code, token = check_blocks(struct_at(batch.cross, TABLE_VIEW), i, 0, encoder_len)
+            if code != OK:
+                return code, i, token, batch.num_decoders
+        num_tokens += query_len
+        num_seq_tokens += computed + query_len
     if num_tokens > max_num_tokens:
         return TOO_MANY_TOKENS, 0, 0, 0
-    num_seq_tokens = int(computed[lens > 0].sum(dtype=np.int64)) + num_tokens
-    if num_seq_tokens > INT32_MAX or num_encoder_seq_tokens > INT32_MAX:
+    if max(num_seq_tokens, num_encoder_seq_tokens) > INT32_MAX:
         return TOO_MANY_SEQ_TOKENS, 0, 0, 0
     if num_encoder_tokens > max_num_encoder_tokens:
         return TOO_MANY_ENCODER_TOKENS, 0, min(num_encoder_tokens, INT32_MAX), 0
     return OK, 0, 0, 0
 
 
-@jit
-def check_shape(state, query_lens, num_rows, has_cross, query_len, uniform, num_reqs, pad_seq_len):
+@entry_point("UniTuple(int64, 3)(int64, int64, int64)")
+def check_shape(batch_address, query_lens, shape_address):
+    """(code, row, rows that run)."""
+    batch, shape, lens = struct_at(batch_address, BATCH_VIEW), struct_at(shape_address, SHAPE), lengths_at(query_lens)
     count = num_seq_tokens = num_encoder_seq_tokens = 0
-    for i in range(num_rows):
-        if query_lens[i] == 0:
+    for i in range(batch.num_rows):
+        query_len = wide(lens[i])
+        if query_len == 0:
             continue
-        if query_lens[i] > query_len or (uniform and query_lens[i] != query_len):
+        if query_len > shape.query_len or (shape.uniform and query_len != shape.query_len):
             return QUERY_NOT_CAPTURED, i, 0
-        if has_cross and state[ENCODER_LENS, i] and not state[ENCODER_DONE, i]:
+        encoder_len = wide(lengths_at(batch.encoder_lens)[i])
+        if batch.cross and encoder_len and not lengths_at(batch.encoder_done)[i]:
             return ENCODER_NOT_CAPTURED, i, 0
-        num_seq_tokens += state[COMPUTED, i] + query_lens[i]
-        num_encoder_seq_tokens += state[ENCODER_LENS, i]
+        num_seq_tokens += lengths_at(batch.num_computed)[i] + query_len
+        num_encoder_seq_tokens += encoder_len
         count += 1
-    if count > num_reqs:
+    if count > shape.num_reqs:
         return TOO_MANY_ROWS, 0, count
-    most = most_padded(True, num_reqs, pad_seq_len, count)
-    return (OK if max(num_seq_tokens, num_encoder_seq_tokens) <= most else TOO_MANY_SEQ_TOKENS), 0, count
+    fits = max(num_seq_tokens, num_encoder_seq_tokens) <= most_padded(shape, count)
+    return (OK if fits else TOO_MANY_SEQ_TOKENS), 0, count

@@ -8,12 +8,16 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import numpy as np
+
 
 class Entrance:
     def __init__(self) -> None:
         self.inside: Stay | None = None
         self.undo: list[tuple[Any, ...]] = []
         self.refused: Callable[[], Exception] = RuntimeError
+        self.taken = np.zeros(1, np.int64)
+        """Not 0 while somebody is inside, and where something is left to undo: no loop runs a step without entering."""
 
     @property
     def busy(self) -> bool:
@@ -30,6 +34,7 @@ class Entrance:
         if self.inside is not last:
             raise self.refused()
         self.inside = stay  # nothing is called since the comparison, so that no other thread comes between
+        self.taken[0] = 1
         return stay
 
     def check_reader(self) -> None:
@@ -76,4 +81,6 @@ class Stay:
 
 
 def leave(stay: Stay) -> None:
+    if not stay.entrance.undo:
+        stay.entrance.taken[0] = 0  # before: the next to enter takes it
     stay.entrance.inside = None

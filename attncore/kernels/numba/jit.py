@@ -1,11 +1,13 @@
 """The decorator that compiles the loops, with a cache that follows every file of the kernels.
 
-Without a cache the loops are compiled anew in each process, which takes a minute, and a warning says why.
+Without a cache the loops are compiled anew in each process, which takes a minute, and a warning says why. Where they
+are compiled for the first time, a line of the log says that, and where they are kept.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import pickle
 import sys
@@ -20,7 +22,7 @@ from typing import Any
 
 from attncore.kept_files import cache_folder, check_folder, read_kept
 from attncore.kernels import codes
-from attncore.kernels.numba.library import FunctionCache, IndexDataCacheFile, njit
+from attncore.kernels.numba.library import FunctionCache, IndexDataCacheFile, njit, numba_version
 from attncore.quoted import quoted
 
 MAX_BYTES = 1 << 26
@@ -29,7 +31,12 @@ MAX_BYTES = 1 << 26
 IN_TREE = Path(__file__).parent / "__pycache__"
 """What Python runs this package from: who may write to it needs no cache of numba's to run code."""
 
+INSTALLED = Path(__file__).parents[3].name in ("site-packages", "dist-packages")
+"""Whether this is no source tree. An installer may remove IN_TREE; what another one of this version has, is as good."""
+
+logger = logging.getLogger("attncore")
 _problems: list[str] = []
+_told: list[str] = []
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -41,6 +48,40 @@ def jit(function: Callable[..., Any]) -> Any:
     except Exception as error:  # no folder for it can be written to
         _tell(error)
     return compiled
+
+
+class Entry:
+    """A loop that Python calls with ints, compiled for one signature: at its first call, or before, by ``ready``."""
+
+    def __init__(self, function: Callable[..., Any], signature: str) -> None:
+        self._compiled, self._signature, self._ready = jit(function), signature, False
+        self._compiled._cache.of_entry = True  # no effect where there is no cache
+        self.__doc__ = function.__doc__
+
+    def ready(self) -> Any:
+        """The compiled function itself, which is called sooner than this object."""
+        if not self._ready:
+            self._compile()
+            self._compiled.disable_compile()  # of arrays of another layout, in the middle of a step
+            self._ready = True
+        return self._compiled
+
+    def _compile(self) -> None:
+        if self._compiled.signatures:  # a call before this one was interrupted
+            return
+        try:
+            self._compiled.compile(self._signature)
+        except RuntimeError:
+            if not self._compiled.signatures:  # else another thread has compiled it meanwhile, and disabled it
+                raise
+
+    def __call__(self, *args: Any) -> Any:
+        return self.ready()(*args)
+
+
+def entry_point(signature: str) -> Callable[[Callable[..., Any]], Entry]:
+    """Makes a function an Entry."""
+    return lambda function: Entry(function, signature)
 
 
 def _in_another_thread(compile_for: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,23 +117,38 @@ def _tell(error: Exception) -> None:
         )
 
 
+def _tell_once(folder: str) -> None:
+    """Say that a step's loops are compiled, which takes so long that a program seems to hang."""
+    if not _told:
+        _told.append(folder)
+        logger.warning("numba compiles the kernels, which takes half a minute or so; they are kept in %s", folder)
+
+
 @lru_cache(maxsize=1)
 def _folder() -> Path:
-    """The folder of the cache, made where it is missing: below NUMBA_CACHE_DIR, else IN_TREE, else the user's.
+    """The folder of the cache, made where it is missing: below NUMBA_CACHE_DIR, else IN_TREE or the user's.
 
-    It is not asked of numba, whose settings may be of a file in the current folder. ValueError for a NUMBA_CACHE_DIR
-    that is relative, which would be such a file's neighbour; OSError where the folder cannot be written to.
+    An installation has the user's first, which is the same one for all that were made of the same files. It is not
+    asked of numba, whose settings may be of a file in the current folder. ValueError for a NUMBA_CACHE_DIR that is
+    relative, which would be such a file's neighbour; OSError where the folder cannot be written to.
     """
     named = os.environ.get("NUMBA_CACHE_DIR")
-    installed = f"numba_{hashlib.sha256(os.fsencode(Path(__file__).parent)).hexdigest()[:40]}"
     if not named:
+        places: list[Callable[[], Path]] = [lambda: IN_TREE, lambda: cache_folder("kernels") / _name_of_files()]
+        first, second = reversed(places) if INSTALLED else places
         try:
-            return _writable(IN_TREE)
-        except OSError:
-            return _writable(cache_folder("kernels") / installed)
+            return _writable(first())
+        except (OSError, RuntimeError):
+            return _writable(second())
     if not os.path.isabs(named):
         raise ValueError(f"NUMBA_CACHE_DIR: {quoted(named)} is relative to the current folder; give its whole path")
-    return _writable(Path(named) / installed)
+    return _writable(Path(named) / _name_of_files())
+
+
+def _name_of_files() -> str:
+    """A folder's name for what is compiled of these files, by this Python and this numba."""
+    made_by = sys.implementation.cache_tag, numba_version, _stamp()
+    return f"numba_{hashlib.sha256(repr(made_by).encode()).hexdigest()[:40]}"
 
 
 def _writable(folder: Path) -> Path:
@@ -116,7 +172,7 @@ class _Place(FunctionCache._impl_class):  # type: ignore[misc, valid-type]
     def ensure_cache_path(self) -> None:
         _writable(_folder())
 
-    def get_source_stamp(self) -> tuple[tuple[str, float, int], ...]:
+    def get_source_stamp(self) -> tuple[tuple[str, str], ...]:
         return _stamp()
 
     def get_disambiguator(self) -> str:
@@ -127,6 +183,8 @@ class _Cache(FunctionCache):
     """numba's cache of one function; what goes wrong with it is told, and the function compiled."""
 
     _impl_class = _Place
+    of_entry = False
+    """Whether a program waits for this one, and for those that it calls."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -137,10 +195,13 @@ class _Cache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            return super().load_overload(sig, target_context)
+            found = super().load_overload(sig, target_context)
         except Exception as error:
             _tell(error)
             return None
+        if found is None and self.of_entry:
+            _tell_once(self._cache_path)
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
@@ -191,11 +252,12 @@ class _CheckedFiles(IndexDataCacheFile):
 
 
 @lru_cache(maxsize=1)
-def _stamp() -> tuple[tuple[str, float, int], ...]:
-    """What a compiled function is good for.
+def _stamp() -> tuple[tuple[str, str], ...]:
+    """What a compiled function is good for: the names of files and digests of what is in them.
 
     numba compiles a function again where its own file has changed. What is called from another file, and the numbers of
-    codes, are compiled into it too: the cache must see a change in any of these files.
+    codes, are compiled into it too: the cache must see a change in any of these files. Their times say nothing: those
+    of a new installation of the same version are others.
     """
     files = [*sorted(Path(__file__).parent.glob("*.py")), Path(codes.__file__)]
-    return tuple((file.name, file.stat().st_mtime, file.stat().st_size) for file in files)
+    return tuple((file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files)

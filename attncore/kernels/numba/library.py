@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
+from typing import Any
 
 SETTINGS, FILE = "numba.core.config", ".numba_config.yaml"
 
@@ -42,10 +43,13 @@ class _Finder(MetaPathFinder):
 _finder = _Finder()
 sys.meta_path.insert(0, _finder)
 try:
-    from numba import njit
+    from numba import __version__ as numba_version
+    from numba import extending, from_dtype, njit, types
     from numba.core.caching import FunctionCache, IndexDataCacheFile
 finally:
     with contextlib.suppress(ValueError):  # another list has taken the place of this one
         sys.meta_path.remove(_finder)
 
-__all__ = ["FunctionCache", "IndexDataCacheFile", "njit"]
+intrinsic: Any = extending.intrinsic  # a loop calls it without its first argument
+
+__all__ = ["FunctionCache", "IndexDataCacheFile", "from_dtype", "intrinsic", "njit", "numba_version", "types"]

@@ -1,58 +1,62 @@
 """Pads a step's rows and tokens up to a captured size."""
 
-from __future__ import annotations
-
-import numpy as np
-
 from attncore.kernels.codes import PAD_SLOT_ID
-from attncore.kernels.numba.batch import BatchState
-from attncore.kernels.numba.step_arena import GroupFields, StepArena
-from attncore.kernels.numba.step_shape import StepShape
+from attncore.kernels.numba.jit import jit
+from attncore.kernels.numba.memory import lengths_at, longs_at
+from attncore.kernels.numba.step_arena import group_at
 
 
-def pad_rows(out: StepArena, shape: StepShape) -> None:
-    n, stop = out.num_reqs, shape.num_reqs
-    out.seq_lens[n:stop] = shape.pad_seq_len
-    out.context_lens[n:stop] = out.query_lens[n:stop] = out.logits_indices[n:stop] = 0
-    out.query_start_loc[n + 1 : stop + 1] = out.num_tokens
-    padded = np.arange(1, stop - n + 1) * shape.pad_seq_len
-    out.seq_start_loc[n + 1 : stop + 1] = out.seq_start_loc[n] + padded
+@jit
+def pad_rows(out, shape):
+    seq_starts, query_starts = lengths_at(out.seq_start_loc), lengths_at(out.query_start_loc)
+    for i in range(out.num_reqs, shape.num_reqs):
+        lengths_at(out.seq_lens)[i] = shape.pad_seq_len
+        lengths_at(out.context_lens)[i] = lengths_at(out.query_lens)[i] = lengths_at(out.logits_indices)[i] = 0
+        query_starts[i + 1] = out.num_tokens
+        seq_starts[i + 1] = seq_starts[i] + shape.pad_seq_len
 
 
-def pad_encoder(out: StepArena, shape: StepShape) -> None:
-    n, stop = out.num_reqs, shape.num_reqs
-    out.encoder_seq_lens[n:stop] = shape.pad_seq_len
-    out.encoder_query_lens[n:stop] = 0
-    padded = np.arange(1, stop - n + 1) * shape.pad_seq_len
-    out.encoder_seq_start_loc[n + 1 : stop + 1] = out.encoder_seq_start_loc[n] + padded
-    out.encoder_query_start_loc[n + 1 : stop + 1] = out.encoder_query_start_loc[n]
-    if n < stop:
+@jit
+def pad_encoder(out, shape):
+    seq_starts, query_starts = lengths_at(out.encoder_seq_start_loc), lengths_at(out.encoder_query_start_loc)
+    for i in range(out.num_reqs, shape.num_reqs):
+        lengths_at(out.encoder_seq_lens)[i] = shape.pad_seq_len
+        lengths_at(out.encoder_query_lens)[i] = 0
+        seq_starts[i + 1] = seq_starts[i] + shape.pad_seq_len
+        query_starts[i + 1] = query_starts[i]
         out.max_encoder_seq_len = max(out.max_encoder_seq_len, shape.pad_seq_len)
 
 
-def pad_pages(out: StepArena, group: GroupFields, shape: StepShape) -> None:
-    group.paged_kv_indptr[out.num_reqs + 1 : shape.num_reqs + 1] = group.num_pages
-    group.paged_kv_last_page_len[out.num_reqs : shape.num_reqs] = 0
+@jit
+def pad_pages(out, group, shape):
+    for i in range(out.num_reqs, shape.num_reqs):
+        lengths_at(group.paged_kv_indptr)[i + 1] = group.num_pages
+        lengths_at(group.paged_kv_last_page_len)[i] = 0
 
 
-def pad_tokens(out: StepArena, num_decoders: int, shape: StepShape) -> None:
-    start, stop = out.num_tokens, shape.num_tokens
-    for group in out.groups[:num_decoders]:
-        group.slot_mapping[start:stop] = PAD_SLOT_ID
-    out.positions[start:stop] = 0
-    out.token_to_req_indices[start:stop] = shape.num_reqs - 1
+@jit
+def pad_tokens(out, num_decoders, shape):
+    for g in range(num_decoders):
+        slots = longs_at(group_at(out, g).slot_mapping)
+        for t in range(out.num_tokens, shape.num_tokens):
+            slots[t] = PAD_SLOT_ID
+    for t in range(out.num_tokens, shape.num_tokens):
+        longs_at(out.positions)[t] = 0
+        lengths_at(out.token_to_req_indices)[t] = shape.num_reqs - 1
 
 
-def pad_step(out: StepArena, batch: BatchState, shape: StepShape) -> None:
+@jit
+def pad_step(out, batch, shape):
     has_padded_rows = out.num_reqs < shape.num_reqs
     out.counting = min(out.counting, out.num_reqs)
     pad_rows(out, shape)
-    if batch.cross is not None:
+    if batch.cross:
         pad_encoder(out, shape)
-    for group in out.groups:
-        if not group.shares_pages:
-            pad_pages(out, group, shape)
-    pad_tokens(out, len(batch.decoders), shape)
+    for g in range(out.num_groups):
+        if not group_at(out, g).shares_pages:
+            pad_pages(out, group_at(out, g), shape)
+    pad_tokens(out, batch.num_decoders, shape)
     out.num_reqs, out.num_tokens, out.num_decode_tokens = shape.num_reqs, shape.num_tokens, shape.num_tokens
     out.max_decode_query_len = shape.query_len
-    out.max_decode_seq_len = max(out.max_decode_seq_len, shape.pad_seq_len if has_padded_rows else 0)
+    if has_padded_rows:
+        out.max_decode_seq_len = max(out.max_decode_seq_len, shape.pad_seq_len)

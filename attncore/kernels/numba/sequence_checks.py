@@ -8,7 +8,7 @@ from attncore.kernels.codes import (
     QUERY_TOO_LONG,
     TOO_FEW_BLOCKS,
 )
-from attncore.kernels.numba.jit import jit
+from attncore.kernels.numba.jit import entry_point, jit
 
 # Columns of an entry, which is one sequence. These are the fields of the C struct Entry.
 FIRST_ID, NUM_IDS, QUERY_LEN, CONTEXT_LEN, KERNEL_LEN, ROW_START, ROW_COUNT, IS_PROMPT, HIT = range(9)
@@ -60,7 +60,7 @@ def settle_entry(entry, block_size, window, keeps_prompts):
         entry[ROW_COUNT] = entry[NUM_IDS]
 
 
-@jit
+@entry_point("UniTuple(int64, 3)(int64[:, ::1], int64, int64, boolean, boolean, boolean)")
 def settle_entries(entries, block_size, window, chunked_prefill, hit_anywhere, multi_token_decode):
     """(code, row, token); row and token belong to a code that is not OK."""
     keeps_prompts = chunked_prefill
@@ -76,7 +76,7 @@ def settle_entries(entries, block_size, window, chunked_prefill, hit_anywhere, m
     return OK, 0, 0
 
 
-@jit
+@entry_point("UniTuple(int64, 11)(int64[:, ::1], int64)")
 def count_entries(entries, block_size):
     """Sums and maxima of settled sequences, in the order of GroupReader.measure."""
     num_tokens = num_seq_tokens = num_prefills = num_prefill_tokens = width = pages = 0

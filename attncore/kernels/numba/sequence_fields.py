@@ -1,7 +1,8 @@
 """The list builder's arrays, from the sequences that it has read."""
 
 from attncore.kernels.codes import PAD_SLOT_ID
-from attncore.kernels.numba.jit import jit
+from attncore.kernels.numba.jit import entry_point, jit
+from attncore.kernels.numba.memory import lengths_at
 from attncore.kernels.numba.sequence_checks import (
     CONTEXT_LEN,
     FIRST_ID,
@@ -13,6 +14,8 @@ from attncore.kernels.numba.sequence_checks import (
     ROW_START,
 )
 from attncore.kernels.numba.slots import count_up, fill_slots, repeat
+
+ENTRIES, IDS, SLOTS = "int64[:, ::1]", "int32[::1]", "int64[::1]"
 
 
 @jit
@@ -36,7 +39,7 @@ def fill_entry_tokens(entry, i, ids, block_size, window, slots, positions, token
     repeat(token_to_req_indices, i, query_len)
 
 
-@jit
+@entry_point(f"void({ENTRIES}, {IDS}, int64, int64, {SLOTS}, {SLOTS}, {IDS}, {IDS}, {IDS}, {IDS}, {IDS}, {IDS}, {IDS})")
 def fill_entries(
     entries, ids, block_size, window, slot_mapping, positions, token_to_req_indices, seq_lens, context_lens,
     query_lens, query_start_loc, seq_start_loc, logits_indices,
@@ -54,7 +57,7 @@ def fill_entries(
         query_start_loc[i + 1], seq_start_loc[i + 1], logits_indices[i] = token, seq_start, token - 1
 
 
-@jit
+@entry_point(f"void(int64, int64, {SLOTS}, {SLOTS}, {IDS}, {IDS}, {IDS}, {IDS})")
 def pad_entries(
     n, pad, slot_mapping, positions, token_to_req_indices, seq_lens, query_start_loc, seq_start_loc
 ):  # fmt: skip
@@ -66,15 +69,24 @@ def pad_entries(
 
 
 @jit
-def fill_entry_rows(entries, ids, table):
-    table[:] = 0
-    for i in range(min(len(entries), len(table))):
-        start = entries[i, FIRST_ID] + entries[i, ROW_START]
-        for k in range(min(entries[i, ROW_COUNT], table.shape[1])):
-            table[i, k] = ids[start + k]
+def copy_lengths(out, given, count):
+    for k in range(count):
+        out[k] = given[k]
 
 
-@jit
+@entry_point(f"void({ENTRIES}, {IDS}, int64, int64, int64, int64)")
+def fill_entry_rows(entries, ids, table, num_rows, width, stride):
+    """``table`` is an address, ``stride`` the bytes from one of its rows to the next."""
+    for i in range(num_rows):
+        row, count = lengths_at(table + i * stride), 0
+        if i < len(entries):
+            count = min(entries[i, ROW_COUNT], width)
+            copy_lengths(row, ids[entries[i, FIRST_ID] + entries[i, ROW_START] :], count)
+        for k in range(count, width):
+            row[k] = 0
+
+
+@entry_point(f"void({ENTRIES}, {IDS}, int64, {IDS}, {IDS}, {IDS})")
 def fill_entry_pages(entries, ids, block_size, indptr, indices, last_page_len):
     pages = 0
     indptr[0] = 0
@@ -83,8 +95,7 @@ def fill_entry_pages(entries, ids, block_size, indptr, indices, last_page_len):
         if i < len(entries) and entries[i, NUM_IDS] >= 0:
             seq_len = entries[i, CONTEXT_LEN] + entries[i, QUERY_LEN]
             needed = (seq_len - 1) // block_size + 1
-            for k in range(needed):
-                indices[pages + k] = ids[entries[i, FIRST_ID] + k]
+            copy_lengths(indices[pages:], ids[entries[i, FIRST_ID] :], needed)
             pages += needed
             last_page_len[i] = (seq_len - 1) % block_size + 1
         indptr[i + 1] = pages

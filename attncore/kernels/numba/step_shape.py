@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from attncore.kernels.numba.memory import Struct, Words, address_of
 from attncore.kernels.numba.step_arena import StepArena
 
+STEP_SHAPE = Struct("arenas", "max_rows", "pads", "num_reqs", "num_tokens", "query_len", "pad_seq_len", "uniform")
+"""The C struct StepShape; ``arenas`` has the addresses of the arenas' structs."""
+SHAPE = STEP_SHAPE.type
 
-class StepShape:
+
+class StepShape(Words):
     def __init__(
         self, arenas: list[StepArena], metadata: list[Any], pads: bool = False, num_reqs: int = 0, query_len: int = 0,
         pad_seq_len: int = 0, uniform: bool = True, sources: list[Any] | None = None, device: Any = None,
@@ -28,6 +35,12 @@ class StepShape:
         self.recorded, self.tail = False, 0
         self.pads, self.num_reqs, self.num_tokens = pads, num_reqs, num_reqs * query_len
         self.query_len, self.pad_seq_len, self.uniform = query_len, pad_seq_len, uniform
+        self._addresses = np.array([arena.address for arena in arenas], np.int64)
+        self._own(
+            STEP_SHAPE, arenas=address_of(self._addresses, np.int64), max_rows=self.max_rows, pads=pads,
+            num_reqs=num_reqs, num_tokens=self.num_tokens, query_len=query_len, pad_seq_len=pad_seq_len,
+            uniform=uniform,
+        )  # fmt: skip
 
     def commit(self, step: int) -> None:
         if self.device is not None:

@@ -1,92 +1,69 @@
 """The rows of a step that run any number of tokens: decodes of several, and prefills."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from attncore.kernels.codes import CACHED_COLUMN
-from attncore.kernels.numba.batch import BatchState
-from attncore.kernels.numba.block_table import cache_block
+from attncore.kernels.numba.block_table import TABLE_VIEW, cache_block
 from attncore.kernels.numba.jit import jit
+from attncore.kernels.numba.memory import LENGTH, SLOT, lengths_at, longs_at, struct_at, wide
 from attncore.kernels.numba.slots import column_of, count_up, fill_slots, repeat
-from attncore.kernels.numba.step_arena import StepArena
+from attncore.kernels.numba.step_arena import group_at
 
 
 @jit
-def fill_blocks(
-    state, table, block_size, shares_pages, start, stop, computed, query_lens, num_pages, slots, indptr, last_page_len
-):  # fmt: skip
-    """Fills one group's arrays of rows start..stop: how many pages the group then has."""
-    token = start
-    for i in range(start, stop):
-        seq_len = computed[i] + query_lens[i]
-        fill_slots(slots[token:], table[i], computed[i], seq_len, block_size)
-        token += query_lens[i]
-        cache_block(state, table, i, column_of(seq_len - 1, block_size))
-        if not shares_pages:
-            num_pages += state[CACHED_COLUMN, i] + 1
-            indptr[i + 1] = num_pages
-            last_page_len[i] = seq_len - state[CACHED_COLUMN, i] * block_size
-    return num_pages
+def fill_blocks(out, view, i, token, computed, seq_len):
+    ids = lengths_at(view.table + i * view.width * LENGTH)
+    fill_slots(longs_at(out.slot_mapping + token * SLOT), ids, computed, seq_len, view.tokens)
+    cache_block(view, i, column_of(seq_len - 1, view.tokens))
+    if not out.shares_pages:
+        column = wide(lengths_at(view.column)[i])
+        out.num_pages += column + 1
+        lengths_at(out.paged_kv_indptr)[i + 1] = out.num_pages
+        lengths_at(out.paged_kv_last_page_len)[i] = seq_len - column * view.tokens
 
 
 @jit
-def fill_fields(
-    start, stop, num_decodes, seq_start, computed, lens, positions, token_to_req_indices, query_lens, context_lens,
-    seq_lens, query_start_loc, seq_start_loc, logits_indices,
-):  # fmt: skip
-    """Fills the arrays that all groups share, of rows start..stop.
+def fill_fields(out, i, token, seq_start, computed, query_len):
+    seq_len = computed + query_len
+    count_up(longs_at(out.positions + token * SLOT), computed, query_len)
+    repeat(lengths_at(out.token_to_req_indices + token * LENGTH), i, query_len)
+    lengths_at(out.query_lens)[i] = query_len
+    lengths_at(out.context_lens)[i] = computed
+    lengths_at(out.seq_lens)[i] = seq_len
+    lengths_at(out.query_start_loc)[i + 1] = token + query_len
+    lengths_at(out.seq_start_loc)[i + 1] = seq_start + seq_len
+    lengths_at(out.logits_indices)[i] = token + query_len - 1
 
-    Returns how many tokens the step has, query and sequence, then those of its decodes, then the largest query and
-    sequence lengths of decodes and of prefills.
-    """
-    token, decode_tokens, decode_seqs = start, start, seq_start
-    decode_query = decode_seq = prefill_query = prefill_seq = 0
+
+@jit
+def rebase_prefills(out, num_decodes, stop, decode_tokens, decode_seqs):
+    query_starts, seq_starts = lengths_at(out.query_start_loc), lengths_at(out.seq_start_loc)
+    prefill_queries, prefill_seqs = lengths_at(out.prefill_query_start_loc), lengths_at(out.prefill_seq_start_loc)
+    prefill_queries[0] = prefill_seqs[0] = 0
+    for i in range(num_decodes, stop):
+        prefill_queries[i - num_decodes + 1] = query_starts[i + 1] - decode_tokens
+        prefill_seqs[i - num_decodes + 1] = seq_starts[i + 1] - decode_seqs
+
+
+@jit
+def fill_rows(out, batch, start, num_decodes, stop, query_lens):
+    token, seq_start = start, out.num_seq_tokens
+    decode_tokens, decode_seqs = token, seq_start
+    num_computed = lengths_at(batch.num_computed)
+    out.counting = min(out.counting, start)
     for i in range(start, stop):
-        query_len, seq_len = lens[i], computed[i] + lens[i]
-        count_up(positions[token:], computed[i], query_len)
-        repeat(token_to_req_indices[token:], i, query_len)
+        query_len, computed = wide(query_lens[i]), wide(num_computed[i])
+        seq_len = computed + query_len
+        for g in range(batch.num_decoders):
+            view = struct_at(longs_at(batch.decoders)[g], TABLE_VIEW)
+            fill_blocks(group_at(out, g), view, i, token, computed, seq_len)
+        fill_fields(out, i, token, seq_start, computed, query_len)
+        num_computed[i] = seq_len
         token += query_len
         seq_start += seq_len
-        query_lens[i], context_lens[i], seq_lens[i] = query_len, computed[i], seq_len
-        query_start_loc[i + 1], seq_start_loc[i + 1], logits_indices[i] = token, seq_start, token - 1
         if i < num_decodes:
             decode_tokens, decode_seqs = token, seq_start
-            decode_query, decode_seq = max(decode_query, query_len), max(decode_seq, seq_len)
+            out.max_decode_query_len = max(out.max_decode_query_len, query_len)
+            out.max_decode_seq_len = max(out.max_decode_seq_len, seq_len)
         else:
-            prefill_query, prefill_seq = max(prefill_query, query_len), max(prefill_seq, seq_len)
-    return token, seq_start, decode_tokens, decode_seqs, decode_query, decode_seq, prefill_query, prefill_seq
-
-
-@jit
-def rebase_prefills(
-    query_start_loc, seq_start_loc, num_decodes, stop, decode_tokens, decode_seqs, prefill_query_start_loc,
-    prefill_seq_start_loc,
-):  # fmt: skip
-    prefill_query_start_loc[0] = prefill_seq_start_loc[0] = 0
-    for i in range(num_decodes, stop):
-        prefill_query_start_loc[i - num_decodes + 1] = query_start_loc[i + 1] - decode_tokens
-        prefill_seq_start_loc[i - num_decodes + 1] = seq_start_loc[i + 1] - decode_seqs
-
-
-def fill_rows(out: StepArena, batch: BatchState, start: int, num_decodes: int, stop: int, query_lens: Any) -> None:
-    computed = batch.num_computed
-    out.counting = min(out.counting, start)
-    for fields, table in zip(out.groups, batch.decoders, strict=False):  # the cross group is the last of out.groups
-        fields.num_pages = fill_blocks(
-            table.state, table.table, table.block_size, fields.shares_pages, start, stop, computed, query_lens,
-            fields.num_pages, fields.slot_mapping, fields.paged_kv_indptr, fields.paged_kv_last_page_len,
-        )  # fmt: skip
-    token, seq_start, decode_tokens, decode_seqs, decode_query, decode_seq, prefill_query, prefill_seq = fill_fields(
-        start, stop, num_decodes, out.num_seq_tokens, computed, query_lens, out.positions, out.token_to_req_indices,
-        out.query_lens, out.context_lens, out.seq_lens, out.query_start_loc, out.seq_start_loc, out.logits_indices,
-    )  # fmt: skip
-    out.max_decode_query_len = max(out.max_decode_query_len, decode_query)
-    out.max_decode_seq_len = max(out.max_decode_seq_len, decode_seq)
-    out.max_prefill_query_len = max(out.max_prefill_query_len, prefill_query)
-    out.max_prefill_seq_len = max(out.max_prefill_seq_len, prefill_seq)
-    rebase_prefills(
-        out.query_start_loc, out.seq_start_loc, num_decodes, stop, decode_tokens, decode_seqs,
-        out.prefill_query_start_loc, out.prefill_seq_start_loc,
-    )  # fmt: skip
+            out.max_prefill_query_len = max(out.max_prefill_query_len, query_len)
+            out.max_prefill_seq_len = max(out.max_prefill_seq_len, seq_len)
+    rebase_prefills(out, num_decodes, stop, decode_tokens, decode_seqs)
     out.num_decode_tokens, out.num_tokens, out.num_seq_tokens = decode_tokens, token, seq_start
