@@ -161,7 +161,7 @@ class TokenColumn(Column):
             raise ValueError(f"tokens: an array of shape {array.shape}; give one number a token")
         with self._core.enter():
             place = self._place(self._core.order.row(req_id))
-            self._core.undo.append((self.state.give, place, self.state.given(place)))
+            self._core.undo.append((self.state.give, place, self.state.tokens_of(place)))
             self.state.give(place, array.view(np.uint8))
 
     def leave(self, metadata: StepMetadata) -> None:

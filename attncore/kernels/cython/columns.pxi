@@ -57,7 +57,7 @@ cdef class ColumnState:
             self.view.num_given[place] = <length_t> (view.shape[0] // self.view.itemsize)
         self.tokens[place] = tokens
 
-    def given(self, length_t place):
+    def tokens_of(self, length_t place):
         """What the place was given, or None."""
         check_row(place, <length_t> len(self.tokens))
         return self.tokens[place]

@@ -39,7 +39,7 @@ class ColumnState(Words):
             self.given[place] = items.__array_interface__["data"][0]
             self.num_given[place] = len(items) // self.values.shape[2]
 
-    def given(self, place: int) -> Any:
+    def tokens_of(self, place: int) -> Any:
         check_row(place, len(self.tokens))
         return self.tokens[place]
 
