@@ -161,7 +161,7 @@ def test_a_wrong_log_sum_exp_is_named(statement, words, acme, trace, capsys):
 def test_a_backend_catches_what_it_raises_itself(acme, trace, capsys):
     """Its own calls of itself raise what they raise, and no BackendError."""
     acme(
-        allocate="if num_blocks > 50:\n            try:\n                self.impl(3, scale='x')\n"
+        allocate="if num_blocks > 50:\n            try:\n                self.impl('a', scale=1.0, absent=1)\n"
         "            except (TypeError, ValueError):\n                pass"
     )
     code, out, err = replayed(capsys, trace, "--json")
