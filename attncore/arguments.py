@@ -10,6 +10,7 @@ arrays are in ``array_arguments``. The module imports nothing heavy, so that lig
 from __future__ import annotations
 
 import operator
+import re
 import sys
 from collections.abc import Iterable
 from itertools import islice
@@ -19,6 +20,7 @@ from attncore.quoted import plain_text, quoted
 
 INT32_MAX = 2**31 - 1
 FLOAT_MAX = sys.float_info.max
+_WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,1000}")
 UNREADABLE = (TypeError, ValueError, OverflowError, NotImplementedError, MemoryError, SystemError)
 """What Python and NumPy raise where an object is not the list or array that it is read as.
 
@@ -52,6 +54,34 @@ def integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> int:
 def optional_integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> int | None:
     """``integer`` of an argument that may be None, which stays None."""
     return None if value is None else integer(name, value, least, most)
+
+
+def whole_number(text: str) -> int:
+    """The integer that a text from outside states in ASCII digits, perhaps behind a sign; ValueError for any other.
+
+    ``int`` takes ``1_0``, the digits of other scripts, and blanks around them.
+    """
+    if _WHOLE_NUMBER.fullmatch(text):
+        return int(text)
+    raise ValueError(f"{quoted(text)} is not a whole number")
+
+
+def whole_number_of_63_bits(text: str) -> int:
+    """``whole_number``; ValueError, too, where it has more than 63 bits."""
+    number = whole_number(text)
+    if number.bit_length() > 63:
+        raise ValueError(f"{quoted(text)} has more than 63 bits")
+    return number
+
+
+def real_number(text: str) -> float:
+    """The float that a text from outside states in ASCII, without blanks and underscores; ValueError for any other."""
+    try:
+        if text.isascii() and "_" not in text and not any(map(str.isspace, text)):
+            return float(text)
+    except ValueError:
+        pass
+    raise ValueError(f"{quoted(text)} is not a number")
 
 
 def positive_integer(name: str, value: Any) -> int:

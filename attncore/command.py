@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from attncore.arguments import real_number, whole_number_of_63_bits
 from attncore.did_you_mean import close_name, did_you_mean
 from attncore.errors import AttncoreError, NoBackendError
 from attncore.how_to_install import install_required
@@ -43,8 +44,8 @@ _OF_A_STREAM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EAGAIN)
 _LONG_WORD = re.compile(rf"\S{{{MAX_PART + 1},}}")
 """What is no sentence, such as the name of a file that can be no file's."""
 
-_NUMBERS: dict[Any, str] = {int: "whole number", float: "number"}
-"""What argparse calls an int value and a float value, in the words of attncore's own types."""
+_NUMBERS: dict[Any, Callable[[str], float]] = {int: whole_number_of_63_bits, float: real_number}
+"""How the values of these types are read: Python takes blanks, underscores and the digits of other scripts, too."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -174,12 +175,12 @@ class Parser(argparse.ArgumentParser):
         """As argparse does; an empty text, as of a variable of the shell that is not set, is no value of any option."""
         if arg_string == "" and (action.type is None or isinstance(action.type, type)):  # a function says what it takes
             raise argparse.ArgumentError(action, "'' is empty; give a value")
-        try:
-            return super()._get_value(action, arg_string)
-        except argparse.ArgumentError as error:
-            if action.type in _NUMBERS:
-                error.message = f"{quoted(arg_string)} is not a {_NUMBERS[action.type]}"
-            raise
+        if action.type in _NUMBERS:
+            try:
+                return _NUMBERS[action.type](arg_string)
+            except ValueError as error:
+                raise argparse.ArgumentError(action, str(error)) from None
+        return super()._get_value(action, arg_string)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """As argparse does; a misspelt choice is guessed."""

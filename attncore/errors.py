@@ -1,9 +1,9 @@
 """attncore's own exceptions. A bad argument is a ValueError or TypeError that begins with the argument's name.
 
 Exceptions of one topic stand with it: ``ContractVersionError`` in ``attncore.registry.spec.backend_spec``,
-``TraceError`` in ``attncore.replay.traces.trace``, ``ModelError`` in ``attncore.replay.model_error``, ``UsageError`` of
-the commands in ``attncore.command``, ``ConformanceError`` and ``UnsupportedError`` of the conformance kit in
-``attncore.testing.harness.errors``.
+``TraceError`` in ``attncore.replay.traces.trace``, ``ModelError`` in ``attncore.replay.model_error``, ``BackendError``
+in ``attncore.replay.backend_code``, ``UsageError`` of the commands in ``attncore.command``, ``ConformanceError`` and
+``UnsupportedError`` of the conformance kit in ``attncore.testing.harness.errors``.
 """
 
 from __future__ import annotations

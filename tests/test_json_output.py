@@ -62,7 +62,7 @@ def test_nothing_else_writes_json():
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_an_option_is_a_finite_number(number):
     for given in ({"default": number}, {"choices": (1.0, number)}):
-        with pytest.raises(ValueError, match=r"choices: (nan|inf) is not a finite number"):
+        with pytest.raises(ValueError, match=rf"{next(iter(given))}: (nan|inf) is not a finite number"):
             Option(float, "a factor", **given)
     assert Option(float, "a factor").problem(number) == "is not a finite number"
     assert Option(float, "a factor").problem(10**400) is None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Collection
+from pathlib import Path
 
+from attncore.arguments import real_number, whole_number
 from attncore.quoted import quoted
 
 
@@ -40,9 +43,9 @@ def number(low: float, high: float, name: str = "") -> Callable[[str], float]:
 
     def parse(text: str) -> float:
         try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{subject}{quoted(text)} is not a number") from None
+            value = real_number(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{subject}{error}") from None
         if not low <= value <= high:  # NaN neither
             raise argparse.ArgumentTypeError(f"{subject}{value:g} is not between {low:g} and {high:g}")
         return value
@@ -54,9 +57,9 @@ def parse_integer(text: str, low: int, high: int, name: str = "") -> int:
     """``text`` as an integer from ``low`` to ``high``; the ArgumentTypeError begins with ``name`` where it is given."""
     subject = f"{name} " if name else ""
     try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{subject}{quoted(text)} is not a whole number") from None
+        value = whole_number(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{subject}{error}") from None
     if not low <= value <= high:
         raise argparse.ArgumentTypeError(f"{subject}{quoted(value)} is not between {low} and {high}")
     return value
@@ -64,6 +67,10 @@ def parse_integer(text: str, low: int, high: int, name: str = "") -> int:
 
 def backend_name(text: str) -> str:
     """The type of a backend's name, by which ``completion`` knows that a shell is to offer those installed."""
+    return _given(text)
+
+
+def _given(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("'' is empty; give a value")
     return text
@@ -71,4 +78,14 @@ def backend_name(text: str) -> str:
 
 def backend_names(text: str) -> tuple[str, ...]:
     """The type of names of backends, with commas between them; completed like one."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} names no backend; give names with commas between them")
+    return names
+
+
+def file_path(text: str) -> Path:
+    """The type of a file that is read; a path that ends like a folder's is none of a file, which Path would drop."""
+    if text and os.path.basename(text) in ("", "."):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is the name of a folder; give a file")
+    return Path(_given(text))

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attncore import env
-from attncore.cli.argument_types import add_integer, backend_name, number
+from attncore.cli.argument_types import add_integer, backend_name, file_path, number
 from attncore.cli.installed_backends import check_installed
 from attncore.cli.output import print_table
 from attncore.cli.progress_bar import progress_bar
-from attncore.command import UsageError
+from attncore.command import UsageError, fail
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
 from attncore.json_output import print_json
@@ -72,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="a torch device (default: the negotiation's)")
     add_option_argument(parser, "NAME")
     parser.add_argument(
-        "--steps", type=Path, metavar="FILE", help="also steps that `attncore replay --save-steps` wrote"
+        "--steps", type=file_path, metavar="FILE", help="also steps that `attncore replay --save-steps` wrote"
     )
     add_integer(parser, "--passes", 3, 100, 5, "how often all is measured, 3 to 100 times, each in a new process")
     parser.add_argument(
@@ -118,8 +118,7 @@ def run(args: argparse.Namespace) -> int:
             print_lines("some rows look slower than in the saved runs: all is measured once more", sys.stderr)
             found = joined(found, _measured(question, args.passes, measure))
     except PassError as error:
-        print_lines(f"attncore: error: {error}", sys.stderr)
-        return 1
+        return fail(error, 1)
     changes = _changes(found, saved)
     if too_short:
         changes = [replace(one, verdict="too short") for one in changes]

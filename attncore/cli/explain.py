@@ -201,14 +201,15 @@ def _naming_config(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _host(args: argparse.Namespace) -> Host:
-    packages = {}
+    packages: dict[str, str] = {}
     for text in args.assume_package:
-        name, separator, version = text.partition("==")
-        if not separator or not name:
-            raise ValueError(
-                f"--assume-package: {quoted(text)} is not NAME==VERSION (NAME== says that it is not installed)"
-            )
-        packages[name.strip()] = version.strip()
+        try:
+            name, version = package_requirements.name_and_version(text)
+        except ValueError as error:
+            raise UsageError(f"--assume-package: {error} (NAME== says that it is not installed)") from None
+        if name in packages:
+            raise UsageError(f"--assume-package: {quoted(name)} is given twice; give one version")
+        packages[name] = version
     if args.device is not None:
         return Host.assume(args.device, packages=packages)
     return Host.probe() if not packages else Host.probe().stating(packages)
@@ -222,7 +223,7 @@ def _tell_of_strange_packages(assumed: Sequence[str]) -> None:
     specs = [record.spec for record in registry().records if record.spec is not None]
     required = {package_requirements.parse(text).name for spec in specs for text in spec.all_requires}
     for text in assumed:
-        name = package_requirements.canonical_name(text.partition("==")[0].strip())
+        name = package_requirements.name_and_version(text)[0]
         if name not in required:
             line = f"--assume-package: no plugin installed here requires {quoted(name)}{did_you_mean(name, required)}"
             print_lines(f"attncore explain: {line}", sys.stderr)

@@ -4,7 +4,7 @@ Reads a trace (Azure LLM inference CSV or Mooncake JSON Lines, recognised by con
 synthetic workload where none is given. Serves it with continuous batching over a paged KV cache (prefix reuse, chunked
 prefill, preemption by recomputation), builds every step's metadata, runs the chosen backend's attention and checks a
 sample against dense attention. Time is virtual: the same command takes the same steps on any machine. Exits with 1
-where a check failed.
+where a check or the backend failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from attncore import chart_page
 from attncore.cli import replay_options
 from attncore.cli.installed_backends import check_installed
 from attncore.cli.progress_bar import progress_bar
-from attncore.command import UsageError
+from attncore.command import UsageError, fail
 from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
 from attncore.json_output import print_json
@@ -31,6 +31,7 @@ from attncore.quoted import one_line
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.option_argument import options_of
+from attncore.replay.backend_code import BackendError
 from attncore.replay.layers.attention_layers import torch_threads
 from attncore.replay.results import report
 from attncore.replay.results.save_steps import StepsFile, batch_line, persistent_line
@@ -58,9 +59,11 @@ configure = replay_options.add_options
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay and report; 1 where a check failed."""
+    """Replay and report; 1 where a check or the backend failed."""
     try:
         return _run(args)
+    except BackendError as error:
+        return fail(error, 1)
     except MemoryError as error:
         raise UsageError(
             f"memory: not enough for this run ({error}); lower --requests, --max-num-seqs, --num-heads or --head-size"

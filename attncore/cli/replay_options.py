@@ -231,6 +231,8 @@ def _check_contradictions(args: argparse.Namespace) -> None:
 def _check_files(args: argparse.Namespace) -> None:
     """UsageError where a file that is written is one that is read, the other one, or where the report goes."""
     for option, file in {"--save-steps": args.save_steps, "--html": args.html}.items():
+        if file == "-":
+            raise UsageError(f"{option}: '-' is not written to; the report goes to standard output, so give a file")
         if file and is_standard_output(file):
             raise UsageError(f"{option}: {file} is standard output, which the report is written to; give another file")
     model = args.model and (os.path.join(args.model, "config.json") if os.path.isdir(args.model) else args.model)

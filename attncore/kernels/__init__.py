@@ -9,12 +9,15 @@ functions on host arrays. ``prepared_launch`` launches kernels of Triton, on a d
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any, Literal
 
 from attncore import arguments, env
 
 KernelsName = Literal["cython", "numba"]
 
+_OFF = "NUMBA_DISABLE_JIT"
+"""The environment variable by which numba compiles nothing."""
 _MODULES = {"cython": "attncore._slots", "numba": "attncore.kernels.numba"}
 
 
@@ -30,14 +33,14 @@ def load_kernels(name: KernelsName | None = None) -> Any:
             return importlib.import_module(_MODULES[wanted])
         except Exception as error:
             raise ImportError(
-                f"kernels: {wanted} was asked for and cannot be imported: {_text(error)}; {_how_to_get(wanted)}"
+                f"kernels: {wanted} was asked for and cannot be imported: {_text(wanted, error)}; {_how_to_get(wanted)}"
             ) from error
     failures = []
     for candidate, module in _MODULES.items():
         try:
             return importlib.import_module(module)
         except Exception as error:  # a library that is there and broken raises whatever it likes
-            failures.append(f"{candidate}: {_text(error)}")
+            failures.append(f"{candidate}: {_text(candidate, error)}")
     raise ImportError(
         f"kernels: none can be imported ({'; '.join(failures)}); {_how_to_get('cython')}; or {_how_to_get('numba')}"
     )
@@ -46,10 +49,19 @@ def load_kernels(name: KernelsName | None = None) -> Any:
 def _how_to_get(name: str) -> str:
     from attncore.how_to_install import compile_extension, install_extra  # reads the installation: only for an error
 
-    return install_extra("numba") if name == "numba" else compile_extension()
+    if name == "numba":
+        return f"unset {_OFF}" if _numba_is_off() else install_extra("numba")
+    return compile_extension()
 
 
-def _text(error: Exception) -> str:
+def _numba_is_off() -> bool:
+    """Whether numba has been told to leave functions as they are, which the kernels cannot be run as."""
+    return bool(getattr(getattr(sys.modules.get("numba"), "config", None), "DISABLE_JIT", False))
+
+
+def _text(name: str, error: Exception) -> str:
+    if name == "numba" and _numba_is_off():
+        return f"numba compiles nothing where {_OFF} is set"
     return str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
 
 

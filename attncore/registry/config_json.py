@@ -7,6 +7,7 @@ by ``attncore replay --model``.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ MAX_DEPTH = 32
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """The object in a file, or in the ``config.json`` of a folder; ValueError that begins with the file's name."""
-    place = Path(path)
+    place = os.fspath(path)  # as it is: of "config.json/", the name of a folder, Path would make that of the file
     try:
-        place = place / "config.json" if place.is_dir() else place
+        place = os.path.join(place, "config.json") if os.path.isdir(place) else place
         config = parse_json(read_file(place, MAX_BYTES), MAX_DEPTH)
     except OSError as error:
         raise ValueError(f"{place} cannot be read: {error.strerror or error}") from None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterable
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 METADATA = ("METADATA", "PKG-INFO", "")
 """Files that a distribution's name and version are read from; the last is one that is all of its metadata."""
+_NAME = re.compile("[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+"""What PEP 508 allows as the name of a distribution."""
 _MAX_BYTES = 1 << 24
 """Bytes of a file of metadata; those of large projects have some 10,000."""
 
@@ -30,6 +33,21 @@ def canonical_name(name: str) -> str:
     from packaging.utils import canonicalize_name
 
     return canonicalize_name(name)
+
+
+def name_and_version(text: str) -> tuple[str, str]:
+    """``NAME==VERSION`` as a normalised name and a version, which may be empty; ValueError for another text."""
+    from packaging.version import InvalidVersion, Version
+
+    name, separator, version = (part.strip() for part in text.partition("=="))
+    try:
+        if not separator or not _NAME.fullmatch(name):
+            raise InvalidVersion
+        if version:
+            Version(version)
+    except InvalidVersion:
+        raise ValueError(f"{quoted(text)} is not NAME==VERSION") from None
+    return canonical_name(name), version
 
 
 @lru_cache(maxsize=1024)

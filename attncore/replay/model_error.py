@@ -6,13 +6,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from attncore.quoted import MOST, one_line
+from attncore.replay.backend_code import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+SMALLER_STEPS = "pass a smaller --max-num-batched-tokens or --num-blocks"
+"""What helps where memory does not suffice for a step."""
+
+
 class ModelError(ValueError):
-    """The configuration file makes no model that can be replayed, or memory does not suffice for it."""
+    """The configuration file makes no model that can be replayed, or memory does not suffice for it or for a step."""
 
 
 @contextmanager
@@ -32,13 +37,15 @@ def memory_error_as_model_error(what: str, advice: str) -> Iterator[None]:
 def errors_as_model_errors(path: str) -> Iterator[None]:
     """ModelError for whatever transformers raises: it does not check a configuration, and computes with it.
 
+    A BackendError stays one: a model's layers attend by a backend.
+
     Imports torch.
     """
     import torch
 
     try:
         yield
-    except (ModelError, MemoryError, torch.OutOfMemoryError):
+    except (ModelError, BackendError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         if "allocate memory" in str(error):  # torch's on a CPU: memory_error_as_model_error says what to do

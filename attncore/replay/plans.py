@@ -35,10 +35,14 @@ def timed_plans(backend: AttentionBackend | Mapping[str, AttentionBackend] | Non
     planning = list({id(one): one for one in given if one.has_plan}.values())
     plans = Plans()
     plans.exist = bool(planning)
+    own = [vars(one).get("plan") for one in planning]
     for one in planning:
         vars(one)["plan"] = partial(plans.timed, one.plan)
     try:
         yield plans
     finally:
-        for one in planning:
-            del vars(one)["plan"]
+        for one, before in zip(planning, own, strict=True):
+            if before is None:
+                del vars(one)["plan"]
+            else:
+                vars(one)["plan"] = before

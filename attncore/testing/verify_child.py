@@ -33,7 +33,9 @@ def main(question: str, answer: str) -> None:
             backend = select(**asked).create()
             _tell(file, phase="while it ran")
             _tell(file, **compared(backend, asked))
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of the backend, which may raise anything
             _tell(file, state="fails", message=describe_error(error))
 
 

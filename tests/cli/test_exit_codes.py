@@ -71,7 +71,8 @@ def test_a_thread_that_outlives_the_command_does_not_change_it(site):
 def test_a_forward_that_ends_the_process_is_no_success(site, end):
     done = run(site, *REPLAY, once=end, factor=1)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert done.stderr.startswith("attncore: error: the command was ended before its end: SystemExit")
+    assert done.stderr.startswith("attncore: error: backend ")
+    assert " failed in forward of layer 'layers.0': SystemExit: " in done.stderr
 
 
 def test_a_thread_that_ends_the_process_is_no_success(site):

@@ -177,4 +177,4 @@ def test_a_default_is_finite(site, capsys, value):
     site.plugin("boundless", light)
     assert main(["show", "boundless", "--json"]) == 1
     (reason,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["reasons"]
-    assert f"choices: {value} is not a finite number" in reason["message"]
+    assert f"default: {value} is not a finite number" in reason["message"]

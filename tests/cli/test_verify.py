@@ -84,6 +84,7 @@ def test_a_variable_that_the_plugin_declares_asks_again(site, capsys, monkeypatc
     [
         ("key = key * 1.01", "differs", "differs from dense float32 attention"),
         ("raise RuntimeError('no kernel for this device')", "fails", "RuntimeError: no kernel for this device"),
+        ("raise BaseExceptionGroup('many', [KeyboardInterrupt()])", "fails", "BaseExceptionGroup: many"),
         ("import os; os.abort()", "crashes", "the process died of SIGABRT while it ran"),
         (
             "import os, sys; print('no answer', file=sys.stderr); os._exit(3)",
@@ -92,7 +93,7 @@ def test_a_variable_that_the_plugin_declares_asks_again(site, capsys, monkeypatc
         ),
         ("import time; time.sleep(600)", "hangs", "it gave no answer within 8 s"),
     ],
-    ids=["differs", "fails", "crashes", "exits", "hangs"],
+    ids=["differs", "fails", "fails oddly", "crashes", "exits", "hangs"],
 )
 def test_a_wrong_failing_crashing_or_hanging_library_is_a_row(site, capsys, forward, state, message):
     site.plugin("bad", heavy=REFERENCE.format(forward=forward))

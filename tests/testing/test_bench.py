@@ -263,8 +263,12 @@ def test_steps_of_a_phase_that_the_spec_has_not_are_unsupported(site):
         ("import os; os.abort()", "the process died of SIGABRT while forward of 'decode of 1' was timed"),
         ("import os; os._exit(0)", "the process ended without an answer while forward of 'decode of 1' was timed"),
         ("raise RuntimeError('no kernel')", "RuntimeError: no kernel while forward of 'decode of 1' was timed"),
+        (
+            "raise BaseExceptionGroup('a', [KeyboardInterrupt()])",
+            "BaseExceptionGroup: a (1 sub-exception) while forward",
+        ),
     ],
-    ids=["crashes", "ends", "fails"],
+    ids=["crashes", "ends", "fails", "fails oddly"],
 )
 def test_a_backend_that_fails_is_said_to_with_where(site, forward, said):
     site.plugin("bad", heavy=REFERENCE.format(forward=forward))

@@ -162,18 +162,30 @@ def _unreadable(
         words = "%s is skipped, its metadata is unreadable: %s"
         logged(logger, logging.WARNING, words, name, describe_error(error))
         return []
+    why = _no_entry_point(text) or describe_error(error)
     section = text.partition(f"[{GROUP}]")[2].partition("\n[")[0]
     names = dict.fromkeys(re.findall(rf"(?m)^[ \t]*({env.NAME.pattern})[ \t]*=", section)) or {"?": None}
     names = dict.fromkeys(islice(names, MAX_ENTRIES))
     label = " ".join(part for part in (name, version) if part)
     reason = Reason(
         "broken",
-        f"entry_points.txt of {label} cannot be read: {describe_error(error)}",
+        f"entry_points.txt of {label} cannot be read: {why}",
         asked=getattr(place, "name", None),
         source=label,
         fix=f"reinstall {name}, or report it to its authors",
     )
     return [PluginRecord(one, name, version, "broken", reasons=(reason,), error=error) for one in names]
+
+
+def _no_entry_point(text: str) -> str | None:
+    """Which line is no entry point, in words; None where each is one. What importlib says of it names no line."""
+    in_section = False
+    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+        if line.startswith("[") and line.endswith("]"):
+            in_section = True
+        elif in_section and line and not line.startswith("#") and "=" not in line:
+            return f"line {number}, {quoted(line)}, is not of the form NAME = MODULE"
+    return None
 
 
 def _distribution_name(distribution: importlib.metadata.Distribution) -> str:

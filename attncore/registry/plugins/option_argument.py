@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from attncore.arguments import real_number, whole_number_of_63_bits
 from attncore.command import UsageError
 from attncore.did_you_mean import did_you_mean
 from attncore.quoted import listed, quoted
@@ -13,6 +14,12 @@ from attncore.registry.plugins.load import registry
 from attncore.registry.spec.option import Option
 
 _TRUTHS = {"true": True, "false": False}
+_READERS: dict[type, Callable[[str], Any]] = {
+    bool: lambda text: _TRUTHS.get(text.lower(), text),
+    int: whole_number_of_63_bits,
+    float: real_number,
+    str: str,
+}
 
 
 def add_option_argument(parser: argparse._ActionsContainer, backend: str) -> None:
@@ -69,11 +76,8 @@ def _declared(backend: str) -> Mapping[str, Option] | None:
 
 def _value(option: Option, text: str) -> Any:
     """``text`` as a value of the option's type; as it is where it is none, which is no allowed value then."""
-    read: Callable[[str], Any] = option.type
-    if option.type is bool:
-        return _TRUTHS.get(text.lower(), text)
     try:
-        return read(text)
+        return _READERS[option.type](text)
     except ValueError:
         return text
 

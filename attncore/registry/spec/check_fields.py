@@ -145,7 +145,9 @@ def _ordered_words(known: Collection[str]) -> Callable[[str, object], tuple[str,
             raise ValueError(f"{field}: a set has no order; give a tuple, the preferred one first")
         if not words:
             raise ValueError(f"{field}: nothing is declared; the words are {', '.join(known)}")
-        return tuple(dict.fromkeys(words))
+        if (twice := next((word for word in words if words.count(word) > 1), None)) is not None:
+            raise ValueError(f"{field}: {twice!r} stands twice; give each once, the preferred one first")
+        return words
 
     return check
 

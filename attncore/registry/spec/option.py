@@ -28,9 +28,11 @@ class Option:
         given = collection("choices", self.choices, "not a collection of values")
         choices = tuple(plain_scalar("choices", one) for one in given)
         default = plain_scalar("default", self.default)
-        for value in (*choices, *(() if default is None else (default,))):
-            if wrong := _wrong_type(self.type, value) or _no_choice(choices, value):
+        for value in choices:
+            if wrong := _wrong_type(self.type, value):
                 raise ValueError(f"choices: {quoted(value)} {wrong}")
+        if default is not None and (wrong := _wrong_type(self.type, default) or _no_choice(choices, default)):
+            raise ValueError(f"default: {quoted(default)} {wrong}")
         for name, plain in (
             ("choices", choices),
             ("default", default),

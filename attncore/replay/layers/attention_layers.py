@@ -8,6 +8,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from attncore.replay.checks.attention_check import AttentionCheck
+from attncore.replay.model_error import SMALLER_STEPS, memory_error_as_model_error
 from attncore.replay.token_content import Content, step_content
 
 if TYPE_CHECKING:
@@ -88,8 +89,8 @@ class AttentionLayers:
         """
         positions = ranks[0].host.positions
         ids = step_content(step, ranks[0])
-        outputs, elapsed = [], 0
-        with self._inference_mode():
+        outputs, elapsed, what = [], 0, f"attention: a step of {len(ids)} tokens"
+        with memory_error_as_model_error(what, SMALLER_STEPS), self._inference_mode():
             for layer, (group, backend) in enumerate(self.of_layer):
                 tokens = [
                     backend.from_host(part).to(self._dtype) for part in self.content.tokens(ids, positions, layer)

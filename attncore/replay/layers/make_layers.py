@@ -9,6 +9,7 @@ from attncore.registry.choice.select import select
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.registry.spec.sizes import describe, smallest
+from attncore.replay.backend_code import created
 from attncore.replay.layers.attention_layers import AttentionLayers
 from attncore.replay.layers.context_parallel_layers import ShardedLayers
 
@@ -51,7 +52,7 @@ def make_layers(
         fields = _fields(settings, group, content.num_heads, content.num_kv_heads)
         choice = select(head_size=content.head_size, dtype=dtype, backend=backend, options=given, **fields)
         why = why or choice.explain().splitlines()[0].partition(": ")[2]
-        made[group.name] = choice.create()
+        made[group.name] = created(choice)
         backend = made[group.name].name
     of_layers = made if settings.groups else next(iter(made.values()))
     windows = {group.name: group.sliding_window for group in settings.groups_of_rank}

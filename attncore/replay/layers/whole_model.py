@@ -11,9 +11,11 @@ from attncore.abstract import AttentionType
 from attncore.arguments import INT32_MAX, positive_integer
 from attncore.integrations.transformers import attention_layers, attncore_context, paged_caches, select_for_model
 from attncore.registry.config_json import read_config
+from attncore.replay.backend_code import created
 from attncore.replay.checks.model_check import ModelCheck
 from attncore.replay.layers.model_from_config import data_alone, random_model
 from attncore.replay.model_error import (
+    SMALLER_STEPS,
     ModelError,
     errors_as_model_errors,
     first_line,
@@ -67,7 +69,7 @@ class ModelLayers:
             options={backend: options} if backend and options else {},
         )  # fmt: skip
         self.why = choice.explain().splitlines()[0].partition(": ")[2]
-        self.backend = choice.create(str(self.model.device))
+        self.backend = created(choice, str(self.model.device))
         try:
             self.kv_caches = paged_caches(self.model, self.backend, settings.num_blocks, layers=layers)
         except (RuntimeError, MemoryError) as error:  # torch raises the first
@@ -97,9 +99,7 @@ class ModelLayers:
         tokens = self.backend.from_host(ids)[None]
         start = perf_counter_ns()
         with (
-            memory_error_as_model_error(
-                f"model: a step of {len(ids)} tokens", "pass a smaller --max-num-batched-tokens or --num-blocks"
-            ),
+            memory_error_as_model_error(f"model: a step of {len(ids)} tokens", SMALLER_STEPS),
             errors_as_model_errors(f"model: a step of {len(ids)} tokens"),
             torch.inference_mode(),
             attncore_context(metadata, self.kv_caches),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
+from attncore.arguments import real_number
 from attncore.quoted import quoted
 
 MAX_COST = 1e9  # microseconds: no model takes a quarter of an hour for one token
@@ -37,7 +38,7 @@ class CostModel:
             if name in costs:
                 raise ValueError(f"clock: {name} is given twice")
             try:
-                cost = float(value)
+                cost = real_number(value.strip())
             except ValueError:
                 cost = -1.0
             if not 0 <= cost <= MAX_COST:

@@ -53,7 +53,7 @@ def read_trace(path: str | Path, max_requests: int | None = None, max_seconds: f
     """
     name = "standard input" if path == "-" else str(path)
     try:
-        with nullcontext(standard_input()) if path == "-" else Path(path).open("rb") as raw:
+        with nullcontext(standard_input()) if path == "-" else open(path, "rb") as raw:
             # Peeked at, since a pipe cannot be rewound.
             if raw.peek(2)[:2] != _GZIP:
                 return _read(_text(name, raw, None), name, max_requests, max_seconds)

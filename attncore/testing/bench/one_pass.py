@@ -38,7 +38,9 @@ def main(question: str, answer: str) -> None:
             for facts in _facts(asked):
                 _tell(file, facts)
             _tell(file, {"phase": DONE})
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of the backend, which may raise anything
             _tell(file, {"failed": describe_error(error)})
 
 

@@ -1,0 +1,187 @@
+"""Calls of a backend's code in a replay: what it raises, and a result of the wrong kind, is a BackendError.
+
+A backend may raise anything, also what would be taken for something else: for a mistake in the trace, for a pipe whose
+reader has gone, for memory that does not suffice. ``created`` makes a backend whose calls are guarded, so that neither
+the layers of a replay nor a model of transformers nor the builder need a guard of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from attncore.abstract import AttentionBackend, AttentionImpl, BackendConfig
+from attncore.errors import AttncoreError, PluginError
+from attncore.quoted import describe_error, quoted, type_name
+
+if TYPE_CHECKING:
+    from attncore.registry.choice.choice import Choice
+
+_FIELDS = frozenset(field.name for field in dataclasses.fields(BackendConfig))
+_OF_LAYERS = frozenset(inspect.signature(AttentionBackend.impl).parameters)
+_OVERRIDDEN = (
+    "from_host", "check_metadata", "record_plan", "prepare_capture", "kv_cache_views", "kv_cache_shape",
+    "kv_cache_torch_dtype", "kv_cache_block_axis",
+)  # fmt: skip
+"""Methods that are guarded where the backend's class has them: attncore's own need no guard."""
+_NO_MEMORY = ("allocate memory", "out of memory", "Storage size calculation overflowed")
+"""What torch's errors say where a tensor does not fit."""
+
+
+class BackendError(AttncoreError):
+    """A backend failed, or returned what the contract does not allow; names it, its distribution and the call."""
+
+
+def created(choice: Choice, device: str | None = None) -> AttentionBackend:
+    """The backend that ``choice`` creates; its methods, and ``forward`` of its layers, raise BackendError from then on.
+
+    As they are come: KeyboardInterrupt; ValueError beginning with the argument's name where the backend refuses its
+    configuration, a layer or ``num_blocks``; and what torch raises in ``allocate_kv_cache`` and ``forward`` where
+    memory does not suffice.
+    """
+    guard = _Guard(f"backend {choice.candidate.label}")
+    make = partial(_made, choice, device)
+    backend: AttentionBackend = guard.call("its creation", make, spared=partial(_refuses, _FIELDS))
+    own = vars(backend)
+    own["impl"] = partial(guard.call, "impl", backend.impl, spared=partial(_refuses, _OF_LAYERS), finish=guard.layer)
+    allocate = backend.allocate_kv_cache
+    own["allocate_kv_cache"] = partial(
+        guard.call, "allocate_kv_cache", allocate, spared=_refuses_blocks, finish=_check_cache
+    )
+    own["plan"] = partial(guard.call, "plan", backend.plan)
+    for name in _OVERRIDDEN:
+        if getattr(type(backend), name) is not getattr(AttentionBackend, name):
+            finish = _check_tensor if name == "from_host" else None
+            own[name] = partial(guard.call, name, getattr(backend, name), finish=finish)
+    return backend
+
+
+def _made(choice: Choice, device: str | None) -> AttentionBackend:
+    backend = choice.create(device)
+    if not isinstance(backend.name, str) or not isinstance(backend.config, BackendConfig):
+        raise _WrongResultError("left name or config as the contract does not say; AttentionBackend.__init__ sets both")
+    bool(backend.has_plan and backend.spec)  # the class may replace them by code of its own
+    return backend
+
+
+class _WrongResultError(Exception):
+    """What a call returned is not what the contract says; the text says what it is."""
+
+
+class _Guard:
+    """Calls the code of one backend."""
+
+    def __init__(self, whose: str) -> None:
+        self._whose = whose
+        self._inside = False
+        """Whether its code runs: what it calls of itself raises what it would raise without a guard."""
+
+    def call(
+        self,
+        what: str,
+        function: Callable[..., Any],
+        *args: Any,
+        spared: Callable[[BaseException], bool] = lambda error: False,
+        finish: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """``function`` of the arguments, then ``finish`` of its result and the positional ones; ``what`` names it.
+
+        An error of which ``spared`` is true is raised as it is.
+        """
+        if self._inside:
+            return function(*args, **kwargs)
+        self._inside = True
+        try:
+            result = function(*args, **kwargs)
+            if finish is not None:
+                finish(result, *args)
+        except KeyboardInterrupt:
+            raise
+        except _WrongResultError as error:
+            raise BackendError(f"{self._whose}: {what} {error}") from None
+        except BaseException as error:
+            if spared(error):
+                raise
+            cause = error.__cause__ if isinstance(error, PluginError) and error.__cause__ is not None else error
+            raise BackendError(f"{self._whose} failed in {what}: {describe_error(cause)}") from error
+        finally:
+            self._inside = False
+        return result
+
+    def layer(self, impl: Any, layer_name: Any) -> None:
+        """Has ``forward`` and ``forward_with_lse`` of a layer that ``impl`` returned guarded, too."""
+        if not isinstance(impl, AttentionImpl):
+            raise _WrongResultError(f"returned {_described(impl)}; the contract says an AttentionImpl")
+        for name, check in (("forward", _check_output), ("forward_with_lse", _check_output_and_lse)):
+            what, finish = f"{name} of layer {quoted(layer_name)}", partial(check, impl.backend.config)
+            vars(impl)[name] = partial(self.call, what, getattr(impl, name), spared=_torch_lacks_memory, finish=finish)
+
+
+def _refuses(names: Collection[str], error: BaseException) -> bool:
+    """Whether it is a refusal as the contract has it: a ValueError that begins with an argument's name."""
+    if not isinstance(error, ValueError):
+        return False
+    found = re.match(r"(\w+): ", describe_error(error).partition(": ")[2])
+    return found is not None and found[1] in names
+
+
+def _refuses_blocks(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or _torch_lacks_memory(error) or _refuses({"num_blocks"}, error)
+
+
+def _torch_lacks_memory(error: BaseException) -> bool:
+    """Whether torch says that memory does not suffice, on a CPU by a plain RuntimeError: a smaller run may do."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return type(error) is RuntimeError and any(words in describe_error(error) for words in _NO_MEMORY)
+
+
+def _check_cache(cache: Any, *_: Any) -> None:
+    if cache is None:
+        raise _WrongResultError("returned None; the contract says one layer's cache")
+
+
+def _check_tensor(found: Any, *_: Any) -> None:
+    import torch
+
+    if not isinstance(found, torch.Tensor):
+        raise _WrongResultError(f"returned {_described(found)}; the contract says a tensor")
+
+
+def _check_output(config: BackendConfig, output: Any, query: Any, *_: Any) -> None:
+    shape = (len(query), config.num_heads, config.head_size_v or config.head_size)
+    _check_like("", output, shape, query.dtype, query.device)
+
+
+def _check_output_and_lse(config: BackendConfig, both: Any, query: Any, *_: Any) -> None:
+    import torch
+
+    if not isinstance(both, tuple) or len(both) != 2:
+        raise _WrongResultError(f"returned {_described(both)}; the contract says an output and its log-sum-exp")
+    _check_output(config, both[0], query)
+    _check_like("a log-sum-exp, ", both[1], (len(query), config.num_heads), torch.float32, query.device)
+
+
+def _check_like(which: str, found: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> None:
+    """_WrongResultError where ``found`` is no tensor of that shape and dtype on that device."""
+    import torch
+
+    is_tensor = isinstance(found, torch.Tensor)
+    if not is_tensor or (tuple(found.shape), found.dtype, found.device) != (shape, dtype, device):
+        wanted = f"a tensor {shape} of {dtype} on {device}"
+        raise _WrongResultError(f"returned {which}{_described(found)}; the contract says {wanted}")
+
+
+def _described(value: Any) -> str:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {tuple(value.shape)} of {value.dtype} on {value.device}"
+    return "None" if value is None else f"a value of type {type_name(value)}"

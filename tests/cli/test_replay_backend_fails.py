@@ -1,0 +1,216 @@
+"""A backend that raises, or returns what the contract does not allow: one line names it, whatever it raises."""
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+
+from attncore.cli import main
+
+HEAVY = """
+import torch
+import attncore
+from attncore import AttentionBackend, AttentionImpl
+
+class Impl(AttentionImpl):
+    def forward(self, query, key, value, kv_cache, metadata, output=None, *, write=True):
+        {forward}
+        return query
+
+    def forward_with_lse(self, query, key, value, kv_cache, metadata, output=None, *, write=True):
+        {lse}
+        return query, torch.zeros(query.shape[:2])
+
+class Backend(AttentionBackend):
+    impl_class = Impl
+
+    def __init__(self, config):
+        super().__init__(config)
+        {init}
+
+    def impl(self, *args, **kwargs):
+        {impl}
+        return super().impl(*args, **kwargs)
+
+    def plan(self, metadata):
+        {plan}
+
+    def allocate_kv_cache(self, num_blocks):
+        {allocate}
+        return super().allocate_kv_cache(num_blocks)
+
+    def from_host(self, array):
+        {from_host}
+        return super().from_host(array)
+
+    def kv_cache_shape(self, n, b, h, d):
+        return (n, 2, b, h, d)
+"""
+METHODS = ("init", "impl", "plan", "allocate", "forward", "from_host", "lse")
+RAISED = {
+    "a long text": (r"raise RuntimeError('\x1b[31m' + 'y' * 3_000_000)", r"RuntimeError: \x1b[31myyy"),
+    "a text that raises": ("raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})", "E: without a message"),
+    "KeyError": ("raise KeyError('k')", "KeyError: 'k'"),
+    "AssertionError": ("assert False", "AssertionError: "),
+    "a BaseException": ("raise type('Odd', (BaseException,), {})('odd')", "Odd: odd"),
+    "GeneratorExit": ("raise GeneratorExit", "GeneratorExit: "),
+    "StopIteration": ("raise StopIteration", "StopIteration: "),
+    "SystemExit": ("raise SystemExit(0)", "SystemExit: 0"),
+    "a group": ("raise BaseExceptionGroup('many', [KeyboardInterrupt()])", "BaseExceptionGroup: many"),
+    "ValueError": ("raise ValueError('bad stride')", "ValueError: bad stride"),
+    "the name of no argument": ("raise ValueError('trace: bad')", "ValueError: trace: bad"),
+    "TypeError": ("raise TypeError('query: no')", "TypeError: query: no"),
+    "a missing file": ("open('/nope')", "FileNotFoundError: "),
+    "a closed pipe": ("raise BrokenPipeError", "BrokenPipeError: "),
+    "a full disk": ("raise OSError(28, 'No space left on device')", "OSError: [Errno 28]"),
+    "no backend": ("raise attncore.NoBackendError('none')", "NoBackendError: none"),
+    "a missing module": ("import torch.absent", "ModuleNotFoundError: "),
+    "a RuntimeError": ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+}
+CALLS = {"init": "its creation", "allocate": "allocate_kv_cache", "forward": "forward of layer 'layers.0'"}
+
+
+@pytest.fixture
+def acme(site):
+    """Plants the backend ``acme`` whose methods begin with the statements given."""
+
+    def plant(**statements):
+        heavy = HEAVY
+        for name in METHODS:
+            heavy = heavy.replace("{" + name + "}", statements.get(name, "pass"))
+        site.plugin("acme", heavy=heavy, extra=" features={'lse'},")
+
+    return plant
+
+
+def replayed(capsys, trace, *words):
+    code = main(["replay", trace, "--backend", "acme", "--requests", "1", "--num-blocks", "100", *words])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return code, out, err
+
+
+@pytest.mark.parametrize("where", ["init", "impl", "plan", "allocate", "forward"])
+@pytest.mark.parametrize("how", RAISED)
+def test_what_a_backend_raises_names_it(how, where, acme, trace, tmp_path, capsys):
+    statement, words = RAISED[how]
+    acme(**{where: statement})
+    steps = tmp_path / "steps.jsonl"
+    code, out, err = replayed(capsys, trace, "--save-steps", str(steps), "--json")
+    assert (code, out, err.count("\n")) == (1, "", 1), err
+    call = CALLS.get(where, where)
+    assert err.startswith(f"attncore: error: backend acme (attn-acme 1.0) failed in {call}: {words}")
+    assert len(err) < 1300
+    assert "\x1b" not in err
+    assert not [path for path in tmp_path.iterdir() if "steps" in path.name]
+
+
+@pytest.mark.parametrize("where", ["init", "impl", "plan", "allocate", "forward"])
+def test_an_interrupt_stays_one(where, acme, trace, capsys):
+    acme(**{where: "raise KeyboardInterrupt"})
+    assert replayed(capsys, trace) == (130, "", "attncore: error: interrupted\n")
+
+
+@pytest.mark.parametrize("where", ["forward", "plan", "init"])
+def test_a_memory_error_is_the_backends(where, acme, trace, capsys):
+    acme(**{where: "raise MemoryError"})
+    code, _, err = replayed(capsys, trace)
+    assert code == 1
+    assert f"failed in {CALLS.get(where, where)}: MemoryError: " in err
+
+
+@pytest.mark.parametrize(
+    ("where", "statement", "words"),
+    [
+        ("forward", "return None", "forward of layer 'layers.0' returned None; the contract says a tensor ("),
+        ("forward", "return 3", "returned a value of type int; the contract says a tensor ("),
+        ("forward", "return query[1:]", "returned a tensor (512, 4, 64) of torch.float32 on cpu; the contract says a "),
+        ("forward", "return query.double()", "of torch.float64 on cpu; the contract says a tensor (513, 4, 64)"),
+        ("forward", "return query.to('meta')", "of torch.float32 on meta; the contract says a tensor ("),
+        ("impl", "return None", "impl returned None; the contract says an AttentionImpl"),
+        ("allocate", "return None", "allocate_kv_cache returned None; the contract says one layer's cache"),
+        ("from_host", "return None", "from_host returned None; the contract says a tensor"),
+        ("init", "del self.config", "AttributeError: "),
+        ("init", "self.config = 3", "its creation left name or config as the contract does not say"),
+    ],
+)
+def test_a_wrong_result_is_named(where, statement, words, acme, trace, capsys):
+    acme(**{where: statement})
+    code, out, err = replayed(capsys, trace)
+    assert (code, out, err.count("\n")) == (1, "", 1), err
+    assert err.startswith("attncore: error: backend acme (attn-acme 1.0)")
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("return query", "forward_with_lse of layer 'layers.0' returned a tensor ("),
+        ("return query, query", "returned a log-sum-exp, a tensor (513, 4, 64)"),
+        ("raise KeyError(1)", "failed in forward_with_lse of layer 'layers.0': KeyError: 1"),
+    ],
+)
+def test_a_wrong_log_sum_exp_is_named(statement, words, acme, trace, capsys):
+    acme(lse=statement)
+    code, _, err = replayed(capsys, trace, "--context-parallel", "2")
+    assert (code, err.count("\n")) == (1, 1), err
+    assert words in err
+
+
+def test_a_backend_catches_what_it_raises_itself(acme, trace, capsys):
+    """Its own calls of itself raise what they raise, and no BackendError."""
+    acme(
+        allocate="if num_blocks > 50:\n            try:\n                self.impl('a', scale=1.0, absent=1)\n"
+        "            except (TypeError, ValueError):\n                pass"
+    )
+    code, out, err = replayed(capsys, trace, "--json")
+    assert err == ""
+    assert json.loads(out)["verification"]  # of a backend that returns the query: no attention
+    assert code == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "statement", "words"),
+    [
+        ("init", "raise ValueError('head_size: 64 found; take 128')", "--head-size: 64 found; take 128"),
+        ("allocate", "raise ValueError('num_blocks: 100 found; take 9')", "--num-blocks: 100 found; take 9"),
+        ("allocate", "raise torch.OutOfMemoryError('CUDA out of memory')", "--num-blocks: 2 caches of 100 blocks"),
+        ("allocate", "torch.empty(2**60)", "--num-blocks: 2 caches of 100 blocks"),
+        ("forward", "raise torch.OutOfMemoryError('CUDA out of memory')", "attention: a step of 513 tokens does not"),
+        ("forward", "torch.empty(2**45)", "attention: a step of 513 tokens does not fit in memory ("),
+    ],
+)
+def test_refusals_and_memory_stay_what_they_are(where, statement, words, acme, trace, capsys):
+    acme(**{where: statement})
+    code, _, err = replayed(capsys, trace, "--head-size", "64")
+    assert (code, err.count("\n")) == (2, 1), err
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("where", "statement", "words"),
+    [
+        (
+            "forward",
+            "raise ValueError('bad stride')",
+            "failed in forward of layer 'model.layers.0.self_attn': ValueErr",
+        ),
+        ("forward", "return None", "forward of layer 'model.layers.0.self_attn' returned None; the contract says"),
+        ("impl", "raise RuntimeError('no')", "failed in impl: RuntimeError: no"),
+        ("allocate", "raise RuntimeError('no')", "failed in allocate_kv_cache: RuntimeError: no"),
+        ("plan", "raise BrokenPipeError", "failed in plan: BrokenPipeError: "),
+        ("init", "raise KeyError(1)", "failed in its creation: KeyError: 1"),
+    ],
+)
+def test_a_model_over_a_backend_that_fails(where, statement, words, acme, trace, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    acme(**{where: statement})
+    config = tmp_path / "model.json"
+    facts = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 1}
+    facts |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 128, "max_position_embeddings": 2048}
+    config.write_text(json.dumps(facts))
+    code, out, err = replayed(capsys, trace, "--model", str(config))
+    assert (code, out) == (1, ""), err
+    assert err.splitlines()[-1].startswith("attncore: error: backend acme (attn-acme 1.0)")
+    assert words in err
