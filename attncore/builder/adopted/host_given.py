@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from attncore import arguments
-from attncore.array_arguments import beyond_its_memory
+from attncore.array_arguments import beyond_its_memory, check_readable
 from attncore.builder.adopted.given import beyond
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class HostGiven:
             raise TypeError(
                 f"{self.name}: {type(given).__name__} found; give int32, a NumPy array or a tensor on the CPU"
             )
+        check_readable(self.name, given)
         array = np.asarray(given)  # of a subclass, which may say anything of itself, the plain array
         if array.dtype != _HOST_INT32 or array.dtype.names is not None or array.ndim != 1:
             raise self._refused(given)  # one whose parts have names equals int32, but is none to compiled code
