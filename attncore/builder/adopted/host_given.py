@@ -145,3 +145,27 @@ class HostLengths(HostGiven):
         if len(array) != num_reqs:
             raise ValueError(f"{self.name}: {len(array)} lengths found for {num_reqs} rows; give one each")
         return array, "bounded" if bounded else "exact"
+
+
+def check_agreement(starts: Int32Array, lengths: Int32Array | None, known: str, own: tuple[Any, ...]) -> None:
+    """ValueError where the host's arrays say another step than ``own``, the tensors of starts and lengths, on a CPU.
+
+    ``known`` as ``HostLengths.of`` says it: upper bounds are no shorter than the lengths. Rows without tokens, such as
+    padded ones, are not compared: nothing reads their keys.
+    """
+    own_starts, own_lengths = (tensor.clone().numpy() for tensor in own)  # torch resizes no memory that NumPy has seen
+    if (starts != own_starts).any():
+        index = int(np.argmax(starts != own_starts))
+        raise ValueError(
+            f"host_query_start_loc: {starts[index]} found at index {index}, where query_start_loc has "
+            f"{own_starts[index]}; give the same numbers on the host"
+        )
+    if lengths is None:
+        return
+    wrong = (lengths < own_lengths if known == "bounded" else lengths != own_lengths) & (starts[1:] > starts[:-1])
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        wanted = "upper bounds" if known == "bounded" else "the same numbers on the host"
+        raise ValueError(
+            f"host_seq_lens: row {row} has {lengths[row]} keys, and {own_lengths[row]} in seq_lens; give {wanted}"
+        )
