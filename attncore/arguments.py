@@ -19,6 +19,7 @@ from attncore.quoted import plain_text, quoted
 
 INT32_MAX = 2**31 - 1
 FLOAT_MAX = sys.float_info.max
+FLOAT32_LEAST, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 UNREADABLE = (TypeError, ValueError, OverflowError, NotImplementedError, MemoryError, SystemError)
 """What Python and NumPy raise where an object is not the list or array that it is read as.
 
@@ -74,6 +75,14 @@ def finite_number(name: str, value: Any, *, positive: bool = False) -> int | flo
             number = None
     if number is None or not (0 if positive else -FLOAT_MAX) <= number <= FLOAT_MAX or (positive and not number):
         raise ValueError(f"{name}: {quoted(value)} is not a {'positive' if positive else 'finite'} number")
+    return number
+
+
+def float32_number(name: str, value: Any, *, positive: bool = False) -> int | float:
+    """``finite_number`` of float32, which kernels compute in: a larger one is infinite there, a cap below it 0."""
+    number = finite_number(name, value, positive=positive)
+    if not (FLOAT32_LEAST if positive else -FLOAT32_MAX) <= number <= FLOAT32_MAX:
+        raise ValueError(f"{name}: {number} is outside the numbers of float32, in which attention is computed")
     return number
 
 

@@ -117,7 +117,13 @@ def beyond_its_memory(tensor: Any) -> bool:
 
 
 def not_by_address(tensor: Any) -> str | None:
-    """Why code that reads a tensor by its address and strides finds other numbers; None where it finds the tensor's."""
+    """Why code that reads a tensor by its address and strides finds other numbers; None where it finds the tensor's.
+
+    TypeError where it is no tensor.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor: {type(tensor).__name__} found; give a torch tensor")
     if tensor.is_neg() or tensor.is_conj():
         return "a lazy negative or conjugate, whose memory holds other numbers; give tensor.resolve_conj().clone()"
     return not_strided(tensor)
