@@ -94,7 +94,7 @@ def _nested(values: Any) -> list[Any]:
     """Items of a list or a tuple that are no plain numbers."""
     if type(values) is not list and type(values) is not tuple:
         return []
-    return [] if set(map(type, values)) <= _NUMBERS else [item for item in values if type(item) not in _NUMBERS]
+    return [] if _NUMBERS.issuperset(map(type, values)) else [item for item in values if type(item) not in _NUMBERS]
 
 
 def _holds_tensor(values: Any) -> bool:
