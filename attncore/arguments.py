@@ -21,6 +21,7 @@ from attncore.quoted import plain_text, quoted
 INT32_MAX = 2**31 - 1
 FLOAT_MAX = sys.float_info.max
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,1000}")
+FLOAT32_LEAST, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 UNREADABLE = (TypeError, ValueError, OverflowError, NotImplementedError, MemoryError, SystemError)
 """What Python and NumPy raise where an object is not the list or array that it is read as.
 
@@ -107,6 +108,14 @@ def finite_number(name: str, value: Any, *, positive: bool = False) -> int | flo
     return number
 
 
+def float32_number(name: str, value: Any, *, positive: bool = False) -> int | float:
+    """``finite_number`` of float32, which kernels compute in: a larger one is infinite there, a cap below it 0."""
+    number = finite_number(name, value, positive=positive)
+    if not (FLOAT32_LEAST if positive else -FLOAT32_MAX) <= number <= FLOAT32_MAX:
+        raise ValueError(f"{name}: {number} is outside the numbers of float32, in which attention is computed")
+    return number
+
+
 def flag(name: str, value: Any) -> bool:
     """``value`` as a bool; TypeError where it is neither a bool nor NumPy's: the text "no" is true to Python."""
     if value is True or value is False:
@@ -114,6 +123,21 @@ def flag(name: str, value: Any) -> bool:
     if type(value).__module__ == "numpy" and getattr(value, "dtype", None) == "bool" and value.ndim == 0:
         return bool(value)
     raise TypeError(f"{name}: {quoted(value)} is not True or False")
+
+
+def dtype(name: str, value: Any) -> Any:
+    """``value`` as a NumPy dtype of this machine's byte order; TypeError where it is none, or None.
+
+    NumPy itself takes None as float64. Imports NumPy.
+    """
+    import numpy as np
+
+    if value is None:
+        raise TypeError(f"{name}: None found; give a NumPy dtype, such as numpy.int64")
+    try:
+        return np.dtype(value).newbyteorder("=")
+    except (*UNREADABLE, SyntaxError) as error:  # NumPy's reader of texts such as "i4,(" raises SyntaxError
+        raise TypeError(f"{name}: {quoted(value)} is no NumPy dtype: {error}") from error
 
 
 def one_of(name: str, value: Any, known: Iterable[str]) -> str:
@@ -126,10 +150,47 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> str:
 
 def items(name: str, values: Any, *, most: int | None = None) -> list[Any]:
     """``values`` as a list, read once and, where given, ``most`` of them; TypeError where they cannot be read."""
+    if (why := why_no_list(values)) is not None:
+        raise TypeError(f"{name}: {why}")
     try:
         return list(values if most is None else islice(values, most))
     except UNREADABLE as error:
         raise TypeError(f"{name}: {type(values).__name__} cannot be read as a list: {error}") from error
+
+
+def why_no_list(values: Any) -> str | None:
+    """Why an object that Python can read as a list is none of numbers; None where this says nothing against it.
+
+    Bytes, which Python reads as small integers; a NumPy record, whose parts are different things; a tensor that is
+    nested or sparse, which torch refuses to read with a bare RuntimeError.
+    """
+    kind = type(values)
+    if kind is list or kind is tuple:
+        return None
+    if isinstance(values, bytes | bytearray):
+        return f"{kind.__name__} found, which hold text; give a list or an array of integers"
+    if isinstance(values, memoryview):
+        return _why_no_view(values)
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and isinstance(values, numpy.void):
+        return "a NumPy record found; give a list or an array of integers"
+    if torch is not None and isinstance(values, torch.Tensor):
+        return _why_no_tensor(values, torch.strided)
+    return None
+
+
+def _why_no_view(values: memoryview) -> str | None:
+    try:
+        of_bytes = values.format in ("B", "c")
+    except ValueError as error:  # a released one has no format
+        return f"memoryview cannot be read as a list: {error}"
+    return "a memoryview of bytes found; give a list or an array of integers" if of_bytes else None
+
+
+def _why_no_tensor(values: Any, strided: Any) -> str | None:
+    if values.is_nested:
+        return "a nested tensor found; give a strided one"
+    return None if values.layout is strided else f"a tensor of layout {values.layout} found; give a strided one"
 
 
 def own_items(values: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attncore.arguments import INT32_MAX, UNREADABLE, integer_or_none
+from attncore.arguments import INT32_MAX, UNREADABLE, integer_or_none, why_no_list
 from attncore.quoted import quoted
 
 Int32Array = npt.NDArray[np.int32]
@@ -25,6 +25,7 @@ MOST_BLOCKS = 1 << 29
 """Block ids of a table that they make: 2 GiB."""
 
 _INT32 = np.dtype(np.int32)
+_NUMBERS = frozenset({int, float, bool})
 
 
 def lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
@@ -42,17 +43,66 @@ def lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
 
 
 def as_array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
-    """``values`` as an aligned array of any dtype; ValueError where they are none, such as rows of two lengths."""
+    """``values`` as an aligned array of any dtype.
+
+    ValueError where they are none, such as rows of two lengths. TypeError where some are hidden by a mask, for the
+    array would have what is behind it, and for bytes, which are text.
+    """
+    check_readable(name, values)
     try:
         torch = sys.modules.get("torch")  # where it is not loaded, there is no tensor
         if torch is not None and isinstance(values, torch.Tensor) and values.is_cpu and beyond_its_memory(values):
             raise ValueError("its shape reaches beyond its memory, as after a resize_ that torch refused")
-        array = np.asarray(values)
+        found = np.asanyarray(values)  # what ``__array__`` returns may have a mask, too
+        if hides_values(found):
+            raise _hidden(name)
+        array = np.asarray(found)
         if array.dtype.names is not None and array.dtype.kind in "iu":  # whole numbers whose parts have names too
             array = array.view(array.dtype.str)
         return array if array.flags.aligned else array.copy()  # compiled code reads whole numbers at their addresses
     except UNREADABLE as error:
         raise ValueError(f"{name}: {type(values).__name__} cannot be read as an array: {error}") from error
+    except RuntimeError as error:
+        if type(error) is not RuntimeError or not _holds_tensor(values):
+            raise  # it is not torch's refusal, but comes from the caller's own object
+        raise ValueError(f"{name}: {type(values).__name__} cannot be read as an array: {error}") from error
+
+
+def check_readable(name: str, values: Any) -> None:
+    """TypeError where NumPy would read as numbers what is none: values that a mask hides, and bytes.
+
+    Lists and tuples are looked into, for NumPy reads the arrays in them. For a door that converts by itself.
+    """
+    if isinstance(values, bytearray | memoryview) and (why := why_no_list(values)) is not None:
+        raise TypeError(f"{name}: {why}")
+    if hides_values(values):
+        raise _hidden(name)
+    for item in _nested(values):
+        check_readable(name, item)
+
+
+def hides_values(values: Any) -> bool:
+    """Whether it is an array that masks some of its values; ``numpy.ma.masked`` is one of a single value."""
+    return isinstance(values, np.ma.MaskedArray) and bool(np.ma.getmaskarray(values).any())
+
+
+def _hidden(name: str) -> TypeError:
+    return TypeError(f"{name}: an array with masked values found; give one without, such as array.compressed()")
+
+
+def _nested(values: Any) -> list[Any]:
+    """Items of a list or a tuple that are no plain numbers."""
+    if type(values) is not list and type(values) is not tuple:
+        return []
+    return [] if _NUMBERS.issuperset(map(type, values)) else [item for item in values if type(item) not in _NUMBERS]
+
+
+def _holds_tensor(values: Any) -> bool:
+    """Whether ``values`` is a tensor, or a list with one in it, whose conversion is torch's work."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    return isinstance(values, torch.Tensor) or any(_holds_tensor(item) for item in _nested(values))
 
 
 def beyond_its_memory(tensor: Any) -> bool:
@@ -67,7 +117,13 @@ def beyond_its_memory(tensor: Any) -> bool:
 
 
 def not_by_address(tensor: Any) -> str | None:
-    """Why code that reads a tensor by its address and strides finds other numbers; None where it finds the tensor's."""
+    """Why code that reads a tensor by its address and strides finds other numbers; None where it finds the tensor's.
+
+    TypeError where it is no tensor.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor: {type(tensor).__name__} found; give a torch tensor")
     if tensor.is_neg() or tensor.is_conj():
         return "a lazy negative or conjugate, whose memory holds other numbers; give tensor.resolve_conj().clone()"
     return not_strided(tensor)
@@ -193,6 +249,8 @@ def bad_block_ids(
 
     ``most``: of that many and no more, for there may be far more than there is room for.
     """
+    if (why := why_no_list(ids)) is not None:
+        return TypeError, why
     if not hasattr(ids, "__len__"):
         return TypeError, f"{quoted(ids)} is not a sequence of block ids"
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from attncore.arguments import finite_number, flag, optional_integer
+from attncore.arguments import flag, float32_number, items, optional_integer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,10 +80,10 @@ def dense_attention(
     Returns ``(num_queries, num_heads, value_size)`` float32, and with ``return_lse`` also the natural logarithm of the
     softmax's sum (the sink included), ``(num_queries, num_heads)`` float32. Without any key they are 0 and -inf.
     """
-    scale = finite_number("scale", scale)
+    scale = float32_number("scale", scale)
     sliding_window = optional_integer("sliding_window", sliding_window, 1)  # a query sees at least itself
     if logits_soft_cap is not None:
-        logits_soft_cap = finite_number("logits_soft_cap", logits_soft_cap, positive=True)
+        logits_soft_cap = float32_number("logits_soft_cap", logits_soft_cap, positive=True)
     causal, return_lse = flag("causal", causal), flag("return_lse", return_lse)
     placed = causal or sliding_window is not None or alibi_slopes is not None
     _check(query, key, value, placed)
@@ -120,6 +120,10 @@ def dense_attention(
 
 def _check(query: Tensor, key: Tensor, value: Tensor, placed: bool) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{name}: {type(tensor).__name__} found; give a tensor of floats (tokens, heads, head_size)"
+            )
         if tensor.dim() != 3 or not tensor.is_floating_point():
             raise ValueError(
                 f"{name}: {tensor.dtype} of shape {tuple(tensor.shape)} found; give floats (tokens, heads, head_size)"
@@ -143,7 +147,15 @@ def _check(query: Tensor, key: Tensor, value: Tensor, placed: bool) -> None:
 def _per_head(name: str, values: Tensor | Sequence[float] | None, num_heads: int) -> list[float] | None:
     if values is None:
         return None
-    numbers = [float(value) for value in values]
+    nothing = (-torch.inf,) if name == "sinks" else ()  # a sink that takes no part in the sum
+    numbers = [
+        -torch.inf if type(value) is float and value in nothing else float32_number(f"{name}[{head}]", value)
+        for head, value in enumerate(_listed(name, values))
+    ]
     if len(numbers) != num_heads:
         raise ValueError(f"{name}: {len(numbers)} values found; give one for each of the {num_heads} query heads")
     return numbers
+
+
+def _listed(name: str, values: Tensor | Sequence[float]) -> list[object]:
+    return items(name, values.tolist() if isinstance(values, Tensor) and values.dim() == 1 else values)

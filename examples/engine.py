@@ -13,7 +13,6 @@ import dataclasses
 import inspect
 import itertools
 import logging
-import operator
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from request import Request
 from run import Run, SampledTokens
 
 from attncore import AttentionRequest, AttentionType, InputBatch, MetadataBuilder
+from attncore.arguments import integer, optional_integer
 from attncore.did_you_mean import did_you_mean
 from attncore.errors import CaptureError
 from attncore.graphs import capturing, launch, new_graph
@@ -47,6 +47,11 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def default_graph_sizes(most: int) -> tuple[int, ...]:
+    """Numbers of decodes that graphs are captured for, ``most`` the largest."""
+    return (*(size for size in (1, 2, 4, *range(8, most, 8)) if size < most), most)
+
+
 class Engine(TakesPrompts):
     """``generate`` and ``complete`` run prompts: lists of token ids, or texts where there is a ``tokenizer``.
 
@@ -64,16 +69,15 @@ class Engine(TakesPrompts):
         max_model_len: int | None = None, graph_sizes: tuple[int, ...] | None = None, seed: int = 0, threads: int = 1,
         tokenizer: Any = None, ahead: int = 8, transport: str = "auto", **wanted: Any,
     ) -> None:  # fmt: skip
-        if operator.index(threads) < 1:
-            raise ValueError(f"threads: {threads} is below 1; torch needs one at least")
-        if operator.index(ahead) < 0:
-            raise ValueError(f"ahead: {ahead} is below 0; give a number of steps, or 0 to read each before the next")
+        threads, ahead = integer("threads", threads, 1), integer("ahead", ahead, 0)
+        max_model_len = optional_integer("max_model_len", max_model_len, 1)
         known = {*inspect.signature(Engine).parameters, *(one.name for one in dataclasses.fields(AttentionRequest))}
         if strange := [name for name in wanted if name not in known]:
             raise TypeError(f"{strange[0]}: Engine has no such argument{did_you_mean(strange[0], known)}")
         self.model, self.device, self.tokenizer, self.threads = model.eval(), str(model.device), tokenizer, threads
         if graph_sizes is None:
-            graph_sizes = (1, 2, 4, *range(8, max_num_reqs + 8, 8)) if self.device.startswith("cuda") else ()
+            on_gpu = self.device.startswith("cuda")
+            graph_sizes = default_graph_sizes(min(max_num_reqs, max_num_batched_tokens)) if on_gpu else ()
         layers, level = attention_layers(model), "uniform_decode" if graph_sizes else "never"
         if any(layer.attn_type is not AttentionType.DECODER for layer in layers):
             raise ValueError(f"model: {type(model).__name__} is an encoder and says no next token; give a decoder")
@@ -109,7 +113,7 @@ class Engine(TakesPrompts):
     def cancel(self, request: Request) -> None:
         """Forgets a request, running, waiting or finished."""
         self.suspects.pop(request, None)
-        if request.id in self.running:
+        if self.running.get(request.id) is request:  # another engine's may have the same number
             self._leave(request)
         elif request in self.waiting:
             self.waiting.remove(request)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from request import Request
+
+from attncore.arguments import INT32_MAX, integer, integer_or_none
 
 
 class TakesPrompts:
@@ -45,7 +46,8 @@ class TakesPrompts:
             stop = (self.tokenizer.eos_token_id,) if stop is None and self.tokenizer.eos_token_id is not None else stop
             prompt = self.tokenizer.encode(prompt)
         prompt, ends = self._tokens("prompt", prompt), self._tokens("stop", stop or ())
-        longest = len(prompt) + operator.index(max_new_tokens)
+        max_new_tokens = integer("max_new_tokens", max_new_tokens, -INT32_MAX)
+        longest = len(prompt) + max_new_tokens
         if not prompt or max_new_tokens < 1:
             raise ValueError(f"prompt: {len(prompt)} tokens, max_new_tokens: {max_new_tokens}; give at least one each")
         if not 0 <= temperature <= float(np.finfo(np.float32).max):  # which it is sent to the device as
@@ -61,9 +63,13 @@ class TakesPrompts:
     def _tokens(self, name: str, given: Any) -> list[int]:
         """Token ids as ints; a wrong one would fail in the model, in the middle of everybody's step."""
         try:
-            tokens = [operator.index(token) for token in given]
+            given = list(given)
         except TypeError as error:
             raise TypeError(f"{name}: {error}; give a list of token ids") from None
+        tokens = [integer_or_none(token) for token in given]
+        if None in tokens:
+            kind = type(given[tokens.index(None)]).__name__
+            raise TypeError(f"{name}: '{kind}' object cannot be interpreted as an integer; give a list of token ids")
         if wrong := [str(token)[:40] for token in tokens if not 0 <= token < self.vocab_size]:
             raise ValueError(f"{name}: token {wrong[0]} is outside 0..{self.vocab_size - 1}, the vocabulary")
         return tokens

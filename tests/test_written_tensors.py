@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attncore import CacheWriter, InputBatch, MetadataBuilder, select
+from attncore.ops import not_by_address
 from attncore.reference import cache
 
 
@@ -74,3 +75,9 @@ def test_a_slot_beyond_the_cache_names_the_cache():
 def test_pairs_that_are_no_pairs_are_named():
     with pytest.raises(ValueError, match=r"^block_pairs: list cannot be read as an array"):
         cache.copy_blocks(torch.zeros(2, 3, 4, 2, 8), [(0,), (1, 2)])
+
+
+@pytest.mark.parametrize("tensor", [None, 5, [1.0], torch.zeros(2).numpy()])
+def test_what_is_no_tensor_is_not_asked_where_it_lies(tensor):
+    with pytest.raises(TypeError, match=r"^tensor: \w+ found; give a torch tensor"):
+        not_by_address(tensor)

@@ -14,7 +14,7 @@ from attncore.abstract.cache_views import key_and_value_views
 from attncore.abstract.config_against_spec import checked
 from attncore.abstract.first_generation_names import FirstGenerationNames
 from attncore.abstract.layer_arguments import check_per_head, checked_name
-from attncore.arguments import finite_number, integer, optional_integer
+from attncore.arguments import float32_number, integer, optional_integer
 from attncore.quoted import quoted
 from attncore.show import angled, counted, guarded, short
 from attncore.vocabulary import AttentionType
@@ -94,9 +94,9 @@ class AttentionBackend(FirstGenerationNames, ABC):
         layer_name = checked_name(layer_name)
         attn_type = self._checked_type(attn_type, sliding_window, alibi_slopes)
         sliding_window = optional_integer("sliding_window", sliding_window, 1)  # a query sees at least itself
-        scale = finite_number("scale", scale)
+        scale = float32_number("scale", scale)
         if logits_soft_cap is not None:
-            logits_soft_cap = finite_number("logits_soft_cap", logits_soft_cap, positive=True)
+            logits_soft_cap = float32_number("logits_soft_cap", logits_soft_cap, positive=True)
         for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
             if per_head is not None:
                 check_per_head(name, per_head, self.config.num_heads)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from attncore.arguments import finite_number, flag, integer, optional_integer
+from attncore.arguments import flag, float32_number, integer, optional_integer
 from attncore.frozen_map import FrozenMap
 from attncore.quoted import plain_text, quoted
 from attncore.vocabulary import KV_CACHE_LAYOUTS, dtype_name
@@ -69,7 +69,7 @@ class BackendConfig:
         object.__setattr__(self, "use_mla", flag("use_mla", self.use_mla))
         check_value_size(self.head_size, self.head_size_v, self.num_kv_heads, self.use_mla)
         if self.logits_soft_cap is not None:
-            cap = finite_number("logits_soft_cap", self.logits_soft_cap, positive=True)
+            cap = float32_number("logits_soft_cap", self.logits_soft_cap, positive=True)
             object.__setattr__(self, "logits_soft_cap", cap)
         layout, device = self.kv_cache_layout, self.device
         if type(layout) is not str or layout not in KV_CACHE_LAYOUTS:

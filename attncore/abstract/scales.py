@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from attncore.arguments import finite_number
+from attncore.arguments import FLOAT32_LEAST, FLOAT32_MAX, finite_number
 from attncore.show import short
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from attncore.abstract.backend_config import BackendConfig
 
-SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+SMALLEST, LARGEST = FLOAT32_LEAST, FLOAT32_MAX
 """The positive numbers of float32, in which kernels have a scale."""
 HEADROOM = 2.0
 """How many times the largest number of the batch that scales were calculated from a cache holds: later ones may be

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore import arguments, array_arguments
-from attncore.arguments import INT32_MAX, flag, integer, optional_integer
+from attncore.arguments import INT32_MAX, flag, integer, optional_integer, why_no_list
 from attncore.array_arguments import (
     MOST_BLOCKS,
     MOST_TOKENS,
@@ -285,7 +285,7 @@ def pad_block_table(
     """
     rows = arguments.items("rows", rows)  # one reading: a sequence's length and its items need not agree
     for index, row in enumerate(rows):
-        if not hasattr(row, "__len__"):
+        if why_no_list(row) is None and not hasattr(row, "__len__"):
             raise TypeError(f"rows: row {index}: {row!r} is not a sequence of block ids")
         if type(row) is np.ndarray and row.ndim != 1:
             raise TypeError(f"rows: row {index}: {row.dtype}{list(row.shape)}; it must be a list of block ids")

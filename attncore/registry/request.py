@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from attncore.abstract import check_value_size
-from attncore.arguments import finite_number, flag, integer
+from attncore.arguments import flag, float32_number, integer
 from attncore.did_you_mean import did_you_mean
 from attncore.env import NAME
 from attncore.frozen_map import FrozenMap
@@ -155,7 +155,7 @@ class AttentionRequest:
         if alibi is not True and alibi is not False and (not isinstance(alibi, str) or alibi != "standard"):
             raise ValueError(f"alibi: {quoted(self.alibi)} is not True, False or 'standard'")
         if self.logits_soft_cap is not None:
-            cap = finite_number("logits_soft_cap", self.logits_soft_cap, positive=True)
+            cap = float32_number("logits_soft_cap", self.logits_soft_cap, positive=True)
             object.__setattr__(self, "logits_soft_cap", cap)
         if self.block_size and self.manager_block_size and self.manager_block_size % self.block_size:
             raise ValueError(

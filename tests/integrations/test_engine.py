@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from block_pool import BlockPool  # noqa: E402
-from engine import Engine  # noqa: E402
+from engine import Engine, default_graph_sizes  # noqa: E402
 from integrations.models import DECODERS, DYNAMIC, SHAPE, decoder, encoder, greedy, phi3  # noqa: E402
 
 
@@ -136,6 +136,33 @@ def test_requests_that_can_never_run_are_refused(prompt, new, message):
 def test_an_argument_that_is_misspelt_is_guessed():
     with pytest.raises(TypeError, match=r"^num_block: Engine has no such argument; did you mean num_blocks\?$"):
         Engine(decoder("llama"), num_block=8)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"threads": True}, {"ahead": True}, {"ahead": 1.0}, {"max_model_len": 0}, {"max_model_len": True}]
+    + [{name: 3} for name in ("num_heads", "num_kv_heads", "head_size", "sliding_window", "sinks")],
+    ids=str,
+)
+def test_an_argument_that_is_wrong_is_named(wrong):
+    (name,) = wrong
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
+        Engine(decoder("llama"), num_blocks=10, max_num_reqs=4, max_num_batched_tokens=64, block_size=8, **wrong)
+
+
+def test_default_graph_sizes_are_no_larger_than_a_step():
+    assert default_graph_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert default_graph_sizes(3) == (1, 2, 3)
+    assert default_graph_sizes(1) == (1,)
+
+
+def test_a_request_of_another_engine_is_not_cancelled():
+    one, other = (Engine(decoder("llama"), num_blocks=40, max_num_reqs=4, block_size=8) for _ in range(2))
+    own, strange = one.add_request([1, 2], 4), other.add_request([3], 4)
+    one.step()
+    assert own.id == strange.id
+    one.cancel(strange)
+    assert list(one.running.values()) == [own]
 
 
 def test_token_ids_in_place_of_prompts_are_told():

@@ -46,6 +46,7 @@ def run_all(engine, most=500):
         ([1.0], "^prompt: 'float' object cannot be interpreted as an integer; give a list of token ids"),
         (["1"], "^prompt: 'str' object"),
         ([None], "^prompt: 'NoneType' object"),
+        ([1, True], "^prompt: 'bool' object cannot be interpreted as an integer; give a list of token ids"),
         (7, "^prompt: 'int' object is not iterable"),
         ([], "^prompt: 0 tokens"),
     ],
@@ -69,6 +70,8 @@ def test_other_fields_of_a_request(engine):
             engine.add_request([1], 3, **{field: value})
     with pytest.raises(TypeError):
         engine.add_request([1], 2.5)
+    with pytest.raises(TypeError, match=r"^max_new_tokens: True is not an integer"):
+        engine.add_request([1], True)
     assert engine.complete([np.array([3, 4], np.int16)], np.int8(4)) == [greedy(engine.model, [3, 4], 4)]
 
 

@@ -1,7 +1,9 @@
 """dense_attention itself, against sums written out and against torch."""
 
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -116,9 +118,17 @@ def test_without_keys_the_output_is_zeros(sinks):
         ("scale", {"scale": "x"}),
         ("alibi_slopes", {"alibi_slopes": [1.0]}),
         ("sinks", {"sinks": [1.0] * 5}),
+        ("scale", {"scale": 1e39}),
+        ("logits_soft_cap", {"logits_soft_cap": 1e-50}),
+        ("query", {"query": None}),
+        ("key", {"key": np.zeros((7, 2, 6))}),
+        ("alibi_slopes", {"alibi_slopes": 5}),
+        ("alibi_slopes[1]", {"alibi_slopes": [1.0, None, 1.0, 1.0]}),
+        ("alibi_slopes[0]", {"alibi_slopes": torch.full((4,), math.nan)}),
+        ("sinks[3]", {"sinks": [-math.inf, 1.0, 1.0, math.inf]}),
     ],
 )
 def test_errors(name, change):
     given = {"query": torch.zeros(4, 4, 6), "key": torch.zeros(7, 2, 6), "value": torch.zeros(7, 2, 6), "scale": 1.0}
-    with pytest.raises(ValueError, match=f"^{name}: "):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(name)}: "):
         dense_attention(**(given | change))

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from attncore import arguments
-from attncore.array_arguments import beyond_its_memory
+from attncore.array_arguments import beyond_its_memory, check_readable
 from attncore.builder.adopted.given import beyond
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class HostGiven:
             raise TypeError(
                 f"{self.name}: {type(given).__name__} found; give int32, a NumPy array or a tensor on the CPU"
             )
+        check_readable(self.name, given)
         array = np.asarray(given)  # of a subclass, which may say anything of itself, the plain array
         if array.dtype != _HOST_INT32 or array.dtype.names is not None or array.ndim != 1:
             raise self._refused(given)  # one whose parts have names equals int32, but is none to compiled code
@@ -144,3 +145,27 @@ class HostLengths(HostGiven):
         if len(array) != num_reqs:
             raise ValueError(f"{self.name}: {len(array)} lengths found for {num_reqs} rows; give one each")
         return array, "bounded" if bounded else "exact"
+
+
+def check_agreement(starts: Int32Array, lengths: Int32Array | None, known: str, own: tuple[Any, ...]) -> None:
+    """ValueError where the host's arrays say another step than ``own``, the tensors of starts and lengths, on a CPU.
+
+    ``known`` as ``HostLengths.of`` says it: upper bounds are no shorter than the lengths. Rows without tokens, such as
+    padded ones, are not compared: nothing reads their keys.
+    """
+    own_starts, own_lengths = (tensor.clone().numpy() for tensor in own)  # torch resizes no memory that NumPy has seen
+    if (starts != own_starts).any():
+        index = int(np.argmax(starts != own_starts))
+        raise ValueError(
+            f"host_query_start_loc: {starts[index]} found at index {index}, where query_start_loc has "
+            f"{own_starts[index]}; give the same numbers on the host"
+        )
+    if lengths is None:
+        return
+    wrong = (lengths < own_lengths if known == "bounded" else lengths != own_lengths) & (starts[1:] > starts[:-1])
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        wanted = "upper bounds" if known == "bounded" else "the same numbers on the host"
+        raise ValueError(
+            f"host_seq_lens: row {row} has {lengths[row]} keys, and {own_lengths[row]} in seq_lens; give {wanted}"
+        )

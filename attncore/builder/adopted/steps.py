@@ -13,7 +13,7 @@ from attncore.builder.adopted.captured_rows import CapturedRows
 from attncore.builder.adopted.device_fields import NOTHING, DeviceFields
 from attncore.builder.adopted.error_texts import refused_step
 from attncore.builder.adopted.given import Given, Place, check_memory, facts_of_tensors, place_of
-from attncore.builder.adopted.host_given import HostLengths, HostStarts
+from attncore.builder.adopted.host_given import HostLengths, HostStarts, check_agreement
 from attncore.builder.adopted.settings import Batch, check_settings, facts_of
 from attncore.builder.adopted.size import Size, new_arrays
 from attncore.builder.adopted.step import AdoptedStep, Owner
@@ -198,6 +198,8 @@ class AdoptedSteps(Uncopied):
         num_rows, own = place.num_reqs, tensors if self._on_cpu else _NONE
         starts = self._host_starts.of(num_rows, host_query_start_loc, own[0])
         lengths, lengths_known = self._host_lengths.of(num_rows, host_seq_lens, own[1], bounded)
+        if self._on_cpu and not (host_query_start_loc is None and host_seq_lens is None):
+            check_agreement(starts, lengths, lengths_known, tensors[:2])
         captured, query_len = self._captured.get(num_rows), 0
         if capturing is not False:
             capturing = arguments.flag("capturing", capturing)

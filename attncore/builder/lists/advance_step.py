@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attncore import arguments
+from attncore.array_arguments import check_readable
 from attncore.builder.lists.advanced_arrays import before_advance, settle, write_next
 from attncore.builder.lists.next_decodes import check_built, plan_next
 from attncore.builder.lists.turned_step import turned_step
@@ -155,6 +156,7 @@ def _check_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any, 
     for name, value, length in (("input_tokens", input_tokens, metadata.num_reqs), ("sampled_token_ids", sampled, n)):
         if value is None:
             raise TypeError(f"{name}: missing; give input_tokens and sampled_token_ids both, or neither")
+        check_readable(name, value)
         kind = str(getattr(value, "dtype", "")).removeprefix("torch.")
         if not hasattr(value, "shape") or not kind.removeprefix("u").startswith("int"):
             raise TypeError(f"{name}: {type(value).__name__} is not an array or tensor of integers")

@@ -207,6 +207,8 @@ def _check_missing(index: int, group: Any, length: int, table: Any) -> None:
 def _read_table(index: int, table: Any) -> Any:
     """The block ids as an array or a list of our own: the caller's may say another length, or change."""
     name = f"groups[{index}].cross_block_table"
+    if (why := arguments.why_no_list(table)) is not None:
+        raise TypeError(f"{name}: {why}")
     try:
         len(table)
     except TypeError:

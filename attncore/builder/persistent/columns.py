@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from attncore import arguments
 from attncore.arguments import INT32_MAX
+from attncore.array_arguments import check_readable
 from attncore.builder.device.memory import zeros
 from attncore.builder.uncopied import Uncopied
 from attncore.kernels import codes
@@ -122,6 +123,7 @@ class Column(Uncopied):
         return int(self._core.lengths[codes.PLACE, row])
 
     def _checked(self, name: str, value: Any) -> npt.NDArray[Any]:
+        check_readable(name, value)
         try:
             given = np.asarray(value) if np.size(value) else np.zeros(np.shape(value), self.dtype)
             whole = given.dtype.kind in "iub" and self.dtype.kind in "iub"  # by value: an int is signed for NumPy
@@ -174,7 +176,7 @@ class TokenColumn(Column):
             self._values[self._places_of(metadata)[0]] = self._unknown
 
     def _checked(self, name: str, value: Any) -> npt.NDArray[Any]:
-        if isinstance(value, np.ndarray) and value.dtype == self.dtype:
+        if type(value) is np.ndarray and value.dtype == self.dtype:
             return value
         return super()._checked(name, value)
 
@@ -210,7 +212,7 @@ class KeepsColumns:
             raise ValueError(f"name: {quoted(given)} is not a name for a column")
         if name in self._core.columns:
             raise ValueError(f"name: the batch has a column {name!r} already")
-        found = np.dtype(dtype).newbyteorder("=")  # kernels write numbers of this machine
+        found = arguments.dtype("dtype", dtype)  # kernels write numbers of this machine
         if found.kind not in "iufb":
             raise TypeError(f"dtype: {found} is not one of numbers")
         return name, found

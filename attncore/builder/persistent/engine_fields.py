@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from attncore import arguments
 from attncore.builder.fields import FIELDS, Field, Length, engine_field
 from attncore.builder.persistent.columns import Column
 from attncore.builder.persistent.host_fields import HostFields
@@ -68,7 +69,7 @@ class EngineFields:
             raise ValueError(f"per: {quoted(per)} is neither token nor request")
         if not callable(fill):
             raise TypeError(f"fill: {fill!r} is not a function of metadata and the array to fill")
-        field_dtype = np.dtype(dtype)
+        field_dtype = arguments.dtype("dtype", dtype)
         if field_dtype.kind not in "iufb":
             raise TypeError(f"dtype: {field_dtype} is not one of numbers")
         self.add(engine_field(name, field_dtype.type, Length.TOKEN if word == "token" else Length.REQUEST), fill)

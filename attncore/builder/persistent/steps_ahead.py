@@ -12,6 +12,7 @@ from attncore.builder.fields import ACTUAL_COUNTS, ARRAYS, COUNTS
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.persistent import taking_back
 from attncore.builder.slices import HostArrays
+from attncore.builder.uncopied import Uncopied
 from attncore.errors import AttncoreError, CaptureError
 from attncore.kernels import codes
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from attncore.builder.persistent.step_metadata import StepMetadata
 
 
-class StepsAhead:
+class StepsAhead(Uncopied):
     """What ``builder.run_ahead`` returns: ``len(steps)`` steps, each of which a replay runs.
 
     ``first`` is the metadata of the step that was built, whose fields on the device are those of the step that runs.

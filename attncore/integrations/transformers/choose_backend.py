@@ -6,6 +6,7 @@ from typing import Any
 
 from attncore.errors import NoBackendError
 from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
+from attncore.quoted import quoted
 from attncore.registry.choice.choice import Choice
 from attncore.registry.choice.select import select
 from attncore.registry.host.host import Host
@@ -32,6 +33,8 @@ def select_for_model(
                     f"{name}: {other} in layer {layer.name}, {one} in {first.name}; layers of one backend share a shape"
                 )
     asked = [layer.asked() for layer in layers]
+    if said := [name for name in asked[0] if name in fields and name != "features"]:
+        raise TypeError(f"{said[0]}: {quoted(fields[said[0]])} given, but the model's layers say it; leave it out")
     together = {
         **asked[0],
         "sliding_window": next((one["sliding_window"] for one in asked if one["sliding_window"]), None),

@@ -8,7 +8,7 @@ from cpython.object cimport PyObject
 
 from numpy import dtype, ndarray
 
-from attncore.arguments import UNREADABLE, integer_or_none
+from attncore.arguments import UNREADABLE, integer_or_none, why_no_list
 
 cdef extern from "kernels/cython/read_int.h":
     const char* ATTNCORE_READS_INTS
@@ -48,6 +48,8 @@ cdef object readable(object ids):
         return ids
     if type(ids) is tuple:
         return list(ids)
+    if type(ids) is not ndarray and why_no_list(ids) is not None:
+        return None
     if not hasattr(ids, "__len__"):  # an iterator can be read only once, and a refusal reads it again
         return None
     # A subclass of an array may say other items than its memory has: a masked one does.
@@ -70,6 +72,10 @@ cdef bint exceeds(object ids, slot_t most) except -1:
         return len(ids) > most
     except UNREADABLE:
         return False  # readable says what it is
+    except RuntimeError:  # of a nested tensor, say; another one is the caller's own
+        if why_no_list(ids) is None:
+            raise
+        return False
 
 
 cdef slot_t read_ids(object row, block_id_t* out, slot_t capacity, slot_t limit) except -3:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array as array_of_ints
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from attncore.arguments import UNREADABLE, integer_or_none
+from attncore.arguments import UNREADABLE, integer_or_none, why_no_list
 
 
 def read_int(value: Any) -> int | None:
@@ -25,7 +26,9 @@ def readable(ids: Any) -> Any:
     """What read_ids takes of a row: a list, or a one-dimensional int32 or int64 array; None where it is no row."""
     if type(ids) is list or (type(ids) is np.ndarray and ids.ndim == 1 and ids.dtype in (np.int32, np.int64)):
         return ids
-    if not hasattr(ids, "__len__"):  # an iterator can be read only once, and a refusal reads it again
+    if why_no_list(ids) is not None or not hasattr(
+        ids, "__len__"
+    ):  # an iterator can be read only once, and a refusal reads it again
         return None
     try:
         return list(ids)
@@ -39,6 +42,10 @@ def exceeds(ids: Any, most: int) -> bool:
         return len(ids) > most
     except UNREADABLE:
         return False  # readable says what it is
+    except RuntimeError:  # of a nested tensor, say; another one is the caller's own
+        if why_no_list(ids) is None:
+            raise
+        return False
 
 
 def read_ids(row: Any, limit: int) -> Any:
@@ -50,8 +57,13 @@ def read_ids(row: Any, limit: int) -> Any:
             return read_buffer(np.asarray(array_of_ints("q", row)), limit)
         except OverflowError:
             return None
-    items = [read_int(item) for item in list(row)]
-    return None if None in items else read_buffer(np.array(items, np.int64), limit)
+    items: list[int] = []
+    for item in islice(row, len(row)):  # of the list itself: an item's __index__ may empty it, and in C that is seen
+        value = read_int(item)
+        if value is None or not 0 <= value < limit:
+            return None
+        items.append(value)
+    return np.array(items, np.int32)
 
 
 def read_buffer(array: Any, limit: int) -> Any:

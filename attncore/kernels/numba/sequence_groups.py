@@ -212,17 +212,20 @@ class GroupReader(Words, Entrance):
                 self.encoder_group = index
             if type(is_prompt) is not bool or type(hit) is not bool:
                 return False
-            sequences = own_items(sequences)
-            if not sequences or (is_prompt and after_decode):
-                return False
-            after_decode = after_decode or not is_prompt
+            if type(sequences) is not list:  # a list itself is read, as in C: an object in it may empty it
+                sequences = own_items(sequences)
+            first = len(self.rows)
             for sequence in sequences:
                 if not self._read_sequence(sequence, is_prompt, hit):
                     return False
-            if len(sequences) > 1:
-                if len({sequence[0] for sequence in sequences}) != len(sequences):
+            count = len(self.rows) - first
+            if not count or (is_prompt and after_decode):
+                return False
+            after_decode = after_decode or not is_prompt
+            if count > 1:
+                if len({sequence[0] for sequence in sequences}) != count:
                     return False
-                if len({row[NUM_IDS] < 0 for row in self.rows[-len(sequences) :]}) > 1:
+                if len({row[NUM_IDS] < 0 for row in self.rows[first:]}) > 1:
                     return False
         self.num_seqs = len(self.rows)
         self.entries = np.array(self.rows, np.int64).reshape(-1, ENTRY_COLUMNS)

@@ -68,7 +68,7 @@ def test_a_host_tensor_is_read_in_each_step(steps, kind):
         one = {name: tensor[: 1 + ONE_MORE.get(name, 0)] for name, tensor in given.items()}
         steps.build(**one, host_query_start_loc=starts[:2], host_seq_lens=lengths[:1])
     for length in (11, 12, 13):
-        lengths[1] = length
+        lengths[1] = given["seq_lens"][1] = length
         host = starts[:3], lengths[:2]
         if kind == "the tensor":
             host = starts[:3].clone(), lengths[:2].clone()
@@ -94,6 +94,7 @@ def test_a_host_tensor_that_is_led_elsewhere_is_read_there(steps, name, lead):
         again = [wanted.clone() for _ in range(50)]
         assert all(tensor.data_ptr() != address for tensor in again), "its memory is kept"
         given[name] = again[0]
+    given[name.removeprefix("host_")].copy_(wanted)
     metadata = steps.build(**given)
     assert getattr(metadata.host, name.removeprefix("host_")).tolist() == wanted.tolist()
 
@@ -101,6 +102,7 @@ def test_a_host_tensor_that_is_led_elsewhere_is_read_there(steps, name, lead):
 def test_memory_of_few_host_tensors_is_kept(steps):
     given = tensors()
     for length in range(3 * _MOST_KEPT):
+        given["seq_lens"][0] = 5 + length
         metadata = steps.build(**(given | {"host_seq_lens": int32(5 + length, 9)}))
         assert metadata.host.seq_lens.tolist() == [5 + length, 9]
         assert 1 <= len(steps._host_lengths._kept) <= _MOST_KEPT
@@ -110,6 +112,7 @@ def test_host_arrays_of_one_address_are_told_apart_by_their_strides(steps):
     given, wide = tensors(), torch.tensor([5, 10, 9, 77], dtype=torch.int32)
     for _ in range(2):
         for lengths in (wide[:2], wide[::2], wide[:2].numpy(), wide[::2].numpy()):
+            given["seq_lens"].copy_(torch.as_tensor(lengths))
             metadata = steps.build(**(given | {"host_seq_lens": lengths}))
             assert metadata.host.seq_lens.tolist() == lengths.tolist()
 

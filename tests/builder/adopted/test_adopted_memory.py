@@ -50,9 +50,9 @@ def test_a_tensor_that_is_led_elsewhere_is_not_found_again(steps, name, lead):
 
 def test_memory_that_moved_is_not_found_at_its_old_address(steps):
     """torch moves the memory that views share; what lies at the old address then is another tensor's."""
-    host = {"host_query_start_loc": np.arange(3, dtype=np.int32), "host_seq_lens": np.array([5, 9], np.int32)}
     given = tensors()
     first = given["seq_lens"]
+    host = {"host_query_start_loc": np.arange(3, dtype=np.int32), "host_seq_lens": np.array(first.tolist(), np.int32)}
     place = steps.build(**given, **host).seq_lens.data_ptr()
     first.untyped_storage().resize_(1 << 16)
     assert first.data_ptr() != place

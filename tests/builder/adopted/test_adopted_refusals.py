@@ -11,6 +11,10 @@ from builder.plain_backend import Least, config
 
 from attncore import AdoptedSteps, BackendSpec, MultipleOf
 
+BOUNDED = BackendSpec(
+    name="least", api=1, factory="nowhere:Least", devices={"any": 0}, dtypes={"float32"}, head_sizes={8},
+    block_sizes=MultipleOf(1), host_needs={"context_lens", "query_start_loc"}, host_lengths="bounded",
+)  # fmt: skip
 LARGEST = {"max_num_reqs": 4, "max_num_tokens": 16, "max_model_len": MODEL_LEN, "num_blocks": 200}
 
 
@@ -152,11 +156,7 @@ def test_what_the_backend_reads_of_lengths(steps, monkeypatch):
 
 
 def test_a_backend_that_reads_what_follows_from_lengths_is_given_them(monkeypatch):
-    spec = BackendSpec(
-        name="least", api=1, factory="nowhere:Least", devices={"any": 0}, dtypes={"float32"}, head_sizes={8},
-        block_sizes=MultipleOf(1), host_needs={"context_lens", "query_start_loc"}, host_lengths="bounded",
-    )  # fmt: skip
-    steps = AdoptedSteps(Least(config(spec)), **LARGEST)
+    steps = AdoptedSteps(Least(config(BOUNDED)), **LARGEST)
     monkeypatch.setattr(steps, "_on_cpu", False)
     given = tensors() | {"host_query_start_loc": int32(0, 1, 2, 5)}
     with pytest.raises(
@@ -210,3 +210,26 @@ def test_a_table_of_one_column_may_have_any_stride(steps):
     }
     assert steps.build(**given).paged_kv_indices.tolist() == [5, 20, 35]
     assert BLOCK == 4
+
+
+CONTRADICTED = {
+    "a length": ({"host_seq_lens": int32(5, 1, 8)}, "host_seq_lens: row 1 has 1 keys, and 9 in seq_lens; give the"),
+    "a bound": ({"host_seq_lens": int32(9, 9, 7), "bounded": True}, "row 2 has 7 keys, and 8 in seq_lens; give upper"),
+    "a start": (
+        {"host_query_start_loc": int32(0, 1, 3, 5)},
+        "host_query_start_loc: 3 found at index 2, where .* 2;",
+    ),
+}
+
+
+@pytest.mark.parametrize(("host", "text"), CONTRADICTED.values(), ids=CONTRADICTED)
+def test_host_numbers_that_the_tensors_contradict(host, text, kernels):
+    steps = AdoptedSteps(Least(config(BOUNDED)), **LARGEST, kernels=kernels)
+    with pytest.raises(ValueError, match=text):
+        steps.build(**tensors(), **host)
+    assert steps.last_step == -1
+
+
+def test_what_a_row_without_tokens_has_is_not_compared(steps):
+    given = tensors() | {"query_start_loc": int32(0, 1, 2, 2), "host_seq_lens": int32(5, 9, 0)}
+    assert steps.build(**given).num_reqs == 2

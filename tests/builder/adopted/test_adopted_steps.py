@@ -163,14 +163,16 @@ def test_no_lengths_on_the_host(bounded, monkeypatch):
     assert metadata.host.token_to_req_indices.tolist() == [0, 1]
 
 
-def test_lengths_of_the_device_reach_no_other_memory(bounded):
+def test_lengths_of_the_device_reach_no_other_memory(bounded, monkeypatch):
     """They are data: what they count is held within the table and the buffer."""
     tensors = given([1, 1, 1], [5, 9, 2])
     host = np.array([5, 9, 2], np.int32)
     buffer = bounded.build(**tensors, host_seq_lens=host).page_buffer
     assert buffer.numel() == 8 * (MODEL_LEN // BLOCK)
     tensors["seq_lens"][:] = int32(2**31 - 1, -5, 2**31 - 1)
-    metadata = bounded.build(**tensors, host_seq_lens=host, bounded=True)
+    monkeypatch.setattr(bounded, "_on_cpu", False)  # where they would be compared
+    starts = tensors["query_start_loc"]
+    metadata = bounded.build(**tensors, host_query_start_loc=starts, host_seq_lens=host, bounded=True)
     full = MODEL_LEN // BLOCK
     assert metadata.paged_kv_indptr.tolist() == [0, full, full, 2 * full]
     assert metadata.paged_kv_last_page_len.tolist() == [BLOCK, 0, BLOCK]

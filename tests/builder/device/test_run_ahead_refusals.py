@@ -1,5 +1,8 @@
 """What run_ahead refuses changes nothing; stop, interrupts and poison of steps ahead."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -218,3 +221,12 @@ def test_the_sampled_token_is_the_next_input():
         steps.replay(Model())
     builder.build(bucket=3).replay(Model())
     assert [one[:2] for one in seen] == [[40, 40], [41, 41], [42, 42], [40, 40]]
+
+
+def test_steps_ahead_are_not_copied(kernels):
+    _, builder, _ = two_requests(kernels)
+    steps = builder.run_ahead(2, bucket=3)
+    for act in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"^StepsAhead: cannot be copied or pickled"):
+            act(steps)
+    assert steps.stop() == 0
