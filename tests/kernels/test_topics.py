@@ -18,6 +18,7 @@ STRUCT = "a C struct; a Struct of the numba side's is no class, or its loop take
 PART = "a part of a loop, whose whole would be long"
 FIELD = "a field in C"
 NO_STEP = "a method in C runs whole; in Python a signal's handler may run in the middle, and a roll-back begin anew"
+BUFFER = "the memory of an array, by the buffer protocol; the numba side reads arrays by NumPy"
 OBJECT = "objects are read in a loop, which has no macros of CPython's"
 EXCEPTIONS = {
     "types": "C types",
@@ -30,6 +31,9 @@ EXCEPTIONS = {
     "library": "how numba is imported",
     "block_ids.read_small_int": "CPython's layout of an int",
     "block_ids.read_other_int": "what is no small int; the numba side has one way for all",
+    "block_ids.open_array": BUFFER,
+    "block_ids.copy_ids": BUFFER,
+    "sequence_groups.GroupReader._read_array": BUFFER,
     "slots.BlockSize": STRUCT,
     "slots.block_size_of": "makes a BlockSize",
     "slots.shift_of": "what BlockSize holds",
