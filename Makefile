@@ -37,7 +37,7 @@ help:
 	@echo "make bench-history  pages of the saved runs, one for each machine: benchmarks/history/index.html"
 	@echo "make bench-peers    the same steps by vLLM's own builders, in an environment of their own (.venv-peers)"
 	@echo "make bench-gpu      on a CUDA device, in the active Python: until a step is there, calls, bytes, a race (RACE=100000)"
-	@echo "make bench-replay   builds of a whole trace that take over 50 us"
+	@echo "make bench-replay   builds of a whole trace that take over 50 us; STRICT=1 judges the goal"
 	@echo "make docs           the site: build/site/index.html; LINKS=1 also tries the links to other sites"
 	@echo "make api-check      what the working tree breaks of the public names since the last tag, or since REV=..."
 	@echo "make release-check  the files that a release is made by: workflows, forms, citation, and the list of wheels"
@@ -200,7 +200,7 @@ bench-gpu:
 
 bench-replay: $(VENV)/.built
 	@test -f "$(TRACE)" || { echo "bench-replay: no trace at $(TRACE); make bench-replay TRACE=FILE"; exit 2; }
-	$(BIN)/python benchmarks/replay_builds.py $(TRACE)
+	$(BIN)/python benchmarks/replay_builds.py $(TRACE) $(if $(filter-out 0,$(STRICT)),--strict)
 
 # A warning, such as of a link that leads nowhere, is an error.
 # Pages are read anew each time (-E), since docs/site may have changed.

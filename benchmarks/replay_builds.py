@@ -1,7 +1,7 @@
 """How many builds of a replayed trace take long: ``python benchmarks/replay_builds.py TRACE [--runs N]``.
 
-Serves the whole trace, metadata only, each time in this process. Exit code 1 where, in the median run, 0.1 % of the
-steps or more take over 50 us.
+Serves the whole trace, metadata only, each time in this process. The goal: in the median run less than 0.1 % of the
+steps take over 50 us. With --strict a missed goal is exit code 1, as in ``make bench``: a busy machine misses it.
 """
 
 import argparse
@@ -20,6 +20,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--strict", action="store_true", help="a missed goal is exit code 1")
     args = parser.parse_args()
     requests = read_trace(args.trace).requests
     shares = []
@@ -35,8 +36,14 @@ def main():
         )
         if outcome.verification.failed:
             raise SystemExit(1)
-    if statistics.median(shares) >= GOAL:
-        raise SystemExit(f"the median run has {statistics.median(shares):.4%}, the goal is below {GOAL:.1%}")
+    median = statistics.median(shares)
+    said = f"the median run has {median:.4%}, the goal is below {GOAL:.1%}"
+    if median < GOAL:
+        print(f"holds: {said}")
+    elif args.strict:
+        raise SystemExit(f"MISSED: {said}")
+    else:
+        print(f"MISSED: {said}")
 
 
 if __name__ == "__main__":
