@@ -21,10 +21,10 @@ TRACE ?= ../shared/traces/azure_llm_2023_conv.csv.gz
 JOBS ?= 2
 
 .PHONY: help demo docs test test-all test-gpu test-debug test-asan test-dev fuzz lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay \
-	resolve api-check release-check test-newest clean
+	with-rev resolve api-check release-check test-newest clean
 
 help:
-	@echo "make demo           replay a request trace through metadata and attention (under two minutes after set-up)"
+	@echo "make demo           replay a request trace through metadata and attention (after set-up about 1.5 minutes on two cores)"
 	@echo "make test           set up, lint, type-check, run the tests"
 	@echo "make test-all       the same, and the slow proofs"
 	@echo "make test-gpu       the tests that need a CUDA device, in the active Python"
@@ -88,7 +88,10 @@ $(VENV)/.sources: requirements/sources.txt $(VENV)/.test
 	touch $@
 
 demo: $(VENV)/.built
-	@if [ -f $(TRACE) ]; then $(BIN)/attncore replay $(TRACE) --requests 300; else $(BIN)/attncore replay; fi
+	@$(BIN)/attncore replay $(wildcard $(TRACE)) --requests 150
+	@echo
+	@echo "next: . $(BIN)/activate; attncore explain; attncore --help; or Python in it: docs/first-steps.md"
+	@echo "a model: pip install '.[transformers]'; python examples/generate.py"
 
 # Breaks of the public names since the last tag, or since REV=...
 api-check: $(VENV)/.test
@@ -167,9 +170,12 @@ BENCH ?=
 bench: $(VENV)/.built $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py $(if $(filter-out 0,$(STRICT)),--strict) $(if $(BENCH),-- $(BENCH))
 
-# K="TestDecode or select" compares these alone; more words for it in COMPARE, such as COMPARE="--rounds 6".
-bench-compare: $(VENV)/.built $(VENV)/.bench
+# First of what bench-compare needs, so that nothing is installed in vain.
+with-rev:
 	@test -n "$(REV)" || { echo "bench-compare: say with what: make bench-compare REV=main"; exit 2; }
+
+# K="TestDecode or select" compares these alone; more words for it in COMPARE, such as COMPARE="--rounds 6".
+bench-compare: with-rev $(VENV)/.built $(VENV)/.bench
 	$(BIN)/python benchmarks/compare.py run $(if $(K),-k "$(K)") $(COMPARE) -- "$(REV)"
 
 bench-history: $(VENV)/.built $(VENV)/.history

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from attncore.arguments import INT32_MAX, UNREADABLE, integer_or_none, why_no_list
 from attncore.quoted import quoted
+from attncore.show import counted
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -280,3 +281,12 @@ def output(name: str, out: Any, shape: int | tuple[int, ...], dtype: type[np.gen
     if out.shape != shape or out.dtype != dtype or out.dtype.names is not None or not out.flags.carray:
         raise ValueError(f"{name}: {out.dtype}{list(out.shape)}; {wanted}")
     return out
+
+
+def too_few_blocks(held: int, tokens: int, block_size: int, what: str = "token") -> str:
+    """What is wrong with a table of ``held`` blocks for a request of ``tokens``, in words that follow its name."""
+    needed = -(-tokens // block_size)
+    return (
+        f"holds {counted(held, 'block')} but needs {needed} for its {counted(tokens, what)} (block_size {block_size}); "
+        f"append {needed - held}"
+    )

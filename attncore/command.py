@@ -109,7 +109,7 @@ def _ended(command: Callable[[], int]) -> int:
         return fail(error, 2)
     except ModuleNotFoundError as error:
         how = install_required(error.name)
-        return fail(f"{error}; {how}" if how else error, 2)
+        return fail(f"{error.name} is not installed: {how}" if how else error, 2)
     except (ValueError, TypeError, EOFError, ImportError, AttncoreError) as error:
         return fail(error, 2)
     except MemoryError as error:

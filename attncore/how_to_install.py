@@ -20,14 +20,24 @@ _HERE = Path(__file__).parents[1]
 
 
 def install_extra(extra: str) -> str:
-    """The command that installs what attncore's extra ``extra`` requires, quoted for a shell."""
+    """The command that installs what attncore's extra ``extra`` requires, quoted for a shell; where a part of that is
+    installed, what is lacking.
+    """
     try:
         wanted = dict.fromkeys(_requirements(extra))
     except importlib.metadata.PackageNotFoundError:
         wanted = {}
     if not wanted:  # a checkout on PYTHONPATH, or one that was installed before it had this extra
         return f"pip install -e {shlex.quote(f'{_HERE}[{extra}]')}"
-    return f"pip install {shlex.join(wanted)}"
+    return f"pip install {shlex.join([text for text in wanted if not _is_met(text)] or wanted)}"
+
+
+def missing_module(error: ImportError, extra: str) -> str:
+    """What is not installed, of what attncore's extra ``extra`` requires, and the command that installs it."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    # Where a part of a package is missing, the package itself is there.
+    what = f"{name} is not installed" if name and "." not in name else str(error)
+    return f"{what}: {install_extra(extra)}"
 
 
 def install_required(name: str | None) -> str:
@@ -72,6 +82,16 @@ def _required() -> list[str]:
             return [str(one) for one in found["project"]["dependencies"]]
         except (OSError, ValueError, KeyError):
             return []
+
+
+def _is_met(text: str) -> bool:
+    from packaging.requirements import Requirement
+
+    wanted = Requirement(text)
+    try:
+        return wanted.specifier.contains(importlib.metadata.version(wanted.name), prereleases=True)
+    except (importlib.metadata.PackageNotFoundError, ValueError, TypeError):  # the last two: damaged metadata
+        return False
 
 
 def _requirements(extra: str) -> Iterator[str]:

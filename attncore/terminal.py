@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from attncore.quoted import one_line, printable
+
+_COMMAND = re.compile(r"pip install(?: (?:'[^']*'|[^\s',;()]+))+")
+"""A command as ``how_to_install`` writes it: behind it stand a comma, a semicolon, a parenthesis, or nothing."""
 
 NARROW = 30
 """Columns that nothing is wrapped to fewer of."""
@@ -42,10 +46,23 @@ def wrapped(line: str, width: int | None, indent: int | None = None) -> str:
     """A line as lines of ``width``; those below the first have an ``indent``, or four columns more than the first.
 
     A word, such as a path that will be copied, is whole; but in a cell of a table (``indent``), whose column it keeps.
+    A command that installs something is whole too, on a line of its own where there is no room for it beside others,
+    and wider than ``width`` where it must be: the terminal breaks it then, and what is copied is in one piece.
     """
     if width is None or len(line) <= width:
         return line
     below = " " * (len(line) - len(line.lstrip()) + 4 if indent is None else indent)
+    text = _filled(line, width, below, indent)
+    command = _COMMAND.search(line)
+    if command is None or any(command[0] in one for one in text.split("\n")):
+        return text
+    parts = [_filled(line[: command.start()].rstrip(), width, below, indent), below + command[0]]
+    if rest := line[command.end() :].lstrip(",; "):
+        parts.append(wrapped(below + rest, width, len(below)))
+    return "\n".join(parts)
+
+
+def _filled(line: str, width: int, below: str, indent: int | None) -> str:
     return textwrap.fill(
         line, width, subsequent_indent=below, break_long_words=indent is not None, break_on_hyphens=False
     )

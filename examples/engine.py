@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import attncore.integrations.transformers  # noqa: F401  (first: it says what is not installed)
+
+# isort: split
 import numpy as np
 import torch
 from block_pool import BlockPool

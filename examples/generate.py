@@ -1,7 +1,10 @@
 """Continue a text with a model of transformers, run by engine.py; without one, a tiny model with random weights.
 
 python examples/generate.py                     # shows that it works
-python examples/generate.py MODEL Once upon     # a model by its folder, or by a name that transformers fetches
+python examples/generate.py MODEL Once upon     # a model by its folder, or by its name on the network
+
+A MODEL that is no folder here is a name of Hugging Face's hub, from which transformers fetches it over the network
+unless it has done so before (HF_HUB_OFFLINE=1 keeps it from asking).
 """
 
 from __future__ import annotations
@@ -43,16 +46,21 @@ def continued(name: str, text: str, kind: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder with a model and its tokenizer, or a name")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a folder with a model and its tokenizer; what is no folder is a name, which transformers fetches",
+    )
     parser.add_argument("words", nargs="*", metavar="WORD", help="the text (default: Once upon a time)")
     asked = parser.parse_args()
     try:
         import torch
         import transformers  # noqa: F401
     except ImportError as error:
-        from attncore.how_to_install import install_extra
+        from attncore.how_to_install import missing_module
 
-        print(f"generate.py: {error}; {install_extra('transformers')}", file=sys.stderr)
+        print(f"generate.py: {missing_module(error, 'transformers')}", file=sys.stderr)
         return 2
     kind = {"device": "cuda", "dtype": torch.bfloat16} if torch.cuda.is_available() else {}
     try:

@@ -97,7 +97,7 @@ class StepRules(StepChecks):
         request = self.requests[name]
         before = self.frozen()
         scheduled = dict.fromkeys(self.requests, 0) | {name: max(self.room(request), 0) + extra}
-        with pytest.raises(ValueError, match=r"(holds \d+ blocks but token|exceed max_model_len|the null block)"):
+        with pytest.raises(ValueError, match=r"(holds \d+ blocks? but needs|exceed max_model_len|the null block)"):
             self.builder.build(scheduled)
         assert self.frozen() == before
 

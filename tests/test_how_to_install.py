@@ -4,13 +4,21 @@ import importlib.metadata
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 from attncore import how_to_install
-from attncore.how_to_install import compile_extension, install_distribution, install_extra, install_required
+from attncore.how_to_install import (
+    compile_extension,
+    install_distribution,
+    install_extra,
+    install_required,
+    missing_module,
+)
 from attncore.registry.plugins.known_backends import KNOWN
 
 ROOT = Path(__file__).parents[1]
@@ -135,3 +143,34 @@ def test_what_attncore_requires_itself(installed, monkeypatch):
     assert install_required("pluggy") == ""
     monkeypatch.setattr(how_to_install, "_HERE", ROOT)
     assert install_required("rich") == "pip install 'rich>=13'"
+
+
+def test_what_is_installed_is_not_asked_for_again(installed, monkeypatch):
+    installed(None)
+    found = {"numba": "0.61.0", "pytest": "7.0"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found[name])
+    assert install_extra("test") == "pip install 'pytest<9,>=8'"
+    found["pytest"] = "8.1"  # all are there, and something else is wrong: none is left out
+    assert install_extra("test") == "pip install 'numba>=0.60' 'pytest<9,>=8'"
+
+
+def test_a_missing_module_is_said_in_one_way(installed):
+    installed(None)
+    command = "pip install 'numba>=0.60'"
+    assert missing_module(ModuleNotFoundError("No module named 'x'", name="x"), "numba") == (
+        f"x is not installed: {command}"
+    )
+    part = ModuleNotFoundError("No module named 'x.y'", name="x.y")  # of an x that is installed
+    assert missing_module(part, "numba") == f"No module named 'x.y': {command}"
+    assert missing_module(ImportError("libx.so is damaged"), "numba") == f"libx.so is damaged: {command}"
+
+
+@pytest.mark.parametrize("lacking", ["torch", "transformers"])
+@pytest.mark.parametrize("imported", ["attncore.integrations.transformers", "engine"])
+def test_models_without_their_libraries_say_what_to_install(lacking, imported):
+    program = (
+        f"import sys; sys.modules[{lacking!r}] = None; sys.path.insert(0, 'examples')\n"
+        f"try:\n    import {imported}\nexcept ImportError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"attncore.integrations.transformers: {lacking} is not installed: pip install ")

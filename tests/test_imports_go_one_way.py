@@ -34,7 +34,7 @@ LAYERS = {
         "received_metadata first_generation_fields metadata slices device_slices first_generation_names needed_fields "
         "uncopied",
         "grid show",
-        "read_only reused",
+        "read_only reused checked_backend",
         "fields",
     ),
     "registry": (

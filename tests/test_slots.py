@@ -78,7 +78,7 @@ def test_compute_slot_mapping_is_the_first_generations():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((False, [], 7, 9, 0, 0, 4, {7: [5, 6]}), "sequence 7 holds 2 blocks but token 8 needs block 2"),
+        ((False, [], 7, 9, 0, 0, 4, {7: [5, 6]}), "sequence 7 holds 2 blocks but needs 3 for its 9 tokens"),
         ((False, [], 7, 9, 0, 0, 4, {8: [5, 6]}), r"block_tables: no table for sequence 7; it has \[8\]"),
         ((False, [], 7, 4, 4, 0, 4, {7: [5]}), "seq_len: 4 is below 5"),
         ((False, [], 7, 4, 0, 0, 0, {7: [5]}), "block_size: 0 is below 1"),
@@ -104,7 +104,7 @@ def test_compute_slot_mapping_token_by_token(table, context_len, query_len, star
     tokens, out = range(context_len, context_len + query_len), []
     arguments = (7, context_len + query_len, context_len, start_idx, block_size, mapping({7: table}))
     if start_idx < tokens.stop and tokens[-1] // block_size >= len(table):
-        with pytest.raises(ValueError, match=rf"^block_tables: sequence 7 holds {len(table)} blocks but token"):
+        with pytest.raises(ValueError, match=rf"^block_tables: sequence 7 holds {len(table)} blocks? but needs"):
             slots.compute_slot_mapping(False, out, *arguments)
         assert out == []
         return
@@ -176,7 +176,7 @@ def test_slots_and_positions_of_a_rectangle():
     assert positions.tolist() == [3, 4, 5, 6, 7, 8]
     assert rows.tolist() == [0, 0, 0, 0, 0, 1]
     assert slots.build_logits_indices([0, 5, 6]).tolist() == [4, 5]
-    with pytest.raises(ValueError, match="row 1 holds 3 blocks but token 12 needs block 3"):
+    with pytest.raises(ValueError, match="row 1 holds 3 blocks but needs 4 for its 13 tokens"):
         slots.build_slot_mapping(table, [3, 12, 0], [5, 1, 0], 4)
     with pytest.raises(ValueError, match="query_lens: 1 lengths for 2 context_lens"):
         slots.build_positions([3, 8], [5])
@@ -245,7 +245,7 @@ def test_a_row_is_as_long_as_what_it_yields():
 
     assert slots.pad_block_table([Liar([7])]).tolist() == [[7]]
     out = []
-    with pytest.raises(ValueError, match="sequence 0 holds 1 blocks but token 4"):
+    with pytest.raises(ValueError, match="sequence 0 holds 1 block but needs 3"):
         slots.compute_slot_mapping(False, out, 0, 9, 0, 0, 4, {0: Liar([7])})
     assert out == []
 

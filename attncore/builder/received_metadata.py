@@ -8,6 +8,7 @@ from typing import Any
 from attncore import arguments
 from attncore.arguments import INT32_MAX
 from attncore.builder import slices
+from attncore.builder.checked_backend import check_backend
 from attncore.builder.fields import ARRAYS, BROADCAST, COUNTS, DERIVED, ENCODER_ARRAYS, FIELDS, ORDER, Length
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.needed_fields import check_needed_fields
@@ -42,6 +43,8 @@ def received(fields: Mapping[str, Any], backend: Any, kind: type[CommonAttention
     missing = [name for name in COUNTS if name not in fields]
     if missing:
         raise ValueError(f"fields: {missing[0]!r} is missing; only arrays may be skipped")
+    if backend is not None:
+        check_backend(backend)
     host = slices.HostArrays()
     for name in ARRAYS & fields.keys():
         setattr(host, name, _on_host(name, fields[name]))

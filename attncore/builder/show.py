@@ -117,7 +117,8 @@ def _step_facts(metadata: Any) -> Iterator[str]:
         ("prefill", metadata.num_prefills, metadata.num_prefill_tokens),
     ):
         if count:
-            yield f"{counted(count, kind)} of {counted(tokens, 'token')}"
+            of = f"({counted(tokens, 'token')} in all)" if count > 1 else f"of {counted(tokens, 'token')}"
+            yield f"{counted(count, kind)} {of}"
     if metadata.num_encoder_tokens:
         yield counted(metadata.num_encoder_tokens, "encoder token")
     bounded = "at most " if lengths_are_bounds(metadata) else ""

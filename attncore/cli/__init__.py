@@ -46,6 +46,9 @@ COMMANDS = {
 }
 
 
+_OPTIONS = ("--help", "--version", "--print-completion")
+
+
 class _Help(argparse.HelpFormatter):
     """Fills a description paragraph by paragraph, to the width of the terminal."""
 
@@ -112,6 +115,9 @@ def _run(words: list[str], to_the_end: bool) -> int:
         commands = {name: (text, _module(name).configure) for name, text in COMMANDS.items()}
         print(completion_script(" ".join(words[1:]), commands))
         return 0
+    if words[0].startswith("-"):
+        hint = did_you_mean(words[0], _OPTIONS) or "; attncore --help lists the commands"
+        raise UsageError(f"command: {quoted(words[0])} is neither a command nor an option{hint}")
     if words[0] not in COMMANDS:
         hint = did_you_mean(words[0], COMMANDS)
         raise UsageError(f"command: {quoted(words[0])} is not one of {', '.join(COMMANDS)}{hint}")

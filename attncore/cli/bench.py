@@ -93,7 +93,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, compare, save, print; 1 where the backend cannot be timed, or with --strict is slower."""
     if importlib.util.find_spec("torch") is None:
-        raise NoBackendError(f"torch is not installed and a backend's steps need it: {install_extra('torch')}")
+        raise NoBackendError(f"torch is not installed: {install_extra('torch')}")
     from attncore.testing.bench.run import PassError, Question, joined, measure
 
     too_short = args.seconds < SHORTEST

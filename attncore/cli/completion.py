@@ -29,7 +29,7 @@ def completion_script(shell: str, commands: Mapping[str, tuple[str, Configure]])
     try:
         import shtab
     except ImportError:
-        text = f"--print-completion: shtab, which makes the script, is not installed: {install_extra('completion')}"
+        text = f"--print-completion: shtab is not installed: {install_extra('completion')}"
         raise UsageError(text) from None
     supported = [name for name in SHELLS if name in shtab.SUPPORTED_SHELLS]
     if shell not in supported:

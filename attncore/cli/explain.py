@@ -252,6 +252,7 @@ def _print(negotiation: Negotiation | JointNegotiation, choice: Choice | JointCh
     else:
         for line in _needs(choice):
             print_lines(line)
+        print_lines("(fields of a step that the backend reads; builders provide them, an engine need not care)")
         cache = f"kv_cache_layout {choice.kv_cache_layout}, kv_cache_dtype {choice.kv_cache_dtype}"
         print_lines(f"block_size {choice.block_size}, {cache}")
 

@@ -15,10 +15,12 @@ from attncore.json_output import print_json
 from attncore.registry.choice.installed import HEADERS, row
 from attncore.registry.choice.runs_here import reasons_here
 from attncore.registry.host.host import Host
+from attncore.registry.plugins.known_backends import KNOWN
 from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.reasons import Reason
 from attncore.standard_output import stdout_to_stderr
+from attncore.terminal import print_lines
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +40,9 @@ def run(args: argparse.Namespace) -> int:
         print_table(HEADERS, [row(record, missing) for record, missing in rows])
     else:
         print("no backend is installed")
+    lacking = [name for name in KNOWN if name not in {record.name for record in plugins.records}]
+    if lacking and rows and not args.json:
+        print_lines(f"not installed: {', '.join(lacking)}; attncore explain says how")
     return 0
 
 

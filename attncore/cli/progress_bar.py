@@ -9,6 +9,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from rich.progress import ProgressColumn, Task
+
+
+STEADY = 5
+"""Per cent that are finished before an end is foretold: the first requests end sooner than those that queue."""
+
+
+def remaining_column() -> ProgressColumn:
+    """The time that is left, empty until it can be told."""
+    from rich.progress import TimeRemainingColumn
+    from rich.text import Text
+
+    class Remaining(TimeRemainingColumn):
+        def render(self, task: Task) -> Text:
+            return super().render(task) if task.percentage >= STEADY else Text("")
+
+    return Remaining()
+
 
 @contextlib.contextmanager
 def progress_bar(total: int, what: str = "requests") -> Iterator[Callable[[int], None] | None]:
@@ -17,9 +35,9 @@ def progress_bar(total: int, what: str = "requests") -> Iterator[Callable[[int],
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), remaining_column())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda finished: bar.update(task, completed=finished)

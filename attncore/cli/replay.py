@@ -25,7 +25,7 @@ from attncore.cli.installed_backends import check_installed
 from attncore.cli.progress_bar import progress_bar
 from attncore.command import UsageError, fail
 from attncore.errors import NoBackendError
-from attncore.how_to_install import install_extra
+from attncore.how_to_install import install_extra, missing_module
 from attncore.json_output import print_json
 from attncore.quoted import one_line
 from attncore.registry.host.host import Host
@@ -121,7 +121,7 @@ def _check_charts() -> None:
     try:
         chart_page.library()
     except ImportError as error:
-        raise UsageError(f"--html: {error}; {install_extra('html')}") from error
+        raise UsageError(f"--html: {missing_module(error, 'html')}") from error
 
 
 def _environment(layers: AttentionLayers | ModelLayers | None) -> dict[str, Any]:
@@ -159,9 +159,7 @@ def _layers(
     if args.metadata_only:
         return None, _WHY_NONE
     if importlib.util.find_spec("torch") is None:
-        raise NoBackendError(
-            f"torch is not installed and attention needs it: {install_extra('torch')}, or pass --metadata-only"
-        )
+        raise NoBackendError(f"torch is not installed: {install_extra('torch')}, or pass --metadata-only")
     if args.backend:
         with stdout_to_stderr():
             check_installed("--backend", args.backend)
@@ -191,7 +189,7 @@ def _model(
     path: str, backend: str | None, options: Mapping[str, Any], settings: Settings, trace: Trace
 ) -> tuple[ModelLayers, str]:
     if importlib.util.find_spec("transformers") is None:
-        raise UsageError(f"--model: transformers is not installed and it needs that: {install_extra('transformers')}")
+        raise UsageError(f"--model: transformers is not installed: {install_extra('transformers')}")
     from attncore.replay.layers.whole_model import ModelLayers
     from attncore.replay.model_error import ModelError
 

@@ -165,11 +165,8 @@ def _check_table(path: str, table: Any, seq_id: int, context_len: int, seq_len: 
     if len(table) * block_size > INT32_MAX:
         raise ValueError(f"{path}: {len(table)} blocks of {block_size} tokens do not fit int32")
     if len(table) * block_size < seq_len:
-        token = max(context_len, len(table) * block_size)
-        raise ValueError(
-            f"{path}: sequence {seq_id} holds {len(table)} blocks but token {token} needs block "
-            f"{token // block_size} (block_size {block_size})"
-        )
+        problem = array_arguments.too_few_blocks(len(table), seq_len, block_size)
+        raise ValueError(f"{path}: sequence {seq_id} {problem}")
     for index in range(context_len // block_size, (seq_len - 1) // block_size + 1):
         if table[index] == NULL_BLOCK_ID:
             raise ValueError(

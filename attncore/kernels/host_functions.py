@@ -122,11 +122,8 @@ def compute_slot_mapping(
     rectangle = pad_block_table([ids])
     written = min(max(start_idx, context_len), seq_len)
     if seq_len > written and (seq_len - 1) // block_size >= rectangle.shape[1]:
-        token = max(written, rectangle.shape[1] * block_size)
-        raise ValueError(
-            f"block_tables: sequence {seq_id} holds {rectangle.shape[1]} blocks but token {token} "
-            f"needs block {token // block_size} (block_size {block_size})"
-        )
+        problem = array_arguments.too_few_blocks(rectangle.shape[1], seq_len, block_size)
+        raise ValueError(f"block_tables: sequence {seq_id} {problem}")
     slots = build_slot_mapping(rectangle, [written], [seq_len - written], block_size)
     _extend(slot_mapping, [PAD_SLOT_ID] * (written - context_len) + slots.tolist())
 
@@ -213,10 +210,8 @@ def build_slot_mapping(
     short = np.flatnonzero((query > 0) & (last // block_size >= table.shape[1]))
     if len(short):
         row = int(short[0])
-        raise ValueError(
-            f"block_table: row {row} holds {table.shape[1]} blocks but token {last[row]} "
-            f"needs block {last[row] // block_size} (block_size {block_size})"
-        )
+        problem = array_arguments.too_few_blocks(table.shape[1], int(last[row]) + 1, block_size)
+        raise ValueError(f"block_table: row {row} {problem}")
     total = int(query.sum(dtype=np.int64))
     if out is None:
         at_most("query_lens", total, MOST_TOKENS, "tokens")

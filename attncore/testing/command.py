@@ -11,7 +11,7 @@ from pathlib import Path
 
 from attncore.command import Parser, UsageError
 from attncore.errors import NoBackendError
-from attncore.how_to_install import install_extra
+from attncore.how_to_install import missing_module
 from attncore.json_output import json_text, print_json
 from attncore.quoted import MOST, one_line, printable, quoted
 from attncore.registry.plugins.option_argument import add_option_argument, options_of
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, journal: Journal | None = None, folder: Path |
         from attncore.testing.harness.run_suite import conformance
         from attncore.testing.harness.subject import Subject
     except ImportError as error:
-        raise UsageError(f"{error}; {install_extra('test')}") from error
+        raise UsageError(missing_module(error, "test")) from error
     check_device(args.device)
     given = options_of(args.name, args.option, "NAME")
     subject = Subject(args.name, device=args.device, options=given)

@@ -75,6 +75,7 @@ def test_a_step_says_its_requests_tokens_and_lengths(kernels):
         "<StepMetadata of step 0: 2 requests, 7 tokens, 1 decode of 1 token,\n"
         " 1 prefill of 6 tokens, seq_lens [6, 6], query_lens [1, 6], NumPy arrays>"
     )
+    assert "2 decodes (2 tokens in all)" in repr(builder.build()).replace("\n", "")
     builder.capture(4)
     assert "2 requests padded to 4 (bucket), 2 tokens padded to 4" in repr(builder.build(bucket=4)).replace("\n", "")
     assert repr(list_step()) == (

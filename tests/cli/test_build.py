@@ -142,7 +142,7 @@ def test_lines_with_and_without_encoders_take_turns(build):
         ([(6, None), (3, [4]), (0, [])], "groups[0].cross_block_table: missing; the 6 encoder tokens need blocks"),
         (
             [(9, [7, 9]), (3, [4]), (0, [])],
-            "groups[0].cross_block_table: sequence 0 holds 2 blocks but encoder token 8",
+            "groups[0].cross_block_table: sequence 0 holds 2 blocks but needs 3 for its 9 encoder tokens",
         ),
         ([("6", [7, 9]), (3, [4]), (0, [])], 'groups[0].encoder_seq_len: "6" is not an integer'),
         ([(6.0, [7, 9]), (3, [4]), (0, [])], "groups[0].encoder_seq_len: 6.0 is not an integer"),
@@ -251,7 +251,10 @@ BAD = [
         changed("groups.0.sequences.0.block_table", [4, 1e3]),
         "groups[0].sequences[0].block_table: block id 1000.0 at index 1 is not an integer",
     ),
-    (changed("groups.0.sequences.0.block_table", [4]), "groups[0].sequences[0].block_table: sequence 0 holds 1 blocks"),
+    (
+        changed("groups.0.sequences.0.block_table", [4]),
+        "groups[0].sequences[0].block_table: sequence 0 holds 1 block but needs 2",
+    ),
     (changed("groups.0.sequences.0.query_len", 0), "groups[0].sequences[0].query_len: 0 is outside 1.."),
     (changed("groups.0.sequences.0.context_len", -1), "groups[0].sequences[0].context_len: -1 is outside 0.."),
     (changed("groups.1.sequences.0.query_len", 2), "groups[1].sequences[0].query_len: 2 on a decode"),

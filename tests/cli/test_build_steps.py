@@ -172,7 +172,7 @@ BAD = [
     (changed(f"{FIRST}.block_tables.full", [7, 3.0, 8]), "sequences[0].block_tables.full: block id 3.0 at index 1"),
     (
         changed(f"{FIRST}.block_tables.window", [6]),
-        "sequences[0].block_tables.window: sequence 7 holds 1 blocks but token 8 needs block 1 (block_size 8)",
+        "sequences[0].block_tables.window: sequence 7 holds 1 block but needs 2 for its 10 tokens (block_size 8)",
     ),
     (
         changed("sequences.1.block_tables.full", [5, 9, 0]),

@@ -129,7 +129,7 @@ def test_what_the_chosen_backend_reads_is_printed_as_show_prints_it(site, capsys
     site.plugin("acme", extra="host_needs={'seq_lens', 'query_start_loc'}, host_lengths='exact', device_needs=()")
     code, out, _ = ask(capsys, "--assume", "cpu", "--backend", "acme")
     assert code == 0
-    assert "\nhost_needs query_start_loc, seq_lens; device_needs none\nblock_size" in out
+    assert "\nhost_needs query_start_loc, seq_lens; device_needs none\n(fields of a step" in out
     chosen = json.loads(ask(capsys, "--assume", "cpu", "--backend", "acme", "--json")[1])["chosen"]
     assert (chosen["host_needs"], chosen["device_needs"]) == (["query_start_loc", "seq_lens"], [])
 

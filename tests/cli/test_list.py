@@ -24,7 +24,8 @@ def test_text_has_a_row_for_each(site, capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["NAME", "DISTRIBUTION", "VERSION", "STATE", "RUNS", "DEVICES", "REASON"]
-    first = [line.split()[0] for line in lines[1:]]
+    assert lines[-1] == "not installed: flash, flashinfer, rocm; attncore explain says how"
+    first = [line.split()[0] for line in lines[1:-1]]
     assert first == sorted(first)
     assert set(first) == {*expected, "good", "reference"}
     assert "no licence file" in next(line for line in lines if line.startswith("raises"))
@@ -86,3 +87,10 @@ def test_ctrl_c_is_one_line_that_names_the_plugin(site, capsys):
     site.plugin("waits", "raise KeyboardInterrupt")
     assert main(["list"]) == 130
     assert capsys.readouterr().err == "attncore: error: interrupted while waits (attn-waits 1.0) was loaded\n"
+
+
+def test_where_all_are_there_no_line_says_what_is_not(site, capsys):
+    for name in ("flash", "flashinfer", "rocm"):
+        site.plugin(name)
+    assert main(["list"]) == 0
+    assert "not installed:" not in capsys.readouterr().out

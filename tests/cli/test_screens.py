@@ -22,6 +22,7 @@ from planting import SPEC
 
 from attncore.cli import COMMANDS, _parser, main
 from attncore.cli.output import columns
+from attncore.how_to_install import install_distribution
 
 NEEDED = {"verify": [], "bench": ["NAME"], "new-backend": ["NAME", "DIR"]}
 LONG = "acme-attention-kernels"
@@ -52,6 +53,26 @@ def test_the_commands_fit(screen, width):
 def test_the_version_has_two_names(screen):
     assert screen("-V") == screen("--version")
     assert re.fullmatch(r"attncore \d+\.\d+\.\d+\n", screen("-V")[1])
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("--verison", "did you mean --version?"), ("--helpp", "did you mean --help?"), ("-x", "attncore --help lists")],
+)
+def test_a_misspelt_option_of_attncore_is_guessed(screen, word, hint):
+    code, out, err = screen(word)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"attncore: error: command: '{word}' is neither a command nor an option; {hint}")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_command_to_copy_is_on_one_line(site, screen, width):
+    """Plugins that are not installed come with one, which two of three widths have no room for beside the rest."""
+    _, out, _ = screen("explain", "--assume", "sm_90", width=width)
+    lines = [" ".join(line.split()) for line in out.splitlines() if "pip install" in line]
+    for name in ("flash", "flashinfer", "rocm"):
+        command = install_distribution(f"attn-{name}")
+        assert any(command in line for line in lines), out
 
 
 @pytest.mark.parametrize("words", [["-v"], ["hlep"], ["lst"], ["help", "lst"], ["x" * 300]])
@@ -114,7 +135,9 @@ def test_the_list_can_be_read(site, screen, width):
     site.plugin("fails", "raise RuntimeError('no licence file in ' + ', '.join(['any of its folders'] * 20))")
     site.plugin("good")
     code, out, err = screen("list", width=width)
-    lines = out.splitlines()
+    table, _, lacking = out.partition("\nnot installed: ")
+    assert " ".join(lacking.split()) == "flash, flashinfer, rocm; attncore explain says how"
+    lines = table.splitlines()
     assert (code, err) == (0, "")
     rows = {line.split()[0]: line.split()[1:5] for line in lines if not line.startswith(" ")}
     assert rows["acme"] == [LONG, "1.0", "loaded", "no"]

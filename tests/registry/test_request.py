@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from attncore import AttentionRequest
+from attncore import AttentionRequest, select
 
 PLAIN = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 
@@ -140,3 +140,14 @@ def test_a_latent_cache_has_one_head_and_values_within_its_rows():
         request(use_mla=True)
     with pytest.raises(ValueError, match=r"^head_size_v: 577 found; with use_mla values are the first columns"):
         request(**latent, head_size_v=577)
+
+
+def test_a_device_is_the_hosts_or_the_backends():
+    with pytest.raises(TypeError, match=r"^device: a request has no such field; host=Host.assume\('sm_90'\) names"):
+        select(num_heads=8, num_kv_heads=8, head_size=64, dtype="float16", device="cuda")
+
+
+def test_help_of_select_names_what_is_required():
+    said = " ".join(select.__doc__.split())
+    assert "`num_heads``, ``num_kv_heads``, ``head_size`` and ``dtype`` are required" in said
+    assert "help(attncore.AttentionRequest)" in said

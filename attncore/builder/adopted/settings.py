@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attncore import arguments
+from attncore.builder.checked_backend import check_backend
 from attncore.builder.device.memory import ALIGNMENT
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 
@@ -56,8 +57,7 @@ def check_settings(
     decode_threshold: int, depth: int,
 ) -> Settings:  # fmt: skip
     """The settings as plain ints; ValueError or TypeError that names the argument."""
-    if not hasattr(backend, "config"):
-        raise TypeError(f"backend: {backend!r} is not a backend; attncore.select(...).create() makes one")
+    check_backend(backend)
     block_size = backend.config.block_size
     max_num_reqs = arguments.integer("max_num_reqs", max_num_reqs, 1)
     # The last page of the longest request, and one more, are counted in int32 on the device.

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from attncore import arguments, array_arguments
 from attncore.array_arguments import Int32Array, Int64Array
+from attncore.builder.checked_backend import check_backend
 from attncore.builder.fields import ARRAYS, COUNTS, DERIVED, ENCODER_ARRAYS
 from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
 from attncore.builder.slices import HostArrays, own_array
@@ -204,6 +205,8 @@ def _decoder_fields(metadata: CommonAttentionMetadata) -> dict[str, Any]:
 def _new_metadata(
     metadata: CommonAttentionMetadata, fields: dict[str, Any], counts: dict[str, int], backend: Any
 ) -> CommonAttentionMetadata:
+    if backend is not None:
+        check_backend(backend)
     whole = {name: getattr(metadata, name) for name in COUNTS if hasattr(metadata, name)}
     none = {"num_encoder_tokens": 0, "max_encoder_seq_len": 0}
     return CommonAttentionMetadata(

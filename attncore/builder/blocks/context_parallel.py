@@ -17,6 +17,7 @@ from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array, Int64Array
 from attncore.builder.blocks.check_whole_requests import check_whole_requests
+from attncore.builder.checked_backend import check_backend
 from attncore.builder.fields import COUNTS
 from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
 from attncore.builder.slices import HostArrays, own_array
@@ -155,6 +156,8 @@ class ContextParallel:
         for lengths that a sliding window has capped.
         """
         check_metadata("metadata", metadata)
+        if backend is not None:
+            check_backend(backend)
         host = metadata.host
         check_whole_requests(metadata, "a rank takes its share of all keys")
         lens = host.seq_lens

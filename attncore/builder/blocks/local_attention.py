@@ -20,6 +20,7 @@ from attncore.builder.fields import COUNTS
 from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
 from attncore.builder.slices import HostArrays, own_array
 from attncore.kernels import host_functions
+from attncore.show import counted
 
 _MOST_BLOCKS = (INT32_MAX + 1) // 4  # of all tables of a virtual batch: 2 GiB
 _MOST_CHUNKS = 1 << 20  # of a virtual batch: three numbers may ask for 2**31, which take minutes and all memory
@@ -163,8 +164,8 @@ def _build_chunk_tables(
     if len(short):
         row, needed = int(rows[short[0]]), int(last[short[0]])
         raise ValueError(
-            f"block_table: row {row} holds {table.shape[1]} blocks but chunk {chunks[short[0]]} "
-            f"needs block {needed - 1} (block_size {block_size})"
+            f"block_table: row {row} holds {counted(table.shape[1], 'block')} but needs {needed} up to chunk "
+            f"{chunks[short[0]]} (block_size {block_size}); append {needed - table.shape[1]}"
         )
     width = min(blocks_per_chunk, table.shape[1])  # beyond the batch's table all are 0
     columns = chunks[:, np.newaxis] * blocks_per_chunk + np.arange(width)

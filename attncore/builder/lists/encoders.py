@@ -217,7 +217,5 @@ def _read_table(index: int, table: Any) -> Any:
 
 
 def _too_few_blocks(index: int, group: Any, length: int, num_blocks: int, block_size: int) -> ValueError:
-    return ValueError(
-        f"groups[{index}].cross_block_table: sequence {group[1][0][0]} holds {num_blocks} blocks but encoder token "
-        f"{num_blocks * block_size} of {length} needs block {num_blocks} (block_size {block_size})"
-    )
+    problem = array_arguments.too_few_blocks(num_blocks, length, block_size, "encoder token")
+    return ValueError(f"groups[{index}].cross_block_table: sequence {group[1][0][0]} {problem}")

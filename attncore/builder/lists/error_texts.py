@@ -23,10 +23,9 @@ def refused_groups(
     seq_id, query_len, context_len, table = sequence[:4]
     match code:
         case codes.TOO_FEW_BLOCKS:
-            return ValueError(
-                f"{path}.block_table: sequence {seq_id} holds {len(table)} blocks but token {token} "
-                f"needs block {token // block_size} (block_size {block_size})"
-            )
+            tokens = max(token + 1, context_len + (query_len or 1))
+            problem = array_arguments.too_few_blocks(len(table), tokens, block_size)
+            return ValueError(f"{path}.block_table: sequence {seq_id} {problem}")
         case codes.HIT_ON_DECODE:
             return ValueError(f"{hit}: true on a decode; only a prompt can hit the prefix cache")
         case codes.HIT_WITH_WINDOW:

@@ -131,10 +131,8 @@ def _find_started_blocks(host: Any, settings: ListSettings, contexts: Int32Array
     for row, column, last in zip(rows.tolist(), columns, previous_blocks, strict=True):
         table = tables[row]
         if len(table) <= column:
-            raise ValueError(
-                f"metadata: row {row} holds {len(table)} blocks but token {column * block_size} needs block {column} "
-                f"(block_size {block_size})"
-            )
+            problem = array_arguments.too_few_blocks(len(table), column * block_size + 1, block_size)
+            raise ValueError(f"metadata: row {row} {problem}")
         if operator.index(table[column - 1]) != last:
             raise ValueError(
                 f"metadata: row {row} was built from another table than its group has now; append to tables only, or "

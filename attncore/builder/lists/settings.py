@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from attncore import arguments
+from attncore.builder.checked_backend import check_backend
 from attncore.builder.lists.dialects import DIALECTS, Dialect
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.read_only import read_only
@@ -60,6 +61,8 @@ class ListSettings:
         )
         self.enter: Callable[[], Any] = self._reader.enter
         """One caller at a time builds with these settings, or advances or prepares what was built (see Entrance)."""
+        if backend is not None:
+            check_backend(backend)
         self._backend = backend
         self.wrap = read_only if backend is None else backend.from_host
         self.plan: Any = _guard_plan(backend) if backend is not None and backend.has_plan else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from attncore import array_arguments
 from attncore.kernels import codes
 
 if TYPE_CHECKING:
@@ -52,10 +53,9 @@ def refused_step(
             f"block_table: {who} would write {what} {token} to block 0, the null block "
             f"(index {index}, block_size {block_size})"
         )
-    return ValueError(
-        f"block_table: {who} holds {len(table.held(row))} blocks but {what} {token} "
-        f"needs block {index} (block_size {block_size})"
-    )
+    tokens = core.encoder_len(row) if table.group.cross else computed + int(lens[row])
+    problem = array_arguments.too_few_blocks(len(table.held(row)), tokens, block_size, what)
+    return ValueError(f"block_table: {who} {problem} (append_blocks)")
 
 
 def refused_tokens(core: BatchCore, column: str, row: int, query_lens: Any) -> ValueError:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attncore.builder.blocks.context_parallel import ContextParallel
+from attncore.builder.checked_backend import check_backend
 from attncore.builder.metadata import Wrap
 from attncore.builder.read_only import read_only
 
@@ -98,8 +99,7 @@ def backends_of(core: BatchCore, backend: Any, ranks: ContextParallel | None) ->
 
 
 def _check_backend(backend: Any, group: str, block_size: int, world: int, several: bool) -> None:
-    if not hasattr(backend, "config"):
-        raise TypeError(f"backend: {backend!r} is not a backend; attncore.select(...).create() makes one")
+    check_backend(backend)
     if backend.config.block_size * world != block_size:
         what = f"batch: group {group!r}: its" if several else "batch: its"
         ranks = f" on each of {world} ranks" if world > 1 else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,9 +50,7 @@ class InputBatch(KeepsColumns, Uncopied):
         max_num_reqs = arguments.integer("max_num_reqs", max_num_reqs, 1)
         max_model_len = arguments.integer("max_model_len", max_model_len, 1)
         known = groups_of(groups, block_size, num_blocks)
-        decoders = [group for group in known if not group.cross]
-        has_cross = len(decoders) < len(known)
-        if has_cross:
+        if any(group.cross for group in known):
             if max_encoder_len is None:
                 raise ValueError(f"max_encoder_len: missing; cross group {known[-1].name!r} needs it")
             max_encoder_len = arguments.integer("max_encoder_len", max_encoder_len, 1)
@@ -126,6 +124,9 @@ class InputBatch(KeepsColumns, Uncopied):
 
     def __contains__(self, req_id: object) -> bool:
         return req_id in self._order.row_of
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self.req_ids)
 
     def __len__(self) -> int:
         return self._order.num_reqs
@@ -327,9 +328,7 @@ class InputBatch(KeepsColumns, Uncopied):
         """
         with self._core.enter():
             tables = self._core.decoders if group is None else [self._table(group)]
-            rows: set[int] = set()
-            for table in (table for table in tables if not table.group.cross):
-                rows.update(self._core.rows_without_block(table))
+            rows = {row for table in tables if not table.group.cross for row in self._core.rows_without_block(table)}
             order = self._core.order
             return [order.req_ids[row] for row in sorted(rows - order.paused - order.holes)]
 

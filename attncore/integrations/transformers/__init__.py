@@ -11,6 +11,14 @@ Importing this package registers the attention implementation ``attncore`` with 
 Each imports only from those after it.
 """
 
+try:
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as error:
+    from attncore.how_to_install import missing_module
+
+    raise ImportError(f"attncore.integrations.transformers: {missing_module(error, 'transformers')}") from error
+
 from attncore.integrations.transformers.attention_interface import NAME
 from attncore.integrations.transformers.choose_backend import select_for_model
 from attncore.integrations.transformers.forward_pass import PagedCaches, attncore_context, paged_caches

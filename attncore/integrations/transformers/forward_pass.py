@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from attncore.abstract import AttentionBackend, AttentionImpl, AttentionType
+from attncore.builder.checked_backend import check_backend
 from attncore.integrations.transformers.attention_interface import NAME, attending_by
 from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
 from attncore.ops.forward_context import ForwardContext
@@ -48,6 +49,7 @@ def paged_caches(
 
     A layer that is not causal has no cache. ValueError where the backend refuses what a layer asks for.
     """
+    check_backend(backend)
     layers = attention_layers(model) if layers is None else layers
     impls, caches = {}, {}
     for layer in layers:

@@ -19,6 +19,9 @@ from attncore.registry.request import AttentionRequest, RequestFields
 _FIELDS = {declared.name: declared for declared in fields(AttentionRequest)}
 _REQUIRED = tuple(name for name, one in _FIELDS.items() if one.default is MISSING and one.default_factory is MISSING)
 
+_HINTS = {"device": "; host=Host.assume('sm_90') names a machine, choice.create(device) a device of it"}
+"""What states that which a request does not."""
+
 
 def negotiate_installed(
     request: AttentionRequest | None = None, *, host: Host | None = None, **given: Unpack[RequestFields]
@@ -96,7 +99,8 @@ def _request(request: AttentionRequest | None, given: RequestFields) -> tuple[At
 def _check_names(given: Iterable[str]) -> None:
     for name in given:
         if name not in _FIELDS:
-            raise TypeError(f"{name}: a request has no such field{did_you_mean(name, _FIELDS)}")
+            hint = _HINTS.get(name) or did_you_mean(name, _FIELDS)
+            raise TypeError(f"{name}: a request has no such field{hint}")
 
 
 def _first(field: str, names: Iterable[str], rest: Iterable[str]) -> tuple[str, ...]:

@@ -35,6 +35,9 @@ def select(
 ) -> Choice:
     """The backend for a request, given whole or as its fields (fields given beside a request replace its own).
 
+    Of the fields ``num_heads``, ``num_kv_heads``, ``head_size`` and ``dtype`` are required; the others are those of
+    ``help(attncore.AttentionRequest)``.
+
     ``host`` is this machine unless another is given. ATTNCORE_BACKEND names the backend where the request names none.
     The choice is a line of the logger ``attncore`` at INFO; where another backend takes the place of the one named
     (policy ``fallback``), it is a FallbackWarning too. Raises ValueError or TypeError naming the field for a bad

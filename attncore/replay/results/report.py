@@ -181,7 +181,8 @@ def verdict(report: dict[str, Any]) -> str:
             f"checked its logits are those of the model alone (largest difference {error:.1e})."
         )
     attention = report["attention_us"]["p50"]
+    slow = " (slow, because reference is plain torch)" if report["backend"] == "reference" else ""
     return (
-        f"OK: {work} {build}, the attention itself {attention:,.0f} us, and all {checked:,} results checked match "
-        f"dense attention (largest difference {error:.1e})."
+        f"OK: {work} {build}, the attention itself {attention:,.0f} us{slow}, and all {checked:,} results checked "
+        f"match dense attention (largest difference {error:.1e})."
     )

@@ -94,7 +94,7 @@ def test_chunks_cover_every_context_once(contexts, block_size, spare, seed):
         ({"block_size": 0}, ValueError, "block_size: 0 is below 1"),
         ({"context_lens": [5, -1, 0]}, ValueError, "context_lens: "),
         ({"context_lens": [5, 6]}, ValueError, "block_table: 3 rows for 2 requests"),
-        ({"context_lens": [5, 9, 0]}, ValueError, "block_table: row 1 holds 2 blocks but token 8 needs block 2"),
+        ({"context_lens": [5, 9, 0]}, ValueError, "block_table: row 1 holds 2 blocks but needs 3 for its 9 tokens"),
     ],
 )
 def test_what_does_not_fit(changes, error, text):

@@ -150,7 +150,7 @@ RANK = ContextParallel(2, 0, 4)
         (lambda: RANK.local_slots([0.5]), r"slot_mapping: float64\[1\]"),
         (lambda: RANK.local_slots(np.array([2**63], np.uint64)), "slot_mapping: 9223372036854775808 is no slot"),
         (lambda: RANK.local_slots([3, -2]), "slot_mapping: -2 is no slot"),
-        (lambda: RANK.slot_mapping([[1]], [8], [1]), "block_table: row 0 holds 1 blocks but token 8 needs block 1"),
+        (lambda: RANK.slot_mapping([[1]], [8], [1]), "block_table: row 0 holds 1 block but needs 2 for its 9 tokens"),
         (lambda: RANK.block_table([[1]], [9]), "block_table: row 0 holds 1 blocks but 2 are needed"),
         (lambda: RANK.block_table([[1]], [9, 9]), "block_table: 1 rows for 2 requests"),
         (lambda: RANK.positions(-1), "seq_len: -1 is below 0"),

@@ -153,7 +153,7 @@ def list_step(pad=-1, **options):
         (lambda: local_attention_batches([1], [2], [[-1]], 4, 2), "block_table: block id -1"),
         (
             lambda: local_attention_batches([1], [7], [[1, 2, 3]], 4, 2),
-            "block_table: row 0 holds 3 blocks but chunk 1 n",
+            "block_table: row 0 holds 3 blocks but needs 4 up to chunk 1",
         ),
         (
             lambda: local_attention_batches([1], [1], [[0]], 2**31 - 1, 1),

@@ -32,7 +32,7 @@ def state_of(batch, builder):
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"num_steps": 6}, ValueError, r"^block_table: row 0 \(request 'a'\) holds 2 blocks but token 8 needs block 2"),
+        ({"num_steps": 6}, ValueError, r"^block_table: row 0 \(request 'a'\) holds 2 blocks but needs 3 for its"),
         ({"num_steps": 27, "scheduled": {"a": 0}}, ValueError, r"^scheduled: row 1 .* exceed max_model_len 32"),
         ({"num_steps": 0}, ValueError, "^num_steps: 0"),
         ({"num_steps": 33}, ValueError, "^num_steps: 33"),

@@ -50,7 +50,7 @@ def test_a_token_without_a_block_names_the_row(kernels, layout, window):
     builder = CommonMetadataBuilder(4, layout, sliding_window=window, kernels=kernels)
     metadata = builder.build(decodes([(3, [1, 2]), (6, [3, 4, 5]), (2, [6])]))
     metadata.advance_step()
-    refused(metadata, ValueError, r"metadata: row 2 holds 1 blocks but token 4 needs block 1 \(block_size 4\)")
+    refused(metadata, ValueError, r"metadata: row 2 holds 1 block but needs 2 for its 5 tokens \(block_size 4\)")
 
 
 def test_a_step_that_outgrows_its_graph(kernels):

@@ -71,7 +71,7 @@ WRONG = {
     "bools": (np.array([True, False]), r"block_table"),
     "two dimensions": (np.array([[3, 4]], np.int32), r"block_table"),
     "no dimension": (np.array(3, np.int32), r"block_table"),
-    "too short": (np.array([3], np.int32), r"sequence 0 holds 1 blocks but token 5 needs block 1"),
+    "too short": (np.array([3], np.int32), r"sequence 0 holds 1 block but needs 2 for its 6 tokens"),
     "empty": (np.array([], np.int32), r"sequence 0 holds 0 blocks"),
 }
 
@@ -100,7 +100,7 @@ def test_slots_of_one_sequence(kernels, monkeypatch, kind, start, stop):
 @pytest.mark.parametrize("ids", [[3, -1], [3]])
 def test_a_sequence_whose_array_is_no_table_is_refused(ids):
     slots = []
-    with pytest.raises(ValueError, match=r"-1|holds 1 blocks but token 4 needs block 1"):
+    with pytest.raises(ValueError, match=r"-1|holds 1 block but needs 2 for its 5 tokens"):
         compute_slot_mapping(False, slots, 7, 5, 4, 0, 4, {7: np.array(ids, np.int32)})
     assert slots == []
 

@@ -113,9 +113,9 @@ BAD = [
     ([decode(block_table=7)], r"block_table: 7 is not a sequence of block ids"),
     ([decode(block_table=np.array([3, -4]))], r"block_table: block id -4 at index 1"),
     ([decode(block_table=np.array([2.5]))], r"block_table: block id 2.5 at index 0 is not an integer"),
-    ([decode(context_len=4)], r"sequence 0 holds 1 blocks but token 4 needs block 1 \(block_size 4\)"),
-    ([decode(block_table=[])], r"sequence 0 holds 0 blocks but token 3 needs block 0"),
-    ([prompt(query_len=9)], r"sequence 0 holds 1 blocks but token 4 needs block 1"),
+    ([decode(context_len=4)], r"sequence 0 holds 1 block but needs 2 for its 5 tokens \(block_size 4\)"),
+    ([decode(block_table=[])], r"sequence 0 holds 0 blocks but needs 1 for its 4 tokens"),
+    ([prompt(query_len=9)], r"sequence 0 holds 1 block but needs 3 for its 9 tokens"),
     ([decode(), prompt()], r"groups\[1\].is_prompt: a prompt after a decode"),
     ([SequenceGroup(False, [Sequence(0, 1, 3, [5]), Sequence(0, 1, 3, [6])])], r"sequences\[1\].seq_id: 0 stands"),
     ([SequenceGroup(False, [Sequence(0, 1, 3, [5]), Sequence(1, 1, 3, None)])], r"block_table: null and non-null"),
@@ -315,7 +315,7 @@ def test_sequences_that_lie_about_how_many_they_are(kernels, kind):
     builder = CommonMetadataBuilder(4, kernels=kernels)
     right, short = Sequence(0, 1, 3, [5]), Sequence(1, 1, 4, [5])
     assert builder.build([SequenceGroup(False, kind([right]))]).slot_mapping.tolist() == [23]
-    with pytest.raises(ValueError, match=r"^groups\[0\].sequences\[1\].block_table: sequence 1 holds 1 blocks but"):
+    with pytest.raises(ValueError, match=r"^groups\[0\].sequences\[1\].block_table: sequence 1 holds 1 block but"):
         builder.build([SequenceGroup(False, kind([right, short]))])
     with pytest.raises(ValueError, match=r"^groups\[0\].sequences: empty"):
         builder.build([SequenceGroup(False, kind())])

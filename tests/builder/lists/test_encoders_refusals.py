@@ -25,10 +25,10 @@ BAD = [
     ([prompt(block_table=None, cross_block_table=[])], r"cross_block_table: given, but"),
     (
         [prompt(), decode(9, seq_id=31)],
-        r"groups\[1\].cross_block_table: sequence 31 holds 2 blocks but encoder token 8 of 9 needs block 2 "
+        r"groups\[1\].cross_block_table: sequence 31 holds 2 blocks but needs 3 for its 9 encoder tokens "
         r"\(block_size 4\)",
     ),
-    ([prompt(1, [])], r"groups\[0\].cross_block_table: sequence 0 holds 0 blocks but encoder token 0 of 1 needs"),
+    ([prompt(1, [])], r"groups\[0\].cross_block_table: sequence 0 holds 0 blocks but needs 1 for its 1 encoder token "),
     ([decode(-1)], r"groups\[0\].encoder_seq_len: -1 is outside 0..2147483647"),
     ([decode(2**31)], r"groups\[0\].encoder_seq_len: 2147483648 is outside"),
     ([decode(np.int64(-3))], r"groups\[0\].encoder_seq_len: -3 is outside"),
@@ -121,5 +121,7 @@ class Liar:
 def test_a_table_is_as_long_as_what_it_yields(group, kernels):
     """Else the tokens beyond would lie in block 0, which is nobody's."""
     builder = CommonMetadataBuilder(4, "common", encoder_decoder=True, kernels=kernels)
-    with pytest.raises(ValueError, match=r"cross_block_table: sequence \d+ holds 1 blocks but encoder token 4 of 9"):
+    with pytest.raises(
+        ValueError, match=r"cross_block_table: sequence \d+ holds 1 block but needs 3 for its 9 encoder tokens"
+    ):
         builder.build([group])

@@ -61,7 +61,7 @@ def test_every_field_is_that_of_the_longer_sequences(kernels, batch, on_torch, k
 def test_blocks_are_those_that_the_tables_have_now(kernels):
     table = [5, 6]
     metadata = CommonMetadataBuilder(4, kernels=kernels).build(groups_of([(8, 0, table), (None, 2, [9])]))
-    with pytest.raises(ValueError, match=r"sequence 0 holds 2 blocks but token 8 needs block 2"):
+    with pytest.raises(ValueError, match=r"sequence 0 holds 2 blocks but needs 3 for its 9 tokens"):
         metadata.advance_step(**TURN)
     table.append(7)
     metadata.advance_step(**TURN)

@@ -104,7 +104,7 @@ def test_any_row_may_lack_a_block(kernels, row, size):
     builder.build()
     before = core_state(batch)
     for _ in range(2):
-        with pytest.raises(ValueError, match=rf"row {row} \(request {row}\) in group 'other' holds 1 blocks but token"):
+        with pytest.raises(ValueError, match=rf"row {row} \(request {row}\) in group 'other' holds 1 block but needs"):
             builder.build()
         assert core_state(batch) == before
 
@@ -194,7 +194,7 @@ def test_a_preempted_request_runs_its_encoder_again(kernels):
     assert batch.preempt("a") == {"full": [1, 2], "encoder": [3, 4]}
     assert batch.truncate_blocks("a", 0, "encoder") == []  # it holds none, and none of its encoder tokens are cached
     batch.append_blocks("a", {"full": [8]})
-    message = r"row 0 \(request 'a'\) in group 'encoder' holds 0 blocks but encoder token 0 needs block 0"
+    message = r"row 0 \(request 'a'\) in group 'encoder' holds 0 blocks but needs 2 for its 5 encoder tokens"
     with pytest.raises(ValueError, match=message):
         builder.build()
     batch.append_blocks("a", {"encoder": [9, 10]})

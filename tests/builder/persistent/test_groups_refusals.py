@@ -137,7 +137,7 @@ def test_the_group_of_a_missing_block_is_named(kernels):
     batch.add_request("a", {"full": [1, 2, 3], "small": [4]}, 6)
     builder = MetadataBuilder(batch, max_num_batched_tokens=8)
     before = core_state(batch)
-    message = r"row 0 \(request 'a'\) in group 'small' holds 1 blocks but token 8 needs block 1 \(block_size 8\)"
+    message = r"row 0 \(request 'a'\) in group 'small' holds 1 block but needs 2 for its 9 tokens \(block_size 8\)"
     with pytest.raises(ValueError, match=message):
         builder.build({"a": 3})
     batch._core.tables["small"].put(0, 0, 0)  # which the batch's own methods refuse

@@ -63,12 +63,25 @@ BAD_STEPS = [
     ({"a": 2**31}, "scheduled: 2147483648 tokens of 'a' is outside"),
     ({"a": 1.0}, "scheduled: 1.0 tokens of 'a' is not an integer"),
     ({"a": True}, "scheduled: True tokens of 'a' is not an integer"),
-    ({"a": 9}, r"block_table: row 0 \(request 'a'\) holds 2 blocks but token 8 needs block 2 \(block_size 4\)"),
-    ({"b": 4}, r"block_table: row 1 \(request 'b'\) holds 2 blocks but token 8 needs block 2"),
+    (
+        {"a": 9},
+        r"block_table: row 0 \(request 'a'\) holds 2 blocks but needs 3 for its 9 tokens \(block_size 4\); "
+        r"append 1 \(append_blocks\)$",
+    ),
+    ({"b": 4}, r"block_table: row 1 \(request 'b'\) holds 2 blocks but needs 3 for its 9 tokens"),
     ({"c": 9}, r"scheduled: row 2 \(request 'c'\) has 22 computed tokens and 9 more exceed max_model_len 30"),
     ({"a": 8, "b": 3, "c": 8, "d": 2}, r"scheduled: 21 tokens in this step exceed max_num_batched_tokens 20"),
     ({"a": 0, "b": 0, "c": 0, "d": 9}, r"row 3 \(request 'd'\) would write token 4 to block 0, the null block"),
 ]
+
+
+def test_a_batch_iterates_over_its_requests_in_the_order_of_rows(batch):
+    for name in ("a", "b", "c"):
+        batch.add_request(name, [ord(name)])
+    batch.swap_rows(0, 2)
+    assert [*batch] == [*batch.req_ids] == ["c", "b", "a"]
+    assert len(batch) == 3
+    assert all(name in batch for name in batch)
 
 
 @pytest.mark.parametrize(("scheduled", "message"), BAD_STEPS)
