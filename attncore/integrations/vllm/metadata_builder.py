@@ -40,16 +40,15 @@ class AttncoreMetadataBuilder(AttentionMetadataBuilder):
         refuse_engine(vllm_config)
         layers = layers_of(vllm_config, layer_names)
         choice = choice_for(self.attncore_name, vllm_config, kv_cache_spec, layers)
-        drafts = vllm_config.speculative_config is not None
         check_lengths(choice, vllm_config)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode="multi_token_decode" in choice.spec.features)
-        self.backend: AttentionBackend = choice.create(str(device) if device.index is not None else None)
+        self.backend: AttentionBackend = choice.create(_name_of(device))
         limits = limits_of(vllm_config, kv_cache_spec)
         self.steps = AdoptedSteps(
             self.backend, **limits._asdict(), decode_threshold=int(self.reorder_batch_threshold or 1)
         )
-        self._most = limits.max_model_len if drafts else 0
-        self._bounded = drafts
+        self._most = 0 if vllm_config.speculative_config is None else limits.max_model_len
+        self._bounded = lengths_are_bounds(vllm_config)
         self._recorded: Any = None
         for name, layer in layers.items():
             layer.bind(name, self.backend, self.record)
@@ -121,14 +120,30 @@ def choice_for(backend: str | None, vllm_config: Any, kv_cache_spec: Any, layers
     return select(request)
 
 
+def lengths_are_bounds(vllm_config: Any) -> bool:
+    """Whether vLLM's lengths on the host may be too large in some step: where it prepares a step before it knows which
+    drafts were accepted, and in the steps of a model that drafts.
+    """
+    drafts = vllm_config.speculative_config
+    return drafts is not None and (
+        bool(vllm_config.scheduler_config.async_scheduling) or str(drafts.method) not in ("ngram", "suffix")
+    )
+
+
 def check_lengths(choice: Choice, vllm_config: Any) -> None:
-    """ValueError where vLLM drafts and the backend needs to know on the host how many drafts were accepted."""
-    if choice.spec.host_lengths == "exact" and vllm_config.speculative_config is not None:
+    """ValueError where vLLM has bounds of the lengths on the host, and the backend needs the lengths themselves."""
+    if choice.spec.host_lengths == "exact" and lengths_are_bounds(vllm_config):
         raise ValueError(
-            f"attncore: {choice.name} plans by exact lengths on the host (host_lengths 'exact' in its spec), and with "
-            "speculative decoding vLLM has upper bounds; run without drafts, or name a backend that takes bounds: "
+            f"attncore: {choice.name} plans by exact lengths on the host (host_lengths 'exact' in its spec), and vLLM "
+            "has upper bounds where a model drafts or steps are scheduled ahead of drafts; run without drafts, or with "
+            "drafts of method ngram and without asynchronous scheduling, or name a backend that takes bounds: "
             f"{one_line(', '.join(_bounded_names()) or 'none is installed')}"
         )
+
+
+def _name_of(device: torch.device) -> str | None:
+    """The device as attncore writes it; None: the first one of the host. vLLM's tests number the CPU."""
+    return "cpu" if device.type == "cpu" else None if device.index is None else str(device)
 
 
 def _bounded_names() -> list[str]:
