@@ -62,6 +62,25 @@ def _greedy_argmax(logits):
     return logits.argmax(-1)
 
 
+@_operator(
+    "rejection_greedy_sample_kernel_impl(Tensor(a!) output, Tensor counts, Tensor drafts, Tensor best, Tensor bonus, "
+    "Tensor? is_greedy, int most) -> ()"
+)
+def _accept_drafts(output, counts, drafts, best, bonus, is_greedy, most):
+    """Of each request its best tokens up to the first draft that differs, or all of them and the one behind.
+
+    ``counts`` are sums of the requests' drafts.
+    """
+    start = 0
+    for row, stop in enumerate(counts.tolist()):
+        differs = (drafts[start:stop] != best[start:stop]).nonzero().flatten().tolist()
+        taken = differs[0] + 1 if differs else stop - start
+        output[row, :taken] = best[start : start + taken]
+        if not differs:
+            output[row, taken] = bonus.flatten()[row]
+        start = stop
+
+
 @contextmanager
 def engine(folder, backend, **options):
     """A vLLM engine over the model in ``folder`` whose attention is that of the name ``backend``.

@@ -106,7 +106,9 @@ def test_a_backend_that_is_not_there_stops_the_engine_at_start(saved):
 
 def test_a_bad_option_stops_the_engine_at_start(saved):
     folder, _ = saved("llama")
-    with pytest.raises(Exception, match=r"additional_config\['attncore'\]: 'option' is not one of options, .*did you mean options\?"):
+    with pytest.raises(
+        Exception, match=r"additional_config\['attncore'\]: 'option' is not one of options, .*did you mean options\?"
+    ):
         with engine(folder, REFERENCE, additional_config={"attncore": {"option": {}}}):
             pass
 
@@ -119,18 +121,20 @@ def test_classes_are_found_by_their_paths():
 
 
 @pytest.fixture
-def acme(tmp_path, monkeypatch):
+def acme(request, tmp_path, monkeypatch):
     """A vendor's wheel as `attncore new-backend` writes it, not a line changed, installed in a folder on the path."""
     rendered, site = tmp_path / "acme", tmp_path / "site"
     assert main(["new-backend", "acme", str(rendered)]) == 0
     shutil.copytree(rendered / "src" / "attn_acme", site / "attn_acme")
+    if broken := getattr(request, "param", ""):
+        (site / "attn_acme" / "__init__.py").write_text(broken)
     info = site / "attn_acme-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: attn-acme\nVersion: 0.1.0\n")
     (info / "entry_points.txt").write_text("[attncore.backends]\nacme = attn_acme\n")
     monkeypatch.syspath_prepend(str(site))
     registration.register()
-    yield site
+    yield
     for name in [name for name in sys.modules if name.split(".")[0] == "attn_acme"]:
         del sys.modules[name]
 
@@ -150,8 +154,8 @@ def test_a_vendors_bad_option_is_refused_with_its_own_words(saved, acme):
             pass
 
 
+@pytest.mark.parametrize("acme", ["raise OSError('libacme.so.7 is missing')\n"], indirect=True)
 def test_a_broken_plugin_stops_no_other(saved, acme):
-    (acme / "attn_acme" / "__init__.py").write_text("raise OSError('libacme.so.7 is missing')\n")
     folder, wanted = saved("llama")
     with engine(folder, REFERENCE) as llm:
         assert answers(llm, PROMPTS, COUNT) == wanted
