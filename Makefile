@@ -160,7 +160,7 @@ VLLM_TESTS ?=
 $(ENGINE_VLLM)/.deps: requirements/engine_vllm.txt requirements/shared.txt $(VLLM_MINORS:%=requirements/%.txt) | $(VENV)/.built
 	$(BIN)/python -m venv --clear $(ENGINE_VLLM)
 	$(VLLM_PIP) $(INSTALL_TORCH)
-	$(VLLM_PIP) install -q -r requirements/engine_vllm.txt
+	$(VLLM_PIP) install -q --no-deps -r requirements/engine_vllm.txt
 	for minor in $(VLLM_MINORS); do \
 		$(VLLM_PIP) install -q --no-deps --target $(ENGINE_VLLM)/$$minor -r requirements/$$minor.txt || exit 1; \
 		find $(ENGINE_VLLM)/$$minor -name "*.so" -delete; \

@@ -33,7 +33,7 @@ there() { # set, package
   say "$1, $2" "ERROR: $2==$pin is not there: ${words:0:300}" $?
 }
 
-for name in demo bench test fuzz history peers engine_vllm; do resolve $name; done
-for name in kernels vllm_lists vllm_step vllm_032 vllm_033; do resolve $name --no-deps; done
+for name in demo bench test fuzz history peers; do resolve $name; done
+for name in kernels vllm_lists vllm_step engine_vllm vllm_032 vllm_033; do resolve $name --no-deps; done
 for package in flash-attn flash-attn-4; do there sources $package; done
 exit $failed
