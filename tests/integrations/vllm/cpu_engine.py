@@ -19,6 +19,7 @@ import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.triton_utils import dispatcher  # noqa: E402
+from vllm.utils import cpu_triton_utils  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # noqa: E402
 from vllm.v1.attention.selector import _cached_get_attn_backend  # noqa: E402
 
@@ -43,18 +44,20 @@ def _init_cpu_memory_env(nodes):
     """Binds no memory to nodes."""
 
 
-@_operator(
-    "compute_slot_mapping_kernel_impl(Tensor query_start_loc, Tensor positions, Tensor block_table, "
-    "Tensor(a!) slot_mapping, int block_size) -> ()"
-)
-def _compute_slot_mapping(query_start_loc, positions, block_table, slot_mapping, block_size):
-    """The slot of each token: its block by the request's table, and its place in that; -1 behind the last token."""
+def _compute_slot_mapping(num_tokens, most, query_start_loc, positions, table, stride, slot_mapping, block_size, *more):
+    """The slot of each token: its block by the request's table, and its place in that; -1 behind the last token.
+
+    vLLM 0.32 hands its own function for CPUs the arguments of its Triton kernel in another order: this one takes both.
+    """
     count = int(query_start_loc[-1])
     lengths = query_start_loc.diff().long()
     rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths, output_size=count)
     of_token = positions[:count]
-    slot_mapping[:count] = block_table[rows, of_token // block_size].long() * block_size + of_token % block_size
+    slot_mapping[:count] = table[rows, of_token // block_size].long() * block_size + of_token % block_size
     slot_mapping[count:] = -1
+
+
+cpu_triton_utils._compute_slot_mapping_kernel_impl = _compute_slot_mapping
 
 
 @_operator("greedy_argmax(Tensor logits) -> Tensor")
