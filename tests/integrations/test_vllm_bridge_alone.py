@@ -118,15 +118,21 @@ def test_engines_that_are_refused(part, field, value, words):
 
 def test_a_request_has_what_any_layer_of_the_group_needs():
     layers = [layer(sliding_window=7), layer(logits_soft_cap=30.0), layer(sinks=[0.0] * 4), layer()]
-    request = model_request.request_for_layers("reference", configuration(), SimpleNamespace(block_size=16), layers)
+    request = model_request.request_for_layers("reference", configuration(), 16, layers)
     assert (request.sliding_window, request.logits_soft_cap, request.sinks, request.alibi) == (7, 30.0, True, False)
     assert (request.block_size, request.max_model_len, request.strided_kv_cache) == (16, 128, True)
     assert not model_request.sentences(model_request.negotiated(request))
 
 
+def test_blocks_of_the_allocator_are_cut_into_the_kernels():
+    request = model_request.request_for_layers("reference", configuration(), 528, [layer()], of_kernel=False)
+    assert (request.block_size, request.manager_block_size) == (None, 528)
+    assert not model_request.sentences(model_request.negotiated(request))
+
+
 def test_scales_and_fp8_are_asked_for():
     layers = [layer(kv_cache_dtype="fp8", scales=(0.5, 1.0))]
-    request = model_request.request_for_layers("reference", configuration(), SimpleNamespace(block_size=16), layers)
+    request = model_request.request_for_layers("reference", configuration(), 16, layers)
     assert (request.kv_cache_dtype, set(request.features)) == ("fp8_e4m3", {"kv_scales"})
     reasons = model_request.sentences(model_request.negotiated(request))
     assert reasons
@@ -135,7 +141,7 @@ def test_scales_and_fp8_are_asked_for():
 
 def test_attncores_choice_has_the_reasons_of_all():
     layers = [layer(kv_cache_dtype="fp8_e5m2")]
-    request = model_request.request_for_layers(None, configuration(), SimpleNamespace(block_size=16), layers)
+    request = model_request.request_for_layers(None, configuration(), 16, layers)
     assert any(
         one.startswith("attncore: reference: ") for one in model_request.sentences(model_request.negotiated(request))
     )

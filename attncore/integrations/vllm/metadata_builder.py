@@ -39,7 +39,7 @@ class AttncoreMetadataBuilder(AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, list(layer_names), vllm_config, device)
         refuse_engine(vllm_config)
         layers = layers_of(vllm_config, layer_names)
-        choice = choice_for(self.attncore_name, vllm_config, kv_cache_spec, layers)
+        choice = choice_for(self.attncore_name, vllm_config, kv_cache_spec.block_size, layers)
         check_lengths(choice, vllm_config)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode="multi_token_decode" in choice.spec.features)
         self.backend: AttentionBackend = choice.create(_name_of(device))
@@ -57,8 +57,11 @@ class AttncoreMetadataBuilder(AttentionMetadataBuilder):
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """The level of the backend that the group's layers will have."""
         layers = layers_of(vllm_config, list(vllm_config.compilation_config.static_forward_context))
-        same = {name: one for name, one in layers.items() if one.head_size == kv_cache_spec.head_size}
-        return GRAPH_LEVELS[choice_for(cls.attncore_name, vllm_config, kv_cache_spec, same or layers).spec.cuda_graph]
+        size = getattr(kv_cache_spec, "head_size", None)
+        same = {name: one for name, one in layers.items() if one.head_size == size}
+        # vLLM asks before it has cut its blocks into the kernel's.
+        choice = choice_for(cls.attncore_name, vllm_config, kv_cache_spec.block_size, same or layers, of_kernel=False)
+        return GRAPH_LEVELS[choice.spec.cuda_graph]
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> AdoptedStep:
         """The step of vLLM's tensors, planned. Nothing is copied and nothing waits for the device."""
@@ -112,9 +115,11 @@ def layers_of(vllm_config: Any, names: Sequence[str]) -> dict[str, AttncoreImpl]
     return found
 
 
-def choice_for(backend: str | None, vllm_config: Any, kv_cache_spec: Any, layers: dict[str, AttncoreImpl]) -> Choice:
+def choice_for(
+    backend: str | None, vllm_config: Any, block_size: int, layers: dict[str, AttncoreImpl], *, of_kernel: bool = True
+) -> Choice:
     """The choice for the layers of a group; ValueError with attncore's reasons where there is none."""
-    request = asked.request_for_layers(backend, vllm_config, kv_cache_spec, layers.values())
+    request = asked.request_for_layers(backend, vllm_config, block_size, layers.values(), of_kernel=of_kernel)
     if reasons := asked.sentences(asked.negotiated(request)):
         raise ValueError("; ".join(reasons))
     return select(request)

@@ -58,9 +58,12 @@ def request_for_model(
     )
 
 
-def request_for_layers(backend: str | None, vllm_config: Any, spec: Any, layers: Iterable[Any]) -> AttentionRequest:
-    """The request of the layers of one builder, which share a cache's shape. ``spec`` is vLLM's of their cache, in
-    blocks of the kernel; ``layers`` are instances of AttncoreImpl.
+def request_for_layers(
+    backend: str | None, vllm_config: Any, block_size: int, layers: Iterable[Any], *, of_kernel: bool = True
+) -> AttentionRequest:
+    """The request of the layers of one builder, which share a cache's shape; they are instances of AttncoreImpl.
+
+    ``block_size`` is that of the kernel, or else (``of_kernel=False``) of vLLM's allocator, which the kernel's divides.
     """
     layers = list(layers)
     first = layers[0]
@@ -72,7 +75,8 @@ def request_for_layers(backend: str | None, vllm_config: Any, spec: Any, layers:
         head_size=first.head_size,
         dtype=vllm_config.model_config.dtype,
         kv_cache_dtype=KV_CACHE_DTYPES[first.kv_cache_dtype],
-        block_size=spec.block_size,
+        block_size=block_size if of_kernel else None,
+        manager_block_size=block_size,
         sliding_window=max((layer.sliding_window or 0 for layer in layers), default=0) or None,
         logits_soft_cap=next((layer.logits_soft_cap for layer in layers if layer.logits_soft_cap), None),
         alibi=any(layer.alibi_slopes is not None for layer in layers),
