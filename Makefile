@@ -8,6 +8,8 @@ NEWEST := .venv-newest
 PEERS := .venv-peers
 PEERS_PIP := $(PEERS)/bin/pip --disable-pip-version-check
 PEER_WHEELS := vllm_lists vllm_step
+ENGINE_VLLM := .venv-vllm
+VLLM_MINORS := vllm_032 vllm_033
 PLUGINS := $(wildcard plugins/attn-*)
 SOURCES := $(CURDIR)/$(VENV)/sources
 # Another build of the pinned torch, such as a wheel's path, and an extra index that has one. A plain torch brings CUDA's
@@ -20,13 +22,14 @@ TRACE ?= ../shared/traces/azure_llm_2023_conv.csv.gz
 # tests/numba_call.py has numba compile its functions; both cores then share the rest.
 JOBS ?= 2
 
-.PHONY: help demo docs test test-all test-gpu test-debug test-asan test-dev fuzz lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay \
+.PHONY: help demo docs test test-all test-engines test-vllm test-gpu test-debug test-asan test-dev fuzz lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay \
 	with-rev resolve api-check release-check test-newest clean
 
 help:
 	@echo "make demo           replay a request trace through metadata and attention (after set-up about 1.5 minutes on two cores)"
 	@echo "make test           set up, lint, type-check, run the tests"
 	@echo "make test-all       the same, and the slow proofs"
+	@echo "make test-engines   every backend inside vLLM, two minors of it, in an environment of its own (.venv-vllm)"
 	@echo "make test-gpu       the tests that need a CUDA device, in the active Python"
 	@echo "make test-debug     the builders' tests and the fuzz targets over an extension with bounds checks"
 	@echo "make test-asan      the same over an extension with gcc's address and undefined-behaviour sanitizers"
@@ -164,6 +167,32 @@ test-gpu:
 	@$(PYTHON) -P benchmarks/gpu_here.py
 	$(PYTHON) -P -m pytest -m gpu
 
+# vLLM's wheels as in bench-peers: without requirements and compiled code, a folder for each minor. Where the index has
+# them not, the tests are skipped with its words. VLLM_TESTS names the unpacked source distribution of vLLM, whose own
+# cases run too then.
+VLLM_PIP = $(ENGINE_VLLM)/bin/pip --disable-pip-version-check
+VLLM_TESTS ?=
+$(ENGINE_VLLM)/.deps: requirements/engine_vllm.txt requirements/shared.txt $(VLLM_MINORS:%=requirements/%.txt) | $(VENV)/.built
+	$(BIN)/python -m venv --clear $(ENGINE_VLLM)
+	$(VLLM_PIP) $(INSTALL_TORCH)
+	$(VLLM_PIP) install -q --no-deps -r requirements/engine_vllm.txt
+	for minor in $(VLLM_MINORS); do \
+		$(VLLM_PIP) install -q --no-deps --target $(ENGINE_VLLM)/$$minor -r requirements/$$minor.txt || exit 1; \
+		find $(ENGINE_VLLM)/$$minor -name "*.so" -delete; \
+	done
+	$(VLLM_PIP) install -q --no-build-isolation --no-deps -e .
+	touch $@
+
+test-engines: test-vllm
+
+test-vllm: $(VENV)/.built
+	@mkdir -p build; if $(MAKE) $(ENGINE_VLLM)/.deps >build/vllm.log 2>&1; then \
+		for minor in $(VLLM_MINORS); do echo "$$minor:"; \
+			PYTHONPATH=$(CURDIR)/$(ENGINE_VLLM)/$$minor VLLM_TESTS="$(VLLM_TESTS)" $(ENGINE_VLLM)/bin/python -m pytest \
+				-o filterwarnings=default tests/integrations/vllm || exit 1; \
+		done; \
+	else echo "test-vllm: skipped: its environment cannot be made:"; grep -i error build/vllm.log || tail -n 3 build/vllm.log; fi
+
 # Words for pytest in BENCH, such as BENCH="-k TestDecode", run a part: it is compared, and neither saved nor judged.
 # STRICT=1 makes a missed goal an error.
 BENCH ?=
@@ -254,4 +283,4 @@ resolve:
 	PYTHON=$(PYTHON) requirements/check.sh
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(RELEASE) $(NEWEST) .fuzz build dist *.egg-info attncore/_slots.c attncore/*.so .mypy_cache .ruff_cache .pytest_cache benchmarks/history
+	rm -rf $(VENV) $(PEERS) $(RELEASE) $(NEWEST) $(ENGINE_VLLM) .fuzz build dist *.egg-info attncore/_slots.c attncore/*.so .mypy_cache .ruff_cache .pytest_cache benchmarks/history
