@@ -3,11 +3,15 @@
 import importlib.util
 import pathlib
 import re
+import types
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+
+
+SPHINX = types.SimpleNamespace(config=types.SimpleNamespace(root_doc="docs/index"))
 
 
 def module(name):
@@ -26,6 +30,17 @@ def pages():
 def test_an_index_lists_every_page_once(folder, pages):
     listed = [page for page in pages.LINK.findall((folder / "index.md").read_text()) if "/" not in page]
     assert sorted(listed) == sorted(page.name for page in folder.glob("*.md") if page.name != "index.md")
+
+
+@pytest.mark.parametrize("folder", [DOCS, DOCS / "design"], ids=lambda folder: folder.name)
+def test_a_page_is_called_by_its_title(folder, pages):
+    listed = re.findall(r"^- \[([^]]*)\]\(([^)#]+\.md)\)", (folder / "index.md").read_text(), re.MULTILINE)
+    titles = {page: [(folder / page).read_text()] for _, page in listed}
+    for page, text in titles.items():
+        pages.read(SPHINX, (folder / page).resolve().relative_to(ROOT).with_suffix("").as_posix(), text)
+    wrong = [(name, page) for name, page in listed if not re.search(rf"^#+ {re.escape(name)}$", titles[page][0], re.M)]
+    assert len(listed) > 10
+    assert not wrong
 
 
 def test_sections_of_links_become_tables_of_contents(pages):
@@ -62,9 +77,9 @@ def test_an_example_stands_below_the_docstring_of_its_name(pages):
     pages.docstring(None, "function", "attncore.select", None, None, lines)
     assert ".. rubric:: Example" in lines
     assert any("attncore.select(" in line for line in lines)
-    before = ["A method."]
+    before = ["A method, by the rules of docs/list-builder.md."]
     pages.docstring(None, "method", "attncore.Choice.select", None, None, before)
-    assert before == ["A method."]
+    assert before == ["A method, by the rules of :doc:`/docs/list-builder`."]
 
 
 GOOD = (

@@ -8,12 +8,19 @@ SECTION = re.compile(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE
 LINK = re.compile(r"^- \[[^]]*\]\(([^)#]+\.md)\)", re.MULTILINE)
 FOLDER = re.compile(r"\]\(((?!https?:)[^)#\s]*/)\)")
 NAMED = re.compile(r"\[[\w./-]*?([\w-]+\.md)\](\((?!https?:)[^)\s]*\1(#[^)]*)?\))")
+DOCUMENT = re.compile(r"(?<![`/\w])docs/([\w/-]+)\.md\b")
 SIGNATURES = re.compile(r"<!-- api: (.*?) -->\n.*?<!-- end -->", re.DOTALL)
 EXAMPLE = re.compile(r"^### (\S+)\n\n```python\n(.*?)```", re.DOTALL | re.MULTILINE)
 EXAMPLES = pathlib.Path(__file__).parents[1] / "api-examples.md"
 ADDED = {
     "docs/performance": """
 <iframe class="plots" src="../plots.html" title="Interactive plots of committed runs" loading="lazy"></iframe>
+<script>
+addEventListener("message", (event) => {
+  const plots = document.querySelector(".plots");
+  if (event.source === plots.contentWindow && event.data.height > 0) plots.style.height = event.data.height + "px";
+});
+</script>
 <p><a href="../plots.html">The plots on a page of their own</a>;
 <a href="../history/index.html">every saved run of the suite over time</a>.</p>
 """,
@@ -69,12 +76,15 @@ def example_of(name):
 
 def docstring(app, what, name, value, options, lines):
     """Sphinx's event ``autodoc-process-docstring``: ``lines`` are those of the docstring of ``name``."""
+    lines[:] = [DOCUMENT.sub(r":doc:`/docs/\1`", line) for line in lines]
     if re.fullmatch(r"attncore\.(slots\.)?\w+", name):
         lines += ["", *example_of(name.rpartition(".")[2])]
 
 
 def read(app, page, source):
     """Sphinx's event ``source-read``: ``source`` holds the text of ``page``."""
+    if page == "README":
+        source[0] = source[0].replace("# attncore\n", "# README\n", 1)  # as docs/index.md calls it
     source[0] = FOLDER.sub(r"](\1index.md)", source[0])  # on a code host the link shows the folder
     source[0] = NAMED.sub(r"[]\2", source[0])  # a link that is called by its file gets the title of the page
     if page.endswith("/index"):
