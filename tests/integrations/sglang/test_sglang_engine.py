@@ -7,9 +7,12 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from attncore import __version__
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -20,11 +23,15 @@ CASES_WITH_WINDOW = 6
 """Of the kit's 42: two cases in three layouts of the cache."""
 
 
-def provide(folder, name, entry_points):
+THIS_TREE = []
+"""The folder that says what attncore provides."""
+
+
+def provide(folder, name, entry_points, version="1.0"):
     """A distribution in ``folder`` with these entry points: group -> lines."""
-    info = folder / f"{name}-1.0.dist-info"
+    info = folder / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (info / "entry_points.txt").write_text("".join(f"[{group}]\n{lines}\n" for group, lines in entry_points.items()))
     return folder
 
@@ -35,9 +42,20 @@ def faults(tmp_path):
     return provide(tmp_path / "faults", "planted", {"sglang.srt.plugins": "planted = planted_faults:plant"})
 
 
+@pytest.fixture(scope="session", autouse=True)
+def this_tree(tmp_path_factory):
+    """attncore as installed from this tree, by its entry points: nothing is built for SGLang's environment."""
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        groups = tomllib.load(file)["project"]["entry-points"]
+    lines = {group: "\n".join(f"{name} = {at}" for name, at in those.items()) for group, those in groups.items()}
+    THIS_TREE.append(provide(tmp_path_factory.mktemp("tree"), "attncore", lines, __version__))
+    yield
+    THIS_TREE.clear()
+
+
 def run(script, *words, path=(), **env):
     """The JSON that a script printed last, and the rest of what it said."""
-    paths = [*map(str, path), str(ROOT), str(HERE / "stubs")]
+    paths = [*map(str, (*path, *THIS_TREE)), str(ROOT), str(HERE / "stubs")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **env}
     done = subprocess.run(
         [sys.executable, str(HERE / script), *words], env=env, capture_output=True, text=True, timeout=300
