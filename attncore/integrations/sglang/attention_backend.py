@@ -37,7 +37,7 @@ class Group:
         self.metadata: Any = None
 
 
-class AttncoreAttentionBackend(AttentionBackend):
+class AttncoreAttentionBackend(AttentionBackend):  # type: ignore[misc]  # checked without SGLang
     """attncore's backends behind SGLang's model runner, made when it has its model and its pools.
 
     ``name``: the backend for all layers; None: attncore chooses. Raises NoBackendError with attncore's reasons, and
@@ -51,12 +51,12 @@ class AttncoreAttentionBackend(AttentionBackend):
         refuse_engine(runner)
         self._runner, self._name, self._pool = runner, name, runner.token_to_kv_pool
         self._tensors = StepTensors(runner.req_to_token_pool.req_to_token, runner.page_size)
-        self._groups: dict[Any, Group] = {}
+        self._groups: list[Group] = []
         self._layers: dict[Any, tuple[Any, Group, Any]] = {}
         self._step: Any = None
         if layers := layers_of(runner.model, self._pool):
             self._add(layers)
-        specs = [group.backend.spec for group in self._groups.values()]
+        specs = [group.backend.spec for group in self._groups]
         self.needs_cpu_seq_lens = any(spec is None or spec.host_lengths != "none" for spec in specs) or not specs
 
     def _add(self, layers: dict[Any, Layer]) -> None:
@@ -66,14 +66,14 @@ class AttncoreAttentionBackend(AttentionBackend):
         where = f"cuda:{torch.cuda.current_device()}" if device.type == "cuda" else str(device)
         kinds = kinds_of(layers.values())
         made: dict[str, Group] = {}
-        for group, backend in choice.create(where).items():
-            windowed = next(layer.in_window_pool for layer in layers.values() if kinds[layer.kind] == group)
-            made[group] = Group(backend, self._tensors, self._pool if windowed else None, self._num_slots(windowed))
+        for first, backend in choice.create(where).items():
+            windowed = next(layer.in_window_pool for layer in layers.values() if kinds[layer.kind] == first)
+            made[first] = Group(backend, self._tensors, self._pool if windowed else None, self._num_slots(windowed))
         for module, layer in layers.items():
             kind = kinds[layer.kind]
             group = made[choice.group_of[kind]]
             self._layers[module] = (self._impl(layer, group), group, self._cache(module))
-        self._groups.update({(len(self._groups), name): group for name, group in made.items()})
+        self._groups.extend(made.values())
         for kind, one in choice.items():
             logged(_logger, logging.INFO, "SGLang's layers like %s run on %s", kind, one.name)
 
@@ -110,7 +110,7 @@ class AttncoreAttentionBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Inside a capture: plans that can be made in the graph are recorded there. Nothing in an eager step."""
         if self._runner.device == "cuda" and torch.cuda.is_current_stream_capturing():
-            for group in self._groups.values():
+            for group in self._groups:
                 group.metadata.record()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -135,7 +135,7 @@ class AttncoreAttentionBackend(AttentionBackend):
         if graph:
             columns = self._tensors.columns
         self._step = batch, host, columns, graph, in_capture
-        for group in self._groups.values():
+        for group in self._groups:
             self._build_group(group)
 
     def _build_group(self, group: Group) -> None:
@@ -180,10 +180,10 @@ class AttncoreAttentionBackend(AttentionBackend):
         it, too.
         """
         layer = layer_of(f"layers.{module.layer_id}", module, self._pool, more.get("sinks"))
-        before = set(self._groups)
+        before = len(self._groups)
         self._add({module: layer})
-        for key in set(self._groups) - before:
-            self._build_group(self._groups[key])
+        for group in self._groups[before:]:
+            self._build_group(group)
         return self._layers[module]
 
     @staticmethod

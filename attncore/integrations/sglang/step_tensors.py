@@ -40,7 +40,7 @@ class StepTensors:
         self.max_num_reqs, self.max_model_len = rows, tokens
         self.columns = self._first_slots.shape[1]
         """Pages of the longest request."""
-        int32 = {"dtype": torch.int32, "device": req_to_token.device}
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": req_to_token.device}
         self._counted = torch.arange(rows + 1, **int32)
         self._starts, self._lengths = torch.zeros(rows + 1, **int32), torch.zeros(rows, **int32)
         self._table = torch.zeros((rows, self.columns), **int32)
@@ -74,10 +74,10 @@ class StepTensors:
 
     def slots(self, batch: Any, pool: Any, *, graph: bool) -> torch.Tensor:
         """``slot_mapping``: SGLang's own tensor, but of a captured size a copy at a fixed address."""
-        given = batch.out_cache_loc
+        slots = batch.out_cache_loc
         if pool is not None:
-            given = pool.translate_loc_from_full_to_swa(given)
-        given = given.to(torch.int64)
+            slots = pool.translate_loc_from_full_to_swa(slots)
+        given: torch.Tensor = slots.to(torch.int64)
         if not graph:
             return given
         kept = self._slots.get(pool is not None)
