@@ -10,6 +10,8 @@ PEERS_PIP := $(PEERS)/bin/pip --disable-pip-version-check
 PEER_WHEELS := vllm_lists vllm_step
 ENGINE_VLLM := .venv-vllm
 VLLM_MINORS := vllm_032 vllm_033
+SGLANG := .venv-sglang
+SGLANG_PIP := $(SGLANG)/bin/pip --disable-pip-version-check
 PLUGINS := $(wildcard plugins/attn-*)
 SOURCES := $(CURDIR)/$(VENV)/sources
 # Another build of the pinned torch, such as a wheel's path, and an extra index that has one. A plain torch brings CUDA's
@@ -22,14 +24,14 @@ TRACE ?= ../shared/traces/azure_llm_2023_conv.csv.gz
 # tests/numba_call.py has numba compile its functions; both cores then share the rest.
 JOBS ?= 2
 
-.PHONY: help demo docs test test-all test-engines test-vllm test-gpu test-debug test-asan test-dev fuzz lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay \
+.PHONY: help demo docs test test-all test-engines test-vllm test-sglang test-gpu test-debug test-asan test-dev fuzz lint types bench bench-compare bench-gpu bench-history bench-peers bench-replay \
 	with-rev resolve api-check release-check test-newest clean
 
 help:
 	@echo "make demo           replay a request trace through metadata and attention (after set-up about 1.5 minutes on two cores)"
 	@echo "make test           set up, lint, type-check, run the tests"
 	@echo "make test-all       the same, and the slow proofs"
-	@echo "make test-engines   every backend inside vLLM, two minors of it, in an environment of its own (.venv-vllm)"
+	@echo "make test-engines   backends inside vLLM, two minors of it, and inside SGLang, each in an environment of its own"
 	@echo "make test-gpu       the tests that need a CUDA device, in the active Python"
 	@echo "make test-debug     the builders' tests and the fuzz targets over an extension with bounds checks"
 	@echo "make test-asan      the same over an extension with gcc's address and undefined-behaviour sanitizers"
@@ -156,6 +158,21 @@ test-dev: $(VENV)/.plugins
 	ATTNCORE_REQUIRE_EXT=1 $(BIN)/python -X dev -O -m pytest -n $(JOBS) -m "not gpu and not slow" \
 		-W "ignore:assertions not in test modules" tests
 
+# SGLang's wheel without its requirements (CUDA is several GB) and without compiled code, its own or torchvision's. The
+# same Python as .venv, whose extension the tests use; they run attncore from this tree. Where the index has not what it
+# takes, the tests are skipped, and pip's words say why.
+$(SGLANG)/.deps: requirements/sglang.txt requirements/shared.txt | $(VENV)/.built
+	$(BIN)/python -m venv --clear $(SGLANG)
+	$(SGLANG_PIP) $(INSTALL_TORCH)
+	$(SGLANG_PIP) install -q --no-deps -r $<
+	find $(SGLANG)/lib/python3.*/site-packages/sglang $(SGLANG)/lib/python3.*/site-packages/torchvision -name "*.so" -delete
+	touch $@
+
+test-sglang: $(VENV)/.built
+	@if $(MAKE) $(SGLANG)/.deps; then \
+		PYTHONPATH=$(CURDIR) ATTNCORE_SGLANG=1 $(SGLANG)/bin/python -P -m pytest -n $(JOBS) -m "not gpu" tests/integrations/sglang; \
+	else echo "test-sglang: skipped: SGLang's environment cannot be made here; pip's words above say why"; fi
+
 # Each round has new seeds and first tries what failed before (.hypothesis); where atheris is installed, its turn follows.
 FUZZ_MINUTES ?= 10
 FUZZ ?= tests/fuzz
@@ -183,7 +200,7 @@ $(ENGINE_VLLM)/.deps: requirements/engine_vllm.txt requirements/shared.txt $(VLL
 	$(VLLM_PIP) install -q --no-build-isolation --no-deps -e .
 	touch $@
 
-test-engines: test-vllm
+test-engines: test-vllm test-sglang
 
 test-vllm: $(VENV)/.built
 	@mkdir -p build; if $(MAKE) $(ENGINE_VLLM)/.deps >build/vllm.log 2>&1; then \
@@ -283,4 +300,4 @@ resolve:
 	PYTHON=$(PYTHON) requirements/check.sh
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(RELEASE) $(NEWEST) $(ENGINE_VLLM) .fuzz build dist *.egg-info attncore/_slots.c attncore/*.so .mypy_cache .ruff_cache .pytest_cache benchmarks/history
+	rm -rf $(VENV) $(PEERS) $(SGLANG) $(RELEASE) $(NEWEST) $(ENGINE_VLLM) .fuzz build dist *.egg-info attncore/_slots.c attncore/*.so .mypy_cache .ruff_cache .pytest_cache benchmarks/history

@@ -72,7 +72,7 @@ def as_array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
 def check_readable(name: str, values: Any) -> None:
     """TypeError where NumPy would read as numbers what is none: values that a mask hides, and bytes.
 
-    Lists and tuples are looked into, for NumPy reads the arrays in them. For a door that converts by itself.
+    Lists and tuples are looked into, for NumPy reads the arrays in them. For callers that convert by themselves.
     """
     if isinstance(values, bytearray | memoryview) and (why := why_no_list(values)) is not None:
         raise TypeError(f"{name}: {why}")

@@ -34,6 +34,6 @@ there() { # set, package
 }
 
 for name in demo bench test fuzz docs history peers release; do resolve $name; done
-for name in kernels vllm_lists vllm_step engine_vllm vllm_032 vllm_033; do resolve $name --no-deps; done
+for name in kernels vllm_lists vllm_step engine_vllm vllm_032 vllm_033 sglang; do resolve $name --no-deps; done
 for package in flash-attn flash-attn-4; do there sources $package; done
 exit $failed

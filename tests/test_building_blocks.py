@@ -8,11 +8,12 @@ from attncore import builder
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "building-blocks.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
-# Described with the builders, or the type of what a function of the page returns.
+# Described with the builders or in port-from-v0.md, or the type of what a function of the page returns.
 ELSEWHERE = {
     "BatchSlice", "Cascade", "CascadePass", "CommonAttentionMetadata", "CommonMetadataBuilder", "ContextChunks",
     "DecodePrefillSplit", "KVCacheGroup", "PlaceholderMap", "PlaceholderRun", "Sequence", "SequenceGroup",
-    "SharedPrefix", "ThreeWaySplit", "VirtualBatch",
+    "SharedPrefix", "ThreeWaySplit", "VirtualBatch", "get_seq_len_block_table_args", "is_all_cross_attn_metadata_set",
+    "is_all_encoder_attn_metadata_set",
 }  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""Stands in for vLLM, of which SGLang takes one operator on a CPU without its own compiled ones."""
