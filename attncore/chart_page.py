@@ -22,6 +22,7 @@ table {{ border-collapse: collapse; margin: 1em 0 }}
 td, th {{ padding: .2em 1em .2em 0; text-align: left; border-bottom: 1px solid var(--rule) }}
 .charts {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(540px, 100%), 1fr)); gap: 1em }}
 .charts {{ margin-top: 2em }}
+.charts > div {{ justify-self: center; max-width: 600px; width: 100% }}
 .charts .tooltip .tooltip-box {{ fill: var(--fill-grey) }}
 """
 
@@ -38,11 +39,14 @@ def library() -> Any:
     return pygal
 
 
-def settings(title: str) -> dict[str, Any]:
-    """What every chart is made with: its title, its size, the page's colours, and nothing that it would fetch."""
-    pure = [f"var(--series-{number})" for number in range(len(LIGHT.series))]
-    mixed = [f"color-mix(in srgb, {one}, var(--rule))" for one in pure]
-    series = (pure + mixed) * 4  # pygal would make more of them by itself, out of hexadecimal ones
+def settings(title: str, colours: Iterable[int] = ()) -> dict[str, Any]:
+    """What every chart is made with: its title, its size, the page's colours, and nothing that it would fetch.
+
+    ``colours`` are the numbers of the palette's series, in the order of the chart's; 0, 1, 2, ... unless given.
+    """
+    all_series = range(len(LIGHT.series + LIGHT.more_series))
+    series = [f"var(--series-{number % len(all_series)})" for number in colours or all_series]
+    series *= 3  # pygal would make more of them by itself, out of hexadecimal ones
     sizes = {
         f"{name}_font_size": size for name, size in (("title", 15), ("legend", 12), ("label", 11), ("tooltip", 12))
     }

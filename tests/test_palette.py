@@ -25,8 +25,10 @@ def test_the_formula_is_that_of_wcag():
 
 @pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
 def test_texts_and_lines_can_be_read(scheme):
-    pairs = [(colour, scheme.paper) for colour in (scheme.ink, scheme.muted, scheme.line, *scheme.series)]
+    series = scheme.series + scheme.more_series
+    pairs = [(colour, scheme.paper) for colour in (scheme.ink, scheme.muted, scheme.line, *series)]
     pairs += itertools.product((scheme.ink, scheme.muted), scheme.fills)
+    assert len(set(series)) == len(series) == 15
     assert not [(one, behind, found) for one, behind in pairs if (found := contrast(one, behind)) < 4.5]
 
 

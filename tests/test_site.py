@@ -130,3 +130,14 @@ def test_the_plots_are_of_committed_runs():
     assert len(charts) == len(run["peers"]) + 2
     assert all(chart.startswith("<svg") for chart in charts)
     assert run["peers"][0]["peer"] in charts[0]
+    lines = [colours_of(chart) for chart in charts[: len(run["peers"])]]
+    assert all(len(set(one.values())) == len(one) > 5 for one in lines), "two lines of a chart look alike"
+    assert len(shared := lines[0].keys() & lines[1].keys()) > 1
+    assert all(lines[0][way] == lines[1][way] for way in shared)
+
+
+def colours_of(chart):
+    """The name of each line of a chart, and its colour."""
+    names = re.findall(r'class="legend reactive activate-serie[^>]*>.*?<text[^>]*>(.*?)</text>', chart, re.DOTALL)
+    colours = dict(re.findall(r"\.color-(\d+)[^{]*\{\s*stroke:\s*([^;]+);", chart))
+    return {name: colours[str(number)] for number, name in enumerate(names)}

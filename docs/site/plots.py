@@ -19,6 +19,12 @@ DECODES = re.compile(r"decode (\d+), contexts 100 to 2000")
 PARTS = ("build", "launch", "replay", "batch", "schedule", "fields", "book")
 """The parts of a served step that are drawn; the rest is the wait for the device."""
 
+HEIGHT = """<script>
+const tell = () => parent.postMessage({ height: Math.ceil(document.body.getBoundingClientRect().bottom) + 32 }, "*");
+new ResizeObserver(tell).observe(document.body);
+</script>"""
+"""Tells the page around the frame how high the plots are (docs/site/pages.py makes the frame as high)."""
+
 
 def newest(pattern):
     """The newest committed run of a kind: its name in the repository, and what it holds."""
@@ -30,19 +36,27 @@ def microseconds(value):
     return f"{value:,.3g} us" if value < 100 else f"{value:,.0f} us"
 
 
+def ways_of(run):
+    """Every way to build the metadata, of all peers, once: its place is that of its colour in every chart."""
+    return list(dict.fromkeys(way for peer in run["peers"] for one in peer["batches"].values() for way in one["us"]))
+
+
 def peers(run):
     """A chart for each peer: the median of each way to build the metadata, by decodes in the step; logarithmic."""
+    numbers = {way: number for number, way in enumerate(ways_of(run))}
     for peer in run["peers"]:
         sizes = {size[1]: one["us"] for batch, one in peer["batches"].items() if (size := DECODES.fullmatch(batch))}
         medians = [one["median"] for ways in sizes.values() for one in ways.values()]
+        ways = list(dict.fromkeys(way for one in sizes.values() for way in one))
+        title = f"Metadata of a step: attncore beside {peer['peer']}"
         drawn = chart_page.library().Line(
-            **chart_page.settings(f"Metadata of a step: attncore beside {peer['peer']}")
+            **chart_page.settings(title, [numbers[way] for way in ways])
             | {"height": 560, "legend_at_bottom_columns": 2 if len(sizes["1"]) < 9 else 1},
             logarithmic=True, value_formatter=microseconds, x_title="decodes in the step, contexts of 100 to 2000",
         )  # fmt: skip
         drawn.x_labels = list(sizes)
         drawn.y_labels = chart_page.ticks(min(medians), max(medians))[::3]  # one of each power of ten
-        for way in dict.fromkeys(way for one in sizes.values() for way in one):
+        for way in ways:
             drawn.add(way, [one.get(way, {}).get("median") for one in sizes.values()])
         yield drawn.render(is_unicode=True)
 
@@ -75,7 +89,8 @@ def main():
         '<p><a href="history/index.html" target="_top">Every saved run of the suite over time</a></p>'
     )
     charts = [*peers(peer_run), *served(step_run)]
-    (SITE / "plots.html").write_text(chart_page.page("Committed runs", body, charts), encoding="utf-8")
+    page = chart_page.page("Committed runs", body, charts).replace("</body>", f"{HEIGHT}</body>")
+    (SITE / "plots.html").write_text(page, encoding="utf-8")
     words = [sys.executable, str(ROOT / "benchmarks" / "history.py"), "--into", str(SITE / "history")]
     return subprocess.run(words, stdout=subprocess.DEVNULL).returncode
 
