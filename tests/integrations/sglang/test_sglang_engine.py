@@ -71,13 +71,17 @@ def kit(name, **more):
     return found
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    """A folder with a tiny Llama of random weights, and what transformers generates with it."""
-    folder = tmp_path_factory.mktemp("model")
-    found, said = run("tiny_model.py", str(folder))
+def made(kind, folder):
+    """``folder`` with a tiny model of random weights, and what transformers generates with it."""
+    found, said = run("tiny_model.py", str(folder), kind)
     assert found is not None, said[-3000:]
     return folder, found["tokens"]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A Llama."""
+    return made("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.parametrize("name", ["attncore_reference", "attncore"])
@@ -88,6 +92,20 @@ def test_tokens_are_those_of_transformers(model, name):
     assert found["tokens"] == expected
     assert found["again"] == expected[1:4]
     assert min(found["cached"]) >= 16, "no page was found again: prefix caching is off"
+
+
+def test_layers_of_two_kinds(tmp_path):
+    folder, expected = made("gemma2", tmp_path / "gemma2")
+    found, said = run("engine_of_sglang.py", str(folder), "attncore_reference")
+    assert found is not None, said[-3000:]
+    assert found["tokens"] == expected
+
+
+def test_a_window_off_by_one_changes_tokens(tmp_path, faults):
+    folder, expected = made("gemma2", tmp_path / "gemma2")
+    found, said = run("engine_of_sglang.py", str(folder), "attncore", path=[faults], ATTNCORE_TEST_FAULT="window")
+    assert found is not None, said[-3000:]
+    assert found["tokens"] != expected
 
 
 @pytest.mark.parametrize("fault", ["rows", "table"])
@@ -145,17 +163,11 @@ def test_a_broken_plugin_stops_no_other_backend(model, tmp_path):
     assert "a broken plugin" in said, said[-3000:]
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (['kv_cache_dtype="fp8_e4m3"'], "kv_cache_dtype"),
-        (["page_size=16", 'speculative_algorithm="NGRAM"'], "speculative decoding (NGRAM) is on"),
-    ],
-)
-def test_what_cannot_run_is_refused_at_start(model, options, sentence):
-    found, said = run("engine_of_sglang.py", str(model[0]), "attncore_reference", *options)
+def test_what_the_backend_lacks_is_refused_at_start(model):
+    found, said = run("engine_of_sglang.py", str(model[0]), "attncore_reference", 'kv_cache_dtype="fp8_e4m3"')
     assert found is None
-    assert sentence in said, said[-3000:]
+    assert "NoBackendError" in said, said[-3000:]
+    assert "kv_cache_dtype" in said, said[-3000:]
 
 
 def test_another_version_of_sglang_is_refused_with_a_sentence(tmp_path):
