@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from attncore.ops.cache_writer import CacheWriter  # noqa: E402
+from attncore.ops.cache_writer_checks import are_one  # noqa: E402
 
 BLOCKS, SIZE, HEADS, HEAD, HEAD_V = 5, 4, 3, 16, 8
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -230,3 +231,26 @@ def test_a_scale_that_is_no_positive_number_is_refused(scale):
     for name in ("k_scale", "v_scale"):
         with pytest.raises(ValueError, match=f"^{name}: "):
             CacheWriter(**{name: scale})
+
+
+@pytest.mark.parametrize(
+    "scales", [(0.5, torch.tensor([0.5, 0.25, 1.0])), (torch.tensor(0.5), 0.5)], ids=["heads", "one"]
+)
+def test_a_number_beside_a_tensor_is_no_one_scale_and_is_not_compared(scales):
+    key, value = new_tokens(1, "cpu")
+    for kind in ("pair", "one row"):
+        views = caches(kind, torch.float8_e5m2, "cpu")
+        CacheWriter(*scales)(key, value, *views, torch.tensor([5]))
+        for view, new, scale in zip(views, (key, value), scales, strict=True):
+            expected = (new / torch.as_tensor(scale).reshape(-1, 1)).to(torch.float8_e5m2)
+            assert torch.equal(view[1, 1].float(), expected[0].float())
+
+
+def test_whether_scales_are_one_reads_no_tensor():
+    on_device = torch.ones(1, device="meta")  # as one of a GPU: to read it would fail
+    assert not are_one(1.0, on_device, 448.0)
+    assert not are_one(on_device, 1.0, 448.0)
+    assert not are_one(on_device, torch.ones(1, device="meta"), 448.0)
+    assert are_one(on_device, on_device, 448.0)
+    assert are_one(1.0, on_device, 0.0)
+    assert are_one(0.5, 0.5, 448.0)

@@ -142,3 +142,31 @@ def test_contexts_nest_and_threads_see_their_own(step):
     assert len(errors) == 1
     with pytest.raises(RuntimeError):
         attncore.attention(query, key, value, None, layer_name="a")
+
+
+def test_one_context_in_two_threads_gives_each_its_own_outer_one(step):
+    _, impls, metadata, (query, key, value) = step
+    outer, shared = (attncore.forward_context(metadata, {name: impls["a"]}) for name in ("outer", "shared"))
+    entered, leave, said = threading.Event(), threading.Event(), []
+
+    def ask():
+        with pytest.raises((KeyError, RuntimeError)) as caught:
+            attncore.attention(query, key, value, None, layer_name="none")
+        said.append(str(caught.value))
+
+    def elsewhere():
+        with shared:
+            entered.set()
+            leave.wait(60)
+        ask()
+
+    thread = threading.Thread(target=elsewhere)
+    with outer:
+        with shared:
+            thread.start()
+            entered.wait(60)
+        ask()  # while the other thread, which came later, is still inside
+        leave.set()
+        thread.join()
+    assert "its layers: outer" in said[0]
+    assert "ran outside a forward context" in said[1]

@@ -50,6 +50,11 @@ def check_addresses(
         )
 
 
-def are_one(k_scale: Any, v_scale: Any, largest: float) -> bool:
-    """Whether both caches hold numbers times the same: where they hold at most ``largest``, 0 without scales."""
-    return not largest or k_scale is v_scale or (isinstance(k_scale, float) and k_scale == v_scale)
+def are_one(k_scale: float | Tensor, v_scale: float | Tensor, largest: float) -> bool:
+    """Whether both caches hold numbers times the same: where they hold at most ``largest``, 0 without scales.
+
+    A tensor, which may lie on a device and change, is not read: two that are not one object count as different.
+    """
+    if not largest or k_scale is v_scale:
+        return True
+    return isinstance(k_scale, float) and isinstance(v_scale, float) and k_scale == v_scale

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class ForwardContext:
     """What layers of a step find by their names. Entered with ``with``; contexts nest, a thread sees its own only."""
 
-    __slots__ = ("_by_layer", "_of_all", "_outer", "impls", "metadata")
+    __slots__ = ("_by_layer", "_of_all", "impls", "metadata")
 
     def __init__(
         self, metadata: AttentionMetadata | Mapping[str, AttentionMetadata], impls: Mapping[str, AttentionImpl]
@@ -30,15 +30,14 @@ class ForwardContext:
             self._by_layer = metadata
         else:
             self._of_all = metadata
-        self._outer: list[ForwardContext | None] = []
 
     def __enter__(self) -> ForwardContext:
-        self._outer.append(here.context)
+        here.outer.append(here.context)
         here.context = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        here.context = self._outer.pop()
+        here.context = here.outer.pop()
 
     def layer(self, name: str) -> tuple[AttentionImpl, AttentionMetadata]:
         """The layer's implementation and metadata; KeyError that names the layer where there is none."""
@@ -55,6 +54,9 @@ class ForwardContext:
 
 class _Here(threading.local):
     context: ForwardContext | None = None
+
+    def __init__(self) -> None:  # once in each thread
+        self.outer: list[ForwardContext | None] = []  # of this thread, since several may enter one context
 
 
 here = _Here()

@@ -201,6 +201,59 @@ def test_a_model_that_would_say_something_else_is_refused(kind, config, more, sa
     assert str(caught.value).startswith(says)
 
 
+WINDOW_IN_MASKS = [
+    ("PhimoeForCausalLM", "PhimoeConfig", {"num_local_experts": 4}),
+    (
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        {
+            "use_sliding_window": True, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        },
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "config", "more"), WINDOW_IN_MASKS, ids=lambda value: str(value)[:17])
+def test_a_window_that_is_only_in_a_models_masks_is_refused(kind, config, more):
+    more = {**more, "num_hidden_layers": 2, "intermediate_size": 96}
+    with pytest.raises(ValueError, match=r"^layer model\.layers\.\d\.self_attn: .* sliding window, 5, in the mask"):
+        attention_layers(_other(kind, config, **more, sliding_window=5))
+    model = _other(kind, config, **more, sliding_window=5)
+    model.config.max_position_embeddings = 5  # as the error advises
+    assert [layer.sliding_window for layer in attention_layers(model)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "more", "windows"),
+    [
+        ("PhimoeForCausalLM", "PhimoeConfig", {"num_local_experts": 4, "sliding_window": 256}, [None, None]),
+        ("Qwen2ForCausalLM", "Qwen2Config", {"sliding_window": 5}, [None, None]),
+        (
+            "Qwen2ForCausalLM",
+            "Qwen2Config",
+            {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+            [None, 5],
+        ),
+        ("LlamaForCausalLM", "LlamaConfig", {"sliding_window": 5}, [None, None]),
+        (
+            "Gemma3ForCausalLM",
+            "Gemma3TextConfig",
+            {"sliding_window": 5, "layer_types": ["full_attention"] * 2},
+            [None, None],
+        ),
+        ("Gemma3ForCausalLM", "Gemma3TextConfig", {"sliding_window": None}, [None, None]),
+        ("MistralForCausalLM", "MistralConfig", {"sliding_window": 5}, [5, 5]),
+    ],
+    ids=["as long as requests", "off", "some layers", "unread", "no such layer", "none", "passed"],
+)
+def test_a_window_in_the_configuration_that_no_mask_holds_alone_is_not_refused(kind, config, more, windows):
+    model = _other(kind, config, **more, num_hidden_layers=2, intermediate_size=96)
+    before = model.config._attn_implementation
+    assert [layer.sliding_window for layer in attention_layers(model)] == windows
+    assert model.config._attn_implementation == before
+
+
 def test_a_causal_layer_that_runs_twice_is_refused():
     model = decoder("llama")
     model.model.layers[1] = model.model.layers[0]

@@ -1,8 +1,9 @@
 """The attention function that transformers' models call, and what it does meanwhile: record layers, or attend.
 
-Importing this module registers it with transformers' ``AttentionInterface`` under NAME. No mask function is registered:
-transformers then makes no mask, and a step's metadata says who attends to whom. With one, its search for packed
-sequences would synchronise with the device in every forward pass.
+Importing this module registers it with transformers' ``AttentionInterface`` under NAME. No mask function is registered
+there: transformers then makes no mask, and a step's metadata says who attends to whom. With one, its search for packed
+sequences would synchronise with the device in every forward pass. Layers are recorded under another name, RECORDING,
+which has a mask function, so that a window that is only in a layer's mask is seen.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "attncore"
 """The attention implementation's name: ``model.set_attn_implementation("attncore")``."""
+
+RECORDING = "attncore_recording"
+"""The implementation under which layers are recorded: with masks where, and only where, a window is in them."""
 
 
 class Attender(Protocol):
@@ -26,7 +31,8 @@ class Attender(Protocol):
         """The attention of one layer.
 
         ``query``, ``key`` and ``value`` are (tokens, heads, size), the result (tokens, heads, size of a value head).
-        ``asked`` holds what else the layer passes: scaling, sliding_window, softcap, s_aux, is_causal and so on.
+        ``asked`` holds what else the layer passes: scaling, sliding_window, softcap, s_aux, is_causal and so on; under
+        RECORDING also ``has_window_mask``, whether the model gives the layer a mask with a window.
         """
 
 
@@ -50,16 +56,21 @@ def attending_by(attender: Attender) -> Iterator[None]:
 
 
 @contextmanager
-def using_attncore(model: Any) -> Iterator[None]:
-    """Inside, the model's attention implementation is attncore's, and that of each model in it."""
-    configs = [one for module in model.modules() if hasattr(module, "config") for one in _with_parts(module.config)]
+def using_attncore(model: Any, name: str = NAME) -> Iterator[None]:
+    """Inside, the model's attention implementation is attncore's, NAME or RECORDING, and that of each model in it."""
+    configs = configs_of(model)
     before = [(config, config._attn_implementation) for config in configs if hasattr(config, "_attn_implementation")]
     try:
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(name)
         yield
     finally:
-        for config, name in before:  # a whole before its parts, for it sets them, too
-            config._attn_implementation = name
+        for config, former in before:  # a whole before its parts, for it sets them, too
+            config._attn_implementation = former
+
+
+def configs_of(model: Any) -> list[Any]:
+    """The configurations of a model and of each model in it, with their parts."""
+    return [one for module in model.modules() if hasattr(module, "config") for one in _with_parts(module.config)]
 
 
 def _with_parts(config: Any) -> Iterator[Any]:
@@ -92,4 +103,24 @@ def _attention(
     return output.unsqueeze(0), None
 
 
+def _recorded(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
+) -> tuple[Tensor, None]:
+    """``_attention`` that tells its attender of a mask and takes none."""
+    return _attention(module, query, key, value, None, has_window_mask=attention_mask is not None, **asked)
+
+
+def _window_mask(*, config: Any, device: Any, local_size: int | None = None, **_: Any) -> Tensor | None:
+    """What transformers calls for each mask, of one token here: one where a window is in it, None for all others.
+
+    A window as long as the longest request changes nothing and is none.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    if local_size is None or (longest is not None and local_size >= longest):
+        return None
+    return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+
+
 AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(RECORDING, _recorded)
+AttentionMaskInterface.register(RECORDING, _window_mask)

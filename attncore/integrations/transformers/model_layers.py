@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from attncore.abstract import AttentionType
-from attncore.integrations.transformers.attention_interface import attending_by, using_attncore
-from attncore.integrations.transformers.refused_models import refuse_layers, refuse_positions
+from attncore.integrations.transformers.attention_interface import (
+    NAME,
+    RECORDING,
+    attending_by,
+    configs_of,
+    using_attncore,
+)
+from attncore.integrations.transformers.refused_models import refuse_layers, refuse_lost_window, refuse_positions
 
 _REFUSED_INPUTS = ("position_bias", "indices", "block_indices")
 """What some models pass to their attention and no backend takes."""
@@ -56,18 +62,25 @@ def attention_layers(model: Any) -> tuple[ModelLayer, ...]:
     Runs the model over one token, without a cache, and records what every layer passes to its attention. ValueError
     where none does, since the model then has attention code of its own, and for models whose output would change when
     their requests run as one row over paged caches: with recurrent layers, chunked attention, an encoder beside a
-    decoder, positions of their own, frequencies by the longest request, or causal layers that run twice.
+    decoder, positions of their own, frequencies by the longest request, causal layers that run twice, or a sliding
+    window that is only in the masks that the model makes and that no layer passes on.
     """
     refuse_layers(model)
     recorder = _Recorder({module: name for name, module in model.named_modules()})
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    with attending_by(recorder), using_attncore(model), torch.no_grad():
+    with attending_by(recorder), using_attncore(model, _implementation(model)), torch.no_grad():
         model(input_ids=token, use_cache=False)
     if not recorder.layers:
         raise ValueError(f"model: no layer of {type(model).__name__} calls transformers' attention interface")
     layers = tuple(recorder.layers.values())
     refuse_positions(model, any(layer.attn_type is AttentionType.DECODER for layer in layers))
     return layers
+
+
+def _implementation(model: Any) -> str:
+    """RECORDING where a window may be in masks; without one in its configuration transformers can make no such mask."""
+    windows = any(getattr(config, "sliding_window", None) for config in configs_of(model))
+    return RECORDING if windows else NAME
 
 
 class _Recorder:
@@ -91,6 +104,8 @@ class _Recorder:
             )
         if (window := asked.get("sliding_window")) is not None and window < 1:
             raise ValueError(f"layer {name}: sliding_window {window} lets a token see none, not even itself")
+        if window is None and asked.get("has_window_mask"):
+            refuse_lost_window(name, module)
         self.layers[name] = ModelLayer(
             name,
             module,

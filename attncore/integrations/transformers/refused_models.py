@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 _LAYER_TYPES = frozenset(("full_attention", "sliding_attention", "moe", "sparse", "dense"))
 """The layer types of a configuration that attncore runs: full and sliding attention; and kinds of MLPs."""
@@ -37,6 +37,18 @@ def refuse_positions(model: Any, is_decoder: bool) -> None:
             f"model: {name} counts positions from {shifted}, after its padding token, and metadata from 0; of such "
             "models, encoders alone run, with position_ids = metadata.positions + padding_idx + 1"
         )
+
+
+def refuse_lost_window(name: str, module: Any) -> NoReturn:
+    """ValueError for a layer whose window is only in the mask that its model makes, which attncore does not read."""
+    window = getattr(getattr(module, "config", None), "sliding_window", None)
+    limit = "its window" if window is None else window
+    raise ValueError(
+        f"layer {name}: {type(module).__name__} has a sliding window, {window}, in the mask that its model makes, and "
+        f"passes none to its attention, so that it would attend to all tokens; for requests of up to {limit} tokens "
+        f"set config.max_position_embeddings of the loaded model to {limit}; for longer ones take a model whose layers "
+        "pass sliding_window"
+    )
 
 
 def _first_position(model: Any) -> int:
