@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from attncore import array_arguments
-from attncore.arguments import integer
+from attncore.arguments import flag, integer, integer_or_none
 from attncore.array_arguments import Int32Array
 from attncore.did_you_mean import did_you_mean
 from attncore.quoted import quoted
@@ -50,13 +51,14 @@ def fields_of_first_generation(given: Mapping[str, Any]) -> dict[str, Any]:
         if name not in NAMES:
             raise TypeError(f"{name}: no field of a step{did_you_mean(name, NAMES)}")
     values = {name: _on_host(name, value) for name, value in given.items() if value is not None}
+    values |= {name: flag(name, values.get(name, False)) for name in ("use_cuda_graph", "is_profile_run")}
     for name in (*_COUNTS, "slot_mapping", "block_tables"):
         if name not in values:
             raise TypeError(f"{name}: missing; a step has {', '.join(_COUNTS)}, slot_mapping and block_tables")
     counts = {name: integer(name, values[name], 0) for name in _COUNTS}
     fields = _rows(values, counts) | {"slot_mapping": values["slot_mapping"], "block_table": values["block_tables"]}
     fields |= _maxima(values, fields) | {"num_encoder_tokens": 0, "max_encoder_seq_len": 0}
-    if "paged_kv_indptr" in values:
+    if any(name in values for name in _PAGES):
         fields |= _pages(values, fields["num_reqs"])
     if "encoder_seq_lens" in values or "encoder_seq_lens_tensor" in values:
         fields |= _encoder(values, fields)
@@ -78,10 +80,20 @@ def _lengths(values: Mapping[str, Any], name: str) -> Int32Array:
     return first
 
 
-def _starts(lens: Int32Array) -> Int32Array:
+def _starts(lens: Int32Array, name: str = "query_start_loc") -> Int32Array:
     starts = np.zeros(len(lens) + 1, np.int64)
     np.cumsum(lens, out=starts[1:])
-    return array_arguments.lengths("query_start_loc", starts, 0)
+    return array_arguments.lengths(name, starts, 0)
+
+
+def _given_starts(values: Mapping[str, Any], name: str, lens: Int32Array) -> Int32Array:
+    """The sums of ``lens``; ValueError where others are given by ``name``."""
+    starts = _starts(lens, name)
+    if name in values:
+        found = array_arguments.lengths(name, values[name], 0)
+        if not np.array_equal(found, starts):
+            raise ValueError(f"{name}: {quoted(found.tolist())} found; the lengths add up to {quoted(starts.tolist())}")
+    return starts
 
 
 def _differences(starts: Any) -> Int32Array:
@@ -100,7 +112,7 @@ def _rows(values: Mapping[str, Any], counts: dict[str, int]) -> dict[str, Any]:
     queries = _queries(lens, counts) if given is None else _differences(given)
     starts = _starts(queries)
     pad = num_reqs - len(queries)
-    if not 0 <= pad <= (num_reqs if values.get("use_cuda_graph") else 0):
+    if not 0 <= pad <= (num_reqs if values["use_cuda_graph"] else 0):
         raise ValueError(f"query_start_loc: {len(starts)} starts found; {num_reqs} rows have {num_reqs + 1}")
     if counts["num_prefills"] > len(queries):
         raise ValueError(f"num_prefills: {counts['num_prefills']} found, but there are {len(queries)} rows")
@@ -109,22 +121,20 @@ def _rows(values: Mapping[str, Any], counts: dict[str, int]) -> dict[str, Any]:
             f"query_start_loc: it ends with {starts[-1]}, and {pad} rows are padded, but num_prefill_tokens and "
             f"num_decode_tokens are {num_tokens} together"
         )
-    contexts = values.get("context_lens_tensor")
-    contexts = _true_lengths(values, lens)[: len(queries)] - queries if contexts is None else contexts
-    contexts = array_arguments.lengths("context_lens_tensor", contexts, 0)
-    array_arguments.same_length("context_lens_tensor", contexts, len(queries))
+    _check_prefill_tokens(counts, starts)
+    contexts = _contexts(values, counts, lens, queries)
     rows = np.repeat(np.arange(len(queries), dtype=np.int32), queries)
     tokens = np.arange(len(rows), dtype=np.int64) - starts[rows] + contexts[rows]
     return counts | {
         "num_reqs": num_reqs,
         "num_tokens": num_tokens,
         "num_decodes": len(queries) - counts["num_prefills"],
-        "use_cuda_graph": bool(values.get("use_cuda_graph", False)),
+        "use_cuda_graph": values["use_cuda_graph"],
         "seq_lens": lens,
         "context_lens": contexts,
         "query_lens": queries,
         "query_start_loc": starts,
-        "seq_start_loc": values.get("seq_start_loc", _starts(lens)),
+        "seq_start_loc": _given_starts(values, "seq_start_loc", lens),
         "logits_indices": starts[1:] - np.int32(1),
         "positions": np.concatenate([tokens, np.zeros(pad, np.int64)]),
         "token_to_req_indices": np.concatenate([rows, np.arange(len(queries), num_reqs, dtype=np.int32)]),
@@ -140,12 +150,59 @@ def _queries(lens: Int32Array, counts: dict[str, int]) -> Int32Array:
     raise TypeError("query_start_loc: missing; it says how many tokens each row runs")
 
 
-def _true_lengths(values: Mapping[str, Any], lens: Int32Array) -> Int32Array:
-    """``lens``, or what page lists hold: a step of layout ``flashinfer`` has no contexts, and caps windowed lengths."""
-    if "page_size" not in values or "paged_kv_indptr" not in values or values.get("is_profile_run"):
-        return lens
-    pages, page_size = np.diff(values["paged_kv_indptr"]), integer("page_size", values["page_size"], 1)
-    return np.where(pages > 0, (pages - 1) * page_size + np.asarray(values["paged_kv_last_page_len"]), 0)
+def _check_prefill_tokens(counts: dict[str, int], starts: Int32Array) -> None:
+    """ValueError unless prompts, which come first, run as many tokens as are said; decodes run those that are left."""
+    prefills, tokens = counts["num_prefills"], counts["num_prefill_tokens"]
+    if starts[prefills] != tokens:
+        raise ValueError(
+            f"num_prefill_tokens: {tokens} found, but by query_start_loc the first {prefills} rows (num_prefills) run "
+            f"{starts[prefills]} tokens; prompts come before decodes"
+        )
+
+
+def _contexts(values: Mapping[str, Any], counts: dict[str, int], lens: Int32Array, queries: Int32Array) -> Int32Array:
+    """Context lengths, as given, or of page lists, or of ``lens``; ValueError where they do not fit ``lens``.
+
+    A row ends after its context and its query. Under a sliding window the length of a decode is below that, for its
+    table has the last blocks only; that of a prompt never is.
+    """
+    name = "context_lens_tensor"
+    if name in values:
+        found = array_arguments.lengths(name, values[name], 0)
+        array_arguments.same_length(name, found, len(queries))
+        ends = found.astype(np.int64) + queries
+    else:
+        paged = _ends_of_pages(values, len(lens))
+        name, ends = ("seq_lens", lens.astype(np.int64)) if paged is None else (_PAGES[0], paged)
+        ends = ends[: len(queries)]
+        found = array_arguments.lengths(f"{name}, less the tokens of this step", ends - queries, 0)
+    decodes = np.arange(len(queries)) >= counts["num_prefills"]
+    may_be_less = decodes & (integer_or_none(values.get("window_left")) != -1)
+    wrong = np.flatnonzero((lens[: len(queries)] > ends) | (~may_be_less & (lens[: len(queries)] != ends)))
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(
+            f"{name}: row {row} ends after {ends[row]} tokens, {queries[row]} of them of this step, but its length in "
+            f"seq_lens is {lens[row]}"
+        )
+    return found
+
+
+def _ends_of_pages(values: Mapping[str, Any], num_reqs: int) -> npt.NDArray[np.int64] | None:
+    """How many tokens the page lists of each row hold; a step of layout ``flashinfer`` has no contexts beside them."""
+    if "page_size" not in values or not any(name in values for name in _PAGES) or values["is_profile_run"]:
+        return None
+    page_size, lists = integer("page_size", values["page_size"], 1), _pages(values, num_reqs)
+    pages = np.diff(lists[_PAGES[0]].astype(np.int64))
+    return np.where(pages > 0, (pages - 1) * page_size + lists[_PAGES[2]], 0)
+
+
+def _maximum(values: Mapping[str, Any], name: str, least: Any) -> int:
+    """The maximum, ``least`` unless it is given; ValueError where what is given is below that."""
+    found = integer(name, values.get(name, least), 0)
+    if found < least:
+        raise ValueError(f"{name}: {found} found, but there is a row of {least}")
+    return found
 
 
 def _maxima(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, int]:
@@ -155,21 +212,37 @@ def _maxima(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, i
         "max_query_len": queries.max(initial=0),
         "max_prefill_seq_len": lens[:first].max(initial=0),
         "max_decode_seq_len": lens[first : len(queries)].max(initial=0),
-        "max_decode_query_len": values.get("decode_query_len", queries[first:].max(initial=1)),
     }
-    maxima = {name: integer(name, values.get(name, own), 0) for name, own in found.items()}
+    maxima = {name: _maximum(values, name, own) for name, own in found.items()}
+    decode = [name for name in ("max_decode_query_len", "decode_query_len") if name in values]
+    longest = queries[first:].max(initial=0)
+    name = decode[0] if decode else "max_decode_query_len"
+    maxima["max_decode_query_len"] = _maximum({name: max(longest, 1)} | dict(values), name, longest)
     return maxima | {"max_seq_len": max(maxima["max_prefill_seq_len"], maxima["max_decode_seq_len"])}
 
 
 def _pages(values: Mapping[str, Any], num_reqs: int) -> dict[str, Any]:
-    """Page lists, without the zeros behind the last page; a profiling run has rows without an entry, at the end."""
-    indptr, last = (array_arguments.lengths(name, values.get(name, ()), 0) for name in (_PAGES[0], _PAGES[2]))
+    """Page lists, without the zeros behind the last page; a profiling run has rows without an entry, at the end.
+
+    TypeError where one of the three is missing, ValueError where they do not fit one another or the rows.
+    """
+    for name in _PAGES:
+        if name not in values:
+            raise TypeError(f"{name}: missing; page lists are {', '.join(_PAGES)}")
+    indptr, indices, last = (array_arguments.lengths(name, values[name], 0) for name in _PAGES)
     missing = num_reqs + 1 - len(indptr)
-    if missing > 0 and len(indptr) and values.get("is_profile_run"):
+    if missing > 0 and len(indptr) and values["is_profile_run"]:
         indptr = np.concatenate([indptr, np.repeat(indptr[-1:], missing)])
         last = np.concatenate([last, np.zeros(missing, np.int32)])
-    indices = np.asarray(values.get("paged_kv_indices", ()))
-    return {_PAGES[0]: indptr, _PAGES[1]: indices[: max(indptr[-1:], default=0)], _PAGES[2]: last}
+    if len(indptr) != num_reqs + 1 or indptr[0] or (indptr[1:] < indptr[:-1]).any():
+        raise ValueError(
+            f"{_PAGES[0]}: {quoted(indptr.tolist())} found; {num_reqs} rows have {num_reqs + 1} starts, which begin "
+            "with 0 and never descend"
+        )
+    array_arguments.same_length(_PAGES[2], last, num_reqs)
+    if indptr[-1] > len(indices):
+        raise ValueError(f"{_PAGES[1]}: {len(indices)} pages found, but {_PAGES[0]} ends with {indptr[-1]}")
+    return {_PAGES[0]: indptr, _PAGES[1]: indices[: indptr[-1]], _PAGES[2]: last}
 
 
 def _encoder(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,9 +253,9 @@ def _encoder(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, 
     made = {
         "encoder_seq_lens": lens,
         "encoder_query_lens": queries,
-        "encoder_seq_start_loc": values.get("encoder_seq_start_loc", _starts(lens)),
+        "encoder_seq_start_loc": _given_starts(values, "encoder_seq_start_loc", lens),
         "encoder_query_start_loc": _starts(queries),
-        "max_encoder_seq_len": values.get("max_encoder_seq_len", int(lens.max(initial=0))),
+        "max_encoder_seq_len": _maximum(values, "max_encoder_seq_len", lens.max(initial=0)),
         "num_encoder_tokens": values.get(
             "num_encoder_tokens", int(lens[: len(fields["query_lens"])].sum(dtype=np.int64))
         ),

@@ -48,7 +48,7 @@ def created(choice: Choice, device: str | None = None) -> AttentionBackend:
     backend: AttentionBackend = guard.call("its creation", make, spared=partial(_refuses, _FIELDS))
     own = vars(backend)
     own["impl"] = partial(guard.call, "impl", backend.impl, spared=partial(_refuses, _OF_LAYERS), finish=guard.layer)
-    allocate = backend.allocate_kv_cache
+    allocate = partial(_allocated, backend, backend.allocate_kv_cache)
     own["allocate_kv_cache"] = partial(
         guard.call, "allocate_kv_cache", allocate, spared=_refuses_blocks, finish=_check_cache
     )
@@ -131,7 +131,11 @@ def _refuses(names: Collection[str], error: BaseException) -> bool:
 
 
 def _refuses_blocks(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or _torch_lacks_memory(error) or _refuses({"num_blocks"}, error)
+    return _lacks_memory(error) or _refuses({"num_blocks"}, error)
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or _torch_lacks_memory(error)
 
 
 def _torch_lacks_memory(error: BaseException) -> bool:
@@ -141,6 +145,32 @@ def _torch_lacks_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return type(error) is RuntimeError and any(words in describe_error(error) for words in _NO_MEMORY)
+
+
+def _allocated(backend: AttentionBackend, allocate: Callable[[Any], Any], num_blocks: Any) -> Any:
+    """A cache; memory that does not suffice for a shape that is none of ``num_blocks`` is the backend's fault."""
+    try:
+        cache = allocate(num_blocks)
+    except Exception as error:
+        if _lacks_memory(error):
+            _check_cache_shape(backend, num_blocks)
+        raise
+    return cache
+
+
+def _check_cache_shape(backend: AttentionBackend, num_blocks: int) -> None:
+    """_WrongResultError unless ``kv_cache_shape`` has one axis that grows with the blocks, and has as many of them."""
+    config = backend.config
+    of_one, of_two, shape = (
+        tuple(backend.kv_cache_shape(count, config.block_size, config.num_kv_heads, config.head_size))
+        for count in (1, 2, num_blocks)
+    )
+    grown = [size for size, one, two in zip(shape, of_one, of_two, strict=False) if one != two]
+    if not len(of_one) == len(of_two) == len(shape) or grown != [num_blocks]:
+        raise _WrongResultError(
+            f"does not fit in memory: kv_cache_shape is {quoted(shape)} for {num_blocks} blocks; the contract says "
+            "that exactly one axis grows with num_blocks"
+        )
 
 
 def _check_cache(cache: Any, *_: Any) -> None:
@@ -153,6 +183,8 @@ def _check_tensor(found: Any, *_: Any) -> None:
 
     if not isinstance(found, torch.Tensor):
         raise _WrongResultError(f"returned {_described(found)}; the contract says a tensor")
+    if (why := _why_not_plain(found)) is not None:
+        raise _WrongResultError(f"returned a tensor {why}; the contract says a plain strided tensor")
 
 
 def _check_output(config: BackendConfig, output: Any, query: Any, *_: Any) -> None:
@@ -173,10 +205,26 @@ def _check_like(which: str, found: Any, shape: tuple[int, ...], dtype: Any, devi
     """_WrongResultError where ``found`` is no tensor of that shape and dtype on that device."""
     import torch
 
-    is_tensor = isinstance(found, torch.Tensor)
+    is_tensor, wanted = isinstance(found, torch.Tensor), f"a tensor {shape} of {dtype} on {device}"
+    if is_tensor and (why := _why_not_plain(found)) is not None:
+        raise _WrongResultError(f"returned {which}a tensor {why}; the contract says {wanted}, plain and strided")
     if not is_tensor or (tuple(found.shape), found.dtype, found.device) != (shape, dtype, device):
-        wanted = f"a tensor {shape} of {dtype} on {device}"
         raise _WrongResultError(f"returned {which}{_described(found)}; the contract says {wanted}")
+
+
+def _why_not_plain(tensor: Any) -> str | None:
+    """Why operators of torch may not find the tensor's numbers, in words that follow it; None where they do."""
+    import torch
+
+    from attncore.array_arguments import beyond_its_memory  # it imports NumPy
+
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return f"of type {type_name(tensor)}"  # a subclass, such as FakeTensor, may do anything in any operator
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return f"{'nested, ' if tensor.is_nested else ''}of layout {tensor.layout}"
+    if tensor.device.type != "meta" and beyond_its_memory(tensor):
+        return f"of shape {tuple(tensor.shape)}, which reaches beyond its memory"
+    return None
 
 
 def _described(value: Any) -> str:

@@ -45,7 +45,7 @@ class Backend(AttentionBackend):
         return super().from_host(array)
 
     def kv_cache_shape(self, n, b, h, d):
-        return (n, 2, b, h, d)
+        return {shape}
 """
 METHODS = ("init", "impl", "plan", "allocate", "forward", "from_host", "lse")
 RAISED = {
@@ -79,6 +79,7 @@ def acme(site):
         heavy = HEAVY
         for name in METHODS:
             heavy = heavy.replace("{" + name + "}", statements.get(name, "pass"))
+        heavy = heavy.replace("{shape}", statements.get("shape", "(n, 2, b, h, d)"))
         site.plugin("acme", heavy=heavy, extra=" features={'lse'},")
 
     return plant
@@ -158,6 +159,53 @@ def test_a_wrong_log_sum_exp_is_named(statement, words, acme, trace, capsys):
     assert words in err
 
 
+PLAIN = "; the contract says a tensor (513, 4, 64) of torch.float32 on cpu, plain and strided"
+NOT_PLAIN = {
+    "sparse": ("return {0}.to_sparse()", "a tensor of layout torch.sparse_coo" + PLAIN),
+    "mkldnn": ("return {0}.to_mkldnn()", "a tensor of layout torch._mkldnn" + PLAIN),
+    "of no memory": (
+        "found = {0}.clone(); found.untyped_storage().resize_(0); return found",
+        "a tensor of shape (513, 4, 64), which reaches beyond its memory" + PLAIN,
+    ),
+    "fake": (
+        "from torch._subclasses import FakeTensorMode; return FakeTensorMode().from_tensor({0})",
+        "a tensor of type FakeTensor" + PLAIN,
+    ),
+}
+
+
+@pytest.mark.parametrize("how", NOT_PLAIN)
+def test_a_tensor_that_is_not_plain_is_named(how, acme, trace, capsys):
+    """Of the right shape, dtype and device, yet no operator of the check can read it."""
+    statement, words = NOT_PLAIN[how]
+    acme(forward=statement.format("query"))
+    code, out, err = replayed(capsys, trace, "--head-size", "64")
+    assert (code, out, err.count("\n")) == (1, "", 1), err
+    assert f"forward of layer 'layers.0' returned {words}" in err
+
+
+@pytest.mark.parametrize("how", NOT_PLAIN)
+@pytest.mark.parametrize("part", ["query", "lse"])
+def test_partial_results_that_are_not_plain_are_named(how, part, acme, trace, capsys):
+    statement, words = NOT_PLAIN[how]
+    body = statement.format("both[part]").replace("return ", "both[part] = ")
+    number = 0 if part == "query" else 1
+    acme(lse=f"both, part = [query, torch.zeros(query.shape[:2])], {number}; {body}; return tuple(both)")
+    code, out, err = replayed(capsys, trace, "--head-size", "64", "--context-parallel", "2")
+    assert (code, out, err.count("\n")) == (1, "", 1), err
+    words = words if part == "query" else words.replace("(513, 4, 64)", "(513, 4)")
+    assert f"forward_with_lse of layer 'layers.0' returned {'a log-sum-exp, ' if number else ''}{words}" in err
+
+
+@pytest.mark.parametrize("shape", ["(2**60,)", "(2 * n, 2**60, 2)", "(n, 2**50 + n, 2)"])
+def test_a_cache_of_another_shape_is_the_backends_fault(shape, acme, trace, capsys):
+    acme(shape=shape)
+    code, out, err = replayed(capsys, trace, "--head-size", "64")
+    assert (code, out, err.count("\n")) == (1, "", 1), err
+    assert "backend acme (attn-acme 1.0): allocate_kv_cache does not fit in memory: kv_cache_shape is (" in err
+    assert "for 100 blocks; the contract says that exactly one axis grows with num_blocks" in err
+
+
 def test_a_backend_catches_what_it_raises_itself(acme, trace, capsys):
     """Its own calls of itself raise what they raise, and no BackendError."""
     acme(
@@ -197,6 +245,7 @@ def test_refusals_and_memory_stay_what_they_are(where, statement, words, acme, t
             "failed in forward of layer 'model.layers.0.self_attn': ValueErr",
         ),
         ("forward", "return None", "forward of layer 'model.layers.0.self_attn' returned None; the contract says"),
+        ("forward", "return query.to_sparse()", "returned a tensor of layout torch.sparse_coo; the contract says"),
         ("impl", "raise RuntimeError('no')", "failed in impl: RuntimeError: no"),
         ("allocate", "raise RuntimeError('no')", "failed in allocate_kv_cache: RuntimeError: no"),
         ("plan", "raise BrokenPipeError", "failed in plan: BrokenPipeError: "),

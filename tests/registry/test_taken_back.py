@@ -63,6 +63,64 @@ def test_modules_of_attncore_are_those_of_before(site):
     assert attncore.select(**ASKED, backend="good").name == "good"
 
 
+BLOCKS = {
+    "of the standard library": "json, subprocess, importlib.metadata, importlib, re, logging, shutil, tempfile",
+    "by which hooks are called": "pluggy, pluggy._manager",
+    "of attncore": "attncore.registry, attncore.doctor, attncore.json_output, attncore.builder",
+    "that arrays are of": "numpy",
+}
+
+
+@pytest.mark.parametrize("what", BLOCKS)
+@pytest.mark.parametrize("how", ["sys.modules[name] = None", "sys.modules.pop(name, None)"])
+def test_a_plugin_that_blocks_modules_blocks_nothing(site, what, how):
+    plant(site, f"import sys\nfor name in {BLOCKS[what]!r}.split(', '): {how}")
+    site.plugin("good")
+    check_listed(("good", "reference"))  # the one that blocks pluggy is broken by that itself
+
+
+def test_modules_that_a_plugin_drops_or_blocks_are_those_of_before(site):
+    import email.message
+    import json
+
+    email_before, before = {name: one for name, one in sys.modules.items() if name.startswith("email")}, json
+    sys.modules.pop("this", None)
+    names = ["json", "json.decoder", *email_before, "this"]
+    plant(site, f"import sys\nfor name in {names[::2]}: sys.modules[name] = None\nfor name in {names[1::2]}: "
+                "sys.modules.pop(name, None)")  # fmt: skip
+    attncore.backends()
+    assert sys.modules["json"] is before
+    assert sys.modules["json.decoder"] is before.decoder
+    assert {name: sys.modules.get(name) for name in email_before} == email_before
+    assert sys.modules["email.message"] is email.message
+    assert "this" not in sys.modules  # it may be imported
+
+
+def test_a_package_that_is_imported_anew_is_given_no_parts_of_before(site):
+    """Parts of two copies would not fit together; and a module that another stands for stays replaced."""
+    import wsgiref.headers
+    import wsgiref.util
+
+    before = wsgiref
+    try:
+        plant(site, "import sys\nfor name in [name for name in sys.modules if name.startswith('wsgiref')]: "
+                    "del sys.modules[name]\nimport wsgiref.util")  # fmt: skip
+        attncore.backends()
+        assert sys.modules["wsgiref"] is not before
+        assert sys.modules["wsgiref.util"] is not wsgiref.util
+        assert "wsgiref.headers" not in sys.modules
+    finally:
+        for name, one in {"": before, ".util": before.util, ".headers": before.headers}.items():
+            sys.modules[f"wsgiref{name}"] = one
+
+
+def test_what_the_program_has_blocked_stays_blocked(site, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ensurepip", None)
+    plant(site, "import sys; del sys.modules['ensurepip']")
+    attncore.backends()
+    assert sys.modules["ensurepip"] is None
+
+
 def test_what_is_imported_meanwhile_stays(site):
     sys.modules.pop("attncore.chart_page", None)
     plant(site, "import attncore.chart_page")

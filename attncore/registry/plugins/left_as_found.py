@@ -20,6 +20,7 @@ from attncore.logged import logged
 from attncore.quoted import describe_error, type_name
 from attncore.registry.plugins.replaced_functions import ReplacedFunctions
 
+_NEEDED = sys.stdlib_module_names | {"attncore", "numpy", "packaging", "platformdirs", "pluggy", "rich"}
 _ABSENT = "attncore_asks_for_no_such_module"
 _SIGNALS = tuple(int(number) for number in signal.valid_signals())  # asked once: it makes an enum of each
 _FINDERS = (importlib.machinery.FileFinder, type(None))
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 class Process:
     """The settings of the process, which ``restore`` has as they were found, after code of ``plugin`` has run.
 
-    These are ``sys.path``, ``sys.path_hooks`` and ``sys.path_importer_cache``, attncore's own modules, the current
+    These are ``sys.path``, ``sys.path_hooks`` and ``sys.path_importer_cache``, what ``_Modules`` says, the current
     folder, the recursion limit, the limits of ``resource``, how often threads take turns, the filters of ``warnings``,
     the ``ATTNCORE_`` variables, the functions of ``sys.settrace``, ``sys.setprofile`` and ``sys.unraisablehook``, what
     ReplacedFunctions says, the settings and callbacks of ``gc``, and in the main thread the handlers of signals, those
@@ -46,7 +47,7 @@ class Process:
 
     def __init__(self, plugin: str) -> None:
         self._plugin, self._pid, self._exit = plugin, os.getpid(), os._exit
-        self._functions, self._modules = ReplacedFunctions(plugin), _OwnModules()
+        self._functions, self._modules = ReplacedFunctions(plugin), _Modules()
         self._turns, self._limits = sys.getswitchinterval(), {one: resource.getrlimit(one) for one in _LIMITS}
         self._signals, self._search, self._filters = _Signals(), _SearchSettings(), _WarningFilters()
         self._collector = _Collector()
@@ -129,21 +130,40 @@ class _Collector:
         (gc.enable if self._enabled else gc.disable)()
 
 
-class _OwnModules:
-    """attncore's modules in ``sys.modules``: whoever drops them, to import them anew, has classes that are not ours."""
+class _Modules:
+    """``sys.modules``: what others need of it stays, and attncore's own modules stay the same objects.
+
+    Whoever drops those, to import them anew, has classes that are not ours. Of the other modules that were imported,
+    one that is dropped, or None, which blocks its import, is put back; one that another stands for stays replaced.
+    """
 
     def __init__(self) -> None:
-        self.table = sys.modules
+        self.table: dict[str, Any] = sys.modules
         self._found = self.table.copy()
 
     def restore(self) -> None:
-        """As they were found; those that were imported since stay, unless one of before was lost."""
+        """As they were found; those that were imported since stay, unless one of attncore's of before was lost."""
         sys.modules = self.table
         try:
-            if self.table == self._found:  # one call of C, where the loop below looks at some thousands of names
+            if self.table == self._found:  # one call of C, where the loops below look at some thousands of names
                 return
         except Exception:  # of an object of the plugin's that is no module
             pass
+        for name, module in list(self.table.items()):
+            if module is None and name not in self._found and _is_needed(name):
+                del self.table[name]
+        self._restore_dropped()
+        self._restore_own()
+
+    def _restore_dropped(self) -> None:
+        """A package before its parts, of which none is put below a package that was imported anew."""
+        dropped = [name for name in self._found if self.table.get(name) is None and not _is_ours(name)]
+        for name in sorted(name for name in dropped if type(name) is str):
+            package, found = name.partition(".")[0], self._found[name]
+            if name == package or self.table.get(package) is self._found.get(package):
+                self.table[name] = found
+
+    def _restore_own(self) -> None:
         ours = {name: module for name, module in self._found.items() if _is_ours(name)}
         lost = {name: module for name, module in ours.items() if self.table.get(name) is not module}
         if not lost:
@@ -159,6 +179,11 @@ class _OwnModules:
 
 def _is_ours(name: object) -> bool:
     return type(name) is str and (name == "attncore" or name.startswith("attncore."))
+
+
+def _is_needed(name: object) -> bool:
+    """Whether attncore, or Python itself, may import it later."""
+    return type(name) is str and name.partition(".")[0] in _NEEDED
 
 
 def _restore_limits(limits: dict[int, tuple[int, int]]) -> None:

@@ -140,6 +140,53 @@ WRONG = {
     "context_lens_tensor: 3 lengths": {"context_lens_tensor": [0, 1, 2]},
     r"fields\['slot_mapping'\]: 3 long": {"slot_mapping": [4, 5, 6]},
     "encoder_seq_lens: 1 lengths for 2 requests": {"encoder_seq_lens": [4]},
+    "num_prefill_tokens: 3 found, but by query_start_loc the first 0 rows": {"num_prefills": 0},
+    "num_prefill_tokens: 2 found, but by query_start_loc the first 1 rows": {
+        "num_prefill_tokens": 2,
+        "num_decode_tokens": 2,
+    },
+    "num_prefill_tokens: 3 found, but by query_start_loc the first 2 rows": {"num_prefills": 2},
+    "context_lens_tensor: row 0 ends after 4 tokens": {"context_lens_tensor": [1, 5]},
+    "context_lens_tensor: row 1 ends after 5 tokens": {"context_lens_tensor": [0, 4]},
+    "context_lens_tensor: row 1 ends after 9 tokens": {"context_lens_tensor": [0, 8], "window_left": -1},
+    r"context_lens_tensor: .S2": {"context_lens_tensor": b"05"},
+    "seq_lens, less the tokens of this step: -1 at index 0": {"seq_lens": [2, 6]},
+    r"seq_start_loc: .0, 3, 8. found; the lengths add up to .0, 3, 9.": {"seq_start_loc": [0, 3, 8]},
+    r"encoder_seq_start_loc: .0, 4, 8. found": {"encoder_seq_lens": [4, 5], "encoder_seq_start_loc": [0, 4, 8]},
+    "max_query_len: 2 found, but there is a row of 3": {"max_query_len": 2},
+    "max_prefill_seq_len: 2 found": {"max_prefill_seq_len": 2},
+    "max_decode_seq_len: 5 found": {"max_decode_seq_len": 5},
+    "max_decode_query_len: 0 found": {"max_decode_query_len": 0},
+    "decode_query_len: 0 found": {"decode_query_len": 0},
+    "max_encoder_seq_len: 4 found": {"encoder_seq_lens": [4, 5], "max_encoder_seq_len": 4},
+    "use_cuda_graph: 'no' is not True or False": {"use_cuda_graph": "no"},
+    "is_profile_run: 1 is not True or False": {"is_profile_run": 1},
+}
+PAGED = STEP | {
+    "page_size": 4, "paged_kv_indptr": [0, 1, 3], "paged_kv_indices": [1, 3, 2, 0], "paged_kv_last_page_len": [3, 2],
+}  # fmt: skip
+WRONG_PAGES = {
+    "paged_kv_indptr: missing": {"paged_kv_indptr": None},
+    "paged_kv_indices: missing": {"paged_kv_indices": None},
+    "paged_kv_last_page_len: missing": {"paged_kv_last_page_len": None},
+    "paged_kv_last_page_len: an array with masked values": {
+        "paged_kv_last_page_len": np.ma.masked_array([3, 2], [False, True])
+    },
+    "paged_kv_indices: an array with masked values": {
+        "paged_kv_indices": np.ma.masked_array([1, 3, 2], [False, True, False])
+    },
+    r"paged_kv_indptr: .S3": {"paged_kv_indptr": b"013"},
+    r"paged_kv_indptr: int64\[\]": {"paged_kv_indptr": 3},
+    "paged_kv_indptr: <U": {"paged_kv_indptr": "013"},
+    "paged_kv_indices: -1 at index 1": {"paged_kv_indices": [1, -1, 2]},
+    "paged_kv_indices: float64": {"paged_kv_indices": [1.0, 3.0, 2.0]},
+    "paged_kv_indices: 2 pages found, but paged_kv_indptr ends with 3": {"paged_kv_indices": [1, 3]},
+    r"paged_kv_indptr: .0, 3. found; 2 rows have 3 starts": {"paged_kv_indptr": [0, 3]},
+    r"paged_kv_indptr: .0, 3, 1. found": {"paged_kv_indptr": [0, 3, 1]},
+    "paged_kv_last_page_len: 1 lengths for 2 requests": {"paged_kv_last_page_len": [3]},
+    "paged_kv_indptr: row 0 ends after 4 tokens, 3 of them of this step": {"paged_kv_last_page_len": [4, 2]},
+    "paged_kv_indptr: row 1 ends after 7 tokens": {"paged_kv_last_page_len": [3, 3], "window_left": -1},
+    "page_size: 0 is below 1": {"page_size": 0},
 }
 
 
@@ -149,6 +196,14 @@ def test_make_metadata_refuses_what_is_no_step(message):
     assert one.make_metadata(**STEP).positions.tolist() == [0, 1, 2, 5]
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         one.make_metadata(**STEP | WRONG[message])
+
+
+@pytest.mark.parametrize("message", WRONG_PAGES)
+def test_make_metadata_refuses_page_lists_that_fit_no_step(message):
+    one = backend()
+    assert one.make_metadata(**PAGED).positions.tolist() == [0, 1, 2, 5]
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        one.make_metadata(**PAGED | WRONG_PAGES[message])
 
 
 def test_make_metadata_with_an_encoder():
