@@ -170,3 +170,43 @@ def test_one_context_in_two_threads_gives_each_its_own_outer_one(step):
         thread.join()
     assert "its layers: outer" in said[0]
     assert "ran outside a forward context" in said[1]
+
+
+def _parts(kind, cache):
+    """A cache as engines may give it: whole, in halves of separate storage, or in views of one."""
+    kinds = {
+        "whole": lambda: cache,
+        "separate": lambda: (cache[0].clone(), cache[1].clone()),
+        "halves": lambda: (cache[0], cache[1]),
+        "one view": lambda: torch.stack([cache, cache])[1],
+    }
+    return kinds[kind]()
+
+
+@pytest.mark.parametrize("given", ["whole", "separate"])
+def test_compiled_for_all_shapes_it_takes_caches_of_own_storage(step, given):
+    backend, impls, metadata, (query, key, value) = step
+    run = torch.compile(attncore.attention, dynamic=True, backend="aot_eager", fullgraph=True)
+    with attncore.forward_context(metadata, impls):
+        expected = attncore.attention(query, key, value, backend.allocate_kv_cache(8), layer_name="a")
+        cache = _parts(given, backend.allocate_kv_cache(8))
+        torch.testing.assert_close(run(query, key, value, cache, layer_name="a"), expected)
+
+
+@pytest.mark.parametrize("given", ["halves", "one view"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_compiled_for_all_shapes_it_refuses_views_at_an_offset(step, given, inside):
+    """Inductor gives the operator other memory, and writes it back over the cache: torch 2.13, even without write."""
+    backend, impls, metadata, (query, _, _) = step
+    cache = backend.allocate_kv_cache(8).normal_()
+    before = cache.clone()
+
+    def attend(query, cache):
+        parts = _parts(given, cache) if inside else cache
+        return attncore.attention(query, None, None, parts, layer_name="a", write=False)
+
+    run = torch.compile(attend, dynamic=True, backend="aot_eager")
+    with attncore.forward_context(metadata, impls):
+        with pytest.raises(RuntimeError, match=r"symbolic offset found.*give the whole cache as one tensor"):
+            run(query, cache if inside else _parts(given, cache))
+    assert torch.equal(cache, before)

@@ -33,6 +33,10 @@ def attention(
     run. Without ``write`` it attends and writes nothing to the cache. Returns ``output``, or a new (T, num_heads,
     head_size_v) like ``query``. Runs under ``torch.compile`` without a graph break. RuntimeError outside a forward
     context, KeyError for a layer that is not in it.
+
+    Under ``torch.compile(dynamic=True)`` a cache has to begin where its storage does: give the whole cache as one
+    tensor, or halves of separate storage. With a view at an offset, such as ``kv_cache[1]``, inductor calls the
+    operator with other memory and overwrites the cache, so that compiling raises an error that says so.
     """
     if output is None:
         output = torch.empty_like(query) if head_size_v is None else query.new_empty((*query.shape[:2], head_size_v))
@@ -74,7 +78,18 @@ def _nothing_to_compute(
     query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: list[Tensor], output: Tensor, layer_name: str,
     write: bool = True,
 ) -> None:  # fmt: skip
-    """The operator under fake tensors: it only writes what it is given."""
+    """The operator under fake tensors: it only writes what it is given.
+
+    ValueError for a cache that is a view at an offset which compiled code does not know: inductor may then give the
+    operator another part of the whole tensor, and write that part back over this one, even of a call that writes none.
+    """
+    for cache in kv_cache:
+        if not isinstance(cache.storage_offset(), int):
+            raise ValueError(
+                f"kv_cache: a view of shape {tuple(cache.shape)} at a symbolic offset found, of which "
+                "torch.compile(dynamic=True) makes wrong code; give the whole cache as one tensor, or tensors of "
+                "separate storage, or compile without dynamic=True"
+            )
 
 
 # A library kept for the life of the process: registered this way a call costs a tenth of what the decorator's does.
