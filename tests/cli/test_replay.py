@@ -154,7 +154,7 @@ def test_attention_without_torch_ends_with_3_and_says_what_to_do(capsys, trace, 
     monkeypatch.setitem(sys.modules, "torch", None)
     code, out, err = ran(capsys, trace)
     assert (code, out) == (3, "")
-    assert f"needs it: {install_extra('torch')}, or" in err
+    assert f"torch is not installed: {install_extra('torch')}, or" in err
     assert "--metadata-only" in err
     assert err.count("\n") == 1
 

@@ -1,6 +1,7 @@
 """benchmarks/served_step.py measures what it says: tried on a CPU, over nodes that the host runs."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ pytest.importorskip("triton", reason="the transport with nodes needs triton's mo
 
 @pytest.fixture
 def served(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    for folder in ("benchmarks", "examples"):
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / folder))
+    if "engine" not in sys.modules:
+        monkeypatch.delitem(sys.modules, "run", raising=False)  # benchmarks have one, too
     return pytest.importorskip("served_step")
 
 

@@ -49,4 +49,4 @@ def test_replay_without_rich_says_so_before_it_runs(site, without, capsys, monke
     assert main(["replay", "--requests", "1", *words]) == 2
     out, err = capsys.readouterr()
     assert (out, err.startswith("attncore: error: ")) == ("", True)
-    assert err.endswith("; pip install 'rich>=13'\n")
+    assert err.endswith("rich is not installed: pip install 'rich>=13'\n")

@@ -160,7 +160,7 @@ def test_a_table_that_shrinks_while_it_is_read_is_not_read_past_its_end(kernels)
 
 def test_a_plan_sees_the_encoder_fields(kernels):
     planned = []
-    config = SimpleNamespace(device="cpu")
+    config = SimpleNamespace(device="cpu", block_size=4)
     backend = SimpleNamespace(config=config, from_host=torch.from_numpy, has_plan=True, plan=planned.append)
     builder = CommonMetadataBuilder(4, encoder_decoder=True, backend=backend, kernels=kernels)
     metadata = builder.build([prompt()])
