@@ -1,7 +1,5 @@
 """Block tables that are arrays: the same step as of lists, whatever their memory is, and the same refusals."""
 
-import time
-
 import numpy as np
 import pytest
 from builder.lists.decodes import decodes, fields
@@ -103,17 +101,3 @@ def test_a_sequence_whose_array_is_no_table_is_refused(ids):
     with pytest.raises(ValueError, match=r"-1|holds 1 block but needs 2 for its 5 tokens"):
         compute_slot_mapping(False, slots, 7, 5, 4, 0, 4, {7: np.array(ids, np.int32)})
     assert slots == []
-
-
-def test_long_tables_are_read_faster_as_arrays_than_as_lists():
-    """Four times as fast on an idle machine (benchmarks in docs/performance.md); twice where it is busy."""
-    builder = CommonMetadataBuilder(16, kernels="cython")
-    lists = [(4000, list(range(i, 300 + i))) for i in range(200)]
-    groups = [decodes(lists), decodes([(context, np.array(ids, np.int32)) for context, ids in lists])]
-    best = [float("inf")] * 2
-    for _ in range(60):
-        for at, rows in enumerate(groups):
-            start = time.perf_counter()
-            builder._reader.read(rows)
-            best[at] = min(best[at], time.perf_counter() - start)
-    assert best[1] * 2 < best[0]
