@@ -89,7 +89,10 @@ def _read_arena(  # type: ignore[no-untyped-def]
     step = tl.load(state + _TICKET) if ticket else tl.load(state + _LAST_READ) + 1
     source = pinned + (tl.maximum(step, 0) % depth) * stride
     header = source.to(tl.pointer_type(tl.int64))
-    found = (step >= 0) & (tl.load(header + _HEADER_STEP) == step)
+    # Before the header: the host publishes a step and then launches those ahead of it. A replay too many that reads in
+    # between would else see no header and steps to run, advance the step before, and the header would never be taken.
+    launched = tl.load(receipt + _RECEIPT_LAUNCHED, volatile=True)
+    found = (step >= 0) & (tl.load(header + _HEADER_STEP, volatile=True) == step)
     ahead = tl.load(state + _AHEAD)
     # A step that is published already may come behind steps ahead of the last one: not before all of these have run.
     found = found & (tl.load(header + _HEADER_AHEAD) == ahead)
@@ -113,7 +116,7 @@ def _read_arena(  # type: ignore[no-untyped-def]
     else:
         # Where a replay without a step came in between, the arena holds none any more that could be advanced.
         held = tl.load(arena.to(tl.pointer_type(tl.int64)) + _HEADER_STEP)
-        advances = (ahead < tl.load(receipt + _RECEIPT_LAUNCHED)) & (held == step - 1)
+        advances = (ahead < launched) & (held == step - 1)
         if program == 0:
             tl.store(state + _READ_NOW, tl.where(advances, _ADVANCED, -1))
         if advances:
