@@ -9,10 +9,9 @@ from attncore.builder.device.by_graph import GraphTransport
 from attncore.builder.device.triton_kernels import STATE_AHEAD
 from attncore.builder.persistent import assembly
 from attncore.kernels.codes import (
-    HEADER_AHEAD,
     HEADER_COUNTS,
+    HEADER_LAUNCH,
     HEADER_ROWS,
-    HEADER_STEP,
     RECEIPT_AHEAD,
     RECEIPT_LAUNCHED,
 )
@@ -45,7 +44,7 @@ class NodesOnHost(GraphTransport):
         ring, step = self._ring, int(self.state[0]) + 1
         memory, header = ring.memory[step % ring.depth], ring.header(step % ring.depth)
         nbytes = ring.journal_offset(capacity)
-        if header[HEADER_STEP] != step or header[HEADER_AHEAD] != self.state[STATE_AHEAD]:
+        if header[HEADER_LAUNCH] != 1 + step + self.state[STATE_AHEAD]:
             if self.state[STATE_AHEAD] < self._seen[RECEIPT_LAUNCHED]:
                 views = self.views(capacity)
                 self.ahead.compute(self._arena, views, self.ahead.start_of(views), 1, self.page_lists)

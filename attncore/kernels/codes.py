@@ -25,9 +25,10 @@ NO_TOKENS, GIVEN_TOKENS = 20, 21
 
 # int64 words of an arena's header, before its first field.
 HEADER_WORDS = 80
-HEADER_STEP, HEADER_ROWS, HEADER_TOKENS, HEADER_RUNNING, HEADER_AHEAD, HEADER_COUNTS = range(6)
-"""The step's number, its rows and tokens, its rows without padding, and how many steps were launched ahead in all
-before it; from HEADER_COUNTS on, the journal entries of each group."""
+HEADER_LAUNCH, HEADER_ROWS, HEADER_TOKENS, HEADER_RUNNING, HEADER_AHEAD, HEADER_COUNTS = range(6)
+"""The number of the launch that reads it (1 + the step's number + HEADER_AHEAD; 0: none), its rows and tokens, its rows
+without padding, and how many steps were launched ahead in all before it; from HEADER_COUNTS on, the journal entries of
+each group."""
 
 # int64 words that host and device share: what the device has read, and, apart from them, what the host has launched.
 RECEIPT_WORDS = 32

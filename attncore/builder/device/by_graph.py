@@ -20,7 +20,7 @@ from attncore.builder.device import triton_kernels
 from attncore.builder.device.by_copy import CopyTransport
 from attncore.errors import CaptureError
 from attncore.graphs import uncollected
-from attncore.kernels.codes import HEADER_COUNTS, HEADER_ROWS, HEADER_STEP, RECEIPT_AHEAD, RECEIPT_LAUNCHED
+from attncore.kernels.codes import HEADER_COUNTS, HEADER_LAUNCH, HEADER_ROWS, RECEIPT_AHEAD, RECEIPT_LAUNCHED
 
 if TYPE_CHECKING:
     from attncore.builder.device.arena import ArenaRing, Capacity
@@ -51,7 +51,7 @@ class GraphTransport(CopyTransport):
         self._seen = self._receipt.numpy()
         self._headers = [ring.header(k) for k in range(ring.depth)]
         for header in self._headers:
-            header[HEADER_STEP] = -1
+            header[HEADER_LAUNCH] = 0
         self._base = self._pinned[0]  # the arenas are contiguous
         self._tables_of = torch.tensor([table.data_ptr() for table in self.tables.tensors], device=self.device)
         for index in self.page_lists:
@@ -147,7 +147,7 @@ class GraphTransport(CopyTransport):
                 "call metadata.record() first inside its capture"
             )
         launched = False
-        if self._headers[step % self._ring.depth][HEADER_STEP] == step:  # a replay of this step was interrupted
+        if self._sender.published == step:  # a replay of this step was interrupted
             torch.cuda.synchronize()
             launched = self._sender.seen(step)
         if self._asked and not launched:
@@ -192,7 +192,7 @@ class GraphTransport(CopyTransport):
         """Whether a replay behind ``done`` steps was interrupted: the device may have run it."""
         if done:
             return bool(self._seen[RECEIPT_LAUNCHED] >= target)
-        return bool(self._headers[step % self._ring.depth][HEADER_STEP] == step)
+        return bool(self._sender.published == step)
 
     def settle_ahead(self, step: int, done: int) -> int:
         if self._interrupted(step, done, self._sender.launched_before + done):
@@ -216,10 +216,9 @@ class GraphTransport(CopyTransport):
         """Also makes the device expect ``step`` again, where its nodes have read it."""
         super().take_back(step)
         self.pending = -1
-        header = self._headers[step % self._ring.depth]
-        if header[HEADER_STEP] == step:
+        if self._sender.published == step:
             torch.cuda.synchronize()
-            header[HEADER_STEP] = -1
+            self._sender.withdraw(step)
             if self._seen[0] == step:
                 self._state[:1].fill_(step - 1)
                 torch.cuda.synchronize()
@@ -275,7 +274,7 @@ class GraphTransport(CopyTransport):
                     group["paged_kv_indptr"][:] = np.arange(len(group["paged_kv_indptr"]))
                 header = self._headers[arena]
                 header[:] = 0
-                header[HEADER_STEP], header[HEADER_ROWS] = step, capacity.num_reqs
+                header[HEADER_LAUNCH], header[HEADER_ROWS] = 1 + step, capacity.num_reqs
                 self._ticket.fill_(step)
                 graph.replay()
                 torch.cuda.synchronize()
@@ -297,5 +296,5 @@ class GraphTransport(CopyTransport):
         self._seen[0] = -1
         for memory, header in zip(self._ring.memory, self._headers, strict=True):
             memory[:] = 0
-            header[HEADER_STEP] = -1
+            header[HEADER_LAUNCH] = 0
         torch.cuda.synchronize()

@@ -22,11 +22,10 @@ _TOKENS = 256  # that a program corrects
 _ROWS = 512  # lengths that a program adds up at once
 
 # Kernels may read globals that are constants of the compiler alone.
-_HEADER_STEP = tl.constexpr(codes.HEADER_STEP)
+_HEADER_LAUNCH = tl.constexpr(codes.HEADER_LAUNCH)
 _HEADER_ROWS = tl.constexpr(codes.HEADER_ROWS)
 _HEADER_TOKENS = tl.constexpr(codes.HEADER_TOKENS)
 _HEADER_RUNNING = tl.constexpr(codes.HEADER_RUNNING)
-_HEADER_AHEAD = tl.constexpr(codes.HEADER_AHEAD)
 _RECEIPT_STEP = tl.constexpr(codes.RECEIPT_STEP)
 _RECEIPT_AHEAD = tl.constexpr(codes.RECEIPT_AHEAD)
 _RECEIPT_LAUNCHED = tl.constexpr(codes.RECEIPT_LAUNCHED)
@@ -91,11 +90,13 @@ def _read_arena(  # type: ignore[no-untyped-def]
     header = source.to(tl.pointer_type(tl.int64))
     # Before the header: the host publishes a step and then launches those ahead of it. A replay too many that reads in
     # between would else see no header and steps to run, advance the step before, and the header would never be taken.
+    # The mask makes the second load wait for the first: loads that nothing connects may be served in any order.
     launched = tl.load(receipt + _RECEIPT_LAUNCHED, volatile=True)
-    found = (step >= 0) & (tl.load(header + _HEADER_STEP, volatile=True) == step)
+    number = tl.load(header + _HEADER_LAUNCH, mask=launched >= 0, other=0, volatile=True)
+    # One word says which step it is and how many steps ahead come before: the host may publish while a step ahead of
+    # the last one runs here, and of two words one could be read before that and one behind it.
     ahead = tl.load(state + _AHEAD)
-    # A step that is published already may come behind steps ahead of the last one: not before all of these have run.
-    found = found & (tl.load(header + _HEADER_AHEAD) == ahead)
+    found = (step >= 0) & (number == 1 + step + ahead)
     program = tl.program_id(0)
     i = program * block + tl.arange(0, block)
     if found:
@@ -115,8 +116,8 @@ def _read_arena(  # type: ignore[no-untyped-def]
             first += count
     else:
         # Where a replay without a step came in between, the arena holds none any more that could be advanced.
-        held = tl.load(arena.to(tl.pointer_type(tl.int64)) + _HEADER_STEP)
-        advances = (ahead < launched) & (held == step - 1)
+        held = tl.load(arena.to(tl.pointer_type(tl.int64)) + _HEADER_LAUNCH)
+        advances = (ahead < launched) & (held > 0)
         if program == 0:
             tl.store(state + _READ_NOW, tl.where(advances, _ADVANCED, -1))
         if advances:

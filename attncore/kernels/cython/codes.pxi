@@ -33,7 +33,7 @@ cdef enum:
 # Words of an arena's header, and of a journal entry.
 cdef enum:
     HEADER_WORDS = 80
-    HEADER_STEP = 0
+    HEADER_LAUNCH = 0
     HEADER_ROWS = 1
     HEADER_TOKENS = 2
     HEADER_RUNNING = 3

@@ -104,7 +104,7 @@ cdef class SentAhead:
         if done:
             if self.sent.kernel.batch.changes != steps._changes or sender.receipt[RECEIPT_LAUNCHED] >= target:
                 return False
-        elif sender.pending != step or sender.is_published(step):
+        elif sender.pending != step or sender.published == step:
             return False
         else:
             sender.publish(step)

@@ -29,6 +29,7 @@ cdef class StepSender:
     cdef readonly object last_shape     # its StepShape
     cdef public bint alone              # whether nothing is sent beside an arena
     cdef public bint ahead              # whether steps ahead are left, so that no step can be built
+    cdef readonly slot_t published      # the last step whose header was; a replay of it was interrupted where it waits
     cdef readonly slot_t launched_before    # what the host had launched ahead in all before these
 
     def __init__(self, arenas, list groups, length_t entries, receipt):
@@ -40,7 +41,7 @@ cdef class StepSender:
         self._keep = arenas, groups, receipt
         self.arenas, self.depth, self.receipt = &addresses[0], addresses.shape[0], &word[0]
         self.num_tables, self.entries = 0, entries
-        self.sent = self.pending = self.last = -1
+        self.sent = self.pending = self.last = self.published = -1
         self.alone, self.ahead, self.launched_before = True, False, 0
         for table in groups:
             self.tables[self.num_tables] = &table.view
@@ -64,8 +65,15 @@ cdef class StepSender:
         return total
 
     cpdef object publish(self, slot_t step):
-        """Writes the step's number, behind everything else: from now on the device may read the step."""
-        store_word(<slot_t*> <size_t> self.arenas[step % self.depth] + HEADER_STEP, step)
+        """Writes the launch's number, behind everything else: from now on the device may read the step."""
+        cdef slot_t* header = <slot_t*> <size_t> self.arenas[step % self.depth]
+        self.published = step
+        store_word(header + HEADER_LAUNCH, 1 + step + header[HEADER_AHEAD])
+
+    cpdef object withdraw(self, slot_t step):
+        """Takes the launch's number out of the header of ``step``."""
+        self.published = -1
+        store_word(<slot_t*> <size_t> self.arenas[step % self.depth] + HEADER_LAUNCH, 0)
 
     cpdef object note_sent(self, slot_t step, shape):
         """Notes that ``step`` was sent, in ``shape``."""
@@ -83,17 +91,13 @@ cdef class StepSender:
             return False
         if step != self.pending or not (<StepShape> self.pending_shape).recorded:
             return False
-        if self.is_published(step):
+        if self.published == step:
             return False
         self.publish(step)
         replay()
         self.note_sent(step, self.pending_shape)
         self.pending = -1
         return True
-
-    cdef bint is_published(self, slot_t step) noexcept:
-        """Whether the header says ``step``: a replay of it was interrupted, where it still waits for one."""
-        return (<slot_t*> <size_t> self.arenas[step % self.depth])[HEADER_STEP] == step
 
     cpdef object start_ahead(self):
         """Notes that the step that was built is the first of several."""

@@ -10,9 +10,9 @@ import numpy as np
 from attncore.kernels.codes import (
     HEADER_AHEAD,
     HEADER_COUNTS,
+    HEADER_LAUNCH,
     HEADER_ROWS,
     HEADER_RUNNING,
-    HEADER_STEP,
     HEADER_TOKENS,
     JOURNAL_ENTRY_WORDS,
     RECEIPT_LAUNCHED,
@@ -34,7 +34,7 @@ class StepSender:
         if len(receipt) < RECEIPT_WORDS:
             raise ValueError(f"receipt: {len(receipt)} words found, {RECEIPT_WORDS} needed")
         self.arenas, self.tables, self.entries, self.receipt = arenas, groups, entries, receipt
-        self.sent = self.pending = self.last = -1
+        self.sent = self.pending = self.last = self.published = -1
         self.pending_shape: StepShape | None = None
         self.last_shape: StepShape | None = None
         self.alone, self.ahead, self.launched_before = True, False, 0
@@ -56,8 +56,13 @@ class StepSender:
         return total
 
     def publish(self, step: int) -> None:
-        arena = int(self.arenas[step % len(self.arenas)])
-        words_at(arena, HEADER_STEP + 1, ctypes.c_int64)[HEADER_STEP] = step
+        header = words_at(int(self.arenas[step % len(self.arenas)]), HEADER_COUNTS, ctypes.c_int64)
+        self.published = step
+        header[HEADER_LAUNCH] = 1 + step + header[HEADER_AHEAD]
+
+    def withdraw(self, step: int) -> None:
+        self.published = -1
+        words_at(int(self.arenas[step % len(self.arenas)]), HEADER_COUNTS, ctypes.c_int64)[HEADER_LAUNCH] = 0
 
     def note_sent(self, step: int, shape: StepShape) -> None:
         self.sent = self.last = step
@@ -77,17 +82,13 @@ class StepSender:
             or not shape.recorded
         ):
             return False
-        if self.is_published(step):
+        if self.published == step:
             return False
         self.publish(step)
         replay()
         self.note_sent(step, shape)
         self.pending = -1
         return True
-
-    def is_published(self, step: int) -> bool:
-        arena = int(self.arenas[step % len(self.arenas)])
-        return bool(words_at(arena, HEADER_STEP + 1, ctypes.c_int64)[HEADER_STEP] == step)
 
     def start_ahead(self) -> None:
         self.launched_before, self.ahead = int(self.receipt[RECEIPT_LAUNCHED]), True
