@@ -269,7 +269,8 @@ def times(device, transport, rounds):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100_000, help="steps of the races, all depths together")
-    parser.add_argument("--rounds", type=int, default=300, help="repetitions of each time")
+    parser.add_argument("--seed", type=int, default=0, help="of the races")
+    parser.add_argument("--rounds", type=int, default=300, help="repetitions of each time; 0: no times")
     parser.add_argument("--save", type=Path, help="the result file, JSON")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     args = parser.parse_args(argv)
@@ -280,14 +281,15 @@ def main(argv=None):
     races = []
     for transport in transports:
         steps = args.steps // 3 if transport == transports[0] else args.steps // 30
-        races += [race(steps, args.device, transport, depth, seed=depth) for depth in (1, 2, 3)]
+        races += [race(steps, args.device, transport, depth, seed=args.seed + depth) for depth in (1, 2, 3)]
     bad += [run for run in races if run["wrong"]]
     faults = ("left out", "too many") if args.device == "cuda" else ("left out",)
     controls = [race(min(args.steps, 3000), args.device, transports[0], 2, 7, fault) for fault in faults]
     bad += [run for run in controls if not run["wrong"]]
     result |= {"races": races, "controls": controls}
     print(json.dumps(result, indent=1), flush=True)
-    result["times"] = times(args.device, transports[0], args.rounds)
+    if args.rounds:
+        result["times"] = times(args.device, transports[0], args.rounds)
     if args.save:
         args.save.write_text(json.dumps(result, indent=1) + "\n")
     sys.exit(f"wrong: {json.dumps(bad)}" if bad else 0)

@@ -25,10 +25,10 @@ NO_TOKENS, GIVEN_TOKENS = 20, 21
 
 # int64 words of an arena's header, before its first field.
 HEADER_WORDS = 80
-HEADER_LAUNCH, HEADER_ROWS, HEADER_TOKENS, HEADER_RUNNING, HEADER_AHEAD, HEADER_COUNTS = range(6)
+HEADER_LAUNCH, HEADER_ROWS, HEADER_TOKENS, HEADER_RUNNING, HEADER_AHEAD, HEADER_JOURNAL, HEADER_COUNTS = range(7)
 """The number of the launch that reads it (1 + the step's number + HEADER_AHEAD; 0: none), its rows and tokens, its rows
-without padding, and how many steps were launched ahead in all before it; from HEADER_COUNTS on, the journal entries of
-each group."""
+without padding, and how many steps were launched ahead in all before it, and the byte of the arena where its journal
+begins; from HEADER_COUNTS on, the journal entries of each group."""
 
 # int64 words that host and device share: what the device has read, and, apart from them, what the host has launched.
 RECEIPT_WORDS = 32

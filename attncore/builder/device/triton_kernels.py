@@ -22,6 +22,7 @@ _TOKENS = 256  # that a program corrects
 _ROWS = 512  # lengths that a program adds up at once
 
 # Kernels may read globals that are constants of the compiler alone.
+_HEADER_JOURNAL = tl.constexpr(codes.HEADER_JOURNAL)
 _HEADER_LAUNCH = tl.constexpr(codes.HEADER_LAUNCH)
 _HEADER_ROWS = tl.constexpr(codes.HEADER_ROWS)
 _HEADER_TOKENS = tl.constexpr(codes.HEADER_TOKENS)
@@ -97,6 +98,8 @@ def _read_arena(  # type: ignore[no-untyped-def]
     # the last one runs here, and of two words one could be read before that and one behind it.
     ahead = tl.load(state + _AHEAD)
     found = (step >= 0) & (number == 1 + step + ahead)
+    # A replay too many may run when the next step has just been published, for another size: that layout is not this.
+    found = found & (tl.load(header + _HEADER_JOURNAL, mask=found, other=0, volatile=True) == 4 * journal)
     program = tl.program_id(0)
     i = program * block + tl.arange(0, block)
     if found:
@@ -139,7 +142,9 @@ def _gather_all_pages(  # type: ignore[no-untyped-def]
     start = tl.load(indptr + row)
     count = tl.load(indptr + row + 1) - start
     num_rows = tl.load(arena.to(tl.pointer_type(tl.int64)) + _HEADER_ROWS)
-    count = tl.where(row < num_rows, count, 0)  # behind the step's rows stand those of steps before
+    # Behind the step's rows stand those of steps before. No row has more than a table's, whatever indptr says: programs
+    # that read the arena for a replay too many may not all have seen the step that was published meanwhile.
+    count = tl.where(row < num_rows, tl.minimum(count, stride), 0)
     at = tl.program_id(1) * block
     while at < count:
         column = at + tl.arange(0, block)

@@ -58,6 +58,7 @@ cdef class StepSender:
         cdef length_t g, count, total = 0
         header[HEADER_ROWS], header[HEADER_TOKENS] = out.num_reqs, out.num_tokens
         header[HEADER_RUNNING], header[HEADER_AHEAD] = out.num_actual_reqs, self.receipt[RECEIPT_LAUNCHED]
+        header[HEADER_JOURNAL] = shape.tail
         for g in range(self.num_tables):
             count = write_journal(self.tables[g], num_rows, entries + JOURNAL_ENTRY_WORDS * total, self.entries - total)
             header[HEADER_COUNTS + g] = count

@@ -10,6 +10,7 @@ import numpy as np
 from attncore.kernels.codes import (
     HEADER_AHEAD,
     HEADER_COUNTS,
+    HEADER_JOURNAL,
     HEADER_LAUNCH,
     HEADER_ROWS,
     HEADER_RUNNING,
@@ -48,6 +49,7 @@ class StepSender:
         entries = words_at(arena + shape.tail, JOURNAL_ENTRY_WORDS * self.entries, ctypes.c_int32)
         header[HEADER_ROWS], header[HEADER_TOKENS] = out.num_reqs, out.num_tokens
         header[HEADER_RUNNING], header[HEADER_AHEAD] = out.num_actual_reqs, self.receipt[RECEIPT_LAUNCHED]
+        header[HEADER_JOURNAL] = shape.tail
         total = 0
         for g, table in enumerate(self.tables):
             count = int(write_journal(table.state, table.table, num_rows, entries[JOURNAL_ENTRY_WORDS * total :]))
