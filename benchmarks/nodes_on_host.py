@@ -10,11 +10,11 @@ from attncore.builder.device.triton_kernels import STATE_AHEAD
 from attncore.builder.persistent import assembly
 from attncore.kernels.codes import (
     HEADER_COUNTS,
-    HEADER_JOURNAL,
     HEADER_LAUNCH,
     HEADER_ROWS,
     RECEIPT_AHEAD,
     RECEIPT_LAUNCHED,
+    launch_word,
 )
 
 
@@ -45,7 +45,7 @@ class NodesOnHost(GraphTransport):
         ring, step = self._ring, int(self.state[0]) + 1
         memory, header = ring.memory[step % ring.depth], ring.header(step % ring.depth)
         nbytes = ring.journal_offset(capacity)
-        if header[HEADER_LAUNCH] != 1 + step + self.state[STATE_AHEAD] or header[HEADER_JOURNAL] != nbytes:
+        if header[HEADER_LAUNCH] != launch_word(1 + step + int(self.state[STATE_AHEAD]), nbytes):
             if self.state[STATE_AHEAD] < self._seen[RECEIPT_LAUNCHED]:
                 views = self.views(capacity)
                 self.ahead.compute(self._arena, views, self.ahead.start_of(views), 1, self.page_lists)

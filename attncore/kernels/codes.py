@@ -26,9 +26,19 @@ NO_TOKENS, GIVEN_TOKENS = 20, 21
 # int64 words of an arena's header, before its first field.
 HEADER_WORDS = 80
 HEADER_LAUNCH, HEADER_ROWS, HEADER_TOKENS, HEADER_RUNNING, HEADER_AHEAD, HEADER_JOURNAL, HEADER_COUNTS = range(7)
-"""The number of the launch that reads it (1 + the step's number + HEADER_AHEAD; 0: none), its rows and tokens, its rows
-without padding, and how many steps were launched ahead in all before it, and the byte of the arena where its journal
-begins; from HEADER_COUNTS on, the journal entries of each group."""
+"""Which launch reads it, its rows and tokens, its rows without padding, how many steps were launched ahead in all
+before it, and the byte of the arena where its journal begins; from HEADER_COUNTS on, the journal entries of each group.
+
+A launch has a number, 1 + the step's + HEADER_AHEAD. HEADER_LAUNCH has it in its upper bits and the journal's place, in
+words of 8 bytes, in the LAUNCH_SHIFT lower ones; 0: no launch. It is written last, and one load sees both.
+"""
+LAUNCH_SHIFT = 28
+
+
+def launch_word(number: int, journal: int) -> int:
+    """HEADER_LAUNCH of the launch ``number`` over an arena whose journal begins at the byte ``journal``."""
+    return number << LAUNCH_SHIFT | (journal // 8 & ((1 << LAUNCH_SHIFT) - 1))
+
 
 # int64 words that host and device share: what the device has read, and, apart from them, what the host has launched.
 RECEIPT_WORDS = 32

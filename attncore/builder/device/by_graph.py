@@ -20,7 +20,14 @@ from attncore.builder.device import triton_kernels
 from attncore.builder.device.by_copy import CopyTransport
 from attncore.errors import CaptureError
 from attncore.graphs import uncollected
-from attncore.kernels.codes import HEADER_COUNTS, HEADER_JOURNAL, HEADER_LAUNCH, HEADER_ROWS, RECEIPT_AHEAD, RECEIPT_LAUNCHED
+from attncore.kernels.codes import (
+    HEADER_COUNTS,
+    HEADER_LAUNCH,
+    HEADER_ROWS,
+    RECEIPT_AHEAD,
+    RECEIPT_LAUNCHED,
+    launch_word,
+)
 
 if TYPE_CHECKING:
     from attncore.builder.device.arena import ArenaRing, Capacity
@@ -274,7 +281,7 @@ class GraphTransport(CopyTransport):
                     group["paged_kv_indptr"][:] = np.arange(len(group["paged_kv_indptr"]))
                 header = self._headers[arena]
                 header[:] = 0
-                header[HEADER_LAUNCH], header[HEADER_ROWS], header[HEADER_JOURNAL] = 1 + step, capacity.num_reqs, nbytes
+                header[HEADER_LAUNCH], header[HEADER_ROWS] = launch_word(1 + step, nbytes), capacity.num_reqs
                 self._ticket.fill_(step)
                 graph.replay()
                 torch.cuda.synchronize()

@@ -22,8 +22,9 @@ _TOKENS = 256  # that a program corrects
 _ROWS = 512  # lengths that a program adds up at once
 
 # Kernels may read globals that are constants of the compiler alone.
-_HEADER_JOURNAL = tl.constexpr(codes.HEADER_JOURNAL)
 _HEADER_LAUNCH = tl.constexpr(codes.HEADER_LAUNCH)
+_LAUNCH_SHIFT = tl.constexpr(codes.LAUNCH_SHIFT)
+_LAUNCH_PLACE = tl.constexpr((1 << codes.LAUNCH_SHIFT) - 1)
 _HEADER_ROWS = tl.constexpr(codes.HEADER_ROWS)
 _HEADER_TOKENS = tl.constexpr(codes.HEADER_TOKENS)
 _HEADER_RUNNING = tl.constexpr(codes.HEADER_RUNNING)
@@ -92,14 +93,14 @@ def _read_arena(  # type: ignore[no-untyped-def]
     # Before the header: the host publishes a step and then launches those ahead of it. A replay too many that reads in
     # between would else see no header and steps to run, advance the step before, and the header would never be taken.
     # The mask makes the second load wait for the first: loads that nothing connects may be served in any order.
-    launched = tl.load(receipt + _RECEIPT_LAUNCHED, volatile=True)
-    number = tl.load(header + _HEADER_LAUNCH, mask=launched >= 0, other=0, volatile=True)
-    # One word says which step it is and how many steps ahead come before: the host may publish while a step ahead of
-    # the last one runs here, and of two words one could be read before that and one behind it.
+    launched = tl.load(receipt + _RECEIPT_LAUNCHED)
+    launch = tl.load(header + _HEADER_LAUNCH, mask=launched >= 0, other=0)
+    # One word says which step it is, how many steps ahead come before, and in which layout it lies: the host may
+    # publish the next step, of another size perhaps, while a step ahead or a replay too many runs here. Of two words
+    # one could be read before that and one behind it.
     ahead = tl.load(state + _AHEAD)
-    found = (step >= 0) & (number == 1 + step + ahead)
-    # A replay too many may run when the next step has just been published, for another size: that layout is not this.
-    found = found & (tl.load(header + _HEADER_JOURNAL, mask=found, other=0, volatile=True) == 4 * journal)
+    place = (journal // 2 + tl.zeros((), tl.int64)) & _LAUNCH_PLACE
+    found = (step >= 0) & (launch == ((1 + step + ahead) << _LAUNCH_SHIFT | place))
     program = tl.program_id(0)
     i = program * block + tl.arange(0, block)
     if found:

@@ -68,8 +68,9 @@ cdef class StepSender:
     cpdef object publish(self, slot_t step):
         """Writes the launch's number, behind everything else: from now on the device may read the step."""
         cdef slot_t* header = <slot_t*> <size_t> self.arenas[step % self.depth]
+        cdef slot_t place = header[HEADER_JOURNAL] // 8 & ((<slot_t> 1 << LAUNCH_SHIFT) - 1)
         self.published = step
-        store_word(header + HEADER_LAUNCH, 1 + step + header[HEADER_AHEAD])
+        store_word(header + HEADER_LAUNCH, (1 + step + header[HEADER_AHEAD]) << LAUNCH_SHIFT | place)
 
     cpdef object withdraw(self, slot_t step):
         """Takes the launch's number out of the header of ``step``."""

@@ -19,6 +19,7 @@ from attncore.kernels.codes import (
     RECEIPT_LAUNCHED,
     RECEIPT_STEP,
     RECEIPT_WORDS,
+    launch_word,
 )
 from attncore.kernels.numba.block_table import TableState, write_journal
 from attncore.kernels.numba.step_arena import StepArena
@@ -60,7 +61,7 @@ class StepSender:
     def publish(self, step: int) -> None:
         header = words_at(int(self.arenas[step % len(self.arenas)]), HEADER_COUNTS, ctypes.c_int64)
         self.published = step
-        header[HEADER_LAUNCH] = 1 + step + header[HEADER_AHEAD]
+        header[HEADER_LAUNCH] = launch_word(1 + step + int(header[HEADER_AHEAD]), int(header[HEADER_JOURNAL]))
 
     def withdraw(self, step: int) -> None:
         self.published = -1
