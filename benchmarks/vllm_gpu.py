@@ -29,6 +29,7 @@ SHAPES = {
     "small": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 8},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 16},
 }
+BLOCK_SIZES = {"ATTNCORE_FLASH": 256}  # flash-attn 2 takes multiples of 256; all others 16
 OWN_BUILDERS = {
     "TRITON_ATTN": ("triton_attn", "TritonAttentionMetadataBuilder"),
     "FLASHINFER": ("flashinfer", "FlashInferMetadataBuilder"),
@@ -174,7 +175,7 @@ def run(arguments):
     llm = LLM(
         arguments.model, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=not arguments.graphs, seed=0,
         max_model_len=1024, max_num_seqs=most, max_num_batched_tokens=max(256, 2 * most), enable_prefix_caching=True,
-        disable_log_stats=True, block_size=16, gpu_memory_utilization=0.3, kv_cache_memory_bytes=4 << 30,
+        disable_log_stats=True, block_size=BLOCK_SIZES.get(arguments.backend, 16), gpu_memory_utilization=0.3, kv_cache_memory_bytes=4 << 30,
         attention_backend=arguments.backend, compilation_config={"mode": 0, "custom_ops": ["none"], **modes},
         kernel_config={
             "ir_op_priority": {"rms_norm": norms, "fused_add_rms_norm": norms}, "enable_flashinfer_autotune": False,

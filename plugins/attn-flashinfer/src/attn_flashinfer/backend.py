@@ -69,6 +69,7 @@ class FlashInferBackend(AttentionBackend):
         self._plans: dict[PlanKey, KeyPlans] = {}
         self._owner: Callable[[], Any] = _no_owner
         self._step, self._follows, self._checks_tables = -1, False, False
+        self._has_planned = False
         self._event: Any = None
 
     def library(self) -> Library:
@@ -203,9 +204,9 @@ class FlashInferBackend(AttentionBackend):
             self._step = max(self._step, metadata.step)
         if self._event is not None:
             self._event.synchronize()
-        elif not self._follows and self._is_cuda:
+        elif not self._follows and self._is_cuda and self._has_planned:
             torch.cuda.current_stream().synchronize()
-        self._event = None
+        self._event, self._has_planned = None, True
 
 
 def _decode_kernel(config: BackendConfig) -> str:
