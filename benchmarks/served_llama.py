@@ -39,7 +39,7 @@ class Served(example.Engine):
         super().__init__(model, **options)
         self.parts = parts
         for owner, names, part in (
-            (self.batch, ("add_request", "append_blocks", "remove_request"), "batch"),
+            (self.batch, ("add_request", "append_blocks_many", "remove_request"), "batch"),
             (self.input_ids, ("give",), "fields"),
             (self.sampled, ("fetch",), "fields"),
             (self, ("_schedule", "_num_steps"), "schedule"),

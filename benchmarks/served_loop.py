@@ -45,7 +45,7 @@ class Loop:
         else:
             self.builder.register_field("input_ids", np.int64, "token", self._fill_input_ids)
             self.builder.register_field("temperature", np.float32, "request", self._fill_temperature)
-        for name in ("add_request", "append_blocks", "remove_request", "rollback_many"):
+        for name in ("add_request", "append_blocks_many", "remove_request", "rollback_many"):
             setattr(batch, name, parts.around(getattr(batch, name), "batch"))
         self.names, self.next_block = itertools.count(), 1
         self.requests, self.prompt = {}, None
@@ -96,13 +96,18 @@ class Loop:
         self.batch.remove_request(name)
         del self.requests[name]
 
-    def _grow(self, name, count):
-        request = self.requests[name]
-        request.tokens += [5] * (request.computed + count - len(request.tokens))  # drafts, or a prompt's next tokens
-        missing = -(-(request.computed + count) // self.block_size) - request.held
-        if missing > 0:
-            request.held += missing
-            self.batch.append_blocks(name, self._blocks(missing))
+    def _grow(self, scheduled):
+        """The requests' tokens, and their missing blocks: one call for all of them."""
+        given = {}
+        for name, count in scheduled.items():
+            request = self.requests[name]
+            request.tokens += [5] * (request.computed + count - len(request.tokens))  # drafts, or a prompt's next ones
+            missing = -(-(request.computed + count) // self.block_size) - request.held
+            if missing > 0:
+                request.held += missing
+                given[name] = self._blocks(missing)
+        if given:
+            self.batch.append_blocks_many(given)
 
     def _schedule(self):
         """Who runs how many tokens."""
@@ -118,8 +123,7 @@ class Loop:
                     del scheduled[self.prompt]
                 self.prompt = self._join(0)
             scheduled[self.prompt] = CHUNK
-        for name, count in scheduled.items():
-            self._grow(name, count)
+        self._grow(scheduled)
         return scheduled
 
     def _build(self, scheduled, bucket):

@@ -175,8 +175,9 @@ def run(arguments):
     llm = LLM(
         arguments.model, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=not arguments.graphs, seed=0,
         max_model_len=1024, max_num_seqs=most, max_num_batched_tokens=max(256, 2 * most), enable_prefix_caching=True,
-        disable_log_stats=True, block_size=BLOCK_SIZES.get(arguments.backend, 16), gpu_memory_utilization=0.3, kv_cache_memory_bytes=4 << 30,
-        attention_backend=arguments.backend, compilation_config={"mode": 0, "custom_ops": ["none"], **modes},
+        disable_log_stats=True, block_size=BLOCK_SIZES.get(arguments.backend, 16), gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=4 << 30, attention_backend=arguments.backend,
+        compilation_config={"mode": 0, "custom_ops": ["none"], **modes},
         kernel_config={
             "ir_op_priority": {"rms_norm": norms, "fused_add_rms_norm": norms}, "enable_flashinfer_autotune": False,
             "enable_jit_warmup": False,

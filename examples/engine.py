@@ -105,6 +105,7 @@ class Engine(TakesPrompts):
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # in order of arrival: the last one is the youngest
         self.runs: deque[Run] = deque()  # launched, and not read yet
+        self.grown: dict[int, list[int]] = {}  # blocks of running requests that the batch is not given yet
         self.suspects: dict[Request, int] = {}  # of a step that failed: run alone until so many tokens are computed
         self.preemptions, self._ids = 0, itertools.count()
         self.vocab_size = model.get_input_embeddings().num_embeddings
@@ -178,6 +179,7 @@ class Engine(TakesPrompts):
         counts = {name: run.counts.get(request, 0) for name, request in self.running.items()}
         others = {name: count for name, count in counts.items() if count != 1}  # builds run one of each, else
         num_steps = 1 if size is None else self._num_steps(run)
+        self._give_blocks()
         if num_steps > 1:
             steps = self.builder.run_ahead(num_steps, bucket=size, scheduled=others)
             while steps.left:
@@ -274,13 +276,19 @@ class Engine(TakesPrompts):
         blocks = self.pool.take(missing) if missing else []
         if blocks:
             request.blocks += blocks
-            self.batch.append_blocks(request.id, blocks)
+            self.grown.setdefault(request.id, []).extend(blocks)
         return blocks is not None
+
+    def _give_blocks(self) -> None:
+        if self.grown:
+            self.batch.append_blocks_many(self.grown)
+            self.grown.clear()
 
     def _missing(self, request: Request, count: int) -> int:
         return max(-(-(request.launched + count) // self.block_size) - len(request.blocks), 0)
 
     def _leave(self, request: Request, again: bool = False) -> None:
+        self._give_blocks()
         del self.running[request.id]
         for run in self.runs:
             run.counts.pop(request, None)

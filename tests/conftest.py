@@ -3,6 +3,7 @@
 import importlib
 import signal
 
+import processor_times
 import pytest
 
 from attncore import env
@@ -22,6 +23,15 @@ def kernels(request):
                 raise
             pytest.skip("the compiled extension is not installed")
     return request.param
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks the tests that tests/slow_tests.txt lists, before -m selects."""
+    slow = processor_times.listed()
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_configure():

@@ -40,20 +40,11 @@ def test_named_tests_exist(name):
 
 def test_named_tests_are_collected():
     """None of them is deselected, skipped as a whole, or out of pytest's sight."""
-    words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not gpu and not slow",
-    ]
+    words = ["-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "not gpu and not slow"]
     run = subprocess.run(
-        [*words, *(f"tests/{name}" for name in sorted(set(NAMED)))], cwd=ROOT, capture_output=True, text=True
-    )
+        [sys.executable, *words, *(f"tests/{name}" for name in sorted(set(NAMED)))],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     collected = {re.sub(r"\[.*", "", line) for line in run.stdout.splitlines() if line.startswith("tests/")}
     missing = [name for name in NAMED if not any(one.startswith(f"tests/{name}") for one in collected)]

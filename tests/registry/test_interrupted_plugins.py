@@ -47,7 +47,8 @@ def check_others(monkeypatch):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the system does not list a process's descriptors")
-def test_opcodes(monkeypatch, tmp_path):
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 41])
+def test_opcodes(stride, monkeypatch, tmp_path):
     """The same call again and again, interrupted some opcodes later each time, until it is not interrupted."""
     monkeypatch.chdir(tmp_path)
     before, count = found(), 0
@@ -58,7 +59,7 @@ def test_opcodes(monkeypatch, tmp_path):
         assert found() == before, count
         if not interrupt.fired:
             break
-        count += 1 if count < 300 else 7
+        count += stride if count < 300 else 7 * stride
     assert count > 400
     check_others(monkeypatch)
 

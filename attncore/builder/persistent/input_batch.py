@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,10 @@ class InputBatch(KeepsColumns, Uncopied):
         elif max_encoder_len is not None:
             raise ValueError(f"max_encoder_len: {max_encoder_len} given, but no group is cross")
         self._one_group = groups is None
-        self._core = BatchCore(known, max_num_reqs, max_model_len, max_encoder_len or 0, kernels)
+        self._core = core = BatchCore(known, max_num_reqs, max_model_len, max_encoder_len or 0, kernels)
+        self._append_plain: Callable[[Any], bool] | None = None
+        if self._one_group and hasattr(core.kernels, "append_blocks"):
+            self._append_plain = partial(core.kernels.append_blocks, core.state, core.decoders[0].state, core.order)
 
     __repr__ = guarded(batch_text)
     __str__ = guarded(batch_grid)
@@ -192,6 +196,8 @@ class InputBatch(KeepsColumns, Uncopied):
         """``append_blocks`` for several requests in one call; where one is wrong, it raises and changes none."""
         if not isinstance(block_ids, Mapping):
             raise TypeError(f"block_ids: {block_ids!r} is not a mapping of request to block ids")
+        if self._append_plain is not None and type(block_ids) is dict and self._append_plain(block_ids):
+            return
         with self._core.enter():
             undo, paused = self._core.undo, self._core.order.paused
             for req_id, ids in block_ids.items():

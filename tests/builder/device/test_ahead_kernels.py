@@ -10,12 +10,19 @@ import pytest
 HERE = pathlib.Path(__file__).parent
 
 
-@pytest.mark.parametrize("script", ["interpreted_ahead.py", "interpreted_corrections.py"])
-def test_kernels_of_the_transports_in_tritons_interpreter(script):
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["interpreted_ahead.py", "short"],
+        pytest.param(["interpreted_ahead.py"], marks=pytest.mark.slow),
+        ["interpreted_corrections.py"],
+    ],
+)
+def test_kernels_of_the_transports_in_tritons_interpreter(words):
     pytest.importorskip("triton", reason="triton is not installed")
     path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, HERE / script],
+        [sys.executable, HERE / words[0], *words[1:]],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,

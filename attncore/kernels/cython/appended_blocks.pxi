@@ -1,0 +1,107 @@
+# append_blocks: blocks for several requests of a batch with one KV-cache group, in one call.
+
+from cpython.dict cimport PyDict_GetItemWithError, PyDict_Next, PyDict_Size
+from cpython.list cimport PyList_CheckExact, PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.object cimport PyObject
+
+
+def append_blocks(BatchState batch, TableState table, order, dict given):
+    """Appends ``given``'s lists of block ids, by request, to the rows of ``order``: True, or False and nothing done.
+
+    False stands for whatever is not plain: names that are no str or int, unknown ones, ids that are no small ints or
+    cannot stand there, preempted requests, a caller inside. The longer way then does all of it, or says what is wrong.
+    A step in which requests cross into new blocks calls this once, and between two runs of a model each Python function
+    on its way is cold.
+    """
+    cdef Py_ssize_t count = PyDict_Size(given)
+    cdef length_t* rows
+    if batch.state != FREE or order.paused or not 0 < count <= batch.capacity:
+        return False
+    rows = <length_t*> PyMem_Malloc(count * sizeof(length_t))
+    if rows == NULL:
+        return False
+    try:
+        return find_rows(batch, order, given, rows) and append_rows(table, given, count, rows)
+    finally:
+        PyMem_Free(rows)
+
+
+cdef bint find_rows(BatchState batch, order, dict given, length_t* rows) except -1:
+    """Writes the row of each request in turn; False where one is not plain or not known."""
+    cdef Py_ssize_t position = 0, k = 0, count = PyDict_Size(given)
+    cdef PyObject* name
+    cdef PyObject* ids
+    cdef PyObject* row
+    cdef slot_t value = 0
+    cdef dict row_of = order.row_of
+    changes = order.changes
+    while k < count and PyDict_Next(given, &position, &name, &ids):
+        if (type(<object> name) is not str and type(<object> name) is not int) or not PyList_CheckExact(<object> ids):
+            return False
+        try:
+            row = PyDict_GetItemWithError(row_of, <object> name)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of another name's own __eq__, which the longer way knows how to do without
+            order._refuse_from_outside(error, <object> name)
+            return False
+        if row == NULL or read_small_int(row, &value) == 0 or not 0 <= value < batch.capacity:
+            return False
+        rows[k] = <length_t> value
+        k += 1
+    # A name in the batch may have an __eq__ of its own, which was asked: whatever it did, the longer way sees.
+    return k == count == PyDict_Size(given) and order.changes is changes and batch.state == FREE
+
+
+cdef bint append_rows(TableState table, dict given, Py_ssize_t count, length_t* rows) noexcept:
+    """Appends to each row in turn; False, and no row has changed, where one cannot take its ids. Runs no Python."""
+    cdef Py_ssize_t position = 0, k = 0
+    cdef PyObject* name
+    cdef PyObject* ids
+    while k < count and PyDict_Next(given, &position, &name, &ids):
+        if not append_row(table, rows[k], ids):
+            take_back_rows(table, given, k, rows)
+            return False
+        k += 1
+    return True
+
+
+cdef bint append_row(TableState table, length_t row, PyObject* ids) noexcept:
+    cdef TableView* view = &table.view
+    cdef length_t each = table.kernel_blocks, held = view.num_blocks[row], column = held, e
+    cdef Py_ssize_t k, count = PyList_GET_SIZE(<list> ids)
+    cdef block_id_t* out = view.table + <slot_t> row * view.width
+    cdef slot_t value = 0
+    cdef bint right = count <= (table.width - held) // each
+    if not right:
+        return False
+    for k in range(count):
+        if not read_small_int(<PyObject*> PyList_GET_ITEM(<list> ids, k), &value) or not 0 < value < table.num_blocks:
+            right = False
+            break
+        for e in range(each):
+            out[column + e] = <block_id_t> value * each + e
+        column += each
+    view.num_blocks[row] = column
+    if right and stands(view, row, held, 0, each):
+        return True
+    shorten_row(view, row, held)
+    return False
+
+
+cdef void take_back_rows(TableState table, dict given, Py_ssize_t count, length_t* rows) noexcept:
+    """Takes back what was appended to the first rows."""
+    cdef length_t added
+    cdef Py_ssize_t position = 0, k = 0
+    cdef PyObject* name
+    cdef PyObject* ids
+    while k < count and PyDict_Next(given, &position, &name, &ids):
+        added = <length_t> PyList_GET_SIZE(<list> ids) * table.kernel_blocks
+        shorten_row(&table.view, rows[k], table.view.num_blocks[rows[k]] - added)
+        k += 1
+
+
+cdef void shorten_row(TableView* view, length_t row, length_t held) noexcept:
+    memset(view.table + <slot_t> row * view.width + held, 0, (view.num_blocks[row] - held) * sizeof(block_id_t))
+    view.num_blocks[row] = held
