@@ -222,6 +222,10 @@ class SentAhead:
     def run_ahead(self, num_steps: Any, bucket: Any, scheduled: Any) -> Any | None: ...
     def launch(self, steps: Any, graph: Any, count: Any) -> bool: ...
 
+def append_slots(
+    is_profile_run: Any, slot_mapping: Any, seq_id: Any, seq_len: Any, context_len: Any, start_idx: Any,
+    block_size: Any, block_tables: Any,
+) -> bool: ...  # fmt: skip
 def append_blocks(batch: BatchState, table: TableState, order: Any, given: dict[Any, Any]) -> bool: ...
 
 class GroupReader(Entrance):

@@ -42,6 +42,7 @@ include "kernels/cython/sequence_checks.pxi"
 include "kernels/cython/sequence_fields.pxi"
 include "kernels/cython/sequence_groups.pxi"
 include "kernels/cython/field_functions.pxi"
+include "kernels/cython/sequence_slots.pxi"
 
 IMPLEMENTATION = "cython"
 READS_INTS = (<bytes> ATTNCORE_READS_INTS).decode()

@@ -39,14 +39,15 @@ def test_without_a_choice_the_compiled_one_runs(monkeypatch, kernels):
     assert slots.why_kernels().startswith("cython: the compiled extension is installed")
 
 
-NOT_OF_NUMBA = {"SentSteps", "SentAhead"}  # steps for a device in one call; with numba they take the longer way
+# What is done in one call in C; with numba it takes the longer way.
+NOT_OF_NUMBA = {"SentSteps", "SentAhead", "append_blocks", "append_slots"}
 
 
 def test_both_implementations_are_what_the_stub_says(kernels):
     module = slots.load_kernels(kernels)
     stub = ast.parse((pathlib.Path(slots.__file__).parent / "_slots.pyi").read_text())
     for node in stub.body:
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef) and (kernels == "cython" or node.name not in NOT_OF_NUMBA):
             assert parameters(getattr(module, node.name)) in ([a.arg for a in node.args.args], None)
         if isinstance(node, ast.ClassDef) and (kernels == "cython" or node.name not in NOT_OF_NUMBA):
             cls = getattr(module, node.name)

@@ -6,13 +6,15 @@ sequence: ``is_block_tables_empty``, ``compute_slot_mapping_start_idx`` and ``co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableSequence, Sequence
+import importlib
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from attncore import arguments, array_arguments
+from attncore import arguments, array_arguments, env
 from attncore.arguments import INT32_MAX, flag, integer, optional_integer, why_no_list
 from attncore.array_arguments import (
     MOST_BLOCKS,
@@ -32,6 +34,9 @@ _ARRAY, _ID_DTYPES = np.ndarray, (np.dtype(np.int32), np.dtype(np.int64))
 
 _ARRAY_TOKENS = 256
 """Tokens of a sequence from which NumPy is faster than a loop over the blocks of an array."""
+
+_compiled: Callable[..., bool] | None = None
+"""``append_slots`` of the compiled kernels once it was looked for; where they are not used, what does nothing."""
 
 _REFUSED = (OverflowError, ValueError, TypeError, AttributeError)
 """What arrays and other sequences raise for an element that they do not hold, or a method that they have not."""
@@ -81,6 +86,10 @@ def compute_slot_mapping(
     where the table is missing or too short. Of a list of ids those alone are read that the tokens are in.
     """
     # The usual case first, for which an engine has a microsecond a sequence; what is unusual goes on to the checks.
+    if (_compiled or _load_compiled())(
+        is_profile_run, slot_mapping, seq_id, seq_len, context_len, start_idx, block_size, block_tables
+    ):
+        return
     if type(context_len) is int and type(seq_len) is int and type(block_size) is int and type(start_idx) is int:
         table: Any = block_tables.get(seq_id) if type(block_tables) is dict and type(seq_id) is int else None
         if (
@@ -126,6 +135,21 @@ def compute_slot_mapping(
         raise ValueError(f"block_tables: sequence {seq_id} {problem}")
     slots = build_slot_mapping(rectangle, [written], [seq_len - written], block_size)
     _extend(slot_mapping, [PAD_SLOT_ID] * (written - context_len) + slots.tolist())
+
+
+def _load_compiled() -> Callable[..., bool]:
+    """Sets ``_compiled``. numba has nothing of the kind, and is not loaded for it."""
+    global _compiled
+    found = None
+    if env.kernels() != "numba":
+        with suppress(Exception):  # a broken extension: load_kernels says what is wrong with it
+            found = importlib.import_module("attncore._slots").append_slots
+    _compiled = found or _does_nothing
+    return _compiled
+
+
+def _does_nothing(*_: Any) -> bool:
+    return False
 
 
 def _extend(slot_mapping: MutableSequence[int], slots: Sequence[int]) -> None:

@@ -1,7 +1,9 @@
 """compute_slot_mapping, fed integers, tables and lists that are right or lie: the slots of the oracle, or nothing."""
 
 import array
+from unittest import mock
 
+import pytest
 from fuzz.budget import examples
 from fuzz.hostile import integers, mostly, names, sequences
 from fuzz.outcomes import outcome
@@ -9,23 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attncore import slots
+from attncore.kernels import host_functions
 
 few = st.integers(0, 20)
 tables = st.lists(st.integers(0, 60), max_size=6)
 outs = st.sampled_from((list, lambda: [5], lambda: array.array("b"), lambda: array.array("q", [1])))
 
 
+@pytest.mark.parametrize("way", [None, host_functions._does_nothing], ids=["kernels", "longer"])
 @examples(300)
 @given(
     profile=mostly(st.booleans(), integers), seq_id=mostly(st.integers(0, 2), names), seq_len=mostly(few, integers),
     context_len=mostly(few, integers), start_idx=mostly(few, integers),
     block_size=mostly(st.integers(1, 5), integers), table=mostly(tables, sequences), out=outs,
 )  # fmt: skip
-def test_slots_of_a_sequence(profile, seq_id, seq_len, context_len, start_idx, block_size, table, out):
+def test_slots_of_a_sequence(way, profile, seq_id, seq_len, context_len, start_idx, block_size, table, out):
     taken, before = out(), out()
     recipes = (profile, seq_id, seq_len, context_len, start_idx, block_size, table)
     given_profile, name, *lengths, ids = (recipe() for recipe in recipes)
-    found = outcome(slots.compute_slot_mapping, given_profile, taken, name, *lengths, {1: ids})
+    with mock.patch.object(host_functions, "_compiled", way):
+        found = outcome(slots.compute_slot_mapping, given_profile, taken, name, *lengths, {1: ids})
     if found[0] != "answer":
         assert taken == before, "refused, and appended to"
         return

@@ -23,6 +23,7 @@ OBJECT = "objects are read in a loop, which has no macros of CPython's"
 EXCEPTIONS = {
     "types": "C types",
     "sent_steps": "one call in C; the numba side serves no device, and its steps take the longer way",
+    "sequence_slots": "one call in C for what is plain; the numba side takes the longer way",
     "appended_blocks": "one call in C for what is plain; the numba side takes the longer way",
     "codes": "attncore/kernels/codes.py for C; the numba side imports that",
     "sent_ahead": "the same",
