@@ -36,6 +36,7 @@ EXCEPTIONS = {
     "block_ids.open_array": BUFFER,
     "block_ids.copy_ids": BUFFER,
     "sequence_groups.GroupReader._read_array": BUFFER,
+    "sequence_groups.read_array": "the numba side of that: the layout of NumPy's arrays",
     "slots.BlockSize": STRUCT,
     "slots.block_size_of": "makes a BlockSize",
     "slots.shift_of": "what BlockSize holds",

@@ -24,7 +24,17 @@ from attncore.kernels.numba.memory import (
     number,
     struct_at,
 )
-from attncore.kernels.numba.objects import ITEMS, SIZE, TYPE, Layout, find_layout, read_small_int
+from attncore.kernels.numba.objects import (
+    ITEMS,
+    SIZE,
+    TYPE,
+    Layout,
+    arrays_are_known,
+    copy_array,
+    find_layout,
+    read_small_int,
+    size_of_array,
+)
 from attncore.kernels.numba.sequence_checks import (
     CONTEXT_LEN,
     ENTRY_COLUMNS,
@@ -39,9 +49,10 @@ from attncore.kernels.numba.sequence_checks import (
 from attncore.kernels.numba.sequence_fields import fill_entries, fill_entry_pages, fill_entry_rows, pad_entries
 
 OBJECTS = "list_type", "tuple_type", "int_type", "true", "false", "none"
+ARRAYS = "array_type", "int32", "int64"
 READER = Struct(
     "groups", "group_type", "sequence_type", "entries", "entries_capacity", "ids", "ids_capacity",  # first: _read_into
-    *OBJECTS, *Layout._fields, "num_seqs", "num_ids", "encoder_group",
+    *OBJECTS, *ARRAYS, *Layout._fields, "num_seqs", "num_ids", "encoder_group",
 )  # fmt: skip
 """A GroupReader's buffers, and the addresses of the objects that it tells others by."""
 READER_VIEW = READER.type
@@ -84,6 +95,17 @@ def read_table(view, table, count):
 
 
 @jit
+def read_array(view, table, count):
+    """``read_table`` of an array."""
+    if view.num_ids + count > view.ids_capacity:
+        return NO_ROOM
+    if not copy_array(view, table, count, lengths_at(view.ids + LENGTH * view.num_ids)):
+        return OTHER
+    view.num_ids += count
+    return READ
+
+
+@jit
 def read_sequence(view, sequence, is_prompt, hit):
     if longs_at(sequence + TYPE)[0] != view.sequence_type or size_of(sequence) < 4:
         return OTHER
@@ -100,6 +122,9 @@ def read_sequence(view, sequence, is_prompt, hit):
     if table == view.none:
         return READ
     kind = longs_at(table + TYPE)[0]
+    if kind == view.array_type:
+        entry[NUM_IDS] = size_of_array(view, table)
+        return OTHER if entry[NUM_IDS] < 0 else read_array(view, table, entry[NUM_IDS])
     if kind != view.list_type and kind != view.tuple_type:
         return OTHER
     entry[NUM_IDS] = size_of(table)
@@ -163,6 +188,9 @@ class GroupReader(Words, Entrance):
         super().__init__()
         layout, kinds = find_layout(), (list, tuple, int, True, False, None)
         self._own(READER, **dict(zip(OBJECTS, map(id, kinds), strict=True)), **(layout._asdict() if layout else {}))
+        if layout and arrays_are_known():
+            for name, value in zip(ARRAYS, (np.ndarray, np.dtype(np.int32), np.dtype(np.int64)), strict=True):
+                self.words[READER.names.index(name)] = id(value)
         self._read_groups = read_groups.ready() if layout else None
         self.block_size = self.window = 0
         self.rows: list[tuple[int, ...]] = []
@@ -178,7 +206,7 @@ class GroupReader(Words, Entrance):
         return self._read_objects(groups)
 
     def _read_in_one(self, groups: list[Any] | tuple[Any, ...]) -> bool:
-        """Reads groups of lists of ints in one compiled call; False where they are not all such, or malformed."""
+        """Reads groups of lists of ints and arrays in one compiled call; False where one is not such, or malformed."""
         group: Any = groups[0] if groups else None
         if not issubclass(type(group), tuple) or tuple.__len__(group) < 3:
             return False

@@ -101,3 +101,19 @@ def test_a_sequence_whose_array_is_no_table_is_refused(ids):
     with pytest.raises(ValueError, match=r"-1|holds 1 block but needs 2 for its 5 tokens"):
         compute_slot_mapping(False, slots, 7, 5, 4, 0, 4, {7: np.array(ids, np.int32)})
     assert slots == []
+
+
+def test_numba_reads_arrays_in_the_compiled_call_and_others_by_numpy(monkeypatch):
+    """Where NumPy's arrays were laid out otherwise, the longer way would read them: the same numbers."""
+    groups = pytest.importorskip("attncore.kernels.numba.sequence_groups", reason="numba is not installed")
+    rows = decodes([(5, np.array(IDS, np.int32)), (0, np.array([3], np.int64))])
+    reader = groups.GroupReader()
+    assert reader._read_in_one(rows)
+    assert reader.ids.tolist() == [*IDS, 3]
+    assert not reader._read_in_one(decodes([(5, np.array([5, 1 << 31]))]))
+    assert not reader._read_in_one(decodes([(5, np.array([5, -1], np.int32))]))
+    monkeypatch.setattr(groups, "arrays_are_known", lambda: False)
+    other = groups.GroupReader()
+    assert not other._read_in_one(rows)
+    assert other.read(rows)
+    assert other.ids.tolist() == [*IDS, 3]
