@@ -74,6 +74,12 @@ class BatchCore:
         self._moved = -1, 0
         """What ``state.changes`` is since the last step that moved rows, and what it was before."""
 
+    def append_plain(self) -> Callable[[Any], bool] | None:
+        """The kernels' ``append_blocks`` for the batch's only group, of blocks by request; numba has none."""
+        if not hasattr(self.kernels, "append_blocks"):
+            return None
+        return partial(self.kernels.append_blocks, self.state, self.decoders[0].state, self.order)
+
     @property
     def max_num_reqs(self) -> int:
         return self.state.capacity  # type: ignore[no-any-return]

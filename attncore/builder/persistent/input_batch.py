@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -58,10 +57,8 @@ class InputBatch(KeepsColumns, Uncopied):
         elif max_encoder_len is not None:
             raise ValueError(f"max_encoder_len: {max_encoder_len} given, but no group is cross")
         self._one_group = groups is None
-        self._core = core = BatchCore(known, max_num_reqs, max_model_len, max_encoder_len or 0, kernels)
-        self._append_plain: Callable[[Any], bool] | None = None
-        if self._one_group and hasattr(core.kernels, "append_blocks"):
-            self._append_plain = partial(core.kernels.append_blocks, core.state, core.decoders[0].state, core.order)
+        self._core = BatchCore(known, max_num_reqs, max_model_len, max_encoder_len or 0, kernels)
+        self._append_plain = self._core.append_plain() if self._one_group else None
 
     __repr__ = guarded(batch_text)
     __str__ = guarded(batch_grid)
@@ -194,21 +191,21 @@ class InputBatch(KeepsColumns, Uncopied):
 
     def append_blocks_many(self, block_ids: Mapping[Any, Any]) -> None:
         """``append_blocks`` for several requests in one call; where one is wrong, it raises and changes none."""
+        if type(block_ids) is dict and self._append_plain is not None and self._append_plain(block_ids):
+            return
         if not isinstance(block_ids, Mapping):
             raise TypeError(f"block_ids: {block_ids!r} is not a mapping of request to block ids")
-        if self._append_plain is not None and type(block_ids) is dict and self._append_plain(block_ids):
-            return
         with self._core.enter():
-            undo, paused = self._core.undo, self._core.order.paused
+            undo, order = self._core.undo, self._core.order
             for req_id, ids in block_ids.items():
-                row = self._core.order.row(req_id)
+                row = order.row(req_id)
                 for name, ids_of_group in self._by_group(req_id, ids).items():
                     table = self._core.tables[name]
                     undo.append((table.state.truncate, row, table.num_columns(row)))
                     table.append(row, req_id, ids_of_group)
-                if row in paused and any(table.num_columns(row) for table in self._core.decoders):
-                    undo.append((paused.add, row))
-                    paused.discard(row)
+                if row in order.paused and any(table.num_columns(row) for table in self._core.decoders):
+                    undo.append((order.paused.add, row))
+                    order.paused.discard(row)
                     self._core.state.dirty = True
 
     def replace_block(self, req_id: Hashable, index: int, block_id: int, group: str | None = None) -> int:
