@@ -65,7 +65,8 @@ def check_unchanged(assembly: Any, metadata: StepMetadata, what: str, num_steps:
         if not known or computed[row] != fields.context_lens[row] + fields.query_lens[row] + num_steps - 1:
             raise CaptureError(
                 f"{what}: request {req_id!r} has changed since step {metadata.step} was built; {what} a step "
-                "before its requests are removed, preempted or rolled back"
+                "before its requests are removed, preempted or rolled back; rows that were swapped are to be swapped "
+                "back first"
             )
 
 

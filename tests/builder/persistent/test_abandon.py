@@ -55,6 +55,17 @@ def test_an_interrupted_abandon_is_finished_by_the_next_call(monkeypatch):
     pytest.fail("no call came to its end")
 
 
+def test_rows_that_were_swapped_are_swapped_back_first(monkeypatch):
+    batch, builder, metadata = waiting_step(monkeypatch)
+    batch.swap_rows(0, 1)
+    with pytest.raises(CaptureError, match=r"; rows that were swapped are to be swapped back first$"):
+        metadata.abandon()
+    batch.swap_rows(0, 1)
+    metadata.abandon()
+    assert builder.last_step == 0
+    assert (batch.req_ids, [batch.num_computed_tokens(name) for name in "abc"]) == (("a", "b", "c"), [0, 1, 2])
+
+
 @pytest.mark.parametrize(
     "change", [lambda batch: batch.rollback("b", 1), lambda batch: batch.remove_request("c"),
                lambda batch: (batch.remove_request("b"), batch.add_request("b", [9], 2))],

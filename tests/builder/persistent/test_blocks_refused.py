@@ -106,7 +106,7 @@ def test_a_replaced_block(grouped):
 
 
 def test_a_replaced_block_that_the_request_has_already(grouped):
-    """Block 0 stands wherever a window has passed, and a block of another request, or group, is not one of this one's."""
+    """Block 0 stands wherever a window has passed, and blocks of other requests and groups are not this one's."""
     grouped.add_request("z", {"full": [1, 2, 3, 4, 5, 9], "window": [0, 0, 7]}, 23)
     grouped.add_request("y", {"full": [1, 2, 3], "window": [8, 6]}, 1)
     before = core_state(grouped)
