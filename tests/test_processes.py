@@ -10,6 +10,7 @@ import sys
 import threading
 from concurrent.futures import ProcessPoolExecutor
 
+import numpy as np
 import pytest
 from builder.plain_backend import Least, config
 from spawned_process import slots_of_a_step
@@ -317,6 +318,20 @@ def test_a_prompt_that_a_dead_thread_was_turning_is_one_after_the_next_call(kern
         assert metadata.advanced  # it has begun
         assert in_child(check)
     assert (metadata.num_prefills, metadata.advanced) == (0, 1)
+
+
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+@pytest.mark.parametrize("read", [lambda step: step.paged_kv_indices, lambda step: step.host.paged_kv_indices])
+def test_pages_are_not_gathered_beside_another_threads_build(kernels, transport, read):
+    """A build changes the tables that they are gathered from, and the buffer that they are gathered into."""
+    pytest.importorskip("torch")
+    batch, waits = new_builder(kernels=kernels).batch, Waits()
+    builder = MetadataBuilder(batch, max_num_batched_tokens=16, transport=transport)
+    builder.register_field("slow", np.int32, "request", lambda metadata, out: builder.last_step and waits.wait())
+    metadata = builder.build()
+    with inside(builder.build, waits), pytest.raises(ConcurrentUseError):
+        read(metadata)
+    assert read(builder.last_metadata).tolist() == [1, 2]
 
 
 class Planning(Least):

@@ -13,7 +13,7 @@ from attncore.builder.adopted.captured_rows import CapturedRows
 from attncore.builder.adopted.device_fields import NOTHING, DeviceFields
 from attncore.builder.adopted.error_texts import refused_step
 from attncore.builder.adopted.given import Given, Place, check_memory, facts_of_tensors, place_of
-from attncore.builder.adopted.host_given import HostLengths, HostStarts, check_agreement
+from attncore.builder.adopted.host_given import HostLengths, HostStarts, check_agreement, check_blocks
 from attncore.builder.adopted.settings import Batch, check_settings, facts_of
 from attncore.builder.adopted.size import Size, new_arrays
 from attncore.builder.adopted.step import AdoptedStep, Owner
@@ -215,6 +215,8 @@ class AdoptedSteps(Uncopied):
         )
         if type(counts) is tuple:
             raise refused_step(counts[0], counts[1], starts, lengths, Given(*tensors), self._settings, query_len)
+        if self._on_cpu:
+            check_blocks(Given(*tensors), self._settings)
         if captured is not None and counts["use_cuda_graph"]:
             self._captured.settle_counts(counts, captured, place)
         size = self._size_of(tensors, place, counts, facts, size if known else None)
