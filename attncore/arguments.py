@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView, Mapping, Set
 from itertools import islice
 from typing import Any
 
@@ -161,12 +161,16 @@ def items(name: str, values: Any, *, most: int | None = None) -> list[Any]:
 def why_no_list(values: Any) -> str | None:
     """Why an object that Python can read as a list is none of numbers; None where this says nothing against it.
 
-    Bytes, which Python reads as small integers; a NumPy record, whose parts are different things; a tensor that is
-    nested or sparse, which torch refuses to read with a bare RuntimeError.
+    A set, which has no order, and a mapping, whose values would be lost; bytes, which Python reads as small integers; a
+    NumPy record, whose parts are different things; a tensor that is nested or sparse, which torch refuses to read with
+    a bare RuntimeError.
     """
     kind = type(values)
     if kind is list or kind is tuple:
         return None
+    if isinstance(values, Mapping) or (isinstance(values, Set) and not isinstance(values, KeysView)):
+        what = "keys and values" if isinstance(values, Mapping) else "no order"
+        return f"{kind.__name__} found, which has {what}; give a list or an array of integers"
     if isinstance(values, bytes | bytearray):
         return f"{kind.__name__} found, which hold text; give a list or an array of integers"
     if isinstance(values, memoryview):

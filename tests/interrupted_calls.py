@@ -134,6 +134,7 @@ class Engine(StepChecks):
         assert core.order.paused <= set(held.values())
         assert core.state.num_rows == len(ids)
         assert not ids or ids[-1] is not None
+        assert not core.moving
         free = sorted(set(range(MAX_REQS)) - set(held.values()))
         for table in core.tables.values():
             assert not table.array[free].any()

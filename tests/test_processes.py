@@ -1,5 +1,6 @@
 """Builders in several threads and processes: docs/threads-and-processes.md says what works, and each is tried here."""
 
+import contextlib
 import copy
 import multiprocessing
 import os
@@ -9,10 +10,12 @@ import sys
 import threading
 from concurrent.futures import ProcessPoolExecutor
 
+import numpy as np
 import pytest
+from builder.plain_backend import Least, config
 from spawned_process import slots_of_a_step
 
-from attncore import CommonMetadataBuilder, Sequence, SequenceGroup
+from attncore import AdoptedSteps, CommonMetadataBuilder, Sequence, SequenceGroup
 from attncore.builder import InputBatch, MetadataBuilder
 from attncore.errors import ConcurrentUseError
 
@@ -141,6 +144,238 @@ def test_a_fork_while_another_thread_is_inside(kernels):
     finally:
         leave.set()
         thread.join()
+    assert len(builder.batch.block_ids("a")) == 1000
+
+
+class Waits(dict):
+    """Its items end when they are let: a call that goes through them is inside until then."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.begun, self.let = threading.Event(), threading.Event()
+
+    def items(self):
+        yield from super().items()
+        self.wait()
+
+    def __index__(self):
+        self.wait()
+        return 3
+
+    def wait(self):
+        self.begun.set()
+        self.let.wait(30)
+
+
+@contextlib.contextmanager
+def inside(call, waits):
+    """A thread that is inside ``call``."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        assert waits.begun.wait(30)
+        yield thread
+    finally:
+        waits.let.set()
+        thread.join()
+
+
+def in_threads(call, ident):
+    """Calls ``call`` in threads that live at once, until one has this ident: it is one of a dead thread's."""
+    raised, ended, threads = [], threading.Event(), []
+
+    def work():
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+        ended.wait(30)
+
+    while len(threads) < 20 and ident not in {thread.ident for thread in threads}:
+        threads.append(threading.Thread(target=work))
+        threads[-1].start()
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert ident in {thread.ident for thread in threads}
+    if raised:
+        raise raised[0]
+
+
+@forks
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda batch: len(batch.block_ids("a")) == 999,
+        lambda batch: batch.num_computed_tokens("a") == 3 and len(batch.block_ids("a")) == 999,
+        lambda batch: batch.req_ids == ("a",) and not batch.block_table[0, 999],
+    ],
+)
+def test_a_reader_in_a_forked_child_sees_no_half_of_a_call(kernels, read):
+    """Of a thread that is not there: no call need come before."""
+    builder, waits = new_builder(kernels=kernels), Waits(a=[1000])
+
+    def check():
+        assert read(builder.batch)
+
+    with inside(lambda: builder.batch.append_blocks_many(waits), waits):
+        assert len(builder.batch.block_table[0].nonzero()[0]) == 1000  # it has begun
+        assert in_child(check)
+
+
+@forks
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_size_that_a_dead_thread_was_capturing_is_none(kernels):
+    pytest.importorskip("torch")
+    backend, waits = Planning(config()), Waits()
+    builder = MetadataBuilder(new_builder(kernels=kernels).batch, backend, max_num_batched_tokens=16)
+    backend.waits = waits
+
+    def check():
+        assert builder.captured == ()
+
+    with inside(lambda: builder.capture(2), waits):
+        assert in_child(check)
+    assert builder.captured == (2,)
+
+
+@forks
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_thread_with_the_ident_of_a_dead_one_is_let_in(kernels):
+    builder, waits = new_builder(kernels=kernels), Waits(a=[1000])
+
+    def use():
+        assert len(builder.batch.block_ids("a")) == 999
+        builder.build()
+
+    with inside(lambda: builder.batch.append_blocks_many(waits), waits) as thread:
+        assert in_child(lambda: in_threads(use, thread.ident))
+
+
+@forks
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_list_builder_that_a_dead_thread_was_inside_of(kernels):
+    builder, waits = CommonMetadataBuilder(4, kernels=kernels), Waits()
+    groups = [SequenceGroup(False, [Sequence(0, 1, 3, [5])], False)]
+
+    def use():
+        assert builder.build(groups).slot_mapping.tolist() == [23]
+
+    def build():
+        builder.build([SequenceGroup(False, [Sequence(0, 1, 3, [waits])], False)])
+
+    with inside(build, waits) as thread:
+        assert in_child(lambda: in_threads(use, thread.ident))
+
+
+@forks
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_adopted_steps_that_a_dead_thread_was_inside_of(kernels):
+    torch = pytest.importorskip("torch")
+    given = {
+        "query_start_loc": torch.tensor([0, 1], dtype=torch.int32), "slot_mapping": torch.tensor([6]),
+        "seq_lens": torch.tensor([3], dtype=torch.int32), "block_table": torch.tensor([[1]], dtype=torch.int32),
+    }  # fmt: skip
+    longer = given | {"seq_lens": torch.tensor([4], dtype=torch.int32), "slot_mapping": torch.tensor([7])}
+    backend, waits = Planning(config()), Waits()
+    steps = AdoptedSteps(backend, max_num_reqs=2, max_num_tokens=8, max_model_len=16, num_blocks=8, kernels=kernels)
+    last = steps.build(**given)
+    assert last.positions.tolist() == [2]
+    backend.waits = waits
+
+    def use():
+        backend.waits = None
+        assert steps.build(**longer).positions.tolist() == [3]
+
+    def refused():
+        backend.waits = None
+        with pytest.raises(ValueError, match="seq_lens"):
+            steps.build(**given | {"seq_lens": longer["seq_lens"][:0]})
+        assert last.positions.tolist() == [2]
+
+    with inside(lambda: steps.build(**longer), waits) as thread:
+        assert last.positions.tolist() == [3]  # it has begun
+        assert in_child(lambda: in_threads(use, thread.ident))
+        assert in_child(refused)
+
+
+@forks
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_prompt_that_a_dead_thread_was_turning_is_one_after_the_next_call(kernels):
+    pytest.importorskip("torch")
+    backend, waits = Planning(config()), Waits()
+    builder = CommonMetadataBuilder(4, "flash", backend=backend, kernels=kernels)
+    groups = [SequenceGroup(True, [Sequence(0, 3, 0, [5])], False)]
+    metadata, backend.waits = builder.build(groups), waits
+
+    def check():
+        backend.waits = None
+        builder.build(groups)
+        assert (metadata.num_prefills, metadata.advanced) == (1, 0)
+
+    with inside(lambda: metadata.advance_step(turn_prefills_into_decodes=True), waits):
+        assert metadata.advanced  # it has begun
+        assert in_child(check)
+    assert (metadata.num_prefills, metadata.advanced) == (0, 1)
+
+
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+@pytest.mark.parametrize("read", [lambda step: step.paged_kv_indices, lambda step: step.host.paged_kv_indices])
+def test_pages_are_not_gathered_beside_another_threads_build(kernels, transport, read):
+    """A build changes the tables that they are gathered from, and the buffer that they are gathered into."""
+    pytest.importorskip("torch")
+    batch, waits = new_builder(kernels=kernels).batch, Waits()
+    builder = MetadataBuilder(batch, max_num_batched_tokens=16, transport=transport)
+    builder.register_field("slow", np.int32, "request", lambda metadata, out: builder.last_step and waits.wait())
+    metadata = builder.build()
+    with inside(builder.build, waits), pytest.raises(ConcurrentUseError):
+        read(metadata)
+    assert read(builder.last_metadata).tolist() == [1, 2]
+
+
+class Planning(Least):
+    """Its plan waits."""
+
+    waits = None
+
+    def plan(self, metadata):
+        if self.waits is not None:
+            _ = metadata.positions  # a field that is made on the device
+            self.waits.wait()
+
+
+@forks
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_thread_that_forks_inside_a_call_is_inside_in_the_child_too(kernels):
+    """Its call goes on there, and no other thread comes into it; nor does a child of that one's."""
+    builder, done = new_builder(kernels=kernels), []
+
+    def refused():
+        with pytest.raises(ConcurrentUseError):
+            builder.build()
+        with pytest.raises(ConcurrentUseError):
+            builder.batch.block_ids("a")
+
+    def check():
+        with pytest.raises(ConcurrentUseError):
+            builder.build()
+        assert len(builder.batch.block_ids("a")) == 999
+        thread = threading.Thread(target=lambda: (refused(), done.append(in_child(in_grandchild))))
+        thread.start()
+        thread.join()
+        assert done == [True]
+
+    def in_grandchild():
+        assert builder.build().positions.tolist() == [3]
+
+    class Forking(dict):
+        def items(self):
+            done.append(in_child(check))
+            return super().items()
+
+    builder.batch.append_blocks_many(Forking(a=[1000]))
+    assert done == [True]
     assert len(builder.batch.block_ids("a")) == 1000
 
 

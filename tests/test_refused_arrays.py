@@ -3,6 +3,9 @@
 Values that a mask hides, bytes, records, and tensors that torch refuses to convert with an error of its own.
 """
 
+from collections import deque
+from types import MappingProxyType
+
 import numpy as np
 import pytest
 import torch
@@ -70,6 +73,10 @@ BAD = {
     "bytearray": lambda good: bytearray(b"\1\2"),
     "memoryview": lambda good: memoryview(b"\1\2"),
     "memoryview, in a list": lambda good: [memoryview(b"\1\2"), memoryview(b"\1\2")],
+    "set": lambda good: {1, 2},
+    "frozenset": lambda good: frozenset({1, 2}),
+    "dict": lambda good: {1: 5, 2: 6},
+    "mapping": lambda good: MappingProxyType({1: 5, 2: 6}),
     "record": lambda good: np.zeros(2, [("a", "i4"), ("b", "i4")]),
     "requires a gradient": lambda good: torch.tensor(good, dtype=torch.float32, requires_grad=True),
     "in a list": lambda good: [torch.tensor(good, dtype=torch.float32, requires_grad=True)],
@@ -131,6 +138,14 @@ def test_block_ids(door, bad, kernels):
     refused(IDS[door], BAD[bad]([1, 2]), kernels)
     if bad == "record":
         refused(IDS[door], BAD[bad]([1, 2])[0], kernels)
+
+
+@pytest.mark.parametrize("kernels", ["cython", "numba"])
+@pytest.mark.parametrize("door", IDS)
+def test_ids_that_are_in_order_need_not_be_a_list(door, kernels):
+    """The keys of a dict are in the order in which they were given."""
+    for ids in (range(6, 8), {6: None, 7: None}.keys(), {"a": 6, "b": 7}.values(), deque([6, 7])):
+        IDS[door](ids, kernels)
 
 
 @pytest.mark.parametrize("kernels", ["cython", "numba"])

@@ -50,7 +50,7 @@ def received(fields: Mapping[str, Any], backend: Any, kind: type[CommonAttention
         setattr(host, name, _on_host(name, fields[name]))
     values = {name: _count(name, fields[name]) for name in BROADCAST if name in fields}
     _check_counts(values)
-    _check_lengths(host, values["num_tokens"], values["num_reqs"], bool(values.get("from_groups")))
+    _check_lengths(host, values)
     _check_starts(host, values["num_tokens"])
     _check_indices(host, values["num_tokens"], values["num_reqs"])
     metadata = kind(host, read_only if backend is None else backend.from_host, **values)
@@ -91,8 +91,13 @@ def _check_counts(values: Mapping[str, int | bool]) -> None:
             raise ValueError(f"fields[{name!r}]: {values[name]} found, more than {whole} {values[whole]}")
 
 
-def _check_lengths(host: Any, num_tokens: int, num_reqs: int, from_groups: bool) -> None:
-    """ValueError where an array is not as long as a step of these counts; a view's encoder may cover more rows."""
+def _check_lengths(host: Any, values: Mapping[str, int | bool]) -> None:
+    """ValueError where an array is not as long as a step of these counts; a view's encoder may cover more rows.
+
+    The list builder pads some arrays of a graph's step only, and plain prompts may come without a table.
+    """
+    num_tokens, num_reqs, from_groups = values["num_tokens"], values["num_reqs"], values.get("from_groups")
+    built = values["num_prefills"] + values["num_decodes"] if from_groups else num_reqs  # what is not padded
     for name in host.field_names():
         field = FIELDS[name]
         if name in DERIVED or field.length is Length.PAGE:
@@ -100,13 +105,22 @@ def _check_lengths(host: Any, num_tokens: int, num_reqs: int, from_groups: bool)
         if name in ENCODER_ARRAYS:
             _check_encoder(name, host, num_reqs)
             continue
-        rows = field.length is Length.TABLE
-        wanted, found = num_reqs if rows else field.num_elements(num_tokens, num_reqs, 0), len(host.peek(name))
-        least = 0 if from_groups and (rows or not field.list_pads) else wanted  # no padded rows
-        if not least <= found <= wanted:
+        found = len(host.peek(name))
+        if field.length is Length.TABLE:
+            wanted, other = num_reqs, 0 if from_groups and _plain_prompts(host, values) else num_reqs
+        else:
+            wanted = field.num_elements(num_tokens, num_reqs, 0)
+            other = wanted if field.list_pads else field.num_elements(num_tokens, built, 0)
+        if found not in (wanted, other):
             raise ValueError(
                 f"fields[{name!r}]: {found} long, but {num_tokens} tokens and {num_reqs} requests have {wanted}"
             )
+
+
+def _plain_prompts(host: Any, values: Mapping[str, int | bool]) -> bool:
+    """Whether no row has keys of an earlier step, which are read by the table."""
+    context = host.peek("context_lens")
+    return not values["num_decodes"] and context is not None and not context.any()
 
 
 def _check_encoder(name: str, host: Any, num_reqs: int) -> None:

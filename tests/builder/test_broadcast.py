@@ -7,7 +7,7 @@ import torch
 from attncore import BackendConfig
 from attncore.builder import CommonMetadataBuilder, InputBatch, KVCacheGroup, MetadataBuilder, Sequence, SequenceGroup
 from attncore.builder import metadata_from_fields as received
-from attncore.builder.fields import ARRAYS, COUNTS, ENCODER_ARRAYS
+from attncore.builder.fields import ARRAYS, COUNTS, DERIVED, ENCODER_ARRAYS, FIELDS, Length
 from attncore.reference import ReferenceBackend
 
 
@@ -98,6 +98,50 @@ def test_a_padded_step_says_what_of_it_is_real():
 def test_counts_and_arrays_that_disagree_are_refused(build, name, value, error):
     with pytest.raises(error, match=r"^fields\["):
         received(build().asdict_zerocopy() | {name: value})
+
+
+def graph_step():
+    builder = CommonMetadataBuilder(4, "flashinfer", max_seq_len_to_capture=16)
+    return builder.build([SequenceGroup(False, [Sequence(0, 1, 1, [9])], False)] * 2, 2)
+
+
+def plain_prompts():
+    return CommonMetadataBuilder(4).build([SequenceGroup(True, [Sequence(0, 6, 0, [3, 5])])] * 2)
+
+
+CUT = [
+    name
+    for name, field in FIELDS.items()
+    if name in ARRAYS - ENCODER_ARRAYS - DERIVED and field.length is not Length.PAGE
+]
+
+
+@pytest.mark.parametrize("build", [persistent, list_step, graph_step, plain_prompts])
+@pytest.mark.parametrize("name", CUT)
+def test_arrays_that_are_cut_are_refused(build, name):
+    fields = build().asdict_zerocopy()
+    received(fields)
+    if name not in fields:
+        return
+    missing = build is plain_prompts and name == "block_table"  # such prompts may come without a table
+    for length in range(missing, len(fields[name])):
+        with pytest.raises(ValueError, match=rf"^fields\['{name}'\]: {length} long, but \d+ tokens and \d requests"):
+            received(fields | {name: fields[name][:length]})
+
+
+def decodes():
+    return CommonMetadataBuilder(4).build([SequenceGroup(False, [Sequence(0, 1, 1, [9])])] * 2)
+
+
+def test_plain_prompts_alone_may_come_without_a_table():
+    no_table = {"block_table": np.zeros((0, 0), np.int32)}
+    assert received(plain_prompts().asdict_zerocopy() | no_table).block_table.shape == (0, 0)
+    with pytest.raises(ValueError, match=r"^fields\['block_table'\]: 0 long, but 2 tokens and 2 requests have 2"):
+        received(decodes().asdict_zerocopy() | no_table)
+    fields = plain_prompts().asdict_zerocopy() | no_table
+    del fields["context_lens"]
+    with pytest.raises(ValueError, match=r"^fields\['block_table'\]: 0 long"):
+        received(fields)
 
 
 @pytest.mark.parametrize(

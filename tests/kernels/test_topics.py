@@ -58,6 +58,8 @@ EXCEPTIONS = {
     "step_sender.load_word": "an atomic load, the same",
     "step_sender.words_at": "memory at an address, for which C has a cast",
     "entrance.after_fork": "in a forked child sys._current_frames() has no frame of another thread",
+    "entrance.lives_on": "it says what sys._current_frames() says",
+    "entrance.settle_forked": "Stay.lasts is asked anew each time",
     "entrance.begin": "what a direct call does; those of the numba side enter",
     "entrance.Stay.lasts": "in C a Stay that is let go ends: no frame is looked for",
     "batch.BatchState._restored": NO_STEP,

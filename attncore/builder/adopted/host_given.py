@@ -10,10 +10,10 @@ import torch
 
 from attncore import arguments
 from attncore.array_arguments import beyond_its_memory, check_readable
-from attncore.builder.adopted.given import beyond
+from attncore.builder.adopted.given import Given, beyond
 
 if TYPE_CHECKING:
-    from attncore.builder.adopted.settings import Facts
+    from attncore.builder.adopted.settings import Facts, Settings
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -168,4 +168,18 @@ def check_agreement(starts: Int32Array, lengths: Int32Array | None, known: str, 
         wanted = "upper bounds" if known == "bounded" else "the same numbers on the host"
         raise ValueError(
             f"host_seq_lens: row {row} has {lengths[row]} keys, and {own_lengths[row]} in seq_lens; give {wanted}"
+        )
+
+
+def check_blocks(given: Given, settings: Settings) -> None:
+    """ValueError where a table on a CPU names a block that the cache has not, for a key of a row with tokens."""
+    starts, lengths, table = (tensor.clone().numpy() for tensor in given[:3])
+    columns = np.where(starts[1:] > starts[:-1], -(-lengths // settings.block_size), 0)
+    held = np.arange(table.shape[1]) < columns[:, np.newaxis]
+    wrong = held & ((table < 0) | (table >= settings.num_blocks))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"block_table: row {row} names block {table[row, column]} in column {column}, but the cache holds "
+            f"{settings.num_blocks} blocks"
         )

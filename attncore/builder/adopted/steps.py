@@ -13,7 +13,7 @@ from attncore.builder.adopted.captured_rows import CapturedRows
 from attncore.builder.adopted.device_fields import NOTHING, DeviceFields
 from attncore.builder.adopted.error_texts import refused_step
 from attncore.builder.adopted.given import Given, Place, check_memory, facts_of_tensors, place_of
-from attncore.builder.adopted.host_given import HostLengths, HostStarts, check_agreement
+from attncore.builder.adopted.host_given import HostLengths, HostStarts, check_agreement, check_blocks
 from attncore.builder.adopted.settings import Batch, check_settings, facts_of
 from attncore.builder.adopted.size import Size, new_arrays
 from attncore.builder.adopted.step import AdoptedStep, Owner
@@ -215,24 +215,22 @@ class AdoptedSteps(Uncopied):
         )
         if type(counts) is tuple:
             raise refused_step(counts[0], counts[1], starts, lengths, Given(*tensors), self._settings, query_len)
+        if self._on_cpu:
+            check_blocks(Given(*tensors), self._settings)
         if captured is not None and counts["use_cuda_graph"]:
             self._captured.settle_counts(counts, captured, place)
         size = self._size_of(tensors, place, counts, facts, size if known else None)
         metadata = self._metadata(size, counts, step, index, lengths_known)
         plans_itself = captured is not None and captured.plans_itself and not capturing and metadata.use_cuda_graph
         self._fields.written = NOTHING
-        try:
-            self._plan_and_make(metadata, tensors[1], plans_itself=plans_itself)
-            if capturing and captured is not None:
-                self._captured.recorded(place.num_reqs, plans_itself=False)
-            if captured is not None and captured.addresses is None and metadata.use_cuda_graph:
-                self._captured.keep(captured, place)
-                self._keep_memory()
-            owner.last_step = step
-        except BaseException:  # an interrupt, too
-            if owner.last_step != step:
-                self._undo(metadata)
-            raise
+        self._entrance.undo.append((self._undo, metadata))  # an interrupt, too
+        self._plan_and_make(metadata, tensors[1], plans_itself=plans_itself)
+        if capturing and captured is not None:
+            self._captured.recorded(place.num_reqs, plans_itself=False)
+        if captured is not None and captured.addresses is None and metadata.use_cuda_graph:
+            self._captured.keep(captured, place)
+            self._keep_memory()
+        owner.last_step = step
         # An interrupt before this leaves the step before in it, which is right: no caller was given this one.
         self._last = size.given, size.kept, counts["max_seq_len"]
         return metadata
@@ -240,8 +238,10 @@ class AdoptedSteps(Uncopied):
     def _undo(self, metadata: AdoptedStep) -> None:
         """Behind a build that failed once ``metadata`` was made: what it wrote on the device is the last step's again.
 
-        That is made anew from that step's tensors. Nothing is, where the failed step wrote nothing.
+        That is made anew from that step's tensors. Nothing is, where the failed step wrote nothing, or became the last.
         """
+        if self._owner.last_step == metadata.step:
+            return
         vars(metadata)["refused"] = True
         if self._last is not None:
             self._fields.restore(*self._last, least=self._facts.pad_seq_len)

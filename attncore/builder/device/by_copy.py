@@ -304,10 +304,13 @@ class CopyTransport:
         if self.sent < metadata.step:
             return self.page_buffer(index)[: int(metadata.host.paged_kv_indptr[-1])]
         if self._is_ahead(metadata.step):
-            indptr = metadata.paged_kv_indptr
-            self.tables.gather_pages_there(index, indptr)
-            return self.page_buffer(index)[: int(indptr[-1])]
-        return metadata.once_a_step("_indices", lambda: self.tables.gather_pages(index, metadata))
+            return metadata.read_alone(lambda: self._gather_there(index, metadata.paged_kv_indptr))
+        gather = partial(self.tables.gather_pages, index, metadata)
+        return metadata.once_a_step("_indices", lambda: metadata.read_alone(gather))
+
+    def _gather_there(self, index: int, indptr: Any) -> Any:
+        self.tables.gather_pages_there(index, indptr)
+        return self.page_buffer(index)[: int(indptr[-1])]
 
     def _is_ahead(self, step: int) -> bool:
         """Whether the device is ahead of ``step``, the last one that was sent: how many pages there are, it says."""

@@ -91,19 +91,20 @@ def _turn(
     n, tokens = _check_call(metadata, settings, input_tokens, sampled_token_ids, num_queries)
     longer = turned_step(metadata)
     check_built(metadata)  # a block id's own code may have set one
-    before, old_tokens = vars(metadata), None if tokens is None else _copied(input_tokens[:n])
-    try:
-        metadata.__dict__ = longer
-        if settings.plan is not None:
-            settings.plan(metadata)
-        if tokens is not None:
-            input_tokens[:n] = tokens
-    except BaseException:
-        metadata.__dict__ = before
-        if old_tokens is not None:
-            with contextlib.suppress(Exception):  # an array that refuses to be written to, which is reported
-                input_tokens[:n] = old_tokens
-        raise
+    old_tokens = None if tokens is None else _copied(input_tokens[:n])
+    settings.undo.append((_turn_back, metadata, vars(metadata), input_tokens, old_tokens))
+    metadata.__dict__ = longer
+    if settings.plan is not None:
+        settings.plan(metadata)
+    if tokens is not None:
+        input_tokens[:n] = tokens
+
+
+def _turn_back(metadata: CommonAttentionMetadata, before: dict[str, Any], input_tokens: Any, old_tokens: Any) -> None:
+    metadata.__dict__ = before
+    if old_tokens is not None:
+        with contextlib.suppress(Exception):  # an array that refuses to be written to, which is reported
+            input_tokens[: len(old_tokens)] = old_tokens
 
 
 def _copied(tokens: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
@@ -74,20 +75,21 @@ class CommonAttentionState(FirstGenerationStateNames):
             )
         if self.builder is not None and self.builder.max_seq_len_to_capture is None:
             raise ValueError("builder: made without max_seq_len_to_capture, which says how long captured sequences get")
-        return self._capturing(max_batch_size)
+        itself: list[weakref.ref[Any]] = []
+        capturing = self._capturing(max_batch_size, itself)
+        itself.append(weakref.ref(capturing))
+        return contextmanager(lambda: capturing)()
 
-    @contextmanager
-    def _capturing(self, max_batch_size: int) -> Iterator[None]:
+    def _capturing(self, max_batch_size: int, itself: list[weakref.ref[Any]]) -> Generator[None]:
         if self._steps.limit:
             raise CaptureError("graph_capture: open already; capture all sizes inside one")
         refuse_while_capturing(self._device, "graph_capture")
         if self.builder is not None:
             self._steps.allocate(self.builder, None if self.backend is None else self._device, max_batch_size)
-        try:
-            self._steps.limit = max_batch_size
-            yield
-        finally:
-            self._steps.limit = 0
+        # No ``finally`` ends it, which an interrupt could end first: sizes are captured while this generator runs.
+        self._steps.most = max_batch_size
+        self._steps.open_in = itself[0]
+        yield
 
     def graph_clone(self, batch_size: int) -> Self:
         """A state for the graph of one size, which shares the buffers with this one."""

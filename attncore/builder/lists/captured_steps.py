@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from attncore.builder.device.captured_sizes import CapturedSizes
@@ -41,13 +42,19 @@ class CapturedSteps:
     """The captured sizes and buffers that a state and its clones share."""
 
     def __init__(self) -> None:
-        self.limit = 0
-        """The largest size that can be captured now; 0 outside ``graph_capture``."""
+        self.most = 0
+        self.open_in: Callable[[], Any] = lambda: None
+        """A weak reference to the generator of ``graph_capture``: ``most`` holds until that has ended."""
         self.held: GraphBuffers | None = None
         self.metadata: CapturedSizes[CommonAttentionMetadata] = CapturedSizes()
         """The metadata that each size was captured over."""
         self.prepared = NOTHING
         """The step that the buffers hold, and its ``advanced`` count when it was written there."""
+
+    @property
+    def limit(self) -> int:
+        """The largest size that can be captured now; 0 outside ``graph_capture``, however that was left."""
+        return self.most if getattr(self.open_in(), "gi_frame", None) is not None else 0
 
     @property
     def buffers(self) -> GraphBuffers:

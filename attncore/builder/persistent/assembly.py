@@ -294,10 +294,9 @@ class Assembly:
         kernel.schedule_all(arguments.integer("query_len", query_len, 1))
         self.schedule(scheduled)
         self._check(shape)
-        core.moving = True
+        core.start_moving()
         moves, num_decodes, num_reqs = kernel.arrange()
         core.take_moves(moves)
-        core.moving = False
         if shape is None:
             shape = self.eager if self.side is None else self.shapes.eager(*self._tokens_of_step())
         self._poison_arena()

@@ -190,15 +190,20 @@ class BatchCore:
         self.state.dirty = True
         self.count_change()
 
+    def start_moving(self) -> None:
+        """Notes that a build moves rows, until ``take_moves`` has followed or a roll-back is over."""
+        self.undo.append((setattr, self, "moving", False))
+        self.moving = True
+
     def take_moves(self, moves: Moves) -> None:
         """Follows the swaps that the kernels made in the order of rows; a roll-back brings back the order before."""
         order = self.order
-        if not moves and not (order.req_ids and order.req_ids[-1] is None):
-            return
-        self.undo.append((self._reorder, order.req_ids.copy(), order.paused.copy()))
-        order.exchange(moves)
-        order.drop_last_holes()
-        self._count_rows()
+        if moves or (order.req_ids and order.req_ids[-1] is None):
+            self.undo.append((self._reorder, order.req_ids.copy(), order.paused.copy()))
+            order.exchange(moves)
+            order.drop_last_holes()
+            self._count_rows()
+        self.moving = False
 
     def move_back(self, moves: Moves) -> list[tuple[Any, ...]]:
         """What takes back these swaps of the last step, in tables and order, for ``undo``."""

@@ -128,7 +128,8 @@ class BlockTable:
     def replaces(self, row: int, req_id: Hashable, index: Any, block_id: Any, passed: int) -> tuple[int, int, int]:
         """``index`` and ``block_id`` as ints, and the manager block that the row has at ``index``.
 
-        ValueError or TypeError where it cannot be replaced; block 0 may stand before column ``passed`` only.
+        ValueError or TypeError where it cannot be replaced: block 0 may stand before column ``passed`` only, any other
+        once.
         """
         index = arguments.integer("index", index, 0)
         block_id = arguments.integer("block_id", block_id, 0)
@@ -141,6 +142,11 @@ class BlockTable:
             raise ValueError(
                 f"block_id: 0, the null block, but no window of request {req_id!r} has passed block {index}: its "
                 "tokens are written to it or read"
+            )
+        if block_id and block_id != held[index] and block_id in held:
+            raise ValueError(
+                f"block_id: {block_id} stands at index {held.index(block_id)} of request {req_id!r} already; give "
+                f"index {index} a block of its own"
             )
         return index, block_id, held[index]
 

@@ -186,6 +186,7 @@ class MetadataBuilder(RunsAhead, Uncopied):
     @property
     def captured(self) -> tuple[int, ...]:
         """The captured sizes, ascending: numbers of requests that ``capture`` was called with."""
+        self._core.settle()
         return self._assembly.shapes.captured.sizes()
 
     def build(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,7 +105,16 @@ class HostFields(Reused):
                 "paged_kv_indices: blocks have moved or left since this step was built; ask for them before the batch "
                 "changes"
             )
-        return self._tables["block_table"].page_indices(self.paged_kv_indptr)
+        table, indptr = self._tables["block_table"], self.paged_kv_indptr
+        return read_alone(self._state, lambda: table.page_indices(indptr))  # type: ignore[no-any-return]
+
+
+def read_alone(state: Any, read: Callable[[], Any]) -> Any:
+    """The result of ``read``, of tables that a build changes; ConcurrentUseError where another thread is inside."""
+    state.check_reader()
+    found = read()
+    state.check_reader()  # it may have come in between
+    return found
 
 
 def _view_of(name: str) -> Any:

@@ -212,7 +212,7 @@ class InputBatch(KeepsColumns, Uncopied):
         """Replaces the request's block number ``index`` (copy on write); returns the block that it had.
 
         A ``block_id`` of 0 makes the block null; ``release_passed_blocks`` then takes the blocks before it as passed.
-        ``group`` names the KV-cache group, where there are several.
+        One that the request has elsewhere is refused. ``group`` names the KV-cache group, where there are several.
         """
         with self._core.enter():
             row, table = self._core.order.row(req_id), self._table(group)

@@ -11,7 +11,7 @@ from attncore.builder.device.arena import Arrays
 from attncore.builder.device_slices import DeviceView, host_lengths_of
 from attncore.builder.fields import ACTUAL_COUNTS, COUNTS, DERIVED, Field
 from attncore.builder.metadata import CommonAttentionMetadata, Wrap
-from attncore.builder.persistent.host_fields import STEP_ARRAYS, HostFields, cut
+from attncore.builder.persistent.host_fields import STEP_ARRAYS, HostFields, cut, read_alone
 from attncore.builder.read_only import read_only
 from attncore.builder.reused import Reused
 
@@ -129,15 +129,16 @@ class StepMetadata(Reused, CommonAttentionMetadata):
     def replay(self, graph: Any) -> None:
         """Replays ``graph``, which was captured over this step's bucket, for this step. Once for each build.
 
-        Raises CaptureError where the step was built without a bucket, was replayed already, or its graph was captured
-        without ``record``.
+        Raises CaptureError where the step was built without a bucket and, with the transport ``graph``, where it was
+        replayed already or its graph was captured without ``record``. With others, a second replay runs it once more.
         """
         self._owner.replay(self, graph)
 
     def abandon(self) -> None:
         """Takes back the last step, which will not be replayed, as if it had not been built.
 
-        Raises CaptureError for any other step.
+        Raises CaptureError for any other step, and where the transport is not ``graph``: no step waits for its replay
+        then, and ``batch.rollback_many`` takes its tokens back.
         """
         self._owner.abandon(self)
 
@@ -163,6 +164,10 @@ class StepMetadata(Reused, CommonAttentionMetadata):
             value = make()
             self.__dict__[key] = self._arena.step, value
         return value
+
+    def read_alone(self, read: Callable[[], Any]) -> Any:
+        """``read_alone`` of tables on the device."""
+        return read_alone(self._owner.core.state, read)
 
     def _decode_view(self) -> CommonAttentionMetadata | None:
         # All rows of a padded step are decodes, and a graph must record the addresses that later steps have too.

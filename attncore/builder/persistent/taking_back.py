@@ -20,7 +20,11 @@ def abandon(assembly: Any, metadata: StepMetadata) -> None:
     with assembly.core.enter():
         step = metadata.step
         if step != assembly.last_step or side is None or side.pending != step:
-            raise CaptureError(f"abandon: step {step} is not waiting for a replay; nothing is to be taken back")
+            why = "nothing is to be taken back"
+            if side is None or side.name == "copy":
+                name = assembly.builder.transport
+                why = f"with transport {name!r} no step does, so take its tokens back with batch.rollback_many"
+            raise CaptureError(f"abandon: step {step} is not waiting for a replay; {why}")
         if assembly.ahead is not None and assembly.ahead.left:
             raise CaptureError(f"abandon: step {step} has steps ahead; call steps.stop(), which takes back all of them")
         check_unchanged(assembly, metadata, "abandon")
@@ -65,7 +69,8 @@ def check_unchanged(assembly: Any, metadata: StepMetadata, what: str, num_steps:
         if not known or computed[row] != fields.context_lens[row] + fields.query_lens[row] + num_steps - 1:
             raise CaptureError(
                 f"{what}: request {req_id!r} has changed since step {metadata.step} was built; {what} a step "
-                "before its requests are removed, preempted or rolled back"
+                "before its requests are removed, preempted or rolled back; rows that were swapped are to be swapped "
+                "back first"
             )
 
 

@@ -12,11 +12,13 @@ cdef enum:
     UNFINISHED = 2   # left by a caller whose changes could not all be undone; the next caller goes on with that
 
 cdef int num_forks = 0
+cdef list survivors = []  # by fork that this process came from: the thread that went on in the child
 
 
 def after_fork():
-    """Called in the child of a fork, which has none of the other threads: what they were inside of is free there."""
+    """Called in the child of a fork, which has none of the other threads: see ``settle_forked``."""
     global num_forks
+    survivors.append(PyThread_get_thread_ident())
     num_forks += 1
 
 
@@ -43,17 +45,20 @@ cdef class Entrance:
 
     @property
     def busy(self):
+        settle_forked(self)
         return self.state == INSIDE
 
     @property
     def unfinished(self):
         """Whether changes of an interrupted caller are to be undone, which ``enter`` does."""
+        settle_forked(self)
         return self.state == UNFINISHED
 
     def enter(self):
         """The context manager of one caller; raises what ``refused`` makes where another is inside."""
         cdef Stay stay = Stay.__new__(Stay)  # first: an allocation may run other code
-        if self.state == INSIDE and (self.forks == num_forks or self.thread == PyThread_get_thread_ident()):
+        settle_forked(self)
+        if self.state == INSIDE:
             raise self.refused()
         begin(self)
         stay.entrance, stay.inside = self, True
@@ -61,7 +66,8 @@ cdef class Entrance:
 
     def check_reader(self):
         """Raises what ``refused`` makes where another thread is inside; the caller's own may read."""
-        if self.state == INSIDE and self.forks == num_forks and self.thread != PyThread_get_thread_ident():
+        settle_forked(self)
+        if self.state == INSIDE and self.thread != PyThread_get_thread_ident():
             raise self.refused()
 
     def roll_back(self):
@@ -76,6 +82,24 @@ cdef inline void begin(Entrance entrance) noexcept:
     """Makes the caller the one inside. A direct call, which undoes nothing, sets the state FREE at its end."""
     entrance.state, entrance.forks = INSIDE, num_forks
     entrance.thread = PyThread_get_thread_ident()
+
+
+cdef inline void settle_forked(Entrance entrance) noexcept:
+    """In the child of a fork, ends the call of a thread that is not there. A later thread may have its ident."""
+    if entrance.state == INSIDE and entrance.forks != num_forks:
+        if lives_on(entrance):
+            entrance.forks = num_forks
+        else:
+            entrance.state = UNFINISHED if PyList_GET_SIZE(entrance.undo) else FREE
+
+
+cdef bint lives_on(Entrance entrance) noexcept:
+    """Whether each fork since the caller went inside was the caller's own."""
+    cdef int fork
+    for fork in range(entrance.forks, num_forks):
+        if <unsigned long> survivors[fork] != entrance.thread:
+            return False
+    return True
 
 
 @cython.final

@@ -195,9 +195,8 @@ cdef class SentSteps:
         names = self.order.req_ids
         n = PyList_GET_SIZE(names)
         if moves or (n and PyList_GET_ITEM(names, n - 1) == <PyObject*> None):
-            self.core.moving = True
+            self.core.start_moving()
             self.core.take_moves(moves)
-            self.core.moving = False
             names = self.order.req_ids
         self._begin(shape)
         if moves or batch.dirty or num_reqs != PyTuple_GET_SIZE(batch.req_ids):

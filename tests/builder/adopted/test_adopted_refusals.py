@@ -37,6 +37,25 @@ def tensors():
     }
 
 
+@pytest.mark.parametrize(("row", "column", "block"), [(0, 1, -1), (1, 2, 200), (2, 0, -(2**31)), (2, 1, 2**31 - 1)])
+def test_blocks_that_the_cache_has_not(steps, row, column, block):
+    """On a CPU, where they can be read: of what holds keys, and of rows that run."""
+    given = tensors()
+    last = steps.build(**given)
+    given["block_table"] = given["block_table"].clone()
+    given["block_table"][row, column] = block
+    wrong = f"^block_table: row {row} names block {block} in column {column}, but the cache holds 200 blocks"
+    with pytest.raises(ValueError, match=wrong):
+        steps.build(**given)
+    assert steps.last_step == 0
+    assert last.host.seq_lens.tolist() == [5, 9, 8]
+    given["block_table"][row, column] = 1
+    given["block_table"][:, 3:] = -1
+    assert steps.build(**given).step == 1
+    given["seq_lens"][2], given["query_start_loc"][3], given["block_table"][2] = 8, 2, -1
+    assert steps.build(**given).num_tokens == 2
+
+
 class Lying(torch.Tensor):
     """Says what it likes of itself."""
 

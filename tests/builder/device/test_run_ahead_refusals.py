@@ -55,6 +55,23 @@ def test_a_refused_call_changes_nothing(kernels, arguments, error, text):
     builder.run_ahead(1, bucket=3).replay(calls)
 
 
+@pytest.mark.parametrize("replayed", [0, 1])
+def test_stop_behind_swapped_rows(kernels, replayed):
+    """Where nothing was replayed the build itself is taken back, and the rows must be those of before."""
+    batch, builder, calls = two_requests(kernels)
+    steps = builder.run_ahead(3, bucket=3)
+    for _ in range(replayed):
+        steps.replay(calls)
+    batch.swap_rows(0, 1)
+    if not replayed:
+        with pytest.raises(CaptureError, match=r"^stop: .*; rows that were swapped are to be swapped back first$"):
+            steps.stop()
+        batch.swap_rows(0, 1)
+    assert steps.stop() == replayed
+    assert [batch.num_computed_tokens(name) for name in "ab"] == [3 + replayed, 6 + replayed]
+    assert builder.build().context_lens.tolist() == ([6 + replayed, 3 + replayed] if replayed else [3, 6])
+
+
 class PlansOnTheHost(Backend):
     def plan(self, metadata):
         pass

@@ -9,6 +9,7 @@ from interrupted_calls import AtOpcode, Interrupt
 
 from attncore import CommonMetadataBuilder, Sequence, SequenceGroup, graphs
 from attncore.builder.lists.capture_state import CommonAttentionState
+from attncore.errors import CaptureError
 
 FIELDS = ("context_lens", "positions", "slot_mapping", "seq_lens", "seq_start_loc", "block_table", "query_start_loc",
           "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")  # fmt: skip
@@ -113,6 +114,31 @@ def test_graph_capture_and_capturing_are_closed():
         assert gc.isenabled() == collects
 
     assert interrupt_all(capture, look, step=9) > 200
+
+
+def test_graph_capture_that_is_interrupted_anywhere_can_be_opened_again():
+    state, inner = CommonAttentionState(builder=new_builder()), []
+
+    def capture():
+        with state.graph_capture(2):
+            inner.append(state._steps.limit)
+
+    def look(happened):
+        with state.graph_capture(3 if happened else 2):
+            assert state._steps.limit
+            with pytest.raises(CaptureError, match=r"^graph_capture: open already"), state.graph_capture(2):
+                pass
+            assert state._steps.limit
+        assert state._steps.limit == 0
+
+    assert interrupt_all(capture, look) > 30
+    assert set(inner) == {2}
+    unused = state.graph_capture(3)
+    opened = state.graph_capture(3)
+    opened.__enter__()
+    assert state._steps.limit == 3
+    del unused, opened  # as where an interrupt comes before the exit
+    assert state._steps.limit == 0
 
 
 def test_garbage_is_collected_again_where_the_call_that_stopped_it_is_interrupted(monkeypatch):

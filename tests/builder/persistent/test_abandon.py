@@ -55,6 +55,40 @@ def test_an_interrupted_abandon_is_finished_by_the_next_call(monkeypatch):
     pytest.fail("no call came to its end")
 
 
+@pytest.mark.parametrize(("transport", "name"), [("auto", "none"), ("copy", "copy")])
+def test_where_no_step_waits_its_tokens_are_rolled_back(kernels, transport, name):
+    batch = InputBatch(max_num_reqs=2, max_model_len=32, block_size=4, kernels=kernels)
+    builder = MetadataBuilder(batch, max_num_batched_tokens=8, transport=transport)
+    batch.add_request("a", [1, 2], 3)
+    builder.capture(2)
+    metadata, graph = builder.build(bucket=2), Counting()
+    with pytest.raises(CaptureError, match=rf"^abandon: step 1 .* with transport '{name}' no step does, so take its"):
+        metadata.abandon()
+    metadata.replay(graph)
+    metadata.replay(graph)
+    assert graph.replayed == 2
+    batch.rollback_many({"a": 1})
+    assert builder.build(bucket=2).positions[0] == 3
+
+
+class Counting:
+    replayed = 0
+
+    def replay(self):
+        self.replayed += 1
+
+
+def test_rows_that_were_swapped_are_swapped_back_first(monkeypatch):
+    batch, builder, metadata = waiting_step(monkeypatch)
+    batch.swap_rows(0, 1)
+    with pytest.raises(CaptureError, match=r"; rows that were swapped are to be swapped back first$"):
+        metadata.abandon()
+    batch.swap_rows(0, 1)
+    metadata.abandon()
+    assert builder.last_step == 0
+    assert (batch.req_ids, [batch.num_computed_tokens(name) for name in "abc"]) == (("a", "b", "c"), [0, 1, 2])
+
+
 @pytest.mark.parametrize(
     "change", [lambda batch: batch.rollback("b", 1), lambda batch: batch.remove_request("c"),
                lambda batch: (batch.remove_request("b"), batch.add_request("b", [9], 2))],

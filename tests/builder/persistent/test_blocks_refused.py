@@ -105,6 +105,24 @@ def test_a_replaced_block(grouped):
     assert grouped.replace_block("z", 0, 0, "window") == 5
 
 
+def test_a_replaced_block_that_the_request_has_already(grouped):
+    """Block 0 stands wherever a window has passed, and blocks of other requests and groups are not this one's."""
+    grouped.add_request("z", {"full": [1, 2, 3, 4, 5, 9], "window": [0, 0, 7]}, 23)
+    grouped.add_request("y", {"full": [1, 2, 3], "window": [8, 6]}, 1)
+    before = core_state(grouped)
+    for group, index, block, at in (("full", 0, 2, 1), ("full", 5, 1, 0), ("full", 3, 9, 5), ("window", 1, 7, 2)):
+        with pytest.raises(
+            ValueError, match=rf"^block_id: {block} stands at index {at} of request 'z' already; give index {index} a"
+        ):
+            grouped.replace_block("z", index, block, group)
+    assert core_state(grouped) == before
+    assert grouped.replace_block("z", 2, 3, "full") == 3  # it stands there
+    assert grouped.replace_block("z", 2, 8, "full") == 3
+    assert grouped.replace_block("z", 2, 8, "window") == 7
+    assert grouped.replace_block("z", 1, 0, "window") == 0
+    assert grouped.block_ids("z") == {"full": [1, 2, 8, 4, 5, 9], "window": [0, 0, 8]}
+
+
 def test_what_held_nulls_comes_back_after_a_roll_back(grouped):
     """A refused call restores rows with null blocks."""
     grouped.add_request("z", {"full": [1, 2, 3, 4, 5], "window": [0, 6, 7]}, 17)
