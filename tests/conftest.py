@@ -1,6 +1,7 @@
 """What every test may use. Each test of the hot path runs on both implementations through the ``kernels`` fixture."""
 
 import importlib
+import os
 import signal
 
 import processor_times
@@ -34,8 +35,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
-def pytest_configure():
-    """Under nohup, or in a shell's background, signals are ignored, and children would inherit that."""
+def pytest_configure(config):
+    """Tests without a GPU see none, so that they run alike where one is there.
+
+    Under nohup, or in a shell's background, signals are ignored, and children would inherit that.
+    """
+    if "not gpu" in config.getoption("markexpr"):
+        os.environ |= dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, usual)

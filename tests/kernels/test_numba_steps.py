@@ -180,6 +180,7 @@ READ_IN_ONE = {
     "lists": [group([1, 2, 3]), group([4]), group([])],
     "small and large": [group([0, 1, 255, 256, 257, 2**30 - 1, 2**30, 2**31 - 1])],
     "tuples": [group((1, 2)), group([3])],
+    "arrays": [group(np.array([1, 2], np.int32)), group(np.array([3], np.int64), [4])],
     "none": [group(None)],
     "two": [group([1], [2]), group([3], [4])],
     "prompts first": [group([1], is_prompt=True, hit=True), group([2])],
@@ -188,7 +189,8 @@ READ_IN_ONE = {
     "many": [group(list(range(300))) for _ in range(100)],
 }
 READ_BY_OBJECTS = {
-    "an array": [group(np.array([1, 2], np.int32))],
+    "an array of other ints": [group(np.array([1, 2], np.uint32))],
+    "an array with a gap": [group(np.arange(6, dtype=np.int32)[::2])],
     "a number of NumPy's": [group([np.int64(1), 2])],
     "a bool": [group([1, True])],
     "too large": [group([BIG])],
