@@ -1,8 +1,8 @@
 """On a GPU: the backends that are there give the same output on the same saved steps, and read each other's cache.
 
-Compared are ``reference``, both generations of ``flash`` and ``flashinfer``, as far as they can be used on the machine;
-the test says which (``-rP`` shows it) and why not the others. All of them take a cache as a pair, keys and values, each
-(blocks, block size, key/value heads, head size): by that they share one.
+Compared are ``reference``, both generations of ``flash``, ``flashinfer`` and ``rocm``'s Triton kernels, as far as they
+can be used on the machine; the test says which (``-rP`` shows it) and why not the others. All of them take a cache as a
+pair, keys and values, each (blocks, block size, key/value heads, head size): by that they share one.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "flash, generation 2": {"backend": "flash", "options": {"flash": {"generation": "2"}}},
     "flash, generation 4": {"backend": "flash", "options": {"flash": {"generation": "4"}}},
     "flashinfer": {"backend": "flashinfer"},
+    "rocm": {"backend": "rocm", "options": {"rocm": {"kernel": "triton"}}},
 }
 LIBRARIES = {
     "flash, generation 2": "flash-attn",
     "flash, generation 4": "flash-attn-4",
     "flashinfer": "flashinfer-python",
+    "rocm": "attn-rocm",
 }
 
 

@@ -24,9 +24,11 @@ def test_the_snippets_run_from_top_to_bottom(gpu, monkeypatch):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers", reason="transformers is not installed")
     monkeypatch.delenv("ATTNCORE_BACKEND", raising=False)
+    monkeypatch.setenv("ATTNCORE_PLUGINS", "reference")  # others need the GPU that is assumed
     host = attncore.Host.assume("cuda:sm_90" if gpu else "cpu")
     monkeypatch.setattr("attncore.registry.host.host.Host.probe", classmethod(lambda cls: host))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr("attncore.registry.host.host.Host.torch_device", "cpu")  # there is no other here
     names = run(PAGE)
     assert names["choice"].name == "reference"
     assert names["logits"].shape == (1, 100)

@@ -68,7 +68,8 @@ def test_the_example_of_negotiation_is_what_select_says():
     loaded = {record.name for record in registry().records if record.spec is not None}
     if missing := {name for name, *_ in negotiation.CANDIDATES} - loaded:
         pytest.skip(f"the picture shows plugins that are not installed here: {', '.join(sorted(missing))}")
-    host = attncore.Host.assume("sm_90", packages={"torch": "2.11.0", "flashinfer-python": "0.7.2.post1"})
+    packages = {"torch": "2.11.0", "flashinfer-python": "0.7.2.post1", "triton": "3.6.0"}
+    host = attncore.Host.assume("sm_90", packages=packages)
     choice = attncore.select(num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", host=host)
     text = choice.explain()
     for name, state, why, _ in negotiation.CANDIDATES:

@@ -63,6 +63,8 @@ _WORDS = (
     ("policy", POLICIES, "where --backend cannot be used, choose none or another"),
 )
 _COMMON = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+_NO_BFLOAT16 = ("sm_70", "sm_72", "sm_75")
+"""NVIDIA GPUs that do not compute in it: models run in float16 there."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +126,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the negotiation; 3 where no backend can be used."""
-    fields, host = _fields(args), _host(args)
+    host = _host(args)
+    fields = _fields(args, host)
     negotiation: Negotiation | JointNegotiation
     choice: Choice | JointChoice | None
     with stdout_to_stderr(), _naming_config(args):
@@ -148,7 +151,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _fields(args: argparse.Namespace) -> dict[str, Any]:
+def _fields(args: argparse.Namespace, host: Host) -> dict[str, Any]:
     names = [name for name, *_ in (*_COUNTS, *_WORDS)]
     names += [
         "logits_soft_cap",
@@ -171,7 +174,8 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         given.setdefault("num_kv_heads", 1)
     if "num_heads" in given:
         given.setdefault("num_kv_heads", given["num_heads"])
-    fields = {**_COMMON, **given}
+    common = _COMMON if host.arch not in _NO_BFLOAT16 else {**_COMMON, "dtype": "float16"}
+    fields = {**common, **given}
     vars(args).update(fields)  # those left open are filled in
     return fields
 

@@ -6,8 +6,10 @@ import time
 import pytest
 from planting import SPEC, zoo
 
-from attncore import env
+from attncore import Host, env
 from attncore.cli import main
+from attncore.registry.doctor import child_main
+from attncore.registry.plugins import discover, load
 
 FACTS = """
 @hookimpl
@@ -304,3 +306,21 @@ def test_whatever_the_doctor_hook_answers(site, capsys, hook, text):
     assert text in "".join(reason["message"] for reason in row["reasons"])
     assert len(row["facts"]) <= 64
     assert max(map(len, row["facts"].values()), default=0) <= 200
+
+
+def test_a_gpu_that_torch_cannot_use_is_no_fault_of_the_backend(monkeypatch):
+    """Nor does the doctor try the CPU in its place."""
+    monkeypatch.delenv("ATTNCORE_DISABLE_PLUGINS")
+    record = load.load(next(one for one in discover.find() if one.name == "reference"))
+    gpu, cpu = (Host.assume(device, packages={"torch": "2.9"}) for device in ("sm_90", "cpu"))
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.empty", fails)
+        answer = child_main._create(record, record.spec, gpu)
+    (reason,) = answer["missing"]
+    assert reason["code"] == "requirement"
+    assert reason["message"].startswith("'cuda:0' cannot be used here: Torch not compiled with CUDA enabled; ")
+    assert child_main._create(record, record.spec, cpu)["created"] == "ReferenceBackend on cpu"
+
+
+def fails(*sizes, **given):
+    raise AssertionError("Torch not compiled with CUDA enabled")

@@ -5,7 +5,7 @@ from pictures.svg import Picture
 CANDIDATES = (
     ("flash", "not usable", "requirement: flash-attn-4 or flash-attn", "grey"),
     ("flashinfer", "usable", "priority 55 on cuda:sm_90", "green"),
-    ("rocm", "not usable", "device: cuda:sm_90 not supported", "grey"),
+    ("rocm", "usable", "priority 30 on cuda:sm_89+", "green"),
     ("reference", "usable", "priority 0 on any device", "green"),
 )
 
@@ -14,8 +14,8 @@ def negotiation():
     drawn = Picture(
         640, 420, "Negotiation: from a request to a choice with reasons",
         "A request (heads, dtype, features, graphs), a host (device and packages) and the specs of the installed "
-        "plugins are all that counts. Every spec is checked against request and host. Here flash and rocm have "
-        "reasons against them, flashinfer and reference are usable. The usable ones are ordered by name asked for,"
+        "plugins are all that counts. Every spec is checked against request and host. Here flash has a "
+        "reason against it, flashinfer, rocm and reference are usable. The usable ones are ordered by name asked for,"
         " preference, priority, how specifically they name the device, and name. The choice says the backend, its "
         "block size and cache layout, and every candidate's reasons.",
     )  # fmt: skip

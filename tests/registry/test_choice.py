@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 import attncore
 
@@ -59,11 +60,38 @@ def test_odd_arguments_of_create_name_themselves(field, error, text):
         attncore.select(backend="reference", **FIELDS).create(**field)
 
 
-def test_the_device_is_the_hosts_unless_the_backend_is_for_any(site):
+def without_a_gpu(monkeypatch):
+    """torch as on a machine without a GPU."""
+    usual = torch.empty
+
+    def empty(*sizes, device=None, **given):
+        if str(device).startswith("cuda"):
+            raise AssertionError("Torch not compiled with CUDA enabled")
+        return usual(*sizes, device=device, **given)
+
+    monkeypatch.setattr(torch, "empty", empty)
+
+
+@pytest.mark.parametrize(("device", "variable"), [("sm_90", "CUDA_VISIBLE_DEVICES"), ("gfx942", "HIP_VISIBLE_DEVICES")])
+def test_a_backend_for_any_device_never_takes_the_cpu_silently(site, monkeypatch, device, variable):
     site.plugin("acme", extra="preferred_block_size=32,")
-    anywhere = attncore.select(backend="acme", host=attncore.Host.assume("sm_90"), **FIELDS)
-    assert anywhere.create().config.device == "cpu"
-    assert anywhere.create(device="meta").config.device == "meta"
+    for name in ("acme", "reference"):
+        choice = attncore.select(backend=name, host=attncore.Host.assume(device), **FIELDS)
+        assert choice.config().device == "cuda:0"
+        assert choice.create(device="cpu").config.device == "cpu"
+        assert choice.create(device="meta").config.device == "meta"
+        with monkeypatch.context() as patch:
+            without_a_gpu(patch)
+            with pytest.raises(ValueError, match=r"^device: 'cuda:0' cannot be used here: Torch not") as caught:
+                choice.create()
+        assert f"first device of the host ({choice.host.device}): install a torch that has it" in str(caught.value)
+        assert f"create(device='cpu') or, for a command, by an empty {variable}" in str(caught.value)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *sizes, device: None)  # a torch that has the device
+            assert choice.create().config.device == "cuda:0"
+
+
+def test_the_device_is_the_hosts(site):
     site.plugin("cudaic")
     source = (site.folder / "attn_cudaic.py").read_text().replace('"any"', '"cuda"')
     site.module("attn_cudaic", source)

@@ -150,3 +150,20 @@ def test_a_distribution_that_spec_and_variant_require_is_named_once(requires, ve
     (reason,) = found
     assert set(reason.asked.removeprefix("acme").split(",")) == set(wanted.removeprefix("acme").split(","))
     assert reason.fix == f"pip install '{reason.asked}'"
+
+
+def test_where_no_variant_is_for_the_device_one_reason_says_so():
+    kinds = (Variant("a", devices={"rocm:gfx942": 9}), Variant("b", devices={"cuda:sm_80+": 9}, head_sizes={80}))
+    assert reasons(kinds, Host.assume("gfx1100")) == [
+        "device rocm:gfx1100 not supported by attn-one 0.1.0; supported: rocm:gfx942, cuda:sm_80+",
+        "head_size 64 not supported by variant b; supported: 80",
+    ]
+
+
+def test_variants_that_are_for_other_devices_share_a_line():
+    others = [Variant(name, devices={"rocm:gfx942": 9}) for name in ("a", "b")]
+    found = negotiated([record(spec(variants=(*others, Variant("c"))), "attn-one")])
+    assert "  not its variants a, b: they are for other devices" in explain(found)
+    assert [name for name, _ in found.chosen.passed_over] == ["a", "b"]
+    alone = negotiated([record(spec(variants=(others[0], Variant("c"))), "attn-one")])
+    assert "  not its variant a: device cuda:sm_90 not supported by variant a; supported: rocm:gfx942" in explain(alone)

@@ -148,14 +148,20 @@ def _fitting_variant(
 
 
 def _each_once(judged: _Judged, plugin: str, host: Host) -> Iterator[Reason]:
-    """The reasons of all variants. One that all give names the plugin, any other the variants that give it. Where a
-    variant needs nothing but a distribution, installing that is the others' fix.
+    """The reasons of all variants. One that all give names the plugin, any other the variants that give it; those that
+    are for other devices share one. Where a variant needs nothing but a distribution, installing that is the others'
+    fix.
     """
     own = {variant: stated_by(variant, stated, plugin, host) for variant, stated, _ in judged}
     install, spared = _install_instead(judged, host)
     alike: dict[tuple[str, str, str], list[tuple[str, Reason]]] = {}
+    elsewhere = {variant: one.devices for variant, one, _ in judged if best_match(one.devices, host.device) is None}
+    devices = list(dict.fromkeys(device for named in elsewhere.values() for device in named))
     for variant, _, reasons in judged:
         for reason in () if variant in spared else reasons:
+            if variant in elsewhere and reason.code == "device":
+                message = f"device {host.device} not supported by {own[variant]}; supported: {listed(devices)}"
+                reason = replace(reason, message=message, accepted=devices)
             plain = reason.message.removeprefix(f"variant {variant}: ")
             of_plugin = plain.replace(own[variant], plugin)
             given = alike.setdefault((reason.code, of_plugin, reason.fix), [])

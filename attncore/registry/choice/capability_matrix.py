@@ -17,7 +17,10 @@ from attncore.registry.plugins.plugin_record import PluginRecord
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.facts import feature_states, plain_facts
 
-DEVICES = ("cpu", "cuda:sm_80", "cuda:sm_90", "cuda:sm_100", "cuda:sm_120")
+DEVICES = (
+    "cpu", "cuda:sm_75", "cuda:sm_80", "cuda:sm_86", "cuda:sm_89", "cuda:sm_90", "cuda:sm_100", "cuda:sm_120",
+    "rocm:gfx1100", "rocm:gfx1151", "rocm:gfx1201",
+)  # fmt: skip
 """Rows of hardware that the page always has; the devices that a spec names are added."""
 
 FACTS = (

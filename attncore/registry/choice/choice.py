@@ -95,16 +95,22 @@ class Choice:
     def create(self, device: str | None = None, options: Mapping[str, Any] | None = None) -> AttentionBackend:
         """Import the backend's library and create the backend.
 
-        ``device`` is as torch writes it; None: the host's first one, but the CPU for a backend that was chosen as one
-        for any device. ``options`` overrides the request's options for this backend. Raises ValueError beginning with
-        ``device`` for one that torch cannot use here, with ``options`` for one that the spec does not declare,
-        TypeError where they are no mapping or the factory makes no AttentionBackend, and PluginError, with the cause
-        chained, where the library cannot be imported or asks the process to end.
+        ``device`` is as torch writes it; None: the host's first one. ``options`` overrides the request's options for
+        this backend. Raises ValueError beginning with ``device`` for one that torch cannot use here (for None, where
+        the backend is one for any device: it never runs on the CPU of a host with a GPU unless ``cpu`` is given), with
+        ``options`` for one that the spec does not declare, TypeError where they are no mapping or the factory makes no
+        AttentionBackend, and PluginError, with the cause chained, where the library cannot be imported or asks the
+        process to end.
         """
-        from attncore.registry.choice.device_here import device_problem
+        from attncore.registry.choice.device_here import device_problem, host_device_problem
 
         config = self.config(device, options)
-        if device is not None and (problem := device_problem(str(device))):
+        if device is not None:
+            problem = device_problem(str(device))
+        else:  # a library of a GPU says itself what it lacks
+            for_any = self.candidate.match is not None and self.candidate.match.pattern == "any"
+            problem = host_device_problem(self.host) if for_any else None
+        if problem:
             raise ValueError(f"device: {problem}")
         return self.create_for(config)
 
@@ -121,7 +127,6 @@ class Choice:
             if problem := option_problem(self.spec, name, value):
                 raise ValueError(f"options: {problem}")
         defaults = {name: option.default for name, option in self.spec.options.items()}
-        for_any_device = self.candidate.match is not None and self.candidate.match.pattern == "any"
         return BackendConfig(
             num_heads=request.num_heads,
             num_kv_heads=request.num_kv_heads,
@@ -130,7 +135,7 @@ class Choice:
             block_size=self.block_size,
             kv_cache_dtype=request.kv_cache_dtype,
             kv_cache_layout=self.kv_cache_layout,
-            device=device if device is not None else "cpu" if for_any_device else self.host.torch_device,
+            device=device if device is not None else self.host.torch_device,
             head_size_v=request.head_size_v,
             max_model_len=request.max_model_len,
             sliding_window=request.sliding_window,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attncore.did_you_mean import did_you_mean
 from attncore.quoted import one_line, quoted
+from attncore.registry.host.host import Host
 
 
 def device_problem(device: str) -> str | None:
@@ -22,3 +23,14 @@ def device_problem(device: str) -> str | None:
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:  # what torch raises for these
         return f"{quoted(device)} cannot be used here: {one_line(str(error).partition(chr(10))[0])}"
     return None
+
+
+def host_device_problem(host: Host) -> str | None:
+    """Why torch cannot use the first device of ``host`` here, and what to do; None where it can, and for a CPU."""
+    if host.platform == "cpu" or (problem := device_problem(host.torch_device)) is None:
+        return None
+    variable = "CUDA_VISIBLE_DEVICES" if host.platform == "cuda" else "HIP_VISIBLE_DEVICES"
+    return (
+        f"{problem}; it is the first device of the host ({host.device}): install a torch that has it, or ask for the "
+        f"CPU, by create(device='cpu') or, for a command, by an empty {variable}"
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from attncore.quoted import listed
 from attncore.registry.choice.candidates import Candidate
 from attncore.registry.choice.negotiate import Negotiation
 from attncore.registry.request import AttentionRequest
@@ -60,8 +61,15 @@ def _notes(candidate: Candidate) -> Iterator[str]:
 
 
 def _passed_over(candidate: Candidate) -> Iterator[str]:
-    """The reasons against the variants that the backend prefers to the one that fits."""
+    """The reasons against the variants that the backend prefers to the one that fits; several that are for other
+    devices share a line.
+    """
+    elsewhere = [name for name, reasons in candidate.passed_over if {reason.code for reason in reasons} == {"device"}]
+    if len(elsewhere) > 1:
+        yield f"  not its variants {listed(elsewhere)}: they are for other devices"
     for name, reasons in candidate.passed_over:
+        if len(elsewhere) > 1 and name in elsewhere:
+            continue
         said = [str(reason).removeprefix(f"variant {name}: ") for reason in reasons]
         yield from _with_reasons(f"  not its variant {name}", said)
 

@@ -15,6 +15,7 @@ from attncore.process_end import end_with_parent
 from attncore.quoted import MOST, describe_error, one_line, type_name
 from attncore.registry import package_requirements
 from attncore.registry.choice.choice import choose
+from attncore.registry.choice.device_here import host_device_problem
 from attncore.registry.choice.negotiate import negotiate
 from attncore.registry.choice.runs_here import plain_request, reasons_here
 from attncore.registry.host.host import Host
@@ -76,6 +77,8 @@ def _create(record: PluginRecord, spec: BackendSpec, host: Host) -> dict[str, An
     choice = choose(negotiate(plain_request(spec), host, [record], "the doctor"))
     if choice is None:
         return {}
+    if problem := host_device_problem(host):
+        return {"missing": [Reason("requirement", problem, "torch", None, "torch").as_json()]}
     try:
         backend = choice.create()
         variant = f", variant {choice.candidate.variant_label}" if choice.variant else ""

@@ -12,18 +12,18 @@ from attncore.registry.reasons import Reason
 
 @dataclass(frozen=True, slots=True)
 class KnownBackend:
-    """A backend's distribution, its platform (empty: any), and the hardware that it needs, in words."""
+    """A backend's distribution, its platforms (empty: any), and the hardware that it needs, in words."""
 
     distribution: str
-    platform: str
+    platforms: tuple[str, ...]
     hardware: str
 
 
 KNOWN: Mapping[str, KnownBackend] = {
-    "flash": KnownBackend("attn-flash", "cuda", "an NVIDIA GPU"),
-    "flashinfer": KnownBackend("attn-flashinfer", "cuda", "an NVIDIA GPU"),
-    "reference": KnownBackend("attncore", "", ""),
-    "rocm": KnownBackend("attn-rocm", "rocm", "an AMD GPU"),
+    "flash": KnownBackend("attn-flash", ("cuda",), "an NVIDIA GPU"),
+    "flashinfer": KnownBackend("attn-flashinfer", ("cuda",), "an NVIDIA GPU"),
+    "reference": KnownBackend("attncore", (), ""),
+    "rocm": KnownBackend("attn-rocm", ("cuda", "rocm"), "a GPU"),
 }
 """Name -> the backend. Each name belongs to its distribution: another that claims it is refused."""
 
@@ -39,6 +39,6 @@ def install_line(name: str, host: Host) -> str:
     """The command that installs the backend ``name``, with the hardware it needs where ``host`` lacks it."""
     known = KNOWN[name]
     line = install_distribution(known.distribution)
-    if known.platform and known.platform != host.platform:
+    if known.platforms and host.platform not in known.platforms:
         line += f" (needs {known.hardware}; this host has {'no GPU' if host.platform == 'cpu' else host.arch})"
     return line

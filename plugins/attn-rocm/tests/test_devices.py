@@ -60,9 +60,21 @@ def test_the_whole_kit_in_the_interpreter():
 
 
 @pytest.mark.gpu
+def test_the_kit_as_an_engine_has_the_backend():
+    """Without any variable: what a machine with this GPU and no other plugin uses."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "ATTNCORE"))}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "attncore.testing", "rocm"], capture_output=True, text=True, env=kept, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("file", ["test_kernels.py", "test_cache_write.py", "test_conformance.py"])
 def test_on_a_cuda_device(file):
-    """The developer-only way: the same kernels, compiled for the CUDA device that is there."""
+    """The same kernels, compiled for the CUDA device that is there."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     assert run(file, "cuda") >= 6

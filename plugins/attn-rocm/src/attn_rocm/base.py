@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_rocm import settings
-from attn_rocm.tiles import ARCHITECTURES
+from attn_rocm.tiles import SUPPORTED, known
 from attncore import (
     AttentionBackend,
     AttentionImpl,
@@ -36,7 +36,7 @@ class RocmBackend(AttentionBackend):
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
         asked = config.options.get("kernel", "auto")
-        if config.variant and asked not in ("auto", config.variant):
+        if config.variant and asked not in ("auto", settings.kernel_of(config.variant)):
             raise ValueError(
                 f"options: kernel {asked!r} is asked for now, but {config.variant!r} was chosen before; give it in the "
                 "request, options={'rocm': {'kernel': ...}}"
@@ -50,26 +50,21 @@ class RocmBackend(AttentionBackend):
 
 
 def architecture(device: str) -> tuple[str, int]:
-    """The gfx name of a torch device, as torch tells it, and its number of compute units.
+    """The name of a torch device's architecture, ``gfx942`` or ``sm_90``, and its number of compute units.
 
-    ``sm_90`` and ``cpu`` stand for the devices of development. ValueError for anything that is not in the table.
+    ``cpu`` stands for Triton's interpreter. ValueError for anything that is not in the table.
     """
     kind = torch.device(device).type
-    developing = settings.dev_device()
-    if kind == "cuda" and torch.version.hip:
-        facts = torch.cuda.get_device_properties(device)
-        name = str(facts.gcnArchName).partition(":")[0]  # gfx942:sramecc+:xnack-
-        if name not in ARCHITECTURES:
-            raise ValueError(f"device: {device} is a {name}; supported: {', '.join(ARCHITECTURES)}")
-        return name, int(facts.multi_processor_count)
-    if kind == "cuda" and developing == "cuda":
-        return "sm_90", int(torch.cuda.get_device_properties(device).multi_processor_count)
-    if kind == "cpu" and developing == "cpu":
+    if kind == "cpu" and settings.dev_device() == "cpu":
         return "cpu", 0
-    raise ValueError(
-        f"device: {device} is no AMD GPU for this torch (torch.version.hip is {torch.version.hip}); supported: "
-        f"{', '.join(ARCHITECTURES)}"
-    )
+    if kind != "cuda":
+        raise ValueError(f"device: {device} is no GPU; supported: {SUPPORTED}")
+    facts = torch.cuda.get_device_properties(device)
+    gfx = str(facts.gcnArchName).partition(":")[0] if torch.version.hip else ""  # gfx942:sramecc+:xnack-
+    name = gfx or f"sm_{facts.major}{facts.minor}"
+    if known(name) is None:
+        raise ValueError(f"device: {device} is a {name}; supported: {SUPPORTED}")
+    return name, int(facts.multi_processor_count)
 
 
 class RocmImpl(AttentionImpl):

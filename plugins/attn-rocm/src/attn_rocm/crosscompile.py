@@ -1,13 +1,15 @@
 """Every kernel compiled for every architecture, on a machine that has none of them, and what the compiler says of it.
 
-``python -m attn_rocm.crosscompile`` prints the table of the README.
+``python -m attn_rocm.crosscompile`` prints the tables of the README.
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +22,10 @@ from attn_rocm.kernels.merge import merge_splits
 from attn_rocm.kernels.unified import STEP_NUMBERS, STEP_POINTERS, unified_attention
 from attncore.ops.cache_writer_triton import store_both
 
-ARCHITECTURES = (*tiles.ARCHITECTURES, "sm_90")
+FIRST = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "sm_90")
+MORE = ("gfx908", "gfx1151", "gfx1200", "sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
+ARCHITECTURES = (*FIRST, *MORE)
+"""What the README's tables have, a table each."""
 KV_HEADS, PAGE = 8, 16
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32}
 
@@ -71,7 +76,7 @@ VARIANTS = (
     Attention("any step fp32, head size 256", dtype="fp32", size=256),
 )  # fmt: skip
 """The bounded list that is compiled for every architecture, with ``merge`` and the cache writers."""
-OTHERS = ("merge of split keys", "cache write bf16", "cache write e4m3")
+OTHERS = ("merge of split keys", "cache write fp16", "cache write bf16", "cache write e4m3")
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,13 @@ class Compiled:
     """Matrix instructions in the assembly, sorted."""
     lds_bytes: int
     scratch_bytes: int
-    """Private memory of a thread; -1 where the compiler does not say (NVIDIA)."""
+    """Private memory of a thread, to which registers are spilled."""
     spills: int
-    """Vector registers spilled; -1 where the compiler does not say."""
+    """Vector registers spilled; -1 where the compiler does not say (NVIDIA)."""
     scalar_spills: int
     """Scalar registers spilled: kept in lanes of a vector register, not in memory, where there is no scratch."""
     registers: int
+    """Of a thread."""
     binary_bytes: int
 
     @property
@@ -97,9 +103,12 @@ class Compiled:
         return self.name.startswith("decode")
 
 
-def names() -> tuple[str, ...]:
-    """Every kernel that is compiled, by name."""
-    return (*(variant.name for variant in VARIANTS), *OTHERS)
+def names(arch: str | None = None) -> tuple[str, ...]:
+    """Every kernel that is compiled, by name; for ``arch`` those of the dtypes that the spec declares there."""
+    every = (*(variant.name for variant in VARIANTS), *OTHERS)
+    number = tiles.capability(arch or "") or 1000
+    without = (("bf16",) if number < 80 else ()) + (("e4m3", "e5m2") if number < 89 else ())
+    return tuple(name for name in every if not any(word in name for word in without))
 
 
 def compile_kernel(name: str, arch: str, *, small_cache: bool = False) -> Compiled:
@@ -109,7 +118,7 @@ def compile_kernel(name: str, arch: str, *, small_cache: bool = False) -> Compil
     Here these are all but the cache, and with ``small_cache`` the cache too.
     """
     if name in OTHERS:
-        source, options = _other(name)
+        source, options = _other(name, arch)
     else:
         source, options = _attention(next(one for one in VARIANTS if one.name == name), arch)
     if not arch.startswith("sm_"):
@@ -117,7 +126,7 @@ def compile_kernel(name: str, arch: str, *, small_cache: bool = False) -> Compil
     if arch.startswith("sm_"):
         target = GPUTarget("cuda", int(arch[3:]), 32)
     else:
-        target = GPUTarget("hip", arch, tiles.ARCHITECTURES[arch].wavefront)
+        target = GPUTarget("hip", arch, tiles.architecture(arch).wavefront)
     built = triton.compile(source, target=target, options=options)
     return _read(name, arch, built)
 
@@ -158,14 +167,15 @@ def _attention(variant: Attention, arch: str) -> tuple[ASTSource, dict[str, int]
     return _source(unified_attention, signature, constants), {"num_warps": tile.warps, "num_stages": tile.stages}
 
 
-def _other(name: str) -> tuple[ASTSource, dict[str, int]]:
+def _other(name: str, arch: str) -> tuple[ASTSource, dict[str, int]]:
+    element = "*bf16" if "cache write bf16" in names(arch) and not name.endswith("fp16") else "*fp16"
     if name == "merge of split keys":
-        merge = {"part_ptr": "*fp32", "part_lse_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": None}
+        merge = {"part_ptr": "*fp32", "part_lse_ptr": "*fp32", "out_ptr": element, "lse_ptr": None}
         sizes = {"HEADS": 32, "SIZE": 128, "D": 128, "SPLITS": 8, "LSE": False}
         return _source(merge_splits, merge, sizes), {"num_warps": 4}
     fp8 = name.endswith("e4m3")
-    cache = "*fp8e4nv" if fp8 else "*bf16"
-    store: dict[str, str | None] = {"key": "*bf16", "value": "*bf16", "key_cache": cache, "value_cache": cache}
+    cache = "*fp8e4nv" if fp8 else element
+    store: dict[str, str | None] = {"key": element, "value": element, "key_cache": cache, "value_cache": cache}
     store |= {"slots": "*i64", "k_scale": "fp32", "v_scale": "fp32"}
     numbers: dict[str, Any] = {
         "block_size": PAGE, "largest": 448.0 if fp8 else 0.0, "heads": KV_HEADS, "size": 128, "size_v": 128,
@@ -198,10 +208,12 @@ def _mark_small(source: ASTSource, small_cache: bool) -> None:
 
 def _read(name: str, arch: str, built: Any) -> Compiled:
     assembly = built.asm.get("amdgcn") or built.asm["ptx"]
-    words = set(re.findall(r"\b(?:v_mfma|v_wmma|v_smfmac|wgmma\.mma|mma\.sync)[\w.:]*", assembly))
+    words = set(re.findall(r"\b(?:v_mfma|v_wmma|v_smfmac|wgmma\.mma|mma\.sync|tcgen05\.mma)[\w.:]*", assembly))
     binary = built.asm.get("hsaco") or built.asm["cubin"]
-    scratch = spills = scalar_spills = registers = -1
-    if "amdgcn" in built.asm:
+    spills = scalar_spills = -1
+    if "cubin" in built.asm:
+        scratch, registers = _resources(binary)
+    else:
         scratch = _number(assembly, r"\.private_segment_fixed_size:\s*(\d+)")
         spills = _number(assembly, r"\.vgpr_spill_count:\s*(\d+)")
         scalar_spills = _number(assembly, r"\.sgpr_spill_count:\s*(\d+)")
@@ -211,6 +223,16 @@ def _read(name: str, arch: str, built: Any) -> Compiled:
     )  # fmt: skip
 
 
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Bytes of local memory and registers of a thread, as CUDA's cuobjdump, which Triton brings, says."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        words = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    return _number(text, r"STACK:(\d+)") + _number(text, r"LOCAL:(\d+)"), _number(text, r"REG:(\d+)")
+
+
 def _number(text: str, pattern: str) -> int:
     found = re.search(pattern, text)
     if found is None:
@@ -218,24 +240,27 @@ def _number(text: str, pattern: str) -> int:
     return int(found.group(1))
 
 
-def table(compiled: Iterator[Compiled]) -> str:
-    """Markdown: a row a kernel, a column an architecture."""
+def table(compiled: Iterator[Compiled], columns: Sequence[str]) -> str:
+    """Markdown: a row a kernel, a column an architecture; ``-``: its dtypes are not declared there."""
     cells: dict[str, dict[str, str]] = {}
     for one in compiled:
-        kinds = sorted({word.split("_f32")[0].split(".sync")[0] for word in one.matrix})
+        kinds = sorted({re.split(r"_f32|\.sync|\.cta", word)[0] for word in one.matrix})
         parts = [*kinds, f"{one.lds_bytes / 1024:g} KiB"]
-        if one.scratch_bytes >= 0:
-            parts.append(f"{one.registers} VGPRs" + (f", {one.scratch_bytes} B scratch" if one.scratch_bytes else ""))
+        parts.append(f"{one.registers} registers" if one.arch.startswith("sm_") else f"{one.registers} VGPRs")
+        if one.scratch_bytes:
+            parts.append(f"{one.scratch_bytes} B scratch")
         cells.setdefault(one.name, {})[one.arch] = ", ".join(parts)
-    lines = ["| kernel | " + " | ".join(ARCHITECTURES) + " |", "|---" * (len(ARCHITECTURES) + 1) + "|"]
+    lines = ["| kernel | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, row in cells.items():
-        lines.append(f"| {name} | " + " | ".join(row[arch] for arch in ARCHITECTURES) + " |")
+        lines.append(f"| {name} | " + " | ".join(row.get(arch, "-") for arch in columns) + " |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Compile everything and print the table."""
-    sys.stdout.write(table(compile_kernel(name, arch) for name in names() for arch in ARCHITECTURES) + "\n")
+    """Compile everything and print the tables."""
+    for columns in (FIRST, MORE):
+        every = (compile_kernel(name, arch) for name in names() for arch in columns if name in names(arch))
+        sys.stdout.write(table(every, columns) + "\n\n")
 
 
 if __name__ == "__main__":

@@ -6,21 +6,21 @@ import os
 from collections.abc import Mapping
 
 from attn_rocm import settings, spec
-from attn_rocm.tiles import ARCHITECTURES
+from attn_rocm.tiles import SUPPORTED, known
 from attncore import Host
 
 
 def facts(host: Host) -> Mapping[str, str]:
     """Name -> fact. aiter is imported where an AMD GPU is, which is how it is found out whether it can be."""
     found = {}
-    known = ARCHITECTURES.get(host.arch)
-    if known is not None:
+    here = known(host.arch)
+    if here is not None:
         found["architecture"] = (
-            f"{host.arch}: wavefronts of {known.wavefront}, {known.lds_bytes // 1024} KiB of LDS, tiles {known.decode} "
-            f"and {known.prefill}"
+            f"{host.arch}: wavefronts of {here.wavefront}, {here.lds_bytes // 1024} KiB of local memory, tiles "
+            f"{here.decode} and {here.prefill}"
         )
     else:
-        found["architecture"] = f"{host.arch}: not one of {', '.join(ARCHITECTURES)}"
+        found["architecture"] = f"{host.arch}: not one of {SUPPORTED}"
     versions = {name: spec.version_on(host, name) for name in (*spec.TRITON, "amd-aiter", "flash-attn")}
     found |= {name: version for name, version in versions.items() if version}
     if host.platform == "rocm" and versions["amd-aiter"]:

@@ -59,8 +59,7 @@ class Launcher:
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.group = num_heads // num_kv_heads
         self.padded_size = max(16, tiles.power_of_two(head_size))
-        known = (tiles.ARCHITECTURES | tiles.DEVELOPMENT)[arch]
-        self.arch, self.units = arch, units or known.units
+        self.arch, self.units = arch, units or tiles.architecture(arch).units
         self.interpreted = arch == "cpu"
         self._tile = lru_cache(maxsize=None)(self._find_tile)
 

@@ -8,13 +8,21 @@ from collections.abc import Mapping
 KERNELS = ("auto", "aiter", "aiter_paged", "ck", "triton", "sdpa")
 """Values of the option ``kernel``, and of ATTNCORE_ROCM_KERNEL; all but ``auto`` are variants of the spec."""
 
+FORMS = ("triton_no_fp8", "triton_no_bf16")
+"""Variants of the kernel ``triton`` too, for NVIDIA GPUs before sm_89 and before sm_80."""
+
 KERNEL = "ATTNCORE_ROCM_KERNEL"
 DEV_DEVICE = "ATTNCORE_ROCM_DEV_DEVICE"
 VARIABLES = {
     KERNEL: f"the default of the option kernel: one of {', '.join(KERNELS)}",
-    DEV_DEVICE: "cuda or cpu (development only): the platform beside ROCm on which the Triton kernels may run",
+    DEV_DEVICE: "cuda or cpu (development only): where sdpa runs beside ROCm, on cpu the Triton kernels too",
 }
 DEV_DEVICES = {"cuda": "cuda:sm_80+", "cpu": "cpu"}
+
+
+def kernel_of(variant: str) -> str:
+    """The value of the option ``kernel`` that asks for a variant."""
+    return "triton" if variant in FORMS else variant
 
 
 def kernel(environ: Mapping[str, str] = os.environ) -> str:
@@ -26,9 +34,10 @@ def kernel(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def dev_device(environ: Mapping[str, str] = os.environ) -> str | None:
-    """For the plugin's developers: the platform beside ROCm on which its Triton kernels may run, ``cuda`` or ``cpu``.
+    """For the plugin's developers: where ``sdpa`` runs beside ROCm, ``cuda`` or ``cpu``.
 
-    ``cpu`` is Triton's interpreter, so that it needs TRITON_INTERPRET=1. ValueError for any other value.
+    On ``cpu`` the Triton kernels run too, in Triton's interpreter, so that it needs TRITON_INTERPRET=1. ValueError for
+    any other value.
     """
     value = environ.get(DEV_DEVICE)
     if value is None:

@@ -1,4 +1,4 @@
-"""The spec: five variants, what each can do, and why each of them may not be taken. No torch, no Triton here."""
+"""The spec: seven variants, what each can do, and why each of them may not be taken. No torch, no Triton here."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ from functools import lru_cache, partial
 from typing import Any
 
 from attn_rocm import settings
-from attn_rocm.tiles import ARCHITECTURES
+from attn_rocm.tiles import AMD, capability, known
 from attncore import AttentionRequest, BackendSpec, Host, MultipleOf, Option, Reason, Variant
 
 NAME = "rocm"
+AMD_DEVICES = {f"rocm:{name}": 60 for name in AMD}
+ON_NVIDIA = 30
+"""Behind flash and flashinfer, which have 50 and more: their kernels are made for these GPUs."""
+FEATURES = frozenset((
+    "sliding_window", "logits_soft_cap", "alibi", "sinks", "kv_scales", "kv_scales_on_device", "kv_scales_per_head",
+    "encoder", "encoder_decoder", "multi_token_decode", "strided_kv_cache", "lse",
+))  # fmt: skip
+"""Of the plugin's own kernels."""
+TURING = "sm_75: Triton compiles for it, without tensor cores, and no longer says that it supports it"
 TRITON = ("triton", "pytorch-triton-rocm", "triton-rocm")
 """Distributions that provide Triton: torch's wheels for ROCm bring one under another name."""
 AITER, CK_FLASH = "amd-aiter>=0.1.7.dev0", "flash-attn>=2.8,<3"
@@ -23,6 +32,13 @@ ONLY_ASKED = {
     "ck": "flash-attn reads no pages here: it runs whole prompts only",
 }
 
+_OF_LIBRARIES = {
+    "aiter": ("gfx942", "gfx950"),
+    "aiter_paged": ("gfx942", "gfx950"),
+    "ck": ("gfx90a", "gfx942", "gfx950"),
+}
+"""AMD's libraries -> the GPUs that each is for."""
+
 Check = Callable[[AttentionRequest, Host], Iterator[Reason]]
 
 
@@ -30,22 +46,19 @@ def make_spec() -> BackendSpec:
     """The facts. ValueError where one of the plugin's environment variables makes no sense."""
     developing = settings.dev_device()
     settings.kernel()
-    beside = {} if developing is None else {settings.DEV_DEVICES[developing]: 1}
+    beside = {settings.DEV_DEVICES["cpu"]: 1} if developing == "cpu" else {}
     return BackendSpec(
         name=NAME,
         api=1,
         factory="attn_rocm.triton_backend:TritonBackend",
-        devices={f"rocm:{name}": 60 for name in ARCHITECTURES} | beside,
+        devices=AMD_DEVICES | beside,
         dtypes={"float16", "bfloat16", "float32"},
         kv_cache_dtypes={"auto", "fp8_e4m3", "fp8_e5m2"},
         kv_cache_layouts=("NHD", "HND"),
         head_sizes=MultipleOf(8, 256),
         block_sizes=MultipleOf(1),
         preferred_block_size=16,
-        features={
-            "sliding_window", "logits_soft_cap", "alibi", "sinks", "kv_scales", "kv_scales_on_device",
-            "kv_scales_per_head", "encoder", "encoder_decoder", "multi_token_decode", "strided_kv_cache", "lse",
-        },
+        features=FEATURES,
         unsupported={"tree_mask": "the kernels take no mask"},
         device_needs={
             "slot_mapping", "block_table", "query_start_loc", "seq_lens", "cross_slot_mapping", "cross_block_table",
@@ -63,8 +76,12 @@ def make_spec() -> BackendSpec:
                 choices=settings.KERNELS,
             )
         },
-        variants=(_aiter(), _aiter_paged(), _ck(), _triton(), _sdpa(developing)),
+        variants=(_aiter(), _aiter_paged(), _ck(), *_triton(beside), _sdpa(developing)),
     )  # fmt: skip
+
+
+def _devices(library: str, priority: int) -> dict[str, int]:
+    return {f"rocm:{name}": priority for name in _OF_LIBRARIES[library]}
 
 
 def _aiter() -> Variant:
@@ -72,7 +89,7 @@ def _aiter() -> Variant:
         "aiter",
         requires=(AITER,),
         factory="attn_rocm.aiter_backend:AiterBackend",
-        devices={"rocm:gfx942": 70, "rocm:gfx950": 70},
+        devices=_devices("aiter", 70),
         dtypes={"float16", "bfloat16"},
         kv_cache_dtypes={"auto"},
         head_sizes={64, 128, 256},
@@ -96,7 +113,7 @@ def _aiter_paged() -> Variant:
         "aiter_paged",
         requires=(AITER,),
         factory="attn_rocm.aiter_backend:AiterPagedBackend",
-        devices={"rocm:gfx942": 65, "rocm:gfx950": 65},
+        devices=_devices("aiter_paged", 65),
         dtypes={"float16", "bfloat16"},
         kv_cache_dtypes={"auto"},
         head_sizes={64, 128},
@@ -127,7 +144,7 @@ def _ck() -> Variant:
         "ck",
         requires=(CK_FLASH,),
         factory="attn_rocm.ck_backend:CkBackend",
-        devices={"rocm:gfx90a": 55, "rocm:gfx942": 55, "rocm:gfx950": 55},
+        devices=_devices("ck", 55),
         dtypes={"float16", "bfloat16"},
         kv_cache_dtypes={"auto"},
         features={"sliding_window", "logits_soft_cap", "alibi", "multi_token_decode", "strided_kv_cache"},
@@ -145,14 +162,37 @@ def _ck() -> Variant:
     )
 
 
-def _triton() -> Variant:
-    return Variant("triton", check=_check("triton", _has_triton))
+def _triton(beside: dict[str, int]) -> Iterator[Variant]:
+    """A form for each set of dtypes: before sm_89 Triton converts nothing to fp8, before sm_80 there is no bfloat16."""
+    yield Variant(
+        "triton",
+        devices=AMD_DEVICES | {"cuda:sm_89+": ON_NVIDIA} | beside,
+        check=_check("triton", _has_triton),
+    )
+    for name, devices, dtypes, notes in (
+        ("triton_no_fp8", ("sm_80", "sm_86", "sm_87", "sm_88"), {"float16", "bfloat16", "float32"}, ()),
+        ("triton_no_bf16", ("sm_75",), {"float16", "float32"}, (TURING,)),
+    ):
+        yield Variant(
+            name,
+            devices={f"cuda:{device}": ON_NVIDIA for device in devices},
+            dtypes=dtypes,
+            kv_cache_dtypes={"auto"},
+            unsupported={
+                "tree_mask": "the kernels take no mask",
+                "kv_scales": "Triton converts to fp8 from sm_89 on",
+            },
+            features=FEATURES - {"kv_scales", "kv_scales_on_device", "kv_scales_per_head"},
+            notes=notes,
+            check=_check(name, _has_triton),
+        )
 
 
 def _sdpa(developing: str | None) -> Variant:
     return Variant(
         "sdpa",
         factory="attn_rocm.sdpa_backend:SdpaBackend",
+        devices=AMD_DEVICES if developing is None else AMD_DEVICES | {settings.DEV_DEVICES[developing]: 1},
         features={
             "sliding_window", "alibi", "kv_scales", "kv_scales_on_device", "kv_scales_per_head", "multi_token_decode",
             "strided_kv_cache",
@@ -180,7 +220,7 @@ def _check(variant: str, *others: Check) -> Check:
 
 
 def _reasons(variant: str, others: tuple[Check, ...], request: AttentionRequest, host: Host) -> Iterator[Reason]:
-    if host.arch not in ARCHITECTURES and settings.dev_device() is None:
+    if not _for_device(variant, host):
         return  # the device is reason enough
     given = request.options.get(NAME, {}).get("kernel")
     asked = settings.kernel() if given is None else given
@@ -189,14 +229,27 @@ def _reasons(variant: str, others: tuple[Check, ...], request: AttentionRequest,
             yield _not_taken(variant, asked, ONLY_ASKED[variant])
         elif variant == "sdpa" and not any(_has_triton(request, host)):
             yield _not_taken(variant, asked, "Triton is there")
-    elif asked != variant:
+    elif asked != (wanted := settings.kernel_of(variant)):
         who = f"the environment variable {settings.KERNEL}" if given is None else "the request's option kernel"
         yield Reason(
-            "option", f"variant {variant}: {who} asks for {asked}", asked, [variant, "auto"], "attn-rocm",
-            f"ask for kernel {variant}, or for auto",
+            "option", f"variant {variant}: {who} asks for {asked}", asked, [wanted, "auto"], "attn-rocm",
+            f"ask for kernel {wanted}, or for auto",
         )  # fmt: skip
     for other in (_has_torch, *others):
         yield from other(request, host)
+
+
+def _for_device(variant: str, host: Host) -> bool:
+    """Whether ``host`` has one of a variant's devices."""
+    if variant in _OF_LIBRARIES:
+        return host.arch in _OF_LIBRARIES[variant]
+    if variant == "sdpa" and settings.dev_device() is not None:
+        return True
+    if (number := capability(host.arch)) is not None:
+        return variant == ("triton_no_bf16" if number < 80 else "triton_no_fp8" if number < 89 else "triton")
+    if host.platform == "cpu":
+        return settings.dev_device() is not None
+    return variant not in settings.FORMS and known(host.arch) is not None
 
 
 def _not_taken(variant: str, asked: str, why: str) -> Reason:
@@ -233,7 +286,7 @@ def version_on(host: Host, name: str) -> str:
 
 def _aiter_imports(request: AttentionRequest, host: Host) -> Iterator[Reason]:
     """Without ROCm aiter raises RuntimeError: it is tried where the host is this machine, and where it could run."""
-    if host.assumed or host.arch not in ("gfx942", "gfx950") or not version_on(host, "amd-aiter"):
+    if host.assumed or host.arch not in _OF_LIBRARIES["aiter"] or not version_on(host, "amd-aiter"):
         return
     if why := import_problem("aiter.ops.triton.unified_attention"):
         yield Reason(

@@ -6,12 +6,13 @@ import os
 
 import pytest
 import torch
-from attn_rocm import launch, tiles
+from attn_rocm import base, launch, tiles
 
 from attncore.dense import dense_attention
 
 ON_GPU = os.environ["ATTNCORE_ROCM_DEV_DEVICE"] == "cuda"
-DEVICE, ARCH = ("cuda", "sm_90") if ON_GPU else ("cpu", "cpu")
+DEVICE = "cuda" if ON_GPU else "cpu"
+ARCH, _ = base.architecture(DEVICE)
 PAGE, KV_HEADS = 4, 2
 SMALL = tiles.Tile(16, 16, 4, 1)
 
