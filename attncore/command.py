@@ -156,7 +156,7 @@ class Parser(argparse.ArgumentParser):
                 message = f"unrecognized arguments: {strange}"
         required, none, names = message.partition("the following arguments are required: ")
         if none and not required:
-            message = f"{names}: none given; {self.prog} --help says what it is"
+            message = f"{names}: none given; {self.prog} --help says what {'they are' if ', ' in names else 'it is'}"
         name, unknown, words = message.partition("unrecognized arguments: ")
         if unknown and not name:
             option = words.split(maxsplit=1)[0].partition("=")[0]

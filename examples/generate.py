@@ -1,10 +1,12 @@
-"""Continue a text with a model of transformers, run by engine.py; without one, a tiny model with random weights.
+"""Continue a text with a model of transformers, run by engine.py; without one,
+a tiny model with random weights.
 
-python examples/generate.py                     # shows that it works
-python examples/generate.py MODEL Once upon     # a model by its folder, or by its name on the network
+python examples/generate.py                   # shows that it works
+python examples/generate.py MODEL Once upon   # a model by its folder or name
 
-A MODEL that is no folder here is a name of Hugging Face's hub, from which transformers fetches it over the network
-unless it has done so before (HF_HUB_OFFLINE=1 keeps it from asking).
+A MODEL that is no folder here is a name of Hugging Face's hub, from which
+transformers fetches it over the network unless it has done so before
+(HF_HUB_OFFLINE=1 keeps it from asking).
 """
 
 from __future__ import annotations

@@ -108,6 +108,12 @@ def test_outside_a_context_and_in_the_wrong_one(step):
             attncore.attention(query, key, value, None, layer_name="z")
 
 
+@pytest.mark.parametrize("given", [None, []], ids=str)
+def test_a_context_without_a_mapping_of_layers_is_refused_where_it_is_made(step, given):
+    with pytest.raises(TypeError, match=r"^impls: (NoneType|list) found; give a mapping of a layer's name to its"):
+        attncore.forward_context(step[2], given)
+
+
 def test_a_context_inside_itself_is_left_twice(step):
     _, impls, metadata, (query, key, value) = step
     context = attncore.forward_context(metadata, impls)

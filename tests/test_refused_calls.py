@@ -1,6 +1,7 @@
 """A call of a backend or of a layer that is refused names the argument, and has written nothing."""
 
 import copy
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -55,12 +56,20 @@ def test_a_query_of_too_few_tokens_or_none_is_named():
     metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=8).build({"a": 5})
     layer, cache, query = backend.impl("layer", scale=1.0), backend.allocate_kv_cache(3), torch.ones(5, 2, 8)
     for call in (layer.forward, layer.forward_with_lse):
-        for given in (query[:3], None, query.flatten(1)):
-            for write in (True, False):
-                with pytest.raises(ValueError, match=r"^query: shape .* found; the metadata has 5 tokens"):
-                    call(given, query, query, cache, metadata, write=write)
-                with pytest.raises(ValueError, match=r"^query: shape"):
-                    call(given, None, None, cache, metadata, write=write)
+        for given, found in (
+            (query[:3], r"shape \(3, 2, 8\)"),
+            (query.flatten(1), r"shape \(5, 16\)"),
+            (None, "None"),
+            (query.numpy(), "ndarray"),
+        ):
+            told = (
+                rf"^query: {found} found; the metadata has 5 tokens; give a tensor \(tokens, query heads, head size\)$"
+            )
+            for write, (key, value) in itertools.product((True, False), ((query, query), (None, None))):
+                with pytest.raises(ValueError, match=told):
+                    call(given, key, value, cache, metadata, write=write)
+        with pytest.raises(ValueError, match=r"^key: ndarray found; attention of type decoder needs a tensor of shape"):
+            call(query, query.numpy(), query, cache, metadata)
         with pytest.raises(TypeError, match=r"^metadata: NoneType found"):
             call(query, query, query, cache, None)
     with pytest.raises(ValueError, match=r"^query: shape"):

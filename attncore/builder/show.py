@@ -125,7 +125,8 @@ def _step_facts(metadata: Any) -> Iterator[str]:
     for name in ("seq_lens", "query_lens"):
         array = peek(metadata, name)
         if array is not None:
-            yield f"{name} {bounded}[{some(array[:SEVERAL].tolist(), len(array), SEVERAL)}]"
+            numbers = some(array[:SEVERAL].tolist(), len(array), SEVERAL) if len(array) else ""
+            yield f"{name} {bounded}[{numbers}]"
     groups = metadata.__dict__.get("groups") or ()
     if len(groups) > 1:
         yield f"group {short(metadata.group)} of {len(groups)}"

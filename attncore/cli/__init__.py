@@ -50,7 +50,7 @@ _OPTIONS = ("--help", "--version", "--print-completion")
 
 
 class _Help(argparse.HelpFormatter):
-    """Fills a description paragraph by paragraph, to the width of the terminal."""
+    """Fills a description paragraph by paragraph, to the width of the terminal, but for a line of JSON."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=columns_of_help() - 2)
@@ -59,7 +59,11 @@ class _Help(argparse.HelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)  # nor the name of an option
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n\n".join(super(_Help, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
+        return "\n\n".join(
+            # A line of input to copy is on one line: a terminal breaks it, and what is copied is in one piece.
+            " ".join(part.split()) if part.startswith("{") else super(_Help, self)._fill_text(part, width, indent)
+            for part in text.split("\n\n")
+        )
 
 
 def _module(command: str) -> ModuleType:
@@ -102,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str], to_the_end: bool) -> int:
     if words[0:1] == ["help"]:
-        words = [*words[1:2], "--help"]
+        words = [*(word for word in words[1:2] if word != "help"), "--help"]
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0 if words else 2

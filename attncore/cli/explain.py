@@ -112,7 +112,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--assume",
         dest="device",  # as errors of Host.assume name it
         metavar="DEVICE",
-        help="the machine to choose for, such as sm_90, gfx942, cpu (default: this one)",
+        help="the machine to choose for, such as sm_90 (an H100), gfx942 (an MI300X), cpu (default: this one)",
     )
     parser.add_argument(
         "--assume-package",

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from attncore.quoted import quoted
+from attncore.quoted import quoted, type_name
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionImpl, AttentionMetadata
@@ -23,6 +23,10 @@ class ForwardContext:
     def __init__(
         self, metadata: AttentionMetadata | Mapping[str, AttentionMetadata], impls: Mapping[str, AttentionImpl]
     ) -> None:
+        if not isinstance(impls, Mapping):
+            raise TypeError(
+                f"impls: {type_name(impls)} found; give a mapping of a layer's name to its backend.impl(...)"
+            )
         self.metadata, self.impls = metadata, impls
         self._by_layer: Mapping[str, AttentionMetadata] | None = None
         self._of_all: AttentionMetadata | None = None

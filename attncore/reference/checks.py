@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attncore.abstract import AttentionType
 from attncore.ops.written_tensor import check_strided, check_written
+from attncore.quoted import type_name
 from attncore.reference import cache as paged
 
 if TYPE_CHECKING:
@@ -73,8 +74,17 @@ def check_device(attn_type: AttentionType, metadata: AttentionMetadata, device: 
 def check_query(query: Any, num_tokens: int) -> None:
     """Raise ValueError unless the query is a tensor of three dimensions and as many tokens as the metadata has."""
     if not isinstance(query, Tensor) or query.dim() != 3 or len(query) < num_tokens:
-        found = tuple(query.shape) if isinstance(query, Tensor) else query
-        raise ValueError(f"query: shape {found} found; the metadata has {num_tokens} tokens")
+        raise ValueError(
+            f"query: {_shape_or_type(query)} found; the metadata has {num_tokens} tokens; give a tensor (tokens, query "
+            "heads, head size)"
+        )
+
+
+def _shape_or_type(found: Any) -> str:
+    """A tensor's shape; of anything else its type: an array's text would be a screenful."""
+    if isinstance(found, Tensor):
+        return f"shape {tuple(found.shape)}"
+    return "None" if found is None else type_name(found)
 
 
 def check_tensors(
@@ -109,7 +119,9 @@ def check_tensors(
         expected["output"] = (output, (len(query), config.num_heads, size_v))
     for name, (tensor, shape) in expected.items():
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name}: {tensor!r} found; attention of type {attn_type} needs a tensor of shape {shape}")
+            raise ValueError(
+                f"{name}: {_shape_or_type(tensor)} found; attention of type {attn_type} needs a tensor of shape {shape}"
+            )
         if tensor.shape != shape:
             raise ValueError(
                 f"{name}: shape {tuple(tensor.shape)} found; the query's tokens and the configuration say {shape}"

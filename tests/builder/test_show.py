@@ -228,6 +228,18 @@ def test_pickle_names_what_to_send_and_copies_work():
         assert arrived.slot_mapping.tolist() == metadata.slot_mapping.tolist()
 
 
+def test_pickle_of_the_host_names_what_to_send(kernels):
+    host = builder_of(kernels).build({"b": 6}).host
+    for refused in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"^metadata\.host: .* send metadata\.asdict_zerocopy\(\)"):
+            refused(host)
+    assert copy.copy(host).seq_lens.tolist() == [6, 6]
+
+
+def test_a_step_without_requests_has_no_lengths():
+    assert "0 tokens, seq_lens [], query_lens []," in repr(builder_of().build({"a": 0, "b": 0})).replace("\n", "")
+
+
 def test_groups_are_told_apart():
     groups = [KVCacheGroup("full", 4), KVCacheGroup("large", 8, num_blocks=9)]
     batch = InputBatch(max_num_reqs=4, max_model_len=32, groups=groups)

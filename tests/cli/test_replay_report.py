@@ -14,6 +14,7 @@ import pytest
 from replay_command import ran, reported
 
 import attncore
+from attncore.cli import main
 from attncore.how_to_install import install_extra
 from attncore.replay.results import report
 
@@ -44,6 +45,13 @@ def test_a_report_fits_its_terminal(capsys, trace, monkeypatch, columns, attenti
         assert any(line.startswith("build, cold, us  ") for line in lines) == attention
         assert any("cold builds" in line for line in lines) == attention
         assert any(line.startswith("prompt tokens  ") and set(line) & BLOCKS for line in lines)
+
+
+def test_one_request_of_a_synthetic_workload(capsys):
+    assert main(["replay", "--requests", "1", "--metadata-only"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Replay of a synthetic workload\n")
+    assert "OK: 1 request was served in " in " ".join(out.split())
 
 
 def test_what_was_written_is_said_at_the_end(capsys, trace, tmp_path):

@@ -45,9 +45,27 @@ def test_the_commands_fit(screen, width):
     code, out, err = screen("--help", width=width)
     assert (code, err) == (0, "")
     assert [command for command in COMMANDS if f"\n  {command} " in out] == [*COMMANDS]
-    assert screen("-h", width=width) == screen("help", width=width) == (0, out, "")
+    for words in (["-h"], ["help"], ["help", "help"]):
+        assert screen(*words, width=width) == (0, out, "")
     assert screen(width=width) == (2, out, "")
     assert max(map(len, out.splitlines())) <= (width or 80)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_line_that_help_shows_can_be_copied(screen, tmp_path, width):
+    """It is one line of JSON Lines: broken at the terminal's width it would be two bad ones."""
+    _, out, _ = screen("build", "--help", width=width)
+    (line,) = [one for one in out.splitlines() if one.startswith("{")]
+    (tmp_path / "copied").write_text(line)
+    code, answer, err = screen("build", str(tmp_path / "copied"))
+    assert (code, err) == (0, "")
+    assert '"slot_mapping": [16, 17, 18, 19, 24]' in answer
+
+
+def test_arguments_that_are_missing_are_named(screen):
+    for words, names in ([], "NAME, DIR: none given; {} they are"), (["a"], "DIR: none given; {} it is"):
+        said = names.format("attncore new-backend --help says what")
+        assert screen("new-backend", *words) == (2, "", f"attncore: error: {said}\n")
 
 
 def test_the_version_has_two_names(screen):

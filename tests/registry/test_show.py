@@ -48,6 +48,7 @@ def test_a_choice_and_what_it_is_of(site):
 def test_the_html_of_a_choice_escapes_what_plugins_say(site):
     site.plugin("acme", extra=f"check=lambda request, host: [{EVIL!r}],")
     markup = attncore.select(**FIELDS)._repr_html_()
+    assert "attn-acme 1.0)</td><td style='text-align:left'>not usable</td>" in markup
     assert "&lt;script&gt;" in markup
     assert "<script" not in markup
 

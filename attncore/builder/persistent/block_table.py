@@ -13,6 +13,7 @@ from attncore.arguments import INT32_MAX
 from attncore.builder.device.memory import zeros
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
 from attncore.kernels import codes
+from attncore.show import counted
 
 
 class BlockTable:
@@ -29,7 +30,9 @@ class BlockTable:
         if width * group.tokens_per_column > INT32_MAX:
             raise ValueError(f"{name}: {max_len} in blocks of {group.block_size} does not fit int32")
         if max_num_reqs * width > INT32_MAX:
-            raise ValueError(f"max_num_reqs: {max_num_reqs} rows of {width} blocks do not fit int32")
+            raise ValueError(
+                f"max_num_reqs: {max_num_reqs} rows of {width} blocks do not fit int32; lower it or {name}"
+            )
         most = (INT32_MAX + 1) // per_block
         if group.num_blocks is not None and group.num_blocks > most:
             raise ValueError(f"num_blocks: {group.num_blocks} of {per_block} kernel blocks each do not fit int32")
@@ -109,10 +112,12 @@ class BlockTable:
         """ValueError where the row's blocks do not hold ``num_tokens`` tokens."""
         held = self.num_columns(row)
         if held * self.group.tokens_per_column < num_tokens:
-            what = "encoder tokens" if self.group.cross else "computed tokens"
+            what = "encoder token" if self.group.cross else "computed token"
+            holds = counted(held // self.group.kernel_blocks, "block")
+            needed = -(-num_tokens // (self.group.tokens_per_column * self.group.kernel_blocks))
             raise ValueError(
-                f"block_ids: request {req_id!r} has {num_tokens} {what} but holds "
-                f"{held // self.group.kernel_blocks} blocks (block_size {self.group.block_size})"
+                f"block_ids: request {req_id!r} has {counted(num_tokens, what)} but holds {holds} "
+                f"(block_size {self.group.block_size}); give it {needed}"
             )
 
     def clear(self, row: int) -> None:

@@ -318,7 +318,7 @@ class MetadataBuilder(RunsAhead, Uncopied):
         """Releases a size whose graph was destroyed: it may be captured again. CaptureError where a step waits."""
         assembly = self._assembly
         with self._core.enter():
-            shape = assembly.shapes.find(num_reqs)
+            shape = assembly.shapes.find_released(num_reqs)
             refuse_unfinished(assembly, shape)
             self._core.undo.append((assembly.keep_size, shape.num_reqs, shape))
             assembly.drop_size(shape.num_reqs)

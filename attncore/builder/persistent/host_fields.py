@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +70,17 @@ class HostFields(Reused):
 
     def __dir__(self) -> list[str]:
         return sorted(({*super().__dir__()} - STEP_ARRAYS) | {*self.field_names()})
+
+    def __copy__(self) -> HostFields:
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise TypeError(
+            "metadata.host: it cannot be pickled or copied deeply, for its arrays are the builder's memory; send "
+            "metadata.asdict_zerocopy(), and make metadata of that with attncore.builder.metadata_from_fields"
+        )
 
     def field_names(self) -> list[str]:
         """The fields that steps of this group have."""

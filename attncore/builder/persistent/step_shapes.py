@@ -114,6 +114,14 @@ class StepShapes:
             )
         return shape
 
+    def find_released(self, num_reqs: int) -> Any:
+        """The StepShape of a captured size that is to be released; CaptureError where it was not captured."""
+        num_reqs = arguments.integer("num_reqs", num_reqs, 1)
+        shape = self.captured.get(num_reqs)
+        if shape is None:
+            self.captured.refuse(f"num_reqs: {num_reqs}", "there is nothing to release")
+        return shape
+
     def capture(self, num_reqs: int, query_len: int) -> Any:
         """The StepShape of a size to capture; ValueError where a backend does not capture such steps."""
         known = self.captured.get(num_reqs)

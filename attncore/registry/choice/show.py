@@ -33,6 +33,7 @@ def choice_html(choice: Any) -> str:
 def _rows(negotiation: Any) -> Iterator[tuple[str, ...]]:
     for one in (*negotiation.usable, *negotiation.rejected):
         state = "chosen" if one is negotiation.chosen else "usable" if one.usable else one.state.replace("_", " ")
+        state = "not usable" if state == "loaded" else state  # its reasons say why
         yield one.label, state, _priority(one), " | ".join(map(str, one.reasons))
 
 

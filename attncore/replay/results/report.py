@@ -86,9 +86,10 @@ def as_json(
 
 
 def title(trace: dict[str, str]) -> str:
-    """What was replayed: the trace and, where its name does not say it, the format."""
-    source, kind = one_line(trace["source"]), trace["format"]
-    return f"Replay of {source}" + ("" if kind == source else f" ({kind})")
+    """What was replayed: the trace and its format, or that it is synthetic."""
+    if trace["format"] == "synthetic":
+        return "Replay of a synthetic workload"
+    return f"Replay of {one_line(trace['source'])} ({trace['format']})"
 
 
 def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -167,7 +168,8 @@ def verdict(report: dict[str, Any]) -> str:
     checked, failed = report["verification"]["checked"], report["verification"]["failed"]
     if failed:
         return f"FAILED: {failed:,} of {checked:,} checks did not hold; the first of them are listed above."
-    work = f"{report['requests']:,} requests were served in {report['steps']:,} steps."
+    served = "1 request was" if report["requests"] == 1 else f"{report['requests']:,} requests were"
+    work = f"{served} served in {report['steps']:,} steps."
     build_us = report["build_us"]
     build = "Working out where every token's key and value live took {:.1f} us a step (median)"
     if build_us["cold"] is None:

@@ -39,6 +39,10 @@ def test_a_released_size_may_be_captured_again(batch):
     made.release(2)
     with pytest.raises(CaptureError, match="bucket: 2 was not captured"):
         made.build(bucket=2)
+    with pytest.raises(
+        CaptureError, match=r"^num_reqs: 2 was not captured \(captured: none\); there is nothing to rel"
+    ):
+        made.release(2)
     assert made.capture(2, query_len=2).num_tokens == 4
 
 
