@@ -14,6 +14,7 @@ from typing import Any
 from attncore import env
 from attncore._version import __version__
 from attncore.cli.output import print_table
+from attncore.cli.progress_bar import said_meanwhile
 from attncore.json_output import print_json
 from attncore.quoted import listed, one_line
 from attncore.registry.child_process import run_in_child
@@ -40,7 +41,10 @@ def run(args: argparse.Namespace) -> int:
         records = discover.find()
     except ValueError as error:  # a bad value of a variable that says what may load: then nothing may
         plugins = f"no plugin is loaded: {error}"
-    rows = [diagnose(record, timeout=args.timeout, create=not args.no_create) for record in records]
+    rows = []
+    for record in records:
+        with said_meanwhile(f"checking {one_line(record.name)}"):
+            rows.append(diagnose(record, timeout=args.timeout, create=not args.no_create))
     problems = env.problems({row.record.name: row.variables for row in rows})
     declared = {*env.VARIABLES, *(name for row in rows for name in row.variables or ())}
     kernels, kernels_fine = _kernels()

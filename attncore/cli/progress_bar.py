@@ -1,10 +1,12 @@
-"""A progress bar on standard error, where that is a terminal."""
+"""How far a command is, on standard error where that is a terminal: a line, or a bar."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from typing import TYPE_CHECKING
+
+from attncore.terminal import columns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -14,6 +16,21 @@ if TYPE_CHECKING:
 
 STEADY = 5
 """Per cent that are finished before an end is foretold: the first requests end sooner than those that queue."""
+
+
+@contextlib.contextmanager
+def said_meanwhile(text: str) -> Iterator[None]:
+    """``text`` on a terminal's line while something takes seconds, and gone behind it."""
+    width = columns(sys.stderr)
+    if width is None:
+        yield
+        return
+    line = f"{text} ..."[: width - 1]
+    print(line, end="\r", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print(" " * len(line), end="\r", file=sys.stderr, flush=True)
 
 
 def remaining_column() -> ProgressColumn:

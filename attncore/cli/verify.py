@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from attncore.cli.argument_types import add_choice, backend_name
 from attncore.cli.installed_backends import check_installed
 from attncore.cli.output import print_table
+from attncore.cli.progress_bar import said_meanwhile
 from attncore.errors import NoBackendError
 from attncore.json_output import print_json
-from attncore.quoted import quoted
+from attncore.quoted import one_line, quoted
 from attncore.registry.choice.choice import Choice, choose
 from attncore.registry.choice.negotiate_installed import negotiate_installed
 from attncore.registry.choice.select import select
@@ -70,7 +71,10 @@ def run(args: argparse.Namespace) -> int:
         if args.backend:
             check_installed("NAME", args.backend)
         choices = _choices(args)
-    verdicts = [verify(choice, timeout=args.timeout, fresh=args.fresh) for choice in choices]
+    verdicts = []
+    for choice in choices:
+        with said_meanwhile(f"verifying {one_line(choice.name)}"):
+            verdicts.append(verify(choice, timeout=args.timeout, fresh=args.fresh))
     if args.json:
         print_json([verdict.as_json() for verdict in verdicts])
     else:
