@@ -90,6 +90,23 @@ def test_what_cannot_be_shared_out_is_named(tmp_path):
     refuse_unshardable(decoder("llama").config, 2)
 
 
+def nbytes(*calls):
+    """Of a message, whatever of it is sent at once."""
+    return 8 + sum(len(pickle.dumps(call)) for call in calls)
+
+
+def test_messages_are_as_long_as_the_documentation_says():
+    text = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    run = ("_run_steps", {}, 64, 1)
+    prompt = ("_add", 3, [31000 + token for token in range(600)], list(range(1000, 1038)), 0, 0.0, 5)
+    for what, size in (
+        ("a step of decodes", nbytes(run)),
+        ("gets a block", nbytes(("_append", {row: [1000 + row] for row in range(64)}), run)),
+        ("that comes", nbytes(prompt, ("_run_steps", {3: 600}, None, 1))),
+    ):
+        assert f"{what} | {size:,}, " in text
+
+
 def test_messages_of_any_length_arrive(monkeypatch):
     sent = []
     one = object.__new__(Messages)
