@@ -28,13 +28,13 @@ def free_port():
         return one.getsockname()[1]
 
 
-def two_ranks(folder, fault="none"):
+def two_ranks(folder, fault="none", compiler="none"):
     """The exit codes, error outputs and rank 0's findings."""
     result, program = folder / "result.json", Path(__file__).with_name("two_ranks.py")
     environ = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(program), str(folder), str(result), fault],
+            [sys.executable, str(program), str(folder), str(result), fault, compiler],
             env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
@@ -57,10 +57,18 @@ def saved(tmp_path, name="llama", **shape):
     return model
 
 
-def test_two_ranks_say_what_one_says(tmp_path):
-    model = saved(tmp_path)
-    codes, said, found = two_ranks(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "compiler"),
+    [
+        ("llama", "none"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("llama", "eager"), ("gemma2", "none"))),
+    ],
+)
+def test_two_ranks_say_what_one_says(tmp_path, name, compiler):
+    model = saved(tmp_path, name)
+    codes, said, found = two_ranks(tmp_path, compiler=compiler)
     assert codes == [0, 0], said
+    assert found["graphs"] == (0 if compiler == "none" else 2)
     assert found["output"] == Engine(model, **POOL).complete(PROMPTS, NEW)
     assert found["rows"] == model.model.layers[0].self_attn.q_proj.weight.shape[0] // 2
     assert found["decode"] == FIRST  # one part, most of it padding

@@ -1,4 +1,4 @@
-"""A rank of test_ranks.py: two_ranks.py FOLDER RESULT FAULT. Rank 0 writes what its engine said as JSON."""
+"""A rank of test_ranks.py: two_ranks.py FOLDER RESULT FAULT COMPILER. Rank 0 writes what its engine said as JSON."""
 
 import json
 import os
@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import torch  # noqa: E402
 from ranks import FirstRank, OtherRank, RankError, sharded  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
 
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 5, 40, 20, 9)]
 POOL = {"num_blocks": 16, "max_num_reqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
@@ -29,10 +30,11 @@ def dies(rank):
     rank._forward = forward
 
 
-def main(folder, result, fault):
+def main(folder, result, fault, compiler):
     torch.set_num_threads(1)
     model, number = sharded(folder), int(os.environ["RANK"])
-    rank = OtherRank(model, **POOL) if number else FirstRank(model, **POOL)
+    options = POOL if compiler == "none" else {**POOL, "compile": {"backend": compiler}}
+    rank = OtherRank(model, **options) if number else FirstRank(model, **options)
     if fault == str(number):
         dies(rank)
     if number:
@@ -46,6 +48,7 @@ def main(folder, result, fault):
     decode = messages.nbytes - before[1]
     heads = model.model.layers[0].self_attn.q_proj.weight.to_local().shape[0]
     found = {"output": output, "messages": messages.count, "nbytes": messages.nbytes, "decode": decode, "rows": heads}
+    found["graphs"] = counters["stats"]["unique_graphs"]
     Path(result).write_text(json.dumps(found))
     return rank.close()
 
