@@ -35,7 +35,8 @@ def compile_layers(model: Any, kv_caches: PagedCaches, **options: Any) -> None:
     graphs, one for a step of one token and one for all others, whatever the lengths. ValueError that names the layer
     and the reason where one cannot be compiled; the model then runs as it did.
 
-    Outside such a context, or over other caches, the layers run as if they were not compiled.
+    Outside such a context, or over other caches, the layers run as if they were not compiled. Over these they run in
+    one thread at a time.
     """
     options = {"fullgraph": True, "dynamic": True, **options}
     attention: dict[str, list[tuple[Any, Any]]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -75,8 +75,7 @@ def paged_caches(
     return PagedCaches(impls, caches, {layer.module: layer.name for layer in layers})
 
 
-@contextmanager
-def attncore_context(metadata: Any, kv_caches: PagedCaches) -> Iterator[None]:
+def attncore_context(metadata: Any, kv_caches: PagedCaches) -> AbstractContextManager[None]:
     """Around a forward pass: its layers attend by ``metadata`` over ``kv_caches``.
 
     The model runs all tokens of the step as one row: ``model(input_ids=(1, T), position_ids=(1, T), use_cache=False)``,
@@ -84,8 +83,7 @@ def attncore_context(metadata: Any, kv_caches: PagedCaches) -> Iterator[None]:
     to several KV-cache groups. RuntimeError where the model's attention implementation is not ``attncore``.
     """
     kv_caches._check_called()
-    with running_over(metadata, kv_caches.impls, kv_caches):
-        yield
+    return running_over(metadata, kv_caches.impls, kv_caches)
 
 
 @contextmanager
