@@ -18,16 +18,16 @@ POOL = {"num_blocks": 16, "max_num_reqs": 4, "max_num_batched_tokens": 32, "bloc
 NEW = 6
 
 
-def dies(rank):
-    """The process of one rank ends without a word in its fifth step."""
-    inner, steps = rank._forward, iter(range(4))
+def dies(rank, part):
+    """The process of a rank ends without a word when it comes to this part of a step for the fifth time."""
+    inner, steps = getattr(rank, part), iter(range(4))
 
-    def forward(metadata):
+    def ends(*args):
         if next(steps, None) is None:
             os._exit(7)
-        return inner(metadata)
+        return inner(*args)
 
-    rank._forward = forward
+    setattr(rank, part, ends)
 
 
 def main(folder, result, fault, compiler):
@@ -36,7 +36,7 @@ def main(folder, result, fault, compiler):
     options = POOL if compiler == "none" else {**POOL, "compile": {"backend": compiler}}
     rank = OtherRank(model, **options) if number else FirstRank(model, **options)
     if fault == str(number):
-        dies(rank)
+        dies(rank, "_forward" if number else "_run_steps")  # while it computes, or before it says what runs
     if number:
         return rank.serve()
     output = rank.complete(PROMPTS, NEW)
