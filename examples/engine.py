@@ -5,61 +5,34 @@ Requests arrive at any time; each step runs what is there: prompts in chunks, de
 that were computed once are used again. Where the pool is exhausted the youngest request gives its blocks back and is
 computed again later. Steps of decodes run in CUDA graphs where there is a GPU. Steps are launched before the tokens of
 those before them are read, several where everybody decodes and nobody waits. Sampling is greedy at temperature 0.
+The model, its caches and graphs are those of `worker.py`; with `compile=True` its layers are compiled.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-import attncore.integrations.transformers  # noqa: F401  (first: it says what is not installed)
+from worker import Worker  # first: it says what is not installed
 
 # isort: split
-import numpy as np
-import torch
 from block_pool import BlockPool
 from prompts import TakesPrompts
 from request import Request
-from run import Run, SampledTokens
+from run import Run
 
-from attncore import AttentionRequest, AttentionType, InputBatch, MetadataBuilder
-from attncore.arguments import integer, optional_integer
-from attncore.did_you_mean import did_you_mean
 from attncore.errors import CaptureError
-from attncore.graphs import capturing, launch, new_graph
-from attncore.integrations.transformers import attention_layers, attncore_context, paged_caches, select_for_model
 
 
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """torch computes with ``count`` threads meanwhile.
-
-    A decode step is many small operations. Threads that wait for each other take longer than one alone, and on a busy
-    machine many times as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def default_graph_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of decodes that graphs are captured for, ``most`` the largest."""
-    return (*(size for size in (1, 2, 4, *range(8, most, 8)) if size < most), most)
-
-
-class Engine(TakesPrompts):
+class Engine(TakesPrompts, Worker):
     """``generate`` and ``complete`` run prompts: lists of token ids, or texts where there is a ``tokenizer``.
 
     Or ``add_request`` and ``cancel`` between steps; ``step`` runs one and returns the requests that it finished.
-    ``threads`` are torch's on a CPU.
+    Further arguments are those of Worker.
 
     With graphs a step's tokens are read behind the launch of the next one, or of up to ``ahead`` next ones (0: before
     it). A request that a stop token ends has run some for nothing then.
@@ -67,52 +40,16 @@ class Engine(TakesPrompts):
     Where a step fails, its requests run again, one at a time, past the tokens that they failed at. One that fails alone
     is dropped: ``step`` returns it with its ``error``, and all others finish."""
 
-    def __init__(
-        self, model: Any, *, num_blocks: int = 512, max_num_reqs: int = 64, max_num_batched_tokens: int = 2048,
-        max_model_len: int | None = None, graph_sizes: tuple[int, ...] | None = None, seed: int = 0, threads: int = 1,
-        tokenizer: Any = None, ahead: int = 8, transport: str = "auto", **wanted: Any,
-    ) -> None:  # fmt: skip
-        threads, ahead = integer("threads", threads, 1), integer("ahead", ahead, 0)
-        max_model_len = optional_integer("max_model_len", max_model_len, 1)
-        known = {*inspect.signature(Engine).parameters, *(one.name for one in dataclasses.fields(AttentionRequest))}
-        if strange := [name for name in wanted if name not in known]:
-            raise TypeError(f"{strange[0]}: Engine has no such argument{did_you_mean(strange[0], known)}")
-        self.model, self.device, self.tokenizer, self.threads = model.eval(), str(model.device), tokenizer, threads
-        if graph_sizes is None:
-            on_gpu = self.device.startswith("cuda")
-            graph_sizes = default_graph_sizes(min(max_num_reqs, max_num_batched_tokens)) if on_gpu else ()
-        layers, level = attention_layers(model), "uniform_decode" if graph_sizes else "never"
-        if any(layer.attn_type is not AttentionType.DECODER for layer in layers):
-            raise ValueError(f"model: {type(model).__name__} is an encoder and says no next token; give a decoder")
-        if (max_model_len or 0) > (longest := model.config.get_text_config().max_position_embeddings):
-            raise ValueError(f"max_model_len: {max_model_len} given; the model has {longest} positions: give no more")
-        self.choice = select_for_model(model, layers=layers, num_blocks=num_blocks, **{"cuda_graph": level, **wanted})
-        self.backend = self.choice.create(self.device)
-        self.caches = paged_caches(model, self.backend, num_blocks, layers=layers)
-        self.max_model_len = max_model_len or longest
-        limits = {"max_num_reqs": max_num_reqs, "max_model_len": self.max_model_len, "num_blocks": num_blocks}
-        self.batch = InputBatch(block_size=self.choice.block_size, **limits)
-        sent = {"max_num_batched_tokens": max_num_batched_tokens, "transport": transport}
-        self.builder = MetadataBuilder(self.batch, self.backend, **sent)
-        # Ride to the device in the metadata's own arena, by row: no copy and no loop of their own.
-        self.input_ids = self.batch.token_column("input_ids", np.int64, unknown=-1)
-        self.temperature = self.batch.column("temperature", np.float32)
-        self.place = self.batch.column("place", np.int64)
-        for column in (self.input_ids, self.temperature, self.place):
-            self.builder.register_column(column)
-        self.sampled = SampledTokens(max_num_reqs, max(ahead, 1), self.device)
-        self.pool, self.block_size = BlockPool(num_blocks), self.choice.block_size
+    def __init__(self, model: Any, *, tokenizer: Any = None, **options: Any) -> None:
+        Worker.__init__(self, model, **options)
+        self.tokenizer = tokenizer
+        self.pool, self.block_size = BlockPool(self.num_blocks), self.choice.block_size
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # in order of arrival: the last one is the youngest
         self.runs: deque[Run] = deque()  # launched, and not read yet
         self.grown: dict[int, list[int]] = {}  # blocks of running requests that the batch is not given yet
         self.suspects: dict[Request, int] = {}  # of a step that failed: run alone until so many tokens are computed
         self.preemptions, self._ids = 0, itertools.count()
-        self.vocab_size = model.get_input_embeddings().num_embeddings
-        torch.manual_seed(seed)
-        model.set_attn_implementation("attncore")
-        self.graphs = {n: self._captured(n) for n in sorted({min(n, max_num_reqs) for n in graph_sizes}, reverse=True)}
-        self.ahead = ahead if ahead < 2 or self._can_run_ahead() else 1
 
     def cancel(self, request: Request) -> None:
         """Forgets a request, running, waiting or finished."""
@@ -125,10 +62,7 @@ class Engine(TakesPrompts):
     def close(self) -> None:
         """Gives the memory of graphs and caches back; nothing runs afterwards."""
         self.runs.clear()
-        while self.graphs:
-            self.builder.release(self.graphs.popitem()[0])
-        self.builder.close()
-        self.caches = None
+        super().close()
 
     def step(self) -> list[Request]:
         """Schedules and launches what runs next, and books what was launched before it; without graphs, the same."""
@@ -180,16 +114,7 @@ class Engine(TakesPrompts):
         others = {name: count for name, count in counts.items() if count != 1}  # builds run one of each, else
         num_steps = 1 if size is None else self._num_steps(run)
         self._give_blocks()
-        if num_steps > 1:
-            steps = self.builder.run_ahead(num_steps, bucket=size, scheduled=others)
-            while steps.left:
-                steps.replay(self.graphs[size])
-        else:
-            metadata = self.builder.build(others, bucket=size)
-            if size is None:
-                self._run(metadata)
-            else:
-                metadata.replay(self.graphs[size])
+        self._run_steps(others, size, num_steps)
         self.runs.append(run)
         run.launched(num_steps, self.sampled.fetch())
         return []
@@ -264,9 +189,8 @@ class Engine(TakesPrompts):
             return False
         request.blocks, request.computed = shared + own, len(shared) * self.block_size
         request.launched, request.place = request.computed, self.sampled.free.pop()
-        self.batch.add_request(request.id, request.blocks, request.computed)
-        self.input_ids.give(request.id, request.tokens)
-        self.temperature[request.id], self.place[request.id] = request.temperature, request.place
+        said = request.tokens, request.blocks, request.computed, request.temperature, request.place
+        self._add(request.id, *said)
         self.running[request.id] = request
         return True
 
@@ -281,7 +205,7 @@ class Engine(TakesPrompts):
 
     def _give_blocks(self) -> None:
         if self.grown:
-            self.batch.append_blocks_many(self.grown)
+            self._append(self.grown)
             self.grown.clear()
 
     def _missing(self, request: Request, count: int) -> int:
@@ -292,7 +216,7 @@ class Engine(TakesPrompts):
         del self.running[request.id]
         for run in self.runs:
             run.counts.pop(request, None)
-        self.pool.give_back(self.batch.remove_request(request.id))
+        self.pool.give_back(self._remove(request.id))
         self.sampled.free.append(request.place)
         request.blocks, request.computed, request.launched = [], 0, 0
         if again:
@@ -318,32 +242,3 @@ class Engine(TakesPrompts):
                 finished.append(request)
         self.runs.popleft()
         return finished
-
-    @torch.inference_mode()
-    def _forward(self, metadata: Any) -> torch.Tensor:
-        """The next token of every row."""
-        given = {"position_ids": metadata.positions[None], "logits_to_keep": metadata.logits_indices}
-        with torch_threads(self.threads), attncore_context(metadata, self.caches):
-            logits = self.model(self.sampled.inputs(metadata)[None], use_cache=False, **given).logits[0].float()
-        # argmax(logits + t * Gumbel noise) draws from softmax(logits / t), and is greedy at t = 0.
-        noise = torch.empty_like(logits).exponential_().clamp_(min=1e-20).log_()
-        return torch.argmax(logits - metadata.temperature[:, None] * noise, dim=1)
-
-    def _run(self, metadata: Any) -> None:
-        self.sampled.keep(metadata, self._forward(metadata))
-
-    def _captured(self, size: int) -> Any:
-        metadata = self.builder.capture(size)
-        self._run(metadata)  # a warm-up, over an empty step
-        with capturing(new_graph(self.device)) as graph:
-            launch(metadata.record)
-            launch(self._run, metadata)
-            launch(metadata.input_ids.fill_, -1)  # of a step ahead, which the host sends none
-        return graph
-
-    def _can_run_ahead(self) -> bool:
-        """Whether the device can make the next step by itself; not where the host has to plan each."""
-        try:
-            return bool(self.graphs) and self.builder.run_ahead(1, bucket=min(self.graphs)).stop() == 0
-        except ValueError:
-            return False

@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 import attncore  # noqa: E402
 from attncore import BackendConfig, InputBatch, KVCacheGroup, MetadataBuilder  # noqa: E402
+from attncore.ops.forward_context import ForwardContext  # noqa: E402
 from attncore.reference import ReferenceBackend  # noqa: E402
 
 
@@ -112,6 +113,20 @@ def test_outside_a_context_and_in_the_wrong_one(step):
 def test_a_context_without_a_mapping_of_layers_is_refused_where_it_is_made(step, given):
     with pytest.raises(TypeError, match=r"^impls: (NoneType|list) found; give a mapping of a layer's name to its"):
         attncore.forward_context(step[2], given)
+
+
+def test_without_a_name_the_cache_says_which_layer(step):
+    """As in models of transformers that are compiled."""
+    backend, impls, metadata, (query, key, value) = step
+    caches = {name: backend.allocate_kv_cache(8) for name in impls}
+    found = torch.empty_like(query)
+    context = ForwardContext(metadata, impls, {cache.data_ptr(): name for name, cache in caches.items()})
+    with context:
+        torch.ops.attncore.attention(query, key, value, [caches["b"]], found, "")
+        assert torch.equal(found, attncore.attention(query, key, value, caches["b"], layer_name="b"))
+        for cache in ([], [backend.allocate_kv_cache(8)]):
+            with pytest.raises(KeyError, match="none given, and the cache is no layer's of this forward context"):
+                torch.ops.attncore.attention(query, key, value, cache, found, "")
 
 
 def test_a_context_inside_itself_is_left_twice(step):

@@ -12,22 +12,28 @@ from typing import TYPE_CHECKING
 from attncore.quoted import quoted, type_name
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attncore.abstract import AttentionImpl, AttentionMetadata
 
 
 class ForwardContext:
     """What layers of a step find by their names. Entered with ``with``; contexts nest, a thread sees its own only."""
 
-    __slots__ = ("_by_layer", "_of_all", "impls", "metadata")
+    __slots__ = ("_by_address", "_by_layer", "_of_all", "impls", "metadata")
 
     def __init__(
-        self, metadata: AttentionMetadata | Mapping[str, AttentionMetadata], impls: Mapping[str, AttentionImpl]
+        self,
+        metadata: AttentionMetadata | Mapping[str, AttentionMetadata],
+        impls: Mapping[str, AttentionImpl],
+        by_address: Mapping[int, str] | None = None,
     ) -> None:
+        """``by_address``: names of layers by the address of their cache, for calls of the operator without a name."""
         if not isinstance(impls, Mapping):
             raise TypeError(
                 f"impls: {type_name(impls)} found; give a mapping of a layer's name to its backend.impl(...)"
             )
-        self.metadata, self.impls = metadata, impls
+        self.metadata, self.impls, self._by_address = metadata, impls, by_address or {}
         self._by_layer: Mapping[str, AttentionMetadata] | None = None
         self._of_all: AttentionMetadata | None = None
         if isinstance(metadata, Mapping):
@@ -54,6 +60,16 @@ class ForwardContext:
         if self._by_layer is None or name not in self._by_layer:
             raise KeyError(f"layer_name: {quoted(name)} has no metadata in this forward context")
         return impl, self._by_layer[name]
+
+    def name_of(self, kv_cache: list[Tensor]) -> str:
+        """The layer whose cache this is; KeyError where it is no layer's."""
+        name = self._by_address.get(kv_cache[0].data_ptr()) if kv_cache else None
+        if name is None:
+            raise KeyError(
+                "layer_name: none given, and the cache is no layer's of this forward context; give a name, or run a "
+                "compiled model over the caches that it was compiled with"
+            )
+        return name
 
 
 class _Here(threading.local):

@@ -56,7 +56,7 @@ def _attention(
             f"attention: layer {layer_name!r} ran outside a forward context; run the model inside "
             "`with attncore.forward_context(metadata, impls):`"
         )
-    impl, metadata = context.layer(layer_name)
+    impl, metadata = context.layer(layer_name or context.name_of(kv_cache))
     caches = _pair(impl, kv_cache) if len(kv_cache) > 1 else kv_cache[0] if kv_cache else None
     if write:
         impl.forward(query, key, value, caches, metadata, output)

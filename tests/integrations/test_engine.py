@@ -11,8 +11,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from block_pool import BlockPool  # noqa: E402
-from engine import Engine, default_graph_sizes  # noqa: E402
+from engine import Engine  # noqa: E402
 from integrations.models import DECODERS, DYNAMIC, SHAPE, decoder, encoder, greedy, phi3  # noqa: E402
+from worker import default_graph_sizes  # noqa: E402
 
 
 def prompts(count, longest, seed=0):

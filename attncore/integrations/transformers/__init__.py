@@ -3,6 +3,7 @@
 Importing this package registers the attention implementation ``attncore`` with transformers. What each layer asks for
 (its window, soft cap, scale, sinks) is taken from what it passes to its attention in a run of one token.
 
+- ``compiled_layers``: torch.compile of each layer of a model.
 - ``forward_pass``: a model's paged caches, and the context in which it runs over them.
 - ``choose_backend``: one backend for all layers of a model.
 - ``model_layers``: the layers of a model and what each asks for; ``refused_models``: models that cannot run.
@@ -21,6 +22,7 @@ except ImportError as error:
 
 from attncore.integrations.transformers.attention_interface import NAME
 from attncore.integrations.transformers.choose_backend import select_for_model
+from attncore.integrations.transformers.compiled_layers import compile_layers
 from attncore.integrations.transformers.forward_pass import PagedCaches, attncore_context, paged_caches
 from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
 
@@ -30,6 +32,7 @@ __all__ = [
     "PagedCaches",
     "attention_layers",
     "attncore_context",
+    "compile_layers",
     "paged_caches",
     "select_for_model",
 ]

@@ -17,11 +17,18 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+import attncore.ops.operator  # noqa: F401  (registers the operator)
+
 NAME = "attncore"
 """The attention implementation's name: ``model.set_attn_implementation("attncore")``."""
 
 RECORDING = "attncore_recording"
 """The implementation under which layers are recorded: with masks where, and only where, a window is in them."""
+
+CACHE = "_attncore_cache"
+"""The attribute of a module that is being compiled, or runs compiled: the tensors of its cache, and its layer's name.
+
+The name is empty where the cache says which layer it is, so that layers of one kind share a graph."""
 
 
 class Attender(Protocol):
@@ -55,6 +62,11 @@ def attending_by(attender: Attender) -> Iterator[None]:
         _current.attender = before
 
 
+def current_attender() -> Attender | None:
+    """The attender of this thread's forward pass."""
+    return _current.attender
+
+
 @contextmanager
 def using_attncore(model: Any, name: str = NAME) -> Iterator[None]:
     """Inside, the model's attention implementation is attncore's, NAME or RECORDING, and that of each model in it."""
@@ -85,6 +97,8 @@ def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
 ) -> tuple[Tensor, None]:
     """What models call: query, key and value (1, heads, T, size); the result is (1, T, heads, size of a value head)."""
+    if torch.compiler.is_compiling() and (found := getattr(module, CACHE, None)) is not None:
+        return _traced(query, key, value, *found), None
     attender = _current.attender
     if attender is None:
         raise RuntimeError(
@@ -101,6 +115,14 @@ def _attention(
         raise ValueError("dropout: the model is training; call model.eval()")
     output = attender.attend(module, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), asked)
     return output.unsqueeze(0), None
+
+
+def _traced(query: Tensor, key: Tensor, value: Tensor, kv_cache: list[Tensor], layer_name: str) -> Tensor:
+    """``_attention`` while a layer is compiled: the operator, which finds the step in the forward context."""
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    output = query.new_empty((*query.shape[:2], value.shape[2]))
+    torch.ops.attncore.attention(query, key, value, kv_cache, output, layer_name)
+    return output.unsqueeze(0)
 
 
 def _recorded(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from attncore.abstract import AttentionBackend, AttentionImpl, AttentionType
 from attncore.builder.checked_backend import check_backend
-from attncore.integrations.transformers.attention_interface import NAME, attending_by
+from attncore.integrations.transformers.attention_interface import NAME, attending_by, current_attender
 from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
 from attncore.ops.forward_context import ForwardContext
 
@@ -20,6 +20,8 @@ class PagedCaches(Mapping[str, Any]):
 
     def __init__(self, impls: Mapping[str, AttentionImpl], caches: Mapping[str, Any], names: Mapping[Any, str]) -> None:
         self.impls, self._caches, self._names = impls, caches, names
+        self._compiled: dict[Any, Any] = {}  # by the layer's ``forward``: what ``compile_layers`` made of it
+        self._by_address = {_address(cache): name for name, cache in caches.items() if cache is not None}
         configs = [module.config for module in names if hasattr(module, "config")]
         self._configs = list({id(config): config for config in configs}.values())
 
@@ -40,6 +42,10 @@ class PagedCaches(Mapping[str, Any]):
                     f"the model's layers attend by {config._attn_implementation!r}, which neither reads nor writes "
                     f"these caches; call model.set_attn_implementation({NAME!r})"
                 )
+
+
+def _address(cache: Any) -> int:
+    return int((cache if isinstance(cache, Tensor) else cache[0]).data_ptr())
 
 
 def paged_caches(
@@ -69,8 +75,7 @@ def paged_caches(
     return PagedCaches(impls, caches, {layer.module: layer.name for layer in layers})
 
 
-@contextmanager
-def attncore_context(metadata: Any, kv_caches: PagedCaches) -> Iterator[None]:
+def attncore_context(metadata: Any, kv_caches: PagedCaches) -> AbstractContextManager[None]:
     """Around a forward pass: its layers attend by ``metadata`` over ``kv_caches``.
 
     The model runs all tokens of the step as one row: ``model(input_ids=(1, T), position_ids=(1, T), use_cache=False)``,
@@ -78,23 +83,36 @@ def attncore_context(metadata: Any, kv_caches: PagedCaches) -> Iterator[None]:
     to several KV-cache groups. RuntimeError where the model's attention implementation is not ``attncore``.
     """
     kv_caches._check_called()
-    with attending_by(_CachedAttention(metadata, kv_caches)):
+    return running_over(metadata, kv_caches.impls, kv_caches)
+
+
+@contextmanager
+def running_over(metadata: Any, impls: Mapping[str, AttentionImpl], kv_caches: PagedCaches) -> Iterator[None]:
+    """``attncore_context`` by ``impls``: for layers that call Python and for those that call the operator."""
+    context = ForwardContext(metadata, impls, kv_caches._by_address)
+    with context, attending_by(_CachedAttention(context, kv_caches)):
         yield
+
+
+def running_caches() -> PagedCaches | None:
+    """The caches of this thread's forward pass."""
+    attender = current_attender()
+    return attender.caches if isinstance(attender, _CachedAttention) else None
 
 
 class _CachedAttention:
     """An Attender over a model's caches: each layer by its own implementation."""
 
-    __slots__ = ("_caches", "_layers")
+    __slots__ = ("_layers", "caches")
 
-    def __init__(self, metadata: Any, caches: PagedCaches) -> None:
-        self._layers, self._caches = ForwardContext(metadata, caches.impls), caches
+    def __init__(self, layers: ForwardContext, caches: PagedCaches) -> None:
+        self._layers, self.caches = layers, caches
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, asked: Mapping[str, Any]) -> Tensor:
-        name = self._caches._names.get(module)
+        name = self.caches._names.get(module)
         if name is None:
             raise RuntimeError(
                 f"{type(module).__name__}: this layer has no cache in the context; make kv_caches of the same model"
             )
         impl, metadata = self._layers.layer(name)
-        return impl.forward(query, key, value, self._caches._caches[name], metadata)
+        return impl.forward(query, key, value, self.caches._caches[name], metadata)

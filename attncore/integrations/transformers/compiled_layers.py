@@ -1,0 +1,132 @@
+"""Compiling the layers of a model, each as one graph in which its attention is the operator ``attncore::attention``.
+
+What attention needs is found before anything is traced: while a layer runs, its attention's module has the tensors of
+its cache as an attribute. Layers of one kind share a graph, since it holds no name: the operator knows the layer by the
+cache that it is given.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+
+from attncore.integrations.transformers.attention_interface import CACHE, using_attncore
+from attncore.integrations.transformers.forward_pass import PagedCaches, running_caches, running_over
+
+_TOKENS = (7, 1)
+"""Tokens of the runs that compile: 1 has a graph of its own, and 7 stands for all other numbers.
+
+torch.compile takes sizes that are equal when it traces for one and the same: nothing else in a layer has the size 7.
+"""
+
+_EXPLAINS = ("Explanation:", "Developer debug context:")
+
+
+def compile_layers(model: Any, kv_caches: PagedCaches, **options: Any) -> None:
+    """Compiles each layer of ``model`` that attends over ``kv_caches``, at once: runs it over a few tokens, without
+    attention. Steps run as before, inside ``torch.inference_mode()`` and ``attncore_context(metadata, kv_caches)``.
+
+    ``options`` are torch.compile's; unless given, ``fullgraph=True`` and ``dynamic=True``. Layers of one kind share two
+    graphs, one for a step of one token and one for all others, whatever the lengths. ValueError that names the layer
+    and the reason where one cannot be compiled; the model then runs as it did.
+
+    Outside such a context, or over other caches, the layers run as if they were not compiled. Over these they run in
+    one thread at a time.
+    """
+    options = {"fullgraph": True, "dynamic": True, **options}
+    attention: dict[str, list[tuple[Any, Any]]] = {}
+    for module, name in kv_caches._names.items():
+        cache = kv_caches[name]
+        whole = [] if cache is None else [cache] if isinstance(cache, Tensor) else list(cache)
+        attention.setdefault(_layer_of(model, name), []).append((module, (whole, "" if whole else name)))
+    compiled = {}
+    for name, modules in attention.items():
+        layer = model.get_submodule(name)
+        if not isinstance(vars(layer).get("forward"), _Forward):
+            layer.forward = _Forward(layer.forward)
+        compiled[layer.forward] = _Compiled(name, layer, modules, options)
+    kv_caches._compiled = compiled
+    try:
+        _run_without_attention(model, kv_caches)
+    except BaseException:
+        kv_caches._compiled = {}
+        raise
+
+
+def _layer_of(model: Any, name: str) -> str:
+    """The name of the layer that an attention layer is in: of the innermost list of modules, the one around it."""
+    parts = name.split(".")
+    for end in range(len(parts), 1, -1):
+        if isinstance(model.get_submodule(".".join(parts[: end - 1])), torch.nn.ModuleList):
+            return ".".join(parts[:end])
+    raise ValueError(
+        f"layer {name}: it is in no list of layers (torch.nn.ModuleList) that could be compiled one by one"
+    )
+
+
+class _Forward:
+    """In place of a layer's ``forward``: the compiled one where the caches of the running step have it."""
+
+    def __init__(self, forward: Any) -> None:
+        functools.update_wrapper(self, forward)
+        self.plain = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        caches = running_caches()
+        return (self.plain if caches is None else caches._compiled.get(self, self.plain))(*args, **kwargs)
+
+
+class _Compiled:
+    """A layer's compiled ``forward`` over the caches that its attention, one module or several, has meanwhile."""
+
+    def __init__(self, name: str, layer: Any, modules: list[tuple[Any, Any]], options: Mapping[str, Any]) -> None:
+        self._what = f"layer {name}: {type(layer).__name__} cannot be compiled"
+        self._modules = [(vars(module), cache) for module, cache in modules]
+        self._forward: Callable[..., Any] = torch.compile(layer.forward.plain, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for attributes, cache in self._modules:
+            attributes[CACHE] = cache
+        try:
+            return self._forward(*args, **kwargs)
+        except TorchDynamoException as error:
+            raise ValueError(f"{self._what}: {_reason(error)}") from error
+        finally:
+            for attributes, _ in self._modules:
+                attributes.pop(CACHE, None)
+
+
+def _reason(error: Exception) -> str:
+    """What torch.compile says of a layer, on one line: its first line, then the lines that explain it."""
+    error = getattr(error, "inner_exception", error)  # of torch's backend, such as inductor
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith(_EXPLAINS)]
+    return "; ".join([*lines[:1], *filter(None, named)]) or type(error).__name__
+
+
+class _NoAttention:
+    """In place of a layer's implementation: reads and writes no cache."""
+
+    @staticmethod
+    def forward(*tensors_and_metadata: Any) -> None:
+        tensors_and_metadata[5].zero_()
+
+
+def _run_without_attention(model: Any, kv_caches: PagedCaches) -> None:
+    """Runs every layer once for each graph, within torch's limit on graphs of one function."""
+    nothing: Any = _NoAttention()
+    kinds = len(_TOKENS) * len(kv_caches)
+    limit = torch._dynamo.config.recompile_limit + kinds
+    with (
+        using_attncore(model),
+        torch.inference_mode(),
+        torch._dynamo.config.patch(recompile_limit=limit),
+        running_over(object(), dict.fromkeys(kv_caches, nothing), kv_caches),
+    ):
+        for count in _TOKENS:
+            model(input_ids=torch.zeros((1, count), dtype=torch.int64, device=model.device), use_cache=False)

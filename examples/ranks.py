@@ -1,0 +1,196 @@
+"""One engine over several processes, each with a part of every layer: torch.distributed, and transformers' tp_plan.
+
+torchrun --nproc-per-node 2 examples/ranks.py MODEL Once upon
+
+Rank 0 schedules. Before each step it sends the others what changed and what runs, as one message; each builds the
+step's metadata for its own caches. Sampling is the same on every rank: all have all logits and the same seed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from worker import Worker  # first: it says what is not installed
+
+# isort: split
+import torch
+import torch.distributed as dist
+from engine import Engine
+from run import Run
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed import DistributedConfig
+
+FIRST = 256
+"""Bytes of a message that are sent at once; what is longer follows in a second part."""
+
+
+class RankError(RuntimeError):
+    """A rank failed or is gone. The others cannot go on: each has a part of the model."""
+
+
+class Messages:
+    """Pickled calls from rank 0 to the others, over gloo: on the host, whatever the model's own group is."""
+
+    def __init__(self) -> None:
+        self.rank, self.count, self.nbytes = dist.get_rank(), 0, 0
+        # Ranks wait for the next request, however late it comes. One whose process ends is noticed at once.
+        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
+
+    def send(self, calls: list[bytes]) -> None:
+        data = b"".join(calls)
+        data = len(data).to_bytes(8, "little") + data
+        self._broadcast(torch.frombuffer(bytearray(data[:FIRST].ljust(FIRST, b"\0")), dtype=torch.uint8))
+        if data[FIRST:]:
+            self._broadcast(torch.frombuffer(bytearray(data[FIRST:]), dtype=torch.uint8))
+        self.count, self.nbytes = self.count + 1, self.nbytes + max(len(data), FIRST)
+
+    def receive(self) -> list[tuple[Any, ...]]:
+        first = self._broadcast(torch.empty(FIRST, dtype=torch.uint8)).numpy().tobytes()
+        size = 8 + int.from_bytes(first[:8], "little")
+        rest = b"" if size <= FIRST else self._broadcast(torch.empty(size - FIRST, dtype=torch.uint8)).numpy().tobytes()
+        calls = io.BytesIO((first + rest)[8:size])
+        return [pickle.load(calls) for _ in iter(lambda: calls.tell() < size - 8, False)]
+
+    def _broadcast(self, data: torch.Tensor) -> torch.Tensor:
+        with ending(self.rank, "no message came through"):
+            dist.broadcast(data, 0, group=self.group)
+        return data
+
+
+@contextmanager
+def ending(rank: int, what: str) -> Iterator[None]:
+    """RankError for whatever fails inside: a step of one rank alone is none."""
+    try:
+        yield
+    except RankError:
+        raise
+    except Exception as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RankError(
+            f"rank {rank}: {what} ({said}); a rank failed or is gone, and the others cannot run without its part of "
+            "the model: all end; start them again"
+        ) from error
+
+
+class FirstRank(Engine):
+    """Rank 0: an Engine that has the other ranks do what it does. A step that fails ends it, and them."""
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.messages, self.calls = Messages(), []  # of this step
+
+    def _noted(self, *call: Any) -> None:
+        """Pickled at once: the engine goes on to change lists of blocks and tokens."""
+        self.calls.append(pickle.dumps(call))
+
+    def _add(self, *args: Any) -> None:
+        self._noted("_add", *args)
+        super()._add(*args)
+
+    def _append(self, *args: Any) -> None:
+        self._noted("_append", *args)
+        super()._append(*args)
+
+    def _remove(self, *args: Any) -> list[int]:
+        self._noted("_remove", *args)
+        return super()._remove(*args)
+
+    def _run_steps(self, *args: Any) -> None:
+        self._send("_run_steps", *args)
+        super()._run_steps(*args)
+
+    def _send(self, *last: Any) -> None:
+        self._noted(*last)
+        self.messages.send(self.calls)
+        self.calls = []
+
+    def _tried(self, part: Callable[[Run], list[Any]], run: Run) -> list[Any]:
+        with ending(self.messages.rank, "the step failed"):
+            return part(run)
+
+    def close(self) -> None:
+        self._send("close")
+        super().close()
+
+
+class OtherRank(Worker):
+    """A rank that does what rank 0 says, until it closes."""
+
+    def serve(self) -> None:
+        messages = Messages()
+        while True:
+            for name, *args in messages.receive():
+                with ending(messages.rank, "the step failed"):
+                    getattr(self, name)(*args)
+                if name == "close":
+                    return
+
+
+def refuse_unshardable(config: Any, ranks: int) -> None:
+    """ValueError for a model whose layers transformers' tp_plan cannot share out to so many ranks."""
+    text = config.get_text_config()
+    plan = getattr(text, "base_model_tp_plan", None)
+    if not plan:
+        raise ValueError(
+            f"model: transformers has no tp_plan for {config.model_type}, so that none of its layers can be shared out "
+            f"to {ranks} ranks; run it on one"
+        )
+    for part, kind, field in (("q_proj", "query", "num_attention_heads"), ("k_proj", "key", "num_key_value_heads")):
+        heads = getattr(text, field, None) or text.num_attention_heads
+        layer = next((name for name, how in plan.items() if name.endswith(part) and "colwise" in how), None)
+        if layer and heads % ranks:
+            raise ValueError(
+                f"layer {layer}: its {heads} {kind} heads cannot be shared out to {ranks} ranks; give a number of "
+                f"ranks that divides {heads}"
+            )
+
+
+def sharded(name: str, **options: Any) -> Any:
+    """This rank's part of a model. Starts torch.distributed, unless it runs, by what torchrun has set.
+
+    The whole model is loaded to the host first: loading parts alone, ``from_pretrained(distributed_config=...)``, takes
+    the package accelerate."""
+    if "RANK" not in os.environ:
+        raise ValueError("ranks: no RANK in the environment; start every rank by torchrun")
+    ranks, device = int(os.environ["WORLD_SIZE"]), "cuda" if torch.cuda.is_available() else "cpu"
+    refuse_unshardable(AutoConfig.from_pretrained(name), ranks)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    whole = AutoModelForCausalLM.from_pretrained(name, **options)
+    mesh, parts = dist.init_device_mesh(device, (ranks,)), DistributedConfig(tp_size=ranks, tp_plan="auto")
+    return type(whole).maybe_distribute_model(whole, parts, mesh).to(device)
+
+
+def main() -> int:
+    if len(sys.argv) < 2:
+        print("usage: torchrun --nproc-per-node N examples/ranks.py MODEL [WORD ...]", file=sys.stderr)
+        return 2
+    name, text = sys.argv[1], " ".join(sys.argv[2:]) or "Once upon a time"
+    try:
+        model = sharded(name, **({"dtype": torch.bfloat16} if torch.cuda.is_available() else {}))
+        if dist.get_rank():
+            OtherRank(model).serve()
+            return 0
+        engine = FirstRank(model, tokenizer=AutoTokenizer.from_pretrained(name))
+        print(text, end="", flush=True)
+        for _, piece in engine.generate([text], max_new_tokens=100):
+            print(piece, end="", flush=True)
+        print()
+        engine.close()
+    except (OSError, ValueError, RankError) as error:
+        print(f"ranks.py: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

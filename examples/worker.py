@@ -1,0 +1,165 @@
+"""A model over its caches and what a step of it takes: the part of Engine that knows the device, and no schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attncore.integrations.transformers  # noqa: F401  (first: it says what is not installed)
+
+# isort: split
+import numpy as np
+import torch
+from run import SampledTokens
+
+from attncore import AttentionRequest, AttentionType, InputBatch, MetadataBuilder
+from attncore.arguments import integer, optional_integer
+from attncore.did_you_mean import did_you_mean
+from attncore.graphs import capturing, launch, new_graph
+from attncore.integrations.transformers import (
+    attention_layers,
+    attncore_context,
+    compile_layers,
+    paged_caches,
+    select_for_model,
+)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """torch computes with ``count`` threads meanwhile.
+
+    A decode step is many small operations. Threads that wait for each other take longer than one alone, and on a busy
+    machine many times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def default_graph_sizes(most: int) -> tuple[int, ...]:
+    """Numbers of decodes that graphs are captured for, ``most`` the largest."""
+    return (*(size for size in (1, 2, 4, *range(8, most, 8)) if size < most), most)
+
+
+class Worker:
+    """A model, its caches, the batch and builder of its steps, and the graphs that run them.
+
+    ``threads`` are torch's on a CPU. ``compile``: whether layers are compiled, or options of torch.compile.
+    ``wanted`` are further fields of an AttentionRequest, such as ``backend`` and ``block_size``."""
+
+    def __init__(
+        self, model: Any, *, num_blocks: int = 512, max_num_reqs: int = 64, max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None, graph_sizes: tuple[int, ...] | None = None, seed: int = 0, threads: int = 1,
+        ahead: int = 8, transport: str = "auto",
+        compile: bool | dict[str, Any] = False,  # noqa: A002
+        **wanted: Any,
+    ) -> None:  # fmt: skip
+        threads, ahead = integer("threads", threads, 1), integer("ahead", ahead, 0)
+        max_model_len = optional_integer("max_model_len", max_model_len, 1)
+        fields = (one.name for one in dataclasses.fields(AttentionRequest))
+        known = {"tokenizer", *inspect.signature(Worker).parameters, *fields}
+        if strange := [name for name in wanted if name not in known]:
+            raise TypeError(f"{strange[0]}: Engine has no such argument{did_you_mean(strange[0], known)}")
+        self.model, self.device, self.threads = model.eval(), str(model.device), threads
+        if graph_sizes is None:
+            on_gpu = self.device.startswith("cuda")
+            graph_sizes = default_graph_sizes(min(max_num_reqs, max_num_batched_tokens)) if on_gpu else ()
+        layers, level = attention_layers(model), "uniform_decode" if graph_sizes else "never"
+        if any(layer.attn_type is not AttentionType.DECODER for layer in layers):
+            raise ValueError(f"model: {type(model).__name__} is an encoder and says no next token; give a decoder")
+        if (max_model_len or 0) > (longest := model.config.get_text_config().max_position_embeddings):
+            raise ValueError(f"max_model_len: {max_model_len} given; the model has {longest} positions: give no more")
+        self.choice = select_for_model(model, layers=layers, num_blocks=num_blocks, **{"cuda_graph": level, **wanted})
+        self.backend = self.choice.create(self.device)
+        self.caches = paged_caches(model, self.backend, num_blocks, layers=layers)
+        self.max_model_len, self.num_blocks = max_model_len or longest, num_blocks
+        limits = {"max_num_reqs": max_num_reqs, "max_model_len": self.max_model_len, "num_blocks": num_blocks}
+        self.batch = InputBatch(block_size=self.choice.block_size, **limits)
+        sent = {"max_num_batched_tokens": max_num_batched_tokens, "transport": transport}
+        self.builder = MetadataBuilder(self.batch, self.backend, **sent)
+        # Ride to the device in the metadata's own arena, by row: no copy and no loop of their own.
+        self.input_ids = self.batch.token_column("input_ids", np.int64, unknown=-1)
+        self.temperature = self.batch.column("temperature", np.float32)
+        self.place = self.batch.column("place", np.int64)
+        for column in (self.input_ids, self.temperature, self.place):
+            self.builder.register_column(column)
+        self.sampled = SampledTokens(max_num_reqs, max(ahead, 1), self.device)
+        self.vocab_size = model.get_input_embeddings().num_embeddings
+        torch.manual_seed(seed)
+        model.set_attn_implementation("attncore")
+        if compile is not False:
+            with torch_threads(threads):  # as in steps: on a CPU compiled code is for a number of threads
+                compile_layers(model, self.caches, **({} if compile is True else compile))
+        self.graphs = {n: self._captured(n) for n in sorted({min(n, max_num_reqs) for n in graph_sizes}, reverse=True)}
+        self.ahead = ahead if ahead < 2 or self._can_run_ahead() else 1
+
+    def close(self) -> None:
+        """Gives the memory of graphs and caches back; nothing runs afterwards."""
+        while self.graphs:
+            self.builder.release(self.graphs.popitem()[0])
+        self.builder.close()
+        self.caches = None
+
+    def _add(
+        self, name: int, tokens: list[int], blocks: list[int], computed: int, temperature: float, place: int
+    ) -> None:
+        """A request with the blocks of its tokens; the first ``computed`` are in them already."""
+        self.batch.add_request(name, blocks, computed)
+        self.input_ids.give(name, tokens)
+        self.temperature[name], self.place[name] = temperature, place
+
+    def _append(self, blocks: dict[int, list[int]]) -> None:
+        self.batch.append_blocks_many(blocks)
+
+    def _remove(self, name: int) -> list[int]:
+        return self.batch.remove_request(name)
+
+    def _run_steps(self, others: dict[int, int], size: int | None, num_steps: int) -> None:
+        """One step, in the graph of ``size`` rows if there is one; or ``num_steps``, which the device makes of it.
+
+        ``others`` are the requests that do not run one token, and how many they run."""
+        if num_steps > 1:
+            steps = self.builder.run_ahead(num_steps, bucket=size, scheduled=others)
+            while steps.left:
+                steps.replay(self.graphs[size])
+            return
+        metadata = self.builder.build(others, bucket=size)
+        if size is None:
+            self._run(metadata)
+        else:
+            metadata.replay(self.graphs[size])
+
+    @torch.inference_mode()
+    def _forward(self, metadata: Any) -> torch.Tensor:
+        """The next token of every row."""
+        given = {"position_ids": metadata.positions[None], "logits_to_keep": metadata.logits_indices}
+        with torch_threads(self.threads), attncore_context(metadata, self.caches):
+            logits = self.model(self.sampled.inputs(metadata)[None], use_cache=False, **given).logits[0].float()
+        # argmax(logits + t * Gumbel noise) draws from softmax(logits / t), and is greedy at t = 0.
+        noise = torch.empty_like(logits).exponential_().clamp_(min=1e-20).log_()
+        return torch.argmax(logits - metadata.temperature[:, None] * noise, dim=1)
+
+    def _run(self, metadata: Any) -> None:
+        self.sampled.keep(metadata, self._forward(metadata))
+
+    def _captured(self, size: int) -> Any:
+        metadata = self.builder.capture(size)
+        self._run(metadata)  # a warm-up, over an empty step
+        with capturing(new_graph(self.device)) as graph:
+            launch(metadata.record)
+            launch(self._run, metadata)
+            launch(metadata.input_ids.fill_, -1)  # of a step ahead, which the host sends none
+        return graph
+
+    def _can_run_ahead(self) -> bool:
+        """Whether the device can make the next step by itself; not where the host has to plan each."""
+        try:
+            return bool(self.graphs) and self.builder.run_ahead(1, bucket=min(self.graphs)).stop() == 0
+        except ValueError:
+            return False

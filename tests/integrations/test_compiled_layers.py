@@ -1,0 +1,160 @@
+"""compile_layers: each layer is one graph, made once, and says what the layer says that is not compiled."""
+
+import gc
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from engine import Engine  # noqa: E402
+from integrations.captured_engine import graphs_on_cpu  # noqa: E402
+from integrations.models import DECODERS, decoder, encoder  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
+
+from attncore import InputBatch, MetadataBuilder  # noqa: E402
+from attncore.integrations.transformers import (  # noqa: E402
+    attncore_context,
+    compile_layers,
+    paged_caches,
+    select_for_model,
+)
+
+PROMPTS = [list(range(3, 3 + length)) for length in (1, 5, 40, 20)]
+POOL = {"num_blocks": 64, "max_num_reqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def compiled_as_it_was(model, backend):
+    """Tokens of an engine before its layers are compiled and afterwards, in steps of many lengths and of one token."""
+    engine = Engine(model, **POOL)
+    expected = engine.complete(PROMPTS, 6)
+    engine = Engine(model, **POOL)  # none of its blocks is computed yet
+    compile_layers(model, engine.caches, backend=backend)
+    assert graphs() == 2
+    assert engine.complete(PROMPTS, 6) == expected
+    assert engine.complete(PROMPTS[1:2], 6) == expected[1:2]
+    assert graphs() == 2
+    assert not counters["graph_break"]
+
+
+SLOW = ("mistral", "qwen3", "mixtral")  # what is in them is in the others, too
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in DECODERS]
+)
+def test_a_compiled_model_says_the_same_and_is_not_compiled_again(name):
+    """Windows, soft caps, sinks and experts; layers of several kinds of attention share the two graphs."""
+    compiled_as_it_was(decoder(name, num_hidden_layers=3), "eager")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # which inductor calls
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gemma2", "gpt_oss"))]
+)
+def test_by_inductor(name):
+    compiled_as_it_was(decoder(name), "inductor")
+
+
+@pytest.mark.parametrize("transport", ["graph", "copy"])
+def test_an_engine_captures_its_decodes_over_compiled_layers(transport, monkeypatch):
+    model = decoder("mistral")
+    expected = Engine(model, **POOL).complete(PROMPTS, 6)
+    with graphs_on_cpu(transport, monkeypatch) as captured:
+        engine = Engine(model, compile={"backend": "eager"}, **POOL, **captured)
+        assert sorted(engine.graphs) == [1, 2, 4]
+        before = counters["stats"]["calls_captured"]
+        assert graphs() == 2
+        assert engine.complete(PROMPTS, 6) == expected
+        assert (graphs(), counters["stats"]["calls_captured"]) == (2, before)
+        engine.close()
+
+
+def test_an_engine_compiles_for_the_threads_of_its_steps():
+    model = decoder("llama")
+    expected = Engine(model, **POOL).complete(PROMPTS, 3)
+    engine = Engine(model, threads=2, compile={"backend": "eager"}, **POOL)
+    assert engine.complete(PROMPTS, 3) == expected
+    assert graphs() == 2
+
+
+def test_each_context_has_its_own_caches_compiled_or_not():
+    model = decoder("mistral")
+    first, second, plain = (Engine(model, **POOL) for _ in range(3))
+    expected = plain.complete(PROMPTS, 4)
+    for engine in (first, second):
+        compile_layers(model, engine.caches, backend="eager")
+    made = counters["stats"]["unique_graphs"]
+    third = Engine(model, **POOL)  # what the layers ask for is recorded again
+    for engine in (first, third, second, plain):
+        assert engine.complete(PROMPTS, 4) == expected
+    assert graphs() == made
+    caches = weakref.ref(first.caches)
+    first.close()
+    del first, engine
+    gc.collect()
+    assert caches() is None
+
+
+def test_a_layer_that_cannot_be_compiled_is_named_with_the_reason():
+    model = decoder("llama")
+    engine = Engine(model, **POOL)
+    expected = engine.complete(PROMPTS, 3)
+    mlp = model.model.layers[1].mlp
+    inner = mlp.forward
+    mlp.forward = lambda x: inner(x) if x.sum() > torch.inf else inner(x) * 1
+    with pytest.raises(
+        ValueError, match=r"layer model\.layers\.1: LlamaDecoderLayer cannot .*Data-dependent branching"
+    ):
+        compile_layers(model, engine.caches, backend="eager")
+    assert engine.complete(PROMPTS, 3) == expected
+    mlp.forward = inner
+
+    def refuses(graph, inputs):
+        raise RuntimeError("no such kernel")
+
+    with pytest.raises(ValueError, match=r"layer model\.layers\.0: LlamaDecoderLayer cannot .*no such kernel"):
+        compile_layers(model, engine.caches, backend=refuses)
+
+
+def test_layers_that_are_in_no_list():
+    model = decoder("llama", num_hidden_layers=1)
+    model.model.layers = torch.nn.Sequential(*model.model.layers)
+    engine = Engine(model, **POOL)
+    with pytest.raises(ValueError, match=r"layer model\.layers\.0\.self_attn: it is in no list of layers"):
+        compile_layers(model, engine.caches, backend="eager")
+
+
+def test_layers_without_a_cache_keep_their_names():
+    model = encoder()
+    rows = [[5, 6, 7], [4], list(range(20, 31))]
+    caches = paged_caches(model, select_for_model(model, block_size=8).create(), 4)
+    backend = next(iter(caches.impls.values())).backend
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=8)
+    metadata = MetadataBuilder(batch, backend, max_num_batched_tokens=64).build_profile(len(row) for row in rows)
+    model.set_attn_implementation("attncore")
+    given = {
+        "input_ids": torch.tensor([[token for row in rows for token in row]]),
+        "position_ids": metadata.positions[None],
+    }
+    found = []
+    for compiled in (False, True):
+        if compiled:
+            compile_layers(model, caches, backend="eager")
+        with torch.inference_mode(), attncore_context(metadata, caches):
+            found.append(model(**given).last_hidden_state)
+    assert graphs() == 2 * len(caches)
+    assert torch.equal(*found)
