@@ -242,3 +242,7 @@ class Engine(TakesPrompts, Worker):
                 finished.append(request)
         self.runs.popleft()
         return finished
+
+
+if __name__ == "__main__":
+    raise SystemExit("engine.py is a module; run generate.py beside it, which is an engine for text or token ids")
