@@ -53,7 +53,7 @@ def test_the_verdicts_are_those_of_the_committed_run():
 
 @pytest.mark.parametrize("rows", [64, 256])
 def test_the_served_steps_are_those_of_the_committed_run(rows):
-    runs = json.loads((RESULTS / "served_step_20261122.json").read_text())["rows"]
+    runs = json.loads((RESULTS / "served_step_20261123.json").read_text())["rows"]
     medians = {
         run["backend"]: run["attncore_us"]["median"]
         for run in runs

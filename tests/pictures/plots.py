@@ -12,7 +12,7 @@ import pathlib
 from pictures.svg import Picture
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
-PEERS, SERVED = "peers/peers_20261123.json", "gpu/served_step_20261122.json"
+PEERS, SERVED = "peers/peers_20261123.json", "gpu/served_step_20261123.json"
 LINES = (
     ("vLLM 0.8.5.post1", "vLLM, FlashAttention builder", ("vLLM 0.8.5", "FlashAttention builder"), 4),
     ("vLLM 0.18.1", "vLLM, FlashAttention, metadata", ("vLLM 0.18.1", "FlashAttention metadata"), 1),
