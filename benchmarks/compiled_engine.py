@@ -45,12 +45,13 @@ class Timed(example.Engine):
 
     def __init__(self, model, **options):
         self.spans, self.on_gpu = [], str(model.device).startswith("cuda")
+        self.captures = bool(options["graph_sizes"])  # the graph is timed then, which can hold no event itself
         super().__init__(model, **options)
         self.graphs = {size: TimedGraph(graph, self) if size == SIZE else graph for size, graph in self.graphs.items()}
         self.spans.clear()
 
     def _forward(self, metadata):
-        if self.graphs or metadata.num_tokens != SIZE or len(metadata.place) != SIZE:
+        if self.captures or metadata.num_tokens != SIZE or len(metadata.place) != SIZE:
             return super()._forward(metadata)
         with Span(self):
             return super()._forward(metadata)

@@ -38,7 +38,8 @@ def test_choosing_a_backend_loads_no_torch_numpy_or_rich():
     assert heavy_after(code) == "pluggy"
 
 
-def test_showing_what_is_installed_loads_no_torch_numba_or_rich():
+def test_showing_what_is_installed_loads_no_torch_numba_or_rich(monkeypatch):
+    monkeypatch.delenv("ATTNCORE_KERNELS", raising=False)  # the default kernels
     code = (
         "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()):\n"
         "    attncore.show_versions(); print(attncore.backends())"

@@ -53,7 +53,8 @@ def test_a_batch_says_what_it_holds(kernels):
     assert repr(batch).startswith("<InputBatch: 2 of 8 requests, 1 preempted, 0 tokens computed,\n 1 block of 4 tokens")
 
 
-def test_the_builders_say_what_they_build():
+def test_the_builders_say_what_they_build(monkeypatch):
+    monkeypatch.delenv("ATTNCORE_KERNELS", raising=False)  # the default kernels
     builder = builder_of(decode_threshold=2)
     builder.capture(4)
     builder.build()

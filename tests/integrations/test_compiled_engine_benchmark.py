@@ -17,20 +17,8 @@ def benchmark_module(monkeypatch):
 
 
 def test_rows_of_an_engine_with_and_without_compiled_layers(benchmark_module, tmp_path, capsys):
-    words = [
-        "--device",
-        "cpu",
-        "--shape",
-        "tiny",
-        "--backends",
-        "reference",
-        "--compiler",
-        "eager",
-        "--prompt",
-        "3",
-        "--new",
-        "3",
-    ]
+    words = ["--device", "cpu", "--shape", "tiny", "--backends", "reference", "--compiler", "eager"]
+    words += ["--prompt", "3", "--new", "3", "--save", str(tmp_path / "found.json")]
     assert benchmark_module.main(words) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert [row["way"] for row in found["rows"]] == ["eager", "compiled", "compiled again"]
