@@ -196,9 +196,10 @@ def _slots_of_row(table: Any, context_len: int, seq_len: int, start_idx: int, bl
 
 def _slots_of_ids(slots: list[int], ids: npt.NDArray[Any], rest: int, offset: int, block_size: int) -> list[int] | None:
     """``slots`` with those of ``rest`` tokens in the blocks ``ids``, of which the first is full up to ``offset``."""
+    ids = ids.astype(np.int64)  # a copy: another thread may write to the caller's between the check and the use
     if len(ids) * block_size < rest + offset or ids.min() < 0 or ids.max() > INT32_MAX:
         return None
-    whole = ids.astype(np.int64)[:, np.newaxis] * block_size + np.arange(block_size)
+    whole = ids[:, np.newaxis] * block_size + np.arange(block_size)
     found: list[int] = whole.reshape(-1)[offset : offset + rest].tolist()
     return slots + found if slots else found
 

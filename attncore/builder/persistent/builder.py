@@ -95,7 +95,7 @@ class MetadataBuilder(RunsAhead, Uncopied):
         self._poison = env.poison()
         self._engine_fields, self._overlap = EngineFields(), None
         if num_rejected is not None:
-            self._overlap = Overlap(self._backends, batch.max_num_reqs, num_rejected, context_parallel)
+            self._overlap = Overlap(self._backends, batch.max_num_reqs, num_rejected, context_parallel, depth)
             self._engine_fields.add(engine_field(PREVIOUS_ROWS, np.int32, Length.REQUEST), self._overlap.fill)
         self._lay_out()
 

@@ -47,12 +47,16 @@ _NO_STEP = _Step((), {})
 class Overlap:
     """Which row each request had in the last step; checks of what overlapping steps need."""
 
-    def __init__(self, backends: Backends, max_num_reqs: int, num_rejected: Any, ranks: ContextParallel | None) -> None:
+    def __init__(
+        self, backends: Backends, max_num_reqs: int, num_rejected: Any, ranks: ContextParallel | None, depth: int
+    ) -> None:
         _check(backends, max_num_reqs, num_rejected, ranks)
         self.num_rejected = num_rejected
         self.overlapped = False
         self._last = self._before_last = _NO_STEP
+        self._depth = depth
         self._bounded: dict[int, bool] = {}
+        """Of the last steps, those whose host arrays are valid: whether their lengths are bounds."""
         self._all = np.arange(max_num_reqs, dtype=np.int32)
 
     def fill(self, metadata: StepMetadata, out: npt.NDArray[np.int32]) -> None:
@@ -70,7 +74,7 @@ class Overlap:
     def remember(self, metadata: StepMetadata) -> None:
         """Makes a step that was sent the last one. A step without rows does not replace the one before it."""
         self._bounded[metadata.step] = self.overlapped
-        self._bounded.pop(metadata.step - 8, None)
+        self._bounded.pop(metadata.step - self._depth - 1, None)
         req_ids, self._before_last = metadata.req_ids, self._last
         if req_ids and (req_ids is not self._last.req_ids or self._last.left):
             self._last = _Step(req_ids, {req_id: row for row, req_id in enumerate(req_ids)})

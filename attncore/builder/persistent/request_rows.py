@@ -22,6 +22,8 @@ class RequestRows:
         """The request of each row; None: an empty row."""
         self._row_of: dict[Hashable, int] | None = {}
         self.changes = 0  # of ``req_ids``, counted behind each
+        self.plain = True
+        """Whether each name so far was a str or an int: finding one runs no code of others."""
         self.holes: set[int] = set()
         self.paused: set[int] = set()
 
@@ -89,6 +91,7 @@ class RequestRows:
 
     def add(self, req_id: Hashable, row: int) -> None:
         """Puts the request into ``row``, which ``free_row`` returned."""
+        self.plain = self.plain and type(req_id) in (str, int)
         if row == len(self.req_ids):
             self.req_ids.append(req_id)
         else:

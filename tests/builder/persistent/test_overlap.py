@@ -180,3 +180,14 @@ def test_rejected_counts_of_another_gpu_are_refused():
                 MetadataBuilder(batch, backend, **options)
         else:
             MetadataBuilder(batch, backend, **options).close()
+
+
+def test_lengths_are_known_to_be_bounds_for_as_long_as_host_arrays_are_valid():
+    batch = InputBatch(max_num_reqs=4, max_model_len=64, block_size=4)
+    rejected = torch.zeros(4, dtype=torch.int32)
+    builder = MetadataBuilder(
+        batch, max_num_batched_tokens=32, decode_threshold=3, num_rejected=rejected, depth=12, transport="copy"
+    )
+    batch.add_request("a", [*range(1, 16)])
+    steps = [builder.build(), *(builder.build(overlapped=True) for _ in range(10))]
+    assert [builder.host_lengths(step) for step in steps] == ["exact", *["bounded"] * 10]
