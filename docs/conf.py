@@ -41,6 +41,7 @@ html_theme = "furo"
 html_title = f"attncore {release}"
 html_static_path = ["site/static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(ROOT / "docs" / "site" / "search.js")
 html_extra_path = ["site/root"]
 html_copy_source = False
 html_show_sourcelink = False
