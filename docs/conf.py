@@ -37,6 +37,7 @@ add_module_names = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 
+pygments_dark_style = "a11y-high-contrast-dark"  # the theme's own has a comment of too little contrast
 html_theme = "furo"
 html_title = f"attncore {release}"
 html_static_path = ["site/static"]
