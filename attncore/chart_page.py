@@ -16,7 +16,7 @@ STYLE = f"""
 {variables()}
 body {{ font-family: {FONT}; margin: 2em auto; max-width: 1180px; padding: 0 1em }}
 body {{ color: var(--ink); background: var(--paper) }}
-h1, td + td {{ overflow-wrap: anywhere }}
+h1, code, td + td {{ overflow-wrap: anywhere }}
 a {{ color: var(--series-0) }}
 table {{ border-collapse: collapse; margin: 1em 0 }}
 td, th {{ padding: .2em 1em .2em 0; text-align: left; border-bottom: 1px solid var(--rule) }}

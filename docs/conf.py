@@ -37,10 +37,12 @@ add_module_names = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 
+pygments_dark_style = "a11y-high-contrast-dark"  # the theme's own has a comment of too little contrast
 html_theme = "furo"
 html_title = f"attncore {release}"
 html_static_path = ["site/static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(ROOT / "docs" / "site" / "search.js")
 html_extra_path = ["site/root"]
 html_copy_source = False
 html_show_sourcelink = False

@@ -5,6 +5,7 @@ import sys
 
 from pictures.arena import arena
 from pictures.cache_block import cache_block
+from pictures.engine import inside_vllm
 from pictures.flow import flow
 from pictures.negotiation import negotiation
 from pictures.plots import metadata_by_size, served_step
@@ -18,6 +19,7 @@ def pictures():
     made = {
         "flow": flow, "cache-block": cache_block, "table-and-slots": table_and_slots, "arena": arena,
         "negotiation": negotiation, "metadata-by-size": metadata_by_size, "served-step": served_step,
+        "inside-vllm": inside_vllm,
     }  # fmt: skip
     return {f"{name}.svg": draw().drawn() for name, draw in made.items()}
 

@@ -30,8 +30,10 @@ def test_the_first_steps_run(monkeypatch, capsys):
     assert len(names["free"]) == 99 - 2  # what b holds: 26 tokens
 
 
-def test_the_choice_is_what_explain_prints():
-    shown = re.search(r"<!-- explain -->\n    \$ attncore ([^\n]*)\n(.*?)<!-- end -->", QUICKSTART, re.DOTALL)
+@pytest.mark.parametrize("page", ["gpu-quickstart.md", "capabilities.md"])
+def test_the_choice_is_what_explain_prints(page):
+    text = (ROOT / "docs" / page).read_text()
+    shown = re.search(r"<!-- explain -->\n    \$ attncore ([^\n]*)\n(.*?)<!-- end -->", text, re.DOTALL)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ATTNCORE_")}
     words = [sys.executable, "-m", "attncore", *shown[1].split()]
     done = subprocess.run(words, env=environ, capture_output=True, text=True)

@@ -1,21 +1,14 @@
 """The colours of pages and pictures can be read: the contrast of WCAG 2, at least 4.5 to 1 for texts."""
 
 import itertools
+import pathlib
+import runpy
 
 import pytest
 
 from attncore.palette import DARK, FILLS, LIGHT, variables
 
-
-def luminance(colour):
-    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one, other):
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
+contrast = runpy.run_path(str(pathlib.Path(__file__).parents[1] / "docs" / "site" / "contrast.py"))["contrast"]
 
 
 def test_the_formula_is_that_of_wcag():

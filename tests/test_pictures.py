@@ -6,7 +6,8 @@ from xml.etree import ElementTree
 
 import draw_pictures
 import pytest
-from pictures import negotiation, slots
+from pictures import engine, negotiation, slots
+from pictures.plots import read
 from pictures.svg import Picture
 
 import attncore
@@ -77,3 +78,22 @@ def test_the_example_of_negotiation_is_what_select_says():
         assert codes == ({why.partition(":")[0]} if state == "not usable" else set()), name
         assert codes or why in text
     assert (choice.name, choice.block_size, choice.kv_cache_layout) == ("flashinfer", 16, "NHD")
+
+
+def test_the_figures_of_the_run_inside_vllm_are_those_of_the_documents():
+    page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    builds = engine.builds(read(engine.RUN))
+    rows = re.findall(r"^\| (\d+) \| (eager|FULL_DECODE_ONLY) \|.*\| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert len(rows) == 6
+    for size, mode, theirs, ours in rows:
+        drawn = [builds[name, mode][int(size)] for name in ("FLASHINFER", "ATTNCORE_FLASHINFER")]
+        assert [theirs, ours] == [f"{us:.0f}" for us in drawn]
+    figures = [
+        f"{edge(builds[name, mode].values()):.0f}"
+        for name, *_ in engine.BACKENDS
+        for mode, _ in engine.MODES
+        for edge in (min, max)
+    ]
+    for text in (page, (ROOT / "README.md").read_text(encoding="utf-8")):
+        alt = re.search(r"!\[([^]]*)\]\([\w/]*inside-vllm\.svg\)", text)[1]
+        assert re.findall(r"\b\d{2,3}\b(?!\.\d)", alt.partition(":")[2]) == figures

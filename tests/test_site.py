@@ -84,7 +84,8 @@ def test_an_example_stands_below_the_docstring_of_its_name(pages):
 
 GOOD = (
     '<html lang="en"><head><title>t</title></head><body><h1 id="a">A</h1><h2>B</h2><a href="x"><img src="i" alt="plot">'
-    '</a><a href="y">y</a><label for="q">Search</label><input id="q"></body></html>'
+    '</a><a href="y">y</a><label for="q">Search</label><input id="q"><main><nav aria-label="n"></nav><nav></nav></main>'
+    '<iframe title="plots"></iframe><button>x</button></body></html>'
 )
 
 
@@ -103,12 +104,47 @@ def test_a_good_page_has_no_problems():
         (' lang="en"', "", "not a language"),
         ("<title>t</title>", "", "not a title"),
         ('for="q"', 'for="p"', "a field without a label: q"),
+        ("<main>", "<main></main><main>", "not one main landmark: 2"),
+        ("main>", "div>", "not one main landmark: 0"),
+        (' aria-label="n"', "", "2 landmarks navigation are called None"),
+        (' title="plots"', "", "a frame without a title: None"),
+        (">x</button>", "></button>", "a button without a name: None"),
     ],
 )
 def test_a_page_that_is_hard_to_read_is_found(found, worse, said):
     page = GOOD.replace(found, worse)
     assert page != GOOD
     assert [problem for problem in module("check").Page(page).problems if problem.endswith(said)]
+
+
+FURO = (
+    "body{%s}@media x{body[data-theme=dark]{--color-foreground-primary:#eee;--color-background-primary:#111;"
+    "--color-highlighted-background:#222;--color-problematic:#eee}}"
+)
+
+
+def themed(folder, found="", worse=""):
+    """What is wrong with a theme and with highlighted code, once ``found`` in them is ``worse``."""
+    contrast = module("contrast")
+    names = {"problematic", *contrast.PAIRS, *(text for texts in contrast.PAIRS.values() for text in texts)}
+    own = {"foreground-primary": "#000", "background-primary": "#fff", "highlighted-background": "#fff"}
+    grounds = dict.fromkeys(contrast.PAIRS, "var(--color-background-primary)")
+    colours = dict.fromkeys(names, "var(--color-foreground-primary)") | grounds | own
+    (folder / "styles").mkdir(exist_ok=True)
+    theme = FURO % ";".join(f"--color-{name}:{colour}" for name, colour in sorted(colours.items()))
+    code = ".highlight { background: #ffffff; color: #000 }\n.highlight .c { color: #555555 } /* Comment */\n"
+    code += code.replace(".highlight", 'body[data-theme="dark"] .highlight').replace("#555555", "#000")
+    for file, text in (("styles/furo.css", theme), ("pygments.css", code)):
+        (folder / file).write_text(text.replace(found, worse) if found else text)
+    return list(contrast.problems(folder))
+
+
+def test_texts_of_the_theme_and_of_code_have_contrast(tmp_path):
+    assert themed(tmp_path) == []
+    assert themed(tmp_path, "#555555", "#999999") == ["light: highlight .c: 2.85 to 1"]
+    dark = themed(tmp_path, "dark]{--color-foreground-primary:#eee", "dark]{--color-foreground-primary:#333")
+    assert "dark: foreground-primary on background-primary: 1.49 to 1" in dark
+    assert not [problem for problem in dark if problem.startswith("light")]
 
 
 def test_finished_pages_are_mended_once():

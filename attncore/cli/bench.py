@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncore import env
 from attncore.cli.argument_types import add_integer, backend_name, file_path, number
+from attncore.cli.html_file import html_file
 from attncore.cli.installed_backends import check_installed
 from attncore.cli.output import print_table
 from attncore.cli.progress_bar import progress_bar
@@ -34,7 +35,7 @@ from attncore.errors import NoBackendError
 from attncore.how_to_install import install_extra
 from attncore.json_output import print_json
 from attncore.kept_files import state_folder
-from attncore.quoted import quoted
+from attncore.quoted import one_line, quoted
 from attncore.registry.choice.runs_here import reasons_here
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
@@ -44,6 +45,7 @@ from attncore.terminal import columns, print_lines
 from attncore.testing.device_option import check_device
 
 if TYPE_CHECKING:
+    from attncore.replay.results.whole_file import WholeFile
     from attncore.testing.bench.change import Change
     from attncore.testing.bench.run import Question
     from attncore.testing.bench.saved_runs import Row, Run
@@ -87,6 +89,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-save", action="store_true", help="compare with saved runs, and do not add this one")
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a row is slower than in saved runs")
+    parser.add_argument(
+        "--html",
+        type=file_path,
+        metavar="FILE",
+        help="write the run to FILE too, as a page with plots (attncore[html])",
+    )
     parser.add_argument("--json", action="store_true", help="print the run and how it differs as JSON")
 
 
@@ -94,19 +102,29 @@ def run(args: argparse.Namespace) -> int:
     """Measure, compare, save, print; 1 where the backend cannot be timed, or with --strict is slower."""
     if importlib.util.find_spec("torch") is None:
         raise NoBackendError(f"torch is not installed: {install_extra('torch')}")
-    from attncore.testing.bench.run import PassError, Question, joined, measure
+    from attncore.testing.bench.run import Question
 
     too_short = args.seconds < SHORTEST
     if too_short and args.strict:
         raise UsageError(
             f"--strict: --seconds {args.seconds:g} is too short to compare runs; give {SHORTEST:g} or more"
         )
+    if args.html and args.steps and args.html.resolve() == args.steps.resolve():
+        raise UsageError(f"--html: {args.html} is the file of --steps; give another")
     with stdout_to_stderr():
         check_installed("NAME", args.name)
         options = options_of(args.name, args.option, "NAME")
         version = _installed(args.name, args.device, options)
         variables = _variables(args.name)
     question = Question(args.name, version, args.device, args.steps, args.seconds, args.timeout, options, variables)
+    with html_file(args.html) as page:
+        return _run(args, question, page)
+
+
+def _run(args: argparse.Namespace, question: Question, page: WholeFile | None) -> int:
+    from attncore.testing.bench.run import PassError, joined, measure
+
+    too_short = args.seconds < SHORTEST
     try:
         found = _measured(question, args.passes, measure)
         saved, left_out = ([], []) if too_short else _earlier(found)
@@ -123,6 +141,11 @@ def run(args: argparse.Namespace) -> int:
     if too_short:
         changes = [replace(one, verdict="too short") for one in changes]
     file = None if args.no_save or too_short else _saved(found)
+    if page is not None:
+        from attncore.testing.bench.html_page import as_html
+
+        sentences = [_heading(found), *_unsupported(found), _summary(changes, saved)]
+        page.write(as_html(found, sentences, *_table(found, changes, wide=bool(saved)), _LEGEND))
     if args.json:
         print_json(_as_json(found, changes, saved, file))
     else:
@@ -133,6 +156,8 @@ def run(args: argparse.Namespace) -> int:
             print_lines(_summary(changes, saved))
         if file is not None:
             print_lines(f"saved as {file}")
+        if args.html:
+            print_lines(f"page written to {one_line(str(args.html))}")
     return 1 if args.strict and any(one.verdict == "slower" for one in changes) else 0
 
 
@@ -206,33 +231,46 @@ def _as_json(found: Run, changes: list[Change], saved: list[Run], file: Path | N
     return {**shown, "compared_with": [run.time for run in saved], "saved": None if file is None else str(file)}
 
 
-def _print(found: Run, changes: list[Change], saved: list[Run]) -> None:
-    config = found.config
-    passes = len(found.rows[0].median)
-    print_lines(
+def _heading(found: Run) -> str:
+    config, passes = found.config, len(found.rows[0].median)
+    return (
         f"{found.backend} ({found.versions['distribution']}) on {config['device']}: {config['num_heads']} query heads, "
         f"{config['num_kv_heads']} key/value heads, head size {config['head_size']}, {config['dtype']}, blocks of "
         f"{config['block_size']}; {passes} passes, one thread"
     )
+
+
+def _unsupported(found: Run) -> list[str]:
+    return [f"{step}: unsupported, {reason}" for step, reason in found.unsupported.items()]
+
+
+def _table(found: Run, changes: list[Change], wide: bool) -> tuple[list[str], list[list[str]]]:
+    """Headers and rows; with ``wide``, also what is usual and the trend."""
     beside = any(row.to_reference for row in found.rows)
-    width = columns() or WIDE
     headers = ["STEP", "PART", "MEDIAN", "IQR", *(["TO REF"] if beside else []), "CHANGE"]
     rows = [
         [row.step, row.part, *_figures(row), *([_ratio(row)] if beside else []), _change(one)]
         for row, one in zip(found.rows, changes, strict=True)
     ]
-    if width >= WIDE and saved:
-        headers[-1:] = ["CHANGE", "USUAL", "TREND"]
+    if wide:
+        headers += ["USUAL", "TREND"]
         for cells, one in zip(rows, changes, strict=True):
             cells += [_usual(one), _sparkline(one.trend)]
+    return headers, rows
+
+
+def _print(found: Run, changes: list[Change], saved: list[Run]) -> None:
+    print_lines(_heading(found))
+    width = columns() or WIDE
+    headers, rows = _table(found, changes, wide=width >= WIDE and bool(saved))
     if width >= NARROW:
         print_table(headers, rows)
     else:  # a table for each step, whose name has a line of its own
         for step, members in itertools.groupby(rows, key=lambda cells: cells[0]):
             print_lines(f"{step}:")
             print_table(headers[1:], [cells[1:] for cells in members])
-    for step, reason in found.unsupported.items():
-        print_lines(f"{step}: unsupported, {reason}")
+    for line in _unsupported(found):
+        print_lines(line)
     for header in headers:
         if header in _LEGEND:
             print_lines(f"{header}: {_LEGEND[header]}")

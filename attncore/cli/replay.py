@@ -19,13 +19,13 @@ import platform
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from attncore import chart_page
 from attncore.cli import replay_options
+from attncore.cli.html_file import html_file
 from attncore.cli.installed_backends import check_installed
 from attncore.cli.progress_bar import progress_bar
 from attncore.command import UsageError, fail
 from attncore.errors import NoBackendError
-from attncore.how_to_install import install_extra, missing_module
+from attncore.how_to_install import install_extra
 from attncore.json_output import print_json
 from attncore.quoted import one_line
 from attncore.registry.host.host import Host
@@ -36,7 +36,6 @@ from attncore.replay.layers.attention_layers import torch_threads
 from attncore.replay.results import report
 from attncore.replay.results.save_steps import StepsFile, batch_line, persistent_line
 from attncore.replay.results.terminal import print_report
-from attncore.replay.results.whole_file import WholeFile
 from attncore.replay.runner import replay
 from attncore.replay.scheduling.kv_cache_manager import check_pools
 from attncore.replay.settings import Settings
@@ -86,10 +85,7 @@ def _run(args: argparse.Namespace) -> int:
         if record is not None:
             stack.push(record)  # first, so that an interrupt while it opens leaves nothing behind
             record.open()
-        page = None
-        if args.html:
-            _check_charts()
-            page = stack.enter_context(WholeFile(args.html))  # before the run: what cannot be written is said at once
+        page = stack.enter_context(html_file(args.html))
         progress = stack.enter_context(progress_bar(len(trace.requests)))
         if layers:
             stack.enter_context(torch_threads(args.threads))
@@ -114,14 +110,6 @@ def _run(args: argparse.Namespace) -> int:
             if file:
                 print_lines(f"{what} written to {one_line(file)}")
     return 1 if outcome.verification.failed else 0
-
-
-def _check_charts() -> None:
-    """UsageError where the library that draws the plots is not installed."""
-    try:
-        chart_page.library()
-    except ImportError as error:
-        raise UsageError(f"--html: {missing_module(error, 'html')}") from error
 
 
 def _environment(layers: AttentionLayers | ModelLayers | None) -> dict[str, Any]:

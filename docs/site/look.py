@@ -12,7 +12,8 @@ import tempfile
 ROOT = pathlib.Path(__file__).parents[2]
 SITE, SHOTS = ROOT / "build" / "site", ROOT / "build" / "screenshots"
 PAGES = ("docs/index", "docs/first-steps", "docs/api", "docs/capabilities", "docs/troubleshooting", "docs/performance")
-WIDTHS = (1280, 500)  # Chromium's windows are no narrower than 500
+WIDTHS = (1280, 390)
+NARROWEST = 500  # of Chromium's windows: a narrower page stands in a frame
 HEIGHT = 1600
 
 
@@ -33,11 +34,14 @@ def shot(chromium, page, width):
     """The file of one screenshot, taken with a profile of its own and without a network."""
     target = SHOTS / f"{page.replace('/', '-')}-{width}.png"
     with tempfile.TemporaryDirectory() as profile:
+        framed = pathlib.Path(profile, "page.html")
+        style = f"border: 0; left: 0; position: fixed; top: 0; width: {width}px; height: {HEIGHT}px"
+        address = (SITE / f"{page}.html").as_uri()
+        framed.write_text(f'<iframe src="{address}" style="{style}"></iframe>', encoding="utf-8")
         words = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
         words += ["--disable-component-update", "--proxy-server=127.0.0.1:9", f"--user-data-dir={profile}"]
-        words += ["--hide-scrollbars", f"--window-size={width},{HEIGHT}", f"--screenshot={target}"]
-        address = (SITE / f"{page}.html").as_uri()
-        subprocess.run([chromium, *words, address], check=True, capture_output=True, timeout=120)
+        words += ["--hide-scrollbars", f"--window-size={max(width, NARROWEST)},{HEIGHT}", f"--screenshot={target}"]
+        subprocess.run([chromium, *words, framed.as_uri()], check=True, capture_output=True, timeout=120)
     return target
 
 

@@ -282,3 +282,33 @@ def test_variables_that_the_plugin_declares_are_asked_with(site, measured, monke
     monkeypatch.setenv("ATTNCORE_OTHER", "3")
     assert main(["bench", "tuned", "--no-save"]) == 0
     assert measured.asked[0].variables == {"ATTNCORE_TUNED_B": "2"}
+
+
+def test_the_page_has_the_printed_table_and_a_plot_for_each_part(measured, capsys, tmp_path):
+    pytest.importorskip("pygal", reason="pygal draws the page; attncore[html] has it")
+    pytest.importorskip("pygaljs", reason="pygal draws the page; attncore[html] has it")
+    path = tmp_path / "run.html"
+    assert main(["bench", "reference", "--html", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"page written to {path}"
+    page = path.read_text()
+    assert "<h1>attncore bench reference</h1>" in page
+    assert "<td>decode of 1</td><td>build</td><td>4 us</td><td>50 %</td><td>0.50x</td><td>first run</td>" in page
+    assert "<p>prefill of 256: unsupported, its spec declares no phase prefill</p>" in page
+    assert page.count("<svg") == 2
+    assert "build, microseconds" in page
+    assert ">reference<" in page
+    assert re.search(r"<text[^>]*>chunk of 128 beside 16 decodes</text>", page)
+    assert not re.search(r"(src|href)=.http", page)
+
+
+def test_where_the_page_cannot_go_is_said_before_the_run(measured, capsys, tmp_path, monkeypatch):
+    steps = tmp_path / "steps.jsonl"
+    steps.write_text("")
+    assert main(["bench", "reference", "--html", "-"]) == 2
+    assert main(["bench", "reference", "--steps", str(steps), "--html", str(steps)]) == 2
+    monkeypatch.setitem(sys.modules, "pygal", None)
+    assert main(["bench", "reference", "--html", str(tmp_path / "run.html")]) == 2
+    said = capsys.readouterr().err
+    assert [line.split(": ")[2] for line in said.splitlines()] == ["--html"] * 3
+    assert not measured.asked
+    assert [file.name for file in tmp_path.iterdir()] == ["steps.jsonl"]
