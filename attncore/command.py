@@ -25,7 +25,7 @@ from attncore.errors import AttncoreError, NoBackendError
 from attncore.how_to_install import install_required
 from attncore.process_end import end_if_forked, keep_exit_code
 from attncore.quoted import MAX_PART, MOST, describe_error, one_line, quoted
-from attncore.standard_output import own_streams
+from attncore.standard_output import kept_stream, own_streams
 from attncore.terminal import print_lines
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def fail(error: object, code: int) -> int:
     """Print an error or a sentence on one line of standard error, a refusal on several; returns ``code``."""
     text = _LONG_WORD.sub(lambda word: one_line(word[0], MOST), _text(error) or type(error).__name__)
     with contextlib.suppress(OSError, ValueError):  # standard error is full, is closed, or its reader has gone
-        print_lines(getattr(error, "teller", UsageError.teller) + text, sys.stderr)
+        print_lines(getattr(error, "teller", UsageError.teller) + text, kept_stream("stderr"))
     return code
 
 
@@ -250,7 +250,7 @@ def settle() -> OSError | None:
     """Writes what is buffered for standard output and error; where that fails, drops it and returns standard output's
     error. The interpreter would try again at its end, and fail with a text of its own."""
     found = None
-    for stream in (sys.stderr, sys.stdout):
+    for stream in (kept_stream("stderr"), kept_stream("stdout")):
         try:
             stream.flush()
         except OSError as error:

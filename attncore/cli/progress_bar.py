@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import TYPE_CHECKING
+
+from attncore.standard_output import kept_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,13 +32,14 @@ def remaining_column() -> ProgressColumn:
 @contextlib.contextmanager
 def progress_bar(total: int, what: str = "requests") -> Iterator[Callable[[int], None] | None]:
     """The function to call with the number of ``what`` that are finished; None where standard error is no terminal."""
-    if not sys.stderr.isatty():
+    stream = kept_stream("stderr")  # a backend's forward may replace that of sys while the bar is drawn
+    if not stream.isatty():
         yield None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), remaining_column())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda finished: bar.update(task, completed=finished)

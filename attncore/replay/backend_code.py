@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from attncore.abstract import AttentionBackend, AttentionImpl, BackendConfig
 from attncore.errors import AttncoreError, PluginError
 from attncore.quoted import describe_error, quoted, type_name
+from attncore.standard_output import found_streams, put_streams
 
 if TYPE_CHECKING:
     from attncore.registry.choice.choice import Choice
@@ -91,11 +92,11 @@ class _Guard:
     ) -> Any:
         """``function`` of the arguments, then ``finish`` of its result and the positional ones; ``what`` names it.
 
-        An error of which ``spared`` is true is raised as it is.
+        An error of which ``spared`` is true is raised as it is. The streams of ``sys`` are those of before afterwards.
         """
         if self._inside:
             return function(*args, **kwargs)
-        self._inside = True
+        self._inside, streams = True, found_streams()
         try:
             result = function(*args, **kwargs)
             if finish is not None:
@@ -110,6 +111,7 @@ class _Guard:
             cause = error.__cause__ if isinstance(error, PluginError) and error.__cause__ is not None else error
             raise BackendError(f"{self._whose} failed in {what}: {describe_error(cause)}") from error
         finally:
+            put_streams(streams)
             self._inside = False
         return result
 
