@@ -38,6 +38,8 @@ READER_GONE = 128 + 13
 MAX_TEXT = 1 << 16
 """Letters of an error; a refusal by every one of many backends takes some thousands."""
 
+_ENDING = ("SIGTERM", "SIGHUP", "SIGALRM", "SIGVTALRM", "SIGPROF")
+"""Signals that end a process: sent to it, or of a timer that code of others has set."""
 _OF_A_STREAM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EAGAIN)
 """Errors of a stream that is full, fails, or does not wait for its reader."""
 
@@ -49,7 +51,7 @@ _NUMBERS: dict[Any, Callable[[str], float]] = {int: whole_number_of_63_bits, flo
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP arrived. An exception, so that what a command leaves half-written is removed."""
+    """A signal of _ENDING arrived. An exception, so that what a command leaves half-written is removed."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -231,7 +233,7 @@ def prepared() -> Iterator[None]:
             stream.reconfigure(errors="backslashreplace")  # a file's name may have what the encoding lacks
     before = {}
     if threading.current_thread() is threading.main_thread():
-        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        numbers = [getattr(signal, name) for name in _ENDING if hasattr(signal, name)]
         before = {one: signal.signal(one, _raise) for one in numbers if signal.getsignal(one) is signal.SIG_DFL}
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # of a daemon: no child could be waited for
             before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,6 +1,7 @@
 """A backend that raises, or returns what the contract does not allow: one line names it, whatever it raises."""
 
 import json
+import signal
 import sys
 
 import pytest
@@ -158,6 +159,43 @@ def test_a_backend_that_leaves_other_streams_loses_no_error(how, where, acme, tr
     code, out, err = replayed(capsys, trace)
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert f" failed in {CALLS.get(where, where)}: ValueError: 1" in err
+
+
+ANSWERED = "signal.signal(signal.SIGALRM, lambda *_: 1 / 0)"
+TIMERS = {
+    "later": ("signal.setitimer(signal.ITIMER_REAL, 60)", 1, ""),
+    "later, and is answered": (f"{ANSWERED}; signal.setitimer(signal.ITIMER_REAL, 60, 1e-4)", 1, ""),
+    "at once": ("signal.setitimer(signal.ITIMER_REAL, 1e-4); time.sleep(9)", 142, ""),
+    "of the processor": ("signal.setitimer(signal.ITIMER_PROF, 1e-3)\n        while True: pass", 155, ""),
+    "at once, and is answered": (
+        f"{ANSWERED}; signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4); time.sleep(9)",
+        1,
+        "failed in forward of layer 'layers.0': ZeroDivisionError",
+    ),
+    "no signals": ("[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]", 1, ""),
+}
+
+
+@pytest.mark.parametrize("how", TIMERS)
+def test_a_timer_of_a_backend_s_ends_no_process(how, acme, trace, tmp_path, capsys):
+    statement, code, said = TIMERS[how]
+    before = [signal.getsignal(one) for one in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM)]
+    acme(forward=f"import signal, time; {statement}")
+    try:
+        found, out, err = replayed(capsys, trace, "--save-steps", str(tmp_path / "steps.jsonl"))
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+        assert [signal.getsignal(one) for one in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM)] == before
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        for number, handler in zip((signal.SIGALRM, signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
+    assert found == code
+    assert said in err
+    assert err.count("\n") == bool(said)
+    ended = said or code != 1
+    assert ("failed: " in out) != bool(ended)
+    assert [path.name for path in tmp_path.iterdir() if "steps" in path.name] == ([] if ended else ["steps.jsonl"])
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]])

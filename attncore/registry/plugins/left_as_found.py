@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import warnings
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -50,7 +51,7 @@ class Process:
         self._plugin, self._pid, self._exit = plugin, os.getpid(), os._exit
         self._functions, self._modules = ReplacedFunctions(plugin), _Modules()
         self._turns, self._limits = sys.getswitchinterval(), {one: resource.getrlimit(one) for one in _LIMITS}
-        self._signals, self._search, self._filters = _Signals(), _SearchSettings(), _WarningFilters()
+        self._signals, self._search, self._filters = Signals(), _SearchSettings(), _WarningFilters()
         self._collector, self._settings = _Collector(), InterpreterSettings()
         self._finders, self._known = sys.meta_path, list(sys.meta_path)
         self._limit, self._environ, self._variables = sys.getrecursionlimit(), os.environ, _variables(os.environ)
@@ -237,14 +238,14 @@ class _SearchSettings:
         sys.path, sys.path_hooks, sys.path_importer_cache = self.path, self.hooks, self.cache
 
 
-class _Signals:
+class Signals:
     """Handlers of signals, those that are blocked, and timers: of the main thread, for another may set no handler."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Iterable[int] = _SIGNALS) -> None:
         self.handlers: dict[int, Any] = {}
         self.idle: tuple[int, ...] = ()
         if threading.current_thread() is threading.main_thread():
-            self.handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+            self.handlers = {number: signal.getsignal(number) for number in numbers}
             self.idle = tuple(timer for timer in _TIMERS if signal.getitimer(timer) == (0.0, 0.0))
             self.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
