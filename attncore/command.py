@@ -24,7 +24,7 @@ from attncore.did_you_mean import close_name, did_you_mean
 from attncore.errors import AttncoreError, NoBackendError
 from attncore.how_to_install import install_required
 from attncore.process_end import end_if_forked, keep_exit_code
-from attncore.quoted import MAX_PART, MOST, describe_error, one_line, quoted
+from attncore.quoted import MAX_PART, MOST, describe_error, notes, one_line, quoted
 from attncore.standard_output import kept_stream, own_streams
 from attncore.terminal import print_lines
 
@@ -119,7 +119,7 @@ def _ended(command: Callable[[], int]) -> int:
     except Terminated as error:
         return error.code
     except KeyboardInterrupt as error:
-        return fail(" ".join(("interrupted", *getattr(error, "__notes__", ()))), 130)
+        return fail(" ".join(("interrupted", *notes(error))), 130)
     except SystemExit as error:  # of a library's code: nothing was found to be right
         return fail(f"the command was ended before its end: {describe_error(error)}", 1)
 
