@@ -24,8 +24,8 @@ from attncore.did_you_mean import close_name, did_you_mean
 from attncore.errors import AttncoreError, NoBackendError
 from attncore.how_to_install import install_required
 from attncore.process_end import end_if_forked, keep_exit_code
-from attncore.quoted import MAX_PART, MOST, describe_error, one_line, quoted
-from attncore.standard_output import own_streams
+from attncore.quoted import MAX_PART, MOST, describe_error, notes, one_line, quoted
+from attncore.standard_output import kept_stream, own_streams
 from attncore.terminal import print_lines
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ READER_GONE = 128 + 13
 MAX_TEXT = 1 << 16
 """Letters of an error; a refusal by every one of many backends takes some thousands."""
 
+_ENDING = ("SIGTERM", "SIGHUP", "SIGALRM", "SIGVTALRM", "SIGPROF")
+"""Signals that end a process: sent to it, or of a timer that code of others has set."""
 _OF_A_STREAM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EAGAIN)
 """Errors of a stream that is full, fails, or does not wait for its reader."""
 
@@ -49,7 +51,7 @@ _NUMBERS: dict[Any, Callable[[str], float]] = {int: whole_number_of_63_bits, flo
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP arrived. An exception, so that what a command leaves half-written is removed."""
+    """A signal of _ENDING arrived. An exception, so that what a command leaves half-written is removed."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -117,7 +119,7 @@ def _ended(command: Callable[[], int]) -> int:
     except Terminated as error:
         return error.code
     except KeyboardInterrupt as error:
-        return fail(" ".join(("interrupted", *getattr(error, "__notes__", ()))), 130)
+        return fail(" ".join(("interrupted", *notes(error))), 130)
     except SystemExit as error:  # of a library's code: nothing was found to be right
         return fail(f"the command was ended before its end: {describe_error(error)}", 1)
 
@@ -126,7 +128,7 @@ def fail(error: object, code: int) -> int:
     """Print an error or a sentence on one line of standard error, a refusal on several; returns ``code``."""
     text = _LONG_WORD.sub(lambda word: one_line(word[0], MOST), _text(error) or type(error).__name__)
     with contextlib.suppress(OSError, ValueError):  # standard error is full, is closed, or its reader has gone
-        print_lines(getattr(error, "teller", UsageError.teller) + text, sys.stderr)
+        print_lines(getattr(error, "teller", UsageError.teller) + text, kept_stream("stderr"))
     return code
 
 
@@ -231,7 +233,7 @@ def prepared() -> Iterator[None]:
             stream.reconfigure(errors="backslashreplace")  # a file's name may have what the encoding lacks
     before = {}
     if threading.current_thread() is threading.main_thread():
-        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        numbers = [getattr(signal, name) for name in _ENDING if hasattr(signal, name)]
         before = {one: signal.signal(one, _raise) for one in numbers if signal.getsignal(one) is signal.SIG_DFL}
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # of a daemon: no child could be waited for
             before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -250,7 +252,7 @@ def settle() -> OSError | None:
     """Writes what is buffered for standard output and error; where that fails, drops it and returns standard output's
     error. The interpreter would try again at its end, and fail with a text of its own."""
     found = None
-    for stream in (sys.stderr, sys.stdout):
+    for stream in (kept_stream("stderr"), kept_stream("stdout")):
         try:
             stream.flush()
         except OSError as error:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 _SOON = 1e-3
 """Seconds after which an interrupt that was lost is raised again: what swallowed it has returned."""
+_lost: list[BaseException] = []
+"""The interrupts that were lost and are not raised again yet."""
 
 
 def as_program(load: Callable[[], Callable[[], int]]) -> int:
@@ -36,6 +38,11 @@ def as_program(load: Callable[[], Callable[[], int]]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def raises_again() -> bool:
+    """Whether an interrupt that was lost is about to be raised again, by a timer that is not to be stopped."""
+    return bool(_lost)
+
+
 def _raise_again_what_is_swallowed() -> None:
     """Has an interrupt that arrives in a callback, such as importlib's on a lock that is freed, end the command too.
 
@@ -52,14 +59,17 @@ def _raise_again_what_is_swallowed() -> None:
 
         def again(number: int, frame: FrameType | None) -> NoReturn:
             signal.setitimer(signal.ITIMER_REAL, 0)  # set again by a second one meanwhile: it would end the process
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.signal(signal.SIGALRM, before)
+            _lost.clear()
             raise lost
 
+        before = signal.SIG_DFL if _lost else signal.getsignal(signal.SIGALRM)
         try:
             signal.signal(signal.SIGALRM, again)
         except ValueError:  # another thread's, which no signal has interrupted
             sys.__unraisablehook__(unraisable)
         else:
+            _lost.append(lost)
             signal.setitimer(signal.ITIMER_REAL, _SOON)
 
     if hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from attncore.quoted import printable
-from attncore.standard_output import LentStreams, stdout_to_stderr
+from attncore.standard_output import LentStreams, kept_stream, stdout_to_stderr
 
 _of_json: list[TextIO] = []
 """Standard output, where ``only_json`` has taken it."""
@@ -61,7 +61,7 @@ def only_json(wanted: bool, *, to_the_end: bool) -> Iterator[None]:
 
 def print_json(value: Any) -> None:
     """``value`` as indented JSON on standard output."""
-    stream = _of_json[-1] if _of_json else sys.stdout
+    stream = _of_json[-1] if _of_json else kept_stream("stdout")
     text = json_text(value, indent=2, ensure_ascii=False)
     try:
         text.encode(stream.encoding or "utf-8")

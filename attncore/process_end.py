@@ -43,6 +43,14 @@ def keep_exit_code() -> None:
 
     os._exit = exit_refused(in_a_thread)
     atexit.register = registered  # type: ignore[assignment]
+    atexit.unregister(logging.shutdown)  # which was registered before: a handler of others may raise in it
+    register(AtItsEnd(_end_logging, "a library"))
+
+
+def _end_logging() -> None:
+    """Flushes every handler, also those after one that raises."""
+    logging.raiseExceptions = False
+    logging.shutdown()
 
 
 def end_with_parent() -> None:

@@ -10,6 +10,7 @@ anything; what is returned holds no such code. The module imports nothing of att
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import reprlib
@@ -141,6 +142,20 @@ def type_name(value: object) -> str:
 def describe_error(error: BaseException) -> str:
     """The type and the text of an exception, on one line."""
     return f"{type_name(error)}: {one_line(error, MAX_PART) or 'without a message'}"
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """As the method does; nothing is added where a class of others makes that fail."""
+    with contextlib.suppress(Exception):
+        error.add_note(text)
+
+
+def notes(error: BaseException) -> list[str]:
+    """What was added by ``add_note``; nothing where a class of others has something else in its place."""
+    found: Any = None
+    with contextlib.suppress(Exception):
+        found = vars(error).get("__notes__")
+    return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
 
 
 def listed(values: Iterable[object]) -> str:

@@ -20,6 +20,9 @@ from typing import Any
 _STREAMS = {"stdout": 1, "stderr": 2, "__stdout__": 1, "__stderr__": 2}
 """Names of streams in ``sys`` -> their file descriptors."""
 
+_of_commands: list[dict[str, Any]] = []
+"""The streams of the commands that run, by their names; the innermost command is the last."""
+
 
 class Lent:
     """A stream of ours that others write to: what they write reaches it, and nothing else that they do.
@@ -96,6 +99,22 @@ def _lend(stream: Any, descriptor: int | None = None) -> Lent:
     return found
 
 
+def kept_stream(name: str) -> Any:
+    """``sys.stdout`` or ``sys.stderr`` as the command that runs began with it, whatever others have put there since."""
+    return _of_commands[-1][name] if _of_commands else getattr(sys, name)
+
+
+def found_streams() -> dict[str, Any]:
+    """The streams of ``sys`` by their names."""
+    return {name: getattr(sys, name, None) for name in _STREAMS}
+
+
+def put_streams(found: dict[str, Any]) -> None:
+    """Have ``sys`` show the streams that ``found_streams`` has returned."""
+    for name, stream in found.items():
+        setattr(sys, name, stream)
+
+
 class LentStreams:
     """``lend`` lends ``sys.stdout`` and ``sys.stderr``; ``restore`` has them and file descriptors 1 and 2 as found.
 
@@ -104,7 +123,7 @@ class LentStreams:
     """
 
     def __init__(self) -> None:
-        self._streams = {name: getattr(sys, name, None) for name in _STREAMS}
+        self._streams = found_streams()
         self._files = {descriptor: file for descriptor in (1, 2) if (file := _file(descriptor)) is not None}
         self._copies: dict[int, list[int]] = {descriptor: [] for descriptor in self._files}
 
@@ -117,8 +136,7 @@ class LentStreams:
 
     def restore(self) -> None:
         """As they were found."""
-        for name, stream in self._streams.items():
-            setattr(sys, name, stream)
+        put_streams(self._streams)
         for descriptor, copies in self._copies.items():
             if copies and _file(copies[0]) == self._files[descriptor]:
                 _redirect(descriptor, copies[0])
@@ -158,19 +176,20 @@ def own_streams(*, to_the_end: bool) -> Iterator[None]:
     afterwards, for what is written while Python ends. Nothing changes where ``sys.stdout`` is not file descriptor 1,
     such as in a test.
     """
-    before = {name: getattr(sys, name) for name in _STREAMS}
+    before = found_streams()
     if not _writes_to(before["stdout"], 1):
-        yield
+        with _kept():
+            yield
         return
     own = {n: _own(before[n]) for n in ("stdout", "stderr") if _writes_to(before[n], _STREAMS[n])}
     _redirect(1, 2)
     for name, stream in {**before, **own}.items():
         setattr(sys, name, _lend(stream, _STREAMS[name]))
     try:
-        yield
+        with _kept():
+            yield
     finally:
-        for name, stream in before.items():
-            setattr(sys, name, _lend(stream) if to_the_end else stream)
+        put_streams({name: _lend(stream) for name, stream in before.items()} if to_the_end else before)
         for name, stream in own.items():
             try:
                 stream.flush()
@@ -180,6 +199,16 @@ def own_streams(*, to_the_end: bool) -> Iterator[None]:
                 _redirect(_STREAMS[name], stream.fileno())
             with contextlib.suppress(OSError):  # a plugin has closed every descriptor
                 stream.close()
+
+
+@contextlib.contextmanager
+def _kept() -> Iterator[None]:
+    """Within it ``kept_stream`` is the one of now."""
+    _of_commands.append(found_streams())
+    try:
+        yield
+    finally:
+        _of_commands.pop()
 
 
 def named_descriptor(path: str | os.PathLike[str]) -> int | None:

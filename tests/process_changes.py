@@ -1,11 +1,16 @@
 """What a plugin may do to the settings of the process, as source, and these settings."""
 
 import atexit
+import decimal
 import faulthandler
 import gc
+import locale
 import os
 import resource
+import signal
+import socket
 import sys
+import threading
 import warnings
 from importlib.machinery import FileFinder
 
@@ -73,6 +78,37 @@ for folder in sys.path: sys.path_importer_cache[folder] = Fails(folder)""",
     "ignores signals": "import signal; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]",
     "a timer": "import signal; signal.setitimer(signal.ITIMER_REAL, 0.02)",
     "traces": "import sys; sys.settrace(lambda *_: None)",
+    "traces threads": "import threading; threading.settrace(lambda *_: 1 / 0); threading.setprofile(lambda *_: 1 / 0)",
+    "traces all threads": """
+import threading
+for name in ("settrace", "setprofile"):
+    getattr(threading, name + "_all_threads", getattr(threading, name))(lambda *_: None)""",
+    "watches functions": """
+import sys
+if hasattr(sys, "monitoring"):
+    sys.monitoring.use_tool_id(4, "acme")
+    sys.monitoring.register_callback(4, sys.monitoring.events.CALL, lambda *_: None)
+    sys.monitoring.set_events(4, sys.monitoring.events.CALL)""",
+    "hooks": """
+import sys, threading
+sys.excepthook = sys.displayhook = sys.breakpointhook = sys.unraisablehook = threading.excepthook = None""",
+    "no stdin": "import sys; sys.stdin = None",
+    "short tracebacks": "import sys; sys.tracebacklimit = 0",
+    "no files of bytecode": "import sys; sys.dont_write_bytecode = not sys.dont_write_bytecode",
+    "short numbers": "import sys; sys.set_int_max_str_digits(640)",
+    "large stacks of threads": "import threading; threading.stack_size(1 << 24)",
+    "hooks of generators": """
+import sys
+sys.set_asyncgen_hooks(print, print)
+sys.set_coroutine_origin_tracking_depth(3)""",
+    "symbols for all": "import os, sys; sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)",
+    "another locale": "import locale; locale.setlocale(locale.LC_NUMERIC, 'C.UTF-8')",
+    "a time limit of sockets": "import socket; socket.setdefaulttimeout(0.001)",
+    "a file mode": "import os; os.umask(0o777); os.umask(0)",
+    "a descriptor of signals": """
+import os, signal
+signal.set_wakeup_fd(os.open(os.devnull, os.O_WRONLY | os.O_NONBLOCK))""",
+    "decimals": "import decimal; decimal.getcontext().prec = 2; decimal.setcontext(decimal.Context(prec=3))",
     "fewer descriptors": """
 import resource
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -103,4 +139,26 @@ def settings():
     modules = {name: one for name, one in sys.modules.items() if name.startswith("attncore.builder")}
     places = [*sys.path], [*sys.meta_path], os.getcwd()
     limits += [*gc.callbacks], id(gc.callbacks), gc.isenabled(), gc.get_threshold(), gc.get_debug()
+    functions += sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile(), os.umask
+    functions += signal.set_wakeup_fd, sys.excepthook, sys.displayhook, sys.breakpointhook, sys.unraisablehook
+    functions += threading.excepthook, sys.get_asyncgen_hooks()
+    if hasattr(sys, "monitoring"):
+        functions += tuple(map(sys.monitoring.get_tool, range(6)))
+    limits += sys.get_int_max_str_digits(), threading.stack_size(), sys.getdlopenflags(), _umask(), _wakeup_fd()
+    limits += sys.get_coroutine_origin_tracking_depth(), locale.setlocale(locale.LC_ALL), socket.getdefaulttimeout()
+    limits += sys.stdin, getattr(sys, "tracebacklimit", None), sys.dont_write_bytecode, decimal.getcontext().prec
     return os.getpid(), hooks, *places, streams, os.environ, own, limits, functions, modules
+
+
+def _umask():
+    found = os.umask(0o077)
+    os.umask(found)
+    return found
+
+
+def _wakeup_fd():
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    found = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(found)
+    return found

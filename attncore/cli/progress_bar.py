@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import TYPE_CHECKING
 
+from attncore.standard_output import kept_stream
 from attncore.terminal import columns
 
 if TYPE_CHECKING:
@@ -21,16 +21,17 @@ STEADY = 5
 @contextlib.contextmanager
 def said_meanwhile(text: str) -> Iterator[None]:
     """``text`` on a terminal's line while something takes seconds, and gone behind it."""
-    width = columns(sys.stderr)
+    stream = kept_stream("stderr")
+    width = columns(stream)
     if width is None:
         yield
         return
     line = f"{text} ..."[: width - 1]
-    print(line, end="\r", file=sys.stderr, flush=True)
+    print(line, end="\r", file=stream, flush=True)
     try:
         yield
     finally:
-        print(" " * len(line), end="\r", file=sys.stderr, flush=True)
+        print(" " * len(line), end="\r", file=stream, flush=True)
 
 
 def remaining_column() -> ProgressColumn:
@@ -48,13 +49,14 @@ def remaining_column() -> ProgressColumn:
 @contextlib.contextmanager
 def progress_bar(total: int, what: str = "requests") -> Iterator[Callable[[int], None] | None]:
     """The function to call with the number of ``what`` that are finished; None where standard error is no terminal."""
-    if not sys.stderr.isatty():
+    stream = kept_stream("stderr")  # a backend's forward may replace that of sys while the bar is drawn
+    if not stream.isatty():
         yield None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), remaining_column())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    shown = (TextColumn(what), BarColumn(), MofNCompleteColumn(), remaining_column())
+    with Progress(*shown, console=Console(file=stream), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda finished: bar.update(task, completed=finished)

@@ -42,7 +42,7 @@ from attncore.replay.settings import Settings
 from attncore.replay.traces import synthetic
 from attncore.replay.traces.read_trace import read_trace
 from attncore.replay.traces.trace import Trace, TraceError
-from attncore.standard_output import stdout_to_stderr
+from attncore.standard_output import kept_stream, stdout_to_stderr
 from attncore.terminal import print_lines
 from attncore.testing.bench.machine import machine
 from attncore.versions import versions
@@ -108,7 +108,7 @@ def _run(args: argparse.Namespace) -> int:
         print_report(written)
         for what, file in (("steps", args.save_steps), ("page", args.html)):
             if file:
-                print_lines(f"{what} written to {one_line(file)}")
+                print_lines(f"{what} written to {one_line(file)}", kept_stream("stdout"))
     return 1 if outcome.verification.failed else 0
 
 

@@ -10,13 +10,18 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import signal
+import threading
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attncore.abstract import AttentionBackend, AttentionImpl, BackendConfig
 from attncore.errors import AttncoreError, PluginError
+from attncore.interrupts import raises_again
 from attncore.quoted import describe_error, quoted, type_name
+from attncore.registry.plugins.left_as_found import Signals
+from attncore.standard_output import found_streams, put_streams
 
 if TYPE_CHECKING:
     from attncore.registry.choice.choice import Choice
@@ -28,6 +33,8 @@ _OVERRIDDEN = (
     "kv_cache_torch_dtype", "kv_cache_block_axis",
 )  # fmt: skip
 """Methods that are guarded where the backend's class has them: attncore's own need no guard."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
+"""Those that end a command, of timers too."""
 _NO_MEMORY = ("allocate memory", "out of memory", "Storage size calculation overflowed")
 """What torch's errors say where a tensor does not fit."""
 
@@ -79,6 +86,8 @@ class _Guard:
         self._whose = whose
         self._inside = False
         """Whether its code runs: what it calls of itself raises what it would raise without a guard."""
+        self._streams: dict[str, Any] = {}
+        self._signals = Signals(_SIGNALS)
 
     def call(
         self,
@@ -91,15 +100,19 @@ class _Guard:
     ) -> Any:
         """``function`` of the arguments, then ``finish`` of its result and the positional ones; ``what`` names it.
 
-        An error of which ``spared`` is true is raised as it is.
+        An error of which ``spared`` is true is raised as it is. Afterwards the streams of ``sys`` are those of before
+        the call, and timers and signals are those of before the backend: one that runs out later would end the command.
         """
         if self._inside:
             return function(*args, **kwargs)
-        self._inside = True
+        self._streams, self._inside = found_streams(), True
         try:
-            result = function(*args, **kwargs)
-            if finish is not None:
-                finish(result, *args)
+            try:
+                result = function(*args, **kwargs)
+                if finish is not None:
+                    finish(result, *args)
+            finally:
+                self._put_back()
         except KeyboardInterrupt:
             raise
         except _WrongResultError as error:
@@ -110,8 +123,16 @@ class _Guard:
             cause = error.__cause__ if isinstance(error, PluginError) and error.__cause__ is not None else error
             raise BackendError(f"{self._whose} failed in {what}: {describe_error(cause)}") from error
         finally:
-            self._inside = False
+            if self._inside:  # a handler of the backend's own has raised before
+                self._put_back()
         return result
+
+    def _put_back(self) -> None:
+        """Has streams, timers and signals that end a command as they were; twice is as once."""
+        put_streams(self._streams)
+        if threading.current_thread() is threading.main_thread() and not raises_again():
+            self._signals.restore()
+        self._inside = False
 
     def layer(self, impl: Any, layer_name: Any) -> None:
         """Has ``forward`` and ``forward_with_lse`` of a layer that ``impl`` returned guarded, too."""

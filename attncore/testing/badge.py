@@ -50,7 +50,10 @@ def _run(args: argparse.Namespace) -> int:
     for line in (HEADERS, ("---",) * len(HEADERS), *map(row, tables)):
         print(f"| {' | '.join(line)} |")
     if args.svg is not None:
-        args.svg.write_text(svg(tables[0]), encoding="utf-8")
+        from attncore.replay.results.whole_file import WholeFile
+
+        with WholeFile(args.svg) as file:  # whose errors name it
+            file.write(svg(tables[0]))
     return 0
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from attncore.kept_files import cache_folder, read_kept, write_kept
 from attncore.registry import package_requirements
 from attncore.registry.child_process import NO_ANSWER, read_answers, run_in_child
 from attncore.registry.choice.choice import Choice
+from attncore.registry.plugins.plugin_code import run_plugin_code
 
 STATES = ("agrees", "differs", "fails", "crashes", "hangs")
 MOST = 1e300
@@ -128,23 +131,35 @@ def _asked(choice: Choice) -> dict[str, Any]:
 
 def _modified(module: str) -> dict[str, int]:
     """The modification times of the package that holds the factory's module; nothing is imported."""
-    import importlib.util
-
     try:
-        spec = importlib.util.find_spec(module.partition(".")[0])
-    except (ImportError, ValueError):
+        roots, origin = _places(module.partition(".")[0])
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # of a finder, or of what it has found
         return {}
-    if spec is None:
-        return {}
-    roots = [Path(place) for place in spec.submodule_search_locations or ()]  # several, for a namespace package
     found = [(file, root) for root in roots for suffix in ("py", "so", "pyd") for file in root.glob(f"**/*.{suffix}")]
-    if not roots and spec.origin is not None:
-        found.append((Path(spec.origin), Path(spec.origin).parent))
+    if not roots and origin is not None:
+        found.append((origin, origin.parent))
     return {
         f"{roots.index(root) if roots else 0}/{file.relative_to(root).as_posix()}": file.stat().st_mtime_ns
         for file, root in found
         if file.exists()
     }
+
+
+def _places(package: str) -> tuple[list[Path], Path | None]:
+    """The folders of a package, several of a namespace; and the file of a module. The package's own code is not asked.
+
+    Its module of ``sys.modules``, which ``importlib.util`` would ask, may be anything. Finders of others, such as that
+    of an editable installation, are asked where no folder of ``sys.path`` has it.
+    """
+    spec = PathFinder.find_spec(package)
+    if spec is None:
+        others = [one for one in sys.meta_path if one is not PathFinder]
+        found = (one.find_spec(package, None) for one in others)
+        spec = run_plugin_code("a finder of sys.meta_path", next, filter(None, found), None)
+    roots = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
+    return roots, None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 def _ask(choice: Choice, blank: Verdict, timeout: float) -> Verdict:

@@ -3,9 +3,12 @@
 import json
 import os
 import re
+import sys
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
+from planting import SPEC
 
 from attncore.cli import main
 from attncore.testing.verify import _modified
@@ -203,15 +206,17 @@ DAMAGE = {
 }
 
 
+def told(arguments, timeout):
+    """In the place of ``run_in_child``: a verdict that is there at once."""
+    Path(arguments[-1]).write_text('{"state": "fails", "message": "no"}\n')
+    return ""
+
+
 @pytest.fixture
 def quick(site, monkeypatch):
     """A plugin whose verdict is there at once."""
 
-    def child(arguments, timeout):
-        Path(arguments[-1]).write_text('{"state": "fails", "message": "no"}\n')
-        return ""
-
-    monkeypatch.setattr("attncore.testing.verify.run_in_child", child)
+    monkeypatch.setattr("attncore.testing.verify.run_in_child", told)
     site.plugin("quick")
 
 
@@ -269,6 +274,55 @@ def test_a_change_in_a_file_of_the_same_name_elsewhere_is_seen(tmp_path, monkeyp
     before = _modified("pack.a.k")
     os.utime(tmp_path / "pack" / "a" / "k.py", (1, 1))
     assert _modified("pack.a.k") != before
+
+
+MODULES = {
+    "a specification that is none": "sys.modules[__name__].__spec__ = 5",
+    "no specification": "del sys.modules[__name__].__spec__",
+    "a module that raises": "sys.modules[__name__] = Raises()",
+    "a module that ends the process": "sys.modules[__name__] = Ends()",
+}
+OWN = """
+import sys
+class Raises:
+    def __init__(self): vars(self).update(globals())
+    def __getattribute__(self, name):
+        if name in ("__spec__", "__path__"): raise RuntimeError("asked for " + name)
+        return super().__getattribute__(name)
+class Ends(Raises):
+    def __getattribute__(self, name):
+        if name == "__spec__": open("asked", "w").close(); raise SystemExit(0)
+        return object.__getattribute__(self, name)
+"""
+
+
+@pytest.mark.parametrize("how", MODULES)
+def test_a_module_that_is_odd_is_not_asked_for_its_files(site, capsys, tmp_path, monkeypatch, how):
+    """Of the process that prints the verdicts; those of the others are printed, and files' times count all the same."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("attncore.testing.verify.run_in_child", told)
+    site.plugin("good")
+    source = OWN + SPEC.format(name="odd", module="attn_odd", extra="").replace("attn_odd_heavy", "attn_odd")
+    site.plugin("odd", f"{source}\n{MODULES[how]}\n")
+    code, found = verdicts(capsys, "--all")
+    assert code == 1
+    assert {"good", "odd"} <= {one["name"] for one in found}
+    assert _modified("attn_odd.x")
+    assert not (tmp_path / "asked").exists()
+
+
+def test_a_finder_of_an_editable_installation_is_asked_and_may_fail(tmp_path, monkeypatch):
+    (tmp_path / "apart.py").write_text("")
+
+    class Finder:
+        def find_spec(self, name, path, target=None):
+            if name == "apart":
+                return spec_from_file_location(name, tmp_path / "apart.py")
+            raise SystemExit(0)
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    assert _modified("apart") == {"0/apart.py": (tmp_path / "apart.py").stat().st_mtime_ns}
+    assert _modified("absent_everywhere") == {}
 
 
 def test_verify_needs_no_library_of_the_kits(site, capsys):

@@ -140,6 +140,31 @@ def test_a_signal_that_is_answered_with_a_traceback_is_as_before(site):
     assert not faulthandler.unregister(signal.SIGUSR1)
 
 
+@pytest.mark.parametrize("flush", ["raise RuntimeError('mine')", "os._exit(0)", "raise SystemExit(7)"])
+def test_a_log_handler_that_fails_at_the_exit_fails_no_other(site, tmp_path, flush):
+    said = tmp_path / "said"
+    handlers = f"""
+import logging, logging.handlers, os
+last = logging.handlers.MemoryHandler(99, target=logging.FileHandler({str(said)!r}))
+last.emit(logging.makeLogRecord({{"msg": "kept", "levelno": 1}}))
+class Fails(logging.Handler):
+    def flush(self): {flush}
+logging.getLogger().addHandler(failing := Fails())
+"""
+    plant(site, handlers)
+    check_listed(("aaa", "reference"))
+    assert said.read_text() == "kept\n"
+
+
+@pytest.mark.parametrize("notes", ["__notes__ = 5", "__notes__ = property(lambda self: 1 / 0)", "add_note = 3"])
+def test_an_interrupt_whose_notes_are_odd_is_one(site, notes):
+    plant(site, f"class Odd(KeyboardInterrupt): {notes}\nraise Odd")
+    done = command("list")
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.startswith("attncore: error: interrupted")
+    assert done.stderr.count("\n") == 1
+
+
 AT_EXIT = {
     "ends the process": "os._exit(7)",
     "fails": "1/0",

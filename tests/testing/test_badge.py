@@ -81,6 +81,8 @@ def test_what_is_no_table_is_one_line(tmp_path, capsys, text, said):
 def test_mistakes_of_the_command_line(written, capsys):
     assert badge.main(["absent.json"]) == 2
     assert capsys.readouterr().err == "attncore: error: absent.json cannot be read: No such file or directory\n"
+    assert badge.main([written(), "--svg", "/dev/full"]) == 2
+    assert "attncore: error: /dev/full cannot be written: " in capsys.readouterr().err
     assert badge.main([written(), written("b.json"), "--svg", "x.svg"]) == 2
     assert "--svg: a badge is of one FILE" in capsys.readouterr().err
 

@@ -9,7 +9,7 @@ from shlex import quote
 from typing import Any
 
 from attncore.did_you_mean import did_you_mean
-from attncore.quoted import MAX_ITEMS, describe_error, json_value, listed, plain_text, quoted, type_name
+from attncore.quoted import MAX_ITEMS, add_note, describe_error, json_value, listed, plain_text, quoted, type_name
 from attncore.registry import package_requirements
 from attncore.registry.choice.cache_format import common_block_sizes, common_layouts
 from attncore.registry.device_patterns import best_match
@@ -230,7 +230,7 @@ def _own_check(spec: BackendSpec, request: AttentionRequest, host: Host, plugin:
         # copies: a check that changes them with object.__setattr__ changes nothing for the others
         return run_plugin_code(plugin, _answers, spec.check, replace(request), replace(host), plugin)
     except KeyboardInterrupt as error:
-        error.add_note(f"while the check of {plugin} ran")
+        add_note(error, f"while the check of {plugin} ran")
         raise
     except BaseException as error:  # of a timer or a handler of the plugin's, while they are taken back
         return [_failed(error, plugin)]

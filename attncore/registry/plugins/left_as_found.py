@@ -13,11 +13,13 @@ import signal
 import sys
 import threading
 import warnings
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 from attncore.logged import logged
 from attncore.quoted import describe_error, type_name
+from attncore.registry.plugins.interpreter_settings import InterpreterSettings
 from attncore.registry.plugins.replaced_functions import ReplacedFunctions
 
 _NEEDED = sys.stdlib_module_names | {"attncore", "numpy", "packaging", "platformdirs", "pluggy", "rich"}
@@ -37,10 +39,10 @@ class Process:
     These are ``sys.path``, ``sys.path_hooks`` and ``sys.path_importer_cache``, what ``_Modules`` says, the current
     folder, the recursion limit, the limits of ``resource``, how often threads take turns, the filters of ``warnings``,
     the ``ATTNCORE_`` variables, the functions of ``sys.settrace``, ``sys.setprofile`` and ``sys.unraisablehook``, what
-    ReplacedFunctions says, the settings and callbacks of ``gc``, and in the main thread the handlers of signals, those
-    that are blocked, and timers that were not running. Finders that the plugin adds to ``sys.meta_path``
-    stay, for a library that it imports may need its own, but behind those of before, and only where they work. A child
-    process that it forked ends here.
+    InterpreterSettings and ReplacedFunctions say, the settings and callbacks of ``gc``, and in the main thread the
+    handlers of signals, those that are blocked, and timers that were not running. Finders that the plugin adds to
+    ``sys.meta_path`` stay, for a library that it imports may need its own, but behind those of before, and only where
+    they work. A child process that it forked ends here.
 
     All of it may be interrupted at any place: ``restore`` is then called again.
     """
@@ -49,8 +51,8 @@ class Process:
         self._plugin, self._pid, self._exit = plugin, os.getpid(), os._exit
         self._functions, self._modules = ReplacedFunctions(plugin), _Modules()
         self._turns, self._limits = sys.getswitchinterval(), {one: resource.getrlimit(one) for one in _LIMITS}
-        self._signals, self._search, self._filters = _Signals(), _SearchSettings(), _WarningFilters()
-        self._collector = _Collector()
+        self._signals, self._search, self._filters = Signals(), _SearchSettings(), _WarningFilters()
+        self._collector, self._settings = _Collector(), InterpreterSettings()
         self._finders, self._known = sys.meta_path, list(sys.meta_path)
         self._limit, self._environ, self._variables = sys.getrecursionlimit(), os.environ, _variables(os.environ)
         self._traced, self._profiled, self._unraisable = sys.gettrace(), sys.getprofile(), sys.unraisablehook
@@ -78,8 +80,9 @@ class Process:
         sys.setrecursionlimit(self._limit)  # what follows calls functions
         self._collector.restore()
         self._signals.restore()  # so that no handler of the plugin's interrupts it
-        sys.settrace(self._traced)
-        sys.setprofile(self._profiled)
+        self._untrace()
+        self._settings.restore()
+        self._untrace()  # that of all threads is this one's, too
         self._modules.restore()  # what follows may import
         _restore_limits(self._limits)
         added = sys.meta_path[:] if isinstance(getattr(sys, "meta_path", None), list) else []
@@ -101,6 +104,10 @@ class Process:
         if self._lost:
             lost, self._lost = self._lost[-1], []
             raise lost
+
+    def _untrace(self) -> None:
+        sys.settrace(self._traced)
+        sys.setprofile(self._profiled)
 
     def _swallowed(self, told: sys.UnraisableHookArgs) -> None:
         """An error of a plugin's object that goes away, such as a generator that does not end when it is closed.
@@ -231,14 +238,14 @@ class _SearchSettings:
         sys.path, sys.path_hooks, sys.path_importer_cache = self.path, self.hooks, self.cache
 
 
-class _Signals:
+class Signals:
     """Handlers of signals, those that are blocked, and timers: of the main thread, for another may set no handler."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Iterable[int] = _SIGNALS) -> None:
         self.handlers: dict[int, Any] = {}
         self.idle: tuple[int, ...] = ()
         if threading.current_thread() is threading.main_thread():
-            self.handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+            self.handlers = {number: signal.getsignal(number) for number in numbers}
             self.idle = tuple(timer for timer in _TIMERS if signal.getitimer(timer) == (0.0, 0.0))
             self.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
 

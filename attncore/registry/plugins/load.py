@@ -18,7 +18,7 @@ from attncore.did_you_mean import close_name
 from attncore.errors import PluginError
 from attncore.how_to_install import install_required
 from attncore.logged import logged
-from attncore.quoted import describe_error, json_value, one_line, type_name
+from attncore.quoted import add_note, describe_error, json_value, one_line, type_name
 from attncore.registry import package_requirements
 from attncore.registry.plugins import discover
 from attncore.registry.plugins.plugin_code import one_thread, run_plugin_code
@@ -97,7 +97,7 @@ def load(record: PluginRecord, *, strict: bool = False) -> PluginRecord:
         try:
             spec = run_plugin_code(record.label, _spec, record)
         except KeyboardInterrupt as error:
-            error.add_note(f"while {record.name} ({record.label}) was loaded")
+            add_note(error, f"while {record.name} ({record.label}) was loaded")
             raise
         except BaseException as error:
             record = run_plugin_code(record.label, _failed, record, error)  # its text is code of the plugin

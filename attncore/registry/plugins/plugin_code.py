@@ -5,6 +5,8 @@ An interrupt, which is what a signal's handler raises, may come between any two 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import signal
 import sys
 import threading
@@ -91,7 +93,7 @@ def run_plugin_code(plugin: str, function: Callable[P, T], *args: P.args, **kwar
                 try:
                     streams.lend()
                     process.begin()
-                    return function(*args, **kwargs)
+                    return _own_context().run(function, *args, **kwargs)
                 finally:
                     list(timers)  # one call of C, which stops a timer that is so fast that no function can be called
             finally:
@@ -99,6 +101,15 @@ def run_plugin_code(plugin: str, function: Callable[P, T], *args: P.args, **kwar
         except BaseException:
             _restore(process, streams)
             raise
+
+
+def _own_context() -> contextvars.Context:
+    """That of this thread for a plugin: what it sets in it, such as decimal's settings, does not reach the thread."""
+    context = contextvars.copy_context()
+    if (decimal := sys.modules.get("decimal")) is not None:
+        with contextlib.suppress(Exception):  # another module may stand there
+            context.run(lambda: decimal.setcontext(decimal.getcontext().copy()))  # which it may change in place
+    return context
 
 
 def _restore(*found: Process | LentStreams) -> None:

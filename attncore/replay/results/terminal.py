@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from typing import TYPE_CHECKING, Any
 
 from attncore.replay.results.report import facts, figure, spreads, terms, title, verdict
 from attncore.replay.results.series import in_bins
+from attncore.standard_output import kept_stream
 from attncore.terminal import columns
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ def print_report(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     # Both are given: rich takes any digit in COLUMNS and LINES for a number, and fails.
-    width = min(columns() or 80, WIDEST)
-    console = Console(markup=False, highlight=False, emoji=False, width=width, height=25)
+    stream = kept_stream("stdout")  # a thread of the backend's may replace that of sys
+    width = min(columns(stream) or 80, WIDEST)
+    console = Console(file=stream, markup=False, highlight=False, emoji=False, width=width, height=25)
     text_width = min(console.width, 80)
     spread = Table(box=None, padding=(0, 2, 0, 0), header_style="")
     spread.add_column("a step", overflow="fold")
@@ -47,7 +48,7 @@ def print_report(report: dict[str, Any]) -> None:
             console.print(f"failed: {failure}", soft_wrap=True)
         console.print(verdict(report), width=text_width)
     # Printed by print: rich fills lines with blanks, and would end the process where a pipe's reader has gone.
-    print(re.sub(" +$", "", captured.get(), flags=re.MULTILINE), end="")
+    print(re.sub(" +$", "", captured.get(), flags=re.MULTILINE), end="", file=stream)
 
 
 def _pairs(rows: Sequence[tuple[str, str]]) -> RenderableType:
@@ -127,7 +128,7 @@ def _bar(part: float, longest: int) -> str:
 
 def _can_print(letters: str) -> bool:
     try:
-        letters.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+        letters.encode(getattr(kept_stream("stdout"), "encoding", None) or "utf-8")
     except UnicodeEncodeError:
         return False
     return True

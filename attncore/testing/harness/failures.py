@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from attncore.quoted import MAX_TEXT
+from attncore.quoted import MAX_TEXT, notes
 from attncore.testing.harness.errors import ConformanceError, text_of, told
 
 _KIT = Path(__file__).parents[1]
@@ -61,8 +61,8 @@ def _is_the_kits(file: Path) -> bool:
 
 def _drawn(error: BaseException) -> list[str]:
     """The arguments that Hypothesis drew, in a line."""
-    for note in getattr(error, "__notes__", ()):
-        _, found, drawn = str(note).partition(_DRAWN)
+    for note in notes(error):
+        _, found, drawn = note.partition(_DRAWN)
         if found:
             words = " ".join(drawn.rpartition(")")[0].split())
             return [f"drawn: {words.removesuffix(',')}"]

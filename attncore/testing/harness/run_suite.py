@@ -18,7 +18,7 @@ import pytest
 
 from attncore.command import fail
 from attncore.process_end import end_if_forked, exit_refused
-from attncore.quoted import MAX_PART, one_line, quoted
+from attncore.quoted import MAX_PART, add_note, notes, one_line, quoted
 from attncore.terminal import print_lines
 from attncore.testing.harness.journal import Journal
 from attncore.testing.harness.pytest_plugin import reports, row_of
@@ -56,8 +56,8 @@ def conformance(
             os.chdir(run_folder)
         code = _finished(name, run_folder, [*fixed, *options, str(file)], catcher)
     if catcher.interrupt is not None:
-        if not hasattr(catcher.interrupt, "__notes__"):
-            catcher.interrupt.add_note(f"while {name} was tested")  # which may have raised it
+        if not notes(catcher.interrupt):
+            add_note(catcher.interrupt, f"while {name} was tested")  # which may have raised it
         raise catcher.interrupt
     report = next(iter(catcher.found.values()), Report(name))  # of one file there is one table
     report.identity = installed
