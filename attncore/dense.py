@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attncore.arguments import flag, float32_number, items, optional_integer
+from attncore.array_arguments import not_strided
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,10 +125,16 @@ def _check(query: Tensor, key: Tensor, value: Tensor, placed: bool) -> None:
             raise TypeError(
                 f"{name}: {type(tensor).__name__} found; give a tensor of floats (tokens, heads, head_size)"
             )
+        if (why := not_strided(tensor)) is not None:
+            raise ValueError(f"{name}: {why}")
         if tensor.dim() != 3 or not tensor.is_floating_point():
             raise ValueError(
                 f"{name}: {tensor.dtype} of shape {tuple(tensor.shape)} found; give floats (tokens, heads, head_size)"
             )
+        if tensor.device != query.device:
+            raise ValueError(f"{name}: on {tensor.device}, but the query is on {query.device}")
+    if query.shape[1] < 1:
+        raise ValueError(f"query: shape {tuple(query.shape)} found, without a head; give one head or more")
     if key.shape[2] != query.shape[2] or key.shape[1] < 1 or query.shape[1] % key.shape[1]:
         raise ValueError(
             f"key: heads and head size {tuple(key.shape[1:])} found; the query has {tuple(query.shape[1:])}, "

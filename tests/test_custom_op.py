@@ -74,6 +74,22 @@ def test_output_and_pairs_and_no_cache(step):
     assert found.shape == (5, 4, 4)
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value", "kv_cache", "half", "output"])
+def test_tensors_of_which_one_is_on_the_meta_device_are_refused(step, name):
+    """torch then calls what it has for fake tensors, which computes nothing."""
+    backend, impls, metadata, (query, key, value) = step
+    whole = backend.allocate_kv_cache(8)
+    given = {"query": query, "key": key, "value": value, "kv_cache": whole, "output": torch.zeros_like(query)}
+    if name == "half":
+        name, given["kv_cache"] = "kv_cache", (whole[0], whole[1].to("meta"))
+    else:
+        given[name] = given[name].to("meta")
+    said = "key: on cpu, but the query is on meta" if name == "query" else f"{name}: on meta, but the query is on cpu"
+    with attncore.forward_context(metadata, impls), pytest.raises(ValueError, match=f"^{said}"):
+        attncore.attention(**given, layer_name="a")
+    assert not whole.any()
+
+
 def test_layers_of_several_groups_find_their_own_metadata(step):
     backend, _, _, (query, key, value) = step
     batch = InputBatch(

@@ -131,8 +131,38 @@ def test_write_refuses_what_does_not_fit():
         kv_cache.write(key, torch.zeros(3, 2, 4), filled(), torch.tensor([1, 2, 3]))
     with pytest.raises(ValueError, match=r"^kv_cache: "):
         kv_cache.write(key, key, filled()[0], torch.tensor([1, 2, 3]))
-    with pytest.raises(IndexError):
-        kv_cache.write(key, key, filled(), torch.tensor([1, 2, 20]))
+
+
+SLOTS = torch.tensor([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"slot_mapping": torch.tensor([1, 20])}, IndexError, "slot_mapping: slot 20 is past the end of a cache"),
+        ({"kv_cache": 3}, ValueError, r"kv_cache: torch.float32 \(3, 4, 2, 3\) found beside keys"),
+        ({"kv_cache": torch.zeros(5, 2, 2, 3)}, ValueError, r"kv_cache: torch.float32 \(5, 2, 2, 3\) found"),
+        ({"kv_cache": torch.zeros(5, 4, 2, 3).half()}, ValueError, "kv_cache: torch.float16 .* found beside keys"),
+        ({"kv_cache": torch.zeros(5, 4, 2, 3).to("meta")}, ValueError, "kv_cache: on meta, but slot_mapping is on cpu"),
+        ({"value": torch.ones(2, 2, 3).to("meta")}, ValueError, "value: on meta, but slot_mapping is on cpu"),
+        ({"value": torch.ones(2, 2, 3).to_sparse()}, ValueError, "value: of layout torch.sparse_coo"),
+        ({"value": torch.ones(())}, ValueError, r"slot_mapping: shape \(2,\) found for 2 keys and 0 values"),
+        ({"value": [1.0]}, TypeError, "value: list found; give a torch tensor"),
+        ({"slot_mapping": [1, 2]}, TypeError, "slot_mapping: list found; give a torch tensor"),
+        ({"slot_mapping": SLOTS.float()}, ValueError, r"slot_mapping: torch.float32 \(2,\) found; give int64"),
+        ({"slot_mapping": SLOTS.byte()}, ValueError, "slot_mapping: torch.uint8"),
+        ({"slot_mapping": SLOTS.to("meta")}, ValueError, "key: on cpu, but slot_mapping is on meta"),
+    ],
+)
+def test_a_write_that_is_refused_writes_nothing(change, error, said):
+    keys, values = filled().zero_()
+    given = {"key": torch.ones(2, 2, 3), "value": torch.ones(2, 2, 3), "slot_mapping": SLOTS} | change
+    other = given.pop("kv_cache", values)
+    values = values[:other] if isinstance(other, int) else other
+    with pytest.raises(error, match=f"^{said}"):
+        kv_cache.write(**given, kv_cache=(keys, values))
+    assert not keys.any()
+    assert values.is_meta or not values.any()
 
 
 @settings(max_examples=40, deadline=None)

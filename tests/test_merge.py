@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -99,6 +100,7 @@ def test_the_merged_output_has_the_first_ones_dtype(tensors):
 
 
 OUT, LSE = torch.zeros(3, 2, 4), torch.zeros(3, 2)
+MOST = torch.finfo(torch.float32).max
 
 
 @pytest.mark.parametrize(
@@ -117,6 +119,47 @@ OUT, LSE = torch.zeros(3, 2, 4), torch.zeros(3, 2)
 def test_parts_that_disagree_are_named(outputs, lses, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         merge_attention(outputs, lses)
+
+
+def nested():
+    with warnings.catch_warnings(action="ignore"):
+        return torch.nested.nested_tensor([OUT[0], OUT[0]])
+
+
+def shrunk():
+    tensor = OUT.clone()
+    tensor.untyped_storage().resize_(4)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("outputs", "lses", "message"),
+    [
+        (lambda: [OUT, shrunk()], [LSE, LSE], r"outputs\[1\]: shape .* reaches beyond the tensor's memory"),
+        (lambda: [nested()], [LSE], r"outputs\[0\]: nested, of layout"),
+        (nested, [LSE], r"outputs: nested, of layout"),
+        (lambda: [OUT.to_sparse()], [LSE], r"outputs\[0\]: of layout torch.sparse_coo"),
+        (lambda: [OUT], [LSE.to_sparse()], r"lses\[0\]: of layout torch.sparse_coo"),
+        (lambda: [OUT], LSE.to_sparse(), "lses: of layout torch.sparse_coo"),
+        (lambda: torch.tensor(1.0), [LSE], "outputs: a tensor of no dimensions found; give a list"),
+        (lambda: [OUT], torch.tensor(1.0), "lses: a tensor of no dimensions found; give a list"),
+    ],
+)
+def test_tensors_that_cannot_be_read_are_named(outputs, lses, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        merge_attention(outputs(), lses)
+
+
+@pytest.mark.parametrize(
+    ("large", "small", "merged"), [(1e39, 0.0, MOST), (2e39, 1e39, MOST), (0.0, -1e39, 0.0), (-1e39, -2e39, -MOST)]
+)
+@pytest.mark.parametrize("base2", [False, True])
+def test_a_logarithm_beyond_float32_is_no_part_without_keys(large, small, merged, base2):
+    ones = torch.ones(1, 1, 1)
+    lses = [torch.tensor([[number]], dtype=torch.float64) for number in (large, small, -math.inf)]
+    output, lse = merge_attention([ones, 2 * ones, 3 * ones], lses, base2=base2)
+    assert (output.item(), lse.item(), lse.dtype) == (1.0, merged, torch.float32)
+    assert merge_attention([ones], lses[2:])[1].item() == -math.inf
 
 
 @pytest.mark.parametrize(

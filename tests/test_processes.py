@@ -5,10 +5,12 @@ import copy
 import multiprocessing
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -332,6 +334,55 @@ def test_pages_are_not_gathered_beside_another_threads_build(kernels, transport,
     with inside(builder.build, waits), pytest.raises(ConcurrentUseError):
         read(metadata)
     assert read(builder.last_metadata).tolist() == [1, 2]
+
+
+REFUSED = {
+    "num_computed_tokens": lambda builder: builder.batch.num_computed_tokens("a"),
+    "encoder_seq_len": lambda builder: builder.batch.encoder_seq_len("a"),
+    "block_ids": lambda builder: builder.batch.block_ids("a"),
+    "needs_block": lambda builder: builder.batch.needs_block(),
+    "column[req_id]": lambda builder: builder.batch_column["a"],
+}
+SHOWN = {
+    "req_id in batch": (lambda builder: "a" in builder.batch, True),
+    "len": (lambda builder: len(builder.batch), 1),
+    "iter": (lambda builder: list(builder.batch), ["a"]),
+    "req_ids": (lambda builder: builder.batch.req_ids, ("a",)),
+    "num_reqs": (lambda builder: builder.batch.num_reqs, 1),
+    "num_rows": (lambda builder: builder.batch.num_rows, 1),
+    "block_table": (lambda builder: builder.batch.block_table[0, :2].tolist(), [1, 2]),
+    "repr": (lambda builder: repr(builder.batch)[:12], "<InputBatch:"),
+    "last_step": (lambda builder: builder.last_step, 0),
+    "last_metadata": (lambda builder: builder.last_metadata.step, 0),
+    "captured": (lambda builder: builder.captured, ()),
+}
+"""What is read while the first build is under way; the row of a request that it found removed is filled already."""
+
+
+def test_the_page_names_what_is_read_beside_another_threads_call():
+    page = (Path(__file__).parents[1] / "docs/threads-and-processes.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith("| reading while another thread is inside |")]
+    refused, shown, _ = re.split(r" raise `ConcurrentUseError`\. | are not refused", row)
+    named = [re.findall("`([^`]+)`", part) for part in (refused, shown)]
+    assert named == [[*REFUSED, "paged_kv_indices"], [*SHOWN]]
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *SHOWN])
+def test_reading_beside_another_threads_build_is_as_the_page_says(kernels, name):
+    batch, waits = InputBatch(max_num_reqs=4, max_model_len=4096, block_size=4, kernels=kernels), Waits()
+    builder = MetadataBuilder(batch, max_num_batched_tokens=16)
+    builder.batch_column = batch.column("more", np.int32)
+    batch.add_request("gone", [3])
+    batch.add_request("a", [1, 2], 3)
+    batch.remove_request("gone")
+    builder.register_field("slow", np.int32, "request", lambda metadata, out: waits.wait())
+    with inside(builder.build, waits):
+        if name in REFUSED:
+            with pytest.raises(ConcurrentUseError):
+                REFUSED[name](builder)
+        else:
+            read, expected = SHOWN[name]
+            assert read(builder) == expected
 
 
 class Planning(Least):

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from attncore.abstract.scales import checked_scale
-from attncore.ops.cache_writer_checks import are_one, check_addresses, check_tensors
+from attncore.ops.cache_writer_checks import (
+    are_one,
+    check_addresses,
+    check_last_slot,
+    check_pair,
+    check_slots,
+    check_tensors,
+)
 from attncore.ops.written_tensor import check_written
 
 LARGEST = {
@@ -67,12 +74,8 @@ class CacheWriter:
         with torch.no_grad():  # as it is written to
             check_written("key_cache", key_cache)  # what torch would refuse, perhaps after the keys are written
             check_written("value_cache", value_cache)
-        num_blocks, block_size = key_cache.shape[:2]
-        if len(slot_mapping) and int(slot_mapping.max()) >= num_blocks * block_size:
-            raise IndexError(
-                f"slot_mapping: slot {int(slot_mapping.max())} is past the end of a cache of {num_blocks} blocks of "
-                f"{block_size} tokens"
-            )
+        check_last_slot(slot_mapping, key_cache)
+        block_size = key_cache.shape[1]
         (written,) = torch.where(slot_mapping >= 0)
         slots = slot_mapping[written]
         block, offset = torch.div(slots, block_size, rounding_mode="floor"), torch.remainder(slots, block_size)
@@ -89,10 +92,7 @@ class CacheWriter:
 
     def _check(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
         check_tensors(key, value, key_cache, value_cache, slot_mapping)
-        if slot_mapping.dim() != 1 or slot_mapping.dtype != torch.int64:
-            raise ValueError(
-                f"slot_mapping: {slot_mapping.dtype} {tuple(slot_mapping.shape)} found; give int64, one slot a token"
-            )
+        check_slots(slot_mapping)
         for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
             if cache.dim() != 4:
                 raise ValueError(
@@ -105,11 +105,7 @@ class CacheWriter:
                 )
             if len(new) < len(slot_mapping):
                 raise ValueError(f"{name}: {len(new)} tokens found for {len(slot_mapping)} slots")
-        if key_cache.shape[:3] != value_cache.shape[:3] or key_cache.dtype != value_cache.dtype:
-            raise ValueError(
-                f"value_cache: {value_cache.dtype} {tuple(value_cache.shape)} found beside keys of {key_cache.dtype} "
-                f"{tuple(key_cache.shape)}"
-            )
+        check_pair("value_cache", key_cache, value_cache)
         if key_cache.dtype.is_floating_point and key_cache.dtype.itemsize == 1 and key_cache.dtype not in LARGEST:
             known = ", ".join(map(str, LARGEST))
             raise ValueError(f"key_cache: {key_cache.dtype} found; of the floats of a byte it may be one of {known}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +14,53 @@ from attncore.ops.written_tensor import check_own_elements, overwrites
 NAMES = ("key", "value", "key_cache", "value_cache", "slot_mapping")
 
 
-def check_tensors(*given: Any) -> None:
-    """TypeError or ValueError that names the first of ``NAMES`` which is no tensor that can be read by its address."""
-    for name, tensor in zip(NAMES, given, strict=True):
+def check_tensors(
+    *given: Any, names: Sequence[str] = NAMES, why_not: Callable[[Any], str | None] = not_by_address
+) -> None:
+    """TypeError or ValueError that names the first of ``names`` which is no tensor, or of which ``why_not`` says why it
+    cannot be read; by default, why not by its address.
+    """
+    for name, tensor in zip(names, given, strict=True):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: {type(tensor).__name__} found; give a torch tensor on the cache's device")
-        why = not_by_address(tensor)
+        why = why_not(tensor)
         if why is not None:
             raise ValueError(f"{name}: {why}")
+
+
+def check_slots(slot_mapping: Tensor) -> None:
+    """ValueError unless ``slot_mapping`` is int64, one slot a token."""
+    if slot_mapping.dim() != 1 or slot_mapping.dtype != torch.int64:
+        raise ValueError(
+            f"slot_mapping: {slot_mapping.dtype} {tuple(slot_mapping.shape)} found; give int64, one slot a token"
+        )
+
+
+def check_pair(name: str, key_cache: Tensor, value_cache: Tensor) -> None:
+    """ValueError unless both caches have the same blocks, heads and dtype. ``name`` is the argument of the values."""
+    if key_cache.shape[:3] != value_cache.shape[:3] or key_cache.dtype != value_cache.dtype:
+        raise ValueError(
+            f"{name}: {value_cache.dtype} {tuple(value_cache.shape)} found beside keys of {key_cache.dtype} "
+            f"{tuple(key_cache.shape)}"
+        )
+
+
+def check_devices(*given: Tensor, names: Sequence[str] = NAMES) -> None:
+    """ValueError that names the first tensor which is not on the device of the last, ``slot_mapping``."""
+    device = given[-1].device
+    for name, tensor in zip(names, given, strict=True):
+        if tensor.device != device:
+            raise ValueError(f"{name}: on {tensor.device}, but slot_mapping is on {device}")
+
+
+def check_last_slot(slot_mapping: Tensor, cache: Tensor) -> None:
+    """IndexError where a slot is past the end of ``cache``. It reads the slots: for those on a CPU."""
+    num_blocks, block_size = cache.shape[:2]
+    if len(slot_mapping) and int(slot_mapping.max()) >= num_blocks * block_size:
+        raise IndexError(
+            f"slot_mapping: slot {int(slot_mapping.max())} is past the end of a cache of {num_blocks} blocks of "
+            f"{block_size} tokens"
+        )
 
 
 def check_addresses(
@@ -34,8 +74,7 @@ def check_addresses(
     for name, tensor in zip(NAMES, given, strict=True):
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name}: stride {tensor.stride(-1)} in its last dimension; give one that is contiguous")
-        if tensor.device != slot_mapping.device:
-            raise ValueError(f"{name}: on {tensor.device}, but slot_mapping is on {slot_mapping.device}")
+    check_devices(*given)
     if slot_mapping.dtype != torch.int64 or value_cache.dtype != key_cache.dtype:
         raise ValueError(
             f"slot_mapping: {slot_mapping.dtype} for caches of {key_cache.dtype} and {value_cache.dtype}; give int64, "

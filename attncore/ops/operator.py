@@ -78,11 +78,17 @@ def _nothing_to_compute(
     query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: list[Tensor], output: Tensor, layer_name: str,
     write: bool = True,
 ) -> None:  # fmt: skip
-    """The operator under fake tensors: it only writes what it is given.
+    """The operator under fake tensors, and where one is on the meta device: it only writes what it is given.
 
-    ValueError for a cache that is a view at an offset which compiled code does not know: inductor may then give the
-    operator another part of the whole tensor, and write that part back over this one, even of a call that writes none.
+    ValueError where the tensors are on different kinds of device: with one of them on the meta device torch calls this
+    instead of the operator, which would leave ``output`` as it is. ValueError for a cache that is a view at an offset
+    which compiled code does not know: inductor may then give the operator another part of the whole tensor, and write
+    that part back over this one, even of a call that writes none.
     """
+    named = [("key", key), ("value", value), *(("kv_cache", cache) for cache in kv_cache), ("output", output)]
+    for name, tensor in named:
+        if tensor is not None and tensor.device.type != query.device.type:
+            raise ValueError(f"{name}: on {tensor.device}, but the query is on {query.device}")
     for cache in kv_cache:
         if not isinstance(cache.storage_offset(), int):
             raise ValueError(

@@ -21,6 +21,8 @@ from torch import Tensor
 from attncore.abstract import check_value_size
 from attncore.arguments import integer, optional_integer
 from attncore.array_arguments import block_pairs as block_pairs_of
+from attncore.array_arguments import not_strided
+from attncore.ops.cache_writer_checks import check_devices, check_last_slot, check_pair, check_slots, check_tensors
 from attncore.ops.written_tensor import check_strided, check_written, overwrites
 from attncore.quoted import quoted
 
@@ -140,21 +142,25 @@ def write(key: Tensor, value: Tensor | None, kv_cache: Caches, slot_mapping: Ten
     """Store this step's keys and values ``(num_tokens, num_kv_heads, head_size)`` in their slots, in place.
 
     Of a latent cache ``key`` is the rows ``(num_tokens, 1, head_size)``, and ``value`` is not read. ``slot_mapping``
-    is int64 ``(num_tokens,)`` on the caches' device; a token of a slot below 0 is not written. Values are converted to
-    the cache's dtype. Nothing synchronises, so the call may be captured in a CUDA graph. A slot past the end is the
-    caller's error, which torch reports on a CPU by an IndexError.
+    is int64 ``(num_tokens,)``, and all tensors are on one device; a token of a slot below 0 is not written. Values are
+    converted to the cache's dtype. Nothing synchronises, so the call may be captured in a CUDA graph.
+
+    Raises ValueError or TypeError naming the argument, before anything is written. A slot past the end is the caller's
+    error: on a CPU an IndexError before anything is written, elsewhere it is not looked for.
     """
     named = {"key": key}
-    if isinstance(kv_cache, Tensor) and kv_cache.dim() == 3:
-        caches: tuple[Tensor, ...] = key_value(kv_cache)[:1]
-    elif value is None:
-        raise ValueError("value: None found; only a latent cache has its values among the keys")
-    else:
+    latent = isinstance(kv_cache, Tensor) and kv_cache.dim() == 3
+    if not latent:
+        if value is None:
+            raise ValueError("value: None found; only a latent cache has its values among the keys")
         named["value"] = value
-        joined = isinstance(kv_cache, Tensor) and kv_cache.dim() == 4
-        caches = key_value(kv_cache, value.shape[-1] if joined else None)
-    if slot_mapping.dim() != 1 or any(len(new) != len(slot_mapping) for new in named.values()):
-        found = " and ".join(f"{len(new)} {name}s" for name, new in named.items())
+    check_tensors(*named.values(), slot_mapping, names=(*named, "slot_mapping"), why_not=not_strided)
+    caches = _written_caches(kv_cache, None if latent else value)
+    check_slots(slot_mapping)
+    check_devices(*named.values(), *caches, slot_mapping, names=(*named, *["kv_cache"] * len(caches), "slot_mapping"))
+    tokens = {name: new.shape[0] if new.dim() else 0 for name, new in named.items()}
+    if any(count != len(slot_mapping) for count in tokens.values()):
+        found = " and ".join(f"{count} {name}s" for name, count in tokens.items())
         raise ValueError(f"slot_mapping: shape {tuple(slot_mapping.shape)} found for {found}; give one slot a token")
     for (name, new), cache in zip(named.items(), caches, strict=True):
         if new.shape[1:] != cache.shape[2:]:
@@ -169,8 +175,26 @@ def write(key: Tensor, value: Tensor | None, kv_cache: Caches, slot_mapping: Ten
             check_written("kv_cache", cache)
         if value is not None and len(caches) == 2 and overwrites(key, value, *caches):
             raise ValueError("kv_cache: keys and values share memory, and values would overwrite keys; give two caches")
+        if slot_mapping.device.type == "cpu":
+            check_last_slot(slot_mapping, caches[0])
         for new, cache in zip(named.values(), caches, strict=True):
             put(new.to(cache.dtype), cache, slot_mapping)
+
+
+def _written_caches(kv_cache: Caches, value: Tensor | None) -> tuple[Tensor, ...]:
+    """The caches that ``write`` writes to: of keys and of values, or of latent rows, where ``value`` is None."""
+    if isinstance(kv_cache, Tensor):
+        check_strided("kv_cache", kv_cache)
+        if value is None:
+            return key_value(kv_cache)[:1]
+        joined = kv_cache.dim() == 4 and value.dim()
+        return key_value(kv_cache, value.shape[-1] if joined else None)
+    _check_tensors("kv_cache", kv_cache)
+    for cache in kv_cache:
+        check_strided("kv_cache", cache)
+    keys, values = key_value(kv_cache)
+    check_pair("kv_cache", keys, values)
+    return keys, values
 
 
 def _put(new: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -179,7 +203,7 @@ def _put(new: Tensor, cache: Tensor, slots: Tensor) -> None:
     if not bool(written.all()):
         new, slots = new[written], slots[written]
     if cache.is_contiguous():
-        cache.view(-1, *cache.shape[2:])[slots] = new
+        cache.flatten(0, 1)[slots] = new
     else:
         cache[_places(slots, cache.shape[1])] = new
 

@@ -194,7 +194,8 @@ class AdoptedSteps(Uncopied):
             place: Place = size.key[0]  # type: ignore[union-attr]
         else:
             place = place_of(Given(*tensors), facts, self._device)
-            check_memory(Given(*tensors))  # what shares memory that is kept, and was checked, lies in it
+        if not known or self._on_cpu:  # torch may have shrunk a known tensor's memory since, and kept its address
+            check_memory(Given(*tensors))
         num_rows, own = place.num_reqs, tensors if self._on_cpu else _NONE
         starts = self._host_starts.of(num_rows, host_query_start_loc, own[0])
         lengths, lengths_known = self._host_lengths.of(num_rows, host_seq_lens, own[1], bounded)

@@ -96,6 +96,19 @@ def test_a_table_and_slots_that_reach_beyond_their_memory_are_refused(steps):
             steps.build(**given)
 
 
+@pytest.mark.parametrize("name", list(tensors()))
+def test_known_memory_that_is_less_now_is_refused(steps, name, monkeypatch):
+    """torch may shrink memory in place, which leaves shape and address as they were."""
+    given = tensors()
+    given[name] = given[name].clone()
+    assert steps.build(**given).step == 0
+    known = given[name].data_ptr()
+    monkeypatch.setattr("attncore.builder.adopted.given.beyond_its_memory", lambda tensor: tensor.data_ptr() == known)
+    with pytest.raises(ValueError, match=f"^{name}: shape .* reaches beyond the tensor's memory"):
+        steps.build(**given)
+    assert steps.last_step == 0
+
+
 @pytest.mark.parametrize("name", ["host_query_start_loc", "host_seq_lens"])
 def test_numbers_whose_parts_have_names_are_refused_by_name(steps, name):
     parts = np.dtype((np.int32, {"low": (np.int16, 0), "high": (np.int16, 2)}))
