@@ -179,15 +179,18 @@ def main() -> int:
         model = sharded(name, **({"dtype": torch.bfloat16} if torch.cuda.is_available() else {}))
         if dist.get_rank():
             OtherRank(model).serve()
-            return 0
-        engine = FirstRank(model, tokenizer=AutoTokenizer.from_pretrained(name))
-        print(text, end="", flush=True)
-        for _, piece in engine.generate([text], max_new_tokens=100):
-            print(piece, end="", flush=True)
-        print()
-        engine.close()
+        else:
+            engine = FirstRank(model, tokenizer=AutoTokenizer.from_pretrained(name))
+            print(text, end="", flush=True)
+            for _, piece in engine.generate([text], max_new_tokens=100):
+                print(piece, end="", flush=True)
+            print()
+            engine.close()
+        dist.destroy_process_group()  # while Python is there: a thread of gloo's may otherwise abort the process
     except (OSError, ValueError, RankError) as error:
-        print(f"ranks.py: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"ranks.py: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        if isinstance(error, RankError):
+            os._exit(2)  # at once: the library's threads wait for a rank that is gone
         return 2
     return 0
 

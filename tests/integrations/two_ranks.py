@@ -38,7 +38,8 @@ def main(folder, result, fault, compiler):
     if fault == str(number):
         dies(rank, "_forward" if number else "_run_steps")  # while it computes, or before it says what runs
     if number:
-        return rank.serve()
+        rank.serve()
+        return torch.distributed.destroy_process_group()
     output = rank.complete(PROMPTS, NEW)
     messages = rank.messages
     rank.add_request(PROMPTS[1], NEW)
@@ -50,11 +51,13 @@ def main(folder, result, fault, compiler):
     found = {"output": output, "messages": messages.count, "nbytes": messages.nbytes, "decode": decode, "rows": heads}
     found["graphs"] = counters["stats"]["unique_graphs"]
     Path(result).write_text(json.dumps(found))
-    return rank.close()
+    rank.close()
+    return torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
     except (RankError, ValueError) as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)  # as ranks.py does
