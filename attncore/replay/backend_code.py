@@ -8,6 +8,7 @@ the layers of a replay nor a model of transformers nor the builder need a guard 
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import inspect
 import re
 import signal
@@ -130,6 +131,7 @@ class _Guard:
     def _put_back(self) -> None:
         """Has streams, timers and signals that end a command as they were; twice is as once."""
         put_streams(self._streams)
+        faulthandler.cancel_dump_traceback_later()  # a watchdog of a call's would end the command after it
         if threading.current_thread() is threading.main_thread() and not raises_again():
             self._signals.restore()
         self._inside = False

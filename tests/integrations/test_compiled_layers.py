@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 
 from attncore import InputBatch, MetadataBuilder  # noqa: E402
 from attncore.integrations.transformers import (  # noqa: E402
+    PagedCaches,
     attncore_context,
     compile_layers,
     paged_caches,
@@ -107,6 +108,15 @@ def test_each_context_has_its_own_caches_compiled_or_not():
     del first, engine
     gc.collect()
     assert caches() is None
+
+
+def test_layers_that_share_a_cache_are_refused():
+    """Compiled ones would all run as the last of them."""
+    engine = Engine(decoder("gemma2"), **POOL)
+    own = engine.caches
+    shared = PagedCaches(own.impls, dict.fromkeys(own, next(iter(own.values()))), own._names)
+    with pytest.raises(ValueError, match=r"^kv_caches: layers \S+\.0\S* and \S+ have one cache, by which compiled"):
+        compile_layers(engine.model, shared, backend="eager")
 
 
 def test_a_layer_that_cannot_be_compiled_is_named_with_the_reason():

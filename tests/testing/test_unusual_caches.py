@@ -75,6 +75,30 @@ def kv_cache_views(self, kv_cache):
 
 Backend.kv_cache_shape, Backend.kv_cache_views = kv_cache_shape, kv_cache_views
 """
+TRANSPOSED = """
+def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
+    return (num_blocks, 2, num_kv_heads, head_size, block_size)
+
+def own_views(self, kv_cache):
+    if isinstance(kv_cache, torch.Tensor):
+        return tuple(kv_cache.view(self.kv_cache_torch_dtype()).permute(1, 0, 4, 2, 3))
+    return AttentionBackend.kv_cache_views(self, kv_cache)
+
+def kv_cache_views(self, kv_cache):
+    return tuple({view} for view in self.own_views(kv_cache))
+
+def write_cache(self, key, value, kv_cache, metadata):
+    if kv_cache is None:
+        return
+    views = self.backend.own_views(kv_cache)
+    rows = tuple(view.contiguous() for view in views)  # which CacheWriter takes
+    AttentionImpl.write_cache(self, key, value, rows, metadata)
+    for view, written in zip(views, rows):
+        view.copy_(written)
+
+Backend.kv_cache_shape, Backend.own_views, Impl.write_cache = kv_cache_shape, own_views, write_cache
+Backend.kv_cache_views = kv_cache_views
+"""
 
 
 def plant(site, name, code="", layouts='"HND", "NHD"'):
@@ -110,6 +134,22 @@ def test_a_layout_of_its_own_passes_with_the_views_that_its_class_gives(site):
     for row in ("layout own", "strided_kv_cache", "attend without writing", "copy and swap of blocks"):
         assert states[row] == "supported"
     assert states["layout NHD"] == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("view", "found"),
+    [("view", []), ("view.contiguous()", ["the engine"]), ("view.flip(1)", ["the engine"])],
+    ids=["strided", "copies", "in another order"],
+)
+def test_an_engine_writes_by_views_of_any_strides(site, view, found):
+    """Views that are of other memory, or of another order than the class itself writes, are found."""
+    heavy = HEAVY.replace("backend.kv_cache_views", "backend.own_views") + TRANSPOSED.format(view=view)
+    site.plugin("turned", LIGHT.format(name="turned", layouts='"own"'), heavy=heavy)
+    options = (*QUIET, "-k", "test_a_layer_attends_without_writing")
+    _, report = conformance("turned", settings="EXAMPLES = 4\n", options=options)
+    failed = {one.test.partition("[")[2].rpartition("-")[0] for one in report.failures}
+    assert failed >= set(found)
+    assert bool(failed) == bool(found)
 
 
 def test_a_layout_of_its_own_without_views_is_told(site):

@@ -75,10 +75,14 @@ class CommonAttentionState(FirstGenerationStateNames):
             )
         if self.builder is not None and self.builder.max_seq_len_to_capture is None:
             raise ValueError("builder: made without max_seq_len_to_capture, which says how long captured sequences get")
+        return contextmanager(self._open)(max_batch_size)
+
+    def _open(self, max_batch_size: int) -> Generator[None]:
+        """The generator of one ``graph_capture``, which knows itself."""
         itself: list[weakref.ref[Any]] = []
         capturing = self._capturing(max_batch_size, itself)
         itself.append(weakref.ref(capturing))
-        return contextmanager(lambda: capturing)()
+        return capturing
 
     def _capturing(self, max_batch_size: int, itself: list[weakref.ref[Any]]) -> Generator[None]:
         if self._steps.limit:

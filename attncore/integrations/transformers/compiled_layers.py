@@ -16,7 +16,12 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from attncore.integrations.transformers.attention_interface import CACHE, using_attncore
-from attncore.integrations.transformers.forward_pass import PagedCaches, running_caches, running_over
+from attncore.integrations.transformers.forward_pass import (
+    PagedCaches,
+    address_of_cache,
+    running_caches,
+    running_over,
+)
 
 _TOKENS = (7, 1)
 """Tokens of the runs that compile: 1 has a graph of its own, and 7 stands for all other numbers.
@@ -38,6 +43,7 @@ def compile_layers(model: Any, kv_caches: PagedCaches, **options: Any) -> None:
     Outside such a context, or over other caches, the layers run as if they were not compiled. Over these they run in
     one thread at a time.
     """
+    _refuse_shared(kv_caches)
     options = {"fullgraph": True, "dynamic": True, **options}
     attention: dict[str, list[tuple[Any, Any]]] = {}
     for module, name in kv_caches._names.items():
@@ -56,6 +62,16 @@ def compile_layers(model: Any, kv_caches: PagedCaches, **options: Any) -> None:
     except BaseException:
         kv_caches._compiled = {}
         raise
+
+
+def _refuse_shared(kv_caches: PagedCaches) -> None:
+    """ValueError where two layers have one cache: compiled ones are told apart by it alone."""
+    for name, cache in kv_caches.items():
+        if cache is not None and (last := kv_caches._by_address[address_of_cache(cache)]) != name:
+            raise ValueError(
+                f"kv_caches: layers {name} and {last} have one cache, by which compiled layers are told apart; give "
+                "each its own, or run the model without compiling"
+            )
 
 
 def _layer_of(model: Any, name: str) -> str:

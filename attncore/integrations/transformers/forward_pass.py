@@ -21,7 +21,7 @@ class PagedCaches(Mapping[str, Any]):
     def __init__(self, impls: Mapping[str, AttentionImpl], caches: Mapping[str, Any], names: Mapping[Any, str]) -> None:
         self.impls, self._caches, self._names = impls, caches, names
         self._compiled: dict[Any, Any] = {}  # by the layer's ``forward``: what ``compile_layers`` made of it
-        self._by_address = {_address(cache): name for name, cache in caches.items() if cache is not None}
+        self._by_address = {address_of_cache(cache): name for name, cache in caches.items() if cache is not None}
         configs = [module.config for module in names if hasattr(module, "config")]
         self._configs = list({id(config): config for config in configs}.values())
 
@@ -44,7 +44,8 @@ class PagedCaches(Mapping[str, Any]):
                 )
 
 
-def _address(cache: Any) -> int:
+def address_of_cache(cache: Any) -> int:
+    """Where a cache, or the keys of a pair, begin."""
     return int((cache if isinstance(cache, Tensor) else cache[0]).data_ptr())
 
 

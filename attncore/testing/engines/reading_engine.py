@@ -11,7 +11,7 @@ from torch import Tensor
 from attncore.ops.cache_writer import CacheWriter
 from attncore.testing.engines.cross_engine import CrossEngine
 from attncore.testing.engines.engine import Engine
-from attncore.testing.harness.errors import ConformanceError
+from attncore.testing.harness.errors import ConformanceError, UnsupportedError
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
@@ -55,10 +55,7 @@ class ReadingEngine(Engine):
 
     def _put(self, query: Tensor, key: Tensor, value: Tensor | None, metadata: CommonAttentionMetadata) -> None:
         if self.written_by == "the engine":
-            keys, values = self.backend.kv_cache_views(self.kv_cache)
-            crosses = self.impl.attn_type == "encoder_decoder"
-            slots = metadata.cross_slot_mapping if crosses else metadata.slot_mapping
-            CacheWriter()(key, key[..., : values.shape[3]] if value is None else value, keys, values, slots)
+            self._write_as_an_engine(key, value, metadata)
             return
         if self.written_by == "another layer":
             self.other.forward(query * 0.5, key, value, self.kv_cache, metadata)
@@ -69,6 +66,22 @@ class ReadingEngine(Engine):
         self.cache_view.restore(before)
         self.impl.write_cache(key, value, self.kv_cache, metadata)
         self._same(wanted, "write_cache left another cache than forward does")
+
+    def _write_as_an_engine(self, key: Tensor, value: Tensor | None, metadata: CommonAttentionMetadata) -> None:
+        """By the backend's views, which may have any strides; CacheWriter takes those whose rows are contiguous."""
+        try:
+            views = self.backend.kv_cache_views(self.kv_cache)
+        except ValueError as error:
+            if not str(error).startswith("kv_cache:"):
+                raise
+            raise UnsupportedError(str(error)) from error  # an engine cannot write this cache
+        keys, values = (view if view.stride(-1) == 1 else view.contiguous() for view in views)
+        crosses = self.impl.attn_type == "encoder_decoder"
+        slots = metadata.cross_slot_mapping if crosses else metadata.slot_mapping
+        CacheWriter()(key, key[..., : values.shape[3]] if value is None else value, keys, values, slots)
+        for view, written in zip(views, (keys, values), strict=True):
+            if written is not view:
+                view.copy_(written)
 
     def _same(self, wanted: list[Tensor], otherwise: str) -> None:
         for part, old in zip(self.cache_view.snapshot(), wanted, strict=True):

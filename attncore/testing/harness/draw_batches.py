@@ -7,14 +7,17 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Flaky
+
+from attncore.testing.harness.errors import ConformanceError, text_of
 
 
 def explore(check: Callable[..., None], examples: int, **strategies: st.SearchStrategy[Any]) -> None:
     """Call ``check`` with drawn arguments until it fails or ``examples`` are through.
 
-    The same arguments are drawn each time.
+    The same arguments are drawn each time. ConformanceError where what failed is right when it is run again.
     """
-    settings(
+    run = settings(
         max_examples=examples,
         deadline=None,
         derandomize=True,
@@ -22,7 +25,15 @@ def explore(check: Callable[..., None], examples: int, **strategies: st.SearchSt
         report_multiple_bugs=False,
         phases=[phase for phase in settings().phases if phase is not Phase.explain],
         suppress_health_check=list(HealthCheck),
-    )(given(**strategies)(check))()
+    )(given(**strategies)(check))
+    try:
+        run()
+    except Flaky as error:
+        first = next(iter(getattr(error, "exceptions", ())), error)
+        raise ConformanceError(
+            f"{text_of(first)}; run again, the same steps were right: something of an earlier step was kept, such as a "
+            "plan by the id() of metadata that was gone"
+        ) from None
 
 
 def lengths(block_size: int, blocks: int = 3) -> st.SearchStrategy[int]:

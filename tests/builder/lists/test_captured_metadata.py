@@ -65,3 +65,13 @@ def test_a_step_built_in_place_has_derived_fields(captured):
     state, _, _ = captured
     assert state.build(LONG, 0).host.paged_kv_num_pages.tolist() == [3, 2]
     assert state.build(SHORT, 0).host.paged_kv_num_pages.tolist() == [1, 1]
+
+
+def test_graph_capture_decorates_a_function_that_is_called_again(captured):
+    state, _, metadata = captured
+
+    @state.graph_capture(4)
+    def of_two():
+        return state.metadata_for_capture(2)
+
+    assert of_two() is of_two() is metadata
