@@ -92,8 +92,9 @@ $(VENV)/.sources: requirements/sources.txt $(VENV)/.test
 		|| echo "no source of flash-attn here: its signature tests are skipped"
 	touch $@
 
+# On the CPU, also where a GPU is: the torch here may be one without CUDA.
 demo: $(VENV)/.built
-	@$(BIN)/attncore replay $(wildcard $(TRACE)) --requests 150
+	@CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= $(BIN)/attncore replay $(wildcard $(TRACE)) --requests 150
 	@echo
 	@echo "next: . $(BIN)/activate; attncore explain; attncore --help; or Python in it: docs/first-steps.md"
 	@echo "a model: pip install '.[transformers]'; python examples/generate.py"

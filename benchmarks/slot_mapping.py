@@ -4,7 +4,8 @@
 
 *loop*: a function with the same arguments that does the same without checks, as the first generation of engines had it.
 *bare loop*: nothing but a slot for each token, of a table that is at hand. All append to a new list. They take turns,
-and the medians of the turns are printed: of a decode, of chunks, and of a prompt.
+and the medians of the turns are printed: of a decode, of chunks, and of a prompt, with a table that is a list or an
+int32 array, and in a profiling run, which has no slots.
 """
 
 import argparse
@@ -14,10 +15,13 @@ import statistics
 import time
 from pathlib import Path
 
+import numpy as np
+
 from attncore.slots import PAD_SLOT_ID, compute_slot_mapping
 
 BLOCK, CONTEXT = 16, 8192
 TOKENS = (1, 16, 512, 8192)
+KINDS = ("list", "int32", "profiling run")
 
 
 def bare_loop(slots, context_len, seq_len, block_size, block_table):
@@ -34,17 +38,20 @@ def loop(is_profile_run, slot_mapping, seq_id, seq_len, context_len, start_idx, 
     bare_loop(slot_mapping, first, seq_len, block_size, block_tables[seq_id])
 
 
-def microseconds(tokens, turns):
+def microseconds(tokens, turns, kind="list"):
     """Medians by name for the last ``tokens`` of a sequence with ``CONTEXT`` before them."""
-    stop = CONTEXT + tokens
+    stop, profiling = CONTEXT + tokens, kind == "profiling run"
     table = [(7 * block) % 60000 for block in range(-(-stop // BLOCK))]
-    tables = {5: table}
+    table = np.array(table, np.int32) if kind == "int32" else table
+    rest = 5, stop, CONTEXT, 0, BLOCK, {5: table}
     calls = {
         "bare loop": lambda slots: bare_loop(slots, CONTEXT, stop, BLOCK, table),
-        "loop": lambda slots: loop(False, slots, 5, stop, CONTEXT, 0, BLOCK, tables),
-        "compute_slot_mapping": lambda slots: compute_slot_mapping(False, slots, 5, stop, CONTEXT, 0, BLOCK, tables),
+        "loop": lambda slots: loop(profiling, slots, *rest),
+        "compute_slot_mapping": lambda slots: compute_slot_mapping(profiling, slots, *rest),
         "nothing": lambda slots: None,
     }
+    if profiling:
+        del calls["bare loop"]
     repeats, clock = max(1, 200 // tokens), time.perf_counter
     found = {name: [] for name in calls}
     for _ in range(turns):
@@ -56,7 +63,7 @@ def microseconds(tokens, turns):
                 call(slots)
             found[name].append((clock() - start) / repeats * 1e6)
             results.append(lists[0])
-        if not results[0] == results[1] == results[2]:
+        if any(result != results[0] for result in results[:-1]):
             raise RuntimeError(f"{tokens} tokens: the slots differ")
     medians = {name: statistics.median(times) for name, times in found.items()}
     nothing = medians.pop("nothing")
@@ -78,9 +85,10 @@ def main(argv=None):
     asked = parser.parse_args(argv)
     print(f"{processor()}, Python {platform.python_version()}, blocks of {BLOCK}: median us of {asked.turns} turns")
     found = {}
-    for tokens in TOKENS:
-        found[tokens] = microseconds(tokens, asked.turns)
-        print(f"  {tokens:6} tokens: " + ", ".join(f"{name} {us:.2f}" for name, us in found[tokens].items()))
+    for kind in KINDS:
+        found[kind] = {tokens: microseconds(tokens, asked.turns, kind) for tokens in TOKENS}
+        for tokens, row in found[kind].items():
+            print(f"  {kind}, {tokens} tokens: " + ", ".join(f"{name} {us:.2f}" for name, us in row.items()))
     if asked.json:
         about = {"where": processor(), "python": platform.python_version(), "turns": asked.turns, "us": found}
         Path(asked.json).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

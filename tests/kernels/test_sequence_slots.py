@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from attncore import slots
@@ -29,7 +30,9 @@ def test_both_ways_agree(monkeypatch):
         ]
         if table and rng.random() < 0.2:
             table[rng.randrange(len(table))] = rng.choice([-1, 1 << 31, 1 << 40, 2.5, True, None])
-        words = False, 3, stop, context, rng.choice([0, 0, context + 2, stop + 5]), size, {3: table}
+        elif rng.random() < 0.4:
+            table = np.array(table, rng.choice([np.int32, np.int64]))
+        words = rng.random() < 0.1, 3, stop, context, rng.choice([0, 0, context + 2, stop + 5]), size, {3: table}
         out = [7]
         taken += _slots.append_slots(words[0], out, *words[1:])
         monkeypatch.setattr(host_functions, "_compiled", host_functions._does_nothing)
@@ -43,7 +46,12 @@ def test_both_ways_agree(monkeypatch):
 @pytest.mark.parametrize(
     "words",
     [
-        (True, 3, 5, 0, 0, 4, {3: [1, 2]}),
+        (1, 3, 5, 0, 0, 4, {3: [1, 2]}),
+        (True, 3, 5, 5, 0, 4, {}),
+        (False, 3, 5, 0, 0, 4, {3: np.array([1, 2], np.uint32)}),
+        (False, 3, 5, 0, 0, 4, {3: np.array([1, 2, 3, 4])[::2]}),
+        (False, 3, 5, 0, 0, 4, {3: np.array([1, -2])}),
+        (False, 3, 9, 0, 0, 4, {3: np.array([1, 2], np.int32)}),
         (False, 3, 5, 0, 0, 4, {3: (1, 2)}),
         (False, 3, 5, 0, 0, 4, {4: [1, 2]}),
         (False, 3, 9, 0, 0, 4, {3: [1, 2]}),
@@ -84,3 +92,11 @@ def test_numba_is_not_loaded_for_it(monkeypatch):
     assert out == [4, 5, 6, 7, 8]
     assert host_functions._compiled is host_functions._does_nothing
     monkeypatch.setattr(host_functions, "_compiled", None)
+
+
+def test_the_table_may_be_the_list_that_slots_are_appended_to():
+    table = [1, 2]
+    assert _slots.append_slots(False, table, 3, 6, 1, 0, 4, {3: table})
+    assert table == [1, 2, 5, 6, 7, 8, 9]
+    assert not _slots.append_slots(False, table, 3, 29, 1, 0, 4, {3: [1, 2, 3, 4, 5, 6, 7, -1]})
+    assert table == [1, 2, 5, 6, 7, 8, 9]
