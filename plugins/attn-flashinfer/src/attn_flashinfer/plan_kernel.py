@@ -33,14 +33,19 @@ _PAGE_SIZE, _WIDTH = tl.constexpr(PAGE_SIZE), tl.constexpr(WIDTH)
 
 
 @triton.jit
-def _pages_of_a_chunk(counted, pages, real, where):  # type: ignore[no-untyped-def]
-    most, tiles = tl.load(where + _MOST).to(tl.int32), tl.load(where + _TILES).to(tl.int32)
-    low = tl.load(where + _LEAST).to(tl.int32)
-    high = tl.maximum(tl.max(pages, axis=0), 1)
+def _pages_of_a_chunk(counted, longest, real, where):  # type: ignore[no-untyped-def]
+    room = tl.load(where + _MOST).to(tl.int32) // tl.load(where + _TILES).to(tl.int32)  # chunks of keys, over all rows
+    least = tl.load(where + _LEAST).to(tl.int32)
+    # Rows and their pages in one sum. Every row that counts has a chunk; there are no fewer chunks than all pages over
+    # those of a chunk, and fewer than that and one more for each row. The least size that fits lies in between.
+    both = tl.sum(tl.where(real & (counted > 0), counted.to(tl.int64) + (1 << 32), 0), axis=0)
+    before, rows = (both & 0xFFFFFFFF).to(tl.int32) - 1, (both >> 32).to(tl.int32)
+    above, below = before // tl.maximum(room, 1) + 1, before // tl.maximum(room - rows, 1) + 1
+    low = tl.maximum(tl.where(rows > room, longest, tl.minimum(above, longest)), least)
+    high = tl.where(rows < room, tl.minimum(below, longest), longest)
     while low < high:
         middle = (low + high) // 2
-        chunks = tl.sum(tl.where(real, (counted + middle - 1) // middle, 0), axis=0) * tiles
-        if chunks > most:
+        if tl.sum(tl.where(real, (counted + middle - 1) // middle, 0), axis=0) > room:
             low = middle + 1
         else:
             high = middle
@@ -64,7 +69,8 @@ def _write_plans(  # type: ignore[no-untyped-def]
     pages = tl.minimum(tl.maximum(pages, 0), tl.load(where + _LONGEST).to(tl.int32))
     read = tl.maximum(pages, 1)
     counted = tl.where(tl.load(where + _EMPTY) != 0, read, pages)
-    size = _pages_of_a_chunk(counted, pages, real, where)
+    longest = tl.maximum(tl.max(pages, axis=0), 1)
+    size = _pages_of_a_chunk(counted, longest, real, where)
     count = tl.where(real, (read + size - 1) // size, 0)
     ends = tl.cumsum(count, axis=0)
     starts = ends - count
@@ -85,11 +91,11 @@ def _write_plans(  # type: ignore[no-untyped-def]
 
     requests, kv_tiles = words + tl.load(where + _REQUEST), words + tl.load(where + _KV_TILE)
     at = tl.load(where + _QO_TILE)
-    tiles, longest = tl.load(where + _TILES).to(tl.int32), tl.max(count, axis=0)
+    tiles, most_chunks = tl.load(where + _TILES).to(tl.int32), (longest + size - 1) // size
     tile = tiles * 0
     while tile < tiles:
         chunk = tiles * 0
-        while chunk < longest:  # once for most batches: many rows have few chunks each
+        while chunk < most_chunks:  # once for most batches: many rows have few chunks each
             column = chunk + tl.arange(0, columns)
             entry = (starts * tiles + tile * count)[:, None] + column[None, :]
             used = (column[None, :] < count[:, None]) & (entry < padded)
