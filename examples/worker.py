@@ -13,6 +13,7 @@ import attncore.integrations.transformers  # noqa: F401  (first: it says what is
 # isort: split
 import numpy as np
 import torch
+from mixed_steps import MixedSteps
 from run import SampledTokens
 
 from attncore import AttentionRequest, AttentionType, InputBatch, MetadataBuilder
@@ -50,13 +51,15 @@ def default_graph_sizes(most: int) -> tuple[int, ...]:
 class Worker:
     """A model, its caches, the batch and builder of its steps, and the graphs that run them.
 
-    ``threads`` are torch's on a CPU. ``compile``: whether layers are compiled, or options of torch.compile.
+    ``graph_sizes``: numbers of decodes that graphs are captured for; ``mixed_sizes``: numbers of tokens that other
+    steps are padded to, and captured but for their attention. ``threads`` are torch's on a CPU. ``compile``: whether
+    layers are compiled, or options of torch.compile.
     ``wanted`` are further fields of an AttentionRequest, such as ``backend`` and ``block_size``."""
 
     def __init__(
         self, model: Any, *, num_blocks: int = 512, max_num_reqs: int = 64, max_num_batched_tokens: int = 2048,
-        max_model_len: int | None = None, graph_sizes: tuple[int, ...] | None = None, seed: int = 0, threads: int = 1,
-        ahead: int = 8, transport: str = "auto",
+        max_model_len: int | None = None, graph_sizes: tuple[int, ...] | None = None,
+        mixed_sizes: tuple[int, ...] = (), seed: int = 0, threads: int = 1, ahead: int = 8, transport: str = "auto",
         compile: bool | dict[str, Any] = False,  # noqa: A002
         **wanted: Any,
     ) -> None:  # fmt: skip
@@ -96,7 +99,10 @@ class Worker:
         if compile is not False:
             with torch_threads(threads):  # as in steps: on a CPU compiled code is for a number of threads
                 compile_layers(model, self.caches, **({} if compile is True else compile))
+        self.mixed: list[MixedSteps] = []
         self.graphs = {n: self._captured(n) for n in sorted({min(n, max_num_reqs) for n in graph_sizes}, reverse=True)}
+        for size in sorted({min(size, max_num_batched_tokens) for size in mixed_sizes}, reverse=True):
+            self.mixed.append(MixedSteps(self, size, min(size, max_num_reqs)))
         self.ahead = ahead if ahead < 2 or self._can_run_ahead() else 1
 
     def close(self) -> None:
@@ -104,7 +110,7 @@ class Worker:
         while self.graphs:
             self.builder.release(self.graphs.popitem()[0])
         self.builder.close()
-        self.caches = None
+        self.caches, self.mixed = None, []
 
     def _add(
         self, name: int, tokens: list[int], blocks: list[int], computed: int, temperature: float, place: int
@@ -135,12 +141,25 @@ class Worker:
         else:
             metadata.replay(self.graphs[size])
 
+    def logits(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Of the tokens at ``rows``, inside a context."""
+        given = {"position_ids": positions[None], "logits_to_keep": rows}
+        return self.model(ids[None], use_cache=False, **given).logits[0]
+
     @torch.inference_mode()
     def _forward(self, metadata: Any) -> torch.Tensor:
         """The next token of every row."""
-        given = {"position_ids": metadata.positions[None], "logits_to_keep": metadata.logits_indices}
-        with torch_threads(self.threads), attncore_context(metadata, self.caches):
-            logits = self.model(self.sampled.inputs(metadata)[None], use_cache=False, **given).logits[0].float()
+        step = self.sampled.inputs(metadata), metadata.positions, metadata.logits_indices
+        fitting = [mixed for mixed in self.mixed if mixed.holds(metadata)]
+        with torch_threads(self.threads):
+            if fitting:
+                logits = fitting[-1].run(metadata, *step).float()
+            else:
+                with attncore_context(metadata, self.caches):
+                    logits = self.logits(*step).float()
+        return self._sample(logits, metadata)
+
+    def _sample(self, logits: torch.Tensor, metadata: Any) -> torch.Tensor:
         # argmax(logits + t * Gumbel noise) draws from softmax(logits / t), and is greedy at t = 0.
         noise = torch.empty_like(logits).exponential_().clamp_(min=1e-20).log_()
         return torch.argmax(logits - metadata.temperature[:, None] * noise, dim=1)

@@ -4,6 +4,7 @@ Importing this package registers the attention implementation ``attncore`` with 
 (its window, soft cap, scale, sinks) is taken from what it passes to its attention in a run of one token.
 
 - ``compiled_layers``: torch.compile of each layer of a model.
+- ``piecewise_graph``: CUDA graphs of what a model computes between its attention.
 - ``forward_pass``: a model's paged caches, and the context in which it runs over them.
 - ``choose_backend``: one backend for all layers of a model.
 - ``model_layers``: the layers of a model and what each asks for; ``refused_models``: models that cannot run.
@@ -25,13 +26,16 @@ from attncore.integrations.transformers.choose_backend import select_for_model
 from attncore.integrations.transformers.compiled_layers import compile_layers
 from attncore.integrations.transformers.forward_pass import PagedCaches, attncore_context, paged_caches
 from attncore.integrations.transformers.model_layers import ModelLayer, attention_layers
+from attncore.integrations.transformers.piecewise_graph import PiecewiseGraph, capture_between_attention
 
 __all__ = [
     "NAME",
     "ModelLayer",
     "PagedCaches",
+    "PiecewiseGraph",
     "attention_layers",
     "attncore_context",
+    "capture_between_attention",
     "compile_layers",
     "paged_caches",
     "select_for_model",

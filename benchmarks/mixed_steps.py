@@ -1,0 +1,102 @@
+"""Steps of decodes with a chunk of a prompt beside them: eager, and captured between attention; examples/engine.py.
+
+    python benchmarks/mixed_steps.py [--backends flash,flashinfer] [--decodes 63] [--chunks 64,192,448] [--save FILE]
+
+A Llama with random weights, of about 1B parameters in bfloat16. Requests decode at contexts of 600 tokens, and each
+step runs a chunk of a new prompt, too. A row for each backend, number of tokens in the chunk, and of: ``eager`` and
+``pieces``, over layers as they are and compiled. ``step_us`` is the median wall time of a step, its tokens read;
+``host_us`` the part in which the host builds and launches it.
+
+``--device cpu --shape tiny`` tries the code without a GPU; its figures mean nothing.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent.parent / "examples"), str(Path(__file__).parent)]
+from engine import Engine  # noqa: E402
+from gpu import machine  # noqa: E402
+from transformers_gpu import drawn, free_memory, model_of  # noqa: E402
+
+
+def medians(engine, chunk, args):
+    """Microseconds of a step and of its launch. The chunk's request leaves after each step."""
+    for prompt in drawn([args.context] * args.decodes, engine.vocab_size, seed=1):
+        engine.add_request(prompt, 4 * args.rounds)
+    while engine.waiting or any(request.next > 1 for request in engine.running.values()):
+        engine.step()
+    times, launched, launch = [], [], engine._launch
+
+    def timed(run):
+        start = time.perf_counter()
+        finished = launch(run)
+        launched.append(time.perf_counter() - start)
+        return finished
+
+    engine._launch = timed
+    for prompt in drawn([chunk] * (args.rounds + 3), engine.vocab_size, seed=2):
+        new = engine.add_request(prompt, 2)
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        engine.step()
+        times.append((time.perf_counter() - start, launched[-1]))
+        engine.cancel(new)
+    engine._launch = launch
+    for request in list(engine.running.values()):
+        engine.cancel(request)
+    return [1e6 * statistics.median(column) for column in zip(*times[3:], strict=True)]
+
+
+def rows(model, backend, args):
+    size, tokens = 256 if backend == "flash" else 16, [args.decodes + chunk for chunk in args.chunks]
+    longest = args.context + 4 * args.rounds + 8
+    for compiled in (False, True):
+        for way in ("eager", "pieces"):
+            start = time.perf_counter()
+            engine = Engine(
+                model, num_blocks=(args.decodes + 4) * -(-longest // size) + 1, max_num_reqs=args.decodes + 1,
+                max_model_len=longest, max_num_batched_tokens=4096, block_size=size, backend=backend, graph_sizes=(),
+                mixed_sizes=tuple(tokens) if way == "pieces" else (), compile=compiled,
+            )  # fmt: skip
+            set_up = time.perf_counter() - start
+            for chunk in args.chunks:
+                step, host = medians(engine, chunk, args)
+                row = {"backend": backend, "layers": "compiled" if compiled else "as they are", "way": way}
+                row |= {"decodes": args.decodes, "chunk": chunk, "step_us": step, "host_us": host, "set_up_s": set_up}
+                print(json.dumps(row), flush=True)
+                yield row
+            engine.close()
+            del engine
+            gc.collect()
+            free_memory(args)
+
+
+def main(words=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--shape", choices=("tiny", "1b"), default="1b")
+    add("--backends", default="flash,flashinfer", help="of flash, flashinfer, rocm, reference")
+    add("--decodes", type=int, default=63)
+    add("--context", type=int, default=600, help="tokens that each decode has behind it at first")
+    add("--chunks", type=lambda text: [int(part) for part in text.split(",")], default=[64, 192, 448])
+    add("--rounds", type=int, default=40)
+    add("--save", type=Path, metavar="FILE")
+    args = parser.parse_args(words)
+    args.tiny = args.shape == "tiny"
+    model = model_of(args)
+    found = [row for backend in args.backends.split(",") for row in rows(model, backend, args)]
+    if args.save:
+        args.save.write_text(json.dumps({"machine": machine(), "shape": args.shape, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
