@@ -21,8 +21,8 @@ def test_rows_of_an_engine_with_and_without_compiled_layers(benchmark_module, tm
     words += ["--prompt", "3", "--new", "3", "--save", str(tmp_path / "found.json")]
     assert benchmark_module.main(words) == 0
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [row["way"] for row in found["rows"]] == ["eager", "compiled", "compiled again"]
-    assert [row["graphs"] for row in found["rows"]] == [0, 2, 2]
+    assert [row["way"] for row in found["rows"]] == ["eager", "unfused", "compiled", "compiled again"]
+    assert [row["graphs"] for row in found["rows"]] == [0, 2, 2, 2]
     for row in found["rows"]:
         assert (row["compiled_later"], row["graph_breaks"], row["agrees"]) == (0, 0, 1.0)
         assert row["decode_steps"] == 2

@@ -4,6 +4,7 @@ Importing this package registers the attention implementation ``attncore`` with 
 (its window, soft cap, scale, sinks) is taken from what it passes to its attention in a run of one token.
 
 - ``compiled_layers``: torch.compile of each layer of a model.
+- ``fused_projections``: one product for linear layers that read the same tensor.
 - ``piecewise_graph``: CUDA graphs of what a model computes between its attention.
 - ``forward_pass``: a model's paged caches, and the context in which it runs over them.
 - ``choose_backend``: one backend for all layers of a model.

@@ -95,6 +95,18 @@ def running_over(metadata: Any, impls: Mapping[str, AttentionImpl], kv_caches: P
         yield
 
 
+class NoAttention:
+    """In place of a layer's implementation, in runs that are none of a step: reads and writes no cache."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Any, metadata: Any, output: Tensor | None = None
+    ) -> Tensor:
+        """Zeros."""
+        if output is None:
+            output = query.new_empty((*query.shape[:2], value.shape[2]))
+        return output.zero_()
+
+
 def running_caches() -> PagedCaches | None:
     """The caches of this thread's forward pass."""
     attender = current_attender()

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from attncore.errors import CaptureError
 from attncore.graphs import is_capturing, uncollected
-from attncore.integrations.transformers.forward_pass import PagedCaches, attncore_context, running_over
+from attncore.integrations.transformers.forward_pass import (
+    NoAttention,
+    PagedCaches,
+    attncore_context,
+    running_over,
+)
 from attncore.ops.forward_context import ForwardContext
 from attncore.quoted import describe_error
 
@@ -113,7 +118,7 @@ class PiecewiseGraph:
         self._graphs.append(graph)
 
 
-class _Seam:
+class _Seam(NoAttention):
     """In place of a layer's implementation: notes its call and, in a capture, ends one graph and begins the next."""
 
     def __init__(self, layer: str, graph: PiecewiseGraph, captures: bool = False) -> None:
@@ -122,9 +127,7 @@ class _Seam:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Any, metadata: Any, output: Tensor | None = None
     ) -> Tensor:
-        if output is None:
-            output = query.new_empty((*query.shape[:2], value.shape[2]))
-        output.zero_()
+        output = super().forward(query, key, value, kv_cache, metadata, output)
         if self._captures:
             self._graph._graphs[-1].capture_end()
         self._graph._calls.append(_Call(self._layer, (query, key, value), self._graph._caches[self._layer], output))
