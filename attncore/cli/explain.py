@@ -259,12 +259,25 @@ def _print(negotiation: Negotiation | JointNegotiation, choice: Choice | JointCh
         print_lines("(fields of a step that the backend reads; builders provide them, an engine need not care)")
         cache = f"kv_cache_layout {choice.kv_cache_layout}, kv_cache_dtype {choice.kv_cache_dtype}"
         print_lines(f"block_size {choice.block_size}, {cache}")
+        for line in _captured(choice):
+            print_lines(line)
+
+
+def _by_choice(choice: Choice | JointChoice) -> dict[str, Choice]:
+    """The chosen one, or the two of a joint choice, by what a line about them begins with."""
+    return {"prefill ": choice.prefill, "decode ": choice.decode} if isinstance(choice, JointChoice) else {"": choice}
+
+
+def _captured(choice: Choice | JointChoice) -> Iterator[str]:
+    """What may be captured in CUDA graphs, whatever the request captures."""
+    for phase, one in _by_choice(choice).items():
+        level = one.spec.cuda_graph
+        yield f"{phase}cuda_graph {level}, of {', '.join(GRAPH_LEVELS)}: {GRAPH_LEVELS[level]}"
 
 
 def _needs(choice: Choice | JointChoice) -> Iterator[str]:
     """What the chosen backend reads of a step, a line for each phase where two were chosen."""
-    phases = {"prefill ": choice.prefill, "decode ": choice.decode} if isinstance(choice, JointChoice) else {"": choice}
-    for phase, one in phases.items():
+    for phase, one in _by_choice(choice).items():
         facts = plain_facts(one.spec)
         yield phase + "; ".join(f"{name} {facts[name]}" for name in ("host_needs", "device_needs"))
 
