@@ -91,5 +91,41 @@ METADATA_FAULTS = (
     ),
     Fault("counts_tokens_itself", CHECK, "forward changed metadata.num_decodes", _after("metadata.num_decodes += 1")),
     Fault("plans_in_the_steps_lengths", CHECK, "plan changed metadata", _plan("metadata.seq_lens.add_(1)")),
+    Fault(
+        "plans_in_the_lengths_of_a_builder",
+        "test_steps_of_a_builder_that_uses_its_metadata_again",
+        "plan changed metadata.host.seq_lens; other layers and later steps read it",
+        _plan("if metadata.builder is not None: metadata.seq_lens.add_(1)"),
+    ),
+    Fault(
+        "moves_an_encoders_rows",
+        "test_an_encoder_over_random_rows[encoder]",
+        "forward changed metadata.host.encoder_query_start_loc",
+        _after("if self.attn_type == 'encoder': metadata.encoder_query_start_loc.add_(1)"),
+        "features={'encoder'}",
+    ),
+    Fault(
+        "moves_an_encoders_rows_undeclared",
+        "test_an_encoder_over_random_rows[encoder_only]",
+        "forward changed metadata.seq_lens",
+        _after("if self.attn_type == 'encoder_only': metadata.seq_lens.zero_()"),
+        "features={'encoder'}, host_needs=TABLES, device_needs=TABLES - {'seq_lens'}",
+    ),
+    Fault(
+        "clears_slots_without_writing",
+        "test_a_layer_attends_without_writing[another layer-None]",
+        "forward changed metadata",
+        _after("if not write: metadata.slot_mapping.fill_(-1)"),
+    ),
+    Fault(
+        "sorts_lengths_with_the_log_sum_exp",
+        "test_log_sum_exp_over_random_batches",
+        "forward changed metadata",
+        forward(
+            "found = whole(query, key, value, kv_cache, metadata, output)\nmetadata.seq_lens.sub_(1)\nreturn found",
+            "forward_with_lse",
+        ),
+        "features={'lse'}",
+    ),
     Fault("plans_other_counts", CHECK, "plan changed metadata.max_seq_len", _plan("metadata.max_seq_len += 1")),
 )

@@ -19,6 +19,7 @@ import torch
 
 from attncore.builder import CommonAttentionMetadata
 from attncore.builder.fields import ARRAYS
+from attncore.testing.engines.metadata_snapshot import MetadataSnapshot, on_host
 from attncore.testing.harness.errors import ConformanceError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class _Undeclared(NamedTuple):
 
     def finding(self, who: str) -> ConformanceError:
         """What the method ``who`` did with it."""
-        if np.array_equal(_on_host(self.array), self.before):
+        if np.array_equal(on_host(self.array), self.before):
             return self.error
         return ConformanceError(
             f"{who} changed {self.what}; other layers and later steps read it: work on a copy (nor does its spec "
@@ -89,6 +90,7 @@ def _guarded(method: Callable[..., Any], spec: SpecFacts) -> Callable[..., Any]:
     def guarded(*given: Any, **named: Any) -> Any:
         declared = [_declared(one, spec) for one in given]
         undeclared: list[_Undeclared] = []
+        fields = _of_a_builder(method.__name__, given)
         before = _handed_out.set(undeclared)
         try:
             answer = method(*declared, **{name: _declared(one, spec) for name, one in named.items()})
@@ -100,9 +102,18 @@ def _guarded(method: Callable[..., Any], spec: SpecFacts) -> Callable[..., Any]:
             _handed_out.reset(before)
         if undeclared:
             raise _finding(undeclared, method.__name__)
+        if fields is not None:
+            fields.check(method.__name__)
         return answer
 
     return guarded
+
+
+def _of_a_builder(who: str, given: tuple[Any, ...]) -> MetadataSnapshot | None:
+    """What the host has of a step that a builder plans itself, and that nothing else compares before and after."""
+    step = given[0] if who == "plan" and given else None
+    has_builder = isinstance(step, CommonAttentionMetadata) and step.builder is not None
+    return MetadataSnapshot(step, sent=False) if step is not None and has_builder else None
 
 
 def _finding(undeclared: list[_Undeclared], who: str) -> ConformanceError:
@@ -121,11 +132,7 @@ def _hand_out(what: str, error: ConformanceError, array: Any) -> None:
         on_gpu and (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode())
     ):
         raise error
-    undeclared.append(_Undeclared(what, error, array, np.array(_on_host(array))))
-
-
-def _on_host(array: Any) -> Any:
-    return array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else np.asarray(array)
+    undeclared.append(_Undeclared(what, error, array, np.array(on_host(array))))
 
 
 def _declared(given: Any, spec: SpecFacts) -> Any:
