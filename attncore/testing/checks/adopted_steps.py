@@ -22,7 +22,7 @@ def test_rows_in_the_order_of_an_engine(attncore_subject: Subject) -> None:
     size = engine.block_size
     contexts = {"a": 2 * size + 1, "b": size, "c": 1, "d": size - 1}
     for name, context in contexts.items():
-        engine.add(name, context + size + 12)
+        engine.add(name, context + 2 * size + 16)
     engine.fill(contexts)
     each = dict.fromkeys(contexts, 1)
     for turned in (False, True):
