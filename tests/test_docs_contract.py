@@ -208,3 +208,13 @@ def test_fields_of_rows_without_a_block_table(paged):
     assert (found["seq_lens"], found["slot_mapping"], found["positions"]) == ([6, 1], [9, -1], [5, 0])
     assert not any(found["block_table"][1])
     assert (found["paged_kv_indptr"], found["paged_kv_last_page_len"]) == ([0, 2, 2], [2, 0])
+
+
+@pytest.mark.parametrize("feature", ["kv_scales_on_device", "kv_scales_per_head"])
+def test_a_feature_of_scales_is_declared_with_those_before_it(feature):
+    assert "a spec that declares it declares those too: else it is an error" in " ".join(CONTRACT.split())
+    with pytest.raises(ValueError, match=rf"'{feature}' is declared without '"):
+        attncore.BackendSpec(
+            name="acme", api=1, factory="a:B", devices={"any": 1}, dtypes={"float32"}, head_sizes={8}, block_sizes={4},
+            kv_cache_dtypes={"fp8_e4m3"}, features={feature},
+        )  # fmt: skip
