@@ -44,6 +44,16 @@ def test_nothing_is_left_to_fill_in(rendered):
         assert "PACKAGE" not in str(file)
 
 
+def test_the_readme_names_the_example_in_the_section_that_goes(rendered):
+    """And in the line of the checklist that finds what is left of it."""
+    parts = re.split(r"^## ", (rendered / "README.md").read_text(), flags=re.MULTILINE)
+    (section,) = (part for part in parts if "take this section out" in part)
+    for word in ("scores", "float64", "new-backend", "slowly"):
+        lines = [line for part in parts if part is not section for line in part.splitlines() if word in line]
+        assert all("grep" in line for line in lines), lines
+    assert not re.search("scores|float64", (rendered / ".github/workflows/ci.yml").read_text())
+
+
 @pytest.fixture
 def installed(rendered, site: Site):
     """The repository, installed."""
@@ -76,7 +86,13 @@ def test_the_workflow_is_yaml_and_publishes_only_what_was_tested(rendered):
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
     assert flow["permissions"] == {"contents": "read"}
     project = (rendered / "pyproject.toml").read_text()
-    newest = jobs["test"]["strategy"]["matrix"]["attncore"][1]
+    versions = jobs["test"]["strategy"]["matrix"]["attncore"]
+    words = r"\$\{\{ fromJSON\(vars\.ATTNCORE && format\('\[\{0\}\]', toJSON\(vars\.ATTNCORE\)\) \|\| '(.*)'\) \}\}"
+    (listed,) = re.fullmatch(words, versions).groups()
+    oldest, newest = json.loads(listed)
+    assert re.fullmatch(r"attncore==(\d+\.\d+)\.0", oldest)[1] in newest
+    (installs,) = (step for step in jobs["test"]["steps"] if "pip install" in step.get("run", ""))
+    assert installs["env"] == {"ATTNCORE": "${{ matrix.attncore }}"}  # no row tests another version than it says
     assert f'dependencies = ["{newest}", ' in project
     oldest = jobs["test"]["strategy"]["matrix"]["python"][0]
     assert f'requires-python = ">={oldest}"' in project

@@ -235,6 +235,10 @@ class AttentionImpl(ABC):
         whose ``kv_cache`` is None, write nothing. Here by ``attncore.CacheWriter`` over ``backend.kv_cache_views``. It
         does not wait for the device, and may be captured. ValueError naming the argument where tensors do not fit, and
         TypeError for what is none.
+
+        ``key`` and ``value`` are those of ``forward``: ``value`` is None with ``use_mla``. A None otherwise is a
+        ValueError where there are slots, and nothing to write where there are none (a cross layer without new encoder
+        tokens), as where the layer keeps no cache: it never means that the keys are in the cache already.
         """
         if self.attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_DECODER) or kv_cache is None:
             return

@@ -246,10 +246,11 @@ class AttentionBackend(FirstGenerationNames, ABC):
         return angled(head, (variant, config.dtype, heads, f"block_size {config.block_size}", cache, layers))
 
     def allocate_kv_cache(self, num_blocks: int) -> Any:
-        """One layer's cache of ``num_blocks`` blocks on the backend's device, zeroed.
+        """One layer's cache of ``num_blocks`` blocks on the backend's device, zeroed: a tensor of ``kv_cache_shape``.
+        An override may give a tuple of tensors, the blocks in the first axis of each.
 
         Called by the engine at start-up, once a layer. ValueError where ``num_blocks`` is below 1 or a block id would
-        be larger than the spec's ``max_block_id``.
+        be larger than the spec's ``max_block_id``, of an override too.
         """
         import torch
 
@@ -265,9 +266,10 @@ class AttentionBackend(FirstGenerationNames, ABC):
     def kv_cache_views(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
         """Keys and values of a cache, as views (blocks, block_size, num_kv_heads, head_size or head_size_v) of it.
 
-        ``kv_cache`` is what ``allocate_kv_cache`` gave, or a pair of such views, which is taken as it comes. Bytes
-        become the floats of an fp8 cache. A vendor whose whole cache is not of the usual shapes, such as one of layout
-        ``own``, overrides it, and takes pairs all the same. ValueError naming ``kv_cache`` for anything else.
+        ``kv_cache`` is what ``allocate_kv_cache`` gave, or a pair of such views, which is taken as it comes, whether or
+        not the spec declares ``strided_kv_cache``: that is of ``forward``. Bytes become the floats of an fp8 cache. A
+        vendor whose whole cache is not of the usual shapes, such as one of layout ``own``, overrides it, and takes
+        pairs all the same. ValueError naming ``kv_cache`` for anything else.
         """
         return key_and_value_views(kv_cache, self.config, self.kv_cache_torch_dtype(), self.kv_cache_block_axis())
 
@@ -284,9 +286,9 @@ class AttentionBackend(FirstGenerationNames, ABC):
         return tensor if self.config.device == "cpu" else tensor.to(self.config.device)
 
     def copy_blocks(self, kv_caches: Sequence[Any], src_to_dst: Any) -> None:
-        """Copy blocks within each layer's cache, whole or a pair: ``src_to_dst`` is (n, 2) of block ids, all read
-        before any is written. ValueError before any layer's is written to where one has not the blocks, or cannot be
-        written to.
+        """Copy blocks within each layer's cache by ``swap_blocks``, which a vendor overrides: ``src_to_dst`` is (n, 2)
+        of block ids, all read before any is written. ValueError before any layer's is written to where one has not the
+        blocks, or cannot be written to.
         """
         if type(self).swap_blocks is AttentionBackend.swap_blocks:
             for kv_cache in kv_caches:
@@ -295,11 +297,13 @@ class AttentionBackend(FirstGenerationNames, ABC):
             self.swap_blocks(kv_cache, kv_cache, src_to_dst)
 
     def swap_blocks(self, src_kv_cache: Any, dst_kv_cache: Any, src_to_dst: Any) -> None:
-        """Copy blocks from one cache to another, perhaps on another device: ``src_to_dst`` is (n, 2) of block ids.
+        """Copy blocks from one cache to another, or the same, perhaps on another device: ``src_to_dst`` is (n, 2) of
+        block ids, all read before any is written.
 
-        Either cache may be whole, or a pair. ValueError naming the argument, before anything is written, for pairs that
-        are none, or lie outside the caches (unless they are on a device, which is not waited for), and for a cache that
-        cannot be written to.
+        Either cache may be whole, or a pair. Of one tensor whole blocks are copied, else what ``kv_cache_views`` shows:
+        a vendor whose tensors hold more overrides it. ValueError naming the argument, before anything is written, for
+        pairs that are none, or lie outside the caches (unless they are on a device, which is not waited for), and for a
+        cache that cannot be written to.
         """
         axis, parts, pairs = self._copies(src_kv_cache, dst_kv_cache, src_to_dst)
         for source, target in parts:

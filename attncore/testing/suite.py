@@ -7,6 +7,7 @@ BACKEND = "acme"
 from __future__ import annotations
 
 from attncore.testing.checks import (
+    adopted_steps,
     attend_without_writing,
     captured_sizes,
     cross_attention,
@@ -64,6 +65,7 @@ CHECKS = (
     list_builder,
     torch_operator,
     captured_sizes,
+    adopted_steps,
     options,
     synchronisation,
     torch_graph,

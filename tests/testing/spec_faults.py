@@ -118,9 +118,13 @@ Backend.impl = impl
     Fault(
         "keeps_the_layers_it_refuses",
         "test_a_refused_layer_leaves_nothing_behind",
-        "with k_scale=0.5 was refused and left something in the backend's layers",
-        init("backend.__dict__.setdefault('layers', []).append(layer_name)"),
-        "features={'sliding_window', 'logits_soft_cap', 'alibi', 'sinks', 'kv_scales'}",
+        "with alibi_slopes=per head was refused and left something in the backend's layers",
+        init(
+            """backend.__dict__.setdefault('layers', []).append(layer_name)
+    if features.get('alibi_slopes') is not None:
+        raise ValueError('alibi_slopes: the kernel has the standard slopes alone')"""
+        ),
+        "features={'sliding_window', 'logits_soft_cap', 'alibi_standard', 'sinks'}",
     ),
     Fault(
         "heavy_light",

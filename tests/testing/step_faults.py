@@ -199,4 +199,28 @@ Backend.plan_layers = plan_layers
             "return whole(query, key, value, kv_cache, metadata, output).div_(1 + wrong)"
         ),
     ),
+    Fault(
+        "takes_the_rows_of_one_token_for_the_first",
+        "test_rows_in_the_order_of_an_engine",
+        "differs from dense",
+        forward(
+            """
+lens = metadata.host.query_lens
+wrong = not metadata.from_groups and (lens[: (lens == 1).sum()] > 1).any()
+return whole(query, key, value, kv_cache, metadata, output).div_(1 + wrong)
+"""
+        ),
+    ),
+    Fault(
+        "knows_one_kind_of_builder",
+        "test_rows_in_the_order_of_an_engine",
+        "has no attribute 'max_num_batched_tokens'",
+        forward(
+            """
+if metadata.builder is not None:
+    metadata.builder.max_num_batched_tokens
+return whole(query, key, value, kv_cache, metadata, output)
+"""
+        ),
+    ),
 )

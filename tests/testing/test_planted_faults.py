@@ -212,7 +212,22 @@ def test_an_expected_failure_that_passes_fails(plant):
     code, report = run("fixed", CAP_TEST, settings)
     assert code == 1
     assert [(one.test, one.outcome) for one in report.results] == [(CAP_TEST, "failed")]
-    assert "fixed in 2.0" in report.failures[0].reason
+    said = f"{CAP_TEST!r} passes, which EXPECTED_FAILURES says fails (fixed in 2.0): take it out"
+    assert report.failures[0].reason == said
+
+
+def test_an_expected_failure_without_brackets_is_every_case_of_the_test(plant):
+    fault = next(fault for fault in EVERY_FAULT if fault.name == "interleaved_heads")
+    plant("some_heads", fault.code)
+    code, report = run(
+        "some_heads", "test_grouped_heads", "EXPECTED_FAILURES = {'test_grouped_heads': 'fixed in 2.0'}\n"
+    )
+    assert code == 1
+    found = {one.test: (one.outcome, one.reason) for one in report.results}
+    assert found["test_grouped_heads[4-2]"] == ("expected failure", "fixed in 2.0")
+    outcome, said = found["test_grouped_heads[2-2]"]
+    assert outcome == "failed"
+    assert said.endswith("(fixed in 2.0): take it out, or name the cases that do, each as 'test_grouped_heads[2-2]'")
 
 
 def test_an_expected_failure_of_no_test_is_an_error(plant):

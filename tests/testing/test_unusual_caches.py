@@ -75,6 +75,32 @@ def kv_cache_views(self, kv_cache):
 
 Backend.kv_cache_shape, Backend.kv_cache_views = kv_cache_shape, kv_cache_views
 """
+THREE = """
+def allocate_kv_cache(self, num_blocks):
+    shape = (num_blocks, self.config.block_size, self.config.num_kv_heads)
+    made = dict(dtype=self.kv_cache_torch_dtype(), device=self.config.device)
+    return *(torch.zeros(*shape, self.config.head_size, **made) for _ in range(2)), torch.zeros(shape)
+
+def kv_cache_views(self, kv_cache):
+    return AttentionBackend.kv_cache_views(self, kv_cache if isinstance(kv_cache, torch.Tensor) else kv_cache[:2])
+
+def write_cache(self, key, value, kv_cache, metadata):
+    AttentionImpl.write_cache(self, key, value, kv_cache, metadata)
+    if kv_cache is None or len(kv_cache) == 2:
+        return
+    slots = metadata.slot_mapping
+    sums = key[: len(slots)].float().sum(-1)
+    kv_cache[2].flatten(0, 1)[slots[slots >= 0]] = sums[slots >= 0]
+
+def swap_blocks(self, src_kv_cache, dst_kv_cache, src_to_dst):
+    AttentionBackend.swap_blocks(self, src_kv_cache, dst_kv_cache, src_to_dst)
+    if len(src_kv_cache) == len(dst_kv_cache) == 3:
+        pairs = torch.as_tensor(src_to_dst, dtype=torch.int64)
+        dst_kv_cache[2][pairs[:, 1]] = src_kv_cache[2][pairs[:, 0]]
+
+Backend.allocate_kv_cache, Backend.kv_cache_views, Impl.write_cache = allocate_kv_cache, kv_cache_views, write_cache
+"""
+SWAPPED = "Backend.swap_blocks = swap_blocks"
 TRANSPOSED = """
 def kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
     return (num_blocks, 2, num_kv_heads, head_size, block_size)
@@ -134,6 +160,17 @@ def test_a_layout_of_its_own_passes_with_the_views_that_its_class_gives(site):
     for row in ("layout own", "strided_kv_cache", "attend without writing", "copy and swap of blocks"):
         assert states[row] == "supported"
     assert states["layout NHD"] == "unsupported"
+
+
+@pytest.mark.parametrize("swap", [SWAPPED, ""], ids=["swapped", "third part left where it was"])
+def test_a_layout_of_its_own_may_be_several_tensors(site, swap):
+    """Whose class gives what allocates, views, writes and copies them."""
+    heavy = HEAVY.replace("(num_blocks, 2, *rest, head_size)", "(num_blocks, *rest, 2 * head_size + 1)")
+    site.plugin("three", LIGHT.format(name="three", layouts='"own"'), heavy=heavy + THREE + swap)
+    exit_code, report = conformance("three", settings="EXAMPLES = 4\n", options=QUIET)
+    wanted = [] if swap else ["test_blocks_are_copied_within_caches", "test_blocks_are_swapped_to_another_cache"]
+    assert [one.test for one in report.failures] == wanted, [one.reason for one in report.failures]
+    assert exit_code == bool(wanted)
 
 
 @pytest.mark.parametrize(

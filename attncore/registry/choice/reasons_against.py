@@ -228,7 +228,7 @@ def _own_check(spec: BackendSpec, request: AttentionRequest, host: Host, plugin:
     token = _checked.set(plugin)
     try:
         # copies: a check that changes them with object.__setattr__ changes nothing for the others
-        return run_plugin_code(plugin, _answers, spec.check, replace(request), replace(host), plugin)
+        return run_plugin_code(plugin, _answers, spec.check, _with_good_options(spec, request), replace(host), plugin)
     except KeyboardInterrupt as error:
         add_note(error, f"while the check of {plugin} ran")
         raise
@@ -236,6 +236,15 @@ def _own_check(spec: BackendSpec, request: AttentionRequest, host: Host, plugin:
         return [_failed(error, plugin)]
     finally:
         _checked.reset(token)
+
+
+def _with_good_options(spec: BackendSpec, request: AttentionRequest) -> AttentionRequest:
+    """A copy of ``request``, whose options for this backend are those that the spec accepts: the others have a reason
+    of their own, and a check that reads them would fail.
+    """
+    given = request.options.get(spec.name, {})
+    good = {name: value for name, value in given.items() if option_problem(spec, name, value) is None}
+    return replace(request, options={**request.options, spec.name: good} if given else request.options)
 
 
 def _answers(check: Check, request: AttentionRequest, host: Host, plugin: str) -> list[Reason]:

@@ -109,7 +109,9 @@ class BackendSpec:
     notes: Collection[str] = ()
     """Sentences that ``explain`` prints beside the backend; they are not reasons against it."""
     check: Check | None = None
-    """``check(request, host)`` yields sentences or Reasons against the backend, for what no other field can say."""
+    """``check(request, host)`` yields sentences or Reasons against the backend, for what no other field can say. In
+    ``request.options`` are the options given that the spec accepts, and no defaults.
+    """
     variants: tuple[Variant, ...] = ()
     """Generations of the library, the preferred one first; the first that fits a request is used."""
 

@@ -15,6 +15,10 @@ class Option:
 
     ``type`` is bool, int, float or str; ``choices``, where given, are all the values allowed; ``default`` is None or an
     allowed value. A float is a finite number: reports are JSON, which has no other.
+
+    Type and choices are all that is checked by attncore: in the negotiation (a reason), by ``Choice.create`` and by
+    ``AttentionBackend.__init__`` (ValueError). A range, or what depends on something else, is checked by the vendor:
+    in the backend's ``__init__``, and in the spec's ``check`` too where the negotiation is to know of it.
     """
 
     type: type

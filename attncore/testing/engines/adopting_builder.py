@@ -10,6 +10,8 @@ import torch
 
 from attncore.builder import InputBatch, MetadataBuilder
 from attncore.builder.adopted.steps import AdoptedSteps
+from attncore.testing.engines.compare import StepRequest
+from attncore.testing.engines.engine import Engine
 
 if TYPE_CHECKING:
     from attncore.abstract import AttentionBackend
@@ -58,15 +60,19 @@ class AdoptingBuilder:
         return self._adopted(np.zeros(1, np.int32), np.zeros(0, np.int32), bucket)
 
     def build(
-        self, scheduled: Mapping[Any, int] = _ALL_REQUESTS, *, query_len: int = 1, bucket: int | None = None
-    ) -> AdoptedStep:
-        """The metadata of the next step; see ``MetadataBuilder.build``."""
+        self, scheduled: Mapping[Any, int] = _ALL_REQUESTS, *, query_len: int = 1, bucket: int | None = None,
+        turned: bool = False,
+    ) -> AdoptedStep:  # fmt: skip
+        """The metadata of the next step; see ``MetadataBuilder.build``. ``turned``: its rows in the reverse order."""
         step = self._host.build(scheduled, query_len=query_len)
-        host = step.host
+        host, rows = step.host, np.arange(step.num_reqs)[:: -1 if turned else 1]
+        tokens = [np.arange(*host.query_start_loc[row : row + 2]) for row in rows]
+        starts = np.cumsum([0, *map(len, tokens)], dtype=np.int32)
+        slots = host.slot_mapping[np.concatenate(tokens)] if tokens else np.array(host.slot_mapping)
         size = step.num_reqs if bucket is None else bucket
-        table, slots = np.array(host.block_table), np.array(host.slot_mapping)
-        metadata = self._adopted(host.query_start_loc, host.seq_lens, size, table, slots, in_graph=bucket is not None)
-        metadata.req_ids = step.req_ids
+        table = host.block_table[rows]
+        metadata = self._adopted(starts, host.seq_lens[rows], size, table, slots, in_graph=bucket is not None)
+        metadata.req_ids = tuple(step.req_ids[row] for row in rows)
         if not self.steps._on_cpu:
             metadata.host.slot_mapping = slots  # for who checks the cache; the plan has been made without
         return metadata
@@ -101,3 +107,19 @@ class AdoptingBuilder:
             staged = staged.pin_memory()
         view.copy_(staged, non_blocking=self._cuda)
         return view
+
+
+class AdoptingEngine(Engine):
+    """Steps are adopted from an engine's own tensors."""
+
+    def __init__(self, backend: AttentionBackend, **given: Any) -> None:
+        super().__init__(backend, **given)
+        self.adopting = AdoptingBuilder(self.batch, backend, max_num_batched_tokens=self.builder.max_num_batched_tokens)
+
+    def step(self, scheduled: Mapping[Any, int], *, turned: bool = False, **padding: int) -> torch.Tensor:
+        """Run a step for ``scheduled`` alone; without padding. Returns the output on the host."""
+        if padding:
+            raise TypeError(f"AdoptingEngine.step: {sorted(padding)} are of engines that pad a copy of the step")
+        metadata = self.adopting.build(self.scheduled(dict(scheduled)), turned=turned)
+        requests = [StepRequest(name, scheduled[name], self.context(name)) for name in metadata.req_ids]
+        return self.run_step(metadata, requests)

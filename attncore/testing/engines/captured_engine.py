@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -32,17 +32,18 @@ class Graph(Protocol):
 class CapturedEngine(Engine):
     """Decodes of ``tokens`` each run through graphs of ``sizes``, all other steps without a graph.
 
-    Requests have ``longest`` tokens at most; by default some, so that many steps are cheap.
+    Requests have ``longest`` tokens at most; by default some, so that many steps are cheap. Steps are made by
+    ``make_builder``, which takes what MetadataBuilder takes.
     """
 
     def __init__(
         self, backend: AttentionBackend, tokens: int, *, seed: int = 0, sizes: tuple[int, ...] = (), longest: int = 0,
-        **engine: Any,
+        make_builder: Callable[..., Any] = MetadataBuilder, **engine: Any,
     ) -> None:  # fmt: skip
         super().__init__(backend, seed=seed, **engine)
         self.tokens_each, self.sizes = tokens, sizes or CAPTURED_SIZES
         self.longest = longest or min(3 * self.block_size, self.block_size + 64)
-        self.builder = MetadataBuilder(
+        self.builder = make_builder(
             self.batch,
             backend,
             max_num_batched_tokens=max(self.sizes) * self.longest,

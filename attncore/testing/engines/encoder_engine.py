@@ -12,6 +12,7 @@ from attncore.builder import CommonMetadataBuilder, SequenceGroup
 from attncore.builder import Sequence as OneSequence
 from attncore.testing.engines.compare import EncoderStepRequest, StepRequest
 from attncore.testing.engines.engine import Engine
+from attncore.testing.engines.metadata_snapshot import MetadataSnapshot
 from attncore.testing.engines.requests import History
 from attncore.testing.engines.steps_on_device import planned, reads_page_lists
 from attncore.testing.harness.errors import ConformanceError
@@ -53,13 +54,14 @@ class EncoderEngine(Engine):
             expected.append(self.dense(query[tokens], *self.history[name]))
             requests.append(EncoderStepRequest(name, length, length))
             start += length
-        before = self.cache_view.snapshot()
+        before, fields = self.cache_view.snapshot(), MetadataSnapshot(metadata)
         whole = self.kv_cache
         self.kv_cache = whole if cached else None
         try:
             answer = self.forward(self.on_device((query, key, value)), metadata).cpu()
         finally:
             self.kv_cache = whole
+        fields.check("forward")
         changed, stray = self.cache_view.changed(before)
         if stray or changed[: self.num_blocks].any():
             raise ConformanceError(

@@ -41,7 +41,8 @@ def as_bytes(backend: AttentionBackend, num_blocks: int) -> GivenCache:
     made = allocated(backend, num_blocks)
     if isinstance(made.kv_cache, Tensor):
         return made._replace(kv_cache=made.kv_cache.view(torch.uint8))
-    return made._replace(kv_cache=tuple(part.view(torch.uint8) for part in made.kv_cache))
+    parts = (part.view(torch.uint8) if part.element_size() == 1 else part for part in made.kv_cache)
+    return made._replace(kv_cache=tuple(parts))
 
 
 def pair_of_views(form: str, *, bytes_only: bool = False) -> MakeCache:

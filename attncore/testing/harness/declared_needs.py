@@ -2,16 +2,24 @@
 
 A spec declares what a backend reads (``host_needs``, ``device_needs``), and an engine's step may hold no more. Steps of
 our builders hold every field, so that a backend which reads another one gives right numbers in all that runs here.
+
+A field that is not declared is handed out all the same, and named when the method has ended: what was written to it by
+then is named as a write.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
 
 from attncore.builder import CommonAttentionMetadata
 from attncore.builder.fields import ARRAYS
+from attncore.testing.engines.metadata_snapshot import MetadataSnapshot, on_host
 from attncore.testing.harness.errors import ConformanceError
 
 if TYPE_CHECKING:
@@ -27,11 +35,33 @@ OF_BACKENDS = ("plan", "prepare_capture", "record_plan")
 OF_LAYERS = ("forward", "forward_with_lse", "write_cache")
 
 
+class _Undeclared(NamedTuple):
+    """A field that was handed out and is not declared: how it is said, and what it held."""
+
+    what: str
+    error: ConformanceError
+    array: Any
+    before: Any
+
+    def finding(self, who: str) -> ConformanceError:
+        """What the method ``who`` did with it."""
+        if np.array_equal(on_host(self.array), self.before):
+            return self.error
+        return ConformanceError(
+            f"{who} changed {self.what}; other layers and later steps read it: work on a copy (nor does its spec "
+            "declare that it reads the field)"
+        )
+
+
+_handed_out: ContextVar[list[_Undeclared] | None] = ContextVar("_handed_out", default=None)
+"""Undeclared fields of the method that runs; None outside of one."""
+
+
 def only_declared_fields(backend: AttentionBackend) -> AttentionBackend:
     """``backend``, whose ``plan`` and whose layers are handed metadata of the fields that its spec declares.
 
-    Reading another one is a ConformanceError that names it. Methods are replaced on the object, so that builders, which
-    call ``plan`` themselves, hand over no other metadata either.
+    Reading another one is a ConformanceError that names it, and writing to it is one that says so. Methods are replaced
+    on the object, so that builders, which call ``plan`` themselves, hand over no other metadata either.
     """
     spec = backend.spec
     if spec is None:
@@ -59,9 +89,50 @@ def _guarded(method: Callable[..., Any], spec: SpecFacts) -> Callable[..., Any]:
     @wraps(method)
     def guarded(*given: Any, **named: Any) -> Any:
         declared = [_declared(one, spec) for one in given]
-        return method(*declared, **{name: _declared(one, spec) for name, one in named.items()})
+        undeclared: list[_Undeclared] = []
+        fields = _of_a_builder(method.__name__, given)
+        before = _handed_out.set(undeclared)
+        try:
+            answer = method(*declared, **{name: _declared(one, spec) for name, one in named.items()})
+        except Exception as error:
+            if undeclared:
+                raise _finding(undeclared, method.__name__) from error
+            raise
+        finally:
+            _handed_out.reset(before)
+        if undeclared:
+            raise _finding(undeclared, method.__name__)
+        if fields is not None:
+            fields.check(method.__name__)
+        return answer
 
     return guarded
+
+
+def _of_a_builder(who: str, given: tuple[Any, ...]) -> MetadataSnapshot | None:
+    """What the host has of a step that a builder plans itself, and that nothing else compares before and after."""
+    step = given[0] if who == "plan" and given else None
+    has_builder = isinstance(step, CommonAttentionMetadata) and step.builder is not None
+    return MetadataSnapshot(step, sent=False) if step is not None and has_builder else None
+
+
+def _finding(undeclared: list[_Undeclared], who: str) -> ConformanceError:
+    """What is said of the fields: of one that was written to, else of the first."""
+    found = [one.finding(who) for one in undeclared]
+    return next((said for said, one in zip(found, undeclared, strict=True) if said is not one.error), found[0])
+
+
+def _hand_out(what: str, error: ConformanceError, array: Any) -> None:
+    """Note a field that is handed out; ``error`` where no more can be said: outside of a method, and where comparing
+    would wait for a device that must not be waited for.
+    """
+    undeclared = _handed_out.get()
+    on_gpu = isinstance(array, torch.Tensor) and array.is_cuda
+    if undeclared is None or (
+        on_gpu and (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode())
+    ):
+        raise error
+    undeclared.append(_Undeclared(what, error, array, np.array(on_host(array))))
 
 
 def _declared(given: Any, spec: SpecFacts) -> Any:
@@ -91,12 +162,18 @@ class _Fields:
 
     def __getattr__(self, name: str) -> Any:
         field = OTHER_NAMES.get(name, name)
-        if field in ARRAYS and field not in self._names:
-            raise ConformanceError(
-                f"it reads {self.of}.{name}, which its spec does not declare; add {field!r} to {self.where}, or do "
-                "without it: a step of an engine may lack it"
-            )
-        return getattr(self._real, name)
+        if field not in ARRAYS or field in self._names:
+            return getattr(self._real, name)
+        error = ConformanceError(
+            f"it reads {self.of}.{name}, which its spec does not declare; add {field!r} to {self.where}, or do "
+            "without it: a step of an engine may lack it"
+        )
+        try:
+            found = getattr(self._real, name)
+        except AttributeError:
+            raise error from None
+        _hand_out(f"{self.of}.{name}", error, found)
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._real, name, value)

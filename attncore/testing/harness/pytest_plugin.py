@@ -150,7 +150,8 @@ def pytest_runtest_makereport(
             expected = getattr(report, "wasxfail", None)
             reason = expected if expected is not None else _skip_reason(report)
         elif report.outcome == "failed":
-            reason = (text_of(call.excinfo.value) or told(call.excinfo.value)) if call.excinfo else str(report.longrepr)
+            words = words or ("" if call.excinfo else _passed_after_all(item, str(report.longrepr)))
+            reason = (text_of(call.excinfo.value) or told(call.excinfo.value)) if call.excinfo else words
             report.longrepr = words or report.longrepr
             if _is(item, "basis"):
                 item.config.stash[_BROKEN].setdefault(item.module, item.name)  # type: ignore[attr-defined]
@@ -163,6 +164,20 @@ def pytest_runtest_makereport(
             outcome, reason = "nothing to check", reason.removeprefix(NOTHING)
         reports.setdefault(row[0].title, row[0]).add(Result(row[1], item.name, outcome, reason))
     return report
+
+
+def _passed_after_all(item: pytest.Item, otherwise: str) -> str:
+    """What is said of an expected failure that passes; a bare name means all cases of a test."""
+    name, brackets, _ = item.name.partition("[")
+    for expected, why in _expected_failures(item).items():
+        if expected == item.name:
+            return f"{expected!r} passes, which EXPECTED_FAILURES says fails ({why}): take it out"
+        if expected == name and brackets:
+            return (
+                f"{item.name!r} passes; EXPECTED_FAILURES says that every case of {name!r} fails ({why}): take it out, "
+                f"or name the cases that do, each as {item.name!r}"
+            )
+    return otherwise
 
 
 def _has_short_tracebacks(config: pytest.Config) -> bool:

@@ -1,0 +1,44 @@
+"""Steps that are made of an engine's own tensors, as serving engines hand them over: ``AdoptedSteps``."""
+
+from __future__ import annotations
+
+import torch
+
+from attncore.testing.engines.adopting_builder import AdoptingBuilder, AdoptingEngine
+from attncore.testing.engines.captured_engine import CapturedEngine
+from attncore.testing.harness.covers import covers
+from attncore.testing.harness.errors import UnsupportedError
+from attncore.testing.harness.subject import Subject
+
+__all__ = ["test_captured_adopted_steps", "test_rows_in_the_order_of_an_engine"]
+CAPTURED_STEPS = 12
+
+
+@covers("adopted steps")
+def test_rows_in_the_order_of_an_engine(attncore_subject: Subject) -> None:
+    """Rows as the engine gives them: decodes first, and behind chunks, where a row of one token is a prefill."""
+    attncore_subject.require_phase("prefill", "decode")
+    engine = AdoptingEngine(attncore_subject.backend())
+    size = engine.block_size
+    contexts = {"a": 2 * size + 1, "b": size, "c": 1, "d": size - 1}
+    for name, context in contexts.items():
+        engine.add(name, context + 2 * size + 16)
+    engine.fill(contexts)
+    each = dict.fromkeys(contexts, 1)
+    for turned in (False, True):
+        for scheduled in (each, {**each, "b": 3, "d": size + 2}, {"a": 1}, {"c": 2, "a": 1}):
+            engine.step(scheduled, turned=turned)
+
+
+@covers("adopted steps", gpu=True)
+def test_captured_adopted_steps(attncore_subject: Subject) -> None:
+    """Captured sizes with an engine's own padding: length 0, slot -1, row 0 of the table. On a CUDA device: an engine's
+    arrays on the host are others in each step, which a stand-in for a graph would not see."""
+    attncore_subject.require_graphs("prefill", "decode")
+    backend = attncore_subject.backend()
+    if torch.device(backend.config.device).type != "cuda":
+        raise UnsupportedError(f"the backend runs on {backend.config.device}, where no graph can be captured")
+    engine = CapturedEngine(backend, 1, make_builder=AdoptingBuilder)
+    for _ in range(CAPTURED_STEPS):
+        engine.change()
+        engine.replayed()
