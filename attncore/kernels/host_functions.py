@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -142,8 +141,12 @@ def _load_compiled() -> Callable[..., bool]:
     global _compiled
     found = None
     if env.kernels() != "numba":
-        with suppress(Exception):  # a broken extension: load_kernels says what is wrong with it
+        try:
             found = importlib.import_module("attncore._slots").append_slots
+        except MemoryError:  # of this moment: the next call looks again
+            raise
+        except Exception:  # a broken extension: load_kernels says what is wrong with it
+            pass
     _compiled = found or _does_nothing
     return _compiled
 
