@@ -94,6 +94,44 @@ def test_pages_are_not_gathered_beside_another_threads_build(kernels, transport,
     assert read(builder.last_metadata).tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("transport", ["auto", "copy"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_pages_that_change_while_they_are_gathered_are_refused(kernels, transport, fails):
+    """A call of another thread may begin and end meanwhile; what torch says of the arrays of two steps is no matter."""
+    pytest.importorskip("torch")
+    batch = new_builder(kernels=kernels).batch
+    builder = MetadataBuilder(batch, max_num_batched_tokens=16, transport=transport, depth=1)
+    metadata = builder.build()
+
+    def read():
+        thread = threading.Thread(target=builder.build)
+        thread.start()
+        thread.join()
+        if fails:
+            raise RuntimeError("allocated size does not match required size")
+
+    with pytest.raises(ConcurrentUseError, match="a caller is inside"):
+        metadata.read_alone(read)
+    with pytest.raises(ZeroDivisionError):
+        metadata.read_alone(lambda: 1 / 0)
+    assert metadata.paged_kv_indices.tolist() == [1, 2]
+
+
+def test_the_last_step_is_found_while_a_size_is_released(monkeypatch):
+    builder = new_builder()
+    builder.capture(2)
+    metadata = builder.build()
+    entries = type(builder._assembly.shapes.captured).__iter__
+
+    def released(sizes):  # another thread's call, between the sizes and their entries
+        found = list(entries(sizes))
+        sizes.drop(2)
+        return iter(found)
+
+    monkeypatch.setattr(type(builder._assembly.shapes.captured), "__iter__", released)
+    assert builder.last_metadata is metadata
+
+
 REFUSED = {
     "num_computed_tokens": lambda builder: builder.batch.num_computed_tokens("a"),
     "encoder_seq_len": lambda builder: builder.batch.encoder_seq_len("a"),

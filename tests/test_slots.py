@@ -274,6 +274,22 @@ def test_compute_slot_mapping_appends_all_or_nothing():
         assert given.tolist() == [7]
 
 
+@pytest.mark.parametrize("kind", ["f", "d"])
+def test_slots_are_not_rounded(kind):
+    given = array(kind, [7])
+    for profiling in (True, False):
+        with pytest.raises(TypeError, match=r"^slot_mapping: an array of floats found"):
+            slots.compute_slot_mapping(profiling, given, 0, 2, 1, 0, 16, {0: [2**21]})
+    assert given.tolist() == [7]
+
+
+def test_an_array_that_cannot_grow_is_refused():
+    given = array("q", [7])
+    with memoryview(given), pytest.raises(ValueError, match=r"^slot_mapping: .*cannot resize.*; give a list"):
+        slots.compute_slot_mapping(False, given, 0, 2, 0, 0, 16, {0: [2]})
+    assert given.tolist() == [7]
+
+
 @pytest.mark.parametrize("kind", ["i", "I"])
 def test_a_slot_that_an_array_does_not_hold_is_named(kind):
     given = array(kind, [7])

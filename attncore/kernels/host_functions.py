@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ _ARRAY_TOKENS = 256
 _compiled: Callable[..., bool] | None = None
 """``append_slots`` of the compiled kernels once it was looked for; where they are not used, what does nothing."""
 
-_REFUSED = (OverflowError, ValueError, TypeError, AttributeError)
+_REFUSED = (OverflowError, ValueError, TypeError, AttributeError, BufferError)
 """What arrays and other sequences raise for an element that they do not hold, or a method that they have not."""
 
 
@@ -142,8 +141,12 @@ def _load_compiled() -> Callable[..., bool]:
     global _compiled
     found = None
     if env.kernels() != "numba":
-        with suppress(Exception):  # a broken extension: load_kernels says what is wrong with it
+        try:
             found = importlib.import_module("attncore._slots").append_slots
+        except MemoryError:  # of this moment: the next call looks again
+            raise
+        except Exception:  # a broken extension: load_kernels says what is wrong with it
+            pass
     _compiled = found or _does_nothing
     return _compiled
 
@@ -159,11 +162,14 @@ def _extend(slot_mapping: MutableSequence[int], slots: Sequence[int]) -> None:
         return
     if not (hasattr(slot_mapping, "extend") and hasattr(slot_mapping, "__len__")):
         raise TypeError(f"slot_mapping: {type(slot_mapping).__name__} found; give a list to append to")
+    if getattr(slot_mapping, "typecode", "") in ("f", "d"):
+        raise TypeError("slot_mapping: an array of floats found, which rounds large slots; give a list")
     before = len(slot_mapping)
     try:
         slot_mapping.extend(slots)
     except _REFUSED as error:
-        del slot_mapping[before:]
+        if len(slot_mapping) > before:
+            del slot_mapping[before:]
         least, most = min(slots), max(slots)
         wrong = least if least < 0 and most <= INT32_MAX else most
         raise ValueError(f"slot_mapping: it does not hold slot {wrong} ({error}); give a list") from error

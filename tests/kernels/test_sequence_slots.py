@@ -100,3 +100,15 @@ def test_the_table_may_be_the_list_that_slots_are_appended_to():
     assert table == [1, 2, 5, 6, 7, 8, 9]
     assert not _slots.append_slots(False, table, 3, 29, 1, 0, 4, {3: [1, 2, 3, 4, 5, 6, 7, -1]})
     assert table == [1, 2, 5, 6, 7, 8, 9]
+
+
+def test_a_look_without_memory_is_made_again(monkeypatch):
+    words = False, [], 1, 2, 0, 0, 4, {1: [3]}
+    monkeypatch.setenv("ATTNCORE_KERNELS", "cython")
+    monkeypatch.setattr(host_functions, "_compiled", None)
+    with monkeypatch.context() as without:
+        without.setattr(host_functions.importlib, "import_module", lambda name: bytearray(1 << 62))
+        with pytest.raises(MemoryError):
+            slots.compute_slot_mapping(*words)
+    slots.compute_slot_mapping(*words)
+    assert host_functions._compiled is _slots.append_slots

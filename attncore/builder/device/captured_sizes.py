@@ -36,6 +36,10 @@ class CapturedSizes(Generic[Entry]):
         """The size's entry; None where it was not captured."""
         return self._entries.get(num_reqs)
 
+    def entries(self) -> list[Entry]:
+        """The entries of all sizes; another thread may capture or release one meanwhile."""
+        return list(self._entries.values())
+
     def drop(self, num_reqs: int) -> None:
         """Removes a size, where it was captured."""
         self._entries.pop(num_reqs, None)

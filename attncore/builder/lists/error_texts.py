@@ -20,10 +20,11 @@ def refused_groups(
         return changed_groups()
     i, j, sequence = places[row]
     path, hit = f"groups[{i}].sequences[{j}]", f"groups[{i}].prefix_cache_hit"
-    seq_id, query_len, context_len, table = sequence[:4]
+    table = own_items(sequence)[3]
+    seq_id, query_len, context_len = _numbers(sequence)
     match code:
         case codes.TOO_FEW_BLOCKS:
-            tokens = max(token + 1, context_len + (query_len or 1))
+            tokens = max(token + 1, context_len + query_len)
             problem = array_arguments.too_few_blocks(len(table), tokens, block_size)
             return ValueError(f"{path}.block_table: sequence {seq_id} {problem}")
         case codes.HIT_ON_DECODE:
@@ -44,8 +45,8 @@ def beyond_capture(groups: Any, block_size: int, window: int | None, capture: in
     width = -(-capture // block_size)
     path, blocks = "groups", 0
     for i, j, sequence in _places(groups):
-        path, (_, query_len, context_len, table) = f"groups[{i}].sequences[{j}]", sequence[:4]
-        length, blocks = int(query_len) + int(context_len), 0 if table is None else len(table)
+        path, table = f"groups[{i}].sequences[{j}]", own_items(sequence)[3]
+        length, blocks = sum(_numbers(sequence)[1:]), 0 if table is None else len(table)
         if window is not None:
             whole = -(-window // block_size)
             length = min(length, whole * block_size + length % block_size)
@@ -70,6 +71,11 @@ def _places(groups: Any) -> list[tuple[int, int, Any]]:
     return [(i, j, sequence) for i, group in enumerate(groups) for j, sequence in enumerate(own_items(group[1]))]
 
 
+def _numbers(sequence: Any) -> list[int]:
+    """seq_id, query_len and context_len as ints, as the kernels read them: an object may hash or add as it likes."""
+    return [arguments.integer_or_none(number) or 0 for number in own_items(sequence)[:3]]
+
+
 def malformed_groups(groups: Any) -> ValueError | TypeError:
     """The error of groups that GroupReader.read refused, for the first wrong field, with its path."""
     try:
@@ -83,16 +89,17 @@ def malformed_groups(groups: Any) -> ValueError | TypeError:
         problem = _malformed_group(f"groups[{index}]", group)
         if problem:
             return problem
-        if group[0] and after_decode:
+        is_prompt = own_items(group)[0]
+        if is_prompt and after_decode:
             return ValueError(f"groups[{index}].is_prompt: a prompt after a decode; prompts come first")
-        after_decode = after_decode or not group[0]
+        after_decode = after_decode or not is_prompt
     return ValueError("groups: refused by the kernels for a reason that no check names; please report it")
 
 
 def _malformed_group(path: str, group: Any) -> ValueError | TypeError | None:
-    if not isinstance(group, tuple) or len(group) < 3:
+    if not isinstance(group, tuple) or len(own_items(group)) < 3:
         return TypeError(f"{path}: {type(group).__name__} is not a SequenceGroup")
-    is_prompt, sequences, hit = group[:3]
+    is_prompt, sequences, hit = own_items(group)[:3]
     for name, value in (("is_prompt", is_prompt), ("prefix_cache_hit", hit)):
         if type(value) is not bool:  # an object may lie about its class
             return TypeError(f"{path}.{name}: {value!r} is not true or false")
@@ -102,22 +109,26 @@ def _malformed_group(path: str, group: Any) -> ValueError | TypeError | None:
     if not sequences:
         return ValueError(f"{path}.sequences: empty; a group needs at least one sequence")
     seen: set[int] = set()
+    profiled: bool | None = None
     for index, sequence in enumerate(sequences):
         where = f"{path}.sequences[{index}]"
         problem = _malformed_sequence(where, sequence)
         if problem:
             return problem
-        if sequence[0] in seen:
-            return ValueError(f"{where}.seq_id: {sequence[0]} stands twice in its group")
-        seen.add(sequence[0])
-        if (sequence[3] is None) != (sequences[0][3] is None):
+        seq_id, without_table = _numbers(sequence)[0], own_items(sequence)[3] is None
+        if seq_id in seen:
+            return ValueError(f"{where}.seq_id: {seq_id} stands twice in its group")
+        seen.add(seq_id)
+        if profiled not in (None, without_table):
             return ValueError(f"{where}.block_table: null and non-null tables in one group")
+        profiled = without_table
     return None
 
 
 def _malformed_sequence(path: str, sequence: Any) -> ValueError | TypeError | None:
-    if not isinstance(sequence, tuple) or len(sequence) < 4:
+    if not isinstance(sequence, tuple) or len(own_items(sequence)) < 4:
         return TypeError(f"{path}: {type(sequence).__name__} is not a Sequence")
+    sequence = own_items(sequence)
     for name, value, least in zip(("seq_id", "query_len", "context_len"), sequence[:3], (None, 1, 0), strict=True):
         number = arguments.integer_or_none(value)
         if number is None:
@@ -126,8 +137,9 @@ def _malformed_sequence(path: str, sequence: Any) -> ValueError | TypeError | No
             return ValueError(f"{path}.{name}: {number} does not fit 64 bits")
         if least is not None and not least <= number <= INT32_MAX:
             return ValueError(f"{path}.{name}: {number} is outside {least}..{INT32_MAX}")
-    if int(sequence[1]) + int(sequence[2]) > INT32_MAX:
-        return ValueError(f"{path}.query_len: {sequence[1]} on top of context_len {sequence[2]} does not fit int32")
+    _, query_len, context_len = _numbers(sequence)
+    if query_len + context_len > INT32_MAX:
+        return ValueError(f"{path}.query_len: {query_len} on top of context_len {context_len} does not fit int32")
     bad = None if sequence[3] is None else array_arguments.bad_block_ids(sequence[3], INT32_MAX + 1)
     if bad is None:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,22 @@ class Rows(NamedTuple):
 
     rows: npt.NDArray[np.intp]
     ids: Int32Array
+
+
+class _Items:
+    """A table that can be read and has no items by index, or no slices: read as a list each time, for it may grow."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._table)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self._table)[index]
 
 
 class Next(NamedTuple):
@@ -113,9 +130,10 @@ def _read_row_tables(metadata: CommonAttentionMetadata, n: int) -> list[Any]:
         raise ValueError(f"metadata: row {int(slot_mapping.argmin())} is of a profiling run, without blocks")
     groups = metadata.source.groups if metadata.source is not None else ()
     sequences = [sequence for group in groups for sequence in own_items(group[1])]
-    if any(not isinstance(sequence, tuple) or len(sequence) < 4 for sequence in sequences):
+    if any(not isinstance(sequence, tuple) or len(own_items(sequence)) < 4 for sequence in sequences):
         raise error_texts.changed_groups()
-    tables = [sequence[3] for sequence in sequences]
+    tables = [own_items(sequence)[3] for sequence in sequences]
+    tables = [table if isinstance(table, (list, tuple, np.ndarray)) else _Items(table) for table in tables]
     if len(tables) != n:
         raise ValueError(f"metadata: its groups have {len(tables)} sequences now, not {n}; build the step anew")
     return tables

@@ -116,15 +116,32 @@ class HostFields(Reused):
                 "paged_kv_indices: blocks have moved or left since this step was built; ask for them before the batch "
                 "changes"
             )
-        table, indptr = self._tables["block_table"], self.paged_kv_indptr
-        return read_alone(self._state, lambda: table.page_indices(indptr))  # type: ignore[no-any-return]
+        table = self._tables["block_table"]
+        pages: npt.NDArray[np.int32]
+        pages = read_alone(self._state, self._arena, lambda: table.page_indices(self.paged_kv_indptr))
+        return pages
 
 
-def read_alone(state: Any, read: Callable[[], Any]) -> Any:
-    """The result of ``read``, of tables that a build changes; ConcurrentUseError where another thread is inside."""
+def read_alone(state: Any, arena: Any, read: Callable[[], Any]) -> Any:
+    """The result of ``read``, of the step in ``arena`` and of tables that a build changes.
+
+    ConcurrentUseError where another thread is inside, or was meanwhile and has changed them: what was read is then of
+    two steps, and what ``read`` raises says nothing.
+    """
+
+    def check() -> None:
+        state.check_reader()
+        if (arena.step, state.changes) != before:
+            raise state.refused()
+
+    before = arena.step, state.changes
     state.check_reader()
-    found = read()
-    state.check_reader()  # it may have come in between
+    try:
+        found = read()
+    except Exception:
+        check()
+        raise
+    check()
     return found
 
 

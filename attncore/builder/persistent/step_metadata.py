@@ -167,7 +167,7 @@ class StepMetadata(Reused, CommonAttentionMetadata):
 
     def read_alone(self, read: Callable[[], Any]) -> Any:
         """``read_alone`` of tables on the device."""
-        return read_alone(self._owner.core.state, read)
+        return read_alone(self._owner.core.state, self._arena, read)
 
     def _decode_view(self) -> CommonAttentionMetadata | None:
         # All rows of a padded step are decodes, and a graph must record the addresses that later steps have too.

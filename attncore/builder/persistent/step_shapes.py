@@ -144,7 +144,7 @@ class StepShapes:
 
     def holding(self, arena: Any) -> Any:
         """The metadata of the step in ``arena``, a StepArena of the kernel's; None where its size was released."""
-        for shape in (*self._eager.values(), *(self.captured[size] for size in self.captured)):
+        for shape in (*self._eager.values(), *self.captured.entries()):
             for known, metadata in zip(shape.arenas, shape.metadata, strict=True):
                 if known is arena:
                     return metadata

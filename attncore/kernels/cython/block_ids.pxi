@@ -42,6 +42,16 @@ cdef inline int check_row(length_t row, length_t capacity) except -1:
     return 0
 
 
+cdef bint is_aligned(object view) except -1:
+    """Whether the items of an array lie where this machine reads numbers of their size: those of a cast need not."""
+    cdef Py_buffer buffer
+    cdef bint aligned
+    PyObject_GetBuffer(view, &buffer, PyBUF_C_CONTIGUOUS)
+    aligned = <size_t> buffer.buf % <size_t> buffer.itemsize == 0
+    PyBuffer_Release(&buffer)
+    return aligned
+
+
 cdef object readable(object ids):
     """What read_ids takes of a row: a list, or a one-dimensional int32 or int64 memoryview; None where it is no row."""
     if type(ids) is list:
@@ -56,7 +66,7 @@ cdef object readable(object ids):
     if PyObject_CheckBuffer(ids) and (type(ids) is ndarray or not isinstance(ids, ndarray)):
         try:
             view = memoryview(ids)
-            if view.ndim == 1 and view.format in ("i", "l", "q") and view.c_contiguous:
+            if view.ndim == 1 and view.format in ("i", "l", "q") and view.c_contiguous and is_aligned(view):
                 return view
         except (BufferError, TypeError, ValueError):
             pass

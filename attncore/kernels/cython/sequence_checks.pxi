@@ -5,6 +5,7 @@ from libc.string cimport memset
 
 # A sequence of the list builder, between reading and filling.
 cdef struct Entry:
+    slot_t seq_id
     slot_t first_id         # where its block ids begin in the pool of ids
     length_t num_ids        # -1: null table (a profiling run)
     length_t query_len

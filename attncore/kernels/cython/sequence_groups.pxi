@@ -58,7 +58,7 @@ cdef class GroupReader(Entrance):
     def read(self, groups):
         """Reads SequenceGroups (is_prompt, sequences, prefix_cache_hit): False where something is malformed."""
         cdef object group, sequence, sequences, is_prompt, hit
-        cdef length_t first, i
+        cdef length_t first
         cdef Py_ssize_t index = -1
         self.num_seqs = 0
         self.num_ids = 0
@@ -90,15 +90,24 @@ cdef class GroupReader(Entrance):
                     return False
             if self.num_seqs == first:
                 return False
-            if self.num_seqs - first > 1:
-                if len({sequence[0] for sequence in sequences}) != self.num_seqs - first:
-                    return False
-                for i in range(first + 1, self.num_seqs):
-                    if (self.entries[i].num_ids < 0) != (self.entries[first].num_ids < 0):
-                        return False
+            if not self._told_apart(first):
+                return False
             if first and is_prompt is True and not self.entries[first - 1].is_prompt:
                 return False
         return self.num_seqs > 0
+
+    cdef bint _told_apart(self, length_t first) except -1:
+        """Whether the sequences from ``first`` on have ids of their own, and all of them have blocks or none.
+
+        The numbers that were read are compared: an object may hash as it likes, or not at all.
+        """
+        cdef length_t i
+        cdef bint ascending = True
+        for i in range(first + 1, self.num_seqs):
+            if (self.entries[i].num_ids < 0) != (self.entries[first].num_ids < 0):
+                return False
+            ascending &= self.entries[i - 1].seq_id < self.entries[i].seq_id
+        return ascending or len({self.entries[i].seq_id for i in range(first, self.num_seqs)}) == self.num_seqs - first
 
     cdef int _read_sequence(self, object sequence, bint is_prompt, bint hit) except -1:
         cdef slot_t seq_id = 0, query_len = 0, context_len = 0, count = -1
@@ -131,7 +140,7 @@ cdef class GroupReader(Entrance):
                 return 0
         self._reserve_entries()
         entry = self.entries + self.num_seqs
-        entry.first_id, entry.num_ids = self.num_ids, <length_t> count
+        entry.seq_id, entry.first_id, entry.num_ids = seq_id, self.num_ids, <length_t> count
         entry.query_len, entry.context_len = <length_t> query_len, <length_t> context_len
         entry.is_prompt, entry.hit = is_prompt, hit
         if count > 0:

@@ -233,52 +233,52 @@ class GroupReader(Words, Entrance):
         self.rows, self.tables, self.num_ids, self.encoder_group = [], [], 0, -1
         after_decode = False
         for index, group in enumerate(groups):
-            if not isinstance(group, tuple) or len(group) < 3:
+            if not isinstance(group, tuple) or len(items := own_items(group)) < 3:
                 return False
-            is_prompt, sequences, hit = group[:3]
-            if self.encoder_group < 0 and len(group) > 3 and group[3] is not None:
+            is_prompt, sequences, hit = items[:3]
+            if self.encoder_group < 0 and len(items) > 3 and items[3] is not None:
                 self.encoder_group = index
             if type(is_prompt) is not bool or type(hit) is not bool:
                 return False
             if type(sequences) is not list:  # a list itself is read, as in C: an object in it may empty it
                 sequences = own_items(sequences)
             first = len(self.rows)
+            seq_ids: set[int] = set()
             for sequence in sequences:
-                if not self._read_sequence(sequence, is_prompt, hit):
+                if not self._read_sequence(sequence, is_prompt, hit, seq_ids):
                     return False
             count = len(self.rows) - first
             if not count or (is_prompt and after_decode):
                 return False
             after_decode = after_decode or not is_prompt
-            if count > 1:
-                if len({sequence[0] for sequence in sequences}) != count:
-                    return False
-                if len({row[NUM_IDS] < 0 for row in self.rows[first:]}) > 1:
-                    return False
+            if len(seq_ids) != count or len({row[NUM_IDS] < 0 for row in self.rows[first:]}) > 1:
+                return False
         self.num_seqs = len(self.rows)
         self.entries = np.array(self.rows, np.int64).reshape(-1, ENTRY_COLUMNS)
         self.ids = np.concatenate(self.tables) if self.tables else np.zeros(0, np.int32)
         return len(self.rows) > 0
 
-    def _read_sequence(self, sequence: Any, is_prompt: bool, hit: bool) -> bool:
-        if not isinstance(sequence, tuple) or len(sequence) < 4:
+    def _read_sequence(self, sequence: Any, is_prompt: bool, hit: bool, seq_ids: set[int]) -> bool:
+        """Reads a sequence, and adds its id to those of its group."""
+        if not isinstance(sequence, tuple) or len(items := own_items(sequence)) < 4:
             return False
         # One after the other, as in C: an object is not asked where the one before it is none.
-        if read_int(sequence[0]) is None:
+        if (seq_id := read_int(items[0])) is None:
             return False
-        if (query_len := read_int(sequence[1])) is None or (context_len := read_int(sequence[2])) is None:
+        if (query_len := read_int(items[1])) is None or (context_len := read_int(items[2])) is None:
             return False
         if query_len < 1 or context_len < 0 or query_len + context_len > INT32_MAX:
             return False
         count = -1
-        if sequence[3] is not None:
-            table = read_ids(readable(sequence[3]), INT32_MAX + 1)
+        if items[3] is not None:
+            table = read_ids(readable(items[3]), INT32_MAX + 1)
             if table is None:
                 return False
             count = len(table)
             self.tables.append(table)
         self.rows.append((self.num_ids, count, query_len, context_len, 0, 0, 0, is_prompt, hit))
         self.num_ids += max(count, 0)
+        seq_ids.add(seq_id)
         return True
 
     def measure(

@@ -35,6 +35,7 @@ KINDS = {
     "unaligned": lambda ids: np.frombuffer(b"." + np.array(ids, np.int32).tobytes(), np.int32, -1, 1),
     "a subclass": lambda ids: np.array(ids[::-1], np.int32).view(Reversed),
     "a memoryview": lambda ids: memoryview(np.array(ids, np.int32)),
+    "an unaligned cast": lambda ids: memoryview(bytearray(b"." + np.array(ids, np.int64).tobytes()))[1:].cast("q"),
     "objects": lambda ids: np.array(ids, object),
     "a longer one": lambda ids: np.array([*ids, 3, 4], np.int32)[: len(ids)],
 }
