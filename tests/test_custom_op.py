@@ -143,6 +143,9 @@ def test_without_a_name_the_cache_says_which_layer(step):
         for cache in ([], [backend.allocate_kv_cache(8)]):
             with pytest.raises(KeyError, match="none given, and the cache is no layer's of this forward context"):
                 torch.ops.attncore.attention(query, key, value, cache, found, "")
+        for name in ("", None):  # of an engine whose layer has lost its name
+            with pytest.raises(ValueError, match=r"^layer_name: ('')?(None)? found; give the layer's name in the"):
+                attncore.attention(query, key, value, caches["b"], layer_name=name)
 
 
 def test_a_context_inside_itself_is_left_twice(step):
