@@ -9,6 +9,7 @@ from planting import HEAVY, SPEC
 from process_changes import ASKED
 
 import attncore
+from attncore.registry.plugins import torch_settings
 from attncore.registry.plugins.torch_settings import _SETTINGS
 
 torch = pytest.importorskip("torch")
@@ -40,8 +41,9 @@ def settings():
 
 
 @pytest.fixture(autouse=True)
-def as_before():
-    """What a test fails to put back, it does itself."""
+def as_before(monkeypatch):
+    """What a test fails to put back, it does itself; pytest's own threads do not count."""
+    monkeypatch.setattr(torch_settings, "active_count", lambda: 1)
     before = settings()
     yield
     for setting in _SETTINGS:
@@ -74,6 +76,16 @@ def test_while_it_checks_a_request_and_while_it_creates_a_backend(site):
     choice.create("cpu")
     assert sys.modules["attn_aaa_heavy"].torch is torch  # its module, which changes all of it, has run
     assert settings() == before
+
+
+def test_what_another_thread_may_have_changed_stays_and_is_told(site, monkeypatch, caplog):
+    """Such as the default dtype while it makes a model: what was found would be put back too late."""
+    monkeypatch.setattr(torch_settings, "active_count", lambda: 2)
+    site.plugin("aaa", source("import torch\ntorch.set_default_dtype(torch.float64)\ntorch.set_grad_enabled(False)"))
+    attncore.backends()
+    assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (torch.float64, True)
+    assert "which stay, since other threads may have changed them: default dtype\n" in caplog.text
+    assert "which are put back: gradients\n" in caplog.text
 
 
 def test_while_it_fails_to_create_one(site):

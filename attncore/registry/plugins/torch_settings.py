@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from threading import active_count
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ class _Setting(NamedTuple):
     put: Callable[[Any, Any], object]
     first: Callable[[Any], Any] = lambda torch: _UNKNOWN
     """What it is where torch has just been imported."""
+    of_thread: bool = False
+    """Whether each thread has its own."""
 
     def asked(self, torch: ModuleType) -> Any:
         """What it is now."""
@@ -57,6 +60,7 @@ def _autocast(device: str) -> _Setting:
         lambda torch: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
         lambda torch, found: _put_autocast(torch, device, found),
         lambda torch: (False, torch.bfloat16 if device == "cpu" else torch.float16),
+        of_thread=True,
     )
 
 
@@ -87,13 +91,18 @@ _SETTINGS = (
         lambda torch: torch.float32,
     ),
     _Setting(
-        "default device", lambda torch: torch.get_default_device(), _put_device, lambda torch: torch.device("cpu")
+        "default device",
+        lambda torch: torch.get_default_device(),
+        _put_device,
+        lambda torch: torch.device("cpu"),
+        of_thread=True,
     ),
     _Setting(
         "gradients",
         lambda torch: torch.is_grad_enabled(),
         lambda torch, found: torch.set_grad_enabled(found),
         lambda torch: True,
+        of_thread=True,
     ),
     _Setting(
         "number of threads",
@@ -124,12 +133,13 @@ _SETTINGS = (
 class TorchSettings:
     """``restore`` has torch's settings as they were found before code of ``plugin`` ran, and logs what was changed.
 
-    Where that code has imported torch they are what torch begins with, but for the number of threads, which it takes
-    from the machine. ``restore`` may be interrupted, and called again.
+    Those of the whole process stay where other threads of Python ran before: one of them may have changed them, such as
+    the default dtype while it makes a model. Where the plugin has imported torch, they become what torch begins with,
+    but for the number of threads, which it takes from the machine. ``restore`` may be interrupted, and called again.
     """
 
     def __init__(self, plugin: str) -> None:
-        self._plugin, self._torch = plugin, sys.modules.get("torch")
+        self._plugin, self._torch, self._alone = plugin, sys.modules.get("torch"), active_count() == 1
         torch = self._torch
         self._found = [] if torch is None else [setting.asked(torch) for setting in _SETTINGS]
 
@@ -139,13 +149,17 @@ class TorchSettings:
         if torch is None:
             return
         found = self._found or [_or_unknown(setting.first, torch) for setting in _SETTINGS]
-        changed = []
+        changed: dict[str, list[str]] = {}
         for setting, value in zip(_SETTINGS, found, strict=True):
             now = setting.asked(torch)
-            if now is not _UNKNOWN and value is not _UNKNOWN and now != value:
+            if now is _UNKNOWN or value is _UNKNOWN or now == value:
+                continue
+            if setting.of_thread or self._alone:
                 with contextlib.suppress(Exception):
                     setting.put(torch, value)
-                changed.append(setting.name)
-        if changed:
-            words = "%s leaves settings of torch changed, which are put back: %s"
-            logged(logger, logging.WARNING, words, self._plugin, ", ".join(changed))
+                changed.setdefault("are put back", []).append(setting.name)
+            else:
+                changed.setdefault("stay, since other threads may have changed them", []).append(setting.name)
+        for what, names in changed.items():
+            words = "%s leaves settings of torch changed, which %s: %s"
+            logged(logger, logging.WARNING, words, self._plugin, what, ", ".join(names))
