@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attncore.arguments import flag, float32_number, items, optional_integer
 from attncore.array_arguments import not_strided
+from attncore.ops.without_autocast import without_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,7 +105,7 @@ def dense_attention(
     outputs, sums = [], []
     for head in range(num_heads):
         kv_head = head // (num_heads // num_kv_heads)
-        score = query[:, head].float() @ key[:, kv_head].float().T * scale
+        score = _product(query[:, head], key[:, kv_head].T) * scale
         if logits_soft_cap is not None:
             score = logits_soft_cap * torch.tanh(score / logits_soft_cap)
         if slopes is not None:
@@ -113,10 +114,15 @@ def dense_attention(
         lse = torch.logsumexp(score, dim=1)
         if sink_logits is not None:
             lse = torch.logaddexp(lse, torch.full_like(lse, sink_logits[head]))
-        outputs.append(torch.exp(score - lse.unsqueeze(1)) @ value[:, kv_head].float())
+        outputs.append(_product(torch.exp(score - lse.unsqueeze(1)), value[:, kv_head]))
         sums.append(lse)
     output = torch.stack(outputs, dim=1)
     return (output, torch.stack(sums, dim=1)) if return_lse else output
+
+
+def _product(one: Tensor, other: Tensor) -> Tensor:
+    with without_autocast(one.device):
+        return one.float() @ other.float()
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, placed: bool) -> None:

@@ -52,9 +52,10 @@ class Messages:
         self.count, self.nbytes = self.count + 1, self.nbytes + max(len(data), FIRST)
 
     def receive(self) -> list[tuple[Any, ...]]:
-        first = self._broadcast(torch.empty(FIRST, dtype=torch.uint8)).numpy().tobytes()
+        first = self._broadcast(torch.empty(FIRST, dtype=torch.uint8, device="cpu")).numpy().tobytes()
         size = 8 + int.from_bytes(first[:8], "little")
-        rest = b"" if size <= FIRST else self._broadcast(torch.empty(size - FIRST, dtype=torch.uint8)).numpy().tobytes()
+        rest = torch.empty(max(size - FIRST, 0), dtype=torch.uint8, device="cpu")
+        rest = (self._broadcast(rest) if len(rest) else rest).numpy().tobytes()
         calls = io.BytesIO((first + rest)[8:size])
         return [pickle.load(calls) for _ in iter(lambda: calls.tell() < size - 8, False)]
 

@@ -15,7 +15,7 @@ class Run:
     A request that leaves is taken out of ``counts``; what was sampled for it is not read."""
 
     def __init__(self, counts: dict[Request, int]) -> None:
-        self.counts, self.num_steps, self.tokens = counts, 1, Tokens(torch.empty(0), None)
+        self.counts, self.num_steps, self.tokens = counts, 1, Tokens(torch.empty(0, device="cpu"), None)
         self.ends = {request: request.launched + count for request, count in counts.items()}
 
     def launched(self, num_steps: int, tokens: Tokens) -> None:
@@ -47,7 +47,8 @@ class SampledTokens:
         on_gpu = device.startswith("cuda")
         self.kept, self.free = kept, list(range(max_num_reqs, 0, -1))
         self.ring = torch.zeros(max_num_reqs + 1, kept, dtype=torch.int64, device=device)
-        copies = [torch.empty(self.ring.shape, dtype=torch.int64, pin_memory=on_gpu) for _ in range(2)]
+        said: Any = {"dtype": torch.int64, "device": "cpu", "pin_memory": on_gpu}
+        copies = [torch.empty(self.ring.shape, **said) for _ in range(2)]
         self.copies = deque((copy, torch.cuda.Event() if on_gpu else None) for copy in copies)
 
     def inputs(self, metadata: Any) -> torch.Tensor:

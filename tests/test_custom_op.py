@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 import attncore  # noqa: E402
 from attncore import BackendConfig, InputBatch, KVCacheGroup, MetadataBuilder  # noqa: E402
-from attncore.ops.forward_context import ForwardContext  # noqa: E402
+from attncore.ops.forward_context import ForwardContext, here  # noqa: E402
 from attncore.reference import ReferenceBackend  # noqa: E402
 
 
@@ -143,6 +143,9 @@ def test_without_a_name_the_cache_says_which_layer(step):
         for cache in ([], [backend.allocate_kv_cache(8)]):
             with pytest.raises(KeyError, match="none given, and the cache is no layer's of this forward context"):
                 torch.ops.attncore.attention(query, key, value, cache, found, "")
+        for name in ("", None):  # of an engine whose layer has lost its name
+            with pytest.raises(ValueError, match=r"^layer_name: ('')?(None)? found; give the layer's name in the"):
+                attncore.attention(query, key, value, caches["b"], layer_name=name)
 
 
 def test_a_context_inside_itself_is_left_twice(step):
@@ -152,6 +155,22 @@ def test_a_context_inside_itself_is_left_twice(step):
         pass
     with pytest.raises(RuntimeError, match="ran outside a forward context"):
         attncore.attention(query, key, value, None, layer_name="a")
+
+
+def test_contexts_that_are_not_nested_are_told_and_the_inner_one_goes_on(step):
+    """As of two generators that each wait within one."""
+    _, impls, metadata, _ = step
+    other = attncore.forward_context(metadata, {"other": impls["a"]})
+    first, second = attncore.forward_context(metadata, impls), attncore.forward_context(metadata, impls)
+    with other:
+        first.__enter__()
+        second.__enter__()
+        with pytest.raises(RuntimeError, match="left before one that was entered in it"):
+            first.__exit__(None, None, None)
+        assert here.context is second
+        second.__exit__(None, None, None)
+        assert here.context is other
+    assert here.context is None
 
 
 def test_contexts_nest_and_threads_see_their_own(step):

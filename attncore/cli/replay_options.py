@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import stat
+import sys
 from typing import Any
 
 from attncore.cli.argument_types import add_integer, backend_name, integer, number, parse_integer
@@ -235,6 +237,8 @@ def _check_files(args: argparse.Namespace) -> None:
             raise UsageError(f"{option}: '-' is not written to; the report goes to standard output, so give a file")
         if file and is_standard_output(file):
             raise UsageError(f"{option}: {file} is standard output, which the report is written to; give another file")
+        if file and "-" in (args.trace, args.trace_option) and _is_standard_input(file):
+            raise UsageError(f"{option}: {file} is the trace itself; give another")
     model = args.model and (os.path.join(args.model, "config.json") if os.path.isdir(args.model) else args.model)
     read = {"--trace": args.trace or args.trace_option, "--model": model}
     seen: dict[str, str] = {}
@@ -248,6 +252,15 @@ def _check_files(args: argparse.Namespace) -> None:
         if first != option:
             what = {"--trace": "the trace itself", "--model": "the model's own"}.get(first, f"the file of {first}")
             raise UsageError(f"{option}: {file} is {what}; give another")
+
+
+def _is_standard_input(path: str) -> bool:
+    """Whether standard input is read from the file ``path``."""
+    try:
+        ours, other = os.fstat(sys.stdin.fileno()), os.stat(path)
+    except (OSError, ValueError):  # no file behind it, or none of that name
+        return False
+    return stat.S_ISREG(other.st_mode) and os.path.samestat(ours, other)
 
 
 def _parse_speculation(text: str) -> Speculation:

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class ForwardContext:
-    """What layers of a step find by their names. Entered with ``with``; contexts nest, a thread sees its own only."""
+    """What layers of a step find by their names. Entered with ``with``; contexts nest, a thread sees its own only.
+
+    RuntimeError where one is left before one that was entered in it: layers would find another step than theirs.
+    """
 
     __slots__ = ("_by_address", "_by_layer", "_of_all", "impls", "metadata")
 
@@ -47,7 +50,17 @@ class ForwardContext:
         return self
 
     def __exit__(self, *_: object) -> None:
-        here.context = here.outer.pop()
+        if here.context is self:
+            here.context = here.outer.pop()
+            return
+        for index in reversed(range(len(here.outer))):
+            if here.outer[index] is self:
+                del here.outer[index]  # the one that was entered since goes on
+                break
+        raise RuntimeError(
+            "forward_context: left before one that was entered in it, such as by a generator or a task that waits "
+            "inside; layers that ran meanwhile may have found another step, so leave it before waiting"
+        )
 
     def layer(self, name: str) -> tuple[AttentionImpl, AttentionMetadata]:
         """The layer's implementation and metadata; KeyError that names the layer where there is none."""
@@ -90,5 +103,6 @@ def forward_context(
 
     ``impls`` maps layer names to what ``backend.impl`` made; ``metadata`` is the step's, or a mapping of layer names to
     metadata where layers belong to several KV-cache groups (``metadata.groups[...]``). Making one costs no copy.
+    Generators and tasks of a thread share its contexts: leave one before waiting.
     """
     return ForwardContext(metadata, impls)

@@ -32,12 +32,14 @@ def attention(
     The tensors are those of ``AttentionImpl.forward``; ``kv_cache`` is a tensor, a pair of them, or None in a profiling
     run. Without ``write`` it attends and writes nothing to the cache. Returns ``output``, or a new (T, num_heads,
     head_size_v) like ``query``. Runs under ``torch.compile`` without a graph break. RuntimeError outside a forward
-    context, KeyError for a layer that is not in it.
+    context, KeyError for a layer that is not in it, ValueError for an empty name.
 
     Under ``torch.compile(dynamic=True)`` a cache has to begin where its storage does: give the whole cache as one
     tensor, or halves of separate storage. With a view at an offset, such as ``kv_cache[1]``, inductor calls the
     operator with other memory and overwrites the cache, so that compiling raises an error that says so.
     """
+    if not layer_name:  # the operator of compiled layers takes it for "by the cache"
+        raise ValueError(f"layer_name: {layer_name!r} found; give the layer's name in the forward context")
     if output is None:
         output = torch.empty_like(query) if head_size_v is None else query.new_empty((*query.shape[:2], head_size_v))
     caches = [] if kv_cache is None else [kv_cache] if isinstance(kv_cache, Tensor) else list(kv_cache)

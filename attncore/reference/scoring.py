@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from attncore.ops.without_autocast import without_autocast
+
 
 @dataclass(frozen=True)
 class Scoring:
@@ -58,9 +60,10 @@ def attend(
         hidden = torch.zeros_like(distance, dtype=torch.bool)
     if scoring.sliding_window is not None:
         hidden |= distance >= scoring.sliding_window
-    if scoring.plain:
-        return fused(query, key, value, hidden, scoring), None
-    return explicit(query, key, value, distance, hidden, scoring)
+    with without_autocast(query.device):
+        if scoring.plain:
+            return fused(query, key, value, hidden, scoring), None
+        return explicit(query, key, value, distance, hidden, scoring)
 
 
 def fused(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scoring: Scoring) -> Tensor:

@@ -27,7 +27,7 @@ def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> di
     """The fields of a request for one of ``tensor_parallel`` ranks; ValueError naming the missing or odd entry.
 
     A model of several parts (text and vision) is described by its ``text_config``. Key/value heads are split among the
-    ranks, and repeated where there are fewer of them than ranks.
+    ranks, and repeated where there are fewer of them than ranks; one of both numbers divides the other.
     """
     tensor_parallel = integer("tensor_parallel", tensor_parallel, 1)
     if isinstance(config.get("text_config"), Mapping):
@@ -38,7 +38,7 @@ def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> di
         raise ValueError(f"tensor_parallel: {tensor_parallel} does not divide the {quoted(heads)} heads of the model")
     fields: dict[str, Any] = {
         "num_heads": heads // tensor_parallel,
-        "num_kv_heads": max(1, _kv_heads(config, heads) // tensor_parallel),
+        "num_kv_heads": _kv_heads_of_rank(_kv_heads(config, heads), tensor_parallel),
         "head_size": _head_size(config, heads),
         "dtype": _dtype(config),
         "max_model_len": _optional(config, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
@@ -81,6 +81,15 @@ def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
     attention = config.get("attn_config")
     nested = _optional(attention, "kv_n_heads") if isinstance(attention, Mapping) else None
     return nested or _optional(config, "num_key_value_heads", "num_kv_heads", "n_head_kv") or heads
+
+
+def _kv_heads_of_rank(heads: int, ranks: int) -> int:
+    if heads % ranks and ranks % heads:
+        raise ValueError(
+            f"tensor_parallel: {ranks} ranks can neither share out the {quoted(heads)} key/value heads of the model "
+            "evenly nor repeat each as often"
+        )
+    return max(1, heads // ranks)
 
 
 def _head_size(config: Mapping[str, Any], heads: int) -> int:

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -150,14 +149,11 @@ def _modified(module: str) -> dict[str, int]:
 def _places(package: str) -> tuple[list[Path], Path | None]:
     """The folders of a package, several of a namespace; and the file of a module. The package's own code is not asked.
 
-    Its module of ``sys.modules``, which ``importlib.util`` would ask, may be anything. Finders of others, such as that
-    of an editable installation, are asked where no folder of ``sys.path`` has it.
+    Its module of ``sys.modules``, which ``importlib.util`` would ask, may be anything. Finders are asked in the order
+    of an import: one of others, such as that of an editable installation, may come before the folders of ``sys.path``.
     """
-    spec = PathFinder.find_spec(package)
-    if spec is None:
-        others = [one for one in sys.meta_path if one is not PathFinder]
-        found = (one.find_spec(package, None) for one in others)
-        spec = run_plugin_code("a finder of sys.meta_path", next, filter(None, found), None)
+    found = (one.find_spec(package, None) for one in sys.meta_path)
+    spec = run_plugin_code("a finder of sys.meta_path", next, filter(None, found), None)
     roots = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
     return roots, None if spec is None or spec.origin is None else Path(spec.origin)
 

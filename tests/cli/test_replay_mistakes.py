@@ -1,6 +1,8 @@
 """Mistakes in the options and the trace of attncore replay: one line that names them."""
 
 import gzip
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,17 @@ def test_a_mistake_is_one_line_that_names_it(capsys, trace, tmp_path, monkeypatc
     for word in named:
         assert word in err
     assert [path.name for path in tmp_path.iterdir()] == ["trace.jsonl"]
+    assert Path(trace).read_bytes() == before
+
+
+@pytest.mark.parametrize("option", ["--save-steps", "--html"])
+def test_a_file_that_is_read_as_standard_input_is_not_written_to(trace, tmp_path, option):
+    before = Path(trace).read_bytes()
+    command = [sys.executable, "-m", "attncore", "replay", "-", "--metadata-only", "--json", option, "trace.jsonl"]
+    with open(trace, "rb") as file:
+        done = subprocess.run(command, stdin=file, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"attncore: error: {option}: trace.jsonl is the trace itself; give another\n"
     assert Path(trace).read_bytes() == before
 
 

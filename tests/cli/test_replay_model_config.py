@@ -59,6 +59,17 @@ def refused(result, message):
     assert message in err
 
 
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"dtype": "float64"}, "dtype: 'float64' is not one of"),
+        ({"num_key_value_heads": 3}, "num_kv_heads: 3 does not"),
+    ],
+)
+def test_what_the_model_has_is_not_told_of_an_option(model, capsys, field, message):
+    refused(model({**LLAMA, **field}, capsys), f"error: --model: {model.folder}/config.json: {message}")
+
+
 @pytest.fixture
 def no_network(monkeypatch):
     """What tried to reach the network."""

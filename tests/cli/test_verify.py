@@ -325,6 +325,23 @@ def test_a_finder_of_an_editable_installation_is_asked_and_may_fail(tmp_path, mo
     assert _modified("absent_everywhere") == {}
 
 
+def test_the_files_are_those_that_an_import_finds(tmp_path, monkeypatch):
+    """A finder before that of the folders has the package, of which a folder of the path has another copy."""
+    for folder in ("path", "own"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "twice.py").write_text("")
+    os.utime(tmp_path / "own" / "twice.py", (1, 1))
+
+    class Finder:
+        def find_spec(self, name, path, target=None):
+            return spec_from_file_location(name, tmp_path / "own" / "twice.py") if name == "twice" else None
+
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    assert _modified("twice") != {"0/twice.py": 10**9}
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    assert _modified("twice") == {"0/twice.py": 10**9}
+
+
 def test_verify_needs_no_library_of_the_kits(site, capsys):
     for name in ("hypothesis", "pytest"):
         site.module(name, f"raise ModuleNotFoundError('No module named {name}')")

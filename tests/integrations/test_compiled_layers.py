@@ -51,6 +51,15 @@ def compiled_as_it_was(model, backend):
     assert not counters["graph_break"]
 
 
+@pytest.mark.parametrize("size", ["num_blocks", "block_size"])
+def test_a_cache_of_any_size_takes_two_graphs(size):
+    """torch.compile takes a number of tokens that is also a size of the cache for that size."""
+    engine = Engine(decoder("llama"), **POOL | {size: 7})
+    compile_layers(engine.model, engine.caches, backend="eager")
+    engine.complete([[1] * 5, [2] * 9], 3)
+    assert graphs() == 2
+
+
 SLOW = ("mistral", "qwen3", "mixtral")  # what is in them is in the others, too
 
 

@@ -1,4 +1,4 @@
-"""What the caller set as torch's default dtype and device changes no result."""
+"""What the caller set as torch's default dtype and device, or for autocast, changes no result."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ PLAIN = {"sliding_window": 5}
 SPECIAL = {"alibi_slopes": SLOPES, "sinks": [0.5, -1.0, 2.0, 0.0], "logits_soft_cap": 1.5}
 
 
-@pytest.fixture(params=[torch.float64, torch.bfloat16, torch.float16, "meta"], ids=str)
+@pytest.fixture(params=[torch.float64, torch.bfloat16, torch.float16, "meta", "autocast"], ids=str)
 def defaults(request):
     """Sets another default."""
     dtype = torch.get_default_dtype()
@@ -20,10 +20,13 @@ def defaults(request):
     def change():
         if request.param == "meta":
             torch.set_default_device("meta")
+        elif request.param == "autocast":
+            torch.set_autocast_enabled("cpu", True)
         else:
             torch.set_default_dtype(request.param)
 
     yield change
+    torch.set_autocast_enabled("cpu", False)
     torch.set_default_device(None)
     torch.set_default_dtype(dtype)
 

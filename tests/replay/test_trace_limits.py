@@ -66,6 +66,36 @@ def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tmp_path, monkeypat
     assert len(read_trace(tmp_path / "plain", max_requests=5).requests) == 5
 
 
+NOTHING = {
+    "zeros behind it": lambda packed, count: packed + bytes(count),
+    "parts without data": lambda packed, count: packed + gzip.compress(b"") * (count // 20),
+    "a name in its header": lambda packed, count: (
+        packed[:3] + b"\x08" + packed[4:10] + b"a" * count + b"\0" + packed[10:]
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NOTHING)
+def test_bytes_without_end_that_unpack_to_nothing_are_refused(tmp_path, what, monkeypatch):
+    path, packed = tmp_path / "trace.gz", gzip.compress(AZURE.encode())
+    monkeypatch.setattr(module, "MAX_NOTHING", 2**18)  # what is read ahead is 2**17
+    path.write_bytes(NOTHING[what](packed, 1000))
+    assert len(read_trace(path).requests) == 20
+    path.write_bytes(NOTHING[what](packed, 2**19))
+    with open(path, "ab") as file:
+        file.truncate(2**40)  # it takes no place
+    assert "which no trace does; fetch the file again" in refusal(path)
+
+
+def test_a_line_that_cannot_be_packed_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_NOTHING", 2 * 2**19)
+    monkeypatch.setattr(module, "MAX_LINE", 2**19)
+    ids = [id_ * 2**61 // 2**15 for id_ in range(2**14)]
+    text = json.dumps({"timestamp": 0, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids})
+    (tmp_path / "trace.gz").write_bytes(gzip.compress(text.encode(), compresslevel=0))
+    assert len(read_trace(tmp_path / "trace.gz").requests) == 1
+
+
 def test_ids_without_end_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "trace"
     path.write_text(MOONCAKE)

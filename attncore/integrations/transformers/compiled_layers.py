@@ -8,6 +8,7 @@ cache that it is given.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,12 +26,6 @@ from attncore.integrations.transformers.forward_pass import (
     running_over,
 )
 from attncore.integrations.transformers.fused_projections import fuse_projections
-
-_TOKENS = (7, 1)
-"""Tokens of the runs that compile: 1 has a graph of its own, and 7 stands for all other numbers.
-
-torch.compile takes sizes that are equal when it traces for one and the same: nothing else in a layer has the size 7.
-"""
 
 _EXPLAINS = ("Explanation:", "Developer debug context:")
 
@@ -50,13 +45,13 @@ def compile_layers(model: Any, kv_caches: PagedCaches, *, fuse: bool = True, **o
     one thread at a time.
     """
     _refuse_shared(kv_caches)
+    counts = _numbers_of_tokens(kv_caches)
     if flag("fuse", fuse):
-        fuse_projections(model, lambda: _run_without_attention(model, kv_caches, _TOKENS[:1]))
+        fuse_projections(model, lambda: _run_without_attention(model, kv_caches, counts[:1]))
     options = {"fullgraph": True, "dynamic": True, **options}
     attention: dict[str, list[tuple[Any, Any]]] = {}
     for module, name in kv_caches._names.items():
-        cache = kv_caches[name]
-        whole = [] if cache is None else [cache] if isinstance(cache, Tensor) else list(cache)
+        whole = _tensors(kv_caches[name])
         attention.setdefault(_layer_of(model, name), []).append((module, (whole, "" if whole else name)))
     compiled = {}
     for name, modules in attention.items():
@@ -66,7 +61,7 @@ def compile_layers(model: Any, kv_caches: PagedCaches, *, fuse: bool = True, **o
         compiled[layer.forward] = _Compiled(name, layer, modules, options)
     kv_caches._compiled = compiled
     try:
-        _run_without_attention(model, kv_caches, _TOKENS)
+        _run_without_attention(model, kv_caches, counts)
     except BaseException:
         kv_caches._compiled = {}
         raise
@@ -80,6 +75,11 @@ def _refuse_shared(kv_caches: PagedCaches) -> None:
                 f"kv_caches: layers {name} and {last} have one cache, by which compiled layers are told apart; give "
                 "each its own, or run the model without compiling"
             )
+
+
+def _tensors(cache: Any) -> list[Tensor]:
+    """The tensors of a layer's cache: one or a pair, or none."""
+    return [] if cache is None else [cache] if isinstance(cache, Tensor) else list(cache)
 
 
 def _layer_of(model: Any, name: str) -> str:
@@ -133,16 +133,24 @@ def _reason(error: Exception) -> str:
     return "; ".join([*lines[:1], *filter(None, named)]) or type(error).__name__
 
 
-def _run_without_attention(model: Any, kv_caches: PagedCaches, tokens: tuple[int, ...]) -> None:
+def _run_without_attention(model: Any, kv_caches: PagedCaches, counts: tuple[int, ...]) -> None:
     """Runs every layer once for each number of tokens, within torch's limit on graphs of one function."""
     nothing: Any = NoAttention()
-    kinds = len(tokens) * len(kv_caches)
-    limit = torch._dynamo.config.recompile_limit + kinds
+    limit = torch._dynamo.config.recompile_limit + len(counts) * len(kv_caches)
     with (
         using_attncore(model),
         torch.inference_mode(),
         torch._dynamo.config.patch(recompile_limit=limit),
         running_over(object(), dict.fromkeys(kv_caches, nothing), kv_caches),
     ):
-        for count in tokens:
+        for count in counts:
             model(input_ids=torch.zeros((1, count), dtype=torch.int64, device=model.device), use_cache=False)
+
+
+def _numbers_of_tokens(kv_caches: PagedCaches) -> tuple[int, int]:
+    """Tokens of the runs that compile: 1 has a graph of its own, and the first stands for all other numbers.
+
+    torch.compile takes sizes that are equal when it traces for one and the same, so it is no size of a cache.
+    """
+    sizes = {size for cache in kv_caches.values() for tensor in _tensors(cache) for size in tensor.shape}
+    return next(count for count in itertools.count(7) if count not in sizes), 1

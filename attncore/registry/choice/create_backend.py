@@ -8,6 +8,7 @@ from typing import Any
 from attncore.abstract import AttentionBackend, BackendConfig
 from attncore.errors import PluginError
 from attncore.quoted import describe_error
+from attncore.registry.plugins.torch_settings import TorchSettings
 from attncore.registry.spec.backend_spec import BackendSpec
 
 
@@ -15,8 +16,16 @@ def create_backend(spec: BackendSpec, config: BackendConfig, label: str) -> Atte
     """The backend that the factory of ``spec`` makes for ``config``; ``label`` names it in errors.
 
     PluginError, with the cause chained, where the factory cannot be imported or asks the process to end; TypeError
-    where it makes no AttentionBackend; whatever else the factory raises.
+    where it makes no AttentionBackend; whatever else the factory raises. Settings of torch are then as before.
     """
+    settings = TorchSettings(label)
+    try:
+        return _created(spec, config, label)
+    finally:
+        settings.restore()
+
+
+def _created(spec: BackendSpec, config: BackendConfig, label: str) -> AttentionBackend:
     module, _, path = spec.factory.partition(":")
     try:
         factory: Any = importlib.import_module(module)

@@ -21,8 +21,10 @@ from attncore.logged import logged
 from attncore.quoted import describe_error, type_name
 from attncore.registry.plugins.interpreter_settings import InterpreterSettings
 from attncore.registry.plugins.replaced_functions import ReplacedFunctions
+from attncore.registry.plugins.torch_settings import TorchSettings
 
 _NEEDED = sys.stdlib_module_names | {"attncore", "numpy", "packaging", "platformdirs", "pluggy", "rich"}
+_NEEDED |= {"numba", "torch", "transformers"}
 _ABSENT = "attncore_asks_for_no_such_module"
 _SIGNALS = tuple(int(number) for number in signal.valid_signals())  # asked once: it makes an enum of each
 _FINDERS = (importlib.machinery.FileFinder, type(None))
@@ -39,10 +41,10 @@ class Process:
     These are ``sys.path``, ``sys.path_hooks`` and ``sys.path_importer_cache``, what ``_Modules`` says, the current
     folder, the recursion limit, the limits of ``resource``, how often threads take turns, the filters of ``warnings``,
     the ``ATTNCORE_`` variables, the functions of ``sys.settrace``, ``sys.setprofile`` and ``sys.unraisablehook``, what
-    InterpreterSettings and ReplacedFunctions say, the settings and callbacks of ``gc``, and in the main thread the
-    handlers of signals, those that are blocked, and timers that were not running. Finders that the plugin adds to
-    ``sys.meta_path`` stay, for a library that it imports may need its own, but behind those of before, and only where
-    they work. A child process that it forked ends here.
+    InterpreterSettings, TorchSettings and ReplacedFunctions say, the settings and callbacks of ``gc``, and in the main
+    thread the handlers of signals, those that are blocked, and timers that were not running. Finders that the plugin
+    adds to ``sys.meta_path`` stay, for a library that it imports may need its own, but behind those of before, and only
+    where they work. A child process that it forked ends here.
 
     All of it may be interrupted at any place: ``restore`` is then called again.
     """
@@ -53,6 +55,7 @@ class Process:
         self._turns, self._limits = sys.getswitchinterval(), {one: resource.getrlimit(one) for one in _LIMITS}
         self._signals, self._search, self._filters = Signals(), _SearchSettings(), _WarningFilters()
         self._collector, self._settings = _Collector(), InterpreterSettings()
+        self._torch = TorchSettings(plugin)
         self._finders, self._known = sys.meta_path, list(sys.meta_path)
         self._limit, self._environ, self._variables = sys.getrecursionlimit(), os.environ, _variables(os.environ)
         self._traced, self._profiled, self._unraisable = sys.gettrace(), sys.getprofile(), sys.unraisablehook
@@ -84,6 +87,7 @@ class Process:
         self._settings.restore()
         self._untrace()  # that of all threads is this one's, too
         self._modules.restore()  # what follows may import
+        self._torch.restore()
         _restore_limits(self._limits)
         added = sys.meta_path[:] if isinstance(getattr(sys, "meta_path", None), list) else []
         self._search.restore()

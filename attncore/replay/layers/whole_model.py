@@ -64,10 +64,16 @@ class ModelLayers:
             raise ModelError(
                 f"{path}: {type(self.model).__name__} is an encoder and says no next token; take a decoder"
             )
-        choice = select_for_model(
-            self.model, layers=layers, block_size=settings.block_size, num_blocks=settings.num_blocks, backend=backend,
-            options={backend: options} if backend and options else {},
-        )  # fmt: skip
+        asked: dict[str, Any] = {
+            "block_size": settings.block_size, "num_blocks": settings.num_blocks, "backend": backend,
+            "options": {backend: options} if backend and options else {},
+        }  # fmt: skip
+        try:
+            choice = select_for_model(self.model, layers=layers, **asked)
+        except ValueError as error:
+            if str(error).partition(":")[0] in asked:
+                raise
+            raise ModelError(f"{path}: {error}") from None  # of the model's own, such as its dtype
         self.why = choice.explain().splitlines()[0].partition(": ")[2]
         self.backend = created(choice, str(self.model.device))
         try:

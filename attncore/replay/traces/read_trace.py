@@ -32,6 +32,9 @@ MAX_BYTES = 2**33
 MAX_RATIO, MAX_SMALL = 100, 2**24
 """A gzipped trace unpacks to at most so many times its size, or so many bytes: traces unpack to less than 10 times
 theirs, and gzip can pack 1000 times as much, so that a small file would take hours."""
+MAX_NOTHING = 2**23
+"""Bytes of a gzipped trace that may unpack to nothing, beyond twice what was unpacked: names in headers, parts without
+data, and zeros behind the last part, of which a file may hold any number, in no place of the disk."""
 MAX_REQUESTS = 10**6
 """Requests that are kept where the number of requests is not limited."""
 MAX_HASH_IDS = 2 * 10**7
@@ -57,7 +60,7 @@ def read_trace(path: str | Path, max_requests: int | None = None, max_seconds: f
             # Peeked at, since a pipe cannot be rewound.
             if raw.peek(2)[:2] != _GZIP:
                 return _read(_text(name, raw, None), name, max_requests, max_seconds)
-            packed = _Counted(raw)
+            packed = _Counted(name, raw)
             with gzip.open(packed) as data:  # type: ignore[call-overload]
                 return _read(_text(name, data, packed), name, max_requests, max_seconds)
     except OSError as error:
@@ -71,15 +74,20 @@ def read_trace(path: str | Path, max_requests: int | None = None, max_seconds: f
 
 
 class _Counted:
-    """A binary stream, of which ``count`` bytes have been read."""
+    """A binary stream, of which ``count`` bytes have been read, and unpacked to ``unpacked`` bytes."""
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self.count = stream, 0
+    def __init__(self, path: str, stream: BinaryIO) -> None:
+        self._path, self._stream, self.count, self.unpacked = path, stream, 0, 0
 
     def read(self, size: int = -1) -> bytes:
-        """The next ``size`` bytes."""
+        """The next ``size`` bytes; TraceError where too many have unpacked to nothing."""
         data = self._stream.read(size)
         self.count += len(data)
+        if self.count > MAX_NOTHING + 2 * self.unpacked:
+            raise TraceError(
+                f"{self._path}: its first {self.count} bytes unpack to {self.unpacked} bytes, which no trace does; "
+                "fetch the file again"
+            )
         return data
 
 
@@ -116,6 +124,8 @@ def _text(path: str, data: Readable, packed: _Counted | None) -> Iterator[str]:
             read += len(line)
             if read > MAX_BYTES:
                 raise TraceError(f"{path}: longer than {MAX_BYTES} bytes, unpacked")
+            if packed is not None:
+                packed.unpacked = read
             if packed is not None and read > max(MAX_SMALL, MAX_RATIO * packed.count):
                 raise TraceError(
                     f"{path}: its first {packed.count} bytes unpack to more than {MAX_SMALL} bytes and to more than "

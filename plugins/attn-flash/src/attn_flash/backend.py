@@ -80,7 +80,7 @@ class FlashBackend(AttentionBackend):
         """One float32 a query head, on the device."""
         if values is None:
             return None
-        return torch.as_tensor(values, dtype=torch.float32).to(self.config.device).contiguous()
+        return torch.as_tensor(values, dtype=torch.float32, device=self.config.device).contiguous()
 
     def cascade(self, metadata: AttentionMetadata, rule: CascadeRule | None = None) -> CascadeStep | None:
         """The passes of a step whose requests share a prefix, for ``impl.forward_cascade``; None where it does not pay,

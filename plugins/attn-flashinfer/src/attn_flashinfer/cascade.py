@@ -91,10 +91,11 @@ class Cascade:
             tokens = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows.tolist()])
             self._tokens = torch.from_numpy(tokens.astype(np.int64)).to(self._device, non_blocking=True)
         begin = int(pages.indptr[int(rows[0])])
+        on_host: Any = {"dtype": torch.int32, "device": "cpu"}
         prefix = Pages(
-            torch.tensor([begin, begin + shared.num_blocks], dtype=torch.int32),
-            torch.tensor([self._block_size], dtype=torch.int32),
-            torch.tensor([shared.num_tokens], dtype=torch.int32),
+            torch.tensor([begin, begin + shared.num_blocks], **on_host),
+            torch.tensor([self._block_size], **on_host),
+            torch.tensor([shared.num_tokens], **on_host),
             pages.indices,
         )
-        self._prefix.plan(prefix, 0, 1, torch.tensor([0, num_tokens], dtype=torch.int32), num_tokens)
+        self._prefix.plan(prefix, 0, 1, torch.tensor([0, num_tokens], **on_host), num_tokens)

@@ -130,21 +130,22 @@ def words_that_run_reads(workspace: Tensor, layout: Layout, sizes: Sizes) -> dic
 
 def page_counts(num_reqs: int, most: int) -> list[Tensor]:
     """Pages of each row, int32[num_reqs]: the patterns that the proof at a capture compares."""
-    random = torch.Generator().manual_seed(num_reqs)
+    random = torch.Generator("cpu").manual_seed(num_reqs)
+    on_host: Any = {"device": "cpu"}
 
     def drawn(high: int) -> Tensor:
-        return torch.randint(1, max(high, 1) + 1, (num_reqs,), generator=random)
+        return torch.randint(1, max(high, 1) + 1, (num_reqs,), generator=random, **on_host)
 
-    full, draws = torch.full((num_reqs,), most), torch.rand(num_reqs, generator=random)
+    full, draws = torch.full((num_reqs,), most, **on_host), torch.rand(num_reqs, generator=random, **on_host)
     patterns = [
         full,
-        torch.ones(num_reqs, dtype=torch.int64),
+        torch.ones(num_reqs, dtype=torch.int64, **on_host),
         drawn(most),
         drawn(min(most, 24)),
         torch.where(draws < 0.1, full, 1),
         torch.where(draws < 0.3, 0, drawn(most)),  # rows without pages: padding, behind the others or between them
-        torch.where(torch.arange(num_reqs) * 2 < num_reqs, drawn(most), 0),
-        torch.zeros(num_reqs, dtype=torch.int64),
+        torch.where(torch.arange(num_reqs, **on_host) * 2 < num_reqs, drawn(most), 0),
+        torch.zeros(num_reqs, dtype=torch.int64, **on_host),
     ]
     return [pattern.to(torch.int32) for pattern in patterns]
 
@@ -194,7 +195,7 @@ def _compared(
     patterns = page_counts(sizes.num_reqs, most_pages)
     on_device = torch.zeros(sizes.num_reqs + 1, dtype=torch.int32, device=workspace.device)
     for pages in patterns:
-        indptr = torch.zeros(sizes.num_reqs + 1, dtype=torch.int32)
+        indptr = torch.zeros(sizes.num_reqs + 1, dtype=torch.int32, device="cpu")
         indptr[1:] = pages.cumsum(0)
         found = layout_of(plan(indptr), sizes)
         if layout is None or node is None:

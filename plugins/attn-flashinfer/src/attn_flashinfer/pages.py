@@ -101,11 +101,12 @@ def pages_of(metadata: AttentionMetadata, block_size: int, num_blocks: int, from
 def full(num_reqs: int, max_seq_len: int, block_size: int) -> Pages:
     """Host arrays of ``num_reqs`` requests of the largest length, for asking how much memory a captured size needs."""
     pages = -(-max_seq_len // block_size)
+    on_host: Any = {"dtype": torch.int32, "device": "cpu"}
     return Pages(
-        torch.arange(num_reqs + 1, dtype=torch.int32) * pages,
-        torch.full((num_reqs,), max_seq_len - (pages - 1) * block_size, dtype=torch.int32),
-        torch.full((num_reqs,), max_seq_len, dtype=torch.int32),
-        torch.empty(0, dtype=torch.int32),
+        torch.arange(num_reqs + 1, **on_host) * pages,
+        torch.full((num_reqs,), max_seq_len - (pages - 1) * block_size, **on_host),
+        torch.full((num_reqs,), max_seq_len, **on_host),
+        torch.empty(0, **on_host),
     )
 
 

@@ -86,7 +86,7 @@ class RocmImpl(AttentionImpl):
     def _per_head(self, numbers: Sequence[float] | Tensor | None) -> Tensor | None:
         if numbers is None:
             return None
-        return torch.as_tensor(numbers, dtype=torch.float32).to(self.backend.config.device).contiguous()
+        return torch.as_tensor(numbers, dtype=torch.float32, device=self.backend.config.device).contiguous()
 
     def caches(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
         """Keys and values as views (blocks, block size, kv heads, head size): those of the last cache are kept."""
