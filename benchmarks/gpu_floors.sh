@@ -4,8 +4,9 @@
 #   benchmarks/gpu_floors.sh RESULTS
 #
 # On a CUDA machine, in the active Python (PYTHON), with attncore, attn-flash, attn-flashinfer and the kernel libraries
-# importable (PYTHONPATH). What is timed runs alone and first; the race runs beside the sanitizer. A part that fails or
-# takes too long does not stop the others; its log says why. Exits with 1 where anything failed.
+# importable (PYTHONPATH). What is timed runs alone and first; the race runs beside the sanitizer and the tests of plans
+# that the device makes. A part that fails or takes too long does not stop the others; its log says why. Exits with 1
+# where anything failed.
 set -uo pipefail
 results=${1:?a folder for logs and results}
 mkdir -p "$results"; results=$(cd "$results" && pwd)
@@ -32,8 +33,10 @@ part 60 launch_floor benchmarks/launch_floor.py --save "$results/launch_floor.js
 part 70 tail_floor benchmarks/tail_floor.py --backends flash,flashinfer --steps 1000 --save "$results/tail_floor.json" || failed=1
 part 45 ahead_times benchmarks/gpu_ahead.py --steps 0 --rounds 150 --save "$results/ahead_times.json" || failed=1
 part 210 sanitized benchmarks/sanitized_nodes.py --limit 95 --save "$results/sanitized.json" & beside=$!
+part 220 tests -m pytest -m gpu -q -p no:cacheprovider plugins/attn-flashinfer/tests/test_device_plan_gpu.py & tests=$!
 part 220 gpu_ahead benchmarks/gpu_ahead.py --steps "${STEPS:-100000}" --rounds 0 --save "$results/gpu_ahead.json" || failed=1
 wait $beside; case $? in 0 | 3) ;; *) failed=1 ;; esac
+wait $tests || failed=1
 left=$((530 - SECONDS + begun))
 export FLASHINFER_DISABLE_JIT=1  # settings whose modules are not built are left out
 [ $left -lt 25 ] || part $left device_plan plugins/attn-flashinfer/benchmarks/device_plan.py --seconds $((left - 20)) \
