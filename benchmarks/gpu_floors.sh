@@ -25,12 +25,13 @@ part() { # seconds, name, command...: its log in RESULTS
 
 # All that can be mistyped, first: a second each.
 part 60 imports -c "import attncore, torch, builder_insides, gpu_ahead, launch_floor, tail_floor, sanitized_nodes; \
-import attn_flashinfer.plan_kernel, plan_floor, plan_branch, device_plan; print(torch.cuda.get_device_name())" \
+import attn_flashinfer.plan_kernel, plan_floor, plan_branch, ragged_tiles, device_plan; print(torch.cuda.get_device_name())" \
   || part 60 imports_of_core -c "import attncore, torch, gpu_ahead, launch_floor, tail_floor; print(torch.cuda.get_device_name())" || exit 1
 part 60 plan_floor plugins/attn-flashinfer/benchmarks/plan_floor.py --save "$results/plan_floor.json" || failed=1
-part 45 plan_branch plugins/attn-flashinfer/benchmarks/plan_branch.py --save "$results/plan_branch.json" || failed=1
-part 60 launch_floor benchmarks/launch_floor.py --save "$results/launch_floor.json" || failed=1
-part 70 tail_floor benchmarks/tail_floor.py --backends flash,flashinfer --steps 1000 --save "$results/tail_floor.json" || failed=1
+part 40 plan_branch plugins/attn-flashinfer/benchmarks/plan_branch.py --save "$results/plan_branch.json" || failed=1
+part 40 ragged_tiles plugins/attn-flashinfer/benchmarks/ragged_tiles.py --save "$results/ragged_tiles.json" || failed=1
+part 50 launch_floor benchmarks/launch_floor.py --save "$results/launch_floor.json" || failed=1
+part 60 tail_floor benchmarks/tail_floor.py --backends flash,flashinfer --steps 1000 --save "$results/tail_floor.json" || failed=1
 part 45 ahead_times benchmarks/gpu_ahead.py --steps 0 --rounds 150 --save "$results/ahead_times.json" || failed=1
 part 210 sanitized benchmarks/sanitized_nodes.py --limit 95 --save "$results/sanitized.json" & beside=$!
 part 220 tests -m pytest -m gpu -q -p no:cacheprovider plugins/attn-flashinfer/tests/test_device_plan_gpu.py & tests=$!
