@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 from importlib.util import find_spec
 from typing import Any
@@ -31,12 +32,12 @@ class Road:
 
     def __init__(
         self, plan: str, decode: str, tokens: int, windows: tuple[int | None, ...], transport: str, caches: list[Any],
-        **options: Any,
+        *, branch: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         try:
             choice = attncore.select(
                 num_heads=8, num_kv_heads=2, head_size=64, dtype="bfloat16", block_size=PAGE, backend="flashinfer",
-                options={"flashinfer": {"plan": plan, "decode": decode}},
+                options={"flashinfer": {"plan": plan, "decode": decode, "plan_branch": branch}},
             )  # fmt: skip
         except NoBackendError as error:
             if "have to be compiled" not in str(error):
@@ -94,15 +95,22 @@ class Road:
         return [output[: len(names) * self.tokens].clone() for output in outputs]
 
 
-@pytest.mark.parametrize("transport", ["graph", "copy"])
-@pytest.mark.parametrize("layers", WINDOWS)
-@pytest.mark.parametrize(("decode", "tokens"), [("tensor_cores", 1), ("tensor_cores", 4), ("cuda_cores", 1)])
-def test_outputs_are_those_of_plans_of_the_host(decode: str, tokens: int, layers: str, transport: str) -> None:
+@pytest.mark.parametrize(
+    ("decode", "tokens", "layers", "transport", "branch"),
+    [
+        *itertools.product(("tensor_cores",), (1, 4), WINDOWS, ("graph", "copy"), (False,)),
+        *itertools.product(("cuda_cores",), (1,), WINDOWS, ("graph", "copy"), (False,)),
+        *itertools.product(("tensor_cores",), (1, 4), ("two keys",), ("graph",), (True,)),
+    ],
+)
+def test_outputs_are_those_of_plans_of_the_host(
+    decode: str, tokens: int, layers: str, transport: str, branch: bool
+) -> None:
     """Random batches, lengths and sizes; the outputs are equal bit for bit, and the host plans no captured step."""
     windows = WINDOWS[layers]
     caches = [torch.randn(BLOCKS, 2, PAGE, 2, 64, device="cuda").bfloat16() for _ in windows]
     roads = [
-        Road(plan, decode, tokens, windows, transport, [cache.clone() for cache in caches])
+        Road(plan, decode, tokens, windows, transport, [cache.clone() for cache in caches], branch=branch)
         for plan in ("device", "host")
     ]
     device, host = roads
@@ -133,14 +141,16 @@ def test_outputs_are_those_of_plans_of_the_host(decode: str, tokens: int, layers
     assert host.planned == steps * len(windows)
 
 
+@pytest.mark.parametrize("branch", [False, True])
 @pytest.mark.parametrize("transport", ["graph", "copy"])
 @pytest.mark.parametrize("decode", ["tensor_cores", "cuda_cores"])
-def test_steps_ahead_in_one_graph_are_planned_each(decode: str, transport: str) -> None:
+def test_steps_ahead_in_one_graph_are_planned_each(decode: str, transport: str, branch: bool) -> None:
     """A graph of four steps gives, bit for bit, what four steps do that the host plans."""
     windows, size, count = WINDOWS["two keys"], 8, 4
     caches = [torch.randn(BLOCKS, 2, PAGE, 2, 64, device="cuda").bfloat16() for _ in windows]
     device, host = (
-        Road(plan, decode, 1, windows, transport, [cache.clone() for cache in caches]) for plan in ("device", "host")
+        Road(plan, decode, 1, windows, transport, [cache.clone() for cache in caches], branch=branch)
+        for plan in ("device", "host")
     )
     metadata = device.builder.capture(size)
     graph, outputs = new_graph("cuda"), []
