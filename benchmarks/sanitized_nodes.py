@@ -50,7 +50,7 @@ def overlapped(steps, device):
     metadata = builder.capture(rows, drafts)
     graph = captured(metadata.record, device)
     verdicts, wrong = None, 0
-    for step in range(min(steps, 60)):
+    for step in range(steps):
         now = {row: (row + step) % drafts for row in range(rows)}
         metadata = builder.build(query_len=drafts, bucket=rows, overlapped=verdicts is not None)
         metadata.replay(graph)
@@ -60,7 +60,7 @@ def overlapped(steps, device):
             batch.rollback_many(verdicts)
         verdicts = now
         lengths = [length + drafts - now[row] for row, length in enumerate(lengths)]
-    return {"overlapped": min(steps, 60), "wrong": wrong}
+    return {"overlapped": steps, "wrong": wrong}
 
 
 def plans(count, device):
@@ -100,17 +100,19 @@ def work(steps, device):
     import gpu_race
 
     found = []
-    for transport in ("copy",) if device == "cpu" else ("graph", "copy"):
-        found.append(gpu_ahead.race(steps, device, transport, 2, 5))
-        found.append(gpu_race.race(steps, 2, transport, device, 5))
-        print(json.dumps(found[-2:]), flush=True)
-    found.append(overlapped(steps, device))
-    print(json.dumps(found[-1]), flush=True)
+
+    def note(one):
+        found.append(one)
+        print(json.dumps(one), flush=True)
+
     try:
-        found.append(plans(30 if device == "cuda" else 5, device))
+        note(plans(30 if device == "cuda" else 5, device))
     except ImportError as error:
-        found.append({"plans": 0, "wrong": 0, "not run": str(error)})
-    print(json.dumps(found[-1]), flush=True)
+        note({"plans": 0, "wrong": 0, "not run": str(error)})
+    note(overlapped(min(steps, 60), device))
+    for transport in ("copy",) if device == "cpu" else ("graph", "copy"):
+        note(gpu_ahead.race(steps, device, transport, 2, 5))
+        note(gpu_race.race(steps, 2, transport, device, 5))
     return int(any(one["wrong"] for one in found))
 
 
@@ -118,7 +120,7 @@ def checked(tool, name, args):
     """What one tool says of ``--work``."""
     command = [
         tool, "--tool", name, "--error-exitcode", str(FOUND_ERRORS), sys.executable, "-P", __file__, "--work",
-        "--steps", str(args.steps),
+        "--steps", str(args.racecheck_steps if name == "racecheck" else args.steps),
     ]  # fmt: skip
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -144,6 +146,7 @@ def main(argv):
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of --work")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--tools", default="memcheck,racecheck")
+    parser.add_argument("--racecheck-steps", type=int, default=30, help="of racecheck, under which a step takes long")
     parser.add_argument("--limit", type=float, default=100, help="seconds for each tool")
     parser.add_argument("--save", type=Path, help="the result file, JSON")
     args = parser.parse_args(argv)

@@ -237,7 +237,7 @@ class MetadataBuilder(RunsAhead, Uncopied):
                 return self._assembly.arrange(None, scheduled, query_len)[1]
             self._refuse_while_capturing("build")
             if self._overlap is not None:
-                self._overlap.overlapped = overlapped
+                self._overlap.begin(overlapped, self._assembly.plans_on_host(shape))
             return self._answer(self._assembly.build(shape, scheduled, query_len, one_of_each))
 
     def capture(self, num_reqs: int, query_len: int = 1) -> StepMetadata:

@@ -9,12 +9,14 @@ many tokens were rejected. Each row of the new step carries the row that its req
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from attncore import arguments
+from attncore.abstract.backend import AttentionBackend
 from attncore.array_arguments import not_by_address
 from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.persistent.group_backends import Backends
@@ -50,6 +52,8 @@ class Overlap:
     def __init__(
         self, backends: Backends, max_num_reqs: int, num_rejected: Any, ranks: ContextParallel | None, depth: int
     ) -> None:
+        self._exact = _exact(backends)
+        """Names of the groups whose backends plan by exact lengths, where the host plans."""
         _check(backends, max_num_reqs, num_rejected, ranks)
         self.num_rejected = num_rejected
         self.overlapped = False
@@ -58,6 +62,21 @@ class Overlap:
         self._bounded: dict[int, bool] = {}
         """Of the last steps, those whose host arrays are valid: whether their lengths are bounds."""
         self._all = np.arange(max_num_reqs, dtype=np.int32)
+
+    def begin(self, overlapped: bool, planned_on_host: Sequence[str]) -> None:
+        """Says whether the next step is overlapped. ``planned_on_host``: the groups whose plans of it the host makes.
+
+        ValueError where a backend among theirs needs exact lengths, which the host does not have.
+        """
+        if overlapped and self._exact:
+            name = next((self._exact[group] for group in planned_on_host if group in self._exact), None)
+            if name is not None:
+                raise ValueError(
+                    f"overlapped: backend {name!r} needs exact lengths for a plan on the host, and the host would plan "
+                    "this step; take a captured size that plans itself (a graph with metadata.record()), or call "
+                    "batch.rollback_many with the last step's verdicts first and build without overlapped"
+                )
+        self.overlapped = overlapped
 
     def fill(self, metadata: StepMetadata, out: npt.NDArray[np.int32]) -> None:
         """Writes ``previous_rows`` int32[n]: the row in the last step, -1 where the length is exact."""
@@ -115,11 +134,21 @@ def _check(backends: Backends, max_num_reqs: int, num_rejected: Any, ranks: Cont
     _check_tensor(num_rejected, max_num_reqs, backends.device)
     if ranks is not None:
         raise ValueError("num_rejected: not with context_parallel; which rank keeps a token depends on exact lengths")
-    for backend in backends.by_group.values():
-        if backend is not None and backend.spec is not None and backend.spec.host_lengths == "exact":
+    for group, name in _exact(backends).items():
+        backend = backends.by_group[group]
+        if not backend.has_plan or type(backend).record_plan is AttentionBackend.record_plan:
             raise ValueError(
-                f"num_rejected: backend {backend.name!r} needs exact lengths on the host; choose one that takes bounds"
+                f"num_rejected: backend {name!r} needs exact lengths on the host; choose one that takes bounds"
             )
+
+
+def _exact(backends: Backends) -> dict[str, str]:
+    """The groups whose backends need exact lengths on the host, and the names of these."""
+    return {
+        group: backend.name
+        for group, backend in backends.by_group.items()
+        if backend is not None and backend.spec is not None and backend.spec.host_lengths == "exact"
+    }
 
 
 def _check_tensor(num_rejected: Any, max_num_reqs: int, device: str) -> None:

@@ -10,6 +10,7 @@ import sys
 from functools import partial
 
 import flashinfer_standin as standin
+import pytest
 import torch
 from attn_flashinfer import backend as plugin
 from attn_flashinfer import device_plan, wrappers
@@ -99,7 +100,79 @@ def steps_ahead_are_planned_each():
     assert not torch.equal(outputs_of_steps("device", inputs, plans_once=True), wanted), "no new plan, and nothing said"
 
 
+class LayerAgain:
+    """In place of a captured graph: what is recorded, and the layer over ``tensors``, again at each replay."""
+
+    def __init__(self, impl, cache, metadata):
+        self.impl, self.cache, self.metadata, self.tensors, self.output = impl, cache, metadata, (), None
+
+    def replay(self):
+        self.metadata.record()
+        self.metadata.forget_step()
+        self.output = self.impl.forward(*self.tensors, self.cache, self.metadata).clone()
+
+
+def outputs_of_drafts(plan, inputs, verdicts, *, waits):
+    """Of three rows of three tokens each, some of which are rejected. ``waits``: a step is built when the verdicts of
+    the last one have reached the host; else while it runs, by lengths that only the device knows exactly.
+    """
+    backend = standin.backend(standin.Recorder("0.7.2"), block_size=128, options={"plan": plan})
+    impl = backend.impl("layer", scale=0.125)
+    batch = InputBatch(max_num_reqs=4, max_model_len=4096, block_size=128)
+    for row, length in enumerate((251, 1402, 120)):
+        batch.add_request(row, range(1 + 32 * row, 33 + 32 * row), length)
+    rejected = torch.zeros(4, dtype=torch.int32)
+    builder = MetadataBuilder(
+        batch, backend, max_num_batched_tokens=16, decode_threshold=3, num_rejected=rejected, transport="copy"
+    )
+    cache = torch.zeros(97, 2, 128, 2, 64, dtype=torch.bfloat16)
+    cache.normal_(generator=torch.Generator().manual_seed(0))
+    metadata = builder.capture(4, 3)
+    graph = LayerAgain(impl, cache.clone(), metadata)
+    if plan == "device":
+        graph.tensors = inputs[0]
+        impl.forward(*inputs[0], graph.cache, metadata)
+        graph.replay()  # the capture
+    graph.cache, found, late = cache, [], None
+    for tensors, counts in zip(inputs, verdicts, strict=True):
+        if waits and late is not None:
+            batch.rollback_many(late)
+        step = builder.build(query_len=3, bucket=4, overlapped=not waits and late is not None)
+        if not waits and late is not None:
+            assert builder.host_lengths(step) == "bounded"
+            batch.rollback_many(late)
+        graph.tensors = tensors
+        if plan == "device":
+            step.replay(graph)
+            found.append(graph.output[:9])
+        else:
+            found.append(impl.forward(*tensors, cache, step).clone()[:9])
+        rejected[:3] = torch.tensor(counts, dtype=torch.int32)
+        late = dict(enumerate(counts))
+    return torch.stack(found), builder
+
+
+def overlapped_steps_are_planned_by_exact_lengths():
+    plugin.is_capturing = lambda device: True
+    generator = torch.Generator().manual_seed(2)
+    inputs = [[torch.randn(12, heads, 64, generator=generator).bfloat16() for heads in (4, 2, 2)] for _ in range(8)]
+    verdicts = torch.randint(0, 3, (8, 3), generator=generator).tolist()
+    wanted, _ = outputs_of_drafts("host", inputs, verdicts, waits=True)
+    found, builder = outputs_of_drafts("device", inputs, verdicts, waits=False)
+    assert torch.equal(found, wanted)
+    none = [[0, 0, 0] for _ in verdicts]
+    assert not torch.equal(outputs_of_drafts("device", inputs, none, waits=False)[0], wanted), "verdicts are not read"
+    builder.release(4)
+    builder.capture(4, 3)  # and no graph
+    before = builder.last_step
+    for bucket in (4, None):  # both are the host's to plan, which has bounds alone
+        with pytest.raises(ValueError, match="backend 'flashinfer' needs exact lengths for a plan on the host"):
+            builder.build(query_len=3, bucket=bucket, overlapped=True)
+        assert builder.last_step == before
+
+
 steps_ahead_are_planned_each()
+overlapped_steps_are_planned_by_exact_lengths()
 plugin.is_capturing = is_capturing
 kernels = {"tensor_cores": (1, 3), "cuda_cores": (1,)}
 for kernel, window in itertools.product(kernels, (None, 9)):

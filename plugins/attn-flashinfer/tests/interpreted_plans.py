@@ -34,9 +34,9 @@ def facts() -> PlanFacts:
     )
 
 
-def batch(rows: int) -> list[int]:
-    most = draw.choice((1, 7, 60, 900))
-    kind = draw.randrange(6)
+def batch(rows: int, kind: int | None) -> list[int]:
+    most = 900 if kind is not None else draw.choice((1, 7, 60, 900))
+    kind = draw.randrange(6) if kind is None else kind
     counts = {
         0: lambda _: most,
         1: lambda _: 1,
@@ -49,8 +49,10 @@ def batch(rows: int) -> list[int]:
 
 
 seen = set()
-for _ in range(BATCHES):
-    one = facts()
+for number in range(BATCHES):
+    one, searched = facts(), number % 3 == 0  # fewer rows than blocks, of many pages each
+    if searched:
+        one = PlanFacts(draw.choice((8, 33, 64)), 1, 4, 1, 16, tensor_cores=draw.random() < 0.5, processors=132)
     sizes = Sizes(
         one.num_reqs, one.query_len, one.num_heads, one.num_kv_heads, one.page_size, one.window_left, one.processors
     )
@@ -59,7 +61,7 @@ for _ in range(BATCHES):
     both = [one, PlanFacts(**{**vars(one), "window_left": -1})]
     expected = [torch.zeros(NBYTES, dtype=torch.uint8) for _ in both]
     written = [torch.full((NBYTES,), 0x7F, dtype=torch.uint8) for _ in both]
-    indptr = batch(one.num_reqs)
+    indptr = batch(one.num_reqs, 2 if searched else None)
     layouts, rows = [], []
     for each, memory, empty in zip(both, expected, written, strict=True):
         each_sizes = sizes._replace(window_left=each.window_left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 from importlib.util import find_spec
 from typing import Any
@@ -30,12 +31,13 @@ class Road:
     """A builder over a backend of its own, which plans captured decodes on the device or on the host."""
 
     def __init__(
-        self, plan: str, decode: str, tokens: int, windows: tuple[int | None, ...], transport: str, caches: list[Any]
-    ) -> None:
+        self, plan: str, decode: str, tokens: int, windows: tuple[int | None, ...], transport: str, caches: list[Any],
+        *, branch: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
         try:
             choice = attncore.select(
                 num_heads=8, num_kv_heads=2, head_size=64, dtype="bfloat16", block_size=PAGE, backend="flashinfer",
-                options={"flashinfer": {"plan": plan, "decode": decode}},
+                options={"flashinfer": {"plan": plan, "decode": decode, "plan_branch": branch}},
             )  # fmt: skip
         except NoBackendError as error:
             if "have to be compiled" not in str(error):
@@ -46,8 +48,9 @@ class Road:
         self.impls = [self.backend.impl(f"{w}", scale=0.125, sliding_window=w) for w in windows]
         self.batch = InputBatch(max_num_reqs=ROWS, max_model_len=LONGEST, block_size=PAGE, num_blocks=BLOCKS)
         self.builder = MetadataBuilder(
-            self.batch, self.backend, max_num_batched_tokens=512, decode_threshold=tokens, transport=transport
-        )
+            self.batch, self.backend, max_num_batched_tokens=512, decode_threshold=tokens, transport=transport,
+            **options,
+        )  # fmt: skip
         self.inputs = [torch.zeros(ROWS * tokens, n, 64, dtype=torch.bfloat16, device="cuda") for n in (8, 2, 2)]
         self.graphs = {size: self.captured(size) for size in reversed(SIZES)}
         self.count()
@@ -81,26 +84,33 @@ class Road:
             outputs = self.layers(metadata)
         return graph, outputs
 
-    def step(self, names: list[str], size: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def step(self, names: list[str], size: int, inputs: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
         for held, new in zip(self.inputs, inputs, strict=True):
             held.copy_(new)
         idle = {name: 0 for name in self.batch.req_ids if name not in names}
-        metadata = self.builder.build(idle, query_len=self.tokens, bucket=size)
+        metadata = self.builder.build(idle, query_len=self.tokens, bucket=size, **options)
         graph, outputs = self.graphs[size]
         metadata.replay(graph)
         torch.cuda.synchronize()
         return [output[: len(names) * self.tokens].clone() for output in outputs]
 
 
-@pytest.mark.parametrize("transport", ["graph", "copy"])
-@pytest.mark.parametrize("layers", WINDOWS)
-@pytest.mark.parametrize(("decode", "tokens"), [("tensor_cores", 1), ("tensor_cores", 4), ("cuda_cores", 1)])
-def test_outputs_are_those_of_plans_of_the_host(decode: str, tokens: int, layers: str, transport: str) -> None:
+@pytest.mark.parametrize(
+    ("decode", "tokens", "layers", "transport", "branch"),
+    [
+        *itertools.product(("tensor_cores",), (1, 4), WINDOWS, ("graph", "copy"), (False,)),
+        *itertools.product(("cuda_cores",), (1,), WINDOWS, ("graph", "copy"), (False,)),
+        *itertools.product(("tensor_cores",), (1, 4), ("two keys",), ("graph",), (True,)),
+    ],
+)
+def test_outputs_are_those_of_plans_of_the_host(
+    decode: str, tokens: int, layers: str, transport: str, branch: bool
+) -> None:
     """Random batches, lengths and sizes; the outputs are equal bit for bit, and the host plans no captured step."""
     windows = WINDOWS[layers]
     caches = [torch.randn(BLOCKS, 2, PAGE, 2, 64, device="cuda").bfloat16() for _ in windows]
     roads = [
-        Road(plan, decode, tokens, windows, transport, [cache.clone() for cache in caches])
+        Road(plan, decode, tokens, windows, transport, [cache.clone() for cache in caches], branch=branch)
         for plan in ("device", "host")
     ]
     device, host = roads
@@ -131,14 +141,16 @@ def test_outputs_are_those_of_plans_of_the_host(decode: str, tokens: int, layers
     assert host.planned == steps * len(windows)
 
 
+@pytest.mark.parametrize("branch", [False, True])
 @pytest.mark.parametrize("transport", ["graph", "copy"])
 @pytest.mark.parametrize("decode", ["tensor_cores", "cuda_cores"])
-def test_steps_ahead_in_one_graph_are_planned_each(decode: str, transport: str) -> None:
+def test_steps_ahead_in_one_graph_are_planned_each(decode: str, transport: str, branch: bool) -> None:
     """A graph of four steps gives, bit for bit, what four steps do that the host plans."""
     windows, size, count = WINDOWS["two keys"], 8, 4
     caches = [torch.randn(BLOCKS, 2, PAGE, 2, 64, device="cuda").bfloat16() for _ in windows]
     device, host = (
-        Road(plan, decode, 1, windows, transport, [cache.clone() for cache in caches]) for plan in ("device", "host")
+        Road(plan, decode, 1, windows, transport, [cache.clone() for cache in caches], branch=branch)
+        for plan in ("device", "host")
     )
     metadata = device.builder.capture(size)
     graph, outputs = new_graph("cuda"), []
@@ -162,6 +174,31 @@ def test_steps_ahead_in_one_graph_are_planned_each(decode: str, transport: str) 
             for found, other in zip(outputs[step], wanted[step], strict=True):
                 assert torch.equal(found[: len(names)], other), f"step {step} of {count}"
     assert device.planned == 0
+
+
+@pytest.mark.parametrize("transport", ["graph", "copy"])
+def test_overlapped_steps_are_planned_by_exact_lengths(transport: str) -> None:
+    """Drafts whose verdicts the host learns a step late give, bit for bit, what a host gives that waits for them."""
+    windows, size, names = WINDOWS["two keys"], 8, [f"{row}.0" for row in range(6)]
+    caches = [torch.randn(BLOCKS, 2, PAGE, 2, 64, device="cuda").bfloat16() for _ in windows]
+    rejected = torch.zeros(ROWS, dtype=torch.int32, device="cuda")
+    late = Road("device", "tensor_cores", 4, windows, transport, [one.clone() for one in caches], num_rejected=rejected)
+    host = Road("host", "tensor_cores", 4, windows, transport, [one.clone() for one in caches])
+    for row, length in enumerate((1500, 3, 127, 1200, 14, 893)):
+        for road in (late, host):
+            road.batch.add_request(names[row], list(range(1 + row * 128, 1 + (row + 1) * 128)), length)
+    draw, verdicts = random.Random(0), dict.fromkeys(names, 0)
+    for number in range(60):
+        inputs = [torch.randn(tensor.shape, device="cuda").bfloat16() for tensor in late.inputs]
+        found = late.step(names, size, inputs, overlapped=number > 0)
+        late.batch.rollback_many(verdicts)  # of the step before: only now
+        host.batch.rollback_many(verdicts)
+        wanted = host.step(names, size, inputs)
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one, other), f"step {number}"
+        verdicts = {name: draw.randrange(4) for name in names}
+        rejected[: len(names)] = torch.tensor(list(verdicts.values()), dtype=torch.int32, device="cuda")
+    assert late.planned == 0
 
 
 def test_a_graph_without_the_plan_is_noticed() -> None:

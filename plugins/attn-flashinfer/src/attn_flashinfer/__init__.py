@@ -25,6 +25,9 @@ OPTIONS = {
         default="auto",
         choices=("auto", "device", "host"),
     ),
+    "plan_branch": Option(
+        bool, "the kernel that plans a captured decode runs beside what comes before its first attention", default=False
+    ),
     "cascade": Option(bool, "read a prefix that many requests share once, in steps without a graph", default=False),
     "workspace_mib": Option(int, "MiB of device memory for split contexts, at first", default=64),
     "max_workspace_mib": Option(int, "MiB beyond which a plan is an error", default=1024),

@@ -49,6 +49,8 @@ class FlashInferBackend(AttentionBackend):
         self.shape = _shape(config, self.kv_cache_torch_dtype(), self.decode_kernel)
         options = config.options
         self._asked_plan = str(options.get("plan", device_plan.AUTO))
+        self._branches = bool(options.get("plan_branch")) and self._is_cuda
+        self._side: Any = None
         self.plan_of_captured, self.why_plan = self._no_plan_yet()
         """Where captured sizes are planned, ``device`` or ``host``, and why; of those captured last."""
         self.workspace = Workspace(
@@ -128,9 +130,9 @@ class FlashInferBackend(AttentionBackend):
         node = sizes[0].device_plan if sizes else None
         if node is None or any(size.device_plan is not node for size in sizes) or not is_capturing(self.config.device):
             return False
-        launch(node)
+        planned = self._beside(node) if self._branches else launch(node)
         for size in sizes:
-            size.run.node = node
+            size.run.node, size.run.planned = node, planned
         return True
 
     def prepare_capture(self, metadata: AttentionMetadata, builder: CommonMetadataBuilder) -> None:
@@ -150,6 +152,16 @@ class FlashInferBackend(AttentionBackend):
         self.num_blocks = max(self.num_blocks, num_blocks)
         self._owner, self._step = _no_owner, -1  # whoever plans next is compared with the pool
         return cache
+
+    def _beside(self, node: DevicePlan) -> Any:
+        """Records ``node`` on a stream of its own, behind all that was recorded; the event that attention waits for."""
+        self._side = self._side or torch.cuda.Stream(self.config.device)  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream())
+        planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._side):
+            launch(node)
+            planned.record()
+        return planned
 
     def _no_plan_yet(self) -> tuple[str, str]:
         if self._asked_plan == device_plan.HOST:

@@ -43,12 +43,16 @@ def _pages_of_a_chunk(counted, longest, real, where):  # type: ignore[no-untyped
     above, below = before // tl.maximum(room, 1) + 1, before // tl.maximum(room - rows, 1) + 1
     low = tl.maximum(tl.where(rows > room, longest, tl.minimum(above, longest)), least)
     high = tl.where(rows < room, tl.minimum(below, longest), longest)
-    while low < high:
-        middle = (low + high) // 2
-        if tl.sum(tl.where(real, (counted + middle - 1) // middle, 0), axis=0) > room:
-            low = middle + 1
-        else:
-            high = middle
+    while low < high:  # three sizes at once: of each there are at most as many chunks as rows and room, in 21 bits
+        quarter, half = (high - low) // 4, (high - low) // 2
+        first, second, third = low + quarter, low + half, low + half + quarter
+        chunks = ((counted + first - 1) // first).to(tl.int64)
+        chunks += ((counted + second - 1) // second).to(tl.int64) << 21
+        chunks += ((counted + third - 1) // third).to(tl.int64) << 42
+        sums = tl.sum(tl.where(real, chunks, 0), axis=0)
+        one, two, three = (sums & 0x1FFFFF) <= room, (sums >> 21 & 0x1FFFFF) <= room, (sums >> 42) <= room
+        low = tl.where(one, low, tl.where(two, first + 1, tl.where(three, second + 1, third + 1)))
+        high = tl.where(one, first, tl.where(two, second, tl.where(three, third, high)))
     return low
 
 
@@ -122,4 +126,7 @@ def write_plans(indptr: Any, table: Any, num_rows: int) -> None:
     ``indptr`` int32[num_rows + 1] on the device: where a row's pages start; the only thing that is read of a step.
     """
     rows = max(triton.next_power_of_2(num_rows), _SMALLEST)
-    _write_plans[(len(table),)](indptr, table, num_rows, rows=rows, columns=max(_STORED // rows, 1), block=512)
+    _write_plans[(len(table),)](
+        indptr, table, num_rows, rows=rows, columns=max(_STORED // rows, 1), block=512,
+        num_warps=2 if rows == 64 else 4,  # by ../../benchmarks/plan_floor.py, an H200
+    )  # fmt: skip

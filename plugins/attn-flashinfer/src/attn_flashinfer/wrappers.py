@@ -112,10 +112,16 @@ class CapturedRun:
     def __init__(self, run: Callable[..., Any], device: str) -> None:
         self.run, self._device = run, device
         self.node: DevicePlan | None = None
+        self.planned: Any = None
+        """In a capture whose plan is made on a branch: the event of its end, until the first layer has waited."""
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        if self.node is not None and not is_capturing(self._device):
-            self.node()
+        if self.node is not None:
+            if not is_capturing(self._device):
+                self.node()
+            elif self.planned is not None:
+                torch.cuda.current_stream().wait_event(self.planned)
+            self.planned = None
         return self.run(*args, **keywords)
 
 
@@ -209,6 +215,7 @@ class CapturedDecode:
 
     def plan(self, pages: Pages) -> None:
         """Plans a step of the size on the host."""
+        self.run.planned = None  # of a capture in which no layer of this key ran
         self._plan_pages(pages.indptr, pages.last_page_len)
 
     def _plan_pages(self, indptr: Tensor, last_page_len: Tensor) -> None:
