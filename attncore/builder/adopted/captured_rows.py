@@ -19,6 +19,8 @@ class Captured(NamedTuple):
     addresses: tuple[int, ...] | None
     plans_itself: bool = False
     """Whether its graph plans each step on the device."""
+    made: frozenset[str] = frozenset()
+    """The fields on the device that its graph makes."""
 
 
 class CapturedRows:
@@ -64,10 +66,10 @@ class CapturedRows:
         """Makes a size, whose first step has been built, a captured one of tensors in this place."""
         self._sizes[place.num_reqs] = captured._replace(addresses=place.addresses)
 
-    def recorded(self, num_reqs: int, *, plans_itself: bool) -> None:
-        """Says whether the graph of a size plans by itself; nothing of a size that was released since."""
+    def recorded(self, num_reqs: int, *, plans_itself: bool, made: frozenset[str] = frozenset()) -> None:
+        """Says what the graph of a size does by itself; nothing of a size that was released since."""
         if num_reqs in self._sizes:
-            self._sizes[num_reqs] = self._sizes[num_reqs]._replace(plans_itself=plans_itself)
+            self._sizes[num_reqs] = self._sizes[num_reqs]._replace(plans_itself=plans_itself, made=made)
 
     def settle_counts(self, counts: dict[str, int], captured: Captured, place: Place) -> None:
         """Gives the first step of a size the largest possible lengths; of a later one, CaptureError where the engine's
