@@ -15,7 +15,6 @@ compiled call. Medians, microseconds.
 """
 
 import argparse
-import ctypes
 import json
 import statistics
 import sys
@@ -29,6 +28,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from bridge_floor import Floor
 from gpu import machine
 from gpu_work import Flush
 
@@ -63,6 +63,7 @@ class Given:
     query_start_loc_cpu: Any
     seq_lens: Any
     num_reqs: int
+    num_actual_tokens: int
     block_table_tensor: Any
     slot_mapping: Any
     causal: Any = True
@@ -116,7 +117,7 @@ class Engine:
         starts[0] = 0
         np.cumsum(np.ones(rows, np.int32), out=starts[1:])
         return Given(
-            self.starts[: rows + 1], torch.from_numpy(starts[: rows + 1]), self.lengths[:rows], rows,
+            self.starts[: rows + 1], torch.from_numpy(starts[: rows + 1]), self.lengths[:rows], rows, rows,
             self.table[:rows], self.slots[:rows], True, torch.from_numpy(lengths),
         )  # fmt: skip
 
@@ -164,24 +165,6 @@ def launched_nothing(fields):
         )
 
     return call
-
-
-class Floor:
-    """Reads the host's starts and lengths, and fills a step of them: nothing is compared, and no metadata is made."""
-
-    def __init__(self, steps):
-        self._fill, self._types = steps._rows[0].fill, {}
-
-    def _array(self, tensor):
-        count = len(tensor)
-        kind = self._types.get(count)
-        if kind is None:
-            kind = self._types[count] = ctypes.c_int32 * count
-        return kind.from_address(tensor.data_ptr())
-
-    def build(self, common_prefix_len, given):
-        starts, lengths = self._array(given.query_start_loc_cpu), self._array(given.seq_lens_cpu_upper_bound)
-        return self._fill(starts, lengths, given.num_reqs, MODEL_LEN // BLOCK, 1, True, False)
 
 
 def measured(rows, args):

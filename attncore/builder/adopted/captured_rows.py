@@ -19,6 +19,8 @@ class Captured(NamedTuple):
     addresses: tuple[int, ...] | None
     plans_itself: bool = False
     """Whether its graph plans each step on the device."""
+    row_stride: int = 0
+    """That of the engine's block table."""
     made: frozenset[str] = frozenset()
     """The fields on the device that its graph makes."""
 
@@ -64,7 +66,7 @@ class CapturedRows:
 
     def keep(self, captured: Captured, place: Place) -> None:
         """Makes a size, whose first step has been built, a captured one of tensors in this place."""
-        self._sizes[place.num_reqs] = captured._replace(addresses=place.addresses)
+        self._sizes[place.num_reqs] = captured._replace(addresses=place.addresses, row_stride=place.table_stride[0])
 
     def recorded(self, num_reqs: int, *, plans_itself: bool, made: frozenset[str] = frozenset()) -> None:
         """Says what the graph of a size does by itself; nothing of a size that was released since."""
@@ -84,6 +86,11 @@ class CapturedRows:
             raise CaptureError(
                 f"{name}: it lies elsewhere than at the capture of {rows} rows, and the graph reads it there; write to "
                 f"that tensor, or call release({rows}) when the graph is gone"
+            )
+        elif captured.row_stride != place.table_stride[0]:
+            raise CaptureError(
+                f"block_table: rows of stride {place.table_stride[0]} found, and the graph of {place.num_reqs} rows "
+                f"reads them {captured.row_stride} apart; give the view that was captured over"
             )
 
     def _check(self, num_reqs: int, query_len: int) -> None:

@@ -67,6 +67,12 @@ def remember(
     )  # fmt: skip
 
 
+def device_of(backend: Any) -> torch.device:
+    """The device of a backend, numbered where it is a GPU."""
+    device = torch.device(backend.config.device)
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+
+
 def check_ready(device: torch.device) -> None:
     """CaptureError while a stream is capturing, RuntimeError where another device is the current one."""
     if torch.cuda.is_current_stream_capturing():

@@ -14,7 +14,7 @@ from attncore.builder.adopted.device_fields import NOTHING, DeviceFields
 from attncore.builder.adopted.error_texts import refused_step
 from attncore.builder.adopted.given import Given, Place, check_memory, facts_of_tensors, place_of
 from attncore.builder.adopted.host_given import check_blocks
-from attncore.builder.adopted.known_steps import HostArguments, check_ready, known_steps, remember
+from attncore.builder.adopted.known_steps import HostArguments, check_ready, device_of, known_steps, remember
 from attncore.builder.adopted.settings import Batch, check_settings, facts_of
 from attncore.builder.adopted.size import Size, Sizes, new_arrays
 from attncore.builder.adopted.step import AdoptedStep, Owner
@@ -62,7 +62,7 @@ class AdoptedSteps(Uncopied):
         )
         self.backend, self._facts = backend, facts_of(backend)
         self.batch = Batch((KVCacheGroup(ONLY_GROUP, settings.block_size, num_blocks=settings.num_blocks),))
-        self._device = device = _device_of(backend)
+        self._device = device = device_of(backend)
         self._on_cpu, self._cuda = device.type == "cpu", device.type == "cuda"
         self._kernels, self._wrap = load_kernels(kernels), backend.from_host
         self._entrance = self._kernels.Entrance()
@@ -347,8 +347,3 @@ class AdoptedSteps(Uncopied):
         self._plans.record(step % depth)
         self._last_planned = step
         self._planning = False
-
-
-def _device_of(backend: Any) -> torch.device:
-    device = torch.device(backend.config.device)
-    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
