@@ -136,9 +136,8 @@ def bridge(engine, *, known):
 
     builder = Builder()
     steps = builder.steps
-    steps._on_cpu = steps._known.checks = steps._sizes.values["_on_cpu"] = (
-        False  # as on a device: nothing reads the tensors' numbers
-    )
+    # As on a device: nothing reads the numbers of tensors.
+    steps._on_cpu = steps._known.checks = steps._sizes.values["_on_cpu"] = False
     steps._fields._sum_lengths = launched_nothing(steps._fields)
     metadata = builder.build_for_cudagraph_capture(engine.step())
     if known:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from attncore import arguments
-from attncore.abstract import AttentionBackend
 from attncore.builder.checked_backend import check_backend
 from attncore.builder.device.memory import ALIGNMENT
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
@@ -86,7 +85,7 @@ def check_settings(
 def facts_of(backend: Any) -> Facts:
     """What the backend asks of steps."""
     spec, name, plans = backend.spec, backend.name, backend.has_plan
-    records = not plans or getattr(type(backend), "record_plan", None) is not AttentionBackend.record_plan
+    records = not plans or bool(backend._records_plans)
     if spec is None:
         return Facts(
             name, "none", "always", 0, page_list=False, plans=plans, waits_for_last_plan=plans, records=records
