@@ -73,6 +73,32 @@ class AdoptedRows:
         self, starts: _Int32, lengths: _Int32 | None, num_slots: int, columns: int, captured_query_len: int,
         uniform: bool, capturing: bool,
     ) -> dict[str, int] | tuple[int, int]: ...  # fmt: skip
+    def fill_counted(self, num_rows: int, has_lengths: bool) -> None: ...
+
+class KnownStep:
+    def forget(self) -> None: ...
+
+class KnownSteps:
+    checks: bool
+    def __init__(
+        self, capsule: Any, tensor_type: type, metadata_type: type, entrance: Entrance, owner: Any,
+        rows: list[AdoptedRows], max_num_reqs: int, uniform: bool, checks: bool, ready: tuple[Any, Any] | None,
+        device_index: int,
+    ) -> None: ...  # fmt: skip
+    def remember(
+        self, tensors: tuple[Any, ...], kept: Any, given: Any, values: dict[str, Any], host: list[dict[str, _Int32]],
+        query_len: int, quiet: bool,
+    ) -> KnownStep | None: ...  # fmt: skip
+    def forget(self) -> None: ...
+    def last_built(self, step: int) -> tuple[Any, Any, int] | None: ...
+    def quick(
+        self, builder: Any, query_start_loc: Any, seq_lens: Any, block_table: Any, slot_mapping: Any, host_starts: Any,
+        host_lengths: Any, bounded: Any,
+    ) -> Any: ...  # fmt: skip
+    def step(
+        self, builder: Any, query_start_loc: Any, seq_lens: Any, block_table: Any, slot_mapping: Any, host_starts: Any,
+        host_lengths: Any, bounded: Any,
+    ) -> Any: ...  # fmt: skip
 
 class ColumnState:
     def __init__(

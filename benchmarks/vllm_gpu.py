@@ -8,6 +8,10 @@ eager or with the graphs of FULL_DECODE_ONLY. ``--without-compiled-code`` runs v
 operators are then torch's, on both sides of each comparison. Tokens are compared with those of the first run, and
 judged by transformers: the largest gap between a token's logit and the best one. attncore's ``build`` runs under
 torch's sync debug mode, in which what waits for the device is an error; ``--no-sync-check`` leaves that out.
+
+Beside each ``build`` of attncore's runs the floor of a bridge (benchmarks/bridge_floor.py) over the same arguments, by
+turns before it and behind it: who is second finds part of what it reads in the caches. ``build_us_first`` and
+``floor_us_first`` are the medians of those that were first.
 """
 
 import argparse
@@ -23,6 +27,7 @@ import time
 import types
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
 LENGTHS = (5, 17, 40, 100, 3, 200, 33, 100)
 VOCABULARY = 4096
 SHAPES = {
@@ -130,28 +135,72 @@ def _store(*arguments):
     triton_reshape_and_cache_flash(*arguments)
 
 
-def watch_builds(backend, check_sync):
-    """A list to which each call of the backend's ``build`` adds its seconds; none of them may wait for the device."""
-    import torch
+class Watch:
+    """Notes the seconds of each ``build`` of a backend's builder, and of the floor beside those of attncore's."""
 
-    module, name = OWN_BUILDERS.get(backend, ("", ""))
-    path = f"vllm.v1.attention.backends.{module}" if module else "attncore.integrations.vllm.metadata_builder"
-    kind = getattr(importlib.import_module(path), name or "AttncoreMetadataBuilder")
-    build, calls = kind.build, []
+    def __init__(self, backend, check_sync):
+        module, name = OWN_BUILDERS.get(backend, ("", ""))
+        path = f"vllm.v1.attention.backends.{module}" if module else "attncore.integrations.vllm.metadata_builder"
+        kind = getattr(importlib.import_module(path), name or "AttncoreMetadataBuilder")
+        self.calls, self.floors, self._floors, self._turn = [], [], {}, 0
+        build, ours, watch = kind.build, not module, self
 
-    def watched(self, *arguments, **options):
+        def watched(builder, prefix, given, *more, **options):
+            return watch.both(builder, build, check_sync, ours, (prefix, given, *more), options)
+
+        kind.build = watched
+
+    def clear(self):
+        self.calls.clear()
+        self.floors.clear()
+
+    def both(self, builder, build, check_sync, ours, given, options):
+        self._turn += 1
+        first = self._turn % 2 == 0
+        if ours and first:
+            self.floor(builder, given, first=True)
+        metadata = self.build(builder, build, check_sync and ours, given, options, first=not first or not ours)
+        if ours and not first:
+            self.floor(builder, given, first=False)
+        return metadata
+
+    def build(self, builder, build, check_sync, given, options, *, first):
+        import torch
+
         before = torch.cuda.get_sync_debug_mode()
-        if check_sync and not module:
+        if check_sync:  # none of attncore's may wait for the device
             torch.cuda.set_sync_debug_mode("error")
         start = time.perf_counter()
         try:
-            return build(self, *arguments, **options)
+            return build(builder, *given, **options)
         finally:
-            calls.append(time.perf_counter() - start)
+            self.calls.append((time.perf_counter() - start, first))
             torch.cuda.set_sync_debug_mode(before)
 
-    kind.build = watched
-    return calls
+    def floor(self, builder, given, *, first):
+        if given[1].seq_lens_cpu_upper_bound is None:
+            return
+        floor = self._floors.get(id(builder))
+        if floor is None:
+            from bridge_floor import Floor
+
+            floor = self._floors[id(builder)] = Floor(builder.steps)
+        start = time.perf_counter()
+        floor.build(*given[:2])
+        self.floors.append((time.perf_counter() - start, first))
+
+    def found(self):
+        """Microseconds of the calls since ``clear``."""
+        of = {"build": self.calls, "floor": self.floors}
+        found = {}
+        for name, calls in of.items():
+            times, firsts = sorted(taken for taken, _ in calls), [taken for taken, first in calls if first]
+            if times:
+                found[f"{name}_us_lower_quartile"] = round(1e6 * times[len(times) // 4], 1)
+                found[f"{name}_us_median"] = round(1e6 * statistics.median(times), 1)
+            if firsts:
+                found[f"{name}_us_first"] = round(1e6 * statistics.median(firsts), 1)
+        return found
 
 
 def run(arguments):
@@ -163,7 +212,7 @@ def run(arguments):
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    calls = watch_builds(arguments.backend, arguments.sync_check)
+    watch = Watch(arguments.backend, arguments.sync_check)
     most = max(arguments.concurrent)
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if size <= most]
     modes = (
@@ -198,19 +247,13 @@ def run(arguments):
     for count in arguments.concurrent:
         rounds = []
         for _ in range(3):
-            calls.clear()
+            watch.clear()
             torch.cuda.synchronize()
             start = time.perf_counter()
             generate(timed_prompts(count), 64)
-            seconds, times = time.perf_counter() - start, sorted(calls)
-            rounds.append(
-                {
-                    "tokens_per_s": round(count * 64 / seconds),
-                    "build_us_lower_quartile": round(1e6 * times[len(times) // 4], 1),
-                    "build_us_median": round(1e6 * statistics.median(times), 1),
-                    "steps": len(times),
-                }
-            )
+            seconds = time.perf_counter() - start
+            rate = round(count * 64 / seconds)
+            rounds.append({"tokens_per_s": rate, **watch.found(), "steps": len(watch.calls)})
         found["rates"][count] = rounds
     Path(arguments.out).write_text(json.dumps(found))
     del kept

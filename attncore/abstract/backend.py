@@ -182,6 +182,11 @@ class AttentionBackend(FirstGenerationNames, ABC):
         cls = type(self)
         return (cls.plan, cls.plan_layers) != (AttentionBackend.plan, AttentionBackend.plan_layers)
 
+    @property
+    def _records_plans(self) -> bool:
+        """Whether this class overrides ``record_plan``."""
+        return type(self).record_plan is not AttentionBackend.record_plan
+
     def check_metadata(self, metadata: AttentionMetadata) -> None:
         """ValueError that names a field which ``metadata`` lacks and the spec declares as read (``host_needs``,
         ``device_needs``).

@@ -19,6 +19,10 @@ class Captured(NamedTuple):
     addresses: tuple[int, ...] | None
     plans_itself: bool = False
     """Whether its graph plans each step on the device."""
+    row_stride: int = 0
+    """That of the engine's block table."""
+    made: frozenset[str] = frozenset()
+    """The fields on the device that its graph makes."""
 
 
 class CapturedRows:
@@ -62,12 +66,12 @@ class CapturedRows:
 
     def keep(self, captured: Captured, place: Place) -> None:
         """Makes a size, whose first step has been built, a captured one of tensors in this place."""
-        self._sizes[place.num_reqs] = captured._replace(addresses=place.addresses)
+        self._sizes[place.num_reqs] = captured._replace(addresses=place.addresses, row_stride=place.table_stride[0])
 
-    def recorded(self, num_reqs: int, *, plans_itself: bool) -> None:
-        """Says whether the graph of a size plans by itself; nothing of a size that was released since."""
+    def recorded(self, num_reqs: int, *, plans_itself: bool, made: frozenset[str] = frozenset()) -> None:
+        """Says what the graph of a size does by itself; nothing of a size that was released since."""
         if num_reqs in self._sizes:
-            self._sizes[num_reqs] = self._sizes[num_reqs]._replace(plans_itself=plans_itself)
+            self._sizes[num_reqs] = self._sizes[num_reqs]._replace(plans_itself=plans_itself, made=made)
 
     def settle_counts(self, counts: dict[str, int], captured: Captured, place: Place) -> None:
         """Gives the first step of a size the largest possible lengths; of a later one, CaptureError where the engine's
@@ -82,6 +86,11 @@ class CapturedRows:
             raise CaptureError(
                 f"{name}: it lies elsewhere than at the capture of {rows} rows, and the graph reads it there; write to "
                 f"that tensor, or call release({rows}) when the graph is gone"
+            )
+        elif captured.row_stride != place.table_stride[0]:
+            raise CaptureError(
+                f"block_table: rows of stride {place.table_stride[0]} found, and the graph of {place.num_reqs} rows "
+                f"reads them {captured.row_stride} apart; give the view that was captured over"
             )
 
     def _check(self, num_reqs: int, query_len: int) -> None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attncore.builder.adopted.given import Given
     from attncore.builder.adopted.settings import Settings
 
@@ -25,6 +27,10 @@ _SUMS = frozenset(SUMS)
 NOTHING: frozenset[str] = frozenset()
 
 
+def _nothing() -> None:
+    pass
+
+
 class DeviceFields:
     """The fixed memory of the fields that are made on ``device``; all work is on the current stream."""
 
@@ -32,6 +38,8 @@ class DeviceFields:
         self.device, self._settings = device, settings
         self.live = _SUMMED if page_list else NOTHING
         """Fields that each step makes."""
+        self.changed: Callable[[], None] = _nothing
+        """Called before there are more of them."""
         self.written = NOTHING
         """Fields that the step under way, or the last one, has written; ``NOTHING`` is set before a step."""
         self._sum_lengths: Any = None
@@ -84,13 +92,15 @@ class DeviceFields:
             "seq_start_loc": words[2 * gap : 2 * gap + num_reqs + 1],
         }
 
-    def make(self, given: Given, longest: int, names: frozenset[str] | None = None) -> None:
-        """Makes fields of a step: ``names``, or what is asked for and its plan has not made already.
+    def make(
+        self, given: Given, longest: int, names: frozenset[str] | None = None, but: frozenset[str] = NOTHING
+    ) -> None:
+        """Makes fields of a step: ``names``, or what is asked for and its plan has not made already, without ``but``.
 
         ``longest`` bounds its rows' keys.
         """
         if names is None:
-            names = self.live - self.written if self.written else self.live
+            names = self.live - self.written - but if self.written or but else self.live
         self.written = self.written | names if self.written else names  # first: an interrupted call may write them
         if not names.isdisjoint(_SUMMED):
             self._make_sums(given, longest, gathers="paged_kv_indices" in names)
@@ -111,6 +121,7 @@ class DeviceFields:
         else:
             self._buffer(name)
         self.make(given, longest, names)
+        self.changed()
         self.live |= names  # last: what is not made must not count as made
 
     def lend(self, given: Given, seq_lens: torch.Tensor, least: int) -> None:
@@ -123,9 +134,13 @@ class DeviceFields:
 
         ``kept``: as the engine gave them.
         """
-        if "seq_lens" in self.written and given.seq_lens is not kept.seq_lens:
+        self.remake(given, kept, longest, self.written & (self.live | {"seq_lens"}), least=least)
+
+    def remake(self, given: Given, kept: Given, longest: int, names: frozenset[str], *, least: int) -> None:
+        """Makes ``names`` of a step; ``seq_lens`` among them are those of ``kept``, the engine's, lent keys."""
+        if "seq_lens" in names and given.seq_lens is not kept.seq_lens:
             self.lend(given, kept.seq_lens, least)
-        self.make(given, longest, self.live & self.written)
+        self.make(given, longest, names - {"seq_lens"})
 
     def other(self, name: str, given: Given) -> torch.Tensor:
         """The view of a field of OF_ROWS or OF_TOKENS in a step, or of ``seq_lens`` where padded rows are lent keys."""

@@ -50,6 +50,8 @@ class Facts(NamedTuple):
     plans: bool
     waits_for_last_plan: bool
     """Whether its library plans into one buffer."""
+    records: bool
+    """Whether a captured size's graph may do all that a step needs on the device: nothing else plans it."""
 
 
 def check_settings(
@@ -83,8 +85,11 @@ def check_settings(
 def facts_of(backend: Any) -> Facts:
     """What the backend asks of steps."""
     spec, name, plans = backend.spec, backend.name, backend.has_plan
+    records = not plans or bool(backend._records_plans)
     if spec is None:
-        return Facts(name, "none", "always", 0, page_list=False, plans=plans, waits_for_last_plan=plans)
+        return Facts(
+            name, "none", "always", 0, page_list=False, plans=plans, waits_for_last_plan=plans, records=records
+        )
     return Facts(
         name,
         spec.host_lengths,
@@ -93,4 +98,5 @@ def facts_of(backend: Any) -> Facts:
         page_list="paged_kv_indices" in spec.device_needs,
         plans=plans,
         waits_for_last_plan=plans and spec.plan_staging == "shared",
+        records=records,
     )

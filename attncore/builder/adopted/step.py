@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore import env
-from attncore.builder.adopted.device_fields import MADE, OF_ROWS, OF_TOKENS, SUMS
+from attncore.builder.adopted.device_fields import MADE, NOTHING, OF_ROWS, OF_TOKENS, SUMS
 from attncore.builder.device_slices import DeviceView
 from attncore.builder.fields import ARRAYS, DERIVED, FIELDS, no_such_field
 from attncore.builder.metadata import CommonAttentionMetadata
@@ -128,12 +128,18 @@ class AdoptedStep(CommonAttentionMetadata):
     """``exact``, ``bounded`` or ``none``: what the host knows of the lengths."""
     refused = False
     """Whether its build failed: a plan may have kept it."""
+    _deferred: frozenset[str] = NOTHING
+    """Fields that the graph of its size makes when it is replayed."""
     _given: Given
     _fields: DeviceFields
     _owner: Any
 
     _arrays: dict[str, npt.NDArray[Any]]
     """The host arrays, of which ``host`` is made when it is first asked for."""
+    _shared: Mapping[str, Any] = MappingProxyType({})
+    """What all steps of its size have, where it was built in one call: it has these itself once they are asked for."""
+    _rows: Any = None
+    """What fills them then, where they are not."""
     _on_cpu: bool
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -143,12 +149,17 @@ class AdoptedStep(CommonAttentionMetadata):
 
         def __getattr__(self, name: str) -> Any:
             # Called only for missing attributes: what is made on demand.
-            if name == "host":
+            if name in self._shared:
+                value = self._shared[name]
+            elif name == "host":
                 value = self._made_host()
             elif name.startswith("_") or name not in ARRAYS:
                 raise no_such_field(type(self).__name__, name)
             elif name in DERIVED:
                 value = FIELDS[name].derive(self)
+            elif name == "seq_lens":
+                self.settle()
+                value = self._given.seq_lens
             elif name in MADE:
                 value = self._made(name)
             else:
@@ -157,10 +168,12 @@ class AdoptedStep(CommonAttentionMetadata):
             return value
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *MADE, *DERIVED})
+        return sorted({*super().__dir__(), *MADE, *DERIVED, *self._shared, "seq_lens"})
 
     def _made_host(self) -> AdoptedHost:
-        arrays, given = self._arrays, self._given
+        arrays, given, owner = self._arrays, self._given, self._owner
+        if self._rows is not None and owner.last_step - self.step <= owner.ring.depth:  # else a later step has them
+            self._rows.fill_counted(self.num_reqs, self.lengths != "none")
         if self.lengths == "none":
             arrays = {name: arrays[name] for name in OF_STARTS}
         if self._on_cpu:
@@ -176,6 +189,7 @@ class AdoptedStep(CommonAttentionMetadata):
                 f"metadata: {name} was asked for of a step whose build failed, and what lies there is of step {last}; "
                 "use metadata that a build returned"
             )
+        self.settle()
         if name not in fields.live and last > self.step:
             raise AttncoreError(
                 f"metadata: {name} of step {self.step} was first asked for after step {last} was built, whose it "
@@ -187,6 +201,21 @@ class AdoptedStep(CommonAttentionMetadata):
         if name in OF_ROWS or name in OF_TOKENS:
             return fields.other(name, given)
         return fields.page_buffer[: self._bound_of_pages()]
+
+    def defer(self, names: frozenset[str]) -> None:
+        """The graph of its size makes ``names``, before it reads them."""
+        if names:
+            values = self.__dict__
+            values["_deferred"] = names
+            for name in names:
+                values.pop(name, None)  # whoever reads it elsewhere has it made: ``__getattr__``
+
+    def settle(self) -> None:
+        """Makes at once what the graph of its size makes, for who reads it elsewhere; nothing behind a later step."""
+        names, owner = self._deferred, self._owner
+        if names and not self.refused and owner.last_step <= self.step:
+            owner.builder._settle(self, names)
+            self.__dict__["_deferred"] = NOTHING
 
     def _bound_of_pages(self) -> int:
         """How many page indices the step has, or at most has where the host knows bounds alone."""
@@ -206,7 +235,9 @@ class AdoptedStep(CommonAttentionMetadata):
 
     def record(self) -> None:
         """As of a step of MetadataBuilder, called first inside a capture: what plans each step of the size on the
-        device, where the backend can (``AttentionBackend.record_plan``). Without it the host plans each step.
+        device, where the backend can (``AttentionBackend.record_plan``), and what makes its fields there. Without it
+        the host does both in each step. Outside a capture, before layers run over a step of a captured size without
+        its graph: makes what the graph would have made.
         """
         self._owner.record(self)
 

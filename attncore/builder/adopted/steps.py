@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from attncore import arguments, graphs
-from attncore.builder.adopted.captured_rows import CapturedRows
+from attncore.builder.adopted.captured_rows import Captured, CapturedRows
 from attncore.builder.adopted.device_fields import NOTHING, DeviceFields
 from attncore.builder.adopted.error_texts import refused_step
 from attncore.builder.adopted.given import Given, Place, check_memory, facts_of_tensors, place_of
-from attncore.builder.adopted.host_given import HostLengths, HostStarts, check_agreement, check_blocks
+from attncore.builder.adopted.host_given import check_blocks
+from attncore.builder.adopted.known_steps import HostArguments, check_ready, device_of, known_steps, remember
 from attncore.builder.adopted.settings import Batch, check_settings, facts_of
-from attncore.builder.adopted.size import Size, new_arrays
+from attncore.builder.adopted.size import Size, Sizes, new_arrays
 from attncore.builder.adopted.step import AdoptedStep, Owner
 from attncore.builder.device.memory import Readers
 from attncore.builder.persistent.kv_cache_group import ONLY_GROUP, KVCacheGroup
@@ -23,8 +24,6 @@ from attncore.builder.uncopied import Uncopied
 from attncore.errors import ConcurrentUseError
 from attncore.kernels import KernelsName, load_kernels
 from attncore.show import angled, counted, guarded, short
-
-_NONE = (None, None)
 
 _KEPT: list[Any] = []
 """Memory of AdoptedSteps that were dropped while graphs read it."""
@@ -63,7 +62,7 @@ class AdoptedSteps(Uncopied):
         )
         self.backend, self._facts = backend, facts_of(backend)
         self.batch = Batch((KVCacheGroup(ONLY_GROUP, settings.block_size, num_blocks=settings.num_blocks),))
-        self._device = device = _device_of(backend)
+        self._device = device = device_of(backend)
         self._on_cpu, self._cuda = device.type == "cpu", device.type == "cuda"
         self._kernels, self._wrap = load_kernels(kernels), backend.from_host
         self._entrance = self._kernels.Entrance()
@@ -80,18 +79,24 @@ class AdoptedSteps(Uncopied):
             for arrays in self._arrays
         ]  # fmt: skip
         self._fields = DeviceFields(device, settings, page_list=self._facts.page_list)
-        self._sizes: dict[int, Size] = {}
-        self._found: dict[int, Size] = {}
-        """By the rows that an engine gave, padding counted: the size of the last such step."""
         self._last: Any = None
         """What the last step's fields on the device were made from, as ``DeviceFields.restore`` takes it."""
-        self._host_starts, self._host_lengths = HostStarts(), HostLengths(self._facts)
+        self._host = HostArguments(self._facts)
         self._captured = CapturedRows(self._facts, settings)
         self._owner = Owner(self, settings.depth)
+        self._sizes = Sizes(
+            self._fields, self._arrays, page_list=self._facts.page_list, lends=self._facts.pad_seq_len > 0,
+            values={"_owner": self._owner, "_fields": self._fields, "_wrap": self._wrap, "_on_cpu": self._on_cpu},
+        )  # fmt: skip
         self._plans = Readers(device.type, settings.depth)
         self._last_planned = -1  # steps of sizes whose graph plans by itself are not among them
         self._planning = False
         self._keeper: Any = None
+        self._known = known_steps(
+            self._kernels, device, self._entrance, self._owner, self._rows, settings.max_num_reqs,
+            uniform=self._uniform,
+        )  # fmt: skip
+        self._fields.changed = self._known.forget
 
     @guarded
     def __repr__(self) -> str:
@@ -134,6 +139,7 @@ class AdoptedSteps(Uncopied):
         """
         num_reqs, query_len = arguments.integer("num_reqs", num_reqs, 1), arguments.integer("query_len", query_len, 1)
         with self._entrance.enter():
+            self._known.forget()
             self._captured.register(num_reqs, query_len)
             self._keep_memory()
 
@@ -141,6 +147,7 @@ class AdoptedSteps(Uncopied):
         """Releases a captured size whose graph was destroyed: it may be captured again."""
         num_reqs = arguments.integer("num_reqs", num_reqs, 1)
         with self._entrance.enter():
+            self._known.forget()
             self._captured.release(num_reqs)
             if not self.captured and self._keeper is not None:
                 self._keeper.detach()
@@ -176,6 +183,12 @@ class AdoptedSteps(Uncopied):
         older step's arrays are as they were. Where the plan failed, or the call was interrupted, fields on the device
         that had been written are made again from the last step's tensors, and metadata that the plan kept makes none.
         """
+        if capturing is False:
+            known: AdoptedStep | None = self._known.quick(
+                self, query_start_loc, seq_lens, block_table, slot_mapping, host_query_start_loc, host_seq_lens, bounded
+            )
+            if known is not None:
+                return known
         with self._entrance.enter():
             return self._build(
                 (query_start_loc, seq_lens, block_table, slot_mapping), host_query_start_loc, host_seq_lens, bounded,
@@ -183,24 +196,56 @@ class AdoptedSteps(Uncopied):
             )  # fmt: skip
 
     def _build(
-        self, tensors: tuple[Any, ...], host_query_start_loc: Any, host_seq_lens: Any, bounded: bool, capturing: bool
+        self, tensors: tuple[Any, ...], starts: Any, lengths: Any, bounded: bool, capturing: bool
     ) -> AdoptedStep:
         if self._cuda:
-            self._check_ready()
+            check_ready(self._device)
+        metadata = None
+        if capturing is False:
+            metadata = self._known.step(self, *tensors, starts, lengths, bounded)
+        if metadata is None:
+            metadata, captured, size, place = self._searched(tensors, starts, lengths, bounded, capturing)
+        else:
+            size, place = self._sizes.by_rows[metadata.num_reqs], None
+            captured = self._captured.get(metadata.num_reqs) if metadata.use_cuda_graph else None
+        self._fields.written = NOTHING
+        self._entrance.undo.append((self._undo, metadata))  # an interrupt, too
+        plans_itself = captured is not None and captured.plans_itself and not capturing and metadata.use_cuda_graph
+        self._plan_and_make(metadata, tensors[1], plans_itself=plans_itself)
+        if place is not None and captured is not None:
+            if capturing:
+                self._known.forget()
+                self._captured.recorded(place.num_reqs, plans_itself=False)
+            if captured.addresses is None and metadata.use_cuda_graph:
+                self._captured.keep(captured, place)
+                self._keep_memory()
+        self._owner.last_step = metadata.step
+        # An interrupt before this leaves the step before in it, which is right: no caller was given this one.
+        self._last = size.given, size.kept, metadata.max_seq_len
+        return metadata
+
+    def _check_known(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...] | None) -> None:
+        """What KnownSteps asks of tensors that the host can read: before a step is filled, and (None) behind."""
+        if arguments is None:
+            check_blocks(Given(*tensors), self._settings)
+        else:
+            self._host.check(tensors, *arguments)
+
+    def _searched(
+        self, tensors: tuple[Any, ...], host_starts: Any, host_lengths: Any, bounded: bool, capturing: bool
+    ) -> tuple[AdoptedStep, Captured | None, Size, Place]:
+        """The metadata of the next step, its captured size, its size and its place; all arguments are checked here."""
         facts = facts_of_tensors(tensors)
-        size = self._found.get(facts[5][0]) if facts is not None and facts[5] else None  # [5]: the shape of seq_lens
-        known = size is not None and size.facts == facts and size.kept.lies_at(facts)
-        if known:
-            place: Place = size.key[0]  # type: ignore[union-attr]
+        size = self._sizes.find(facts)
+        if size is not None:
+            place: Place = size.key[0]
         else:
             place = place_of(Given(*tensors), facts, self._device)
-        if not known or self._on_cpu:  # torch may have shrunk a known tensor's memory since, and kept its address
+        known = size
+        if known is None or self._on_cpu:  # torch may have shrunk a known tensor's memory since, and kept its address
             check_memory(Given(*tensors))
-        num_rows, own = place.num_reqs, tensors if self._on_cpu else _NONE
-        starts = self._host_starts.of(num_rows, host_query_start_loc, own[0])
-        lengths, lengths_known = self._host_lengths.of(num_rows, host_seq_lens, own[1], bounded)
-        if self._on_cpu and not (host_query_start_loc is None and host_seq_lens is None):
-            check_agreement(starts, lengths, lengths_known, tensors[:2])
+        num_rows, own = place.num_reqs, tensors if self._on_cpu else None
+        starts, lengths, lengths_known = self._host.read(num_rows, own, host_starts, host_lengths, bounded)
         captured, query_len = self._captured.get(num_rows), 0
         if capturing is not False:
             capturing = arguments.flag("capturing", capturing)
@@ -208,8 +253,7 @@ class AdoptedSteps(Uncopied):
                 captured = self._captured.new(place)
         if captured is not None:
             query_len = captured.query_len
-        owner = self._owner
-        step = owner.last_step + 1
+        step = self._owner.last_step + 1
         index = step % len(self._rows)
         counts = self._rows[index].fill(
             starts, lengths, place.num_slots, place.table_shape[1], query_len, self._uniform, capturing
@@ -220,21 +264,13 @@ class AdoptedSteps(Uncopied):
             check_blocks(Given(*tensors), self._settings)
         if captured is not None and counts["use_cuda_graph"]:
             self._captured.settle_counts(counts, captured, place)
-        size = self._size_of(tensors, place, counts, facts, size if known else None)
+        size = self._sizes.of_step(tensors, place, counts, facts, known)
         metadata = self._metadata(size, counts, step, index, lengths_known)
-        plans_itself = captured is not None and captured.plans_itself and not capturing and metadata.use_cuda_graph
-        self._fields.written = NOTHING
-        self._entrance.undo.append((self._undo, metadata))  # an interrupt, too
-        self._plan_and_make(metadata, tensors[1], plans_itself=plans_itself)
-        if capturing and captured is not None:
-            self._captured.recorded(place.num_reqs, plans_itself=False)
-        if captured is not None and captured.addresses is None and metadata.use_cuda_graph:
-            self._captured.keep(captured, place)
-            self._keep_memory()
-        owner.last_step = step
-        # An interrupt before this leaves the step before in it, which is right: no caller was given this one.
-        self._last = size.given, size.kept, counts["max_seq_len"]
-        return metadata
+        if captured is not None and metadata.use_cuda_graph and not capturing:
+            metadata.defer(captured.made)
+        if known is not None and not capturing and (captured is None or captured.addresses == place.addresses):
+            remember(self._known, metadata, tensors, size, captured, self._fields.live, self._facts)
+        return metadata, captured, size, place
 
     def _undo(self, metadata: AdoptedStep) -> None:
         """Behind a build that failed once ``metadata`` was made: what it wrote on the device is the last step's again.
@@ -244,33 +280,45 @@ class AdoptedSteps(Uncopied):
         if self._owner.last_step == metadata.step:
             return
         vars(metadata)["refused"] = True
-        if self._last is not None:
-            self._fields.restore(*self._last, least=self._facts.pad_seq_len)
-
-    def _check_ready(self) -> None:
-        """CaptureError while a stream is capturing, RuntimeError where another device is the current one."""
-        if torch.cuda.is_current_stream_capturing():
-            graphs.refuse_while_capturing("cuda", "build")
-        if torch.cuda.current_device() != self._device.index:
-            raise RuntimeError(
-                f"build: cuda:{torch.cuda.current_device()} is the current device, but these steps are on "
-                f"{self._device}; build inside torch.cuda.device({self._device.index})"
-            )
+        last = self._known.last_built(self._owner.last_step) or self._last
+        if last is not None:
+            self._fields.restore(*last, least=self._facts.pad_seq_len)
 
     def _record(self, metadata: AdoptedStep) -> None:
-        """``metadata.record()``, inside the capture of a size's graph."""
-        if self._facts.plans and metadata.use_cuda_graph:
-            self._captured.recorded(metadata.num_reqs, plans_itself=self.backend.record_plan(metadata))
+        """``metadata.record()``: inside the capture of a size's graph, or of a step that is run without it."""
+        if not metadata.use_cuda_graph:
+            return
+        made, size, captures = (
+            NOTHING,
+            self._sizes.by_rows.get(metadata.num_reqs),
+            graphs.is_capturing(str(self._device)),
+        )
+        if metadata._deferred and not captures:
+            metadata.settle()
+            return
+        if captures and self._facts.records and size is not None and size.given is metadata._given:
+            made = self._fields.live | ({"seq_lens"} if size.given.seq_lens is not size.kept.seq_lens else NOTHING)
+            graphs.launch(self._settle, metadata, made)
+        plans_itself = self._facts.plans and self.backend.record_plan(metadata)
+        self._captured.recorded(metadata.num_reqs, plans_itself=plans_itself, made=made)
+        self._known.forget()
+
+    def _settle(self, metadata: AdoptedStep, names: frozenset[str]) -> None:
+        """Makes ``names`` of a step of a captured size on the device."""
+        kept = self._sizes.by_rows[metadata.num_reqs].kept
+        self._fields.remake(metadata._given, kept, metadata.max_seq_len, names, least=self._facts.pad_seq_len)
 
     def _plan_and_make(self, metadata: AdoptedStep, seq_lens: torch.Tensor, *, plans_itself: bool) -> None:
         """Plans the step, where its graph does not, and makes on the device what the engine has not; ``seq_lens`` are
         the engine's."""
         if self._facts.plans and not plans_itself:
             self._plan(metadata)
-        if self._facts.pad_seq_len and metadata.use_cuda_graph:  # padded rows are lent keys
+        deferred = metadata._deferred
+        # Padded rows are lent keys.
+        if self._facts.pad_seq_len and metadata.use_cuda_graph and "seq_lens" not in deferred:
             self._fields.lend(metadata._given, seq_lens, self._facts.pad_seq_len)
         if self._fields.live:
-            self._fields.make(metadata._given, metadata.max_seq_len)
+            self._fields.make(metadata._given, metadata.max_seq_len, but=deferred)
 
     def _keep_memory(self) -> None:
         """Graphs know only addresses: what they read outlives a dropped AdoptedSteps."""
@@ -278,53 +326,12 @@ class AdoptedSteps(Uncopied):
             self._keeper = weakref.finalize(self, _KEPT.append, self._fields)
             self._keeper.atexit = False
 
-    def _size_of(
-        self, tensors: tuple[Any, ...], place: Place, counts: dict[str, Any], facts: Any, known: Size | None
-    ) -> Size:
-        """The size of a step, which keeps the tensors of its metadata.
-
-        ``known``: that of the engine's rows, where it keeps tensors in this place.
-        """
-        num_reqs, num_tokens = counts["num_reqs"], counts["num_tokens"]
-        lends = self._facts.pad_seq_len > 0 and counts["use_cuda_graph"]
-        if known is not None and known.num_reqs == num_reqs and known.key[1] == num_tokens and known.key[2] == lends:
-            return known  # the same tensors: what is kept by them, such as a plan, is found again
-        size = self._sizes.get(num_reqs)
-        if size is None:
-            size = self._sizes[num_reqs] = Size(num_reqs, self._fields.sums(num_reqs), self._arrays)
-        self._set_given(size, Given(*tensors).cut(num_reqs, num_tokens), (place, num_tokens, lends), facts)
-        self._found[place.num_reqs] = size
-        return size
-
     def _metadata(self, size: Size, counts: dict[str, Any], step: int, index: int, lengths: str) -> AdoptedStep:
         values = counts
         values |= size.values
         values["_arrays"], values["builder"] = size.host[index], self
         values["step"], values["lengths"] = step, lengths
         return AdoptedStep(values)
-
-    def _set_given(self, size: Size, given: Given, key: tuple[Place, int, bool], facts: Any) -> None:
-        """Has ``size`` keep the tensors of metadata, for this step and later ones, for the engine's ``given``."""
-        place, _, lends = key
-        before = size.key
-        size.facts = size.key = None  # an interrupted call leaves none, facts first
-        kept = given.alias()
-        if (
-            before is not None
-            and (before[0].rows, before[2]) == (place.rows, lends)
-            and size.kept.lies_at(place._replace(slots=size.kept.slot_mapping.data_ptr()))
-        ):
-            kept, given = size.kept._replace(slot_mapping=kept.slot_mapping), size.given
-            given = given._replace(slot_mapping=kept.slot_mapping)
-        else:
-            given = kept._replace(seq_lens=self._fields.other("seq_lens", kept)) if lends else kept
-        size.kept, size.given = kept, given
-        size.values = {
-            **(size.device if self._facts.page_list else {}), **given._asdict(), "_given": given,
-            "_owner": self._owner, "_fields": self._fields, "_wrap": self._wrap, "_on_cpu": self._on_cpu,
-        }  # fmt: skip
-        size.key = key
-        size.facts = facts if all(facts[:4]) else None  # without elements a tensor may be on any device
 
     def _plan(self, metadata: AdoptedStep) -> None:
         """The backend's plan, behind the copies of the last one, or of that ``depth`` steps ago where plans are copied
@@ -340,8 +347,3 @@ class AdoptedSteps(Uncopied):
         self._plans.record(step % depth)
         self._last_planned = step
         self._planning = False
-
-
-def _device_of(backend: Any) -> torch.device:
-    device = torch.device(backend.config.device)
-    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device

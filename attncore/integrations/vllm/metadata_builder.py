@@ -91,8 +91,12 @@ class AttncoreMetadataBuilder(AttentionMetadataBuilder):
         )
 
     def record(self, step: AdoptedStep) -> None:
-        """Before the first layer of a step of a captured size: inside a capture, the plan becomes part of the graph."""
-        if step is not self._recorded and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        """Before a layer of a step of a captured size: inside a capture, what makes and plans each step becomes part of
+        the graph; without a graph it is done at once.
+        """
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            step.settle()
+        elif step is not self._recorded:
             step.record()
             self._recorded = step
 

@@ -138,9 +138,23 @@ cdef void fill_lengths(const length_t* lengths, const length_t* query_lens, leng
         last_page_len[i] = seq_len - (pages - 1) * size.tokens if pages else 0
 
 
-cdef dict named_counts(AdoptedCounts* counts, length_t num_rows, bint padded, length_t captured_query_len,
-                       slot_t largest):
-    """The counts as metadata names them; ``largest``, where not 0, is the longest that a row may be."""
+cdef enum:
+    NUM_COUNTS = 14
+    NUM_REQS = 0            # places in COUNT_NAMES
+    NUM_TOKENS = 1
+    MAX_SEQ_LEN = 7
+    USE_CUDA_GRAPH = NUM_COUNTS - 1
+
+cdef tuple COUNT_NAMES = (
+    "num_reqs", "num_tokens", "num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens",
+    "max_query_len", "max_seq_len", "max_prefill_seq_len", "max_decode_seq_len", "max_decode_query_len",
+    "num_actual_reqs", "num_actual_tokens", "use_cuda_graph",
+)
+
+
+cdef void count_step(AdoptedCounts* counts, length_t num_rows, bint padded, length_t captured_query_len,
+                     slot_t largest, length_t* out) noexcept nogil:
+    """The counts in the order of COUNT_NAMES; ``largest``, where not 0, is the longest that a row may be."""
     cdef length_t num_prefills = num_rows - counts.num_decodes if not padded else 0
     cdef length_t num_tokens = num_rows * captured_query_len if padded else counts.num_tokens
     cdef length_t num_decode_tokens = num_tokens if padded else counts.num_decode_tokens
@@ -150,22 +164,21 @@ cdef dict named_counts(AdoptedCounts* counts, length_t num_rows, bint padded, le
         longest_decode, longest_prefill = max(longest_decode, longest_prefill), 0
     if largest:
         longest_decode, max_query_len = <length_t> largest, captured_query_len
-    return {
-        "num_reqs": num_rows,
-        "num_tokens": num_tokens,
-        "num_decodes": counts.num_decodes,
-        "num_decode_tokens": num_decode_tokens,
-        "num_prefills": num_prefills,
-        "num_prefill_tokens": num_tokens - num_decode_tokens,
-        "max_query_len": max_query_len,
-        "max_seq_len": max(longest_decode, longest_prefill),
-        "max_prefill_seq_len": longest_prefill,
-        "max_decode_seq_len": longest_decode,
-        "max_decode_query_len": captured_query_len if padded else max(counts.max_decode_query_len, 1),
-        "use_cuda_graph": padded,
-        "num_actual_reqs": counts.num_actual_reqs,
-        "num_actual_tokens": counts.num_tokens,
-    }
+    out[0], out[1], out[2], out[3] = num_rows, num_tokens, counts.num_decodes, num_decode_tokens
+    out[4], out[5], out[6] = num_prefills, num_tokens - num_decode_tokens, max_query_len
+    out[7], out[8], out[9] = max(longest_decode, longest_prefill), longest_prefill, longest_decode
+    out[10] = captured_query_len if padded else max(counts.max_decode_query_len, 1)
+    out[11], out[12], out[13] = counts.num_actual_reqs, counts.num_tokens, padded
+
+
+cdef dict named_counts(const length_t* counts):
+    """The counts as metadata names them."""
+    cdef dict named = {}
+    cdef Py_ssize_t i
+    for i in range(NUM_COUNTS - 1):
+        named[COUNT_NAMES[i]] = counts[i]
+    named["use_cuda_graph"] = counts[NUM_COUNTS - 1] != 0
+    return named
 
 
 @cython.final
@@ -217,47 +230,75 @@ cdef class AdoptedRows:
         """
         cdef const length_t[:] given = starts
         cdef const length_t[:] given_lengths
-        cdef length_t i, code, row = 0, num_rows, count
-        cdef const length_t* known = NULL
-        cdef slot_t most = min(columns, MAX_INT32 // self.block_size) * self.block_size
-        cdef AdoptedCounts counts
-        cdef bint padded
+        cdef length_t code, row = 0, count
+        cdef length_t counts[NUM_COUNTS]
         if given.shape[0] < 1 or given.shape[0] - 1 > self.max_num_reqs:
             return TOO_MANY_ROWS, 0
         count = <length_t> given.shape[0] - 1
         copy_lengths(self.starts, given, count + 1)
-        code = check_starts(self.starts, count, num_slots, self.max_num_tokens, &row)
-        if code != OK:
-            return code, row
         if lengths is not None:
             given_lengths = lengths
-            if given_lengths.shape[0] != count:
+            if given_lengths.shape[0] == count:
+                copy_lengths(self.lengths, given_lengths, count)
+            else:  # what is wrong with the starts is said first
+                code = check_starts(self.starts, count, num_slots, self.max_num_tokens, &row)
+                if code != OK:
+                    return code, row
                 return TOO_MANY_ROWS, count
-            copy_lengths(self.lengths, given_lengths, count)
-            known = self.lengths
-            code = check_lengths(self.starts, known, count, self.max_model_len, most, self.pad_seq_len, &row)
-            if code != OK:
-                return code, row
+        code = self.count_copies(count, lengths is not None, num_slots, columns, captured_query_len, uniform,
+                                 capturing, counts, &row)
+        if code != OK:
+            return code, row
+        self.fill_copies(counts[NUM_REQS], lengths is not None)
+        return named_counts(counts)
+
+    def fill_counted(self, length_t num_rows, bint has_lengths):
+        """Fills the arrays of a step that KnownSteps has counted, of so many rows: its copies are here still."""
+        if 0 <= num_rows <= self.max_num_reqs:
+            self.fill_copies(num_rows, has_lengths)
+
+    cdef length_t count_copies(self, length_t count, bint has_lengths, slot_t num_slots, slot_t columns,
+                               length_t captured_query_len, bint uniform, bint capturing, length_t* out,
+                               length_t* row) noexcept nogil:
+        """Checks what has been copied to ``starts`` and ``lengths``, as ``fill`` does: a code; counts, or the row."""
+        cdef length_t i, code, num_rows
+        cdef const length_t* known = self.lengths if has_lengths else NULL
+        cdef slot_t most = min(columns, MAX_INT32 // self.block_size) * self.block_size
+        cdef AdoptedCounts counts
+        cdef bint padded
+        row[0] = 0
+        code = check_starts(self.starts, count, num_slots, self.max_num_tokens, row)
+        if code == OK and has_lengths:
+            code = check_lengths(self.starts, known, count, self.max_model_len, most, self.pad_seq_len, row)
+        if code != OK:
+            return code
         most = min(most, <slot_t> self.max_model_len)
         count_rows(self.starts, count, self.decode_threshold, &counts)
         padded = (captured_query_len and num_slots == <slot_t> count * captured_query_len
                   and counts.max_query_len <= captured_query_len
-                  and ((counts.one_length and counts.max_query_len in (0, captured_query_len)) or not uniform))
+                  and (not uniform or (counts.one_length and (counts.max_query_len == 0
+                                                              or counts.max_query_len == captured_query_len))))
+        row[0] = 0
         if padded:
             counts.num_decodes = counts.num_actual_reqs
         elif capturing:
-            return QUERY_NOT_CAPTURED, 0
+            return QUERY_NOT_CAPTURED
         elif (captured_query_len and counts.num_actual_reqs < count and counts.max_query_len <= captured_query_len
                 and num_slots < <slot_t> count * captured_query_len):
-            return SLOTS_NOT_PADDED, count
+            row[0] = count
+            return SLOTS_NOT_PADDED
         if padded and most < self.pad_seq_len:
-            return BEYOND_TABLE, 0
+            return BEYOND_TABLE
         num_rows = count if padded else counts.num_actual_reqs
         for i in range(count if padded else 0):  # padded rows are lent the keys that the backend's must have
             self.lengths[i] = max(self.lengths[i], self.pad_seq_len)
         longest_keys(known, num_rows, most, &counts)
+        count_step(&counts, num_rows, padded, captured_query_len, most if capturing else 0, out)
+        return OK
+
+    cdef void fill_copies(self, length_t num_rows, bint has_lengths) noexcept nogil:
+        """Fills the arrays from the copies, which are right."""
         fill_starts(self.starts, num_rows, self.query_start_loc, self.query_lens, self.logits_indices)
-        if known != NULL:
-            fill_lengths(known, self.query_lens, num_rows, block_size_of(self.block_size), self.seq_lens,
+        if has_lengths:
+            fill_lengths(self.lengths, self.query_lens, num_rows, block_size_of(self.block_size), self.seq_lens,
                          self.context_lens, self.seq_start_loc, self.indptr, self.last_page_len)
-        return named_counts(&counts, num_rows, padded, captured_query_len, most if capturing else 0)

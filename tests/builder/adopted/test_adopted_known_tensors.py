@@ -105,7 +105,7 @@ def test_memory_of_few_host_tensors_is_kept(steps):
         given["seq_lens"][0] = 5 + length
         metadata = steps.build(**(given | {"host_seq_lens": int32(5 + length, 9)}))
         assert metadata.host.seq_lens.tolist() == [5 + length, 9]
-        assert 1 <= len(steps._host_lengths._kept) <= _MOST_KEPT
+        assert 1 <= len(steps._host.lengths._kept) <= _MOST_KEPT
 
 
 def test_host_arrays_of_one_address_are_told_apart_by_their_strides(steps):
@@ -149,7 +149,7 @@ def padded_step(steps, rows, size):
 
 def test_what_is_cut_of_padded_tensors_is_found_again(steps, monkeypatch):
     first = padded_step(steps, 2, 4)
-    monkeypatch.setattr(steps, "_set_given", lambda *arguments: pytest.fail("made again"))
+    monkeypatch.setattr(steps._sizes, "_set_given", lambda *arguments: pytest.fail("made again"))
     second = padded_step(steps, 2, 4)
     assert all(getattr(first, name) is getattr(second, name) for name in PADDED)
 

@@ -56,7 +56,7 @@ def test_memory_that_moved_is_not_found_at_its_old_address(steps):
     place = steps.build(**given, **host).seq_lens.data_ptr()
     first.untyped_storage().resize_(1 << 16)
     assert first.data_ptr() != place
-    size = steps._sizes[2]
+    size = steps._sizes.by_rows[2]
     other = int32(3, 4)
     size.key = (size.key[0]._replace(lengths=other.data_ptr()), *size.key[1:])  # as if it had the old address
     metadata = steps.build(**(given | {"seq_lens": other}))

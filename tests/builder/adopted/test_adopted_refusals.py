@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from builder.adopted.adopted_engine import BLOCK, MODEL_LEN, int32, reference
+from builder.adopted.adopted_engine import BLOCK, MODEL_LEN, as_on_a_device, int32, reference
 from builder.plain_backend import Least, config
 
 from attncore import AdoptedSteps, BackendSpec, MultipleOf
@@ -159,7 +159,7 @@ def test_strided_and_read_only_host_arrays_are_taken(steps):
     ]
 
 
-def test_what_the_backend_reads_of_lengths(steps, monkeypatch):
+def test_what_the_backend_reads_of_lengths(steps):
     given = tensors() | {"host_query_start_loc": int32(0, 1, 2, 5)}
     with pytest.raises(ValueError, match="bounded: backend 'reference' needs exact lengths on the host"):
         steps.build(**given, host_seq_lens=int32(5, 9, 8), bounded=True)
@@ -167,16 +167,16 @@ def test_what_the_backend_reads_of_lengths(steps, monkeypatch):
         steps.build(**given, bounded="no")
     with pytest.raises(TypeError, match="capturing: 1 is not True or False"):
         steps.build(**given, capturing=1)
-    monkeypatch.setattr(steps, "_on_cpu", False)
+    as_on_a_device(steps)
     with pytest.raises(ValueError, match="host_seq_lens: not given, but backend 'reference' needs exact lengths"):
         steps.build(**given)
     with pytest.raises(ValueError, match="host_query_start_loc: not given; the device's is not read"):
         steps.build(**tensors())
 
 
-def test_a_backend_that_reads_what_follows_from_lengths_is_given_them(monkeypatch):
+def test_a_backend_that_reads_what_follows_from_lengths_is_given_them():
     steps = AdoptedSteps(Least(config(BOUNDED)), **LARGEST)
-    monkeypatch.setattr(steps, "_on_cpu", False)
+    as_on_a_device(steps)
     given = tensors() | {"host_query_start_loc": int32(0, 1, 2, 5)}
     with pytest.raises(
         ValueError,

@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from builder.adopted.adopted_engine import BLOCK, MODEL_LEN, Engine, int32, reference, same_arrays, same_counts
+from builder.adopted.adopted_engine import (
+    BLOCK,
+    MODEL_LEN,
+    Engine,
+    as_on_a_device,
+    int32,
+    reference,
+    same_arrays,
+    same_counts,
+)
 from builder.plain_backend import Least, config
 
 from attncore import AdoptedSteps
@@ -149,8 +158,8 @@ def test_upper_bounds_on_the_host(bounded):
         _ = metadata.prefill_metadata.paged_kv_indices
 
 
-def test_no_lengths_on_the_host(bounded, monkeypatch):
-    monkeypatch.setattr(bounded, "_on_cpu", False)  # where the tensors could be read
+def test_no_lengths_on_the_host(bounded):
+    as_on_a_device(bounded)  # where the tensors could be read
     tensors = given([1, 1], [5, 9])
     metadata = bounded.build(**tensors, host_query_start_loc=tensors["query_start_loc"])
     assert bounded.host_lengths(metadata) == "none"
@@ -163,14 +172,14 @@ def test_no_lengths_on_the_host(bounded, monkeypatch):
     assert metadata.host.token_to_req_indices.tolist() == [0, 1]
 
 
-def test_lengths_of_the_device_reach_no_other_memory(bounded, monkeypatch):
+def test_lengths_of_the_device_reach_no_other_memory(bounded):
     """They are data: what they count is held within the table and the buffer."""
     tensors = given([1, 1, 1], [5, 9, 2])
     host = np.array([5, 9, 2], np.int32)
     buffer = bounded.build(**tensors, host_seq_lens=host).page_buffer
     assert buffer.numel() == 8 * (MODEL_LEN // BLOCK)
     tensors["seq_lens"][:] = int32(2**31 - 1, -5, 2**31 - 1)
-    monkeypatch.setattr(bounded, "_on_cpu", False)  # where they would be compared
+    as_on_a_device(bounded)  # where they would be compared
     starts = tensors["query_start_loc"]
     metadata = bounded.build(**tensors, host_query_start_loc=starts, host_seq_lens=host, bounded=True)
     full = MODEL_LEN // BLOCK

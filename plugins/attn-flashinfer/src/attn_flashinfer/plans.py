@@ -116,6 +116,7 @@ class KeyPlans:
                 return self._unplanned(metadata)
             captured = self._captured.get(place) or self._newest_sizes().get(metadata.num_reqs)
             if captured is not None:
+                _ = metadata.paged_kv_indptr  # of adopted steps it is made in the graph, or now, where there is none
                 return StepPlan(_nothing, (Part(captured.run, 0, captured.num_reqs * captured.query_len),))
         raise ValueError(
             "metadata: not of the step that was planned last; FlashInfer keeps one plan of eager steps, so run all "
