@@ -30,7 +30,7 @@ SEVERAL = {
 }  # fmt: skip
 """Constants and names that are above one where they are printed."""
 
-NO_NUMBERS = {"layer_type", "counts.tolist()", "', '.join(map(str, sizes))", "columns", "kind"}
+NO_NUMBERS = {"layer_type", "counts.tolist()", "', '.join(map(str, sizes))", "columns", "kind", "blocks"}
 """Names of kinds, lists, and a side of a table ("2 x 1 blocks")."""
 
 

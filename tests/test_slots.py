@@ -28,7 +28,10 @@ def test_the_environment_chooses(kernels):
 
 def test_a_bad_choice_names_the_variable(monkeypatch):
     monkeypatch.setenv("ATTNCORE_KERNELS", "rust")
-    with pytest.raises(ValueError, match="ATTNCORE_KERNELS: 'rust' is neither cython nor numba"):
+    with pytest.raises(ValueError, match=r"ATTNCORE_KERNELS: 'rust' is neither cython nor numba$"):
+        slots.load_kernels()
+    monkeypatch.setenv("ATTNCORE_KERNELS", "nmba")
+    with pytest.raises(ValueError, match=r"'nmba' is neither cython nor numba; did you mean numba\?$"):
         slots.load_kernels()
 
 

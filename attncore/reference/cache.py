@@ -118,9 +118,10 @@ def key_value(kv_cache: Caches, head_size_v: int | None = None) -> tuple[Tensor,
         if kv_cache.dim() == 3 and (values is None or 0 < values <= size):
             rows = kv_cache.unsqueeze(2)
             return rows, rows[..., :values]
+        wanted = "" if head_size_v is None else f" for head_size_v {head_size_v}"
         raise ValueError(
-            f"kv_cache: shape {tuple(kv_cache.shape)} found for head_size_v {head_size_v}; expected (2, num_blocks, "
-            "block_size, num_kv_heads, head_size), a pair of caches, (num_blocks, block_size, num_kv_heads, head_size "
+            f"kv_cache: shape {tuple(kv_cache.shape)} found{wanted}; expected (2, num_blocks, block_size, "
+            " num_kv_heads, head_size), a pair of caches, (num_blocks, block_size, num_kv_heads, head_size "
             "+ head_size_v), or (num_blocks, block_size, head_size) for a latent cache"
         )
     _check_tensors("kv_cache", kv_cache)

@@ -118,6 +118,15 @@ def test_stop_tokens_cancelled_requests_and_sampling():
     assert len(outputs) > 4
 
 
+def test_an_engine_says_what_it_takes_and_has():
+    engine = Engine(decoder("llama"), num_blocks=10, block_size=8)
+    assert repr(engine) == "<Engine of LlamaForCausalLM on cpu: 0 running, 0 waiting, 9 of 9 blocks free>"
+    with pytest.raises(TypeError, match="model: a str found; give a loaded model of transformers"):
+        Engine("llama")
+    with pytest.raises(ValueError, match="num_blocks: 1 is below 2"):
+        Engine(decoder("llama"), num_blocks=1)
+
+
 @pytest.mark.parametrize(
     ("prompt", "new", "message"),
     [

@@ -48,8 +48,8 @@ def refuse_lost_window(name: str, module: Any) -> NoReturn:
     raise ValueError(
         f"layer {name}: {type(module).__name__} has a sliding window, {window}, in the mask that its model makes, and "
         f"passes none to its attention, so that it would attend to all tokens; for requests no longer "
-        f"than {limit} set config.max_position_embeddings of the loaded model to {limit}; for longer ones take a model whose layers "
-        "pass sliding_window"
+        f"than {limit} set config.max_position_embeddings of the loaded model to {limit}; for longer ones take a model "
+        "whose layers pass sliding_window"
     )
 
 
