@@ -65,7 +65,7 @@ def test_the_badge(written, tmp_path, capsys, states, text, color):
         ("[1]", "[1] is no table of the kit; write it by `python -m attncore.testing NAME --json`"),
         (json.dumps({**TABLE, "version": 3}), "version: 3 is not a text"),
         (json.dumps({**TABLE, "rows": [{"state": "failed"}]}), "rows: "),
-        ("[" * 100, "kit.json is nested too deeply"),
+        ("[" * 100, "kit.json is not JSON"),
     ],
 )
 def test_what_is_no_table_is_one_line(tmp_path, capsys, text, said):
