@@ -97,7 +97,7 @@ demo: $(VENV)/.built
 	@CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= $(BIN)/attncore replay $(wildcard $(TRACE)) --requests 150
 	@echo
 	@echo "next: . $(BIN)/activate; attncore explain; attncore --help; or Python in it: docs/first-steps.md"
-	@echo "a model: pip install '.[transformers]'; python examples/generate.py"
+	@echo "a model: pip install --no-build-isolation -e '.[transformers]'; python examples/generate.py"
 
 # Breaks of the public names since the last tag, or since REV=...
 api-check: $(VENV)/.test

@@ -1,5 +1,15 @@
 """The attention-metadata layer of an LLM serving engine.
 
+``select`` chooses a backend, a library of attention kernels, whose ``create`` loads it. An ``InputBatch`` keeps the
+requests in flight, and a ``MetadataBuilder`` makes each step's metadata of it, which the backend's layers read::
+
+    backend = attncore.select(num_heads=8, num_kv_heads=2, head_size=64, dtype="float32").create()
+    batch = attncore.InputBatch(max_num_reqs=8, max_model_len=512, block_size=backend.config.block_size)
+    builder = attncore.MetadataBuilder(batch, backend, max_num_batched_tokens=256)
+    batch.add_request("a", block_ids=[1, 2])
+    metadata = builder.build({"a": 20})
+
+``backends`` lists what is installed; ``CommonMetadataBuilder`` takes lists of ``SequenceGroup`` in place of a batch.
 Names are imported when they are first used (PEP 562): importing attncore imports neither torch nor pluggy nor numba.
 """
 

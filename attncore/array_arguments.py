@@ -157,7 +157,7 @@ def _check_lengths(name: str, values: npt.ArrayLike, least: int) -> Int32Array:
 def same_length(name: str, values: npt.NDArray[Any], num_reqs: int) -> None:
     """ValueError unless ``values`` has one length per request."""
     if len(values) != num_reqs:
-        raise ValueError(f"{name}: {len(values)} lengths for {num_reqs} requests; give one each")
+        raise ValueError(f"{name}: {counted(len(values), 'length')} for {counted(num_reqs, 'request')}; give one each")
 
 
 def at_most(name: str, count: int, most: int, what: str) -> int:
@@ -174,7 +174,7 @@ def contexts(query_lens: Int32Array, seq_lens: Int32Array) -> Int32Array:
     if len(context) and context.min() < 0:
         row = int(np.argmax(context < 0))
         raise ValueError(
-            f"seq_lens: row {row} has {seq_lens[row]} tokens, fewer than its {query_lens[row]} of this step"
+            f"seq_lens: row {row} has {counted(seq_lens[row], 'token')}, fewer than its {query_lens[row]} of this step"
         )
     return context
 
@@ -186,8 +186,8 @@ def context_and_query(
     context, query = lengths("context_lens", context_lens, 0), lengths("query_lens", query_lens, 0)
     if len(context) != len(query) or (rows is not None and rows != len(query)):
         raise ValueError(
-            f"query_lens: {len(query)} lengths for {len(context)} context_lens"
-            + (f" and {rows} rows of block_table" if rows is not None else "")
+            f"query_lens: {counted(len(query), 'length')} for {len(context)} context_lens"
+            + (f" and {counted(rows, 'row')} of block_table" if rows is not None else "")
         )
     wrong = np.flatnonzero(context.astype(np.int64) + query > INT32_MAX)
     if len(wrong):
@@ -212,7 +212,9 @@ def block_table(values: npt.ArrayLike, num_rows: int | None = None) -> Int32Arra
     if array.size and int(array.min()) < 0:
         raise ValueError(f"block_table: block id {int(array.min())} is outside 0..{INT32_MAX}")
     if num_rows is not None and len(array) != num_rows:
-        raise ValueError(f"block_table: {len(array)} rows for {num_rows} requests; give each its row")
+        raise ValueError(
+            f"block_table: {counted(len(array), 'row')} for {counted(num_rows, 'request')}; give each its row"
+        )
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
@@ -230,7 +232,7 @@ def block_pairs(name: str, values: Any, num_source: int, num_target: int) -> Int
         wrong = pairs[:, column][(pairs[:, column] < 0) | (pairs[:, column] >= blocks)]
         if wrong.size:
             side = ("source", "destination")[column]
-            raise ValueError(f"{name}: {side} block {wrong[0]} is outside the cache's {blocks} blocks")
+            raise ValueError(f"{name}: {side} block {wrong[0]} is outside the cache's {counted(blocks, 'block')}")
     if np.unique(pairs[:, 1]).size != len(pairs):
         raise ValueError(f"{name}: a destination is named twice; each block can take one source only")
     return pairs.astype(np.int64)

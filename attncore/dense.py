@@ -14,6 +14,7 @@ from torch import Tensor
 from attncore.arguments import flag, float32_number, items, optional_integer
 from attncore.array_arguments import not_strided
 from attncore.ops.without_autocast import without_autocast
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,10 +150,13 @@ def _check(query: Tensor, key: Tensor, value: Tensor, placed: bool) -> None:
     if value.shape[:2] != key.shape[:2]:
         raise ValueError(f"value: tokens and heads {tuple(value.shape[:2])} found; the key has {tuple(key.shape[:2])}")
     if placed and query.shape[0] > key.shape[0]:
-        raise ValueError(f"query: {query.shape[0]} tokens found; the whole sequence has {key.shape[0]} keys")
+        raise ValueError(
+            f"query: {counted(query.shape[0], 'token')} found; the whole sequence has {counted(key.shape[0], 'key')}"
+        )
     if query.shape[0] * key.shape[0] > _MOST_SCORES:
         raise ValueError(
-            f"query: {query.shape[0]} tokens over {key.shape[0]} keys; dense attention makes at most {_MOST_SCORES} "
+            f"query: {counted(query.shape[0], 'token')} over {counted(key.shape[0], 'key')}; dense attention makes at "
+            f"most {_MOST_SCORES} "
             "scores a head; give fewer tokens at a time"
         )
 
@@ -166,7 +170,9 @@ def _per_head(name: str, values: Tensor | Sequence[float] | None, num_heads: int
         for head, value in enumerate(_listed(name, values))
     ]
     if len(numbers) != num_heads:
-        raise ValueError(f"{name}: {len(numbers)} values found; give one for each of the {num_heads} query heads")
+        raise ValueError(
+            f"{name}: {counted(len(numbers), 'value')} found; give one for each query head, {num_heads} in all"
+        )
     return numbers
 
 

@@ -48,10 +48,13 @@ def _names_or_none(variable: str, text: str | None) -> frozenset[str] | None:
     return None if text is None else _names(variable, text)
 
 
+KERNELS = ("cython", "numba")
+
+
 def _kernels_name(variable: str, text: str | None) -> Literal["cython", "numba"] | None:
     name = (text or "").strip()
-    if name not in ("", "cython", "numba"):
-        raise ValueError(f"{variable}: {quoted(name)} is neither cython nor numba")
+    if name not in ("", *KERNELS):
+        raise ValueError(f"{variable}: {quoted(name)} is neither cython nor numba{did_you_mean(name, KERNELS)}")
     return cast('Literal["cython", "numba"]', name) if name else None
 
 

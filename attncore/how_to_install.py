@@ -35,6 +35,7 @@ def install_extra(extra: str) -> str:
 def missing_module(error: ImportError, extra: str) -> str:
     """What is not installed, of what attncore's extra ``extra`` requires, and the command that installs it."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
+    name = "pytest" if name == "_pytest" else name
     # Where a part of a package is missing, the package itself is there.
     what = f"{name} is not installed" if name and "." not in name else str(error)
     return f"{what}: {install_extra(extra)}"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from attncore.quoted import quoted_json
+from attncore.show import counted
 
 
 class Readable(Protocol):
@@ -70,7 +71,7 @@ def read_file(path: str | Path, most: int) -> bytes:
             raise ValueError("is not a regular file")
         data = file.read(most + 1)  # and not by its size, which a file of /proc has not, and which may grow
     if len(data) > most:
-        raise ValueError(f"is larger than {most} bytes")
+        raise ValueError(f"is larger than {counted(most, 'byte')}")
     return data
 
 
@@ -78,7 +79,7 @@ def bounded_lines(stream: Readable, most: int) -> Iterator[bytes]:
     """The lines of a stream with their line ends; ValueError for one of more than ``most`` bytes, which is not read."""
     while line := stream.readline(most + 1):
         if len(line) > most:
-            raise ValueError(f"longer than {most} bytes")
+            raise ValueError(f"longer than {counted(most, 'byte')}")
         yield line
 
 

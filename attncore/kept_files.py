@@ -13,6 +13,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+from attncore.show import counted
+
 MAX_BYTES = 1 << 20
 """Bytes of a kept file that are read at most, unless the reader says otherwise."""
 
@@ -60,7 +62,7 @@ def read_kept(file: Path, most: int = MAX_BYTES) -> bytes:
     finally:
         os.close(descriptor)
     if len(data) > most:
-        raise OSError(f"{file} has more than {most} bytes")
+        raise OSError(f"{file} has more than {counted(most, 'byte')}")
     return data
 
 

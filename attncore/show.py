@@ -76,9 +76,9 @@ def some(values: Iterable[object], total: int | None = None, most: int = 6) -> s
     return ", ".join([*texts, *([f"... {more} more"] if more > 0 else [])]) or "none"
 
 
-def counted(number: int, one: str, many: str = "") -> str:
-    """``1 request``, ``2 requests``."""
-    return f"{number} {one if number == 1 else many or f'{one}s'}"
+def counted(number: int, one: str, many: str = "", *, spec: str = "") -> str:
+    """``1 request``, ``2 requests``; ``spec`` formats the number."""
+    return f"{number:{spec}} {one if number == 1 else many or f'{one}s'}"
 
 
 def angled(head: str, facts: Iterable[str]) -> str:

@@ -63,9 +63,11 @@ def wrapped(line: str, width: int | None, indent: int | None = None) -> str:
 
 
 def _filled(line: str, width: int, below: str, indent: int | None) -> str:
-    return textwrap.fill(
-        line, width, subsequent_indent=below, break_long_words=indent is not None, break_on_hyphens=False
-    )
+    if indent is None:
+        return textwrap.fill(line, width, subsequent_indent=below, break_long_words=False, break_on_hyphens=False)
+    # The cell alone is wrapped: a word that is wider than its column begins beside the others, not below them.
+    cell = textwrap.wrap(line[indent:], max(1, width - indent), break_on_hyphens=False)
+    return line[:indent] + f"\n{below}".join(cell)
 
 
 def table_lines(headers: Sequence[str], rows: Sequence[Sequence[object]], width: int | None) -> Iterator[str]:

@@ -96,6 +96,12 @@ FINITE_TAIL: Mapping[bool, str] = {
 }
 """What may stand in the rows of a last page behind the request's tokens."""
 
+FINITE_PASSED_BLOCKS: Mapping[bool, str] = {
+    False: "the null block and blocks that a window has passed may hold anything: the kernel does not read them",
+    True: "they must hold finite numbers: the kernel reads keys by tiles that begin before the window",
+}
+"""What may stand in the null block, and in blocks that a window has passed."""
+
 POLICIES = ("strict", "fallback")
 """What happens when the backend named cannot be used: an error, or the next one."""
 

@@ -59,6 +59,13 @@ class Engine(TakesPrompts, Worker):
         elif request in self.waiting:
             self.waiting.remove(request)
 
+    def __repr__(self) -> str:
+        free, blocks = self.pool.num_free, self.num_blocks - 1
+        return (
+            f"<Engine of {type(self.model).__name__} on {self.device}: {len(self.running)} running, "
+            f"{len(self.waiting)} waiting, {free} of {blocks} blocks free>"
+        )
+
     def close(self) -> None:
         """Gives the memory of graphs and caches back; nothing runs afterwards."""
         self.runs.clear()

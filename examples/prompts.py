@@ -49,13 +49,13 @@ class TakesPrompts:
         max_new_tokens = integer("max_new_tokens", max_new_tokens, -INT32_MAX)
         longest = len(prompt) + max_new_tokens
         if not prompt or max_new_tokens < 1:
-            raise ValueError(f"prompt: {len(prompt)} tokens, max_new_tokens: {max_new_tokens}; give at least one each")
+            raise ValueError(f"prompt: length {len(prompt)}, max_new_tokens: {max_new_tokens}; both must be at least 1")
         if not 0 <= temperature <= float(np.finfo(np.float32).max):  # which it is sent to the device as
             raise ValueError(f"temperature: {temperature}; give 0 for greedy decoding, or a positive float32")
         if longest > self.max_model_len:
-            raise ValueError(f"prompt: {longest} tokens with max_new_tokens exceed max_model_len {self.max_model_len}")
+            raise ValueError(f"prompt: length {longest} with max_new_tokens exceeds max_model_len {self.max_model_len}")
         if -(-longest // self.block_size) > self.pool.num_blocks - 1:
-            raise ValueError(f"prompt: {longest} tokens need more than the pool's {self.pool.num_blocks - 1} blocks")
+            raise ValueError(f"prompt: length {longest} needs more than the pool's blocks, {self.pool.num_blocks - 1}")
         return Request(
             next(self._ids), prompt, len(prompt), max_new_tokens, temperature, frozenset(ends), decode=decode
         )

@@ -141,15 +141,15 @@ def refuse_unshardable(config: Any, ranks: int) -> None:
     if not plan:
         raise ValueError(
             f"model: transformers has no tp_plan for {config.model_type}, so that none of its layers can be shared out "
-            f"to {ranks} ranks; run it on one"
+            "to several ranks; run it on one"
         )
     for part, kind, field in (("q_proj", "query", "num_attention_heads"), ("k_proj", "key", "num_key_value_heads")):
         heads = getattr(text, field, None) or text.num_attention_heads
         layer = next((name for name, how in plan.items() if name.endswith(part) and "colwise" in how), None)
         if layer and heads % ranks:
             raise ValueError(
-                f"layer {layer}: its {heads} {kind} heads cannot be shared out to {ranks} ranks; give a number of "
-                f"ranks that divides {heads}"
+                f"layer {layer}: {ranks} ranks do not divide the number of its {kind} heads, {heads}; give a "
+                f"number that does"
             )
 
 

@@ -63,6 +63,9 @@ class Worker:
         compile: bool | dict[str, Any] = False,  # noqa: A002
         **wanted: Any,
     ) -> None:  # fmt: skip
+        if not callable(getattr(model, "eval", None)):
+            raise TypeError(f"model: a {type(model).__name__} found; give a loaded model of transformers")
+        num_blocks = integer("num_blocks", num_blocks, 2)  # block 0 is the null block
         threads, ahead = integer("threads", threads, 1), integer("ahead", ahead, 0)
         max_model_len = optional_integer("max_model_len", max_model_len, 1)
         fields = (one.name for one in dataclasses.fields(AttentionRequest))

@@ -166,9 +166,9 @@ def test_write_cache_writes_nothing_where_there_is_nothing_to_write():
         made.impl("b", scale=1.0, attn_type=attn_type).write_cache(*torch.ones(2, 1, HEADS, HEAD), cache, step([3]))
     key = torch.ones(1, HEADS, HEAD)
     for given, name in (((None, key), "key"), ((key, None), "value")):
-        with pytest.raises(ValueError, match=rf"^{name}: None found for 1 tokens to write"):
+        with pytest.raises(ValueError, match=rf"^{name}: None found for 1 token to write"):
             impl.write_cache(*given, cache, step([3]))
-    with pytest.raises(ValueError, match=r"^key: 1 tokens found for 2 slots"):
+    with pytest.raises(ValueError, match=r"^key: 1 token found for 2 slots"):
         impl.write_cache(key, key, cache, step([3, 4]))
     assert not cache.any()
 

@@ -25,7 +25,15 @@ def texts(node):
 
 def text(node):
     parts = [node] if isinstance(node, ast.Constant) else node.values
-    return "".join(part.value if isinstance(part, ast.Constant) else "…" for part in parts)
+    return "".join(part.value if isinstance(part, ast.Constant) else shown(part.value) for part in parts)
+
+
+def shown(value):
+    """What stands for a value: ``…``, and ``… blocks`` for ``counted(number, 'block')``."""
+    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "counted"):
+        return "…"
+    words = [argument.value for argument in value.args[1:] if isinstance(argument, ast.Constant)]
+    return f"… {words[1] if len(words) > 1 else f'{words[0]}s'}" if words else "…"
 
 
 def found(quoted, among):

@@ -162,6 +162,8 @@ def test_a_missing_module_is_said_in_one_way(installed):
     )
     part = ModuleNotFoundError("No module named 'x.y'", name="x.y")  # of an x that is installed
     assert missing_module(part, "numba") == f"No module named 'x.y': {command}"
+    private = ModuleNotFoundError("No module named '_pytest'", name="_pytest")
+    assert missing_module(private, "numba") == f"pytest is not installed: {command}"
     assert missing_module(ImportError("libx.so is damaged"), "numba") == f"libx.so is damaged: {command}"
 
 

@@ -28,7 +28,10 @@ def test_the_environment_chooses(kernels):
 
 def test_a_bad_choice_names_the_variable(monkeypatch):
     monkeypatch.setenv("ATTNCORE_KERNELS", "rust")
-    with pytest.raises(ValueError, match="ATTNCORE_KERNELS: 'rust' is neither cython nor numba"):
+    with pytest.raises(ValueError, match=r"ATTNCORE_KERNELS: 'rust' is neither cython nor numba$"):
+        slots.load_kernels()
+    monkeypatch.setenv("ATTNCORE_KERNELS", "nmba")
+    with pytest.raises(ValueError, match=r"'nmba' is neither cython nor numba; did you mean numba\?$"):
         slots.load_kernels()
 
 
@@ -179,7 +182,7 @@ def test_slots_and_positions_of_a_rectangle():
     assert slots.build_logits_indices([0, 5, 6]).tolist() == [4, 5]
     with pytest.raises(ValueError, match="row 1 holds 3 blocks but needs 4 for its 13 tokens"):
         slots.build_slot_mapping(table, [3, 12, 0], [5, 1, 0], 4)
-    with pytest.raises(ValueError, match="query_lens: 1 lengths for 2 context_lens"):
+    with pytest.raises(ValueError, match="query_lens: 1 length for 2 context_lens"):
         slots.build_positions([3, 8], [5])
     with pytest.raises(ValueError, match="context_lens: row 0 ends at token 2147483648"):
         slots.build_positions([2**31 - 1], [1])
@@ -215,7 +218,7 @@ def test_page_lists_of_a_rectangle():
     assert indptr.tolist() == [0, 2, 5, 5]
     assert indices.tolist() == [4, 6, 9, 2, 7]
     assert last.tolist() == [4, 1, 0]
-    with pytest.raises(ValueError, match="row 0 has 3 columns but 4 pages are needed"):
+    with pytest.raises(ValueError, match="row 0 has 3 columns but needs 4 pages"):
         slots.build_page_lists([[4, 6, 0]], [13], 4)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Required, TypedDict
 from attncore.abstract import scales
 from attncore.arguments import flag  # by its module: a name that the package lacks loads difflib
 from attncore.quoted import type_name
-from attncore.show import angled, guarded, short
+from attncore.show import angled, counted, guarded, short
 from attncore.vocabulary import AttentionType
 
 if TYPE_CHECKING:
@@ -254,7 +254,9 @@ class AttentionImpl(ABC):
         latent = self.backend.config.use_mla
         if key is None or (value is None and not latent):
             name = "value" if key is not None else "key"
-            raise ValueError(f"{name}: None found for {len(slots)} tokens to write; give their keys and values")
+            raise ValueError(
+                f"{name}: None found for {counted(len(slots), 'token')} to write; give their keys and values"
+            )
         if latent and not scales.is_tensor(key):
             raise TypeError(f"key: {type(key).__name__} found; give a torch tensor on the cache's device")
         if self.__writer is None:

@@ -241,7 +241,7 @@ class AttentionBackend(FirstGenerationNames, ABC):
     @guarded
     def __repr__(self) -> str:
         config = self.config
-        heads = f"{config.num_heads} heads ({config.num_kv_heads} of keys) of size {config.head_size}"
+        heads = f"{counted(config.num_heads, 'head')} ({config.num_kv_heads} of keys) of size {config.head_size}"
         cache = f"kv_cache {config.kv_cache_dtype} {config.kv_cache_layout}"
         variant = f"variant {config.variant}" if config.variant else ""
         layers = (

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attncore.quoted import quoted
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.abstract.backend_config import BackendConfig
@@ -62,7 +63,8 @@ def _problems(config: BackendConfig, spec: SpecFacts, who: str) -> Iterator[str]
     group = config.num_heads // config.num_kv_heads
     if spec.max_group_size is not None and group > spec.max_group_size:
         yield (
-            f"num_heads: {config.num_heads} over num_kv_heads {config.num_kv_heads} found, {group} query heads a "
+            f"num_heads: {config.num_heads} over num_kv_heads {config.num_kv_heads} found, "
+            f"{counted(group, 'query head')} a "
             f"key-value head; {who} accepts {spec.max_group_size} at most"
         )
     longest = config.max_model_len

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attncore.quoted import plain_text, quoted
+from attncore.show import counted
 
 
 def checked_name(layer_name: object) -> str:
@@ -22,11 +23,11 @@ def check_per_head(name: str, values: Any, num_heads: int) -> None:
     except Exception:  # __len__ may be the caller's code, and a tensor without dimensions has none
         raise ValueError(f"{name}: {quoted(values)} has no length; give a number for each query head") from None
     if found != num_heads:
-        raise ValueError(f"{name}: {found} given; the backend has {num_heads} query heads")
+        raise ValueError(f"{name}: {found} given; the backend has {counted(num_heads, 'query head')}")
     shape = getattr(values, "shape", None)
     if shape is not None:
         if len(shape) != 1:
-            raise ValueError(f"{name}: shape {tuple(shape)} given; give one number for each of {num_heads} query heads")
+            raise ValueError(f"{name}: shape {tuple(shape)} given; give one for each query head, {num_heads} in all")
         return
     index, value = 0, values
     try:

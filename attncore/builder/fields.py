@@ -19,6 +19,7 @@ import numpy as np
 
 from attncore.did_you_mean import did_you_mean
 from attncore.kernels.codes import PAD_SLOT_ID
+from attncore.quoted import quoted
 
 
 class Length(enum.Enum):
@@ -216,6 +217,21 @@ def no_such_field(of: str, name: str, more: Iterable[str] = ()) -> AttributeErro
     if name in FIELDS:  # asked in every view of a step, of which most have no encoder: nothing is compared for it
         return AttributeError(f"{of} has no field {name!r} in this step (docs/api.md says which steps have it)")
     return AttributeError(f"{of} has no field {name!r}{did_you_mean(name, (*ARRAYS, *BROADCAST, *more))}")
+
+
+def names_to_skip(metadata: object, names: Iterable[str] | None) -> frozenset[str]:
+    """``skip_fields`` of ``asdict_zerocopy``, checked; fields of a subclass count as fields."""
+    if isinstance(names, str):
+        raise TypeError(f"skip_fields: {quoted(names)} is a str; give a collection of names")
+    skip = frozenset(names or ())
+    others = skip - FIELDS.keys() - set(BROADCAST)
+    if others:
+        annotated = (vars(kind).get("__annotations__", ()) for kind in type(metadata).__mro__)
+        own = {*dir(type(metadata)), *vars(metadata)}.union(*annotated)
+        for name in sorted(others - own, key=str):
+            close = did_you_mean(name, (*ARRAYS, *BROADCAST, *(one for one in own if not one.startswith("_"))))
+            raise ValueError(f"skip_fields: {quoted(name)} is no field of metadata{close}")
+    return skip
 
 
 def engine_field(name: str, dtype: type[np.generic], length: Length) -> Field:

@@ -13,6 +13,7 @@ from attncore.arguments import flag, integer, integer_or_none
 from attncore.array_arguments import Int32Array
 from attncore.did_you_mean import did_you_mean
 from attncore.quoted import quoted
+from attncore.show import counted
 
 _SETTINGS = frozenset(
     (
@@ -113,13 +114,17 @@ def _rows(values: Mapping[str, Any], counts: dict[str, int]) -> dict[str, Any]:
     starts = _starts(queries)
     pad = num_reqs - len(queries)
     if not 0 <= pad <= (num_reqs if values["use_cuda_graph"] else 0):
-        raise ValueError(f"query_start_loc: {len(starts)} starts found; {num_reqs} rows have {num_reqs + 1}")
+        raise ValueError(
+            f"query_start_loc: {counted(len(starts), 'start')} found; {counted(num_reqs, 'row')} must have "
+            f"{num_reqs + 1}"
+        )
     if counts["num_prefills"] > len(queries):
-        raise ValueError(f"num_prefills: {counts['num_prefills']} found, but there are {len(queries)} rows")
+        raise ValueError(f"num_prefills: {counts['num_prefills']} found, but there are {counted(len(queries), 'row')}")
     if int(starts[-1]) + pad != num_tokens:
         raise ValueError(
-            f"query_start_loc: it ends with {starts[-1]}, and {pad} rows are padded, but num_prefill_tokens and "
-            f"num_decode_tokens are {num_tokens} together"
+            f"query_start_loc: it ends with {starts[-1]}, with {counted(pad, 'padded row')} behind, but "
+            "num_prefill_tokens "
+            f"and num_decode_tokens are {num_tokens} together"
         )
     _check_prefill_tokens(counts, starts)
     contexts = _contexts(values, counts, lens, queries)
@@ -155,8 +160,8 @@ def _check_prefill_tokens(counts: dict[str, int], starts: Int32Array) -> None:
     prefills, tokens = counts["num_prefills"], counts["num_prefill_tokens"]
     if starts[prefills] != tokens:
         raise ValueError(
-            f"num_prefill_tokens: {tokens} found, but by query_start_loc the first {prefills} rows (num_prefills) run "
-            f"{starts[prefills]} tokens; prompts come before decodes"
+            f"num_prefill_tokens: {tokens} found, but query_start_loc[num_prefills {prefills}] is "
+            f"{starts[prefills]}; prompts come before decodes"
         )
 
 
@@ -182,7 +187,8 @@ def _contexts(values: Mapping[str, Any], counts: dict[str, int], lens: Int32Arra
     if len(wrong):
         row = int(wrong[0])
         raise ValueError(
-            f"{name}: row {row} ends after {ends[row]} tokens, {queries[row]} of them of this step, but its length in "
+            f"{name}: row {row} ends after {counted(ends[row], 'token')}, {queries[row]} of them of this step, but "
+            "its length in "
             f"seq_lens is {lens[row]}"
         )
     return found
@@ -236,12 +242,13 @@ def _pages(values: Mapping[str, Any], num_reqs: int) -> dict[str, Any]:
         last = np.concatenate([last, np.zeros(missing, np.int32)])
     if len(indptr) != num_reqs + 1 or indptr[0] or (indptr[1:] < indptr[:-1]).any():
         raise ValueError(
-            f"{_PAGES[0]}: {quoted(indptr.tolist())} found; {num_reqs} rows have {num_reqs + 1} starts, which begin "
+            f"{_PAGES[0]}: {quoted(indptr.tolist())} found; {counted(num_reqs, 'row')} must have {num_reqs + 1} "
+            "starts, which begin "
             "with 0 and never descend"
         )
     array_arguments.same_length(_PAGES[2], last, num_reqs)
     if indptr[-1] > len(indices):
-        raise ValueError(f"{_PAGES[1]}: {len(indices)} pages found, but {_PAGES[0]} ends with {indptr[-1]}")
+        raise ValueError(f"{_PAGES[1]}: {counted(len(indices), 'page')} found, but {_PAGES[0]} ends with {indptr[-1]}")
     return {_PAGES[0]: indptr, _PAGES[1]: indices[: indptr[-1]], _PAGES[2]: last}
 
 

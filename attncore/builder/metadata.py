@@ -18,6 +18,7 @@ from attncore.builder.fields import (
     COUNTS,
     DERIVED,
     FIELDS,
+    names_to_skip,
     no_such_field,
 )
 from attncore.builder.first_generation_names import FirstGenerationMetadataNames
@@ -217,9 +218,10 @@ class CommonAttentionMetadata(FirstGenerationMetadataNames, _Arrays):
     def asdict_zerocopy(self, skip_fields: Collection[str] | None = None) -> dict[str, Any]:
         """The fields by name, except ``skip_fields``, for broadcasting to other ranks; arrays are not copied.
 
-        ``metadata_from_fields`` is the inverse.
+        ``metadata_from_fields`` is the inverse. A name that this step has not may be skipped, too; ValueError for one
+        that is no field of metadata and no attribute of the object or its class, TypeError for a str in place of names.
         """
-        skip = frozenset(skip_fields or ())
+        skip = names_to_skip(self, skip_fields)
         names = [name for name in (*BROADCAST, *sorted(ARRAYS - DERIVED)) if name not in skip]
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 

@@ -13,7 +13,9 @@ from attncore.builder.fields import ARRAYS, BROADCAST, COUNTS, DERIVED, ENCODER_
 from attncore.builder.metadata import CommonAttentionMetadata
 from attncore.builder.needed_fields import check_needed_fields
 from attncore.builder.read_only import read_only
+from attncore.did_you_mean import did_you_mean
 from attncore.quoted import quoted
+from attncore.show import counted
 
 
 def metadata_from_fields(fields: Mapping[str, Any], backend: Any = None) -> CommonAttentionMetadata:
@@ -39,7 +41,8 @@ def received(fields: Mapping[str, Any], backend: Any, kind: type[CommonAttention
         raise TypeError(f"fields: {type(fields).__name__} found; give what asdict_zerocopy returned")
     unknown = sorted(set(fields) - ARRAYS - set(BROADCAST), key=str)
     if unknown:
-        raise ValueError(f"fields: {quoted(unknown[0])} is no field of metadata")
+        close = did_you_mean(unknown[0], (*ARRAYS, *BROADCAST))
+        raise ValueError(f"fields: {quoted(unknown[0])} is no field of metadata{close}")
     missing = [name for name in COUNTS if name not in fields]
     if missing:
         raise ValueError(f"fields: {missing[0]!r} is missing; only arrays may be skipped")
@@ -113,7 +116,8 @@ def _check_lengths(host: Any, values: Mapping[str, int | bool]) -> None:
             other = wanted if field.list_pads else field.num_elements(num_tokens, built, 0)
         if found not in (wanted, other):
             raise ValueError(
-                f"fields[{name!r}]: {found} long, but {num_tokens} tokens and {num_reqs} requests have {wanted}"
+                f"fields[{name!r}]: {found} long, but {counted(num_tokens, 'token')} and "
+                f"{counted(num_reqs, 'request')} make {wanted}"
             )
 
 
@@ -130,8 +134,8 @@ def _check_encoder(name: str, host: Any, num_reqs: int) -> None:
     least = num_reqs if field.length is Length.TABLE else field.num_elements(0, num_reqs, running)
     if found < least:
         raise ValueError(
-            f"fields[{name!r}]: {found} long, but {num_reqs} requests, with {running} encoder tokens in this step, "
-            f"have {least}"
+            f"fields[{name!r}]: {found} long, but {counted(num_reqs, 'request')} with "
+            f"{counted(running, 'encoder token')} in this step must have {least}"
         )
 
 

@@ -40,6 +40,7 @@ from attncore.registry.choice.runs_here import reasons_here
 from attncore.registry.host.host import Host
 from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.option_argument import add_option_argument, options_of
+from attncore.show import counted
 from attncore.standard_output import stdout_to_stderr
 from attncore.terminal import columns, print_lines
 from attncore.testing.device_option import check_device
@@ -234,8 +235,10 @@ def _as_json(found: Run, changes: list[Change], saved: list[Run], file: Path | N
 def _heading(found: Run) -> str:
     config, passes = found.config, len(found.rows[0].median)
     return (
-        f"{found.backend} ({found.versions['distribution']}) on {config['device']}: {config['num_heads']} query heads, "
-        f"{config['num_kv_heads']} key/value heads, head size {config['head_size']}, {config['dtype']}, blocks of "
+        f"{found.backend} ({found.versions['distribution']}) on {config['device']}: "
+        f"{counted(config['num_heads'], 'query head')}, "
+        f"{counted(config['num_kv_heads'], 'key/value head')}, head size {config['head_size']}, {config['dtype']}, "
+        "blocks of "
         f"{config['block_size']}; {passes} passes, one thread"
     )
 
@@ -285,7 +288,7 @@ def _summary(changes: list[Change], saved: list[Run]) -> str:
     if len(saved) < ENOUGH:
         return f"{runs} since {saved[0].time[:10]}: with {ENOUGH} or more, rows that got slower are named"
     slower = sum(one.verdict == "slower" for one in changes)
-    return f"{slower} of {len(changes)} rows slower than in {runs} since {saved[0].time[:10]}"
+    return f"{slower} of {counted(len(changes), 'row')} slower than in {runs} since {saved[0].time[:10]}"
 
 
 def _figures(row: Row) -> tuple[str, str]:

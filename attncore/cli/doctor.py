@@ -15,6 +15,7 @@ from attncore import env
 from attncore._version import __version__
 from attncore.cli.output import print_table
 from attncore.cli.progress_bar import said_meanwhile
+from attncore.did_you_mean import did_you_mean
 from attncore.json_output import print_json
 from attncore.quoted import listed, one_line
 from attncore.registry.child_process import run_in_child
@@ -82,14 +83,18 @@ def _kernels() -> tuple[str, bool]:
 
 
 def _unmatched(rows: list[Diagnosis]) -> list[str]:
-    """Names in ATTNCORE_PLUGINS and ATTNCORE_DISABLE_PLUGINS that no plugin has, such as a typing error."""
+    """Names in ATTNCORE_BACKEND, ATTNCORE_PLUGINS and ATTNCORE_DISABLE_PLUGINS that no plugin has."""
     try:
-        lists = {"ATTNCORE_PLUGINS": env.plugins() or frozenset(), "ATTNCORE_DISABLE_PLUGINS": env.disabled_plugins()}
+        lists = {
+            "ATTNCORE_BACKEND": frozenset(name for name in [env.backend()] if name),
+            "ATTNCORE_PLUGINS": env.plugins() or frozenset(),
+            "ATTNCORE_DISABLE_PLUGINS": env.disabled_plugins(),
+        }
     except ValueError:
         return []
     names = {row.record.name for row in rows}
     return [
-        f"{variable}: no plugin is named {name!r}; installed: {listed(sorted(names))}"
+        f"{variable}: no plugin is named {name!r}; installed: {listed(sorted(names))}{did_you_mean(name, names)}"
         for variable, wanted in lists.items()
         for name in sorted(wanted - names)
     ]

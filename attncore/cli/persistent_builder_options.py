@@ -8,6 +8,7 @@ from typing import NamedTuple
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup, checked_groups
 from attncore.cli.argument_types import parse_integer
 from attncore.command import UsageError
+from attncore.show import counted
 
 MAX_BLOCK_SIZE, MAX_WINDOW, MAX_DRAFTS, MAX_RANKS = 2**20, 2**31 - 1, 1023, 1024
 GROUPS_METAVAR = "NAME:BLOCK_SIZE[:WINDOW],..."
@@ -69,7 +70,7 @@ def check_ranks(ranks: Ranks, groups: tuple[KVCacheGroup, ...]) -> None:
         if group.block_size != groups[0].block_size:
             raise UsageError(
                 f"--context-parallel: groups {groups[0].name!r} and {group.name!r} of --groups have blocks of "
-                f"{groups[0].block_size} and {group.block_size} tokens; ranks share out blocks of one size"
+                f"{groups[0].block_size} and {counted(group.block_size, 'token')}; ranks share out blocks of one size"
             )
         if group.block_size % ranks.interleave:
             raise UsageError(

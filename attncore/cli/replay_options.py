@@ -26,6 +26,7 @@ from attncore.replay.scheduling.cost_model import CostModel
 from attncore.replay.scheduling.draft_model import DEFAULT_ACCEPTANCE, Speculation
 from attncore.replay.settings import Settings
 from attncore.replay.traces import synthetic
+from attncore.show import counted
 from attncore.standard_output import is_standard_output
 
 _DEFAULTS = Settings()
@@ -218,7 +219,9 @@ def _check_contradictions(args: argparse.Namespace) -> None:
     if args.groups and args.block_size is not None:
         raise UsageError(f"--block-size: {args.block_size} given beside --groups, which states block sizes")
     if args.groups and args.layers is not None and args.layers < len(args.groups) and not args.metadata_only:
-        raise UsageError(f"--layers: {args.layers} given for {len(args.groups)} groups; each needs a layer at least")
+        raise UsageError(
+            f"--layers: {args.layers} given for {counted(len(args.groups), 'group')}; each needs a layer at least"
+        )
     if args.backend and args.metadata_only:
         raise UsageError(f"--backend: {quoted(args.backend)} given beside --metadata-only, which runs none")
     if args.option and args.metadata_only:

@@ -24,6 +24,7 @@ from attncore.registry.plugins.load import registry
 from attncore.registry.plugins.option_argument import add_option_argument, options_of
 from attncore.registry.spec.backend_spec import BackendSpec
 from attncore.registry.spec.fitting_fields import fitting_fields
+from attncore.show import counted
 from attncore.standard_output import stdout_to_stderr
 from attncore.vocabulary import DTYPES, KV_CACHE_DTYPES
 
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compared(verdict: Verdict) -> str:
-    text = f"{verdict.steps} steps compared with {verdict.against}"
+    text = f"{counted(verdict.steps, 'step')} compared with {verdict.against}"
     return text if verdict.tolerance is None else f"{text}; allowed error: {verdict.tolerance:g} x (1 + abs(number))"
 
 

@@ -21,6 +21,7 @@ from attncore.json_lines.json_fields import (
 from attncore.json_lines.metadata_as_json import LEAST_OF_A_NUMBER, MAX_ANSWER, as_json, fields_of_metadata
 from attncore.kernels import KernelsName
 from attncore.quoted import quoted_json
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.builder import CommonAttentionMetadata
@@ -94,7 +95,9 @@ def parse_batch(line: str | bytes) -> Batch:
         capture = integer("max_seq_len_to_capture", fields["max_seq_len_to_capture"], 1)
         num_seqs = sum(len(group.sequences) for group in groups)
         if batch_size < num_seqs:
-            raise ValueError(f"graph_batch_size: {batch_size} is below the {num_seqs} sequences of the batch")
+            raise ValueError(
+                f"graph_batch_size: {batch_size} is below the {counted(num_seqs, 'sequence')} of the batch"
+            )
         pad = batch_size - num_seqs
     return Batch(block_size, window, chunked, capture, pad, groups, encoder_decoder)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from attncore.json_output import json_text
+from attncore.show import counted
 
 MAX_ANSWER = 1 << 26
 """Bytes of the longest answer, unless another limit is given."""
@@ -23,7 +24,8 @@ def check_numbers(field: str, what: str, numbers: int, max_answer: int) -> None:
     """ValueError, which begins with ``field``, where an answer of ``numbers`` numbers is longer than ``max_answer``."""
     if numbers * LEAST_OF_A_NUMBER > max_answer:
         raise ValueError(
-            f"{field}: an answer of {what} is too large: {numbers} numbers do not fit {max_answer} bytes; --max-answer "
+            f"{field}: an answer of {what} is too large: {counted(numbers, 'number')} do not fit "
+            f"{counted(max_answer, 'byte')}; --max-answer "
             "allows more"
         )
 
@@ -39,7 +41,7 @@ def as_json(fields: Mapping[str, Any], max_answer: int) -> dict[str, Any]:
     The text is what ``json_text`` makes of it; mappings of fields by group are allowed.
     """
     if _most_bytes(fields) > max_answer and (length := _text_bytes(fields)) > max_answer:
-        raise ValueError(f"answer: {length} bytes are longer than {max_answer}; --max-answer allows more")
+        raise ValueError(f"answer: {counted(length, 'byte')} are longer than {max_answer}; --max-answer allows more")
     return _converted(fields)  # type: ignore[no-any-return]
 
 

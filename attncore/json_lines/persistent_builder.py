@@ -19,6 +19,7 @@ from attncore.json_lines.json_fields import REQUIRED, fields_of, integer, list_o
 from attncore.json_lines.metadata_as_json import MAX_ANSWER, as_json, check_numbers, fields_of_metadata
 from attncore.kernels import KernelsName
 from attncore.quoted import quoted_json
+from attncore.show import counted
 
 _SHARED = (
     "num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens", "seq_lens", "context_lens", "query_lens",
@@ -131,9 +132,11 @@ def _longest(sequences: list[StepSequence]) -> int:
 
 def _check_ranks(block_size: int, options: StepOptions) -> None:
     if block_size % options.interleave:
-        raise ValueError(f"block_size: {block_size} cannot be shared out {options.interleave} tokens in turn")
+        raise ValueError(
+            f"block_size: {block_size} cannot be shared out {counted(options.interleave, 'token')} in turn"
+        )
     if block_size * options.world_size > INT32_MAX:
-        raise ValueError(f"block_size: {block_size} on {options.world_size} ranks does not fit int32")
+        raise ValueError(f"block_size: {block_size} on {counted(options.world_size, 'rank')} does not fit int32")
 
 
 def _sequence(path: str, record: Any, groups: tuple[KVCacheGroup, ...], by_name: bool) -> StepSequence:
@@ -163,7 +166,7 @@ def _check_table(path: str, table: Any, seq_id: int, context_len: int, seq_len: 
         kind, text = bad
         raise kind(f"{path}: {text}")
     if len(table) * block_size > INT32_MAX:
-        raise ValueError(f"{path}: {len(table)} blocks of {block_size} tokens do not fit int32")
+        raise ValueError(f"{path}: {counted(len(table), 'block')} of {counted(block_size, 'token')} do not fit int32")
     if len(table) * block_size < seq_len:
         problem = array_arguments.too_few_blocks(len(table), seq_len, block_size)
         raise ValueError(f"{path}: sequence {seq_id} {problem}")
@@ -185,7 +188,7 @@ def _check_sums(groups: tuple[KVCacheGroup, ...], sequences: list[StepSequence],
     per_sequence = 7 + 2 * len(groups)  # the lengths and starts, seq_ids; page counts
     check_numbers(
         "sequences",
-        f"{tokens} tokens and tables of {len(sequences)} x {columns} blocks",
+        f"{counted(tokens, 'token')} and tables of {len(sequences)} x {columns} blocks",
         per_token * tokens + (per_sequence + columns) * len(sequences),
         max_answer,
     )

@@ -28,6 +28,7 @@ from attncore.array_arguments import (
 from attncore.kernels import load_kernels
 from attncore.kernels.codes import PAD_SLOT_ID
 from attncore.quoted import quoted
+from attncore.show import counted
 
 _ARRAY, _ID_DTYPES = np.ndarray, (np.dtype(np.int32), np.dtype(np.int64))
 
@@ -282,12 +283,16 @@ def build_page_lists(
     table = array_arguments.block_table(block_table)
     lengths = array_arguments.lengths("seq_lens", seq_lens, 0)
     if len(lengths) != len(table):
-        raise ValueError(f"seq_lens: {len(lengths)} lengths for the {len(table)} rows of block_table")
+        raise ValueError(
+            f"seq_lens: {counted(len(lengths), 'length')} for the {counted(len(table), 'row')} of block_table"
+        )
     pages = (lengths.astype(np.int64) + block_size - 1) // block_size
     short = np.flatnonzero(pages > table.shape[1])
     if len(short):
         row = int(short[0])
-        raise ValueError(f"block_table: row {row} has {table.shape[1]} columns but {pages[row]} pages are needed")
+        raise ValueError(
+            f"block_table: row {row} has {counted(table.shape[1], 'column')} but needs {counted(pages[row], 'page')}"
+        )
     indptr = build_query_start_loc(pages)
     indices = np.empty(int(indptr[-1]), np.int32)
     if len(indices):
@@ -324,7 +329,7 @@ def pad_block_table(
     if bad >= 0:
         error, text = bad_block_ids(rows[bad], INT32_MAX + 1) or (
             ValueError,
-            f"{len(rows[bad])} block ids but room for {columns}",
+            f"{counted(len(rows[bad]), 'block id')} but room for {columns}",
         )
         raise error(f"rows: row {bad}: {text}")
     if out is None:

@@ -17,6 +17,7 @@ from attncore.ops.cache_writer_checks import (
     check_tensors,
 )
 from attncore.ops.written_tensor import check_written
+from attncore.show import counted
 
 LARGEST = {
     torch.float8_e4m3fn: 448.0,
@@ -104,7 +105,7 @@ class CacheWriter:
                     f"{name}: shape {tuple(new.shape)} found; the cache holds heads and sizes {tuple(cache.shape[2:])}"
                 )
             if len(new) < len(slot_mapping):
-                raise ValueError(f"{name}: {len(new)} tokens found for {len(slot_mapping)} slots")
+                raise ValueError(f"{name}: {counted(len(new), 'token')} found for {counted(len(slot_mapping), 'slot')}")
         check_pair("value_cache", key_cache, value_cache)
         if key_cache.dtype.is_floating_point and key_cache.dtype.itemsize == 1 and key_cache.dtype not in LARGEST:
             known = ", ".join(map(str, LARGEST))
@@ -113,7 +114,10 @@ class CacheWriter:
             if isinstance(scale, float):
                 continue
             if scale.numel() not in (1, key_cache.shape[2]):
-                raise ValueError(f"{name}: {scale.numel()} elements found; the cache holds {key_cache.shape[2]} heads")
+                raise ValueError(
+                    f"{name}: {counted(scale.numel(), 'element')} found; the cache holds "
+                    f"{counted(key_cache.shape[2], 'head')}"
+                )
             if scale.device != slot_mapping.device:
                 raise ValueError(f"{name}: on {scale.device}, but slot_mapping is on {slot_mapping.device}")
         self._checked = _formats(key, value, key_cache, value_cache, slot_mapping)

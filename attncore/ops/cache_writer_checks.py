@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attncore.array_arguments import not_by_address
 from attncore.ops.written_tensor import check_own_elements, overwrites
+from attncore.show import counted
 
 NAMES = ("key", "value", "key_cache", "value_cache", "slot_mapping")
 
@@ -58,8 +59,9 @@ def check_last_slot(slot_mapping: Tensor, cache: Tensor) -> None:
     num_blocks, block_size = cache.shape[:2]
     if len(slot_mapping) and int(slot_mapping.max()) >= num_blocks * block_size:
         raise IndexError(
-            f"slot_mapping: slot {int(slot_mapping.max())} is past the end of a cache of {num_blocks} blocks of "
-            f"{block_size} tokens"
+            f"slot_mapping: slot {int(slot_mapping.max())} is past the end of a cache of "
+            f"{counted(num_blocks, 'block')} of "
+            f"{counted(block_size, 'token')}"
         )
 
 

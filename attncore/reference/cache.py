@@ -25,6 +25,7 @@ from attncore.array_arguments import not_strided
 from attncore.ops.cache_writer_checks import check_devices, check_last_slot, check_pair, check_slots, check_tensors
 from attncore.ops.written_tensor import check_strided, check_written, overwrites
 from attncore.quoted import quoted
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -117,9 +118,10 @@ def key_value(kv_cache: Caches, head_size_v: int | None = None) -> tuple[Tensor,
         if kv_cache.dim() == 3 and (values is None or 0 < values <= size):
             rows = kv_cache.unsqueeze(2)
             return rows, rows[..., :values]
+        wanted = "" if head_size_v is None else f" for head_size_v {head_size_v}"
         raise ValueError(
-            f"kv_cache: shape {tuple(kv_cache.shape)} found for head_size_v {head_size_v}; expected (2, num_blocks, "
-            "block_size, num_kv_heads, head_size), a pair of caches, (num_blocks, block_size, num_kv_heads, head_size "
+            f"kv_cache: shape {tuple(kv_cache.shape)} found{wanted}; expected (2, num_blocks, block_size, "
+            " num_kv_heads, head_size), a pair of caches, (num_blocks, block_size, num_kv_heads, head_size "
             "+ head_size_v), or (num_blocks, block_size, head_size) for a latent cache"
         )
     _check_tensors("kv_cache", kv_cache)
@@ -160,7 +162,7 @@ def write(key: Tensor, value: Tensor | None, kv_cache: Caches, slot_mapping: Ten
     check_devices(*named.values(), *caches, slot_mapping, names=(*named, *["kv_cache"] * len(caches), "slot_mapping"))
     tokens = {name: new.shape[0] if new.dim() else 0 for name, new in named.items()}
     if any(count != len(slot_mapping) for count in tokens.values()):
-        found = " and ".join(f"{count} {name}s" for name, count in tokens.items())
+        found = " and ".join(counted(count, name) for name, count in tokens.items())
         raise ValueError(f"slot_mapping: shape {tuple(slot_mapping.shape)} found for {found}; give one slot a token")
     for (name, new), cache in zip(named.items(), caches, strict=True):
         if new.shape[1:] != cache.shape[2:]:
@@ -269,7 +271,7 @@ def swap_blocks(source: Caches, target: Caches, block_pairs: Any, *, block_dim: 
     block_dim = integer("block_dim", block_dim, 0)
     sources, targets = _parts("source", source, block_dim), _parts("target", target, block_dim)
     if len(sources) != len(targets):
-        raise ValueError(f"target: {len(targets)} tensors found; the source has {len(sources)}")
+        raise ValueError(f"target: {counted(len(targets), 'tensor')} found; the source has {len(sources)}")
     for a, b in zip(sources, targets, strict=True):
         if a.shape[1:] != b.shape[1:] or a.dtype != b.dtype:
             raise ValueError(
@@ -287,7 +289,7 @@ def _parts(name: str, cache: Caches, block_dim: int) -> list[Tensor]:
     """Views of a cache whose first dimension counts blocks, as it does unless keys and values are stacked."""
     if isinstance(cache, Tensor):
         if block_dim >= cache.dim():
-            raise ValueError(f"block_dim: {block_dim} found for a cache of {cache.dim()} dimensions")
+            raise ValueError(f"block_dim: {block_dim} found for a cache of {counted(cache.dim(), 'dimension')}")
         return [cache if cache.dim() < 5 else cache.movedim(block_dim, 0)]
     _check_tensors(name, cache)
     return list(cache)

@@ -12,6 +12,7 @@ from attncore.abstract import AttentionType
 from attncore.ops.written_tensor import check_strided, check_written
 from attncore.quoted import type_name
 from attncore.reference import cache as paged
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,9 +47,7 @@ def per_head(name: str, values: Sequence[float] | Tensor | None, config: Backend
         return None
     found = torch.as_tensor(values, dtype=torch.float32, device=config.device)
     if found.shape != (config.num_heads,):
-        raise ValueError(
-            f"{name}: shape {tuple(found.shape)} found; give one number for each of the {config.num_heads} heads"
-        )
+        raise ValueError(f"{name}: shape {tuple(found.shape)} found; give one for each head, {config.num_heads} in all")
     return found.view(config.num_kv_heads, -1)
 
 
@@ -75,7 +74,8 @@ def check_query(query: Any, num_tokens: int) -> None:
     """Raise ValueError unless the query is a tensor of three dimensions and as many tokens as the metadata has."""
     if not isinstance(query, Tensor) or query.dim() != 3 or len(query) < num_tokens:
         raise ValueError(
-            f"query: {_shape_or_type(query)} found; the metadata has {num_tokens} tokens; give a tensor (tokens, query "
+            f"query: {_shape_or_type(query)} found; the metadata has {counted(num_tokens, 'token')}; give a tensor "
+            "(tokens, query "
             "heads, head size)"
         )
 
@@ -109,7 +109,10 @@ def check_tensors(
         value = key[..., :size_v]
     num_keys = len(query) if num_tokens[1] is None else len(key) if isinstance(key, Tensor) else num_tokens[1]
     if num_tokens[1] is not None and num_keys < num_tokens[1]:
-        raise ValueError(f"key: {num_keys} tokens found; the metadata has {num_tokens[1]} encoder tokens in this step")
+        raise ValueError(
+            f"key: {counted(num_keys, 'token')} found; the metadata has {counted(num_tokens[1], 'encoder token')} in "
+            "this step"
+        )
     expected = {
         "query": (query, (len(query), config.num_heads, config.head_size)),
         "key": (key, (num_keys, config.num_kv_heads, config.head_size)),
@@ -163,7 +166,8 @@ def check_cache(
     block, num_blocks = int(np.max(slots, initial=-1)) // config.block_size, min(map(len, caches))
     if block >= num_blocks:
         raise ValueError(
-            f"kv_cache: {num_blocks} blocks found; {name} has a slot in block {block}: tell the batch num_blocks, "
+            f"kv_cache: {counted(num_blocks, 'block')} found; {name} has a slot in block {block}: tell the batch "
+            "num_blocks, "
             "or give the cache more"
         )
     return caches
@@ -179,16 +183,20 @@ def check_table(
         return
     if caches is None:
         raise ValueError(
-            f"kv_cache: none given, but row {rows[0]} reads {lengths[0]} tokens of it; only a profiling run needs none"
+            f"kv_cache: none given, but row {rows[0]} reads {counted(lengths[0], 'token')} of it; only a profiling "
+            "run needs none"
         )
     if rows.max() >= len(block_table):
-        raise ValueError(f"metadata: the block table has {len(block_table)} rows, and none for row {rows.max()}")
+        raise ValueError(
+            f"metadata: the block table has {counted(len(block_table), 'row')}, and none for row {rows.max()}"
+        )
     block_size, width = caches[0].shape[1], block_table.shape[1]
     if lengths.max() > width * block_size:
         longest = int(lengths.argmax())
         raise ValueError(
-            f"metadata: block table row {rows[longest]} has {width} columns, but {lengths[longest]} tokens need "
-            f"{-(-int(lengths[longest]) // block_size)} blocks (the cache's block_size is {block_size})"
+            f"metadata: block table row {rows[longest]} has {counted(width, 'column')}, but needs "
+            f"{-(-int(lengths[longest]) // block_size)} for {counted(lengths[longest], 'token')} (the cache's "
+            f"block_size is {block_size})"
         )
 
 
@@ -208,7 +216,8 @@ def check_blocks(
     wrong = ids[(ids < 0) | (ids >= num_blocks)]
     if len(wrong):
         raise ValueError(
-            f"metadata: the block table names block {wrong[0]}, but the cache holds {num_blocks} blocks; give the "
+            f"metadata: the block table names block {wrong[0]}, but the cache holds {counted(num_blocks, 'block')}; "
+            "give the "
             "cache and the block pool the same num_blocks"
         )
 
@@ -236,6 +245,7 @@ def check_whole(host: HostArrays) -> None:
     if len(wrong):
         row = int(wrong[0])
         raise ValueError(
-            f"metadata: row {row} has {tokens[row]} tokens in this step and seq_lens {some[row : row + 1].tolist()}; "
+            f"metadata: row {row} has {counted(tokens[row], 'token')} in this step and seq_lens "
+            f"{some[row : row + 1].tolist()}; "
             "attention of type encoder_only keeps no cache, so a sequence comes whole"
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from attncore.reference.causal import Answer, Paged, over_keys
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,23 +49,25 @@ class CrossRows(NamedTuple):
         counts = {"encoder_query_lens": len(fresh), "encoder_query_start_loc less 1": len(fresh_starts) - 1}
         for name, count in counts.items():
             if count != len(lengths):
-                raise ValueError(f"metadata: {name} has {count} rows, but encoder_seq_lens {len(lengths)}")
+                raise ValueError(f"metadata: {name} has {counted(count, 'row')}, but encoder_seq_lens {len(lengths)}")
         if len(lengths) != metadata.num_reqs or len(bounds) - 1 > len(lengths):  # fewer bounds under a graph
             raise ValueError(
-                f"metadata: encoder_seq_lens has {len(lengths)} rows for {metadata.num_reqs} requests; views of a "
+                f"metadata: encoder_seq_lens has {counted(len(lengths), 'row')} for "
+                f"{counted(metadata.num_reqs, 'request')}; views of a "
                 "mixed step of the list builder keep the whole step's encoder fields, so run such a step whole"
             )
         if len(host.cross_slot_mapping) != fresh_starts[-1]:
             raise ValueError(
-                f"metadata: cross_slot_mapping has {len(host.cross_slot_mapping)} slots for the {fresh_starts[-1]} "
-                "encoder tokens of encoder_query_start_loc"
+                f"metadata: cross_slot_mapping has {counted(len(host.cross_slot_mapping), 'slot')} for the "
+                f"{counted(fresh_starts[-1], 'encoder token')} of encoder_query_start_loc"
             )
         wrong = np.flatnonzero((lengths < 0) | ((fresh != 0) & (fresh != lengths)) | (np.diff(fresh_starts) != fresh))
         if len(wrong):
             row = wrong[0]
             raise ValueError(
                 f"metadata: row {row} has encoder_seq_lens {lengths[row]}, encoder_query_lens {fresh[row]}, and "
-                f"{np.diff(fresh_starts)[row]} tokens in encoder_query_start_loc; an encoder's tokens come all in one "
+                f"{counted(np.diff(fresh_starts)[row], 'token')} in encoder_query_start_loc; an encoder's tokens come "
+                "all in one "
                 "step, or none do"
             )
         cached = (lengths > 0) & (fresh == 0)

@@ -35,7 +35,9 @@ def request_fields(config: Mapping[str, Any], *, tensor_parallel: int = 1) -> di
         config = {**{key: outer[key] for key in ("dtype", "torch_dtype") if key in outer}, **config}
     heads = _count(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
     if heads % tensor_parallel:
-        raise ValueError(f"tensor_parallel: {tensor_parallel} does not divide the {quoted(heads)} heads of the model")
+        raise ValueError(
+            f"tensor_parallel: {tensor_parallel} does not divide the model's number of heads, {quoted(heads)}"
+        )
     fields: dict[str, Any] = {
         "num_heads": heads // tensor_parallel,
         "num_kv_heads": _kv_heads_of_rank(_kv_heads(config, heads), tensor_parallel),
@@ -98,7 +100,7 @@ def _head_size(config: Mapping[str, Any], heads: int) -> int:
     size = _count(config, "hidden_size", "n_embd", "d_model")
     if size % heads:
         raise ValueError(
-            f"config: hidden_size {quoted(size)} is not a multiple of the {quoted(heads)} heads; state head_dim"
+            f"config: hidden_size {quoted(size)} is no multiple of the number of heads, {quoted(heads)}; state head_dim"
         )
     return size // heads
 

@@ -22,6 +22,7 @@ from attncore.errors import AttncoreError, PluginError
 from attncore.interrupts import raises_again
 from attncore.quoted import describe_error, quoted, type_name
 from attncore.registry.plugins.left_as_found import Signals
+from attncore.show import counted
 from attncore.standard_output import found_streams, put_streams
 
 if TYPE_CHECKING:
@@ -191,7 +192,8 @@ def _check_cache_shape(backend: AttentionBackend, num_blocks: int) -> None:
     grown = [size for size, one, two in zip(shape, of_one, of_two, strict=False) if one != two]
     if not len(of_one) == len(of_two) == len(shape) or grown != [num_blocks]:
         raise _WrongResultError(
-            f"does not fit in memory: kv_cache_shape is {quoted(shape)} for {num_blocks} blocks; the contract says "
+            f"does not fit in memory: kv_cache_shape is {quoted(shape)} for {counted(num_blocks, 'block')}; the "
+            "contract says "
             "that exactly one axis grows with num_blocks"
         )
 

@@ -64,12 +64,12 @@ def read_table(name: str) -> Mapping[str, Any]:
     try:
         data = standard_input().read(_MOST + 1) if name == "-" else read_file(name, _MOST)
         if len(data) > _MOST:
-            raise ValueError(f"longer than {_MOST} bytes")
+            raise ValueError(f"is longer than {_MOST} bytes")
         found = parse_json(data, _DEPTH)
     except OSError as error:
         raise UsageError(f"{name} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise UsageError(f"{name}: {error}") from error
+        raise UsageError(f"{name} {error}") from error
     if problem := _problem(found):
         raise UsageError(f"{name}: {problem}; write it by `python -m attncore.testing NAME --json`")
     return dict(found)

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from attncore import BackendConfig
+from attncore import BackendConfig, CommonAttentionMetadata
 from attncore.builder import CommonMetadataBuilder, InputBatch, KVCacheGroup, MetadataBuilder, Sequence, SequenceGroup
 from attncore.builder import metadata_from_fields as received
 from attncore.builder.fields import ARRAYS, COUNTS, DERIVED, ENCODER_ARRAYS, FIELDS, Length
+from attncore.builder.received_metadata import received as metadata_of
 from attncore.reference import ReferenceBackend
 
 
@@ -52,11 +53,33 @@ def test_what_was_skipped_is_missing():
         copy.block_table  # noqa: B018
 
 
+def test_only_fields_are_skipped():
+    class Extended(CommonAttentionMetadata):
+        scale: float
+        own_field = 1
+
+    metadata = persistent()
+    known = {"slot_mapping", "num_reqs", "cross_slot_mapping", "max_query_len", "decode_metadata"}
+    assert not known & metadata.asdict_zerocopy(known).keys()
+    with pytest.raises(ValueError, match=r"skip_fields: 'slot_maping' is no field of .*; did you mean slot_mapping\?"):
+        metadata.asdict_zerocopy(["slot_maping"])
+    with pytest.raises(ValueError, match="skip_fields: 3 is no field of metadata"):
+        metadata.asdict_zerocopy([3])
+    with pytest.raises(TypeError, match="skip_fields: 'slot_mapping' is a str; give a collection of names"):
+        metadata.asdict_zerocopy("slot_mapping")
+    extended = metadata_of(metadata.asdict_zerocopy(), None, Extended)
+    extended.set_later = 1
+    assert extended.asdict_zerocopy({"scale", "own_field", "set_later"}).keys() == extended.asdict_zerocopy().keys()
+    with pytest.raises(ValueError, match="skip_fields: 'own_feild' is no field of metadata; did you mean own_field"):
+        extended.asdict_zerocopy({"own_feild"})
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"slots": [1]}, "fields: 'slots' is no field of metadata"),
         ({"slots": [1], 3: 5}, "fields: 3 is no field of metadata"),
+        ({"slot_maping": [1]}, r"fields: 'slot_maping' is no field of metadata; did you mean slot_mapping\?"),
         ({"num_reqs": 1}, "fields: 'num_tokens' is missing; only arrays may be skipped"),
     ],
 )
@@ -136,7 +159,7 @@ def decodes():
 def test_plain_prompts_alone_may_come_without_a_table():
     no_table = {"block_table": np.zeros((0, 0), np.int32)}
     assert received(plain_prompts().asdict_zerocopy() | no_table).block_table.shape == (0, 0)
-    with pytest.raises(ValueError, match=r"^fields\['block_table'\]: 0 long, but 2 tokens and 2 requests have 2"):
+    with pytest.raises(ValueError, match=r"^fields\['block_table'\]: 0 long, but 2 tokens and 2 requests make 2"):
         received(decodes().asdict_zerocopy() | no_table)
     fields = plain_prompts().asdict_zerocopy() | no_table
     del fields["context_lens"]
@@ -198,7 +221,7 @@ def test_arrays_of_encoders_cover_every_request(name):
     step = MetadataBuilder(batch, max_num_batched_tokens=32).build({"a": 2, "b": 3})
     fields = next(fields for group in step.groups.values() if name in (fields := group.asdict_zerocopy()))
     received(fields)
-    with pytest.raises(ValueError, match=rf"^fields\['{name}'\]: \d+ long, but 2 requests, with"):
+    with pytest.raises(ValueError, match=rf"^fields\['{name}'\]: \d+ long, but 2 requests with"):
         received(fields | {name: fields[name][:1]})
 
 
@@ -213,7 +236,7 @@ def test_what_is_no_dict_of_fields_is_named():
         ("block_table", (0, 0), -1, "metadata: the block table names block -1, but the cache holds 10 blocks"),
         ("block_table", (0, 0), 10, "metadata: the block table names block 10, but the cache holds 10 blocks"),
         ("slot_mapping", 0, 40, "kv_cache: 10 blocks found; slot_mapping has a slot in block 10"),
-        ("seq_lens", 0, 33, "metadata: block table row 0 has 8 columns, but 33 tokens need 9 blocks"),
+        ("seq_lens", 0, 33, "metadata: block table row 0 has 8 columns, but needs 9 for 33 tokens"),
         ("seq_lens", 0, -1, "metadata: row 0 has seq_lens -1, fewer than its query tokens"),
     ],
 )

@@ -139,7 +139,7 @@ def test_lines_with_and_without_encoders_take_turns(build):
         ),
         ([(None, None), (3, [4]), (0, [])], "groups[0].encoder_seq_len: missing; every group"),
         ([(None, [7]), (3, [4]), (0, [])], "groups[0].encoder_seq_len: missing, but cross_block_table is given"),
-        ([(6, None), (3, [4]), (0, [])], "groups[0].cross_block_table: missing; the 6 encoder tokens need blocks"),
+        ([(6, None), (3, [4]), (0, [])], "groups[0].cross_block_table: missing; blocks are needed for 6 encoder"),
         (
             [(9, [7, 9]), (3, [4]), (0, [])],
             "groups[0].cross_block_table: sequence 0 holds 2 blocks but needs 3 for its 9 encoder tokens",

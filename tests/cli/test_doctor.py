@@ -216,9 +216,15 @@ def test_a_list_that_cannot_be_read_lets_nothing_load(site, capsys, monkeypatch)
 
 def test_names_in_a_list_that_no_plugin_has(site, capsys, monkeypatch):
     monkeypatch.setenv("ATTNCORE_PLUGINS", "reference,flahs")
+    monkeypatch.setenv("ATTNCORE_DISABLE_PLUGINS", "refrence")
+    monkeypatch.setenv("ATTNCORE_BACKEND", "referense")
     code, report = doctor(capsys)
     assert code == 1
-    assert report["findings"][0] == "ATTNCORE_PLUGINS: no plugin is named 'flahs'; installed: reference"
+    assert report["findings"][:3] == [
+        "ATTNCORE_BACKEND: no plugin is named 'referense'; installed: reference; did you mean reference?",
+        "ATTNCORE_PLUGINS: no plugin is named 'flahs'; installed: reference",
+        "ATTNCORE_DISABLE_PLUGINS: no plugin is named 'refrence'; installed: reference; did you mean reference?",
+    ]
 
 
 VARIABLES = "variables={'ATTNCORE_MY_ATTN_KERNEL': 'which kernel'}"

@@ -8,6 +8,7 @@ from cli.screens import WIDTHS
 
 import attncore
 from attncore.cli import main
+from attncore.terminal import table_lines
 from attncore.vocabulary import FEATURES
 
 EXTRA = """
@@ -134,3 +135,8 @@ def test_what_a_check_prints_does_not_spoil_the_answer(site, capsys):
         captured = capsys.readouterr()
         assert "hello" in captured.err
         assert "hello" not in captured.out
+
+
+def test_a_word_wider_than_its_column_begins_beside_the_others():
+    rows = [["preferred_block_size", "16"], ["factory", "a" * 50]]
+    assert list(table_lines(["FACT", "VALUE"], rows, 62))[2:] == [f"{'factory':22}{'a' * 40}", f"{'':22}{'a' * 10}"]

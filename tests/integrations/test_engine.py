@@ -118,13 +118,22 @@ def test_stop_tokens_cancelled_requests_and_sampling():
     assert len(outputs) > 4
 
 
+def test_an_engine_says_what_it_takes_and_has():
+    engine = Engine(decoder("llama"), num_blocks=10, block_size=8)
+    assert repr(engine) == "<Engine of LlamaForCausalLM on cpu: 0 running, 0 waiting, 9 of 9 blocks free>"
+    with pytest.raises(TypeError, match="model: a str found; give a loaded model of transformers"):
+        Engine("llama")
+    with pytest.raises(ValueError, match="num_blocks: 1 is below 2"):
+        Engine(decoder("llama"), num_blocks=1)
+
+
 @pytest.mark.parametrize(
     ("prompt", "new", "message"),
     [
-        ([], 4, "give at least one each"),
-        ([1], 0, "give at least one each"),
-        ([1] * 250, 10, "260 tokens with max_new_tokens exceed max_model_len 256"),
-        ([1] * 100, 10, "110 tokens need more than the pool's 9 blocks"),
+        ([], 4, "both must be at least 1"),
+        ([1], 0, "both must be at least 1"),
+        ([1] * 250, 10, "length 260 with max_new_tokens exceeds max_model_len 256"),
+        ([1] * 100, 10, "length 110 needs more than the pool's blocks, 9"),
     ],
 )
 def test_requests_that_can_never_run_are_refused(prompt, new, message):
@@ -175,7 +184,7 @@ def test_token_ids_in_place_of_prompts_are_told():
 
 def test_no_prompt_is_queued_where_one_can_never_run():
     engine = Engine(decoder("llama"), num_blocks=10, max_num_reqs=4, max_num_batched_tokens=64, block_size=8)
-    with pytest.raises(ValueError, match="504 tokens with max_new_tokens exceed max_model_len 256"):
+    with pytest.raises(ValueError, match="length 504 with max_new_tokens exceeds max_model_len 256"):
         engine.complete([[1, 2], [1] * 500], 4)
     assert not engine.waiting
     assert engine.complete([[1, 2]], 4) == [greedy(engine.model, [1, 2], 4)]

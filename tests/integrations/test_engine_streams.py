@@ -85,7 +85,7 @@ def test_two_streams_share_the_steps(engine):
 
 
 def test_a_stream_is_refused_before_it_is_read(engine):
-    with pytest.raises(ValueError, match="exceed max_model_len"):
+    with pytest.raises(ValueError, match="exceeds max_model_len"):
         engine.generate([[1], [1] * 500], 4)
     assert not engine.waiting
 

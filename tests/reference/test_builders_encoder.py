@@ -134,7 +134,7 @@ def test_a_view_of_a_mixed_step_of_the_list_builder_is_refused():
     view = builder.build(groups).decode_metadata
     cross = model.impls["encoder_decoder"]
     with pytest.raises(
-        ValueError, match=r"^metadata: encoder_seq_lens has 2 rows for 1 requests; views of a mixed step"
+        ValueError, match=r"^metadata: encoder_seq_lens has 2 rows for 1 request; views of a mixed step"
     ):
         cross.forward(torch.zeros(1, 4, 8), torch.zeros(5, 2, 8), torch.zeros(5, 2, 8), model.caches[1], view)
 

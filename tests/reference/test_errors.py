@@ -69,7 +69,7 @@ def test_metadata_of_another_device(case):
 
 def test_tables(case):
     case.metadata.block_table = case.metadata.block_table[:, :1]
-    with pytest.raises(ValueError, match=r"^metadata: block table row 0 has 1 columns, but 6 tokens need 2 blocks"):
+    with pytest.raises(ValueError, match=r"^metadata: block table row 0 has 1 column, but needs 2 for 6 tokens"):
         case.forward()
 
 

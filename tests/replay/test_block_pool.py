@@ -9,7 +9,7 @@ def test_block_0_is_never_handed_out():
     pool = BlockPool(5)
     assert sorted(pool.allocate(4)) == [1, 2, 3, 4]
     assert pool.num_free == 0
-    with pytest.raises(ValueError, match=r"count: 1 blocks asked, 0 of 4 are free"):
+    with pytest.raises(ValueError, match=r"count: 1 block asked, 0 of 4 are free"):
         pool.allocate(1)
 
 

@@ -168,7 +168,7 @@ def test_slots_that_nobody_owns_are_never_read():
 
 
 def test_caches_that_do_not_fit_name_num_blocks():
-    with pytest.raises(ValueError, match=r"^num_blocks: 2 caches of 1000000000000 blocks of 16 do not fit in memory"):
+    with pytest.raises(ValueError, match=r"^num_blocks: no memory for 2 caches of 1000000000000 blocks of 16"):
         layers(num_blocks=10**12)
 
 

@@ -82,7 +82,7 @@ return whole(query, key, value, kv_cache.clone() if cross else kv_cache, metadat
     Fault(
         "cross_one_token_short",
         "test_cross_attention_of_the_list_builder",
-        "1 queries over",
+        "1 query over",
         forward(
             """
 if self.attn_type == "encoder_decoder" and key is None:

@@ -55,7 +55,7 @@ return back if output is None else output.copy_(back)
     Fault(
         "wrong_with_one_head",
         "test_grouped_heads[1-1]",
-        "1 heads over 1",
+        "1 head over 1",
         forward("return whole(query, key, value, kv_cache, metadata, output).div_(1 + (query.shape[1] == 1))"),
     ),
     Fault(

@@ -61,11 +61,11 @@ def test_the_badge(written, tmp_path, capsys, states, text, color):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is not JSON"),
+        ("", "kit.json is not JSON"),
         ("[1]", "[1] is no table of the kit; write it by `python -m attncore.testing NAME --json`"),
         (json.dumps({**TABLE, "version": 3}), "version: 3 is not a text"),
         (json.dumps({**TABLE, "rows": [{"state": "failed"}]}), "rows: "),
-        ("[" * 100, "kit.json: "),
+        ("[" * 100, "kit.json is not JSON"),
     ],
 )
 def test_what_is_no_table_is_one_line(tmp_path, capsys, text, said):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attncore.builder.adopted.given import Given
 from attncore.errors import CaptureError
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.builder.adopted.given import Place
@@ -58,7 +59,8 @@ class CapturedRows:
         query_len = num_slots // num_rows if num_rows else 0
         if not query_len or query_len * num_rows != num_slots:
             raise ValueError(
-                f"capturing: {num_slots} slots found for {num_rows} rows; a graph is captured over rows of one length, "
+                f"capturing: {counted(num_slots, 'slot')} found for {counted(num_rows, 'row')}; a graph is captured "
+                "over rows of one length, "
                 "so give each row as many"
             )
         self._check(num_rows, query_len)
@@ -84,7 +86,8 @@ class CapturedRows:
             pairs = zip(Given._fields, captured.addresses, place.addresses, strict=True)
             name, rows = next(name for name, before, now in pairs if before != now), place.num_reqs
             raise CaptureError(
-                f"{name}: it lies elsewhere than at the capture of {rows} rows, and the graph reads it there; write to "
+                f"{name}: it lies elsewhere than at the capture of {counted(rows, 'row')}, and the graph reads it "
+                "there; write to "
                 f"that tensor, or call release({rows}) when the graph is gone"
             )
         elif captured.row_stride != place.table_stride[0]:
@@ -97,7 +100,8 @@ class CapturedRows:
         facts, settings, known = self._facts, self._settings, self._sizes.get(num_reqs)
         if known is not None and known.query_len != query_len:
             raise ValueError(
-                f"query_len: {num_reqs} requests were captured with {known.query_len} tokens each, not {query_len}; "
+                f"query_len: the size of {counted(num_reqs, 'request')} was captured with "
+                f"{counted(known.query_len, 'token')} each, not {query_len}; "
                 f"call release({num_reqs}) when that graph is gone"
             )
         if facts.cuda_graph == "never":
@@ -113,5 +117,5 @@ class CapturedRows:
             raise ValueError(f"num_reqs: {num_reqs} exceed max_num_reqs {settings.max_num_reqs}")
         if num_reqs * query_len > settings.max_num_tokens:
             raise ValueError(
-                f"num_reqs: {num_reqs} of {query_len} tokens exceed max_num_tokens {settings.max_num_tokens}"
+                f"num_reqs: {num_reqs} of {counted(query_len, 'token')} exceed max_num_tokens {settings.max_num_tokens}"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attncore.kernels import codes
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.builder.adopted.given import Given
@@ -22,10 +23,13 @@ def refused_step(
     match code:
         case codes.TOO_MANY_ROWS if lengths is None or rows > settings.max_num_reqs or rows < 0 or row == 0:
             return ValueError(
-                f"host_query_start_loc: {rows} rows found, {settings.max_num_reqs} are the most (max_num_reqs)"
+                f"host_query_start_loc: {counted(rows, 'row')} found, {settings.max_num_reqs} are the most "
+                "(max_num_reqs)"
             )
         case codes.TOO_MANY_ROWS:
-            return ValueError(f"host_seq_lens: {len(lengths)} lengths found for {rows} rows; give one each")
+            return ValueError(
+                f"host_seq_lens: {counted(len(lengths), 'length')} found for {counted(rows, 'row')}; give one each"
+            )
         case codes.STARTS_NOT_AT_0:
             return ValueError(f"host_query_start_loc: it begins at {starts[0]}; give sums from 0 on")
         case codes.STARTS_FALL:
@@ -39,10 +43,15 @@ def refused_step(
                 f"{settings.max_num_tokens}"
             )
         case codes.TOO_FEW_SLOTS:
-            return ValueError(f"slot_mapping: {slots} slots found for {starts[-1]} tokens; give one each")
+            return ValueError(
+                f"slot_mapping: {counted(slots, 'slot')} found for {counted(starts[-1], 'token')}; give one each"
+            )
         case codes.TOO_SHORT:
             tokens = starts[row + 1] - starts[row]
-            return ValueError(f"host_seq_lens: row {row} has {lengths[row]} keys, fewer than its {tokens} tokens")
+            return ValueError(
+                f"host_seq_lens: row {row} has {counted(lengths[row], 'key')}, fewer than its "
+                f"{counted(tokens, 'token')}"
+            )
         case codes.TOO_LONG:
             return ValueError(
                 f"host_seq_lens: row {row} has {lengths[row]}, above max_model_len {settings.max_model_len}"
@@ -50,17 +59,19 @@ def refused_step(
         case codes.BEYOND_TABLE:
             keys = 1 if lengths is None else lengths[row]
             return ValueError(
-                f"host_seq_lens: row {row} has {keys}, but its table's {columns} columns hold "
-                f"{columns * settings.block_size} tokens (block_size {settings.block_size})"
+                f"host_seq_lens: row {row} has {keys}, but its table of {counted(columns, 'column')} holds "
+                f"{counted(columns * settings.block_size, 'token')} (block_size {settings.block_size})"
             )
         case codes.SLOTS_NOT_PADDED:
             return ValueError(
-                f"slot_mapping: {slots} slots found for a captured size of {rows} rows of {query_len} tokens; pad it "
+                f"slot_mapping: {counted(slots, 'slot')} found for a captured size of {counted(rows, 'row')} of "
+                f"{counted(query_len, 'token')}; pad it "
                 f"with -1 to {rows * query_len}"
             )
         case codes.QUERY_NOT_CAPTURED:
             return ValueError(
-                f"capturing: not {rows} rows of {query_len} tokens each (padded rows behind them have none), with "
-                f"{rows * query_len} slots; a graph is captured over decodes of one length"
+                f"capturing: not {counted(rows, 'row')} of {counted(query_len, 'token')} each (padded rows behind "
+                "them have none), with "
+                f"{counted(rows * query_len, 'slot')}; a graph is captured over decodes of one length"
             )
     return ValueError("host_seq_lens: their sum over this step does not fit int32; schedule fewer requests")

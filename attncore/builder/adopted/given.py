@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attncore.array_arguments import beyond_its_memory
+from attncore.show import counted
 
 _INT32, _INT64, _TENSOR = torch.int32, torch.int64, torch.Tensor
 
@@ -112,7 +113,7 @@ def place_of(given: Given, facts: tuple[Any, ...] | None, device: torch.device) 
     if num_starts != num_reqs + 1 or table_shape[0] != num_reqs:
         name, found = ("block_table", table_shape[0]) if num_starts == num_reqs + 1 else ("query_start_loc", num_starts)
         wanted = num_reqs + (name == "query_start_loc")
-        raise ValueError(f"{name}: {found} rows found beside {num_reqs} seq_lens; give {wanted}")
+        raise ValueError(f"{name}: {counted(found, 'row')} found beside {num_reqs} seq_lens; give {wanted}")
     at = facts[0], facts[1], facts[2], facts[3]
     return Place(*at, num_reqs, table_shape, facts[10], num_slots)
 

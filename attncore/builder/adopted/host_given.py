@@ -11,6 +11,7 @@ import torch
 from attncore import arguments
 from attncore.array_arguments import beyond_its_memory, check_readable
 from attncore.builder.adopted.given import Given, beyond
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.builder.adopted.settings import Facts, Settings
@@ -107,7 +108,7 @@ class HostStarts(HostGiven):
             )
         array = self.array(host)
         if len(array) != num_reqs + 1:
-            raise ValueError(f"{self.name}: {len(array)} elements found beside {num_reqs + 1} on the device")
+            raise ValueError(f"{self.name}: {counted(len(array), 'element')} found beside {num_reqs + 1} on the device")
         return array
 
 
@@ -143,7 +144,9 @@ class HostLengths(HostGiven):
             )
         array = self.array(host)
         if len(array) != num_reqs:
-            raise ValueError(f"{self.name}: {len(array)} lengths found for {num_reqs} rows; give one each")
+            raise ValueError(
+                f"{self.name}: {counted(len(array), 'length')} found for {counted(num_reqs, 'row')}; give one each"
+            )
         return array, "bounded" if bounded else "exact"
 
 
@@ -167,7 +170,8 @@ def check_agreement(starts: Int32Array, lengths: Int32Array | None, known: str, 
         row = int(np.argmax(wrong))
         wanted = "upper bounds" if known == "bounded" else "the same numbers on the host"
         raise ValueError(
-            f"host_seq_lens: row {row} has {lengths[row]} keys, and {own_lengths[row]} in seq_lens; give {wanted}"
+            f"host_seq_lens: row {row} has {counted(lengths[row], 'key')}, and {own_lengths[row]} in seq_lens; give "
+            f"{wanted}"
         )
 
 
@@ -181,5 +185,5 @@ def check_blocks(given: Given, settings: Settings) -> None:
         row, column = np.argwhere(wrong)[0]
         raise ValueError(
             f"block_table: row {row} names block {table[row, column]} in column {column}, but the cache holds "
-            f"{settings.num_blocks} blocks"
+            f"{counted(settings.num_blocks, 'block')}"
         )

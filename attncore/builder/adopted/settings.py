@@ -8,6 +8,7 @@ from attncore import arguments
 from attncore.builder.checked_backend import check_backend
 from attncore.builder.device.memory import ALIGNMENT
 from attncore.builder.persistent.kv_cache_group import KVCacheGroup
+from attncore.show import counted
 
 _WORDS = ALIGNMENT // 4
 
@@ -67,7 +68,8 @@ def check_settings(
     max_pages = -(-max_model_len // block_size)
     if max_num_reqs * max_pages > arguments.INT32_MAX:
         raise ValueError(
-            f"max_num_reqs: {max_num_reqs} requests of {max_pages} pages each are more page indices than int32 counts; "
+            f"max_num_reqs: {counted(max_num_reqs, 'request')} of {counted(max_pages, 'page')} each are more page "
+            "indices than int32 counts; "
             "lower it, or max_model_len"
         )
     return Settings(

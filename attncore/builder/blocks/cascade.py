@@ -14,6 +14,7 @@ import numpy.typing as npt
 from attncore import arguments, array_arguments
 from attncore.array_arguments import Int32Array, Int64Array
 from attncore.kernels import host_functions
+from attncore.show import counted
 
 
 class CascadeRule(NamedTuple):
@@ -171,7 +172,8 @@ def _count_usable_blocks(
     if len(short):
         row = int(short[0])
         raise ValueError(
-            f"block_table: row {row} holds {table.shape[1]} blocks but its {contexts[row]} tokens of context fill "
+            f"block_table: row {row} holds {counted(table.shape[1], 'block')} but its "
+            f"{counted(contexts[row], 'token')} of context fill "
             f"{full[row]} (block_size {block_size})"
         )
     table = table[:, : int(full.max(initial=0))]
@@ -242,15 +244,15 @@ def _check_shared(
         arguments.integer("shared.num_tokens", shared.num_tokens, 1),
     )
     if shared.num_tokens % shared.num_blocks:
-        raise ValueError(f"shared.num_tokens: {shared.num_tokens} are not {shared.num_blocks} whole blocks")
+        raise ValueError(f"shared.num_tokens: {shared.num_tokens} are not {counted(shared.num_blocks, 'whole block')}")
     early = np.flatnonzero(contexts[rows] < shared.num_tokens)
     if len(early):
         row = int(rows[early[0]])
         raise ValueError(
             f"shared.num_tokens: {shared.num_tokens} reach into the queries of row {row}, whose context is "
-            f"{contexts[row]} tokens"
+            f"{counted(contexts[row], 'token')}"
         )
     blocks = table[rows, : shared.num_blocks]
     if blocks.shape[1] < shared.num_blocks or (blocks != blocks[0]).any():
-        raise ValueError(f"shared.num_blocks: the rows do not share their first {shared.num_blocks} blocks")
+        raise ValueError(f"shared.num_blocks: the rows do not share their first {counted(shared.num_blocks, 'block')}")
     return shared

@@ -20,6 +20,7 @@ from attncore.builder.fields import ARRAYS, COUNTS, DERIVED, ENCODER_ARRAYS
 from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
 from attncore.builder.slices import HostArrays, own_array
 from attncore.kernels import codes, host_functions
+from attncore.show import counted
 
 _MOST_CHUNKS = 1 << 20
 _MOST_LENS = 1 << 26  # of all chunks: 256 MiB
@@ -69,11 +70,11 @@ def context_chunks(
     workspace_tokens = arguments.integer("workspace_tokens", workspace_tokens, 1)
     contexts = array_arguments.lengths("context_lens", context_lens, 0)
     table = array_arguments.block_table(block_table, len(contexts))
-    waiting = np.count_nonzero(contexts)
+    waiting = int(np.count_nonzero(contexts))
     if workspace_tokens < waiting * block_size:
         raise ValueError(
-            f"workspace_tokens: {workspace_tokens} are less than a block of {block_size} tokens for each of the "
-            f"{waiting} prefills that have context; give {waiting * block_size} or more, or run fewer prefills"
+            f"workspace_tokens: {workspace_tokens} is less than a block of {counted(block_size, 'token')} for each of "
+            f"{counted(waiting, 'prefill')} with context; give {waiting * block_size} or more, or run fewer prefills"
         )
     array_arguments.at_most("context_lens", int(contexts.sum(dtype=np.int64)), array_arguments.MOST_TOKENS, "tokens")
     lens = _chunk_lens(contexts, workspace_tokens, block_size)
@@ -91,8 +92,9 @@ def _chunk_lens(contexts: Int32Array, workspace_tokens: int, block_size: int) ->
         num_chunks += count
         if num_chunks > _MOST_CHUNKS or num_chunks * len(contexts) > _MOST_LENS:
             raise ValueError(
-                f"workspace_tokens: {workspace_tokens} divide the contexts of {len(contexts)} prefills into "
-                f"{num_chunks} chunks or more, beyond {_MOST_CHUNKS} chunks or {_MOST_LENS} lengths in all; give a "
+                f"workspace_tokens: {workspace_tokens} divide the contexts of {counted(len(contexts), 'prefill')} into "
+                f"{counted(num_chunks, 'chunk')} or more, beyond {_MOST_CHUNKS} chunks or {_MOST_LENS} lengths in "
+                "all; give a "
                 "larger workspace, or run fewer prefills"
             )
         runs.append(np.broadcast_to(taken, (count, len(taken))))
@@ -134,10 +136,13 @@ def context_chunk_metadata(
         raise TypeError(f"chunks: {type(chunks).__name__} found; give what context_chunks returned")
     index = arguments.integer("index", index, 0)
     if index >= chunks.num_chunks:
-        raise ValueError(f"index: {index} found; there are {chunks.num_chunks} chunks")
+        raise ValueError(f"index: {index} found; there are {counted(chunks.num_chunks, 'chunk')}")
     lens, starts = chunks.chunk_seq_lens[index], chunks.chunk_start_loc[index]
     if len(lens) != metadata.num_reqs:
-        raise ValueError(f"chunks: made of {len(lens)} prefills, but the metadata has {metadata.num_reqs} requests")
+        raise ValueError(
+            f"chunks: made of {counted(len(lens), 'prefill')}, but the metadata has "
+            f"{counted(metadata.num_reqs, 'request')}"
+        )
     fields = _decoder_fields(metadata) | {
         "encoder_seq_lens": lens,
         "encoder_query_lens": lens,
@@ -194,8 +199,8 @@ def _decoder_fields(metadata: CommonAttentionMetadata) -> dict[str, Any]:
     """The host arrays of a step of prefills, without those of an encoder."""
     if metadata.num_prefills != metadata.num_reqs:
         raise ValueError(
-            f"metadata: {metadata.num_reqs - metadata.num_prefills} of its {metadata.num_reqs} requests are no "
-            "prefills; take its prefill_metadata"
+            f"metadata: {counted(metadata.num_prefills, 'prefill')} in {counted(metadata.num_reqs, 'request')}; "
+            "take its prefill_metadata"
         )
     names = ARRAYS.difference(ENCODER_ARRAYS, ("paged_kv_indices",))
     arrays = ((name, own_array(metadata.host, name)) for name in names - DERIVED)

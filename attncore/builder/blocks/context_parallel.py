@@ -22,6 +22,7 @@ from attncore.builder.fields import COUNTS
 from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
 from attncore.builder.slices import HostArrays, own_array
 from attncore.kernels import codes, host_functions
+from attncore.show import counted
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,10 @@ class ContextParallel:
         if self.block_size % self.interleave:
             raise ValueError(f"interleave: {self.interleave} does not divide block_size {self.block_size}")
         if self.virtual_block_size > INT32_MAX:
-            raise ValueError(f"world_size: {self.world_size} blocks of {self.block_size} tokens do not fit int32")
+            raise ValueError(
+                f"world_size: {counted(self.world_size, 'block')} of {counted(self.block_size, 'token')} do not fit "
+                "int32"
+            )
         if self.tensor_parallel_size is not None and self.tensor_parallel_size % self.world_size:
             raise ValueError(
                 f"world_size: {self.world_size} does not divide tensor_parallel_size {self.tensor_parallel_size}"
@@ -64,7 +68,7 @@ class ContextParallel:
         world_size = arguments.integer("world_size", world_size, 1)
         if virtual_block_size % world_size:
             raise ValueError(
-                f"world_size: {world_size} does not divide the virtual block of {virtual_block_size} tokens"
+                f"world_size: {world_size} does not divide the virtual block of {counted(virtual_block_size, 'token')}"
             )
         return cls(world_size, rank, virtual_block_size // world_size, interleave)
 
@@ -198,8 +202,8 @@ class ContextParallel:
         if len(short):
             row = int(short[0])
             raise ValueError(
-                f"block_table: row {row} holds {table.shape[1]} blocks but {num_blocks[row]} are needed "
-                f"(block_size {self.block_size} on each of {self.world_size} ranks)"
+                f"block_table: row {row} holds {counted(table.shape[1], 'block')} but needs {num_blocks[row]} "
+                f"(block_size {self.block_size} on each of {counted(self.world_size, 'rank')})"
             )
         width = int(num_blocks.max(initial=0))
         return np.where(np.arange(width) < num_blocks[:, np.newaxis], table[:, :width], np.int32(0))

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array
+from attncore.show import counted
 
 
 def kernel_blocks_per_block(manager_block_size: int, kernel_block_size: int) -> int:
@@ -16,8 +17,8 @@ def kernel_blocks_per_block(manager_block_size: int, kernel_block_size: int) -> 
     kernel_block_size = arguments.integer("kernel_block_size", kernel_block_size, 1)
     if manager_block_size % kernel_block_size:
         raise ValueError(
-            f"kernel_block_size: {kernel_block_size} does not divide the manager's block of {manager_block_size} "
-            "tokens; choose a block size that is a multiple of the kernel's"
+            f"kernel_block_size: {kernel_block_size} does not divide the manager's block size "
+            f"{manager_block_size}; choose a block size that is a multiple of the kernel's"
         )
     return manager_block_size // kernel_block_size
 
@@ -42,7 +43,7 @@ def expand_blocks(
     array_arguments.check_block_ids_fit("block_ids", ids)
     highest = int(ids.max())
     if (highest + 1) * kernel_blocks - 1 > INT32_MAX:
-        raise ValueError(f"block_ids: block {highest} of {kernel_blocks} kernel blocks does not fit int32")
+        raise ValueError(f"block_ids: block {highest} of {counted(kernel_blocks, 'kernel block')} does not fit int32")
     first = ids.astype(np.int32, copy=False) * np.int32(kernel_blocks)
     expanded = np.empty((*ids.shape, kernel_blocks), np.int32)
     if kernel_blocks > 8:
@@ -61,8 +62,13 @@ def _check_num_blocks(num_blocks: npt.ArrayLike, ids: npt.NDArray[np.integer]) -
         raise ValueError("num_blocks: given for a single row; cut the row instead")
     held = array_arguments.lengths("num_blocks", num_blocks, 0)
     if len(held) != len(ids):
-        raise ValueError(f"num_blocks: {len(held)} counts for {len(ids)} rows of block_ids; give one each")
+        raise ValueError(
+            f"num_blocks: {counted(len(held), 'count')} for {counted(len(ids), 'row')} of block_ids; give one each"
+        )
     if held.size and held.max() > ids.shape[1]:
         row = int(held.argmax())
-        raise ValueError(f"num_blocks: row {row} holds {held[row]} blocks, but block_ids has {ids.shape[1]} columns")
+        raise ValueError(
+            f"num_blocks: row {row} holds {counted(held[row], 'block')}, but block_ids has "
+            f"{counted(ids.shape[1], 'column')}"
+        )
     return held.astype(np.int64)

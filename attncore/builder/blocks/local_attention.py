@@ -66,7 +66,8 @@ def local_attention_batches(
     count, blocks_per_chunk = int(num_chunks.sum()), chunk_size // block_size
     if count > _MOST_CHUNKS or count * blocks_per_chunk > _MOST_BLOCKS:
         raise ValueError(
-            f"chunk_size: {count} chunks of {blocks_per_chunk} blocks each, more than {_MOST_CHUNKS} chunks or tables "
+            f"chunk_size: {counted(count, 'chunk')} of {counted(blocks_per_chunk, 'block')} each, more than "
+            f"{_MOST_CHUNKS} chunks or tables "
             f"of {_MOST_BLOCKS} blocks; give a {'larger' if count > _MOST_CHUNKS else 'smaller'} one"
         )
     rows = np.repeat(np.arange(len(queries)), num_chunks)

@@ -14,6 +14,7 @@ from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
 from attncore.builder.slices import own_array, own_arrays
 from attncore.kernels import host_functions
 from attncore.quoted import quoted
+from attncore.show import counted
 
 _MOST_SLICES = 1 << 16  # by tokens: two numbers may ask for 2**31, which take minutes and all memory
 
@@ -35,7 +36,10 @@ def slice_by_requests(query_lens: npt.ArrayLike, num_slices: int) -> tuple[Batch
     num_slices = arguments.integer("num_slices", num_slices, 1)
     lens = array_arguments.lengths("query_lens", query_lens, 0)
     if num_slices > len(lens):
-        raise ValueError(f"num_slices: {num_slices} slices of {len(lens)} requests; ask for at most one a request")
+        raise ValueError(
+            f"num_slices: {counted(num_slices, 'slice')} of {counted(len(lens), 'request')}; ask for at most one a "
+            "request"
+        )
     starts = host_functions.build_query_start_loc(lens)
     bounds = [len(lens) * index // num_slices for index in range(num_slices + 1)]
     tokens = starts[bounds].tolist()
@@ -53,7 +57,9 @@ def slice_by_tokens(query_lens: npt.ArrayLike, num_slices: int) -> tuple[BatchSl
     starts = host_functions.build_query_start_loc(array_arguments.lengths("query_lens", query_lens, 0))
     num_reqs, num_tokens = len(starts) - 1, int(starts[-1])
     if num_slices > num_tokens:
-        raise ValueError(f"num_slices: {num_slices} slices of {num_tokens} tokens; ask for at most one a token")
+        raise ValueError(
+            f"num_slices: {counted(num_slices, 'slice')} of {counted(num_tokens, 'token')}; ask for at most one a token"
+        )
     slices: list[BatchSlice] = []
     req_start = token_start = 0
     for index in range(1, num_slices + 1):
@@ -129,7 +135,7 @@ def _check_slice(metadata: CommonAttentionMetadata, batch_slice: BatchSlice, bou
     if metadata.use_cuda_graph and not metadata.from_groups:
         raise ValueError("metadata: padded to a captured size; slice the step that is built without a bucket")
     if not req_start < req_stop <= metadata.num_reqs:
-        raise ValueError(f"batch_slice: rows {req_start}:{req_stop} of a batch of {metadata.num_reqs} rows")
+        raise ValueError(f"batch_slice: rows {req_start}:{req_stop} of a batch of {counted(metadata.num_reqs, 'row')}")
     starts_in, ends_in = bounds[req_start : req_start + 2], bounds[req_stop - 1 : req_stop + 1]
     first_fits = token_start == starts_in[0] or starts_in[0] < token_start < starts_in[1]
     last_fits = token_stop == ends_in[1] or ends_in[0] < token_stop < ends_in[1]
@@ -226,8 +232,9 @@ def _cut_pages(host: Any, after: int, block_size: int) -> None:
     whole = length + after
     if -(-whole // block_size) != held:
         raise ValueError(
-            f"block_size: {block_size}, but the {whole} tokens of the last request lie in {held} pages; give the block "
-            "size of the step's page lists"
+            f"block_size: {block_size}, but the last request has {counted(whole, 'token')} in "
+            f"{counted(held, 'page')}; give "
+            "the block size of the step's page lists"
         )
     indptr[-1] = indptr[-2] + column + 1
     host.paged_kv_indptr, host.paged_kv_last_page_len = indptr, last_page_len.copy()

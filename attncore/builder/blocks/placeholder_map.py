@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from attncore import arguments, array_arguments
 from attncore.array_arguments import Int32Array, Int64Array
+from attncore.show import counted
 
 
 class Placeholder(NamedTuple):
@@ -71,7 +72,9 @@ def placeholder_map(
     array_arguments.same_length("context_lens", contexts, len(queries))
     placeholders = arguments.items("placeholders", placeholders)
     if len(placeholders) != len(queries):
-        raise ValueError(f"placeholders: those of {len(placeholders)} requests for {len(queries)}; give each a list")
+        raise ValueError(
+            f"placeholders: those of {counted(len(placeholders), 'request')} for {len(queries)}; give each a list"
+        )
     runs: list[PlaceholderRun] = []
     first_token = 0
     for row, (ranges, context, query) in enumerate(zip(placeholders, contexts.tolist(), queries.tolist(), strict=True)):

@@ -14,6 +14,7 @@ from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX
 from attncore.array_arguments import Int32Array
 from attncore.kernels import load_kernels
+from attncore.show import counted
 
 DECODE, EXTEND, PREFILL = range(3)
 """Kinds of requests, in the order of rows."""
@@ -167,7 +168,9 @@ def _classify(
     if context_lens is not None:
         contexts = array_arguments.lengths("context_lens", context_lens, 0)
         if len(contexts) != len(lens):
-            raise ValueError(f"context_lens: {len(contexts)} lengths for {len(lens)} query_lens; give one each")
+            raise ValueError(
+                f"context_lens: {counted(len(contexts), 'length')} for {len(lens)} query_lens; give one each"
+            )
     kinds, counts = np.empty(len(lens), np.int8), np.empty(6, np.int64)
     load_kernels().classify(lens, contexts, decode_threshold, extend_threshold, kinds, counts)
     rows, tokens = counts.tolist()[:3], counts.tolist()[3:]
@@ -192,6 +195,7 @@ def _check_order(lens: Int32Array, num_decodes: int, threshold: int) -> None:
     if wrong.any():
         row = num_decodes + int(wrong.argmax())
         raise ValueError(
-            f"query_lens: row {row}, a decode of {lens[row]} tokens, stands behind row {num_decodes}, a prefill of "
+            f"query_lens: row {row}, a decode of {counted(lens[row], 'token')}, stands behind row {num_decodes}, a "
+            "prefill of "
             f"{lens[num_decodes]} (decode_threshold {threshold}); put the batch in order first (plan_reorder)"
         )

@@ -28,6 +28,7 @@ from attncore.kernels.codes import (
     RECEIPT_LAUNCHED,
     launch_word,
 )
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.builder.device.arena import ArenaRing, Capacity
@@ -150,7 +151,8 @@ class GraphTransport(CopyTransport):
             raise CaptureError(f"replay: step {step} is not waiting for a replay; each build is replayed once")
         if not self._sender.pending_shape.recorded:
             raise CaptureError(
-                f"replay: the graph of {self._sender.pending_shape.num_reqs} requests does not fetch its metadata; "
+                f"replay: the graph of {counted(self._sender.pending_shape.num_reqs, 'request')} does not fetch its "
+                "metadata; "
                 "call metadata.record() first inside its capture"
             )
         launched = False
@@ -176,7 +178,8 @@ class GraphTransport(CopyTransport):
     def replay_ahead(self, step: int, shape: Any, done: int, count: int, graph: Any) -> None:
         if not shape.recorded:
             raise CaptureError(
-                f"replay: the graph of {shape.num_reqs} requests does not fetch its metadata; call metadata.record() "
+                f"replay: the graph of {counted(shape.num_reqs, 'request')} does not fetch its metadata; call "
+                "metadata.record() "
                 "first inside its capture"
             )
         launched, target = False, self._sender.launched_before + done + count - 1
@@ -236,7 +239,8 @@ class GraphTransport(CopyTransport):
         super().check_ready()
         if self.pending >= 0:
             raise CaptureError(
-                f"build: step {self.pending} was built for a graph of {self._sender.pending_shape.num_reqs} requests "
+                f"build: step {self.pending} was built for a graph of "
+                f"{counted(self._sender.pending_shape.num_reqs, 'request')} "
                 "and not replayed; call metadata.replay(graph), or metadata.abandon() where it will not run"
             )
 

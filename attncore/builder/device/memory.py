@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from attncore.show import counted
+
 ALIGNMENT = 128
 """Bytes: the largest cache line of the devices, so that no two fields share one."""
 
@@ -28,7 +30,7 @@ class _Owner:
         try:
             self._owned = np.zeros(nbytes, np.uint8)
         except ValueError as error:  # more than an address can say
-            raise MemoryError(f"{nbytes} bytes of host memory") from error
+            raise MemoryError(f"{counted(nbytes, 'byte')} of host memory") from error
         self.__array_interface__ = {**self._owned.__array_interface__, "strides": None}
 
 
@@ -55,7 +57,9 @@ def pinned_bytes(nbytes: int, device: str, lower: str) -> npt.NDArray[np.uint8]:
     try:
         memory = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=device.startswith("cuda"))
     except RuntimeError as error:
-        raise MemoryError(f"arenas: no {nbytes} bytes of pinned host memory ({error}); lower {lower}") from error
+        raise MemoryError(
+            f"arenas: no {counted(nbytes, 'byte')} of pinned host memory ({error}); lower {lower}"
+        ) from error
     array: npt.NDArray[np.uint8] = memory.numpy()
     start = -memory.data_ptr() % ALIGNMENT
     return array[start : start + nbytes]  # a view: it keeps the pinned memory

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attncore.show import counted
+
 SURPLUS_ENTRIES = 1 << 16
 """Journal entries per copy of the surplus that an arena has no room for."""
 
@@ -139,7 +141,8 @@ def _checked_pages(indptr: npt.NDArray[np.int32], width: int, most: int) -> int:
     counts = np.diff(indptr)
     if indptr[0] or counts.min() < 0 or counts.max() > width or indptr[-1] > most:
         raise ValueError(
-            f"metadata: paged_kv_indptr was written to, and counts no pages of a table of {width} columns any more; "
+            f"metadata: paged_kv_indptr was written to, and counts no pages of a table of {counted(width, 'column')} "
+            "any more; "
             "metadata is read-only"
         )
     return int(indptr[-1])

@@ -13,6 +13,7 @@ from attncore.builder.lists.advanced_arrays import before_advance, settle, write
 from attncore.builder.lists.next_decodes import check_built, plan_next
 from attncore.builder.lists.turned_step import turned_step
 from attncore.graphs import refuse_while_capturing
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.builder.lists.settings import ListSettings
@@ -122,7 +123,9 @@ def _check_call(
     check_built(metadata)
     n = len(metadata.host.query_lens)
     if num_queries is not None and arguments.integer("num_queries", num_queries, 1) != n:
-        raise ValueError(f"num_queries: {num_queries}, but the step has {n} rows without padding; build it anew")
+        raise ValueError(
+            f"num_queries: {num_queries}, but the step has {counted(n, 'row')} without padding; build it anew"
+        )
     tokens = _check_tokens(metadata, n, input_tokens, sampled_token_ids)
     refuse_while_capturing("cpu" if settings.backend is None else settings.backend.config.device, "advance_step")
     return n, tokens
@@ -137,13 +140,15 @@ def _check_metadata(metadata: CommonAttentionMetadata, turns: bool) -> ListSetti
         )
     if metadata.num_prefills and not turns:
         raise ValueError(
-            f"metadata: {metadata.num_prefills} prompts in the step; only decodes advance without a build, so pass "
+            f"metadata: {counted(metadata.num_prefills, 'prompt')} in the step; only decodes advance without a build, "
+            "so pass "
             "turn_prefills_into_decodes=True where each prompt sampled a token"
         )
     if metadata.num_decodes and metadata.max_decode_query_len > 1:
         row = metadata.num_prefills + int(metadata.host.query_lens[metadata.num_prefills :].argmax())
         raise ValueError(
-            f"metadata: row {row} ran {metadata.max_decode_query_len} tokens; decodes of one token advance, so "
+            f"metadata: row {row} ran {counted(metadata.max_decode_query_len, 'token')}; decodes of one token "
+            "advance, so "
             "build the step anew"
         )
     settings: ListSettings = metadata.source.builder
@@ -162,7 +167,9 @@ def _check_tokens(metadata: CommonAttentionMetadata, n: int, input_tokens: Any, 
         if not hasattr(value, "shape") or not kind.removeprefix("u").startswith("int"):
             raise TypeError(f"{name}: {type(value).__name__} is not an array or tensor of integers")
         if len(value.reshape(-1)) < length:
-            raise ValueError(f"{name}: {len(value.reshape(-1))} tokens for the {length} rows of the step")
+            raise ValueError(
+                f"{name}: {counted(len(value.reshape(-1)), 'token')} for the {counted(length, 'row')} of the step"
+            )
     if len(input_tokens.shape) != 1:
         raise ValueError(f"input_tokens: {list(input_tokens.shape)}; it must have one dimension")
     if isinstance(input_tokens, np.ndarray) and not input_tokens.flags.writeable:

@@ -19,7 +19,7 @@ from attncore.builder.show import list_builder_text
 from attncore.builder.slices import HostArrays, own_arrays
 from attncore.builder.uncopied import Uncopied
 from attncore.kernels import KernelsName, codes
-from attncore.show import guarded
+from attncore.show import counted, guarded
 
 
 class _Measures(NamedTuple):
@@ -158,12 +158,13 @@ class CommonMetadataBuilder(Uncopied, ListSettings):
         width = self._graph_width(groups, measures) if use_graph else measures.widest_row
         num_reqs, num_tokens = reader.num_seqs + pad, measures.num_tokens + pad
         if max(num_tokens, measures.num_seq_tokens + pad) > INT32_MAX:
-            raise ValueError(f"cuda_graph_pad_size: {pad} padded requests do not fit int32")
+            raise ValueError(f"cuda_graph_pad_size: {counted(pad, 'padded request')} do not fit int32")
         # Beside the tokens and the table: seq_lens and seq_start_loc.
         if self.max_numbers is not None and num_tokens + num_reqs * (width + 2) > self.max_numbers:
             raise ValueError(
-                f"groups: an answer of {num_tokens} tokens and a table of {num_reqs} x {width} is more than the "
-                f"{self.max_numbers} numbers allowed here (`attncore build` has --max-answer)"
+                f"groups: an answer of {counted(num_tokens, 'token')} and a table of {num_reqs} x {width} is more "
+                "than the "
+                f"{counted(self.max_numbers, 'number')} allowed here (`attncore build` has --max-answer)"
             )
         num_pages = measures.num_pages if self._dialect.page_lists else -1
         host = allocate(reader.num_seqs, num_reqs, num_tokens, width, num_pages)

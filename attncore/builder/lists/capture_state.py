@@ -15,6 +15,7 @@ from attncore.builder.lists.captured_steps import NOTHING, CapturedSteps, set_ho
 from attncore.builder.slices import own_arrays
 from attncore.errors import CaptureError
 from attncore.graphs import refuse_while_capturing
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.builder.lists.builder import CommonMetadataBuilder
@@ -137,7 +138,7 @@ class CommonAttentionState(FirstGenerationStateNames):
         if batch_size > limit:
             raise CaptureError(f"{what}: {batch_size} requests exceed the {limit} of graph_capture; open it with more")
         if self._only not in (None, batch_size):
-            raise CaptureError(f"{what}: {batch_size} requests, but this clone is for {self._only}")
+            raise CaptureError(f"{what}: {counted(batch_size, 'request')}, but this clone is for {self._only}")
         return self.builder
 
     def graph_input_buffers(self, metadata: CommonAttentionMetadata) -> dict[str, Any]:

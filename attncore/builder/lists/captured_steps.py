@@ -11,6 +11,7 @@ from attncore.builder.metadata import OF_ARRAYS, CommonAttentionMetadata
 from attncore.builder.read_only import read_only
 from attncore.builder.reused import Reused
 from attncore.errors import CaptureError
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.builder.lists.settings import ListSettings
@@ -69,7 +70,7 @@ class CapturedSteps:
             return
         if self.metadata:
             raise CaptureError(
-                f"graph_capture: {max_batch_size} requests, but the graphs captured so far read buffers of "
+                f"graph_capture: {counted(max_batch_size, 'request')}, but the graphs captured so far read buffers of "
                 f"{self.buffers.max_batch_size}; make a new state and capture anew"
             )
         self.held = GraphBuffers(settings, device, max_batch_size)
@@ -89,7 +90,7 @@ class CapturedSteps:
         """CaptureError unless ``num_reqs`` is a captured size."""
         if num_reqs not in self.metadata or only not in (None, num_reqs):
             self.metadata.refuse(
-                f"metadata: padded to {num_reqs} requests, which",
+                f"metadata: padded to {counted(num_reqs, 'request')}, which",
                 "build with cuda_graph_pad_size=state.pad_size(number of decodes), which is -1 where the step runs "
                 "without a graph",
                 only,
@@ -99,12 +100,14 @@ class CapturedSteps:
         """ValueError unless a step has only decodes of one token, and room for its pages."""
         if num_tokens != num_reqs:
             raise ValueError(
-                f"metadata: {num_tokens} tokens in {num_reqs} rows; graphs hold decodes of one token, so run the step "
+                f"metadata: {counted(num_tokens, 'token')} in {counted(num_reqs, 'row')}; graphs hold decodes of one "
+                "token, so run the step "
                 "without one"
             )
         if num_pages > self.buffers.max_pages:
             raise ValueError(
-                f"metadata: {num_pages} pages, but the graphs have room for {self.buffers.max_pages}; run the step "
+                f"metadata: {counted(num_pages, 'page')}, but the graphs have room for {self.buffers.max_pages}; run "
+                "the step "
                 "without a graph, or capture longer sequences (max_seq_len_to_capture)"
             )
 

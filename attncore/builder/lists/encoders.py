@@ -14,6 +14,7 @@ from attncore.array_arguments import Int32Array, Int64Array
 from attncore.builder.lists import error_texts
 from attncore.builder.metadata import CommonAttentionMetadata, check_metadata
 from attncore.kernels import codes
+from attncore.show import counted
 from attncore.vocabulary import AttentionType
 
 if TYPE_CHECKING:
@@ -68,8 +69,9 @@ def encoder_fields(
     numbers = sum(lens[:num_prefills]) + num_prefills * widest_prompt + num_reqs * (width + 2)
     if settings.max_numbers is not None and numbers > settings.max_numbers:
         raise ValueError(
-            f"groups: {num_tokens} encoder tokens and cross tables {max(width, widest_prompt)} wide are more than the "
-            f"{settings.max_numbers} numbers allowed here (`attncore build` has --max-answer)"
+            f"groups: {counted(num_tokens, 'encoder token')} and cross tables {max(width, widest_prompt)} wide are "
+            "more than the "
+            f"{counted(settings.max_numbers, 'number')} allowed here (`attncore build` has --max-answer)"
         )
     seq_lens, query_lens = np.ones(num_reqs, np.int32), np.zeros(num_reqs, np.int32)
     seq_lens[:num_seqs] = lens
@@ -201,7 +203,10 @@ def _check_missing(index: int, group: Any, length: int, table: Any) -> None:
     if profiled and table is not None:
         raise ValueError(f"{path}: given, but the group's block tables are null (profiling)")
     if not profiled and length:
-        raise ValueError(f"{path}: missing; the {length} encoder tokens need blocks (null: profiling, as block tables)")
+        raise ValueError(
+            f"{path}: missing; blocks are needed for {counted(length, 'encoder token')} (null: profiling, as block "
+            "tables)"
+        )
 
 
 def _read_table(index: int, table: Any) -> Any:

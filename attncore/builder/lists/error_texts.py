@@ -7,6 +7,7 @@ from typing import Any
 from attncore import arguments, array_arguments
 from attncore.arguments import INT32_MAX, UNREADABLE, own_items
 from attncore.kernels import codes
+from attncore.show import counted
 
 
 def refused_groups(
@@ -56,7 +57,8 @@ def beyond_capture(groups: Any, block_size: int, window: int | None, capture: in
         if blocks > width:
             break
     return ValueError(
-        f"{path}.block_table: {blocks} blocks exceed the {width} columns of max_seq_len_to_capture {capture} "
+        f"{path}.block_table: {blocks} blocks exceed the {counted(width, 'column')} of max_seq_len_to_capture "
+        f"{capture} "
         f"(layout {layout} cuts no lookahead)"
     )
 

@@ -14,6 +14,7 @@ from attncore.arguments import INT32_MAX, own_items
 from attncore.array_arguments import Int32Array
 from attncore.builder.lists import error_texts
 from attncore.builder.slices import own_arrays, replaced
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.builder.lists.settings import ListSettings
@@ -69,7 +70,7 @@ def plan_next(metadata: CommonAttentionMetadata, settings: ListSettings, n: int)
     _check_written(host, settings, contexts)
     longest = int(contexts.max()) + 1
     if longest > INT32_MAX:
-        raise ValueError(f"metadata: row {int(contexts.argmax())} cannot grow beyond {INT32_MAX} tokens")
+        raise ValueError(f"metadata: row {int(contexts.argmax())} cannot grow beyond {counted(INT32_MAX, 'token')}")
     lengths = None
     total = int(host.seq_start_loc[-1]) + n
     if window is not None:
@@ -135,7 +136,9 @@ def _read_row_tables(metadata: CommonAttentionMetadata, n: int) -> list[Any]:
     tables = [own_items(sequence)[3] for sequence in sequences]
     tables = [table if isinstance(table, (list, tuple, np.ndarray)) else _Items(table) for table in tables]
     if len(tables) != n:
-        raise ValueError(f"metadata: its groups have {len(tables)} sequences now, not {n}; build the step anew")
+        raise ValueError(
+            f"metadata: its groups have {counted(len(tables), 'sequence')} now, not {n}; build the step anew"
+        )
     return tables
 
 

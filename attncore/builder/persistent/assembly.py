@@ -337,7 +337,8 @@ class Assembly:
             if count is None:
                 raise TypeError(f"scheduled: {num_tokens!r} tokens of {req_id!r} is not an integer")
             if not 0 <= count <= INT32_MAX:
-                raise ValueError(f"scheduled: {count} tokens of {req_id!r} is outside 0..{INT32_MAX}")
+                wrong = "below 0" if count < 0 else f"above {INT32_MAX}"
+                raise ValueError(f"scheduled: {count} for {req_id!r} is {wrong}")
             query_lens[row] = count
 
     def _tokens_of_step(self) -> tuple[int, int]:

@@ -31,11 +31,14 @@ class BlockTable:
             raise ValueError(f"{name}: {max_len} in blocks of {group.block_size} does not fit int32")
         if max_num_reqs * width > INT32_MAX:
             raise ValueError(
-                f"max_num_reqs: {max_num_reqs} rows of {width} blocks do not fit int32; lower it or {name}"
+                f"max_num_reqs: {counted(max_num_reqs, 'row')} of {counted(width, 'block')} do not fit int32; lower "
+                f"it or {name}"
             )
         most = (INT32_MAX + 1) // per_block
         if group.num_blocks is not None and group.num_blocks > most:
-            raise ValueError(f"num_blocks: {group.num_blocks} of {per_block} kernel blocks each do not fit int32")
+            raise ValueError(
+                f"num_blocks: {group.num_blocks} of {counted(per_block, 'kernel block')} each do not fit int32"
+            )
         self.max_len, self.limit = max_len, most if group.num_blocks is None else group.num_blocks
         self.array: npt.NDArray[np.int32] = zeros((max_num_reqs, width), np.int32)
         self._lengths = zeros((4, max_num_reqs), np.int32)
@@ -77,7 +80,7 @@ class BlockTable:
             room = (self.array.shape[1] - self.num_columns(row)) // self.group.kernel_blocks
             error, text = array_arguments.bad_block_ids(block_ids, self.limit, room) or (
                 ValueError,
-                f"{len(block_ids)} block ids but room for {room} "
+                f"{counted(len(block_ids), 'block id')} but room for {room} "
                 f"({'max_encoder_len' if self.group.cross else 'max_model_len'} {self.max_len}, "
                 f"block_size {self.group.block_size})"
                 if len(block_ids) > room
@@ -140,7 +143,7 @@ class BlockTable:
         block_id = arguments.integer("block_id", block_id, 0)
         held = self.held(row)
         if index >= len(held):
-            raise ValueError(f"index: {index}, but request {req_id!r} holds {len(held)} blocks")
+            raise ValueError(f"index: {index}, but request {req_id!r} holds {counted(len(held), 'block')}")
         if block_id >= self.limit:
             raise ValueError(f"block_id: {block_id} is outside 0..{self.limit - 1}")
         if block_id == 0 and index * self.group.kernel_blocks >= passed:
@@ -184,7 +187,8 @@ class BlockTable:
         index, per_block = self.first_seen(num_computed) // self.group.block_size, self.group.kernel_blocks
         if index * per_block < self.num_columns(row) and self.array[row, index * per_block] < per_block:
             raise ValueError(
-                f"num_tokens: request {req_id!r} rolled back to {num_computed} tokens would see block {index} of "
+                f"num_tokens: request {req_id!r} rolled back to {counted(num_computed, 'token')} would see block "
+                f"{index} of "
                 f"group {self.group.name!r}, which its window has passed; release with num_rollback"
             )
 

@@ -15,7 +15,7 @@ from attncore.builder.device.memory import zeros
 from attncore.builder.uncopied import Uncopied
 from attncore.kernels import codes
 from attncore.quoted import plain_text, quoted
-from attncore.show import angled, guarded, short
+from attncore.show import angled, counted, guarded, short
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.batch_core import BatchCore
@@ -79,7 +79,7 @@ class Column(Uncopied):
                     return
         given = self._checked("values", values)
         if given.ndim == 0 or len(given) < n:
-            raise ValueError(f"values: {given.shape} for a step of {n} requests; give one for each")
+            raise ValueError(f"values: {given.shape} for a step of {counted(n, 'request')}; give one for each")
         given = given[:n, None] if given.ndim == 1 else given[:n]
         items = given.shape[1]
         if given.ndim > 2 or items > self._values.shape[1]:

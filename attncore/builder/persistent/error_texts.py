@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncore import array_arguments
 from attncore.kernels import codes
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.batch_core import BatchCore
@@ -40,7 +41,7 @@ def refused_step(
     who = f"row {row} (request {req_id!r})"
     if code == codes.TOO_LONG:
         return ValueError(
-            f"scheduled: {who} has {computed} computed tokens and {int(lens[row])} more exceed "
+            f"scheduled: {who} has {counted(computed, 'computed token')} and {int(lens[row])} more exceed "
             f"max_model_len {core.max_model_len}"
         )
     table = core.tables[core.groups[group].name]
@@ -79,18 +80,18 @@ def refused_tokens_ahead(core: BatchCore, column: str, row: int) -> ValueError:
 
 def refused_bucket(core: BatchCore, code: int, row: int, count: int, query_lens: Any, shape: Any) -> ValueError:
     """The error of a step that does not fit the captured size that it should be padded to."""
-    name, each = f"bucket: {shape.num_reqs}", shape.query_len
+    name, each = f"bucket: {counted(shape.num_reqs, 'row')}", shape.query_len
     if code == codes.TOO_MANY_ROWS:
-        return ValueError(f"{name} rows were captured, but this step has {count} requests; choose a larger one")
+        return ValueError(f"{name} captured, but this step has {counted(count, 'request')}; choose a larger one")
     if code == codes.TOO_MANY_SEQ_TOKENS:
         return ValueError(
-            f"{name} rows, the padded ones included, have lengths whose sum does not fit int32; schedule fewer "
+            f"{name}, the padded ones included, have lengths whose sum does not fit int32; schedule fewer "
             "requests, or build without a bucket"
         )
     who = f"row {row} (request {core.order.req_ids[row]!r})"
     if code == codes.ENCODER_NOT_CAPTURED:
-        return ValueError(f"{name}: {who} runs its encoder tokens in this step; run it without a graph")
+        return ValueError(f"{name}, and {who} runs its encoder tokens in this step; run it without a graph")
     return ValueError(
-        f"{name} rows were captured with {each} tokens each, but {who} runs {int(query_lens[row])}; "
+        f"{name} captured with {counted(each, 'token')} each, but {who} runs {int(query_lens[row])}; "
         f"schedule {each} of every request, or build without a bucket and run the step without a graph"
     )

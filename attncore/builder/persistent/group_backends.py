@@ -9,6 +9,7 @@ from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.checked_backend import check_backend
 from attncore.builder.metadata import Wrap
 from attncore.builder.read_only import read_only
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.batch_core import BatchCore
@@ -102,7 +103,7 @@ def _check_backend(backend: Any, group: str, block_size: int, world: int, severa
     check_backend(backend)
     if backend.config.block_size * world != block_size:
         what = f"batch: group {group!r}: its" if several else "batch: its"
-        ranks = f" on each of {world} ranks" if world > 1 else ""
+        ranks = f" on each of {counted(world, 'rank')}" if world > 1 else ""
         raise ValueError(
             f"{what} block_size {block_size} is not the backend's {backend.config.block_size}{ranks}; "
             "use choice.block_size"
@@ -118,7 +119,8 @@ def _world_size(core: BatchCore, ranks: ContextParallel | None) -> int:
             raise ValueError(f"context_parallel: group {group.name!r} is {what}; ranks share out whole contexts only")
         if group.tokens_per_column != ranks.virtual_block_size:
             raise ValueError(
-                f"context_parallel: blocks of {ranks.block_size} tokens on each of {ranks.world_size} ranks are "
+                f"context_parallel: blocks of {counted(ranks.block_size, 'token')} on each of "
+                f"{counted(ranks.world_size, 'rank')} are "
                 f"virtual blocks of {ranks.virtual_block_size}; group {group.name!r} has {group.tokens_per_column}"
             )
     return ranks.world_size

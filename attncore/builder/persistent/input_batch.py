@@ -20,7 +20,7 @@ from attncore.builder.read_only import read_only
 from attncore.builder.show import batch_text
 from attncore.builder.uncopied import Uncopied
 from attncore.kernels import KernelsName
-from attncore.show import guarded, guarded_html
+from attncore.show import counted, guarded, guarded_html
 
 
 class InputBatch(KeepsColumns, Uncopied):
@@ -234,10 +234,10 @@ class InputBatch(KeepsColumns, Uncopied):
             num_blocks = arguments.integer("num_blocks", num_blocks, 0)
             held, needed = table.held(row), -(-tokens // table.group.block_size)
             if not needed <= num_blocks <= len(held):
-                what = "encoder tokens cached" if table.group.cross else "computed tokens"
+                what = "cached encoder token" if table.group.cross else "computed token"
                 raise ValueError(
                     f"num_blocks: {num_blocks} is outside {needed}..{len(held)} "
-                    f"(request {req_id!r} has {tokens} {what} and {len(held)} blocks)"
+                    f"(request {req_id!r} has {counted(tokens, what)} and {counted(len(held), 'block')})"
                 )
             self._core.undo.append((table.refill, row, held))
             table.state.truncate(row, num_blocks * table.group.kernel_blocks)
@@ -301,7 +301,7 @@ class InputBatch(KeepsColumns, Uncopied):
                 if count > computed:
                     raise ValueError(
                         f"num_tokens: {count} goes past the start of request {req_id!r}, "
-                        f"which has {computed} computed tokens"
+                        f"which has {counted(computed, 'computed token')}"
                     )
                 for table in self._core.decoders:
                     if count and table.group.sliding_window is not None:
@@ -320,7 +320,7 @@ class InputBatch(KeepsColumns, Uncopied):
             i, j = arguments.integer("i", i, 0), arguments.integer("j", j, 0)
             for name, row in (("i", i), ("j", j)):
                 if row >= len(self._core.order):
-                    raise ValueError(f"{name}: row {row} is not in use; the batch has {len(self._core.order)} rows")
+                    raise ValueError(f"{name}: row {row} is not in use; num_rows is {len(self._core.order)}")
             if i != j:
                 self._core.swap(i, j)
 

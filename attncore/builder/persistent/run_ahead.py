@@ -14,6 +14,7 @@ from attncore.arguments import INT32_MAX
 from attncore.builder.persistent import error_texts
 from attncore.builder.persistent.steps_ahead import StepsAhead
 from attncore.kernels import codes
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.builder.device.by_copy import CopyTransport
@@ -92,7 +93,8 @@ def _check_can_run_ahead(assembly: Assembly, shape: Any) -> CopyTransport:
         raise ValueError("run_ahead: not with context_parallel; which rank keeps a token is decided on the host")
     if shape.query_len != 1:
         raise ValueError(
-            f"bucket: {shape.num_reqs} rows were captured with {shape.query_len} tokens each; steps ahead run one"
+            f"bucket: {counted(shape.num_reqs, 'row')} captured with {counted(shape.query_len, 'token')} each; steps "
+            "ahead run one"
         )
     if planning := assembly.plans_on_host(shape):
         raise ValueError(
@@ -117,7 +119,9 @@ def _given(scheduled: Mapping[Any, int]) -> dict[Any, int]:
     given = {req_id: arguments.integer("scheduled", tokens, 0) for req_id, tokens in scheduled.items()}
     for req_id, tokens in given.items():
         if tokens > 1:
-            raise ValueError(f"scheduled: {tokens} tokens of {req_id!r}; steps ahead run one token of a request, or 0")
+            raise ValueError(
+                f"scheduled: {counted(tokens, 'token')} of {req_id!r}; steps ahead run one token of a request, or 0"
+            )
     return given
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from attncore import arguments
 from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.device.transport import TRANSPORTS
+from attncore.show import counted
 
 
 class Settings(NamedTuple):
@@ -70,6 +71,6 @@ def check_captured_size(num_reqs: int, query_len: int, max_num_reqs: int, settin
         raise ValueError(f"num_reqs: {num_reqs} exceed the batch's max_num_reqs {max_num_reqs}")
     if num_reqs * query_len > settings.max_num_batched_tokens:
         raise ValueError(
-            f"num_reqs: {num_reqs} of {query_len} tokens exceed max_num_batched_tokens "
+            f"num_reqs: {num_reqs} of {counted(query_len, 'token')} exceed max_num_batched_tokens "
             f"{settings.max_num_batched_tokens}"
         )

@@ -16,6 +16,7 @@ from attncore.builder.persistent.group_backends import Backends
 from attncore.builder.persistent.new_step_metadata import step_metadata
 from attncore.builder.persistent.step_metadata import Owner, StepMetadata
 from attncore.errors import CaptureError
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.builder.device.by_copy import CopyTransport
@@ -128,7 +129,8 @@ class StepShapes:
         if known is not None:
             if known.query_len != query_len:
                 raise ValueError(
-                    f"query_len: {num_reqs} requests were captured with {known.query_len} tokens each, not "
+                    f"query_len: the size of {counted(num_reqs, 'request')} was captured with "
+                    f"{counted(known.query_len, 'token')} each, not "
                     f"{query_len}; call builder.release({num_reqs}) when that graph is gone"
                 )
             return known
@@ -155,12 +157,13 @@ class StepShapes:
         shape = self.captured.get(metadata.num_reqs)
         instead = f"builder.capture({metadata.num_reqs}) gives metadata of it"
         if shape is None:
-            self.captured.refuse(f"metadata: its size of {metadata.num_reqs} requests", instead)
+            self.captured.refuse(f"metadata: its size of {counted(metadata.num_reqs, 'request')}", instead)
         own: Any = metadata._arena
         own = own.original if isinstance(own, _CapturedArena) else own
         if not any(own is arena for arena in shape.arenas):
             raise CaptureError(
-                f"metadata: its size of {metadata.num_reqs} requests was released and captured again; {instead}"
+                f"metadata: its size of {counted(metadata.num_reqs, 'request')} was released and captured again; "
+                f"{instead}"
             )
         return shape
 

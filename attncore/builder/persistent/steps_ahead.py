@@ -15,6 +15,7 @@ from attncore.builder.slices import HostArrays
 from attncore.builder.uncopied import Uncopied
 from attncore.errors import AttncoreError, CaptureError
 from attncore.kernels import codes
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.builder.device.by_copy import CopyTransport
@@ -74,7 +75,8 @@ class StepsAhead(Uncopied):
         assembly.check_replay(self._metadata, graph)
         if count > self.left:
             raise ValueError(
-                f"count: {count} steps asked for, but {self.left} of {self._num_steps} are left; replay a graph of "
+                f"count: {counted(count, 'step')} asked for, with {self.left} of {self._num_steps} left; replay a "
+                "graph of "
                 "fewer steps, or build the next ones"
             )
         if self._launched and self._core.state.changes != self._changes:
@@ -145,7 +147,7 @@ class StepsAhead(Uncopied):
         """CaptureError where some of the steps are not replayed yet."""
         if self.left > 0:  # below 0 where what was replayed called ``stop``
             raise CaptureError(
-                f"build: {self.left} of {self._num_steps} steps ahead are not replayed; replay them with "
+                f"build: {self.left} of {counted(self._num_steps, 'step')} ahead not replayed yet; replay them with "
                 "steps.replay(graph), or call steps.stop()"
             )
 
@@ -158,7 +160,7 @@ class StepsAhead(Uncopied):
         """The metadata of the step ``index`` behind the first, on the host. IndexError beyond the last."""
         index = arguments.integer("index", index, -self._num_steps)
         if index >= self._num_steps:  # what ends a loop over the steps
-            raise IndexError(f"index: {index}, but these are {self._num_steps} steps")
+            raise IndexError(f"index: {index}, but these are {counted(self._num_steps, 'step')}")
         index += self._num_steps * (index < 0)
         if not self._holds_arena():
             raise AttncoreError(

@@ -8,6 +8,7 @@ import numpy as np
 
 from attncore.errors import CaptureError
 from attncore.kernels import codes
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.builder.persistent.batch_core import BatchCore
@@ -81,6 +82,7 @@ def refuse_unfinished(assembly: Any, shape: Any) -> None:
         return
     if (side.pending >= 0 and side.pending_shape is shape) or (ahead is not None and ahead.waits_for(shape)):
         raise CaptureError(
-            f"release: step {assembly.last_step} of {shape.num_reqs} requests waits for a replay; replay it, or take "
+            f"release: step {assembly.last_step} of {counted(shape.num_reqs, 'request')} waits for a replay; replay "
+            "it, or take "
             "it back: metadata.abandon(), and steps.stop() where it was built by run_ahead"
         )

@@ -13,6 +13,7 @@ from attncore.integrations.sglang.choose_backends import choose, kinds_of
 from attncore.integrations.sglang.engine_facts import Layer, layer_of, layers_of, refuse_engine
 from attncore.integrations.sglang.step_tensors import StepTensors, host_rows
 from attncore.logged import logged
+from attncore.show import counted
 
 _logger = logging.getLogger("attncore")
 
@@ -117,7 +118,8 @@ class AttncoreAttentionBackend(AttentionBackend):  # type: ignore[misc]  # check
         """ValueError where graphs are to hold more requests than SGLang has rows for."""
         if max_bs > self._tensors.max_num_reqs:
             raise ValueError(
-                f"cuda_graph_max_bs: {max_bs} requests found, and SGLang keeps {self._tensors.max_num_reqs}; lower it"
+                f"cuda_graph_max_bs: {counted(max_bs, 'request')} found, and SGLang keeps "
+                f"{self._tensors.max_num_reqs}; lower it"
             )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import attncore.ops.operator  # noqa: F401  (registers the operator)
+from attncore.show import counted
 
 NAME = "attncore"
 """The attention implementation's name: ``model.set_attn_implementation("attncore")``."""
@@ -107,7 +108,8 @@ def _attention(
         )
     if query.shape[0] != 1:
         raise ValueError(
-            f"input_ids: {query.shape[0]} rows found; give the tokens of all requests as one row (1, num_tokens)"
+            f"input_ids: {counted(query.shape[0], 'row')} found; give the tokens of all requests as one row (1, "
+            "num_tokens)"
         )
     if attention_mask is not None:
         raise ValueError("attention_mask: a mask was given; give none, since the metadata says who attends to whom")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any, NoReturn
 
+from attncore.show import counted
+
 _LAYER_TYPES = frozenset(("full_attention", "sliding_attention", "moe", "sparse", "dense"))
 """The layer types of a configuration that attncore runs: full and sliding attention; and kinds of MLPs."""
 
@@ -45,9 +47,9 @@ def refuse_lost_window(name: str, module: Any) -> NoReturn:
     limit = "its window" if window is None else window
     raise ValueError(
         f"layer {name}: {type(module).__name__} has a sliding window, {window}, in the mask that its model makes, and "
-        f"passes none to its attention, so that it would attend to all tokens; for requests of up to {limit} tokens "
-        f"set config.max_position_embeddings of the loaded model to {limit}; for longer ones take a model whose layers "
-        "pass sliding_window"
+        f"passes none to its attention, so that it would attend to all tokens; for requests no longer "
+        f"than {limit} set config.max_position_embeddings of the loaded model to {limit}; for longer ones take a model "
+        "whose layers pass sliding_window"
     )
 
 
@@ -71,7 +73,8 @@ def _refuse_moving_frequencies(model: Any, config: Any) -> None:
                 if longest and longest <= limit:
                     continue  # they never move
                 do = (
-                    f"for requests of up to {limit} tokens set config.max_position_embeddings of the loaded model to "
+                    f"for requests of up to {counted(limit, 'token')} set config.max_position_embeddings of the "
+                    "loaded model to "
                     f"{limit}; for longer ones take a model of rope type default, linear, yarn or llama3"
                 )
             elif isinstance(kind, str) and "dynamic" in kind:

@@ -26,6 +26,7 @@ from attncore.registry.choice.negotiate_installed import (
 from attncore.registry.choice.prefill_decode_choice import JointChoice, choose_joint
 from attncore.registry.host.host import Host
 from attncore.registry.request import AttentionRequest, RequestFields
+from attncore.show import counted
 
 logger = logging.getLogger("attncore")
 
@@ -150,7 +151,7 @@ def _because(negotiation: Negotiation, chosen: Candidate, apart: str) -> str:
         return "the request prefers it"
     where = f" on {chosen.match.pattern}" if chosen.match and chosen.match.pattern != "any" else ""
     priority = f"priority {chosen.match.priority}{where}" if chosen.match else "order"
-    return f"its {priority} comes first of {len(negotiation.usable)} usable backends"
+    return f"its {priority} comes first of {counted(len(negotiation.usable), 'usable backend')}"
 
 
 def _cannot(negotiation: Negotiation, apart: str) -> str:

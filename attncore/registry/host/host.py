@@ -13,7 +13,7 @@ from attncore.frozen_map import FrozenMap
 from attncore.quoted import quoted
 from attncore.registry.device_patterns import canonical
 from attncore.registry.package_requirements import canonical_name
-from attncore.show import angled, cut, guarded
+from attncore.show import angled, counted, cut, guarded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,8 @@ class Host:
         number = f"{self.device_count} devices" if self.device_count > 1 else ""
         facts = (
             "assumed" if self.assumed else "probed", cut(self.device_name, 40), number,
-            f"driver {cut(self.driver, 24)}" if self.driver else "", self.machine, f"{len(self.packages)} packages",
+            f"driver {cut(self.driver, 24)}" if self.driver else "", self.machine,
+            counted(len(self.packages), "package"),
             *(f"note: {note}" for note in self.notes[:3]),
         )  # fmt: skip
         return angled(f"Host {self.device}", facts)

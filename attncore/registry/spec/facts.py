@@ -18,6 +18,7 @@ _SENTENCES: Mapping[str, Mapping[Any, str]] = {
     "plan_staging": vocabulary.PLAN_STAGING,
     "pad_seq_len": vocabulary.PAD_SEQ_LEN,
     "finite_tail": vocabulary.FINITE_TAIL,
+    "finite_passed_blocks": vocabulary.FINITE_PASSED_BLOCKS,
 }
 """Field -> what each of its words means."""
 

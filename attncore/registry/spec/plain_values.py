@@ -12,6 +12,7 @@ from typing import Any
 
 from attncore.arguments import integer_or_none
 from attncore.quoted import plain_text, quoted
+from attncore.show import counted
 
 MOST = 2**63 - 1
 """The largest integer that a spec may hold; Python refuses to print one of thousands of digits."""
@@ -53,7 +54,7 @@ def text(field: str, value: object, wrong: str) -> str:
     if plain is None:
         raise ValueError(f"{field}: {quoted(value)} is {wrong}")
     if len(plain) > MAX_LETTERS:
-        raise ValueError(f"{field}: a text of {len(plain)} letters; at most {MAX_LETTERS} are accepted")
+        raise ValueError(f"{field}: a text of {counted(len(plain), 'letter')}; at most {MAX_LETTERS} are accepted")
     return plain
 
 

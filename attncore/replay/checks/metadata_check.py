@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore.replay.checks.oracle import COUNTS, FIELDS, WHOLE, PlannedRow, Shard, expected
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -82,7 +83,7 @@ def differences(
     """
     req_ids = list(metadata.req_ids)
     if len(req_ids) != len(planned) or set(req_ids) != set(planned):
-        return [f"req_ids: {len(req_ids)} rows found, the step has {len(planned)}, or others"]
+        return [f"req_ids: {counted(len(req_ids), 'row')} found, the step has {len(planned)}, or others"]
     rows = [planned[req_id] for req_id in req_ids]
     if any(first.query_len > threshold >= second.query_len for first, second in pairwise(rows)):
         return ["req_ids: a decode stands after a prefill"]
@@ -110,7 +111,7 @@ def _difference(name: str, found: npt.NDArray[Any], wanted: npt.NDArray[Any]) ->
 def _table_differences(table: npt.NDArray[Any], rows: Sequence[PlannedRow], block_size: int, shard: Shard) -> list[str]:
     """A row holds the blocks of its tokens, then at most blocks the request holds for later, then zeros."""
     if table.dtype != np.int32 or table.ndim != 2 or len(table) != len(rows):
-        return [f"block_table: {table.dtype}{list(table.shape)} found, int32 with {len(rows)} rows expected"]
+        return [f"block_table: {table.dtype}{list(table.shape)} found, int32 with {counted(len(rows), 'row')} expected"]
     for index, row in enumerate(rows):
         nonzero = np.flatnonzero(table[index])
         found = table[index][: nonzero[-1] + 1 if nonzero.size else 0].tolist()

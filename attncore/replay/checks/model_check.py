@@ -10,6 +10,7 @@ import torch
 from attncore.replay.checks.sampled_check import SampledCheck
 from attncore.replay.model_error import ModelError, errors_as_model_errors, memory_error_as_model_error
 from attncore.replay.token_content import content_ids, token_ids
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +55,8 @@ class ModelCheck(SampledCheck):
             self.book(
                 error,
                 allowed,
-                f"step {number}, request in row {running.row}, {length} tokens: a logit differs from the model's own "
+                f"step {number}, request in row {running.row}, {counted(length, 'token')}: a logit differs from the "
+                "model's own "
                 f"by {error:.3g}, {allowed:.3g} allowed",
             )
 
@@ -62,10 +64,10 @@ class ModelCheck(SampledCheck):
         ids = token_ids(content_ids(running.request, 0, length), np.arange(length), self.vocab_size)
         with (
             memory_error_as_model_error(
-                f"model: the check of {length} tokens by eager attention",
+                f"model: the check of {counted(length, 'token')} by eager attention",
                 "replay shorter requests, or check fewer with --verify-every",
             ),
-            errors_as_model_errors(f"model: the check of {length} tokens by its own attention"),
+            errors_as_model_errors(f"model: the check of {counted(length, 'token')} by its own attention"),
             EagerAttention(self.model),
             torch.inference_mode(),
         ):
@@ -73,7 +75,8 @@ class ModelCheck(SampledCheck):
             logits: Tensor = self.model(tokens, use_cache=False, logits_to_keep=1).logits[0, -1].float()
         if not logits.isfinite().all():
             raise ModelError(
-                f"model: its own logits after {length} tokens are not finite, so that nothing can be compared with "
+                f"model: its own logits after {counted(length, 'token')} are not finite, so that nothing can be "
+                "compared with "
                 "them; correct the configuration"
             )
         return logits

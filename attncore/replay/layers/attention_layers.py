@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attncore.replay.checks.attention_check import AttentionCheck
 from attncore.replay.model_error import SMALLER_STEPS, memory_error_as_model_error
 from attncore.replay.token_content import Content, step_content
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -66,8 +67,9 @@ class AttentionLayers:
         except (RuntimeError, MemoryError) as error:  # torch raises the first
             blocks = " or ".join(str(one.config.block_size) for one in dict(by_group).values())
             raise ValueError(
-                f"num_blocks: {num_layers * self.num_caches} caches of {num_blocks} blocks of {blocks} do not fit in "
-                f"memory ({str(error).splitlines()[0][:120]}); pass a smaller --num-blocks"
+                f"num_blocks: no memory for {counted(num_layers * self.num_caches, 'cache')} of "
+                f"{counted(num_blocks, 'block')} of {blocks} ({str(error).splitlines()[0][:120]}); pass a smaller "
+                "--num-blocks"
             ) from error
         self.kv_caches: list[Any] = [of_layer[0] if self.num_caches == 1 else of_layer for of_layer in caches]
         self._dtype = getattr(torch, self.dtype)
@@ -89,7 +91,7 @@ class AttentionLayers:
         """
         positions = ranks[0].host.positions
         ids = step_content(step, ranks[0])
-        outputs, elapsed, what = [], 0, f"attention: a step of {len(ids)} tokens"
+        outputs, elapsed, what = [], 0, f"attention: a step of {counted(len(ids), 'token')}"
         with memory_error_as_model_error(what, SMALLER_STEPS), self._inference_mode():
             for layer, (group, backend) in enumerate(self.of_layer):
                 tokens = [

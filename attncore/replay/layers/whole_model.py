@@ -22,6 +22,7 @@ from attncore.replay.model_error import (
     memory_error_as_model_error,
 )
 from attncore.replay.token_content import step_content, token_ids
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -80,12 +81,13 @@ class ModelLayers:
             self.kv_caches = paged_caches(self.model, self.backend, settings.num_blocks, layers=layers)
         except (RuntimeError, MemoryError) as error:  # torch raises the first
             raise ValueError(
-                f"num_blocks: {len(layers)} caches of {settings.num_blocks} blocks of {settings.block_size} do not fit "
-                f"in memory ({first_line(error)}); pass a smaller --num-blocks"
+                f"num_blocks: no memory for {counted(len(layers), 'cache')} of "
+                f"{counted(settings.num_blocks, 'block')} of {settings.block_size} ({first_line(error)}); pass a "
+                "smaller --num-blocks"
             ) from error
         config = self.backend.config
         self.name, self.dtype, self.device = self.backend.name, config.dtype, config.device
-        self.label = f"{type(self.model).__name__}, {len(layers)} layers"
+        self.label = f"{type(self.model).__name__}, {counted(len(layers), 'layer')}"
         with errors_as_model_errors(path):
             self.model.set_attn_implementation("attncore")
 
@@ -95,7 +97,8 @@ class ModelLayers:
             tokens = request.prompt_tokens + request.output_tokens
             if tokens > self.longest:
                 raise ModelError(
-                    f"the request in row {request.row} has {tokens} tokens; the model's max_position_embeddings is "
+                    f"the request in row {request.row} has {counted(tokens, 'token')}; the model's "
+                    "max_position_embeddings is "
                     f"{self.longest}"
                 )
 
@@ -105,8 +108,8 @@ class ModelLayers:
         tokens = self.backend.from_host(ids)[None]
         start = perf_counter_ns()
         with (
-            memory_error_as_model_error(f"model: a step of {len(ids)} tokens", SMALLER_STEPS),
-            errors_as_model_errors(f"model: a step of {len(ids)} tokens"),
+            memory_error_as_model_error(f"model: a step of {counted(len(ids), 'token')}", SMALLER_STEPS),
+            errors_as_model_errors(f"model: a step of {counted(len(ids), 'token')}"),
             torch.inference_mode(),
             attncore_context(metadata, self.kv_caches),
         ):

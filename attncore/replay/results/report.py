@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from attncore.quoted import one_line
 from attncore.replay.results.measurements import microseconds, quantiles, total
 from attncore.replay.results.series import histogram, timeline
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from attncore.replay.results.measurements import Outcome
@@ -16,7 +17,7 @@ TERMS = {
     "cold": "as in an engine: what ran between two builds has filled the processor's caches",
     "hot": "the same steps with only the scheduler between two builds, as in a loop of builds",
     "plan": "what the backend prepares in the same call for its kernels; no part of the build",
-    "attention": "{layers} layers, until each call returned; on a GPU kernels may still run then",
+    "attention": "{layers}, until each call returned; on a GPU kernels may still run then",
     "model": "a forward pass of the whole model, until its device is done",
     "p50, p90, p99": "50, 90 and 99 of 100 steps are at or below this",
 }
@@ -97,35 +98,39 @@ def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     checked = report["verification"]
     parts = f"{report['prefill_tokens']:,} of prompts, {report['decode_tokens']:,} decoded"
     options = report["options"]
-    size = f" of {options['block_size']} tokens" if options["block_size"] else ""
+    size = f" of {counted(options['block_size'], 'token')}" if options["block_size"] else ""
     added = []
     if "groups" in options:
-        added.append(("groups", f"{options['groups']}; {report['passed_blocks']:,} blocks passed by windows"))
+        added.append(
+            ("groups", f"{options['groups']}; {counted(report['passed_blocks'], 'block', spec=',')} passed by windows")
+        )
     if "speculative" in options:
         drafts = report["speculative"]
         added.append(("drafts", f"{drafts['drafted']:,} run, {drafts['accepted']:,} accepted"))
     if "context_parallel" in options:
         world, _, interleave = options["context_parallel"].partition(":")
-        added.append(("ranks", f"{world}, {interleave} token{'' if interleave == '1' else 's'} in turn"))
+        added.append(("ranks", f"{world}, {counted(int(interleave), 'token')} in turn"))
     host = report["host"]
     return [
-        ("requests", f"{report['requests']:,} served, {report['preemptions']:,} preemptions"),
+        ("requests", f"{report['requests']:,} served, {counted(report['preemptions'], 'preemption', spec=',')}"),
         ("steps", f"{report['steps']:,}, {report['virtual_s']:,.1f} s of virtual time, {report['wall_s']:.1f} s here"),
         ("tokens", f"{report['tokens']:,}: {parts}; {report['prefix_hit_tokens']:,} found in the prefix cache"),
         *added,
-        ("widest row", f"{report['batch']['widest_row']:,} blocks{size}"),
+        ("widest row", f"{counted(report['batch']['widest_row'], 'block', spec=',')}{size}"),
         ("kernels", report["kernels"]),
         ("backend", f"{report['backend'] or 'none'}: {report['why']}"),
         ("device", report["device"]),
-        ("host", f"{host['cpu']}, {host['cores']} cores"),
-        ("verification", f"{checked['checked']:,} {_what_is_checked(report)} checked, {checked['failed']:,} failed"),
+        ("host", f"{host['cpu']}, {counted(host['cores'], 'core')}"),
+        ("verification", f"{_what_is_checked(report)} checked, {checked['failed']:,} failed"),
     ]
 
 
 def _what_is_checked(report: dict[str, Any]) -> str:
+    number = report["verification"]["checked"]
     if report["build_us"]["cold"] is None:
-        return "steps' metadata"
-    return "results of the model" if "model" in report["options"] else "results of attention"
+        return counted(number, "step's metadata", "steps' metadata", spec=",")
+    what = "the model" if "model" in report["options"] else "attention"
+    return f"{counted(number, 'result', spec=',')} of {what}"
 
 
 def spreads(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -155,7 +160,9 @@ def terms(report: dict[str, Any]) -> list[tuple[str, str]]:
         "model": report.get("model_us"),
     }
     layers = report["options"]["layers"]
-    return [(name, text.format(layers=layers)) for name, text in TERMS.items() if present.get(name, True)]
+    return [
+        (name, text.format(layers=counted(layers, "layer"))) for name, text in TERMS.items() if present.get(name, True)
+    ]
 
 
 def figure(value: float) -> str:
@@ -163,28 +170,35 @@ def figure(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
 
 
+def _all(number: int, what: str) -> str:
+    """``all 17 steps``, ``the one step``."""
+    return f"the one {what}" if number == 1 else f"all {number:,} {what}s"
+
+
 def verdict(report: dict[str, Any]) -> str:
     """One sentence that sums up the report."""
     checked, failed = report["verification"]["checked"], report["verification"]["failed"]
     if failed:
-        return f"FAILED: {failed:,} of {checked:,} checks did not hold; the first of them are listed above."
-    served = "1 request was" if report["requests"] == 1 else f"{report['requests']:,} requests were"
-    work = f"{served} served in {report['steps']:,} steps."
+        first = "it is" if failed == 1 else "the first of them are"
+        return f"FAILED: {failed:,} of {counted(checked, 'check', spec=',')} did not hold; {first} listed above."
+    served = f"{counted(report['requests'], 'request', spec=',')} {'was' if report['requests'] == 1 else 'were'}"
+    work = f"{served} served in {counted(report['steps'], 'step', spec=',')}."
     build_us = report["build_us"]
     build = "Working out where every token's key and value live took {:.1f} us a step (median)"
     if build_us["cold"] is None:
         build = build.format(build_us["hot"]["p50"])
-        return f"OK: {work} {build}, and in all {checked:,} steps checked it is what a plain recount gives."
+        return f"OK: {work} {build}, and in {_all(checked, 'step')} checked it is what a plain recount gives."
     build = f"{build.format(build_us['cold']['p50'])}, {build_us['hot']['p50']:.1f} us with warm caches"
     error = report["verification"]["max_abs_error"]
     if "model_us" in report:
         return (
-            f"OK: {work} {build}, the model itself {report['model_us']['p50']:,.0f} us, and in all {checked:,} results "
-            f"checked its logits are those of the model alone (largest difference {error:.1e})."
+            f"OK: {work} {build}, the model itself {report['model_us']['p50']:,.0f} us, and in "
+            f"{_all(checked, 'result')} checked its logits are those of the model alone "
+            f"(largest difference {error:.1e})."
         )
     attention = report["attention_us"]["p50"]
     slow = " (slow, because reference is plain torch)" if report["backend"] == "reference" else ""
     return (
-        f"OK: {work} {build}, the attention itself {attention:,.0f} us{slow}, and all {checked:,} results checked "
-        f"match dense attention (largest difference {error:.1e})."
+        f"OK: {work} {build}, the attention itself {attention:,.0f} us{slow}, and {_all(checked, 'result')} checked "
+        f"{'matches' if checked == 1 else 'match'} dense attention (largest difference {error:.1e})."
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from attncore.show import counted
+
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
@@ -60,7 +62,9 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """``count`` blocks with one holder and no key; forgets the prompts longest unused where it must."""
         if count > self.num_free:
-            raise ValueError(f"count: {count} blocks asked, {self.num_free} of {self.num_blocks - 1} are free")
+            raise ValueError(
+                f"count: {counted(count, 'block')} asked, {self.num_free} of {self.num_blocks - 1} are free"
+            )
         return [self._allocate() for _ in range(count)]
 
     def _allocate(self) -> int:

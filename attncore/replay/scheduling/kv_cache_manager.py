@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from attncore.replay.scheduling.block_pool import NULL_BLOCK, BlockPool
 from attncore.replay.scheduling.running_request import RunningRequest, Tables
 from attncore.replay.traces.trace import HASH_BLOCK
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -170,6 +171,7 @@ def check_pools(requests: Sequence[Request], num_blocks: int, groups: Sequence[K
         if needed > num_blocks - 1:
             raise ValueError(
                 f"num_blocks: row {request.row} of the trace has {request.prompt_tokens} + "
-                f"{request.output_tokens} tokens and needs {needed} blocks of {block_size}{where}; --num-blocks "
+                f"{counted(request.output_tokens, 'token')} and needs {counted(needed, 'block')} of "
+                f"{block_size}{where}; --num-blocks "
                 f"{num_blocks} has {num_blocks - 1} to hand out, pass at least {needed + 1}"
             )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from attncore.replay.scheduling.draft_model import DraftModel
 from attncore.replay.scheduling.kv_cache_manager import CacheBlocks, check_pools
 from attncore.replay.scheduling.step import Step
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +37,7 @@ class Scheduler:
     ) -> None:
         each = 1 + (draft_model.speculation.num_drafts if draft_model else 0)
         if max_num_batched_tokens < max_num_seqs * each:
-            what = f"a token and {each - 1} drafts" if draft_model else "a token"
+            what = f"a token and {counted(each - 1, 'draft')}" if draft_model else "a token"
             raise ValueError(
                 f"max_num_batched_tokens: {max_num_batched_tokens} is less than max_num_seqs "
                 f"{max_num_seqs}{f' times {each}' if draft_model else ''}; "

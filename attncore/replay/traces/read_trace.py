@@ -17,6 +17,7 @@ from attncore.input_files import bounded_lines, standard_input
 from attncore.quoted import quoted
 from attncore.replay.traces import azure, mooncake
 from attncore.replay.traces.trace import Request, Trace, TraceError
+from attncore.show import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,7 +129,8 @@ def _text(path: str, data: Readable, packed: _Counted | None) -> Iterator[str]:
                 packed.unpacked = read
             if packed is not None and read > max(MAX_SMALL, MAX_RATIO * packed.count):
                 raise TraceError(
-                    f"{path}: its first {packed.count} bytes unpack to more than {MAX_SMALL} bytes and to more than "
+                    f"{path}: its first {counted(packed.count, 'byte')} unpack to more than {MAX_SMALL} bytes and to "
+                    "more than "
                     f"{MAX_RATIO} times as many, which no trace does; if it is one, give it unpacked"
                 )
             yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")

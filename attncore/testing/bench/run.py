@@ -17,6 +17,7 @@ from attncore.json_output import json_text
 from attncore.registry.child_process import read_answers, run_in_child
 from attncore.registry.host.free_memory import available_bytes
 from attncore.registry.package_requirements import installed_version
+from attncore.show import counted
 from attncore.testing.bench.answer import FIGURES, Answer, read_pass
 from attncore.testing.bench.machine import machine
 from attncore.testing.bench.saved_runs import Row, Run
@@ -159,8 +160,9 @@ def _check_memory(question: Question, steps: SavedSteps) -> None:
     free = available_bytes(question.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if needed > free:
         raise ValueError(
-            f"--steps: {question.steps}: block_size {size}, {steps.num_blocks} blocks and sequences of up to {longest} "
-            f"tokens take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; give smaller steps"
+            f"--steps: {question.steps}: block_size {size}, {counted(steps.num_blocks, 'block')} and sequences of up "
+            f"to {counted(longest, 'token')} take {needed / 2**30:.1f} GiB, and "
+            f"{free / 2**30:.1f} GiB are free; give smaller steps"
         )
 
 

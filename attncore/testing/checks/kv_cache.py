@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from attncore.abstract import AttentionBackend
+from attncore.show import counted
 from attncore.testing.engines.blocks_first import block_views
 from attncore.testing.engines.cache_view import CacheView
 from attncore.testing.engines.run_batches import run_with_a_copied_block
@@ -66,7 +67,9 @@ def test_a_slot_owns_its_part_of_its_block(attncore_subject: Subject) -> None:
     values = 0 if config.use_mla else config.head_size_v or config.head_size  # latent ones are a part of the keys
     wanted = config.num_kv_heads * (config.head_size + values)
     if elements < wanted:
-        raise ConformanceError(f"a token owns {elements} elements of its block; its key and value need {wanted}")
+        raise ConformanceError(
+            f"a token owns {counted(elements, 'element')} of its block; its key and value need {wanted}"
+        )
 
 
 @covers("copy and swap of blocks")

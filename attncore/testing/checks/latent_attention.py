@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from attncore.abstract import AttentionBackend
+from attncore.show import counted
 from attncore.testing.engines.cache_view import CacheView
 from attncore.testing.engines.run_batches import (
     run_around_a_block,
@@ -52,7 +53,7 @@ def test_the_latent_cache_holds_a_row_a_token(attncore_subject: Subject) -> None
     size = backend.config.head_size
     elements = CacheView(backend, backend.allocate_kv_cache(2), 2).elements_of_a_token
     if not size <= elements < 2 * size:
-        raise ConformanceError(f"a token owns {elements} elements of its block; its latent row has {size}")
+        raise ConformanceError(f"a token owns {counted(elements, 'element')} of its block; its latent row has {size}")
 
 
 @covers("latent attention")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attncore.registry.spec.sizes import MultipleOf
+from attncore.show import counted
 from attncore.testing.engines.run_batches import run_around_a_block
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import MAX_SIZE, edges
@@ -60,7 +61,7 @@ def test_the_largest_declared_block_id(attncore_subject: Subject) -> None:
     if limit > 1 << 20:
         raise UnsupportedError(f"its limit of {limit} is too large to try")
     backend = attncore_subject.backend()
-    _refused(lambda: backend.allocate_kv_cache(limit + 2), f"a cache of {limit + 2} blocks")
+    _refused(lambda: backend.allocate_kv_cache(limit + 2), f"a cache of {counted(limit + 2, 'block')}")
 
 
 @covers("clear errors", apart=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attncore.builder import MetadataBuilder
 from attncore.graphs import capturing, launch, new_graph
+from attncore.show import counted
 from attncore.testing.engines.compare import StepRequest, compare_cache
 from attncore.testing.engines.engine import PADDING, Engine
 from attncore.testing.harness.errors import ConformanceError, told
@@ -68,7 +69,9 @@ class CapturedEngine(Engine):
         except ConformanceError:
             raise
         except Exception as error:
-            raise ConformanceError(f"it raises inside a captured run of {size} requests: {told(error)}") from error
+            raise ConformanceError(
+                f"it raises inside a captured run of {counted(size, 'request')}: {told(error)}"
+            ) from error
 
     def step(self, scheduled: Mapping[Any, int], **_: Any) -> Tensor:
         """A step without a graph, whose metadata goes to the device as an engine's does."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attncore.graphs import capturing, launch, new_graph
+from attncore.show import counted
 from attncore.testing.engines.captured_engine import CapturedEngine, Graph
 from attncore.testing.harness.errors import ConformanceError, told
 
@@ -71,7 +72,9 @@ class CapturedReadingEngine(CapturedEngine):
             raise
         except Exception as error:
             what = f"forward(..., write=False) where {self.written_by} has written"
-            raise ConformanceError(f"it raises in a captured run of {size} requests: {what}: {told(error)}") from error
+            raise ConformanceError(
+                f"it raises in a captured run of {counted(size, 'request')}: {what}: {told(error)}"
+            ) from error
 
 
 class _TwoGraphs:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attncore.show import counted
 from attncore.testing.engines.random_tensors import scale_of
 from attncore.testing.engines.tolerances import allowed_of_lse
 from attncore.testing.harness.errors import ConformanceError
@@ -47,7 +48,7 @@ class EncoderStepRequest(StepRequest):
     """One request of a step that is not causal: its tokens, and as context the encoder tokens that they see."""
 
     def __str__(self) -> str:
-        return f"{self.tokens} queries over {self.context} encoder tokens"
+        return f"{counted(self.tokens, 'query', 'queries')} over {counted(self.context, 'encoder token')}"
 
 
 def compare(answer: Tensor, expected: list[Tensor], requests: list[StepRequest], engine: Compared) -> float:
@@ -112,7 +113,7 @@ def _sentence(
     config = engine.config
     what = ", ".join(f"{name} {value}" for name, value in engine.features.items() if name != "scale")
     setting = (
-        f"{config.num_heads} heads over {config.num_kv_heads}, head size {config.head_size}, block size "
+        f"{counted(config.num_heads, 'head')} over {config.num_kv_heads}, head size {config.head_size}, block size "
         f"{config.block_size}, {config.dtype}, cache {config.kv_cache_dtype}" + (f", {what}" if what else "")
     )
     batch = "; ".join(map(str, requests))

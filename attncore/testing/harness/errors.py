@@ -8,6 +8,7 @@ from pathlib import Path
 import attncore
 from attncore.errors import AttncoreError
 from attncore.quoted import MAX_TEXT, plain_text, type_name
+from attncore.show import counted
 
 _OWN_FOLDER = Path(attncore.__file__).parent
 _LIBRARIES = {"torch", "_pytest", "pluggy", "hypothesis"}
@@ -47,7 +48,7 @@ def text_of(error: BaseException) -> str:
         raise
     except BaseException:
         return ""
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ... ({len(text)} letters)"
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ... ({counted(len(text), 'letter')})"
 
 
 def told(error: BaseException) -> str:

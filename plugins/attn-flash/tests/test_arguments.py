@@ -274,7 +274,7 @@ def test_tensors_shorter_than_the_metadata_reach_no_kernel(backend: Any) -> None
     for impl, cache in ((engine.impl, engine.kv_cache), (engine.impl, None), (encodes, None)):
         for index, name in enumerate(("query", "key", "value")):
             short = [tensor[:3] if index == one else tensor for one, tensor in enumerate(given)]
-            with pytest.raises(ValueError, match=f"{name}: 3 tokens found; the metadata has 4"):
+            with pytest.raises(ValueError, match=rf"{name}: shape \(3, .*\) found; the metadata has 4"):
                 impl.forward(*short, cache, metadata)
     assert not backend._library.calls
 

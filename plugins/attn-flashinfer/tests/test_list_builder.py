@@ -38,7 +38,7 @@ def test_a_block_beyond_the_cache_is_refused() -> None:
     backend.impl("layers.0", scale=0.5)
     backend.allocate_kv_cache(8)
     builder = CommonMetadataBuilder(4, "flashinfer", backend=backend)
-    with pytest.raises(ValueError, match="metadata: block 8 is beyond the cache's 8 blocks"):
+    with pytest.raises(ValueError, match="metadata: block 8 is beyond the cache's num_blocks 8"):
         builder.build([SequenceGroup(False, [Sequence(0, 1, 5, [3, 8])])])
 
 

@@ -67,7 +67,7 @@ def test_a_missing_library_or_another_version_is_a_reason(packages: dict[str, st
         ({"allow_compile": False}, "which compiles kernels at first use"),
         ({"options": {"flashinfer": {"decode": "fastest"}}}, "'fastest' is not one of"),
         ({"options": {"flashinfer": {"decode": "cuda_cores"}}, "num_heads": 10}, "groups of 5 heads"),
-        ({"options": {"flashinfer": {"decode": "xqa"}}, "block_size": 8}, "blocks of 8 tokens; it takes 16, 32"),
+        ({"options": {"flashinfer": {"decode": "xqa"}}, "block_size": 8}, "block_size 8; it takes 16, 32"),
         ({"options": {"flashinfer": {"decode": "xqa"}}, "logits_soft_cap": 30.0}, "it has no logits_soft_cap"),
         (
             {"options": {"flashinfer": {"decode": "xqa"}}, "kv_cache_dtype": "fp8_e4m3", "sliding_window": 64},

@@ -134,13 +134,16 @@ def test_a_block_beyond_the_cache_is_an_error_before_anything_runs() -> None:
     """Whether the batch was told its pool or not, and whoever allocated the cache."""
     backend, builder = _two_requests()
     backend.allocate_kv_cache(9)
-    with pytest.raises(ValueError, match="metadata: block 9 is beyond the cache's 9 blocks"):
+    with pytest.raises(ValueError, match="metadata: block 9 is beyond the cache's num_blocks 9"):
         builder.build()
     backend, builder = _two_requests(num_blocks=16)
     backend.allocate_kv_cache(12)
-    with pytest.raises(ValueError, match="num_blocks: the batch takes ids of 16 blocks"):
+    with pytest.raises(ValueError, match="num_blocks: the batch takes block ids below 16"):
         builder.build()
-    for pool, says in (({}, "block 9 is beyond"), ({"num_blocks": 16}, "kv_cache: 9 blocks found; the batch takes")):
+    for pool, says in (
+        ({}, "block 9 is beyond"),
+        ({"num_blocks": 16}, "kv_cache: num_blocks 9 found; the batch"),
+    ):
         backend, builder = _two_requests(**pool)
         impl, metadata = backend.impl("layers.0", scale=0.5), builder.build()
         tensors = [torch.randn(2, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
@@ -152,7 +155,7 @@ def test_a_cache_that_is_allocated_behind_the_first_step_is_a_limit_too() -> Non
     backend, builder = _two_requests()
     builder.build()
     backend.allocate_kv_cache(9)
-    with pytest.raises(ValueError, match="metadata: block 9 is beyond the cache's 9 blocks"):
+    with pytest.raises(ValueError, match="metadata: block 9 is beyond the cache's num_blocks 9"):
         builder.build()
 
 

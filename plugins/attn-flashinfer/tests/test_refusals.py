@@ -22,7 +22,7 @@ from attncore.builder import InputBatch, MetadataBuilder
         ({"dtype": "float32"}, "dtype: float32 found"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype: float16 found beside bfloat16"),
         ({"kv_cache_layout": "HDN"}, "kv_cache_layout: 'HDN' is not one of"),
-        ({"options": {"decode": "xqa"}}, "options: decode=xqa: blocks of 4 tokens"),
+        ({"options": {"decode": "xqa"}}, "options: decode=xqa: block_size 4"),
         ({"options": {"decode": "cuda_cores"}, "num_heads": 10}, "options: decode=cuda_cores: groups of 5 heads"),
     ],
     ids=str,
@@ -124,7 +124,7 @@ def test_a_batch_of_more_blocks_than_the_cache_has() -> None:
         builder = MetadataBuilder(batch, backend, max_num_batched_tokens=8)
         batch.add_request("a", [num_blocks - 1])
         if num_blocks == 9:
-            with pytest.raises(ValueError, match="num_blocks: the batch takes ids of 9 blocks, but the largest cache"):
+            with pytest.raises(ValueError, match="num_blocks: the batch takes block ids below 9, but the largest"):
                 builder.build()
     assert builder.build().num_reqs == 1
 

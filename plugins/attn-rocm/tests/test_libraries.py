@@ -141,9 +141,9 @@ def _given(backend, tokens=3):
         ("value", torch.zeros(3, 2, 64), "torch.float32 on cpu found; query is torch.bfloat16"),
         ("value", torch.zeros(3, 64, 2, dtype=torch.bfloat16).transpose(1, 2), "contiguous in the last dimension"),
         ("kv_cache", torch.zeros(5, 16, 2, 64, dtype=torch.bfloat16), "a pair of views (blocks, 16, 2, 64)"),
-        ("output", torch.zeros(2, 4, 64, dtype=torch.bfloat16), "2 tokens found for 3 of query"),
-        ("query", torch.zeros(2, 4, 64, dtype=torch.bfloat16), "2 tokens found; the metadata has 3"),
-        ("value", torch.zeros(2, 2, 64, dtype=torch.bfloat16), "2 tokens found; the metadata has 3"),
+        ("output", torch.zeros(2, 4, 64, dtype=torch.bfloat16), "length 2 found for 3 of query"),
+        ("query", torch.zeros(2, 4, 64, dtype=torch.bfloat16), "length 2 found; the metadata has 3"),
+        ("value", torch.zeros(2, 2, 64, dtype=torch.bfloat16), "length 2 found; the metadata has 3"),
     ],
 )
 def test_wrong_tensors_are_named(name, wrong, why, monkeypatch):

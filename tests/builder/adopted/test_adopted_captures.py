@@ -169,7 +169,7 @@ def test_sizes_beyond_the_capacity_are_refused():
             steps.capture(*asked)
     steps.capture(3)
     with pytest.raises(
-        ValueError, match=r"query_len: 3 requests were captured with 1 tokens each, not 2; call release"
+        ValueError, match=r"query_len: the size of 3 requests was captured with 1 token each, not 2; call release"
     ):
         steps.capture(3, 2)
     with pytest.raises(CaptureError, match=r"num_reqs: 5 was not captured \(captured: 3\)"):
@@ -184,7 +184,7 @@ def test_slots_that_are_not_padded_are_refused():
     steps.capture(4)
     tensors = engine.fill([5, 9], 4) | {"slot_mapping": engine.slots[:2]}
     with pytest.raises(
-        ValueError, match="slot_mapping: 2 slots found for a captured size of 4 rows of 1 tokens; pad it"
+        ValueError, match="slot_mapping: 2 slots found for a captured size of 4 rows of 1 token; pad it"
     ):
         steps.build(**tensors)
 

@@ -86,8 +86,8 @@ WRONG_TENSORS = {  # name, what is given in its place, the error
     "more starts": ("query_start_loc", lambda t: int32(0, 1, 2, 5, 5), "query_start_loc: 5 rows found beside 3"),
     "fewer table rows": ("block_table", lambda t: t[:2], "block_table: 2 rows found beside 3 seq_lens; give 3"),
     "too few slots": ("slot_mapping", lambda t: t[:4], "slot_mapping: 4 slots found for 5 tokens; give one each"),
-    "short table": ("block_table", lambda t: t[:, :2], "row 1 has 9, but its table's 2 columns hold 8 tokens"),
-    "no table": ("block_table", lambda t: t[:, :0], "host_seq_lens: row 0 has 5, but its table's 0 columns"),
+    "short table": ("block_table", lambda t: t[:, :2], "row 1 has 9, but its table of 2 columns holds 8 tokens"),
+    "no table": ("block_table", lambda t: t[:, :0], "host_seq_lens: row 0 has 5, but its table of 0 columns"),
     "falling starts": ("query_start_loc", lambda t: int32(0, 2, 1, 5), "host_query_start_loc: row 1 begins at token"),
     "starts at 1": ("query_start_loc", lambda t: int32(1, 2, 3, 5), "host_query_start_loc: it begins at 1"),
     "negative length": ("seq_lens", lambda t: int32(5, -9, 8), "host_seq_lens: row 1 has -9 keys, fewer"),
@@ -232,7 +232,7 @@ def test_a_table_of_one_column_may_have_any_stride(steps):
 
 
 CONTRADICTED = {
-    "a length": ({"host_seq_lens": int32(5, 1, 8)}, "host_seq_lens: row 1 has 1 keys, and 9 in seq_lens; give the"),
+    "a length": ({"host_seq_lens": int32(5, 1, 8)}, "host_seq_lens: row 1 has 1 key, and 9 in seq_lens; give the"),
     "a bound": ({"host_seq_lens": int32(9, 9, 7), "bounded": True}, "row 2 has 7 keys, and 8 in seq_lens; give upper"),
     "a start": (
         {"host_query_start_loc": int32(0, 1, 3, 5)},

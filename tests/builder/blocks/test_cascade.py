@@ -166,7 +166,7 @@ def shared(rows=(0, 1), num_blocks=2, num_tokens=8):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: count_common_blocks(TABLE, [1], 4), "block_table: 2 rows for 1 requests"),
+        (lambda: count_common_blocks(TABLE, [1], 4), "block_table: 2 rows for 1 request"),
         (
             lambda: count_common_blocks(TABLE, [1, 16], 4),
             "block_table: row 1 holds 3 blocks but its 16 tokens of context",
@@ -192,7 +192,7 @@ def shared(rows=(0, 1), num_blocks=2, num_tokens=8):
             lambda: plan_cascade(shared(num_blocks=4, num_tokens=4), TABLE, [1, 1], [9, 9]),
             "shared.num_blocks: the rows",
         ),
-        (lambda: plan_cascade(shared(), TABLE, [1], [9, 9]), "seq_lens: 2 lengths for 1 requests"),
+        (lambda: plan_cascade(shared(), TABLE, [1], [9, 9]), "seq_lens: 2 lengths for 1 request"),
     ],
 )
 def test_bad_input_names_its_argument(call, message):

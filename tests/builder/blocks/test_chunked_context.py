@@ -86,7 +86,7 @@ def test_chunks_cover_every_context_once(contexts, block_size, spare, seed):
         (
             {"workspace_tokens": 7},
             ValueError,
-            "workspace_tokens: 7 are less than a block of 4 tokens for each of the 2",
+            "workspace_tokens: 7 is less than a block of 4 tokens for each of the 2",
         ),
         ({"workspace_tokens": 0}, ValueError, "workspace_tokens: 0 is below 1"),
         ({"workspace_tokens": 2**31}, ValueError, "workspace_tokens: 2147483648 does not fit int32"),
@@ -145,13 +145,13 @@ def test_metadata_of_a_chunk_and_of_the_rest(metadata):
 
 def test_metadata_that_is_no_step_of_those_prefills(metadata):
     chunks = context_chunks([[1, 2, 3], [4, 5, 0], [6, 0, 0]], [9, 5, 0], 4, 64)
-    with pytest.raises(ValueError, match=r"^metadata: 1 of its 3 requests are no prefills; take its prefill_metadata"):
+    with pytest.raises(ValueError, match=r"^metadata: 2 prefills in 3 requests; take its prefill_metadata"):
         context_chunk_metadata(metadata, chunks, 0)
-    with pytest.raises(ValueError, match=r"^metadata: 1 of its 3 requests are no prefills"):
+    with pytest.raises(ValueError, match=r"^metadata: 2 prefills in 3 requests"):
         new_tokens_metadata(metadata)
     with pytest.raises(ValueError, match=r"^chunks: made of 3 prefills, but the metadata has 2 requests"):
         context_chunk_metadata(metadata.prefill_metadata, chunks, 0)
-    with pytest.raises(ValueError, match=r"^index: 1 found; there are 1 chunks"):
+    with pytest.raises(ValueError, match=r"^index: 1 found; there are 1 chunk"):
         context_chunk_metadata(metadata.prefill_metadata, chunks, 1)
 
 
@@ -160,7 +160,7 @@ def test_many_chunks_are_made_at_once_and_too_many_are_refused(monkeypatch):
     assert chunks.num_chunks == 1 << 17
     assert chunks.chunk_starts[-1].tolist() == [(1 << 18) - 2]
     assert np.array_equal(np.concatenate(chunks.chunk_slots), np.arange(1 << 18))
-    with pytest.raises(ValueError, match=r"^workspace_tokens: 2 divide the contexts of 1 prefills into 4194303 chunks"):
+    with pytest.raises(ValueError, match=r"^workspace_tokens: 2 divide the contexts of 1 prefill into 4194303 chunks"):
         context_chunks(np.zeros((1, 1 << 22), np.int32), [1 << 23], 2, 2)
     monkeypatch.setattr(chunked_context, "_MOST_LENS", 99)
     with pytest.raises(ValueError, match=r"^workspace_tokens: 8 divide the contexts of 4 prefills into 25 chunks"):

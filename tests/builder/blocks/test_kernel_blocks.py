@@ -48,7 +48,7 @@ def test_how_many_kernel_blocks_a_block_is():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: kernel_blocks_per_block(64, 24), "kernel_block_size: 24 does not divide the manager's block of 64"),
+        (lambda: kernel_blocks_per_block(64, 24), "kernel_block_size: 24 does not divide the manager's block size 64"),
         (lambda: kernel_blocks_per_block(0, 24), "manager_block_size: 0 is below 1"),
         (lambda: kernel_blocks_per_block(16, 32), "kernel_block_size: 32 does not divide"),
         (lambda: expand_blocks([0], 0), "kernel_blocks: 0 is below 1"),
@@ -58,7 +58,7 @@ def test_how_many_kernel_blocks_a_block_is():
         (lambda: expand_blocks([0.5], 2), r"block_ids: float64\[1\]"),
         (lambda: expand_blocks(3, 2), r"block_ids: int64\[\]"),
         (lambda: expand_blocks([1], 2, num_blocks=[1]), "num_blocks: given for a single row"),
-        (lambda: expand_blocks([[1]], 2, num_blocks=[1, 1]), "num_blocks: 2 counts for 1 rows"),
+        (lambda: expand_blocks([[1]], 2, num_blocks=[1, 1]), "num_blocks: 2 counts for 1 row"),
         (lambda: expand_blocks([[1]], 2, num_blocks=[2]), "num_blocks: row 0 holds 2 blocks, but block_ids has 1"),
     ],
 )

@@ -146,9 +146,9 @@ def list_step(pad=-1, **options):
         (lambda: local_attention_batches([1], [1], [[1]], 5, 2), "chunk_size: 5 is no multiple of block_size 2"),
         (lambda: local_attention_batches([1], [1], [[1]], 0, 2), "chunk_size: 0 is below 1"),
         (lambda: local_attention_batches([1], [1], [[1]], 4, 0), "block_size: 0 is below 1"),
-        (lambda: local_attention_batches([1, 1], [1], [[1]], 4, 2), "seq_lens: 1 lengths for 2 requests"),
+        (lambda: local_attention_batches([1, 1], [1], [[1]], 4, 2), "seq_lens: 1 length for 2 requests"),
         (lambda: local_attention_batches([3], [2], [[1]], 4, 2), "seq_lens: row 0 has 2 tokens, fewer than its 3"),
-        (lambda: local_attention_batches([1], [2], [[1], [2]], 4, 2), "block_table: 2 rows for 1 requests"),
+        (lambda: local_attention_batches([1], [2], [[1], [2]], 4, 2), "block_table: 2 rows for 1 request"),
         (lambda: local_attention_batches([1], [2], [1], 4, 2), r"block_table: int64\[1\]"),
         (lambda: local_attention_batches([1], [2], [[-1]], 4, 2), "block_table: block id -1"),
         (
@@ -157,11 +157,11 @@ def list_step(pad=-1, **options):
         ),
         (
             lambda: local_attention_batches([1], [1], [[0]], 2**31 - 1, 1),
-            "chunk_size: 1 chunks of 2147483647 blocks each, more than .*; give a smaller one",
+            "chunk_size: 1 chunk of 2147483647 blocks each, more than .*; give a smaller one",
         ),
         (
             lambda: local_attention_batches([2**31 - 1] * 3, [2**31 - 1] * 3, [[1]] * 3, 1, 1),
-            "chunk_size: 6442450941 chunks of 1 blocks each, more than 1048576 chunks .*; give a larger one",
+            "chunk_size: 6442450941 chunks of 1 block each, more than 1048576 chunks .*; give a larger one",
         ),
         (lambda: local_attention_batches([2**20 + 1], [2**20 + 1], [[1]], 1, 1), "chunk_size: 1048577 chunks"),
         (lambda: local_attention_metadata(list_step(1), 4, 2), "metadata: padded for a graph"),

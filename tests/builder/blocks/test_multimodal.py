@@ -56,8 +56,8 @@ ONE = Placeholder(0, 0, 4)
 @pytest.mark.parametrize(
     ("placeholders", "context", "query", "message"),
     [
-        ([[ONE]], [0, 0], [1, 1], "placeholders: those of 1 requests for 2"),
-        ([[ONE]], [0, 0], [1], "context_lens: 2 lengths for 1 requests"),
+        ([[ONE]], [0, 0], [1, 1], "placeholders: those of 1 request for 2"),
+        ([[ONE]], [0, 0], [1], "context_lens: 2 lengths for 1 request"),
         ([[ONE]], [0], [-1], "query_lens: -1 at index 0"),
         ([[], [ONE, Placeholder(1, 3, 2)]], [0, 0], [1, 1], r"placeholders\[1\]: items 0 and 1 both take token 3"),
         ([[Placeholder(0, -1, 2)]], [0], [1], r"placeholders\[0\]\[0\].offset: -1 is below 0"),

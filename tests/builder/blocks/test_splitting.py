@@ -143,7 +143,7 @@ def test_no_other_way_needs_fewer_swaps(size):
         (lambda: split_decodes_and_prefills([[1]]), r"query_lens: int64\[1, 1\]"),
         (lambda: split_decodes_and_prefills([1, 4, 2], 3), "query_lens: row 2, a decode of 2 tokens, stands"),
         (lambda: classify_requests([1, 0]), "query_lens: 0 at index 1 is outside 1"),
-        (lambda: classify_requests([1, 2], [0]), "context_lens: 1 lengths for 2 query_lens"),
+        (lambda: classify_requests([1, 2], [0]), "context_lens: 1 length for 2 query_lens"),
         (lambda: classify_requests([2], [-1]), "context_lens: -1 at index 0"),
         (lambda: classify_requests([2], extend_threshold=4), "extend_threshold: given without context_lens"),
         (lambda: classify_requests([2], [1], 3, 2), "extend_threshold: 2 is below 3"),

@@ -122,6 +122,6 @@ def test_a_refused_capture_keeps_what_the_graph_plans(served):
     shape = builder._assembly.shapes.find(1)
     shape.plans = ()
     builder.run_ahead(2, bucket=1)
-    with pytest.raises(CaptureError, match="steps ahead are not replayed"):
+    with pytest.raises(CaptureError, match="steps ahead not replayed yet"):
         builder.capture(1)
     assert shape.plans == ()

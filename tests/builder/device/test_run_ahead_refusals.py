@@ -38,7 +38,7 @@ def state_of(batch, builder):
         ({"num_steps": 33}, ValueError, "^num_steps: 33"),
         ({"num_steps": 2.5}, TypeError, "^num_steps: 2.5"),
         ({"bucket": 2}, CaptureError, "^bucket: 2 was not captured"),
-        ({"bucket": 1}, ValueError, "^bucket: 1 rows were captured, but this step has 2"),
+        ({"bucket": 1}, ValueError, "^bucket: 1 row captured, but this step has 2"),
         ({"scheduled": {"a": 2}}, ValueError, "^scheduled: 2 tokens of 'a'; steps ahead run one token"),
         ({"scheduled": {"c": 0}}, ValueError, "^scheduled: 'c' is not in the batch"),
         ({"scheduled": [("a", 0)]}, TypeError, "^scheduled: .* is not a mapping"),
@@ -98,7 +98,7 @@ def test_a_size_of_drafts_does_not_run_ahead():
     _, builder, _ = two_requests(decode_threshold=2)
     builder.release(3)
     builder.capture(3, query_len=2)
-    with pytest.raises(ValueError, match=r"^bucket: 3 rows were captured with 2 tokens each; steps ahead run one"):
+    with pytest.raises(ValueError, match=r"^bucket: 3 rows captured with 2 tokens each; steps ahead run one"):
         builder.run_ahead(2, bucket=3)
 
 
@@ -106,10 +106,10 @@ def test_the_next_build_waits_for_the_last_replay():
     _, builder, calls = two_requests()
     steps = builder.run_ahead(3, bucket=3)
     for call in (builder.build, lambda: builder.run_ahead(1, bucket=3), lambda: builder.build_empty(3)):
-        with pytest.raises(CaptureError, match=r"3 of 3 steps ahead are not replayed; .* steps\.stop\(\)"):
+        with pytest.raises(CaptureError, match=r"3 of 3 steps ahead not replayed yet; .* steps\.stop\(\)"):
             call()
     steps.replay(calls)
-    with pytest.raises(ValueError, match=r"^count: 3 steps asked for, but 2 of 3 are left"):
+    with pytest.raises(ValueError, match=r"^count: 3 steps asked for, with 2 of 3 left"):
         steps.replay(calls, 3)
     with pytest.raises(TypeError, match=r"^graph: int has no replay"):
         steps.replay(3)

@@ -31,7 +31,7 @@ def refused(metadata, error, text, *arguments, **keywords):
 
 def test_steps_that_cannot_advance(kernels):
     builder = CommonMetadataBuilder(4, "flash", max_seq_len_to_capture=8, kernels=kernels)
-    refused(builder.build([prompt(), *decodes([(0, [1])])]), ValueError, "metadata: 1 prompts in the step")
+    refused(builder.build([prompt(), *decodes([(0, [1])])]), ValueError, "metadata: 1 prompt in the step")
     wide = builder.build([SequenceGroup(False, [Sequence(0, 1, 1, [1]), Sequence(1, 3, 1, [2])])])
     refused(wide, ValueError, "metadata: row 1 ran 3 tokens")
     profiled = builder.build([*decodes([(0, [1])]), SequenceGroup(False, [Sequence(1, 1, 3, None)])])
@@ -111,7 +111,7 @@ BAD = [
     ((np.zeros(3, int), None), {}, TypeError, "sampled_token_ids: missing"),
     ((None, np.zeros(2, int)), {}, TypeError, "input_tokens: missing"),
     ((np.zeros(2, int), np.zeros(2, int)), {}, ValueError, "input_tokens: 2 tokens for the 3 rows"),
-    ((np.zeros(3, int), np.zeros(1, int)), {}, ValueError, "sampled_token_ids: 1 tokens for the 2 rows"),
+    ((np.zeros(3, int), np.zeros(1, int)), {}, ValueError, "sampled_token_ids: 1 token for the 2 rows"),
     ((np.zeros(3, int), np.zeros(2)), {}, TypeError, "sampled_token_ids: ndarray is not an array or tensor of int"),
     ((np.zeros(3, int), [1, 2]), {}, TypeError, "sampled_token_ids: list is not"),
     ((np.zeros((3, 1), int), np.zeros(2, int)), {}, ValueError, r"input_tokens: \[3, 1\]; it must have one dimension"),

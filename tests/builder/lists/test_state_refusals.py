@@ -278,9 +278,7 @@ def test_without_a_builder_there_are_no_buffers():
     with pytest.raises(ValueError, match="build: this state has no builder"):
         state.build(decodes([(5, [3, 4])]), 0)
     padded = CommonMetadataBuilder(4, max_seq_len_to_capture=16).build(decodes([(5, [3, 4])]), 0)
-    with pytest.raises(
-        CaptureError, match=r"metadata: padded to 1 requests, which was not captured \(captured: none\)"
-    ):
+    with pytest.raises(CaptureError, match=r"metadata: padded to 1 request, which was not captured \(captured: none\)"):
         state.prepare(padded)
     chosen = attncore.select(
         num_heads=2, num_kv_heads=2, head_size=8, dtype="float32", host=attncore.Host.assume("cpu"), backend="reference"

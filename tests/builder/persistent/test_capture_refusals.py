@@ -43,7 +43,7 @@ BAD_CAPTURES = [
     ("always", (True,), "num_reqs: True is not an integer"),
     ("never", (2,), "num_reqs: backend 'plain' cannot be captured in a graph"),
     ("uniform_decode", (2, 2), "query_len: 2, but backend 'plain' captures decodes of one token only"),
-    ("uniform", (4, 2), "query_len: 4 requests were captured with 1 tokens each, not 2"),
+    ("uniform", (4, 2), "query_len: the size of 4 requests was captured with 1 token each, not 2"),
 ]
 
 
@@ -99,9 +99,9 @@ BAD_BUCKETS = [
     (0, {}, "bucket: 0 is below 1"),
     ("2", {}, "bucket: '2' is not an integer"),
     (True, {}, "bucket: True is not an integer"),
-    (2, {"a": 1, "b": 1, "c": 1}, "bucket: 2 rows were captured, but this step has 3 requests; choose a larger one"),
-    (2, {"b": 0, "c": 0, "a": 7}, r"bucket: 2 rows were captured with 1 tokens each, but row 0 \(request 'a'\) runs 7"),
-    (4, {"a": 2, "b": 2, "c": 1}, r"bucket: 4 rows were captured with 2 tokens each, but row 2 \(request 'c'\) runs 1"),
+    (2, {"a": 1, "b": 1, "c": 1}, "bucket: 2 rows captured, but this step has 3 requests; choose a larger one"),
+    (2, {"b": 0, "c": 0, "a": 7}, r"bucket: 2 rows captured with 1 token each, but row 0 \(request 'a'\) runs 7"),
+    (4, {"a": 2, "b": 2, "c": 1}, r"bucket: 4 rows captured with 2 tokens each, but row 2 \(request 'c'\) runs 1"),
     (4, {"a": 2, "b": 3, "c": 0}, r"with 2 tokens each, but row 1 \(request 'b'\) runs 3; schedule 2 of every request"),
 ]
 
@@ -131,7 +131,7 @@ def test_encoders_are_not_captured(kernels):
     batch.add_request("b", {"full": [2], "encoder": [3]}, encoder_seq_len=4)
     builder.capture(2)
     before = state_of(batch, builder)
-    with pytest.raises(ValueError, match=r"bucket: 2: row 1 \(request 'b'\) runs its encoder tokens in this step"):
+    with pytest.raises(ValueError, match=r"bucket: 2 rows, and row 1 \(request 'b'\) runs its encoder tokens"):
         builder.build(bucket=2)
     assert state_of(batch, builder) == before
     builder.build()

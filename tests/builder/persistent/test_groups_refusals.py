@@ -78,7 +78,7 @@ BAD_CALLS = [
     (lambda b: b.replace_block("a", 2, 9, "full"), "index: 2, but request 'a' holds 2 blocks"),
     (lambda b: b.replace_block("a", 0, -1, "full"), "block_id: -1 is below 0"),
     (lambda b: b.replace_block("a", True, 1, "full"), "index: True is not an integer"),
-    (lambda b: b.truncate_blocks("a", 1, "encoder"), r"1 is outside 2\.\.2 \(request 'a' has 5 encoder tokens cached"),
+    (lambda b: b.truncate_blocks("a", 1, "encoder"), r"1 is outside 2\.\.2 \(request 'a' has 5 cached encoder tokens"),
     (lambda b: b.truncate_blocks("a", 1), "group: name one of"),
     (lambda b: b.needs_block("none"), "group: 'none' is not one of"),
     (lambda b: b.release_passed_blocks(-1), "num_rollback: -1 is below 0"),
@@ -86,7 +86,7 @@ BAD_CALLS = [
     (lambda b: b.rollback_many({"b": 1, "a": 2}), "num_tokens: 2 goes past the start of request 'a'"),
     (lambda b: b.rollback_many({"b": 1, "q": 1}), "req_id: 'q' is not in the batch"),
     (lambda b: b.rollback_many({"b": 1, "a": 1.0}), "num_tokens: 1.0 is not an integer"),
-    (lambda b: b.swap_rows(0, 2), "j: row 2 is not in use; the batch has 2 rows"),
+    (lambda b: b.swap_rows(0, 2), "j: row 2 is not in use; num_rows is 2"),
     (lambda b: b.swap_rows(-1, 0), "i: -1 is below 0"),
 ]
 

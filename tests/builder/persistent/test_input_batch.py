@@ -62,8 +62,8 @@ def test_a_refused_call_changes_nothing(batch, call, message):
 
 BAD_STEPS = [
     ({"q": 1}, "scheduled: 'q' is not in the batch"),
-    ({"a": -1}, "scheduled: -1 tokens of 'a' is outside"),
-    ({"a": 2**31}, "scheduled: 2147483648 tokens of 'a' is outside"),
+    ({"a": -1}, "scheduled: -1 for 'a' is below 0"),
+    ({"a": 2**31}, "scheduled: 2147483648 for 'a' is above 2147483647"),
     ({"a": 1.0}, "scheduled: 1.0 tokens of 'a' is not an integer"),
     ({"a": True}, "scheduled: True tokens of 'a' is not an integer"),
     (

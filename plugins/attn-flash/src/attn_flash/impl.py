@@ -251,7 +251,7 @@ def _check_tokens(num_tokens: int, **tensors: Tensor | None) -> None:
     """ValueError where a kernel would read beyond a tensor."""
     for name, tensor in tensors.items():
         if tensor is None or len(tensor) < num_tokens:
-            found = "None" if tensor is None else f"{len(tensor)} tokens"
+            found = "None" if tensor is None else f"shape {tuple(tensor.shape)}"
             raise ValueError(f"{name}: {found} found; the metadata has {num_tokens}")
 
 

@@ -258,8 +258,8 @@ def _check_pool(metadata: AttentionMetadata, num_blocks: int) -> bool:
     pool = pool_of(metadata)
     if num_blocks and pool is not None and pool > num_blocks:
         raise ValueError(
-            f"num_blocks: the batch takes ids of {pool} blocks, but the largest cache of this backend has "
-            f"{num_blocks}; give both the same number"
+            f"num_blocks: the batch takes block ids below {pool}, but the largest cache of this backend has "
+            f"num_blocks {num_blocks}; give both the same number"
         )
     return pool is None and num_blocks > 0
 

@@ -87,7 +87,7 @@ def xqa_problem(group: int, page: int, soft_cap: float | None, device: str = "cu
     if device not in ("cuda:sm_90", "cuda:sm_120"):
         return f"decode=xqa: it runs on sm_90 and sm_120, not on {device}"
     if page not in modules.XQA_PAGES:
-        return f"decode=xqa: blocks of {page} tokens; it takes {', '.join(map(str, modules.XQA_PAGES))}"
+        return f"decode=xqa: block_size {page}; it takes {', '.join(map(str, modules.XQA_PAGES))}"
     if group > 32:
         return f"decode=xqa: {group} query heads over one; it takes 32"
     if soft_cap is not None:

@@ -122,7 +122,7 @@ def _from_table(metadata: AttentionMetadata, block_size: int, num_blocks: int, f
     counts = -(-lens // block_size)
     if counts.max(initial=0) > table.shape[1]:
         raise ValueError(
-            f"metadata: a table of {table.shape[1]} blocks of {block_size} for a sequence of {int(lens.max())} tokens"
+            f"metadata: a table {table.shape[1]} wide, in blocks of {block_size}, for a length of {int(lens.max())}"
         )
     indices = table[np.arange(table.shape[1])[None, :] < counts[:, None]]
     _check_ids(indices, num_blocks)
@@ -147,7 +147,7 @@ def check_cache(metadata: AttentionMetadata, num_blocks: int) -> None:
     if pool is None:
         _check_ids(metadata.host.block_table[: metadata.num_reqs].ravel(), num_blocks)
     elif pool > num_blocks:
-        raise ValueError(f"kv_cache: {num_blocks} blocks found; the batch takes ids of {pool}")
+        raise ValueError(f"kv_cache: num_blocks {num_blocks} found; the batch takes ids of {pool}")
 
 
 def pool_of(metadata: AttentionMetadata) -> int | None:
@@ -161,4 +161,4 @@ def pool_of(metadata: AttentionMetadata) -> int | None:
 
 def _check_ids(indices: Any, num_blocks: int) -> None:
     if num_blocks and len(indices) and int(indices.max()) >= num_blocks:
-        raise ValueError(f"metadata: block {int(indices.max())} is beyond the cache's {num_blocks} blocks")
+        raise ValueError(f"metadata: block {int(indices.max())} is beyond the cache's num_blocks {num_blocks}")

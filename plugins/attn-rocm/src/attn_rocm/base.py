@@ -122,7 +122,7 @@ class RocmImpl(AttentionImpl):
         if output is None:
             return torch.empty_like(query, memory_format=torch.contiguous_format)
         if len(output) < len(query):
-            raise ValueError(f"output: {len(output)} tokens found for {len(query)} of query")
+            raise ValueError(f"output: length {len(output)} found for {len(query)} of query")
         return output
 
     def _check_formats(self, tensors: dict[str, Any]) -> None:
@@ -158,7 +158,7 @@ class RocmImpl(AttentionImpl):
         wanted = metadata.num_tokens
         for name, given in (("query", query), *((("key", key), ("value", value)) if own else ())):
             if given is not None and len(given) < wanted:
-                raise ValueError(f"{name}: {len(given)} tokens found; the metadata has {wanted}")
+                raise ValueError(f"{name}: length {len(given)} found; the metadata has {wanted}")
 
 
 def _format(tensor: Tensor | None) -> Any:
