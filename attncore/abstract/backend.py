@@ -183,7 +183,7 @@ class AttentionBackend(FirstGenerationNames, ABC):
         return (cls.plan, cls.plan_layers) != (AttentionBackend.plan, AttentionBackend.plan_layers)
 
     @property
-    def _records_plans(self) -> bool:
+    def records_plan(self) -> bool:
         """Whether this class overrides ``record_plan``."""
         return type(self).record_plan is not AttentionBackend.record_plan
 

@@ -87,7 +87,7 @@ def check_settings(
 def facts_of(backend: Any) -> Facts:
     """What the backend asks of steps."""
     spec, name, plans = backend.spec, backend.name, backend.has_plan
-    records = not plans or bool(backend._records_plans)
+    records = not plans or bool(backend.records_plan)
     if spec is None:
         return Facts(
             name, "none", "always", 0, page_list=False, plans=plans, waits_for_last_plan=plans, records=records

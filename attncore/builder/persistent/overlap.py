@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from attncore import arguments
-from attncore.abstract.backend import AttentionBackend
 from attncore.array_arguments import not_by_address
 from attncore.builder.blocks.context_parallel import ContextParallel
 from attncore.builder.persistent.group_backends import Backends
@@ -136,7 +135,7 @@ def _check(backends: Backends, max_num_reqs: int, num_rejected: Any, ranks: Cont
         raise ValueError("num_rejected: not with context_parallel; which rank keeps a token depends on exact lengths")
     for group, name in _exact(backends).items():
         backend = backends.by_group[group]
-        if not backend.has_plan or type(backend).record_plan is AttentionBackend.record_plan:
+        if not backend.has_plan or not backend.records_plan:
             raise ValueError(
                 f"num_rejected: backend {name!r} needs exact lengths on the host; choose one that takes bounds"
             )
