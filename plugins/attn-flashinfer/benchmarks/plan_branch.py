@@ -12,15 +12,13 @@ the plan costs a step is *line* or *branch* less *none*: the branch pays where i
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from device_times import Report, graph_of, times
 
 UNITS = 20
 HIDDEN = (2048, 4096, 8192)
@@ -48,33 +46,7 @@ def graphs_of(node: Callable[[], None], layer: Callable[[], None], attend: Calla
         layer()
         attend()
 
-    return {one.__name__: _captured(one) for one in (line, branch, none)}
-
-
-def _captured(unit: Callable[[], None]) -> Any:
-    unit()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    gc.disable()
-    with torch.cuda.graph(graph):
-        for _ in range(UNITS):
-            unit()
-    gc.enable()
-    return graph
-
-
-def times(graphs: dict[str, Any], rounds: int) -> dict[str, float]:
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    taken: dict[str, list[float]] = {name: [] for name in graphs}
-    for index in range(rounds + 5):
-        for name, graph in graphs.items():
-            first.record()
-            graph.replay()
-            last.record()
-            torch.cuda.synchronize()
-            if index >= 5:
-                taken[name].append(first.elapsed_time(last) * 1000 / UNITS)
-    return {name: round(statistics.median(one), 2) for name, one in taken.items()}
+    return {one.__name__: graph_of(one, UNITS) for one in (line, branch, none)}
 
 
 def main(argv: list[str]) -> int:
@@ -85,7 +57,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--save", type=Path, help="the result file, JSON")
     args = parser.parse_args(argv)
-    report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}
+    report = Report(args.save)
     for size in map(int, args.sizes.split(",")):
         captured = Captured(Setting(longest=2048), size)
         if captured.decode.layout is None:
@@ -100,15 +72,11 @@ def main(argv: list[str]) -> int:
                 normed = torch.nn.functional.rms_norm(tokens, scale.shape, scale)
                 torch.mm(normed, weight, out=out)
 
-            found = times(graphs_of(captured.node, layer, captured.run), args.rounds)
+            found = times(graphs_of(captured.node, layer, captured.run), UNITS, args.rounds)
             row = {"decodes": size, "hidden": hidden, "us": found}
             row["plan in line"] = round(found["line"] - found["none"], 2)
             row["plan on a branch"] = round(found["branch"] - found["none"], 2)
-            report["rows"].append(row)
-            print(json.dumps(row), flush=True)
-            if args.save:
-                args.save.parent.mkdir(parents=True, exist_ok=True)
-                args.save.write_text(json.dumps(report, indent=1) + "\n")
+            report.add(row)
     return 0
 
 

@@ -11,9 +11,6 @@ random and over equally long contexts, with other numbers of warps, too. Where *
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from attn_flashinfer import plan_kernel
+from device_times import Report, graph_of, times
 
 NODES = 200
 WARPS = (1, 2, 4, 8)
@@ -84,33 +82,6 @@ def nodes_of(indptr: Any, table: Any) -> dict[str, Callable[[], None]]:
     return found
 
 
-def graph_of(function: Callable[[], None]) -> Any:
-    function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    gc.disable()
-    with torch.cuda.graph(graph):
-        for _ in range(NODES):
-            function()
-    gc.enable()
-    return graph
-
-
-def times(graphs: dict[str, Any], rounds: int) -> dict[str, float]:
-    """Median device time of a node of each graph, microseconds, the graphs taking turns."""
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    taken: dict[str, list[float]] = {name: [] for name in graphs}
-    for index in range(rounds + 3):
-        for name, graph in graphs.items():
-            first.record()
-            graph.replay()
-            last.record()
-            torch.cuda.synchronize()
-            if index >= 3:
-                taken[name].append(first.elapsed_time(last) * 1000 / NODES)
-    return {name: round(statistics.median(one), 3) for name, one in taken.items()}
-
-
 def main(argv: list[str]) -> int:
     from device_plan import Captured, Setting, batch
 
@@ -120,7 +91,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--save", type=Path, help="the result file, JSON")
     args = parser.parse_args(argv)
     settings = {"tensor cores": Setting(), "CUDA cores": Setting(tensor_cores=False)}
-    report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}
+    report = Report(args.save)
     for name, setting in settings.items():
         for size in map(int, args.sizes.split(",")):
             row: dict[str, Any] = {"kernel": name, "decodes": size}
@@ -132,16 +103,12 @@ def main(argv: list[str]) -> int:
                 row["plans"] = captured.why
                 if captured.decode.layout is not None:
                     nodes = nodes_of(captured.indptr, captured.node._table)
-                    graphs = {one: graph_of(call) for one, call in nodes.items()}
+                    graphs = {one: graph_of(call, NODES) for one, call in nodes.items()}
                     full = torch.full((size,), captured.most)
                     for kind, pages in (("longest", full), ("random", batch(size, captured.most, 1, 1))):
                         captured.set(pages)
-                        row[kind] = times(graphs, args.rounds)
-            report["rows"].append(row)
-            print(json.dumps(row), flush=True)
-            if args.save:
-                args.save.parent.mkdir(parents=True, exist_ok=True)
-                args.save.write_text(json.dumps(report, indent=1) + "\n")
+                        row[kind] = times(graphs, NODES, args.rounds)
+            report.add(row)
     return 0
 
 

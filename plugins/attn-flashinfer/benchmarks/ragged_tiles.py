@@ -11,7 +11,6 @@ Device time of one layer's attention, microseconds: steps of drafts, and steps o
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 from attn_flashinfer.library import flashinfer
+from device_times import Report
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE, CONTEXT = 32, 8, 128, 16, 2048
 
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--save", type=Path, help="the result file, JSON")
     args = parser.parse_args(argv)
-    report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "flashinfer": flashinfer().version, "rows": []}
+    report = Report(args.save, flashinfer=flashinfer().version)
     for name, queries in {
         "64 rows of 4 tokens": [4] * 64,
         "256 rows of 4 tokens": [4] * 256,
@@ -94,11 +94,7 @@ def main(argv: list[str]) -> int:
             row[f"{kind}, tile"] = int(wrapper._plan_info[3])
             outputs.append(out)
         row["equal to 0.02"] = all(torch.allclose(one.float(), outputs[0].float(), atol=0.02) for one in outputs)
-        report["rows"].append(row)
-        print(json.dumps(row), flush=True)
-        if args.save:
-            args.save.parent.mkdir(parents=True, exist_ok=True)
-            args.save.write_text(json.dumps(report, indent=1) + "\n")
+        report.add(row)
     return 0
 
 
