@@ -71,7 +71,7 @@ def test_a_file_that_is_called_as_an_option_is_a_file(name, tmp_path, capsys, mo
         ({"num_key_value_heads": 3}, "", "--config: c.json: num_kv_heads: 3 does not divide num_heads 8"),
         ({"attn_logit_softcapping": "x"}, "", "--config: c.json: logits_soft_cap: 'x' is not a positive"),
         ({}, "--num-kv-heads 3", "--num-kv-heads: 3 does not divide num_heads 8"),
-        ({}, "--tensor-parallel 3", "--tensor-parallel: 3 does not divide the 8 heads of the model"),
+        ({}, "--tensor-parallel 3", "--tensor-parallel: 3 does not divide the model's number of heads, 8"),
     ],
 )
 def test_what_a_configuration_states_is_named_as_its_own(fields, words, said, tmp_path, capsys, monkeypatch):

@@ -67,7 +67,7 @@ def refused(result, message):
     ],
 )
 def test_what_the_model_has_is_not_told_of_an_option(model, capsys, field, message):
-    refused(model({**LLAMA, **field}, capsys), f"error: --model: {model.folder}/config.json: {message}")
+    refused(model({**LLAMA, **field}, capsys), f"error: --model: {model.folder}: {message}")
 
 
 @pytest.fixture

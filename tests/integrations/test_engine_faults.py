@@ -48,7 +48,7 @@ def run_all(engine, most=500):
         ([None], "^prompt: 'NoneType' object"),
         ([1, True], "^prompt: 'bool' object cannot be interpreted as an integer; give a list of token ids"),
         (7, "^prompt: 'int' object is not iterable"),
-        ([], "^prompt: 0 tokens"),
+        ([], "^prompt: length 0"),
     ],
 )
 def test_a_prompt_that_the_model_has_no_words_for(engine, prompt, message):

@@ -115,7 +115,7 @@ def test_a_step_without_encoder_fields_is_refused(name):
         ),
         ({"query_start_loc": [0, 5, 6, 18, 18, 19]}, "encoder_seq_lens has 4 rows for 4 requests; views of a mixed"),
         ({"cross_slot_mapping": [4] * 13}, "cross_slot_mapping has 13 slots for the 14 encoder tokens"),
-        ({"encoder_seq_lens": [9, 1, 4, 9]}, "block table row 3 has 2 columns, but 9 tokens need 3 blocks"),
+        ({"encoder_seq_lens": [9, 1, 4, 9]}, "block table row 3 has 2 columns, but needs 3 for 9 tokens"),
         (
             {"cross_block_table": [[0, 0]] * 3},
             "the block table has 3 rows, and none for row 3",

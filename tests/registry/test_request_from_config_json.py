@@ -65,7 +65,7 @@ def test_latent_attention():
 def test_heads_are_shared_among_ranks():
     found = request_fields(LLAMA, tensor_parallel=16)
     assert (found["num_heads"], found["num_kv_heads"]) == (2, 1)
-    with pytest.raises(ValueError, match="tensor_parallel: 3 does not divide the 32 heads"):
+    with pytest.raises(ValueError, match="tensor_parallel: 3 does not divide the model's number of heads, 32"):
         request_fields(LLAMA, tensor_parallel=3)
     with pytest.raises(ValueError, match="tensor_parallel: 4 ranks can neither share out the 6 key/value heads"):
         request_fields({**LLAMA, "num_attention_heads": 48, "num_key_value_heads": 6}, tensor_parallel=4)

@@ -47,7 +47,7 @@ class PiecewiseGraph:
         self._run, self._caches, self.pool = run, kv_caches, pool
         self._graphs: list[Any] = []
         self._calls: list[_Call] = []
-        self.num_tokens, self.output = 0, torch.empty(0)
+        self.num_tokens, self.output = 0, torch.empty(0, device="cpu")
 
     def replay(self, metadata: Any) -> Tensor:
         """Runs the step of ``metadata`` on the current stream, without a synchronisation; returns ``output``.
@@ -83,7 +83,7 @@ class PiecewiseGraph:
 
     def reset(self) -> None:
         """Gives the graphs' memory back."""
-        self._graphs, self._calls, self.output = [], [], torch.empty(0)
+        self._graphs, self._calls, self.output = [], [], torch.empty(0, device="cpu")
 
     def _capture(self) -> None:
         """Runs the function twice without attention: as a warm-up, then into graphs, on a stream of its own."""

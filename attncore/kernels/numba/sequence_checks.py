@@ -11,8 +11,8 @@ from attncore.kernels.codes import (
 from attncore.kernels.numba.jit import entry_point, jit
 
 # Columns of an entry, which is one sequence. These are the fields of the C struct Entry.
-FIRST_ID, NUM_IDS, QUERY_LEN, CONTEXT_LEN, KERNEL_LEN, ROW_START, ROW_COUNT, IS_PROMPT, HIT = range(9)
-ENTRY_COLUMNS = 9
+SEQ_ID, FIRST_ID, NUM_IDS, QUERY_LEN, CONTEXT_LEN, KERNEL_LEN, ROW_START, ROW_COUNT, IS_PROMPT, HIT = range(10)
+ENTRY_COLUMNS = 10
 
 
 @jit

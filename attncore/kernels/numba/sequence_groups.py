@@ -43,6 +43,7 @@ from attncore.kernels.numba.sequence_checks import (
     IS_PROMPT,
     NUM_IDS,
     QUERY_LEN,
+    SEQ_ID,
     count_entries,
     settle_entries,
 )
@@ -116,6 +117,7 @@ def read_sequence(view, sequence, is_prompt, hit):
     if query_len < 1 or context_len < 0 or query_len + context_len > INT32_MAX:
         return OTHER
     entry, table = longs_at(view.entries + SLOT * ENTRY_COLUMNS * view.num_seqs), item_of(view, sequence, 3)
+    entry[SEQ_ID] = read_small_int(view, item_of(view, sequence, 0))
     entry[FIRST_ID], entry[NUM_IDS] = view.num_ids, -1
     entry[QUERY_LEN], entry[CONTEXT_LEN], entry[IS_PROMPT], entry[HIT] = query_len, context_len, is_prompt, hit
     view.num_seqs += 1
@@ -132,16 +134,16 @@ def read_sequence(view, sequence, is_prompt, hit):
 
 
 @jit
-def are_told_apart(view, sequences, count):
-    """Whether the sequences of a group have ids of their own, and all have blocks or none."""
+def are_told_apart(view, count):
+    """Whether the last ``count`` sequences have ids of their own, and all have blocks or none."""
+    first = view.num_seqs - count
     last = longs_at(view.entries + SLOT * ENTRY_COLUMNS * (view.num_seqs - 1))
-    for i in range(count):
-        seq_id = read_small_int(view, item_of(view, item_of(view, sequences, i), 0))
-        entry = longs_at(view.entries + SLOT * ENTRY_COLUMNS * (view.num_seqs - count + i))
-        if seq_id < 0 or (entry[NUM_IDS] < 0) != (last[NUM_IDS] < 0):
+    for i in range(first, view.num_seqs):
+        entry = longs_at(view.entries + SLOT * ENTRY_COLUMNS * i)
+        if entry[SEQ_ID] < 0 or (entry[NUM_IDS] < 0) != (last[NUM_IDS] < 0):
             return False
-        for j in range(i):
-            if seq_id == read_small_int(view, item_of(view, item_of(view, sequences, j), 0)):
+        for j in range(first, i):
+            if entry[SEQ_ID] == longs_at(view.entries + SLOT * ENTRY_COLUMNS * j)[SEQ_ID]:
                 return False
     return True
 
@@ -164,7 +166,7 @@ def read_group(view, group, index):
         done = read_sequence(view, item_of(view, sequences, k), is_prompt == view.true, hit == view.true)
         if done != READ:
             return done
-    return READ if are_told_apart(view, sequences, size_of(sequences)) else OTHER
+    return READ if are_told_apart(view, size_of(sequences)) else OTHER
 
 
 @entry_point("int64(int64)")
@@ -243,23 +245,23 @@ class GroupReader(Words, Entrance):
             if type(sequences) is not list:  # a list itself is read, as in C: an object in it may empty it
                 sequences = own_items(sequences)
             first = len(self.rows)
-            seq_ids: set[int] = set()
             for sequence in sequences:
-                if not self._read_sequence(sequence, is_prompt, hit, seq_ids):
+                if not self._read_sequence(sequence, is_prompt, hit):
                     return False
             count = len(self.rows) - first
             if not count or (is_prompt and after_decode):
                 return False
             after_decode = after_decode or not is_prompt
-            if len(seq_ids) != count or len({row[NUM_IDS] < 0 for row in self.rows[first:]}) > 1:
+            if len({row[SEQ_ID] for row in self.rows[first:]}) != count:
+                return False
+            if len({row[NUM_IDS] < 0 for row in self.rows[first:]}) > 1:
                 return False
         self.num_seqs = len(self.rows)
         self.entries = np.array(self.rows, np.int64).reshape(-1, ENTRY_COLUMNS)
         self.ids = np.concatenate(self.tables) if self.tables else np.zeros(0, np.int32)
         return len(self.rows) > 0
 
-    def _read_sequence(self, sequence: Any, is_prompt: bool, hit: bool, seq_ids: set[int]) -> bool:
-        """Reads a sequence, and adds its id to those of its group."""
+    def _read_sequence(self, sequence: Any, is_prompt: bool, hit: bool) -> bool:
         if not isinstance(sequence, tuple) or len(items := own_items(sequence)) < 4:
             return False
         # One after the other, as in C: an object is not asked where the one before it is none.
@@ -276,9 +278,8 @@ class GroupReader(Words, Entrance):
                 return False
             count = len(table)
             self.tables.append(table)
-        self.rows.append((self.num_ids, count, query_len, context_len, 0, 0, 0, is_prompt, hit))
+        self.rows.append((seq_id, self.num_ids, count, query_len, context_len, 0, 0, 0, is_prompt, hit))
         self.num_ids += max(count, 0)
-        seq_ids.add(seq_id)
         return True
 
     def measure(

@@ -180,7 +180,7 @@ def test_a_graph_of_fewer_or_no_steps_is_refused():
     batch, builder, calls = two_requests()
     steps = builder.run_ahead(2, bucket=3)
     for graph, count, error, text in (
-        (calls, 3, ValueError, "^count: 3 steps asked for, but 2 of 2"),
+        (calls, 3, ValueError, "^count: 3 steps asked for, with 2 of 2 left"),
         (calls, 0, ValueError, "^count: 0"),
         (calls, 1.5, TypeError, "^count"),
         (7, 1, TypeError, "^graph: int has no replay"),

@@ -19,8 +19,8 @@ BAD = [
     ([decode(None)], r"groups\[0\].encoder_seq_len: missing, but cross_block_table is given"),
     ([prompt(), decode(None, None)], r"groups\[1\].encoder_seq_len: missing"),
     ([decode()[:3]], r"groups\[0\].encoder_seq_len: missing"),
-    ([decode(5, None)], r"groups\[0\].cross_block_table: missing; the 5 encoder tokens need blocks"),
-    ([prompt(5, None)], r"groups\[0\].cross_block_table: missing; the 5 encoder tokens need blocks"),
+    ([decode(5, None)], r"groups\[0\].cross_block_table: missing; blocks are needed for 5 encoder tokens"),
+    ([prompt(5, None)], r"groups\[0\].cross_block_table: missing; blocks are needed for 5 encoder tokens"),
     ([prompt(block_table=None)], r"groups\[0\].cross_block_table: given, but the group's block tables are null"),
     ([prompt(block_table=None, cross_block_table=[])], r"cross_block_table: given, but"),
     (

@@ -118,7 +118,7 @@ def test_what_does_not_turn(kernels, layout, groups, message):
 
 def test_without_asking_prompts_do_not_advance():
     metadata = CommonMetadataBuilder(4).build(groups_of([(3, 0, [1])]))
-    with pytest.raises(ValueError, match=r"1 prompts in the step; .* turn_prefills_into_decodes=True"):
+    with pytest.raises(ValueError, match=r"1 prompt in the step; .* turn_prefills_into_decodes=True"):
         metadata.advance_step()
     with pytest.raises(TypeError, match="turn_prefills_into_decodes: 1"):
         metadata.advance_step(turn_prefills_into_decodes=1)
