@@ -37,7 +37,9 @@ EXCEPTIONS = {
     "block_ids.read_other_int": "what is no small int; the numba side has one way for all",
     "block_ids.open_array": BUFFER,
     "block_ids.copy_ids": BUFFER,
+    "block_ids.is_aligned": BUFFER,
     "sequence_groups.GroupReader._read_array": BUFFER,
+    "sequence_groups.GroupReader._told_apart": "of what was read; the numba side has a set of ids while it reads",
     "sequence_groups.read_array": "the numba side of that: the layout of NumPy's arrays",
     "slots.BlockSize": STRUCT,
     "slots.block_size_of": "makes a BlockSize",
@@ -199,6 +201,7 @@ def test_every_topic_is_included():
 def test_an_entry_has_the_columns_of_the_c_struct():
     struct = re.search(r"cdef struct Entry:\n((?:    .*\n)+)", (KERNELS / "cython/sequence_checks.pxi").read_text())[1]
     fields = re.findall(r"^    \w+ (\w+)", struct, re.M)
+    fields.remove("seq_id")  # the numba side compares ids while it reads
     assert [getattr(sequence_checks, name.upper()) for name in fields] == list(range(sequence_checks.ENTRY_COLUMNS))
 
 
