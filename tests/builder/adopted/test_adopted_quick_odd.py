@@ -21,6 +21,15 @@ UNREADABLE = {
 }
 
 
+@pytest.mark.parametrize(
+    "name", ["query_start_loc", "seq_lens", "block_table", "slot_mapping", "host_query_start_loc", "host_seq_lens"]
+)
+def test_a_nested_tensor_is_refused_by_its_name(name):
+    nested = torch.nested.nested_tensor([torch.ones(4, dtype=torch.int32)] * 2)
+    with pytest.raises(ValueError, match=f"^{name}: nested int32 on cpu found"):
+        Engine().warm().build([5, 9], **{name: nested})
+
+
 @pytest.mark.parametrize("what", UNREADABLE)
 def test_what_compiled_code_cannot_read_is_refused_as_elsewhere(what):
     engine = Engine().warm()
