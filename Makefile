@@ -123,7 +123,7 @@ test-all: $(VENV)/.plugins $(VENV)/.sources lint types
 # Another build of the extension, in a copy of the tree that comes first on the path: the one in use stays as it is. -P
 # leaves the working folder out of the path. Tests that run on numba alone would tell nothing new.
 BUILD_TESTS = -m "not gpu and not slow" -k "not numba" tests/fuzz tests/kernels tests/builder/lists \
-	tests/builder/persistent tests/builder/device tests/test_slots.py
+	tests/builder/persistent tests/builder/device tests/builder/adopted tests/test_slots.py
 IN_BUILD = PYTHONPATH=$(CURDIR)/build/$(1) ATTNCORE_REQUIRE_EXT=1
 
 build/%/.built: setup.py pyproject.toml $(shell find attncore -name "*.p[yx]*" -o -name "*.h") | $(VENV)/.test

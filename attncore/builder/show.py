@@ -92,7 +92,7 @@ def age(metadata: Any) -> tuple[int | None, bool, str]:
     A view is as old as the step that it was taken of. Other metadata owns its arrays: it has no number and no age.
     """
     whole, number = metadata.__dict__.get("_taken_of", (metadata, None))
-    owner = whole.__dict__.get("_owner")
+    owner = getattr(whole, "_owner", None)
     if owner is None:
         return None, False, ""
     number, last = whole.step if number is None else number, owner.last_step
@@ -142,13 +142,13 @@ def peek(metadata: Any, name: str) -> np.ndarray[Any, Any] | None:
 
 def lengths_are_bounds(metadata: Any) -> bool:
     """Whether the lengths on the host are upper bounds, in a step built overlapped."""
-    owner = metadata.__dict__.get("_owner")
+    owner = getattr(metadata, "_owner", None)
     return owner is not None and owner.builder.host_lengths(metadata) == "bounded"
 
 
 def device_of(metadata: Any) -> str:
     """Where the fields are: a device as torch writes it, or ``NumPy arrays``."""
-    backend = getattr(metadata.__dict__.get("_wrap"), "__self__", None)
+    backend = getattr(getattr(metadata, "_wrap", None), "__self__", None)
     return "NumPy arrays" if backend is None else f"tensors on {backend.config.device}"
 
 

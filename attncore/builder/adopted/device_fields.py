@@ -108,6 +108,19 @@ class DeviceFields:
             if name in names:
                 self._make_other(name, given)
 
+    def make_rest(
+        self, given: Given, seq_lens: torch.Tensor, longest: int, *, least: int, by_graph: frozenset[str]
+    ) -> None:
+        """Makes what neither the plan of a step has made nor its graph makes.
+
+        ``seq_lens`` are the engine's, and ``least`` is what its padded rows are lent: 0 where they are lent nothing.
+        """
+        rest = self.live - by_graph  # of lengths, too: where the graph lends keys later, they are lent now as well
+        if least and "seq_lens" not in self.written and (rest or "seq_lens" not in by_graph):
+            self.lend(given, seq_lens, least)
+        if rest:
+            self.make(given, longest, but=by_graph)
+
     def ask(self, name: str, given: Given, longest: int, *, under_way: bool) -> None:
         """From now on each step makes a field; the step of ``given`` does at once.
 

@@ -137,7 +137,8 @@ def _refused_one(given: Given, device: torch.device) -> ValueError | TypeError |
     """The error of the first tensor that is wrong; None where none is."""
     for name, tensor in zip(DTYPES, given, strict=True):
         right = type(tensor) is _TENSOR and tensor.dtype is DTYPES[name] and tensor.device == device
-        if not right or tensor.layout is not torch.strided or tensor.dim() != 1 + (name == "block_table"):
+        right = right and tensor.layout is torch.strided and not tensor.is_nested
+        if not right or tensor.dim() != 1 + (name == "block_table"):
             return _refused(name, tensor, device)
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             return _refused(name, tensor, device)
@@ -148,8 +149,14 @@ def _refused(name: str, tensor: Any, device: torch.device) -> ValueError | TypeE
     wanted = f"{_SHAPES[name]} on {device}"
     if type(tensor) is not torch.Tensor:
         return TypeError(f"{name}: {type(tensor).__name__} found; give a torch tensor {wanted}")
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    found = f"{dtype}{list(tensor.shape)} on {tensor.device}"
-    if tensor.layout is torch.strided and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    found = f"{shape_text(tensor)} on {tensor.device}"
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    if strided and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         found += f" with strides {tensor.stride()}, whose elements (of a row) do not lie side by side"
     return ValueError(f"{name}: {found} found; give {wanted}")
+
+
+def shape_text(tensor: torch.Tensor) -> str:
+    """dtype and shape of a tensor as an error says them."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"nested {dtype}" if tensor.is_nested else f"{dtype}{list(tensor.shape)}"  # a nested one has no shape

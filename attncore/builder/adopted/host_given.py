@@ -10,7 +10,7 @@ import torch
 
 from attncore import arguments
 from attncore.array_arguments import beyond_its_memory, check_readable
-from attncore.builder.adopted.given import Given, beyond
+from attncore.builder.adopted.given import Given, beyond, shape_text
 from attncore.show import counted
 
 if TYPE_CHECKING:
@@ -85,8 +85,10 @@ class HostGiven:
         return array
 
     def _refused(self, given: Any, what: str = "") -> ValueError:
-        kind = f"{given.dtype}{list(given.shape)}".removeprefix("torch.")
-        where = f" on {given.device}" if isinstance(given, torch.Tensor) else ""
+        if isinstance(given, torch.Tensor):
+            kind, where = shape_text(given), f" on {given.device}"
+        else:
+            kind, where = f"{given.dtype}{list(given.shape)}", ""
         return ValueError(
             f"{self.name}: {kind}{where}{what} found; give int32[n], a NumPy array or a tensor on the CPU"
         )

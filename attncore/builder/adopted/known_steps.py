@@ -12,9 +12,12 @@ from attncore.builder.adopted.host_given import HostLengths, HostStarts, check_a
 from attncore.builder.adopted.step import AdoptedStep
 
 if TYPE_CHECKING:
+    import weakref
+
     from attncore.builder.adopted.captured_rows import Captured
     from attncore.builder.adopted.settings import Facts
     from attncore.builder.adopted.size import Size
+    from attncore.builder.adopted.steps import AdoptedSteps
 
 
 def known_steps(
@@ -65,6 +68,13 @@ def remember(
         tensors, size.kept, size.given, values, size.host, captured.query_len if captured else 0,
         not (plans or lends or live - metadata._deferred),
     )  # fmt: skip
+
+
+def forget(of: weakref.ref[AdoptedSteps]) -> None:
+    """Has AdoptedSteps, where they are still there, find no step that they knew."""
+    steps = of()
+    if steps is not None:
+        steps._known.forget()
 
 
 def device_of(backend: Any) -> torch.device:

@@ -109,7 +109,8 @@ class Sizes:
             given = kept._replace(seq_lens=self._fields.other("seq_lens", kept)) if lends else kept
         size.kept, size.given = kept, given
         size.values = {
-            **(size.device if self._page_list else {}), **given._asdict(), "_given": given, **self.values,
+            **(size.device if self._page_list else {}), **given._asdict(), "_given": given, "_engines": kept,
+            **self.values,
         }  # fmt: skip
         size.key = key
         size.facts = facts if all(facts[:4]) else None  # without elements a tensor may be on any device

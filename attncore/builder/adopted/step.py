@@ -131,6 +131,8 @@ class AdoptedStep(CommonAttentionMetadata):
     _deferred: frozenset[str] = NOTHING
     """Fields that the graph of its size makes when it is replayed."""
     _given: Given
+    _engines: Given
+    """The same as the engine gave them, where padded rows of ``_given`` are lent keys."""
     _fields: DeviceFields
     _owner: Any
 

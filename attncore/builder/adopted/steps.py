@@ -14,7 +14,7 @@ from attncore.builder.adopted.device_fields import NOTHING, DeviceFields
 from attncore.builder.adopted.error_texts import refused_step
 from attncore.builder.adopted.given import Given, Place, check_memory, facts_of_tensors, place_of
 from attncore.builder.adopted.host_given import check_blocks
-from attncore.builder.adopted.known_steps import HostArguments, check_ready, device_of, known_steps, remember
+from attncore.builder.adopted.known_steps import HostArguments, check_ready, device_of, forget, known_steps, remember
 from attncore.builder.adopted.settings import Batch, check_settings, facts_of
 from attncore.builder.adopted.size import Size, Sizes, new_arrays
 from attncore.builder.adopted.step import AdoptedStep, Owner
@@ -96,7 +96,7 @@ class AdoptedSteps(Uncopied):
             self._kernels, device, self._entrance, self._owner, self._rows, settings.max_num_reqs,
             uniform=self._uniform,
         )  # fmt: skip
-        self._fields.changed = self._known.forget
+        self._fields.changed = partial(forget, weakref.ref(self))  # weakly: known steps hold the fields
 
     @guarded
     def __repr__(self) -> str:
@@ -305,20 +305,21 @@ class AdoptedSteps(Uncopied):
 
     def _settle(self, metadata: AdoptedStep, names: frozenset[str]) -> None:
         """Makes ``names`` of a step of a captured size on the device."""
-        kept = self._sizes.by_rows[metadata.num_reqs].kept
-        self._fields.remake(metadata._given, kept, metadata.max_seq_len, names, least=self._facts.pad_seq_len)
+        engines, longest = metadata._engines, metadata.max_seq_len
+        self._fields.remake(metadata._given, engines, longest, names, least=self._facts.pad_seq_len)
 
     def _plan_and_make(self, metadata: AdoptedStep, seq_lens: torch.Tensor, *, plans_itself: bool) -> None:
         """Plans the step, where its graph does not, and makes on the device what the engine has not; ``seq_lens`` are
         the engine's."""
+        by_graph, least = metadata._deferred, self._facts.pad_seq_len if metadata.use_cuda_graph else 0
         if self._facts.plans and not plans_itself:
+            if least:  # keys are lent once the plan asks for lengths: one that does not, and fails, has written nothing
+                metadata.defer(by_graph | {"seq_lens"})
             self._plan(metadata)
-        deferred = metadata._deferred
-        # Padded rows are lent keys.
-        if self._facts.pad_seq_len and metadata.use_cuda_graph and "seq_lens" not in deferred:
-            self._fields.lend(metadata._given, seq_lens, self._facts.pad_seq_len)
-        if self._fields.live:
-            self._fields.make(metadata._given, metadata.max_seq_len, but=deferred)
+            by_graph &= metadata._deferred  # nothing, where the plan had them made
+            if least:
+                vars(metadata)["_deferred"] = by_graph
+        self._fields.make_rest(metadata._given, seq_lens, metadata.max_seq_len, least=least, by_graph=by_graph)
 
     def _keep_memory(self) -> None:
         """Graphs know only addresses: what they read outlives a dropped AdoptedSteps."""

@@ -12,6 +12,7 @@ from attncore.array_arguments import check_readable
 from attncore.builder.lists.advanced_arrays import before_advance, settle, write_next
 from attncore.builder.lists.next_decodes import check_built, plan_next
 from attncore.builder.lists.turned_step import turned_step
+from attncore.builder.metadata import check_metadata
 from attncore.graphs import refuse_while_capturing
 from attncore.show import counted
 
@@ -132,7 +133,8 @@ def _check_call(
 
 
 def _check_metadata(metadata: CommonAttentionMetadata, turns: bool) -> ListSettings:
-    """The settings of the step's builder; ValueError where the step cannot advance."""
+    """The settings of the step's builder; TypeError where it is no step, ValueError where the step cannot advance."""
+    check_metadata("metadata", metadata)
     if metadata.source is None:
         raise ValueError(
             "metadata: not as CommonMetadataBuilder.build gave it (a copy, a view, a captured size, or of the "

@@ -80,6 +80,8 @@ cdef class KnownSteps:
         for i in range(NUM_TENSORS):
             if not self.is_tensor(tensors[i], &known.facts[i]):
                 return None
+        if known.facts[SEQ_LENS].shape[0] >= len(self.known):  # another thread has resized it since
+            return None
         for i in range(NUM_COUNTS):
             known.counts[i] = values[COUNT_NAMES[i]]
         known.kept, known.engines, known.given, known.values, known.host = tuple(kept), kept, given, values, host
@@ -217,8 +219,11 @@ cdef class KnownSteps:
         cdef const length_t[:] view
         cdef size_t at, size, nbytes = <size_t> count * sizeof(length_t)
         if type(given) is self.tensor_type:
-            storage = self.storage_of(given)  # first: memory may be moved by what an allocation runs
-            at, size = storage.data_ptr(), storage.nbytes()
+            try:
+                storage = self.storage_of(given)  # first: memory may be moved by what an allocation runs
+                at, size = storage.data_ptr(), storage.nbytes()
+            except RuntimeError:  # it has none, such as a sparse one
+                return False
             if not facts_of(self.read, given, &facts) or not is_host_int32(&facts, count) or self.is_negative(given):
                 return False
             if count:
@@ -229,7 +234,8 @@ cdef class KnownSteps:
         if type(given) is not ndarray or given.dtype is not HOST_INT32 or given.ndim != 1 or len(given) != count:
             return False
         view = given
-        if count and <size_t> &view[0] % sizeof(length_t):  # compiled code reads whole numbers at their addresses
+        # Compiled code reads whole numbers at their addresses. Those of a field of records may be none of them.
+        if count and (<size_t> &view[0] % sizeof(length_t) or view.strides[0] % <Py_ssize_t> sizeof(length_t)):
             return False
         copy_lengths(out, view, count)
         return True

@@ -86,7 +86,7 @@ def test_chunks_cover_every_context_once(contexts, block_size, spare, seed):
         (
             {"workspace_tokens": 7},
             ValueError,
-            "workspace_tokens: 7 is less than a block of 4 tokens for each of 2",
+            "workspace_tokens: 7 is less than a block of 4 tokens for each of 2 prefills",
         ),
         ({"workspace_tokens": 0}, ValueError, "workspace_tokens: 0 is below 1"),
         ({"workspace_tokens": 2**31}, ValueError, "workspace_tokens: 2147483648 does not fit int32"),

@@ -8,7 +8,14 @@ import torch
 from builder.lists.decodes import decodes, fields
 
 from attncore import select
-from attncore.builder import CommonMetadataBuilder, InputBatch, MetadataBuilder, Sequence, SequenceGroup
+from attncore.builder import (
+    CommonMetadataBuilder,
+    InputBatch,
+    MetadataBuilder,
+    Sequence,
+    SequenceGroup,
+    advance_step,
+)
 from attncore.errors import CaptureError
 from attncore.graphs import StandInGraph, capturing
 
@@ -42,6 +49,12 @@ def test_steps_that_cannot_advance(kernels):
     step = MetadataBuilder(batch, max_num_batched_tokens=8).build()
     with pytest.raises(ValueError, match="metadata: not as CommonMetadataBuilder"):
         step.advance_step()
+
+
+@pytest.mark.parametrize("found", [[1, 2], None])
+def test_what_is_no_step_is_refused(found):
+    with pytest.raises(TypeError, match=f"^metadata: {type(found).__name__} found; give the metadata of a step"):
+        advance_step(found)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
