@@ -167,8 +167,12 @@ def test_a_backend_catches_what_it_raises_itself(acme, trace, capsys):
     [
         ("init", "raise ValueError('head_size: 64 found; take 128')", "--head-size: 64 found; take 128"),
         ("allocate", "raise ValueError('num_blocks: 100 found; take 9')", "--num-blocks: 100 found; take 9"),
-        ("allocate", "raise torch.OutOfMemoryError('CUDA out of memory')", "--num-blocks: 2 caches of 100 blocks"),
-        ("allocate", "torch.empty(2**60)", "--num-blocks: 2 caches of 100 blocks"),
+        (
+            "allocate",
+            "raise torch.OutOfMemoryError('CUDA out of memory')",
+            "--num-blocks: no memory for 2 caches of 100 blocks",
+        ),
+        ("allocate", "torch.empty(2**60)", "--num-blocks: no memory for 2 caches of 100 blocks"),
         ("forward", "raise torch.OutOfMemoryError('CUDA out of memory')", "attention: a step of 513 tokens does not"),
         ("forward", "torch.empty(2**45)", "attention: a step of 513 tokens does not fit in memory ("),
     ],
