@@ -21,6 +21,7 @@ LAYERS = {
         "builder",
         "graphs kernels slots _slots _slots_numba",
         "array_arguments",
+        "written_file",
         "command",
         "process_end",
         "arguments chart_page how_to_install input_files json_output kept_files search_path standard_output terminal "

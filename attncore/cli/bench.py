@@ -44,6 +44,7 @@ from attncore.show import counted
 from attncore.standard_output import stdout_to_stderr
 from attncore.terminal import columns, print_lines
 from attncore.testing.device_option import check_device
+from attncore.written_file import check_written_file
 
 if TYPE_CHECKING:
     from attncore.replay.results.whole_file import WholeFile
@@ -110,8 +111,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--strict: --seconds {args.seconds:g} is too short to compare runs; give {SHORTEST:g} or more"
         )
-    if args.html and args.steps and args.html.resolve() == args.steps.resolve():
-        raise UsageError(f"--html: {args.html} is the file of --steps; give another")
+    if args.html:
+        check_written_file("--html", args.html, {"the file of --steps": args.steps})
     with stdout_to_stderr():
         check_installed("NAME", args.name)
         options = options_of(args.name, args.option, "NAME")

@@ -10,20 +10,18 @@ from attncore import chart_page
 from attncore.command import UsageError
 from attncore.how_to_install import missing_module
 from attncore.replay.results.whole_file import WholeFile
-from attncore.standard_output import is_standard_output
 
 
 @contextmanager
 def html_file(file: str | Path | None) -> Iterator[WholeFile | None]:
     """The open file, which is there when the block ends well; None where none was asked for.
 
-    UsageError where the library that draws the plots is not installed. What cannot be written is said before the run.
+    ``check_written_file`` has refused standard output. UsageError where the library that draws the plots is not
+    installed. What cannot be written is said before the run.
     """
     if not file:
         yield None
         return
-    if str(file) == "-" or is_standard_output(file):
-        raise UsageError(f"--html: {str(file)!r} is standard output, which the report goes to; give another file")
     try:
         chart_page.library()
     except ImportError as error:

@@ -59,7 +59,8 @@ def names(name: str) -> dict[str, str]:
     """Placeholder of the template -> its text; ValueError beginning with ``NAME`` for a name that cannot be used."""
     if not env.NAME.fullmatch(name):
         raise ValueError(
-            f"NAME: {quoted(name)} is not a backend's name; it takes lower-case letters, digits, '-', '_', '.'"
+            f"NAME: {quoted(name)} is not a backend's name; give at most 64 lower-case letters, digits, '-', '_' and "
+            "'.', with a letter first"
         )
     parts = [part for part in re.split(r"[-_.]+", name) if part]
     distribution = f"attn-{'-'.join(parts)}"

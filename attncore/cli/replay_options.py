@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import stat
-import sys
 from typing import Any
 
 from attncore.cli.argument_types import add_integer, backend_name, integer, number, parse_integer
@@ -27,7 +25,7 @@ from attncore.replay.scheduling.draft_model import DEFAULT_ACCEPTANCE, Speculati
 from attncore.replay.settings import Settings
 from attncore.replay.traces import synthetic
 from attncore.show import counted
-from attncore.standard_output import is_standard_output
+from attncore.written_file import check_written_file
 
 _DEFAULTS = Settings()
 
@@ -235,35 +233,12 @@ def _check_contradictions(args: argparse.Namespace) -> None:
 
 def _check_files(args: argparse.Namespace) -> None:
     """UsageError where a file that is written is one that is read, the other one, or where the report goes."""
-    for option, file in {"--save-steps": args.save_steps, "--html": args.html}.items():
-        if file == "-":
-            raise UsageError(f"{option}: '-' is not written to; the report goes to standard output, so give a file")
-        if file and is_standard_output(file):
-            raise UsageError(f"{option}: {file} is standard output, which the report is written to; give another file")
-        if file and "-" in (args.trace, args.trace_option) and _is_standard_input(file):
-            raise UsageError(f"{option}: {file} is the trace itself; give another")
     model = args.model and (os.path.join(args.model, "config.json") if os.path.isdir(args.model) else args.model)
-    read = {"--trace": args.trace or args.trace_option, "--model": model}
-    seen: dict[str, str] = {}
-    for option, file in {**read, "--save-steps": args.save_steps, "--html": args.html}.items():
-        if not file:
-            continue
-        try:
-            first = seen.setdefault(os.path.realpath(file), option)
-        except OSError as error:  # a relative one, of a folder that has been deleted
-            raise UsageError(f"{option}: {file} cannot be found: {error.strerror}, the current folder") from error
-        if first != option:
-            what = {"--trace": "the trace itself", "--model": "the model's own"}.get(first, f"the file of {first}")
-            raise UsageError(f"{option}: {file} is {what}; give another")
-
-
-def _is_standard_input(path: str) -> bool:
-    """Whether standard input is read from the file ``path``."""
-    try:
-        ours, other = os.fstat(sys.stdin.fileno()), os.stat(path)
-    except (OSError, ValueError):  # no file behind it, or none of that name
-        return False
-    return stat.S_ISREG(other.st_mode) and os.path.samestat(ours, other)
+    others = {"the trace itself": args.trace or args.trace_option, "the model's own": model}
+    for option, file in {"--save-steps": args.save_steps, "--html": args.html}.items():
+        if file:
+            check_written_file(option, file, others)
+            others[f"the file of {option}"] = file
 
 
 def _parse_speculation(text: str) -> Speculation:

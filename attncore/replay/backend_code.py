@@ -12,6 +12,7 @@ import faulthandler
 import inspect
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
@@ -89,6 +90,7 @@ class _Guard:
         self._inside = False
         """Whether its code runs: what it calls of itself raises what it would raise without a guard."""
         self._streams: dict[str, Any] = {}
+        self._limit = 0
         self._signals = Signals(_SIGNALS)
 
     def call(
@@ -102,12 +104,13 @@ class _Guard:
     ) -> Any:
         """``function`` of the arguments, then ``finish`` of its result and the positional ones; ``what`` names it.
 
-        An error of which ``spared`` is true is raised as it is. Afterwards the streams of ``sys`` are those of before
-        the call, and timers and signals are those of before the backend: one that runs out later would end the command.
+        An error of which ``spared`` is true is raised as it is. Afterwards the streams of ``sys`` and the recursion
+        limit are those of before the call, and timers and signals are those of before the backend: one that runs out
+        later would end the command.
         """
         if self._inside:
             return function(*args, **kwargs)
-        self._streams, self._inside = found_streams(), True
+        self._streams, self._limit, self._inside = found_streams(), sys.getrecursionlimit(), True
         try:
             try:
                 result = function(*args, **kwargs)
@@ -130,7 +133,8 @@ class _Guard:
         return result
 
     def _put_back(self) -> None:
-        """Has streams, timers and signals that end a command as they were; twice is as once."""
+        """Has streams, recursion limit, timers and signals that end a command as they were; twice is as once."""
+        sys.setrecursionlimit(self._limit)  # what follows calls functions
         put_streams(self._streams)
         faulthandler.cancel_dump_traceback_later()  # a watchdog of a call's would end the command after it
         if threading.current_thread() is threading.main_thread() and not raises_again():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from attncore.input_files import parse_json, read_file, standard_input
@@ -31,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> int:
         parser = Parser(prog="python -m attncore.testing.badge", description=__doc__)
         parser.add_argument("files", metavar="FILE", nargs="+", help="what the kit has written with --json")
-        parser.add_argument("--svg", type=Path, metavar="FILE", help="write a badge to it, as the one FILE says")
+        parser.add_argument("--svg", metavar="FILE", help="write a badge to it, as the one FILE says")
         try:
             args = parser.parse_args(argv)
         except SystemExit as ended:  # --help
@@ -43,9 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from attncore.command import UsageError
+    from attncore.written_file import check_written_file
 
     if args.svg is not None and len(args.files) > 1:
         raise UsageError("--svg: a badge is of one FILE")
+    if args.svg is not None:
+        check_written_file("--svg", args.svg, {"FILE itself": args.files[0]})
     tables = [read_table(name) for name in args.files]
     for line in (HEADERS, ("---",) * len(HEADERS), *map(row, tables)):
         print(f"| {' | '.join(line)} |")

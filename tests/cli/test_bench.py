@@ -301,6 +301,16 @@ def test_the_page_has_the_printed_table_and_a_plot_for_each_part(measured, capsy
     assert not re.search(r"(src|href)=.http", page)
 
 
+def test_a_page_behind_a_link_that_leads_to_itself_is_one_line(measured, capsys, tmp_path):
+    """``Path.resolve`` raises a RuntimeError for it."""
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    for steps in (tmp_path / "steps.jsonl", loop):
+        assert main(["bench", "reference", "--steps", str(steps), "--html", str(loop)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert not measured.asked
+
+
 def test_where_the_page_cannot_go_is_said_before_the_run(measured, capsys, tmp_path, monkeypatch):
     steps = tmp_path / "steps.jsonl"
     steps.write_text("")

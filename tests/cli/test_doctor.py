@@ -295,11 +295,13 @@ def test_a_plugin_that_is_killed_within_a_line_loses_its_own_row_alone(site, cap
     ("hook", "text"),
     [
         ("raise KeyboardInterrupt", "attncore_doctor failed: KeyboardInterrupt"),
-        ("return 3", "attncore_doctor failed: TypeError"),
+        ("return 3", "attncore_doctor failed: TypeError: it returned an object of type int; it must return"),
+        ("yield 'ready'", "TypeError: it returned an object of type generator; it must return a mapping"),
+        ("return ['ready']", "TypeError: it returned an object of type list; it must return a mapping"),
         ("return {'a': Mute(), Mute(): 'b'}", ""),
         ("return {str(number): 'x' * 10000 for number in range(5000)}", ""),
     ],
-    ids=["interrupt", "number", "mute", "many"],
+    ids=["interrupt", "number", "generator", "list", "mute", "many"],
 )
 def test_whatever_the_doctor_hook_answers(site, capsys, hook, text):
     source = SPEC.format(name="odd", module="attn_odd", extra="")

@@ -86,7 +86,10 @@ def test_a_name_of_a_directory_sends_a_terminal_nothing(tmp_path, capsys):
 @pytest.mark.parametrize("name", ["Acme", "9acme", "acme attention", "../acme", "a" * 65])
 def test_bad_names_are_refused(tmp_path, capsys, name):
     assert main(["new-backend", name, str(tmp_path / "x")]) == 2
-    assert capsys.readouterr().err.startswith(f"attncore: error: NAME: {name!r} is not a backend's name")
+    said = capsys.readouterr().err
+    assert said.startswith(f"attncore: error: NAME: {name!r} is not a backend's name")
+    assert "at most 64 lower-case letters" in said
+    assert "with a letter first" in said
     assert list(tmp_path.iterdir()) == []
 
 

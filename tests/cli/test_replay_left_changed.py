@@ -118,3 +118,11 @@ def test_streams_that_a_thread_replaces_are_not_the_commands(words, acme, trace,
     code, out, err = replayed(capsys, trace, *words)
     assert (code, err) == (1, "")
     assert "failed" in out
+
+
+@pytest.mark.parametrize("where", ["init", "impl", "plan", "allocate", "forward"])
+def test_a_recursion_limit_of_a_backend_s_ends_no_replay(where, acme, trace, capsys):
+    acme(**{where: "import sys; sys.setrecursionlimit(sys.getrecursionlimit() // 4 + 30)"})
+    limit = sys.getrecursionlimit()
+    code, _, err = replayed(capsys, trace)
+    assert (code, err, sys.getrecursionlimit()) == (1, "", limit)  # of a backend that returns the query

@@ -107,3 +107,26 @@ def test_it_reads_what_the_kit_writes():
     assert badge._problem(table) == ""
     assert badge.row(table)[:2] == ("reference", f"attncore {table['version']}")
     assert io.StringIO(badge.svg(table)).read().startswith("<svg")
+
+
+@pytest.mark.parametrize("name", ["kit.json", "./kit.json", "link.json"])
+def test_a_badge_is_not_written_over_what_it_is_made_of(written, tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.json").symlink_to(written())
+    before = (tmp_path / "kit.json").read_bytes()
+    assert badge.main(["kit.json", "--svg", name]) == 2
+    assert capsys.readouterr() == ("", f"attncore: error: --svg: {name} is FILE itself; give another\n")
+    assert (tmp_path / "kit.json").read_bytes() == before
+
+
+def test_a_badge_is_not_written_over_standard_input_nor_among_the_rows(written, tmp_path):
+    command = [sys.executable, "-m", "attncore.testing.badge", "-", "--svg"]
+    for name, said in (("kit.json", "is FILE itself"), ("-", "is not written to"), ("/dev/stdout", "standard output")):
+        with open(written(), "rb") as file:
+            done = subprocess.run(
+                [*command, name], stdin=file, capture_output=True, cwd=tmp_path, text=True, check=False
+            )
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert said in done.stderr
+    assert [one.name for one in tmp_path.iterdir()] == ["kit.json"]
+    assert json.loads((tmp_path / "kit.json").read_text()) == TABLE

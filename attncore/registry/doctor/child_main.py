@@ -6,6 +6,7 @@ Writes JSON Lines to FILE. A phase is written before it begins, so that the last
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -66,6 +67,10 @@ def _doctor(record: PluginRecord) -> dict[str, Any]:
         manager.add_hookspecs(Hooks)
         manager.register(record.entry_point.load())
         answers = manager.hook.attncore_doctor(host=Host.probe())
+        if wrong := [answer for answer in answers if not isinstance(answer, Mapping)]:
+            raise TypeError(
+                f"it returned an object of type {type_name(wrong[0])}; it must return a mapping of names to texts"
+            )
         items = [(key, answer[key]) for answer in answers for key in islice(answer, MAX_ENTRIES)]
         return {"facts": {one_line(key, MOST): one_line(value, MOST) for key, value in items}}
     except BaseException as error:  # nothing interrupts this process but its plugin
