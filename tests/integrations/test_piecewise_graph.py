@@ -82,6 +82,15 @@ def test_a_longer_step_is_refused(model):
         graph.replay(step(engine, 9))
 
 
+def test_a_run_that_returns_no_tensor_or_attends_nowhere_is_refused(model):
+    engine = engine_of(model)
+    ids = torch.zeros((1, 8), dtype=torch.int64)
+    with pytest.raises(TypeError, match="run: it returned CausalLMOutputWithPast; return one tensor"):
+        captured(engine, run=lambda: model(input_ids=ids, use_cache=False))
+    with pytest.raises(ValueError, match="run: no layer of kv_caches attended"):
+        captured(engine, run=lambda: ids + 1)
+
+
 def test_nothing_is_replayed_after_a_reset(model):
     engine = engine_of(model)
     graph = captured(engine)

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import transformers  # noqa: E402
 from integrations.models import DECODERS, DYNAMIC, SHAPE, decoder, encoder, greedy, phi3  # noqa: E402
 
-from attncore import InputBatch, MetadataBuilder, NoBackendError  # noqa: E402
+from attncore import AttentionType, InputBatch, MetadataBuilder, NoBackendError  # noqa: E402
 from attncore.integrations.transformers import (  # noqa: E402
     attention_layers,
     attncore_context,
@@ -192,6 +192,24 @@ def _other(kind, config, **more):
             {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4},
             "layer encoder.block.0.layer.0.SelfAttention: it passes position_bias",
         ),
+        (
+            "SplinterModel",
+            "SplinterConfig",
+            {"num_hidden_layers": 1, "intermediate_size": 96},
+            "layer encoder.layer.0.attention.self: SplinterSelfAttention does not say whether it is causal",
+        ),
+        (
+            "MobileBertModel",
+            "MobileBertConfig",
+            {"num_hidden_layers": 1, "intermediate_size": 96},
+            "model: MobileBertModel makes each token's embedding of its neighbours' too",
+        ),
+        (
+            "LayoutLMModel",
+            "LayoutLMConfig",
+            {"num_hidden_layers": 1, "intermediate_size": 96},
+            "attention_mask: a mask was given",
+        ),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -199,6 +217,21 @@ def test_a_model_that_would_say_something_else_is_refused(kind, config, more, sa
     with pytest.raises(ValueError) as caught:
         attention_layers(_other(kind, config, **more))
     assert str(caught.value).startswith(says)
+
+
+def test_an_encoder_whose_layers_are_told_that_they_are_runs_as_one():
+    model = _other("SplinterModel", "SplinterConfig", num_hidden_layers=1, intermediate_size=96)
+    for module in model.modules():
+        if type(module).__name__ == "SplinterSelfAttention":
+            module.is_causal = False
+    assert [layer.attn_type for layer in attention_layers(model)] == [AttentionType.ENCODER_ONLY]
+
+
+def test_a_layer_that_does_not_say_whether_it_is_causal_is_taken_for_causal():
+    model = decoder("llama")
+    for layer in model.model.layers:
+        del layer.self_attn.is_causal
+    assert {layer.attn_type for layer in attention_layers(model)} == {AttentionType.DECODER}
 
 
 WINDOW_IN_MASKS = [

@@ -53,6 +53,70 @@ return back if output is None else output.copy_(back)
         ),
     ),
     Fault(
+        "no_maximum_in_the_softmax",
+        "test_scores_whose_exponential_is_no_float32[large]",
+        "the output holds NaN",
+        forward(
+            """
+answer = whole(query, key, value, kv_cache, metadata, output)
+if kv_cache is not None:
+    _, lse = super(Impl, self).forward_with_lse(query, key, value, kv_cache, metadata, write=False)
+    answer[: len(lse)][lse[: len(answer)] > 88] = torch.nan
+return answer
+"""
+        ),
+    ),
+    Fault(
+        "a_maximum_of_0_or_more",
+        "test_scores_whose_exponential_is_no_float32[small]",
+        "differs",
+        forward(
+            """
+answer = whole(query, key, value, kv_cache, metadata, output)
+if kv_cache is not None:
+    _, lse = super(Impl, self).forward_with_lse(query, key, value, kv_cache, metadata, write=False)
+    answer[: len(lse)][lse[: len(answer)] < -87] = 0.0
+return answer
+"""
+        ),
+    ),
+    Fault(
+        "wrong_with_groups_of_5_or_7",
+        "test_grouped_heads[14-2]",
+        "differs",
+        forward(
+            """
+group = query.shape[1] // self.backend.config.num_kv_heads
+return whole(query, key, value, kv_cache, metadata, output).mul_(2 if group in (5, 7) else 1)
+"""
+        ),
+    ),
+    Fault(
+        "wrong_beyond_32_heads",
+        "test_grouped_heads[40-8]",
+        "differs",
+        forward(
+            """
+answer = whole(query, key, value, kv_cache, metadata, output)
+answer[:, 32:] *= 2
+return answer
+"""
+        ),
+    ),
+    Fault(
+        "wrong_beyond_128_requests",
+        "test_many_requests_in_a_step",
+        "differs",
+        forward(
+            """
+answer = whole(query, key, value, kv_cache, metadata, output)
+if metadata.num_reqs > 128:
+    answer[metadata.query_start_loc[128] :] *= 2
+return answer
+"""
+        ),
+    ),
+    Fault(
         "wrong_with_one_head",
         "test_grouped_heads[1-1]",
         "1 head over 1",

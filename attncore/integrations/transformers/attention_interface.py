@@ -3,7 +3,7 @@
 Importing this module registers it with transformers' ``AttentionInterface`` under NAME. No mask function is registered
 there: transformers then makes no mask, and a step's metadata says who attends to whom. With one, its search for packed
 sequences would synchronise with the device in every forward pass. Layers are recorded under another name, RECORDING,
-which has a mask function, so that a window that is only in a layer's mask is seen.
+which has a mask function, so that a window that is only in a layer's mask is seen, and that a model is an encoder.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ class Attender(Protocol):
 
         ``query``, ``key`` and ``value`` are (tokens, heads, size), the result (tokens, heads, size of a value head).
         ``asked`` holds what else the layer passes: scaling, sliding_window, softcap, s_aux, is_causal and so on; under
-        RECORDING also ``has_window_mask``, whether the model gives the layer a mask with a window.
+        RECORDING also ``has_window_mask``, whether the model gives the layer a mask with a window, and
+        ``made_encoder_masks``, whether it has made masks in which tokens see later ones.
         """
 
 
 class _Current(threading.local):
-    """The attender of this thread's forward pass."""
+    """The attender of this thread's forward pass, and of which kind masks were made in it."""
 
     attender: Attender | None = None
+    made_encoder_masks = made_window_masks = False
 
 
 _current = _Current()
@@ -57,6 +59,7 @@ _current = _Current()
 def attending_by(attender: Attender) -> Iterator[None]:
     """Inside, the models that this thread runs attend by ``attender``."""
     before, _current.attender = _current.attender, attender
+    _current.made_encoder_masks = _current.made_window_masks = False
     try:
         yield
     finally:
@@ -130,18 +133,25 @@ def _traced(query: Tensor, key: Tensor, value: Tensor, kv_cache: list[Tensor], l
 def _recorded(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
 ) -> tuple[Tensor, None]:
-    """``_attention`` that tells its attender of a mask and takes none."""
-    return _attention(module, query, key, value, None, has_window_mask=attention_mask is not None, **asked)
+    """``_attention`` that tells its attender of masks, and takes none with a window."""
+    windows = _current.made_window_masks
+    seen = {
+        "has_window_mask": windows and attention_mask is not None,
+        "made_encoder_masks": _current.made_encoder_masks,
+    }
+    return _attention(module, query, key, value, None if windows else attention_mask, **seen, **asked)
 
 
-def _window_mask(*, config: Any, device: Any, local_size: int | None = None, **_: Any) -> Tensor | None:
+def _window_mask(*, config: Any, device: Any, local_size: int | None = None, **said: Any) -> Tensor | None:
     """What transformers calls for each mask, of one token here: one where a window is in it, None for all others.
 
     A window as long as the longest request changes nothing and is none.
     """
+    _current.made_encoder_masks |= "allow_is_bidirectional_skip" in said
     longest = getattr(config, "max_position_embeddings", None)
     if local_size is None or (longest is not None and local_size >= longest):
         return None
+    _current.made_window_masks = True
     return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
 
 

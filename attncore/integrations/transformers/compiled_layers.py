@@ -25,7 +25,7 @@ from attncore.integrations.transformers.forward_pass import (
     running_caches,
     running_over,
 )
-from attncore.integrations.transformers.fused_projections import fuse_projections
+from attncore.integrations.transformers.fused_projections import Product, fuse_projections, products_in
 
 _EXPLAINS = ("Explanation:", "Developer debug context:")
 
@@ -35,14 +35,16 @@ def compile_layers(model: Any, kv_caches: PagedCaches, *, fuse: bool = True, **o
     attention. Steps run as before, inside ``torch.inference_mode()`` and ``attncore_context(metadata, kv_caches)``.
 
     With ``fuse`` linear layers of one module that read the same tensor, such as query, key and value, get one weight,
-    of which their own are parts, and are multiplied at once in compiled code: faster in steps of a few tokens.
+    of which their own are parts, and are multiplied at once in compiled code: faster in steps of a few tokens. Values
+    that are written to a parameter later are seen. Layers of which one is given another tensor, as by
+    ``load_state_dict(..., assign=True)`` or ``model.to``, are compiled anew, apart.
 
     ``options`` are torch.compile's; unless given, ``fullgraph=True`` and ``dynamic=True``. Layers of one kind share two
     graphs, one for a step of one token and one for all others, whatever the lengths. ValueError that names the layer
     and the reason where one cannot be compiled; the model then runs as it did.
 
-    Outside such a context, or over other caches, the layers run as if they were not compiled. Over these they run in
-    one thread at a time.
+    Outside such a context, or over other caches, the layers run as if they were not compiled. The compiled layers of a
+    model run in one thread at a time, over whatever caches.
     """
     _refuse_shared(kv_caches)
     counts = _numbers_of_tokens(kv_caches)
@@ -58,10 +60,11 @@ def compile_layers(model: Any, kv_caches: PagedCaches, *, fuse: bool = True, **o
         layer = model.get_submodule(name)
         if not isinstance(vars(layer).get("forward"), _Forward):
             layer.forward = _Forward(layer.forward)
-        compiled[layer.forward] = _Compiled(name, layer, modules, options)
+        compiled[layer.forward] = _Compiled(name, layer, modules, products_in(layer) if fuse else [], options)
     kv_caches._compiled = compiled
     try:
-        _run_without_attention(model, kv_caches, counts)
+        with torch.inference_mode():
+            _run_without_attention(model, kv_caches, counts)
     except BaseException:
         kv_caches._compiled = {}
         raise
@@ -108,7 +111,10 @@ class _Forward:
 class _Compiled:
     """A layer's compiled ``forward`` over the caches that its attention, one module or several, has meanwhile."""
 
-    def __init__(self, name: str, layer: Any, modules: list[tuple[Any, Any]], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, layer: Any, modules: list[tuple[Any, Any]], products: list[Product], options: Mapping[str, Any]
+    ) -> None:
+        self._products = products
         self._what = f"layer {name}: {type(layer).__name__} cannot be compiled"
         self._modules = [(vars(module), cache) for module, cache in modules]
         self._forward: Callable[..., Any] = torch.compile(layer.forward.plain, **options)
@@ -116,6 +122,8 @@ class _Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for attributes, cache in self._modules:
             attributes[CACHE] = cache
+        for product in self._products:
+            product.open()
         try:
             return self._forward(*args, **kwargs)
         except TorchDynamoException as error:
@@ -123,6 +131,8 @@ class _Compiled:
         finally:
             for attributes, _ in self._modules:
                 attributes.pop(CACHE, None)
+            for product in self._products:
+                product.close()
 
 
 def _reason(error: Exception) -> str:
@@ -139,7 +149,6 @@ def _run_without_attention(model: Any, kv_caches: PagedCaches, counts: tuple[int
     limit = torch._dynamo.config.recompile_limit + len(counts) * len(kv_caches)
     with (
         using_attncore(model),
-        torch.inference_mode(),
         torch._dynamo.config.patch(recompile_limit=limit),
         running_over(object(), dict.fromkeys(kv_caches, nothing), kv_caches),
     ):

@@ -17,7 +17,12 @@ from attncore.integrations.transformers.attention_interface import (
     configs_of,
     using_attncore,
 )
-from attncore.integrations.transformers.refused_models import refuse_layers, refuse_lost_window, refuse_positions
+from attncore.integrations.transformers.refused_models import (
+    refuse_layers,
+    refuse_lost_window,
+    refuse_positions,
+    refuse_unsaid_direction,
+)
 
 _REFUSED_INPUTS = ("position_bias", "indices", "block_indices")
 """What some models pass to their attention and no backend takes."""
@@ -62,8 +67,9 @@ def attention_layers(model: Any) -> tuple[ModelLayer, ...]:
     Runs the model over one token, without a cache, and records what every layer passes to its attention. ValueError
     where none does, since the model then has attention code of its own, and for models whose output would change when
     their requests run as one row over paged caches: with recurrent layers, chunked attention, an encoder beside a
-    decoder, positions of their own, frequencies by the longest request, causal layers that run twice, or a sliding
-    window that is only in the masks that the model makes and that no layer passes on.
+    decoder, positions of their own, embeddings made of neighbouring tokens, frequencies by the longest request, causal
+    layers that run twice, a sliding window that is only in the masks that the model makes and that no layer passes on,
+    or encoder layers that do not say that they are.
     """
     refuse_layers(model)
     recorder = _Recorder({module: name for name, module in model.named_modules()})
@@ -78,9 +84,9 @@ def attention_layers(model: Any) -> tuple[ModelLayer, ...]:
 
 
 def _implementation(model: Any) -> str:
-    """RECORDING where a window may be in masks; without one in its configuration transformers can make no such mask."""
-    windows = any(getattr(config, "sliding_window", None) for config in configs_of(model))
-    return RECORDING if windows else NAME
+    """RECORDING, for what masks alone say; NAME where windows are configured to be none: making masks would fail."""
+    windows = [config.sliding_window for config in configs_of(model) if hasattr(config, "sliding_window")]
+    return RECORDING if any(windows) or not windows else NAME
 
 
 class _Recorder:
@@ -94,7 +100,11 @@ class _Recorder:
         name, sizes = self._names[module], (query.shape[2], value.shape[2])
         scale, causal = asked.get("scaling"), asked.get("is_causal")
         if causal is None:
-            causal = getattr(module, "is_causal", True)
+            causal = getattr(module, "is_causal", None)
+        if causal is None:
+            causal = True  # as transformers takes it
+            if asked.get("made_encoder_masks"):
+                refuse_unsaid_direction(name, module)
         refused = [kind for kind in _REFUSED_INPUTS if asked.get(kind) is not None]
         if refused:
             raise ValueError(f"layer {name}: it passes {refused[0]} to its attention, which no backend takes")

@@ -24,7 +24,7 @@ from attncore.integrations.transformers.forward_pass import (
     running_over,
 )
 from attncore.ops.forward_context import ForwardContext
-from attncore.quoted import describe_error
+from attncore.quoted import describe_error, type_name
 from attncore.show import counted
 
 
@@ -111,7 +111,12 @@ class PiecewiseGraph:
         self._calls = []
         impls: dict[str, Any] = {name: seam(name, self) for name in self._caches}
         with torch.inference_mode(), running_over(object(), impls, self._caches):
-            return self._run()
+            output = self._run()
+        if not isinstance(output, Tensor):
+            raise TypeError(f"run: it returned {type_name(output)}; return one tensor, such as the model's logits")
+        if not self._calls:
+            raise ValueError("run: no layer of kv_caches attended in it; run the model that the caches are of")
+        return output
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
@@ -147,7 +152,8 @@ def capture_between_attention(run: Callable[[], Tensor], kv_caches: PagedCaches,
     too and means nothing, neither in the inputs nor in the output. The layers of ``compile_layers`` run compiled.
 
     Graphs that never run at once share memory: ``pool`` is the ``pool`` of another. Called outside of an
-    ``attncore_context``. CaptureError inside a capture, and where torch cannot capture the model, with its reason.
+    ``attncore_context``. TypeError where ``run`` returns no tensor, ValueError where no layer attends in it.
+    CaptureError inside a capture, and where torch cannot capture the model, with its reason.
     """
     kv_caches._check_called()
     device = str(next(next(iter(kv_caches._names)).parameters()).device)

@@ -12,7 +12,7 @@ _LAYER_TYPES = frozenset(("full_attention", "sliding_attention", "moe", "sparse"
 
 
 def refuse_layers(model: Any) -> None:
-    """ValueError for a model with layers that keep more than keys and values, or whose frequencies follow the batch."""
+    """ValueError for a model with layers that keep more than keys and values, or whose numbers follow the batch."""
     name, whole = type(model).__name__, model.config
     config = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
     if getattr(whole, "is_encoder_decoder", False):
@@ -22,6 +22,11 @@ def refuse_layers(model: Any) -> None:
         raise ValueError(
             f"model: {name} has layers of type {', '.join(others) or 'recurrent'}; attncore runs full and sliding "
             "attention, and keeps no other state of a request"
+        )
+    if getattr(config, "trigram_input", False):
+        raise ValueError(
+            f"model: {name} makes each token's embedding of its neighbours' too, and so of other requests' where they "
+            "run as one row; it runs without trigram_input alone"
         )
     _refuse_moving_frequencies(model, config)
 
@@ -50,6 +55,14 @@ def refuse_lost_window(name: str, module: Any) -> NoReturn:
         f"passes none to its attention, so that it would attend to all tokens; for requests no longer "
         f"than {limit} set config.max_position_embeddings of the loaded model to {limit}; for longer ones take a model "
         "whose layers pass sliding_window"
+    )
+
+
+def refuse_unsaid_direction(name: str, module: Any) -> NoReturn:
+    """ValueError for a layer without ``is_causal`` in a model whose masks let tokens see later ones."""
+    raise ValueError(
+        f"layer {name}: {type(module).__name__} does not say whether it is causal, in a model that makes masks for an "
+        "encoder; set is_causal of each such module: False where a token sees those behind it"
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attncore.builder import CommonAttentionMetadata
 from attncore.testing.engines.engine import Engine
-from attncore.testing.engines.run_batches import run_around_a_block, run_batch
+from attncore.testing.engines.run_batches import run_around_a_block, run_batch, run_decodes_alone
 from attncore.testing.harness.covers import covers
 from attncore.testing.harness.declared_samples import MAX_SIZE, edges
 from attncore.testing.harness.draw_batches import batches, explore
@@ -32,6 +32,7 @@ __all__ = [
     "test_output_is_written_where_it_is_asked",
     "test_prefill",
     "test_scale",
+    "test_scores_whose_exponential_is_no_float32",
     "test_tokens_beyond_the_metadata",
 ]
 
@@ -91,10 +92,10 @@ def test_lengths_around_a_block(attncore_subject: Subject, tokens: int) -> None:
 
 @covers("many requests")
 def test_many_requests_in_a_step(attncore_subject: Subject) -> None:
-    """Forty requests of other lengths each, in one step: their contexts, then decodes, then decodes beside chunks."""
+    """More requests than 128, of many lengths, in one step: their contexts, decodes, then decodes beside chunks."""
     backend = attncore_subject.backend()
     size = backend.config.block_size
-    contexts = {name: 1 + 7 * name % min(size + 1, 40) for name in range(40)}
+    contexts = {name: 1 + 7 * name % min(size + 1, 40) for name in range(130)}
     blocks = {name: -(-(context + 4) // size) for name, context in contexts.items()}
     engine = Engine(backend, num_blocks=sum(blocks.values()) + 1)  # and the null block
     for name, context in contexts.items():
@@ -167,7 +168,7 @@ def test_block_ids_beyond_16_bits(attncore_subject: Subject) -> None:
 
 @covers("grouped heads")
 @pytest.mark.parametrize(
-    "heads", [(1, 1), (2, 2), (4, 2), (4, 1), (8, 1), (6, 2)], ids=lambda pair: f"{pair[0]}-{pair[1]}"
+    "heads", [(1, 1), (2, 2), (4, 2), (4, 1), (8, 1), (6, 2), (14, 2), (40, 8)], ids=lambda pair: f"{pair[0]}-{pair[1]}"
 )
 def test_grouped_heads(attncore_subject: Subject, heads: tuple[int, int]) -> None:
     """Query head h reads key/value head ``h // (num_heads // num_kv_heads)``."""
@@ -179,6 +180,17 @@ def test_grouped_heads(attncore_subject: Subject, heads: tuple[int, int]) -> Non
 def test_scale(attncore_subject: Subject) -> None:
     """The scale is the layer's, not one over the root of the head size."""
     run_around_a_block(attncore_subject, attncore_subject.backend(), scale=0.7)
+
+
+@covers("prefill")
+@pytest.mark.parametrize("score", [200, -200], ids=["large", "small"])
+def test_scores_whose_exponential_is_no_float32(attncore_subject: Subject, score: int) -> None:
+    """Every key has the same score: the mean of the values, where no sum of exponentials is too large, or is 0."""
+    backend = attncore_subject.backend()
+    engine = Engine(backend, scale=abs(score) / backend.config.head_size)
+    engine.drawn.every_key = math.copysign(1.0, score)
+    run_batch(engine, attncore_subject.around_a_block(backend.config.block_size))
+    run_decodes_alone(engine)
 
 
 @covers("prefill")

@@ -20,7 +20,7 @@ from attncore.testing.engines.given_caches import MakeCache, allocated
 from attncore.testing.engines.likely_cause import NOT_OF_DENSE, likely_cause
 from attncore.testing.engines.metadata_snapshot import MetadataSnapshot
 from attncore.testing.engines.random_tensors import RandomTensors
-from attncore.testing.engines.requests import MAX_REQUESTS, History, Requests
+from attncore.testing.engines.requests import History, Requests
 from attncore.testing.engines.steps_on_device import padded, planned, reads_page_lists
 from attncore.testing.engines.tolerances import tolerance
 from attncore.testing.harness.errors import ConformanceError
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from attncore.builder import CommonAttentionMetadata
 
 NUM_BLOCKS, NUM_TOKENS = 48, 192  # a cache has room for at least so many
+MOST_LONGEST = 64  # a step has room for so many requests of the greatest length
 JUNK = 7.0  # a finite number that no key or value comes near: reading it shows, and no kernel fails on it
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 PADDING = -5.0  # not JUNK, so that a write of padding to a slot that holds no token shows
@@ -83,7 +84,7 @@ class Engine(Requests):
         self.finite_tail = config.spec is not None and config.spec.finite_tail
         self.phases = ("prefill", "decode") if config.spec is None else config.spec.phases
         self.tolerance = tolerance(config.dtype, config.kv_cache_dtype)
-        self.builder = MetadataBuilder(self.batch, max_num_batched_tokens=MAX_REQUESTS * self.batch.max_model_len)
+        self.builder = MetadataBuilder(self.batch, max_num_batched_tokens=MOST_LONGEST * self.batch.max_model_len)
         self.max_error = 0.0
         self.siblings: list[tuple[str, Mapping[str, Any]]] = []  # other layers of the same steps: name, features
         self.cache_dtype = FP8.get(config.kv_cache_dtype, torch.float32)

@@ -26,8 +26,10 @@ class RandomTensors:
 
     Queries are normal with a standard deviation of 1.5, keys and values of 1; with ``on_grid`` keys and values are
     numbers of GRID times the layer's ``k_scale`` or ``v_scale``, which the cache holds exactly: it makes no difference
-    then whether a kernel reads fresh keys or cached ones.
+    then whether a kernel reads fresh keys or cached ones. With ``every_key`` queries are 1 and keys this number.
     """
+
+    every_key: float | None = None
 
     def __init__(
         self,
@@ -46,6 +48,8 @@ class RandomTensors:
         config = self.config
         size = (config.head_size_v or config.head_size) if part == "value" else config.head_size
         shape = (count, config.num_heads if part == "query" else config.num_kv_heads, size)
+        if part != "value" and self.every_key is not None:
+            return torch.full(shape, 1.0 if part == "query" else self.every_key)
         if part != "query" and self.on_grid:
             drawn = torch.from_numpy(self.random.choice(np.array(GRID, dtype=np.float32), shape))
             return drawn * scale_of(self.features, "v_scale" if part == "value" else "k_scale")
