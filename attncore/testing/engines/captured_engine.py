@@ -34,17 +34,17 @@ class CapturedEngine(Engine):
     """Decodes of ``tokens`` each run through graphs of ``sizes``, all other steps without a graph.
 
     Requests have ``longest`` tokens at most; by default some, so that many steps are cheap. Steps are made by
-    ``make_builder``, which takes what MetadataBuilder takes.
+    ``make_builder``, which takes what MetadataBuilder takes, and is this where none is given.
     """
 
     def __init__(
         self, backend: AttentionBackend, tokens: int, *, seed: int = 0, sizes: tuple[int, ...] = (), longest: int = 0,
-        make_builder: Callable[..., Any] = MetadataBuilder, **engine: Any,
+        make_builder: Callable[..., Any] | None = None, **engine: Any,
     ) -> None:  # fmt: skip
         super().__init__(backend, seed=seed, **engine)
         self.tokens_each, self.sizes = tokens, sizes or CAPTURED_SIZES
         self.longest = longest or min(3 * self.block_size, self.block_size + 64)
-        self.builder = make_builder(
+        self.builder = (make_builder or MetadataBuilder)(
             self.batch,
             backend,
             max_num_batched_tokens=max(self.sizes) * self.longest,
