@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from attncore import AdoptedSteps
-from attncore.testing.engines import captured_engine
 from attncore.testing.engines.adopting_builder import AdoptingBuilder
 from attncore.testing.engines.captured_engine import CapturedEngine
 
@@ -22,9 +21,8 @@ def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_random_batches_eager_and_captured(generation: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_engine, "MetadataBuilder", AdoptingBuilder)
-    engine = CapturedEngine(standin.create(generation), tokens)
+def test_random_batches_eager_and_captured(generation: str, tokens: int) -> None:
+    engine = CapturedEngine(standin.create(generation), tokens, make_builder=AdoptingBuilder)
     for _ in range(12):
         engine.change()
         engine.replayed()

@@ -16,11 +16,10 @@ from attncore.testing.engines.captured_engine import CapturedEngine
 
 @pytest.mark.parametrize("kernel", ["tensor_cores", "cuda_cores", "xqa"])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_random_batches_eager_and_captured(monkeypatch: pytest.MonkeyPatch, tokens: int, kernel: str) -> None:
-    monkeypatch.setattr(captured_engine, "MetadataBuilder", AdoptingBuilder)
+def test_random_batches_eager_and_captured(tokens: int, kernel: str) -> None:
     recorder = standin.Recorder()
     backend = standin.backend(recorder, block_size=16 if kernel == "xqa" else 4, options={"decode": kernel})
-    engine = CapturedEngine(backend, tokens, junk=0.0 if kernel == "xqa" else math.nan)
+    engine = CapturedEngine(backend, tokens, junk=0.0 if kernel == "xqa" else math.nan, make_builder=AdoptingBuilder)
     for _ in range(12):
         engine.change()
         engine.replayed()

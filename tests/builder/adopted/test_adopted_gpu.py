@@ -11,7 +11,6 @@ from builder.plain_backend import Impl, Least
 import attncore
 from attncore import ATTNCORE_API, AdoptedSteps, AttncoreError, BackendConfig, BackendSpec, MultipleOf
 from attncore.graphs import capturing, new_graph
-from attncore.testing.engines import captured_engine
 from attncore.testing.engines.adopting_builder import AdoptingBuilder
 from attncore.testing.engines.captured_engine import CapturedEngine
 
@@ -194,10 +193,9 @@ def test_outputs_of_a_thousand_racing_steps(name, captured):
 
 @pytest.mark.parametrize("name", ["flashinfer", "flash"])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_random_batches_eager_and_captured(name, tokens, monkeypatch):
+def test_random_batches_eager_and_captured(name, tokens):
     """Prompts, chunks, decodes and drafts against dense attention; every element of the cache is looked at."""
-    monkeypatch.setattr(captured_engine, "MetadataBuilder", AdoptingBuilder)
-    engine = CapturedEngine(of_library(name, head_size=64), tokens)
+    engine = CapturedEngine(of_library(name, head_size=64), tokens, make_builder=AdoptingBuilder)
     for _ in range(200):
         engine.change()
         engine.replayed()
