@@ -13,6 +13,7 @@ import re
 import secrets
 import shlex
 import shutil
+import stat
 from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -101,7 +102,8 @@ def _render(words: dict[str, str], directory: Path, sources: list[tuple[str, Tra
         directory.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir(0o700)
         files = [_write(path, source, words, partial) for path, source in sources]
-        partial.chmod(0o777 & ~_umask())
+        # What the user has made private stays so.
+        partial.chmod(stat.S_IMODE(directory.stat().st_mode) if directory.exists() else 0o777 & ~_umask())
         os.replace(partial, directory)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

@@ -83,6 +83,13 @@ def test_a_name_of_a_directory_sends_a_terminal_nothing(tmp_path, capsys):
     assert f"cd '{tmp_path}/a\\x1b[31m b'" in out
 
 
+def test_an_empty_directory_keeps_its_mode(tmp_path, capsys):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x").chmod(0o700)
+    assert main(["new-backend", "acme", str(tmp_path / "x")]) == 0
+    assert (tmp_path / "x").stat().st_mode & 0o7777 == 0o700
+
+
 @pytest.mark.parametrize("name", ["Acme", "9acme", "acme attention", "../acme", "a" * 65])
 def test_bad_names_are_refused(tmp_path, capsys, name):
     assert main(["new-backend", name, str(tmp_path / "x")]) == 2
