@@ -25,6 +25,7 @@ from attncore.integrations.transformers.forward_pass import (
 )
 from attncore.ops.forward_context import ForwardContext
 from attncore.quoted import describe_error, type_name
+from attncore.show import counted
 
 
 class _Call(NamedTuple):
@@ -60,8 +61,8 @@ class PiecewiseGraph:
         steps = metadata.values() if isinstance(metadata, Mapping) else (metadata,)
         if (found := max(step.num_tokens for step in steps)) > self.num_tokens:
             raise CaptureError(
-                f"replay: the step has {found} tokens, the capture {self.num_tokens}; capture one of more tokens, or "
-                "run the step eagerly"
+                f"replay: the step has {counted(found, 'token')}, the capture {self.num_tokens}; "
+                "capture one of more tokens, or run the step eagerly"
             )
         if is_capturing(str(self.output.device)):
             raise CaptureError("replay: a stream is capturing, and attention runs eagerly here; end that capture first")
