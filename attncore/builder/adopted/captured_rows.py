@@ -93,7 +93,8 @@ class CapturedRows:
         elif captured.row_stride != place.table_stride[0]:
             raise CaptureError(
                 f"block_table: rows of stride {place.table_stride[0]} found, and the graph of "
-                f"{counted(place.num_reqs, 'row')} reads them {captured.row_stride} apart; give the view that was captured over"
+                f"{counted(place.num_reqs, 'row')} reads them "
+                f"{captured.row_stride} apart; give the view that was captured over"
             )
 
     def _check(self, num_reqs: int, query_len: int) -> None:
