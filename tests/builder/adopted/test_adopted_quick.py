@@ -172,7 +172,7 @@ WRONG = {
     "fewer lengths": ({"host_seq_lens": int32(5, 9)}, "host_seq_lens: 2 lengths found for 4 rows"),
     "falling": ({"host_query_start_loc": int32(0, 1, 0, 2, 2)}, "host_query_start_loc: row 1 begins at token 1"),
     "too long": ({"host_seq_lens": int32(5, MODEL_LEN + 1, 0, 0)}, "host_seq_lens: row 1 has 61, above max_model_len"),
-    "too short": ({"host_seq_lens": int32(0, 9, 0, 0)}, "host_seq_lens: row 0 has 0 keys, fewer than its 1 tokens"),
+    "too short": ({"host_seq_lens": int32(0, 9, 0, 0)}, "host_seq_lens: row 0 has 0 keys, fewer than its 1 token"),
     "dtype": ({"host_seq_lens": torch.ones(4)}, r"host_seq_lens: float32\[4\]"),
     "int64": ({"host_seq_lens": torch.ones(4, dtype=torch.int64)}, r"host_seq_lens: int64\[4\]"),
     "on a device": ({"host_seq_lens": torch.ones(4, dtype=torch.int32, device="meta")}, "host_seq_lens: .* on meta"),
