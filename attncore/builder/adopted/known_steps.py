@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from attncore.builder.adopted.captured_rows import Captured
     from attncore.builder.adopted.settings import Facts
     from attncore.builder.adopted.size import Size
-    from attncore.builder.adopted.steps import AdoptedSteps
 
 
 def known_steps(
@@ -70,7 +69,7 @@ def remember(
     )  # fmt: skip
 
 
-def forget(of: weakref.ref[AdoptedSteps]) -> None:
+def forget(of: weakref.ref[Any]) -> None:
     """Has AdoptedSteps, where they are still there, find no step that they knew."""
     steps = of()
     if steps is not None:

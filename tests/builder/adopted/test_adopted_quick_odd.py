@@ -24,6 +24,7 @@ UNREADABLE = {
 @pytest.mark.parametrize(
     "name", ["query_start_loc", "seq_lens", "block_table", "slot_mapping", "host_query_start_loc", "host_seq_lens"]
 )
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # once a process
 def test_a_nested_tensor_is_refused_by_its_name(name):
     nested = torch.nested.nested_tensor([torch.ones(4, dtype=torch.int32)] * 2)
     with pytest.raises(ValueError, match=f"^{name}: nested int32 on cpu found"):
